@@ -1,0 +1,268 @@
+"""Manifold-constrained hyper-connections (mHC): S residual streams instead of one.
+
+For residual streams x [B, T, S, D], with r = 1 / rms of a token's S*D numbers:
+
+    h          = r * (x_flat @ phi) * alpha + bias      phi [S*D, S*S + 2*S], alpha: one gain a group
+    h_pre      = sigmoid(h[:S])                          reads the streams: aggregated = h_pre . x
+    h_post     = 2 sigmoid(h[S:2S])                      writes a sublayer's output to the streams
+    h_res      = sinkhorn(h[2S:])                        mixes the streams, doubly stochastic
+    x_next     = h_res @ x + dropout(h_post * (y + b))   y, b: output and bias of the sublayer
+
+Twin of ``reference_torch/hyper_connections.py``, which says why h_res is doubly stochastic and why
+tokens lie innermost in everything S x S. Where PyTorch calls batched matrix products, XLA is given
+einsums and fuses what it likes.
+
+Reference: mHC, arXiv 2512.24880, eqs. 3-9. Layout is batch first, [B, T, S, D].
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from jax_impl.ops import DropoutState, dropout, parameter
+from plans.config import TransformerConfig
+from plans.parameters import hyper_connection_spec
+
+SINKHORN_EPSILON = 1e-8
+"""Added to the sums of every normalisation but the first, which is a softmax and needs none."""
+
+
+def sinkhorn(
+    logits: Float[Array, "*b s s"], iterations: int = 20, last: str = "row"
+) -> Float[Array, "*b s s"]:
+    """Doubly stochastic matrices: exp(logits), normalised along rows and columns in turn.
+
+    The backward pass replays the iterates from the logits and differentiates every one of them;
+    nothing but the logits is kept for it.
+
+    Args:
+        logits: [..., S, S]
+        iterations: pairs of normalisations, >= 1.
+        last: ``"row"`` (the paper: columns first, row sums exact) or ``"column"``.
+
+    Raises:
+        ValueError: iterations < 1, or an unknown ``last``.
+
+    Reference: mHC, eq. 9. The first normalisation is a softmax, so the result does not depend on
+    constants added to its logits; the others divide by (sum + 1e-8).
+    """
+    if iterations < 1:
+        raise ValueError(f"iterations: expected at least 1, got {iterations}")
+    if last not in ("row", "column"):
+        raise ValueError(f"last: expected 'row' or 'column', got {last!r}")
+    tokens_innermost = jnp.moveaxis(logits, (-2, -1), (0, 1))
+    first_axis = 0 if last == "row" else 1  # summing over axis 0, the row index, normalises columns
+    return jnp.moveaxis(_sinkhorn(tokens_innermost, iterations, first_axis), (0, 1), (-2, -1))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _sinkhorn(logits: Array, iterations: int, first_axis: int) -> Array:  # [S, S, ...]
+    return _iterates(logits, iterations, first_axis)[-1][0]
+
+
+def _sinkhorn_forward(logits: Array, iterations: int, first_axis: int) -> tuple[Array, Array]:
+    return _sinkhorn(logits, iterations, first_axis), logits
+
+
+def _sinkhorn_backward(iterations: int, first_axis: int, logits: Array, grad: Array) -> tuple[Array]:
+    iterates = _iterates(logits, iterations, first_axis)
+    axis = 1 - first_axis
+    for matrix, total in reversed(iterates[1:]):
+        grad = (grad - (grad * matrix).sum(axis, keepdims=True)) / total
+        axis = 1 - axis
+    softmax, _ = iterates[0]
+    return (softmax * (grad - (grad * softmax).sum(axis, keepdims=True)),)
+
+
+_sinkhorn.defvjp(_sinkhorn_forward, _sinkhorn_backward)
+
+
+def _iterates(logits: Array, iterations: int, first_axis: int) -> list[tuple[Array, Array | None]]:
+    """Each normalised matrix with the sums it was divided by (None for the softmax)."""
+    axis = first_axis
+    matrix = jax.nn.softmax(logits, axis=axis)
+    iterates = [(matrix, None)]
+    for _ in range(2 * iterations - 1):
+        axis = 1 - axis
+        total = matrix.sum(axis, keepdims=True) + SINKHORN_EPSILON
+        matrix = matrix / total
+        iterates.append((matrix, total))
+    return iterates
+
+
+def compute_mappings(
+    x: Float[Array, "b t s d"],
+    phi: Float[Array, "sd c"],
+    alpha: Float[Array, "3"],
+    bias: Float[Array, " c"],
+    *,
+    iterations: int = 20,
+    last: str = "row",
+    epsilon: float = 1e-5,
+) -> tuple[Float[Array, "b t s"], Float[Array, "b t s"], Float[Array, "b t s s"]]:
+    """The three coefficient tensors of every token.
+
+    Args:
+        x: residual streams. [B, T, S, D]
+        phi: projection. [S*D, 2*S + S*S]
+        alpha: gains of h_pre, h_post, h_res. [3]
+        bias: [2*S + S*S]
+        iterations, last: see sinkhorn.
+        epsilon: added to the mean square.
+
+    Returns:
+        h_pre [B, T, S] in (0, 1), h_post [B, T, S] in (0, 2), h_res [B, T, S, S] doubly stochastic;
+        float32, or float64 for float64 streams.
+
+    Reference: mHC, eqs. 5-8; the division by rms follows the projection.
+    """
+    batch, length, streams, _ = x.shape
+    coefficient_type = jnp.promote_types(x.dtype, jnp.float32)
+    x_flat = x.reshape(batch * length, -1)  # [N, S*D]
+    projected = jnp.einsum("kc,nk->cn", phi.astype(x.dtype), x_flat).astype(coefficient_type)
+    mean_square = jnp.mean(jnp.square(x_flat.astype(coefficient_type)), axis=-1)
+    inverse_rms = jax.lax.rsqrt(mean_square + epsilon)
+    groups = (streams, streams, streams * streams)
+    gain = jnp.concatenate([jnp.full(size, alpha[i]) for i, size in enumerate(groups)])
+    h = projected * inverse_rms * gain[:, None] + bias[:, None]
+    h_pre, h_post, h_res = jnp.split(h, (streams, 2 * streams))
+    h_pre, h_post = jax.nn.sigmoid(h_pre), 2 * jax.nn.sigmoid(h_post)
+    h_res = sinkhorn(h_res.reshape(streams, streams, -1).transpose(2, 0, 1), iterations, last)
+    shape = (batch, length, streams)
+    return h_pre.T.reshape(shape), h_post.T.reshape(shape), h_res.reshape(*shape, streams)
+
+
+def aggregate(x: Float[Array, "b t s d"], h_pre: Float[Array, "b t s"]) -> Float[Array, "b t d"]:
+    """What a sublayer reads: sum over streams of h_pre[s] * x[s]. Reference: mHC, eq. 3."""
+    return jnp.einsum("bts,btsd->btd", h_pre.astype(x.dtype), x)
+
+
+def apply_h_res(
+    h_res: Float[Array, "b t s s"], residual: Float[Array, "b t s d"]
+) -> Float[Array, "b t s d"]:
+    """The streams mixed: mixed[s] = sum over j of h_res[s, j] * residual[j]. Reference: mHC, eq. 3."""
+    return jnp.einsum("btsj,btjd->btsd", h_res.astype(residual.dtype), residual)
+
+
+def apply_h_post(
+    x: Float[Array, "b t d"], bias: Float[Array, " d"] | None, h_post: Float[Array, "b t s"]
+) -> Float[Array, "b t s d"]:
+    """A sublayer's output written to every stream: expanded[s] = h_post[s] * (x + bias)."""
+    y = x if bias is None else x + bias
+    return h_post.astype(x.dtype)[..., None] * y[..., None, :]
+
+
+def add_expanded(
+    mixed: Float[Array, "b t s d"],
+    x: Float[Array, "b t d"],
+    bias: Float[Array, " d"] | None,
+    h_post: Float[Array, "b t s"],
+) -> Float[Array, "b t s d"]:
+    """``mixed + apply_h_post(x, bias, h_post)`` in one pass over the streams."""
+    return mixed + apply_h_post(x, bias, h_post)
+
+
+class HyperConnectionModule(nnx.Module):
+    """The hyper-connection around one sublayer: owns phi, alpha and bias.
+
+    Args:
+        config: the model's.
+        layer_number: global number of the layer, from 0.
+        name: canonical name of the module, which fixes its initial values.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, name: str = "hyper_connection"
+    ) -> None:
+        self.config, self.layer_number = config, layer_number
+        specs = hyper_connection_spec(config)
+        self.phi = parameter(config, f"{name}.phi", specs["phi"])
+        self.alpha = parameter(config, f"{name}.alpha", specs["alpha"])
+        self.bias = parameter(config, f"{name}.bias", specs["bias"])
+
+    def __call__(
+        self,
+        hidden_states: Float[Array, "b t s d"],
+        residual: Float[Array, "b t s d"],
+        training: bool = True,
+    ) -> tuple[Float[Array, "b t d"], Float[Array, "b t s d"], Float[Array, "b t s"]]:
+        """What the sublayer reads, the mixed residual, and how to write the sublayer's output.
+
+        Args:
+            hidden_states: residual streams the coefficients and the aggregate are taken from. [B, T, S, D]
+            residual: streams that are mixed; in a transformer the same array. [B, T, S, D]
+            training: accepted for symmetry with other modules; nothing here depends on it.
+
+        Returns:
+            aggregated [B, T, D], mixed [B, T, S, D], h_post [B, T, S].
+        """
+        h_pre, h_post, h_res = self.compute_mappings(hidden_states)
+        return self.aggregate(hidden_states, h_pre), self.apply_h_res(h_res, residual), h_post
+
+    def compute_mappings(self, x: Float[Array, "b t s d"]) -> tuple[Array, Array, Array]:
+        """h_pre [B, T, S], h_post [B, T, S], h_res [B, T, S, S] of the streams x."""
+        return compute_mappings(
+            x,
+            self.phi[...],
+            self.alpha[...],
+            self.bias[...],
+            iterations=self.config.sinkhorn_iterations,
+            last=self.config.sinkhorn_last,
+            epsilon=self.config.layernorm_epsilon,
+        )
+
+    def aggregate(self, x: Float[Array, "b t s d"], h_pre: Float[Array, "b t s"]) -> Array:
+        """See the function aggregate."""
+        return aggregate(x, h_pre)
+
+    def apply_h_res(self, h_res: Float[Array, "b t s s"], residual: Float[Array, "b t s d"]) -> Array:
+        """See the function apply_h_res."""
+        return apply_h_res(h_res, residual)
+
+    def apply_h_post(
+        self, x_with_bias: tuple[Array, Array | None], h_post: Float[Array, "b t s"]
+    ) -> tuple[Array, None]:
+        """Expanded output [B, T, S, D]; its bias is consumed, hence the None."""
+        x, bias = x_with_bias
+        return apply_h_post(x, bias, h_post), None
+
+    def apply_h_post_dropout_add(
+        self,
+        x_with_bias: tuple[Array, Array | None],
+        h_post: Float[Array, "b t s"],
+        mixed: Float[Array, "b t s d"],
+        state: DropoutState | None,
+        site: int,
+    ) -> Float[Array, "b t s d"]:
+        """The next residual streams: ``mixed + dropout(expanded)``.
+
+        Args:
+            x_with_bias: output of the sublayer [B, T, D] and its bias [D] or None.
+            h_post, mixed: from the call.
+            state: rows of the batch, or None for no dropout, as in evaluation.
+            site: see ops.dropout.
+        """
+        x, bias = x_with_bias
+        if state is None:
+            return add_expanded(mixed, x, bias, h_post)
+        return mixed + dropout(apply_h_post(x, bias, h_post), self.config.hidden_dropout, state, site)
+
+    @staticmethod
+    def input_expand(x: Float[Array, "b t d"], n: int) -> Float[Array, "b t n d"]:
+        """Copy the input of a transformer block to n streams."""
+        return jnp.repeat(x[..., None, :], n, axis=-2)
+
+    @staticmethod
+    def output_contract(x: Float[Array, "b t n d"], n: int) -> Float[Array, "b t d"]:
+        """Mean of the n streams, the output of a transformer block.
+
+        Raises:
+            ValueError: x does not have n streams.
+        """
+        if x.shape[-2] != n:
+            raise ValueError(f"n: expected the number of streams of x, {x.shape[-2]}, got {n}")
+        return x.mean(-2)

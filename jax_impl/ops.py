@@ -1,0 +1,202 @@
+"""Pure functions on arrays: what layers are made of.
+
+Twin of ``reference_torch/ops.py``: same names, same order, same signatures. Nothing here owns
+parameters or state; randomness comes in as a counter (:class:`DropoutState`).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jaxtyping import Bool, Float, Int, UInt32
+
+from plans.config import TransformerConfig
+from plans.parameters import ParameterSpec, initial_value, rotary_frequencies
+from plans.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, dropout_threshold
+
+MASK_32 = 0xFFFFFFFF
+
+
+def parameter(config: TransformerConfig, name: str, spec: ParameterSpec) -> nnx.Param:
+    """A parameter with the initial value plans/parameters.py gives it.
+
+    Args:
+        config: gives seed and type.
+        name: canonical name, e.g. ``decoder.layers.0.mlp.linear_fc1.weight``.
+        spec: shape and distribution.
+
+    Raises:
+        ValueError: float64 parameters while JAX has 64-bit types turned off.
+    """
+    if config.params_dtype == "float64" and not jax.config.jax_enable_x64:
+        raise ValueError(
+            "params_dtype: expected JAX with 64-bit types for 'float64', got jax_enable_x64=False; call "
+            "jax.config.update('jax_enable_x64', True) first, or set JAX_ENABLE_X64=1"
+        )
+    return nnx.Param(jnp.asarray(initial_value(config.seed, name, spec), config.params_dtype))
+
+
+def _multiply_high_low(a: Array, b: int) -> tuple[Array, Array]:
+    """Upper and lower word of the 64-bit product a * b, by 16-bit halves."""
+    b_low, b_high = np.uint32(b & 0xFFFF), np.uint32(b >> 16)
+    a_low, a_high = a & 0xFFFF, a >> 16
+    middle = a_high * b_low + (a_low * b_low >> 16)
+    carry = a_low * b_high + (middle & 0xFFFF)
+    return a_high * b_high + (middle >> 16) + (carry >> 16), a * np.uint32(b)
+
+
+def philox_4x32(key: tuple[int, int], counter: tuple) -> tuple[Array, Array, Array, Array]:
+    """Four random words per counter, bit-equal to plans.philox.
+
+    Args:
+        key: two words < 2**32.
+        counter: four words < 2**32, each a number or an integer array (broadcast together).
+
+    Returns:
+        Four arrays of words, uint32.
+
+    Reference: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    """
+    c0, c1, c2, c3 = (jnp.asarray(word, jnp.uint32) for word in counter)
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        (high0, low0), (high2, low2) = _multiply_high_low(c0, MULTIPLIERS[0]), _multiply_high_low(c2, MULTIPLIERS[1])
+        c0, c1 = high2 ^ c1 ^ np.uint32(k0), low2
+        c2, c3 = high0 ^ c3 ^ np.uint32(k1), low0
+        k0, k1 = (k0 + KEY_STEPS[0]) & MASK_32, (k1 + KEY_STEPS[1]) & MASK_32
+    return c0, c1, c2, c3
+
+
+class DropoutState(NamedTuple):
+    """What a dropout mask is a function of, besides its site."""
+
+    seed: int
+    step: int | Int[Array, ""] | UInt32[Array, ""]
+    row_low: UInt32[Array, "b t"]
+    row_high: UInt32[Array, "b t"]
+
+
+def dropout_state(
+    seed: int,
+    step: int | Int[Array, ""],
+    samples: Int[Array, " b"],
+    positions: Int[Array, " t"],
+    seq_length: int,
+) -> DropoutState:
+    """Number the rows of a batch: row = sample * seq_length + position, as two 32-bit words.
+
+    Args:
+        seed: < 2**32.
+        step: training step, < 2**32.
+        samples: numbers of the sequences within the global batch. [B] integer
+        positions: positions of the tokens within their sequence. [T] integer
+        seq_length: of the whole model, so that rows of different sequences never meet.
+    """
+    high, low = _multiply_high_low(samples.astype(jnp.uint32)[:, None], seq_length)
+    row_low = low + positions.astype(jnp.uint32)
+    return DropoutState(seed, step, row_low, high + (row_low < low))
+
+
+def dropout(x: Float[Array, "b t *rest"], rate: float, state: DropoutState, site: int) -> Array:
+    """Zero elements with probability ``rate`` and scale the others by 1 / (1 - rate).
+
+    The mask is a function of (seed, site, step, row, column) alone: it is the same in PyTorch and in
+    the kernels, and under any layout of the batch.
+
+    Args:
+        x: any floating array; the axes after the second are numbered as one. [B, T, ...]
+        rate: in [0, 1).
+        state: rows of the batch.
+        site: number of the place in the model, see plans.philox.
+    """
+    if rate == 0.0:
+        return x
+    width = int(np.prod(x.shape[2:]))
+    quads = jnp.arange((width + 3) // 4)
+    counter = (quads, state.row_low[..., None], state.row_high[..., None], state.step)
+    words = jnp.stack(philox_4x32((state.seed, site), counter), axis=-1)
+    keep = words.reshape(*words.shape[:2], -1)[..., :width] >= np.uint32(dropout_threshold(rate))
+    return jnp.where(keep.reshape(x.shape), x * (1.0 / (1.0 - rate)), 0.0)
+
+
+def linear(
+    x: Float[Array, "*b i"], weight: Float[Array, "o i"], bias: Float[Array, " o"] | None = None
+) -> Float[Array, "*b o"]:
+    """``x @ weight.T + bias``."""
+    y = x @ weight.T
+    return y if bias is None else y + bias
+
+
+def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, " d"], epsilon: float) -> Float[Array, "*b d"]:
+    """``x / sqrt(mean(x**2) + epsilon) * weight`` over the last axis.
+
+    Reference: Zhang and Sennrich, arXiv 1910.07467, eq. 4 (epsilon added under the root).
+    """
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon) * weight
+
+
+def rotary_embedding(
+    x: Float[Array, "b t h d"], positions: Int[Array, " t"], base: float
+) -> Float[Array, "b t h d"]:
+    """Turn the pairs (x[i], x[i + d/2]) by the angle position * base**(-2i/d).
+
+    Args:
+        x: queries or keys; d even. [B, T, H, d]
+        positions: of the tokens within their sequence. [T]
+        base: of the wavelengths.
+
+    Reference: Su et al., arXiv 2104.09864, eq. 15, with the pairs half a head apart (GPT-NeoX order).
+    """
+    frequencies = jnp.asarray(rotary_frequencies(x.shape[-1], base), x.dtype)
+    angle = positions.astype(x.dtype)[:, None, None] * frequencies
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def causal_attention(
+    q: Float[Array, "b t h d"],
+    k: Float[Array, "b t g d"],
+    v: Float[Array, "b t g d"],
+    attention_mask: Bool[Array, "b t t"] | None = None,
+) -> Float[Array, "b t h d"]:
+    """softmax(q k^T / sqrt(d)) v over the tokens up to each token's own; explicit, in x's own type.
+
+    Args:
+        q: queries. [B, T, H, d]
+        k, v: keys and values of G groups; query head h uses group h // (H / G). [B, T, G, d]
+        attention_mask: True where row t may attend to column s, besides s <= t. A row that may attend
+            to nothing gives 0. [B, T, T]
+    """
+    batch, length, heads, width = q.shape
+    groups = k.shape[2]
+    q = q.reshape(batch, length, groups, heads // groups, width)
+    allowed = jnp.tri(length, dtype=bool)
+    if attention_mask is not None:
+        allowed = (allowed & attention_mask)[:, None, None]
+    scores = jnp.einsum("btgrd,bsgd->bgrts", q, k) * width**-0.5
+    weights = jax.nn.softmax(jnp.where(allowed, scores, jnp.finfo(q.dtype).min), axis=-1)
+    if attention_mask is not None:
+        weights = weights * allowed.any(-1, keepdims=True)
+    mixed = jnp.einsum("bgrts,bsgd->btgrd", weights, v)
+    return mixed.reshape(batch, length, heads, width)
+
+
+def gelu(x: Float[Array, "*b f"]) -> Float[Array, "*b f"]:
+    """``x * Phi(x)`` with the exact normal distribution function. Reference: arXiv 1606.08415."""
+    return jax.nn.gelu(x, approximate=False)
+
+
+def swiglu(x: Float[Array, "*b f2"]) -> Float[Array, "*b f"]:
+    """``silu(gate) * value`` where x holds gate and value side by side. Reference: arXiv 2002.05202, eq. 6."""
+    gate, value = jnp.split(x, 2, axis=-1)
+    return jax.nn.silu(gate) * value
+
+
+def cross_entropy(logits: Float[Array, "b t v"], targets: Int[Array, "b t"]) -> Float[Array, ""]:
+    """Mean negative log-likelihood of the targets, in nats per token."""
+    log_probabilities = jax.nn.log_softmax(logits, axis=-1)
+    return -jnp.mean(jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1))

@@ -1,0 +1,144 @@
+"""Training: AdamW steps over deterministic batches.
+
+What is decided (batches, initial values, learning rate, decay, clipping) stands in plans/ and is
+the same for both backends; here it is carried out in JAX, one compiled program a step.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import Array
+
+from jax_impl.transformer import GPTModel
+from plans.config import TrainConfig, TransformerConfig
+from plans.data import Batch, Corpus
+from plans.training import CLIP_EPSILON, StepResult, check_finite, has_weight_decay, learning_rate
+
+
+class Trainer:
+    """A model, its optimizer and its data.
+
+    Args:
+        config: the model's.
+        train_config: the optimisation's.
+        corpus: what to learn.
+    """
+
+    def __init__(self, config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) -> None:
+        self.config, self.train_config, self.corpus = config, train_config, corpus
+        self._graph, self._params = nnx.split(GPTModel(config), nnx.Param)
+        self._optimizer = optax.chain(
+            optax.scale_by_adam(train_config.adam_beta1, train_config.adam_beta2, train_config.adam_eps),
+            optax.add_decayed_weights(
+                train_config.weight_decay, mask=partial(jax.tree.map, lambda p: has_weight_decay(p.shape))
+            ),
+        )
+        self._optimizer_state = self._optimizer.init(self._params)
+        self._update = jax.jit(self._update_step, donate_argnums=(0, 1))
+        self._value_and_grad = jax.jit(jax.value_and_grad(self._loss))
+        self._evaluate = jax.jit(partial(self._loss, training=False))
+
+    @property
+    def model(self) -> GPTModel:
+        """The model with its present parameters."""
+        return nnx.merge(self._graph, self._params)
+
+    def train_step(self, step: int) -> StepResult:
+        """Learn from the batch of one step.
+
+        Raises:
+            NonFiniteLossError: the loss or the gradients are not finite; names the step.
+        """
+        start = time.perf_counter()
+        train = self.train_config
+        batch = self.corpus.batch(step, train.global_batch_size, self.config.seq_length)
+        rate = learning_rate(train, step)
+        self._params, self._optimizer_state, loss, norm = self._update(
+            self._params, self._optimizer_state, batch, step, rate
+        )
+        tokens = train.global_batch_size * self.config.seq_length
+        result = StepResult(step, loss.item(), norm.item(), rate, tokens, time.perf_counter() - start)
+        check_finite(result)
+        return result
+
+    def loss_and_gradients(self, batch: Batch, step: int = 0) -> tuple[float, dict[str, np.ndarray]]:
+        """Loss of a batch and its gradient for every parameter, by canonical name; nothing is updated."""
+        loss, gradients = self._value_and_grad(self._params, batch, step)
+        return loss.item(), _by_name(gradients)
+
+    def validation_loss(self) -> float:
+        """Mean loss over ``eval_iters`` batches of the validation split, without dropout."""
+        train, losses = self.train_config, []
+        for index in range(train.eval_iters):
+            batch = self.corpus.validation_batch(index, train.global_batch_size, self.config.seq_length)
+            losses.append(self._evaluate(self._params, batch).item())
+        return float(np.mean(losses))
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        """A copy of every parameter, by canonical name."""
+        return _by_name(self._params)
+
+    def set_parameters(self, values: Mapping[str, np.ndarray]) -> None:
+        """Overwrite every parameter; the optimizer's state stays.
+
+        Raises:
+            ValueError: names or shapes are not exactly the model's.
+        """
+        parameters = _by_name(self._params)
+        if values.keys() != parameters.keys():
+            raise ValueError(f"values: expected {sorted(parameters)}, differs in {sorted(values.keys() ^ parameters)}")
+        for name, parameter in parameters.items():
+            if values[name].shape != parameter.shape:
+                raise ValueError(f"values[{name!r}]: expected shape {parameter.shape}, got {values[name].shape}")
+
+        def replace(path: tuple, leaf: Array) -> Array:
+            return jnp.asarray(values[_canonical_name(path)], leaf.dtype)
+
+        self._params = jax.tree_util.tree_map_with_path(replace, self._params)
+
+    def _loss(self, params: nnx.State, batch: Batch, step: int | Array = 0, training: bool = True) -> Array:
+        model = nnx.merge(self._graph, params)
+        return model(batch.tokens, batch.targets, step=step, training=training)
+
+    def _update_step(
+        self, params: nnx.State, optimizer_state: optax.OptState, batch: Batch, step: Array, rate: Array
+    ) -> tuple[nnx.State, optax.OptState, Array, Array]:
+        loss, gradients = jax.value_and_grad(self._loss)(params, batch, step)
+        norm = optax.global_norm(gradients)
+        if self.train_config.clip_grad > 0.0:
+            scale = jnp.minimum(1.0, self.train_config.clip_grad / (norm + CLIP_EPSILON))
+            gradients = jax.tree.map(lambda g: g * scale, gradients)
+        updates, optimizer_state = self._optimizer.update(gradients, optimizer_state, params)
+        params = jax.tree.map(lambda p, u: p - rate.astype(p.dtype) * u, params, updates)
+        return params, optimizer_state, loss, norm
+
+
+def train(config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) -> Iterator[StepResult]:
+    """Train a new model, step by step.
+
+    Yields:
+        The result of each step as it ends.
+
+    Raises:
+        NonFiniteLossError: see Trainer.train_step.
+    """
+    trainer = Trainer(config, train_config, corpus)
+    for step in range(train_config.train_iters):
+        yield trainer.train_step(step)
+
+
+def _canonical_name(path: tuple) -> str:
+    """The canonical name of a leaf: the keys of its path that name modules or parameters."""
+    return ".".join(str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey))
+
+
+def _by_name(tree: nnx.State) -> dict[str, np.ndarray]:
+    """Copies of a state's leaves by canonical name."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {_canonical_name(path): np.array(leaf) for path, leaf in leaves}

@@ -1,0 +1,348 @@
+"""The GPT model: embedding, layers of (mixer, MLP), norm, head; or one pipeline stage of it.
+
+Between layers travel ``hidden_states`` [B, T, D], or with hyper-connections the residual streams
+[B, T, S, D]. A layer's mixer and settings come from the configuration's layer pattern, so no code
+here assumes that layers are alike. Module names are the parameters' canonical names; layers are
+keyed by their global number.
+
+Reference: Vaswani et al., arXiv 1706.03762, in its pre-norm, rotary, gated form (Touvron et al.,
+arXiv 2302.13971).
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from jax_impl.hyper_connections import HyperConnectionModule
+from jax_impl.ops import (
+    DropoutState,
+    causal_attention,
+    cross_entropy,
+    dropout,
+    dropout_state,
+    gelu,
+    linear,
+    parameter,
+    rms_norm,
+    rotary_embedding,
+    swiglu,
+)
+from plans.config import TransformerConfig
+from plans.parameters import ParameterSpec, attention_specs, embedding_spec, mlp_specs, norm_spec
+from plans.partition import get_num_layers_to_build, get_transformer_layer_offset
+from plans.philox import attention_site, mlp_site
+
+
+class Linear(nnx.Module):
+    """A linear map that hands its bias on instead of adding it.
+
+    Args:
+        config: the model's.
+        name: canonical name.
+        specs: shapes of weight and, where there is one, bias.
+    """
+
+    def __init__(self, config: TransformerConfig, name: str, specs: dict[str, ParameterSpec]) -> None:
+        self.weight = parameter(config, f"{name}.weight", specs["weight"])
+        self.bias = parameter(config, f"{name}.bias", specs["bias"]) if "bias" in specs else None
+
+    def __call__(self, x: Float[Array, "b t i"]) -> tuple[Float[Array, "b t o"], Array | None]:
+        """x @ weight.T [B, T, O], and the bias [O] or None that the caller still has to add."""
+        return linear(x, self.weight[...]), _value(self.bias)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation with a gain.
+
+    Args:
+        config: the model's.
+        name: canonical name.
+    """
+
+    def __init__(self, config: TransformerConfig, name: str) -> None:
+        self.epsilon = config.layernorm_epsilon
+        self.weight = parameter(config, f"{name}.weight", norm_spec(config)["weight"])
+
+    def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        """See ops.rms_norm."""
+        return rms_norm(x, self.weight[...], self.epsilon)
+
+
+def _value(bias: nnx.Param | None) -> Array | None:
+    """The array of a bias that may be absent."""
+    return None if bias is None else bias[...]
+
+
+class SelfAttention(nnx.Module):
+    """Causal softmax attention with rotary positions and grouped queries.
+
+    Args:
+        config: the model's.
+        layer_number: global number of the layer, from 0.
+        name: canonical name.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int, name: str) -> None:
+        self.config, self.layer_number = config, layer_number
+        specs = attention_specs(config)
+        self.linear_qkv = Linear(config, f"{name}.linear_qkv", specs["linear_qkv"])
+        self.linear_proj = Linear(config, f"{name}.linear_proj", specs["linear_proj"])
+
+    def __call__(
+        self,
+        hidden_states: Float[Array, "b t d"],
+        positions: Int[Array, " t"],
+        attention_mask: Bool[Array, "b t t"] | None = None,
+    ) -> tuple[Float[Array, "b t d"], Array | None]:
+        """Attended output [B, T, D] and the output projection's bias, not yet added."""
+        batch, length, _ = hidden_states.shape
+        heads, groups = self.config.num_attention_heads, self.config.query_groups
+        qkv = linear(hidden_states, self.linear_qkv.weight[...], _value(self.linear_qkv.bias))
+        qkv = qkv.reshape(batch, length, heads + 2 * groups, self.config.head_dim)
+        q, k, v = jnp.split(qkv, (heads, heads + groups), axis=2)
+        q = rotary_embedding(q, positions, self.config.rotary_base)
+        k = rotary_embedding(k, positions, self.config.rotary_base)
+        attended = causal_attention(q, k, v, attention_mask)
+        return self.linear_proj(attended.reshape(batch, length, -1))
+
+
+class MLP(nnx.Module):
+    """Two linear maps around an activation function.
+
+    Args:
+        config: the model's.
+        layer_number: global number of the layer, from 0.
+        name: canonical name.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int, name: str) -> None:
+        specs = mlp_specs(config, layer_number)
+        self.activation = config.layer(layer_number).activation
+        self.linear_fc1 = Linear(config, f"{name}.linear_fc1", specs["linear_fc1"])
+        self.linear_fc2 = Linear(config, f"{name}.linear_fc2", specs["linear_fc2"])
+
+    def __call__(self, hidden_states: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Array | None]:
+        """Output [B, T, D] and the second map's bias, not yet added."""
+        inner = linear(hidden_states, self.linear_fc1.weight[...], _value(self.linear_fc1.bias))
+        return self.linear_fc2(swiglu(inner) if self.activation == "swiglu" else gelu(inner))
+
+
+MIXER_MODULES = {"attention": SelfAttention}
+"""Mixer names of the layer pattern and their modules."""
+
+
+class TransformerLayer(nnx.Module):
+    """Mixer and MLP, each normalised before and added back through mHC or a plain residual.
+
+    Args:
+        config: the model's.
+        layer_number: global number of the layer, from 0.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int) -> None:
+        self.config, self.layer_number = config, layer_number
+        layer, name = config.layer(layer_number), f"decoder.layers.{layer_number}"
+        self.self_attention_hyper_connection = (
+            HyperConnectionModule(config, layer_number, f"{name}.self_attention_hyper_connection")
+            if layer.self_attention_hyper_connection
+            else None
+        )
+        self.input_layernorm = RMSNorm(config, f"{name}.input_layernorm")
+        self.self_attention = MIXER_MODULES[layer.mixer](config, layer_number, f"{name}.self_attention")
+        self.mlp_hyper_connection = (
+            HyperConnectionModule(config, layer_number, f"{name}.mlp_hyper_connection")
+            if layer.mlp_hyper_connection
+            else None
+        )
+        self.pre_mlp_layernorm = RMSNorm(config, f"{name}.pre_mlp_layernorm")
+        self.mlp = MLP(config, layer_number, f"{name}.mlp")
+
+    def __call__(
+        self,
+        hidden_states: Float[Array, "b t *s d"],
+        positions: Int[Array, " t"],
+        state: DropoutState | None = None,
+        attention_mask: Bool[Array, "b t t"] | None = None,
+    ) -> Float[Array, "b t *s d"]:
+        """One layer.
+
+        Args:
+            hidden_states: [B, T, D], or residual streams [B, T, S, D] with hyper-connections.
+            positions: of the tokens within their sequence. [T]
+            state: rows of the batch for dropout; None: no dropout.
+            attention_mask: see ops.causal_attention.
+        """
+        connection = self.self_attention_hyper_connection
+        aggregated, mixed, h_post = self._read(connection, hidden_states)
+        attended = self.self_attention(self.input_layernorm(aggregated), positions, attention_mask)
+        site = attention_site(self.layer_number)
+        hidden_states = self._write(connection, attended, h_post, mixed, state, site)
+
+        connection = self.mlp_hyper_connection
+        aggregated, mixed, h_post = self._read(connection, hidden_states)
+        output = self.mlp(self.pre_mlp_layernorm(aggregated))
+        return self._write(connection, output, h_post, mixed, state, mlp_site(self.layer_number))
+
+    def _read(
+        self, connection: HyperConnectionModule | None, hidden_states: Array
+    ) -> tuple[Array, Array, Array | None]:
+        """What a sublayer reads, what it is added to, and with which weights (None: all 1)."""
+        if connection is not None:
+            return connection(hidden_states, hidden_states)
+        if hidden_states.ndim == 4:
+            streams = self.config.num_residual_streams
+            return HyperConnectionModule.output_contract(hidden_states, streams), hidden_states, None
+        return hidden_states, hidden_states, None
+
+    def _write(
+        self,
+        connection: HyperConnectionModule | None,
+        x_with_bias: tuple[Array, Array | None],
+        h_post: Array | None,
+        mixed: Array,
+        state: DropoutState | None,
+        site: int,
+    ) -> Array:
+        """Add a sublayer's output back: by its hyper-connection, or plainly, to every stream alike."""
+        if connection is not None:
+            return connection.apply_h_post_dropout_add(x_with_bias, h_post, mixed, state, site)
+        x, bias = x_with_bias
+        y = x if bias is None else x + bias
+        if state is not None:
+            y = dropout(y, self.config.hidden_dropout, state, site)
+        return mixed + (y[..., None, :] if mixed.ndim == 4 else y)
+
+
+class TransformerBlock(nnx.Module):
+    """The layers of one pipeline stage, and the final norm in the last.
+
+    Args:
+        config: the whole model's.
+        pre_process, post_process: whether this is the first, the last stage.
+        vp_stage: index of the virtual stage within its rank; None: 0.
+        pp_rank: pipeline rank; None: 0.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
+    ) -> None:
+        self.config, self.pre_process, self.post_process = config, pre_process, post_process
+        first = get_transformer_layer_offset(config, vp_stage, pp_rank)
+        numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
+        self.layers = nnx.Dict({str(number): TransformerLayer(config, number) for number in numbers})
+        self.final_layernorm = RMSNorm(config, "decoder.final_layernorm") if post_process else None
+
+    def __call__(
+        self,
+        hidden_states: Float[Array, "b t *s d"],
+        positions: Int[Array, " t"],
+        state: DropoutState | None = None,
+        attention_mask: Bool[Array, "b t t"] | None = None,
+    ) -> Float[Array, "b t *s d"]:
+        """Run the stage's layers; expand to streams in the first stage, contract in the last."""
+        streams, hyper = self.config.num_residual_streams, self.config.enable_hyper_connections
+        if hyper and self.pre_process:
+            hidden_states = HyperConnectionModule.input_expand(hidden_states, streams)
+        for layer in self.layers.values():
+            hidden_states = layer(hidden_states, positions, state, attention_mask)
+        if self.final_layernorm is None:
+            return hidden_states
+        if hyper:
+            hidden_states = HyperConnectionModule.output_contract(hidden_states, streams)
+        return self.final_layernorm(hidden_states)
+
+
+class Embedding(nnx.Module):
+    """A table with one vector a token: the input embedding, and an untied output layer.
+
+    Args:
+        config: the model's.
+        name: canonical name.
+    """
+
+    def __init__(self, config: TransformerConfig, name: str) -> None:
+        self.weight = parameter(config, f"{name}.weight", embedding_spec(config)["weight"])
+
+    def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
+        """The tokens' vectors."""
+        return self.weight[...][tokens]
+
+
+class GPTModel(nnx.Module):
+    """A decoder-only language model, or one pipeline stage of it.
+
+    Args:
+        config: the whole model's.
+        pre_process: build the embedding and take token ids (first stage).
+        post_process: build final norm and head and give logits or the loss (last stage).
+        vp_stage: index of the virtual stage within its rank; None: 0.
+        pp_rank: pipeline rank; None: 0.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
+    ) -> None:
+        self.config, self.pre_process, self.post_process = config, pre_process, post_process
+        tied = not config.untie_embeddings_and_output_weights
+        # A last stage with a tied head holds a copy of the first stage's embedding, of equal value.
+        self.embedding = Embedding(config, "embedding") if pre_process or (post_process and tied) else None
+        self.decoder = TransformerBlock(config, pre_process, post_process, vp_stage, pp_rank)
+        self.output_layer = Embedding(config, "output_layer") if post_process and not tied else None
+
+    def __call__(
+        self,
+        inputs: Int[Array, "b t"] | Float[Array, "b t *s d"],
+        targets: Int[Array, "b t"] | None = None,
+        *,
+        step: int | Int[Array, ""] = 0,
+        samples: Int[Array, " b"] | None = None,
+        positions: Int[Array, " t"] | None = None,
+        attention_mask: Bool[Array, "b t t"] | None = None,
+        training: bool = True,
+    ) -> Array:
+        """The loss, the logits, or what the next stage takes.
+
+        Args:
+            inputs: token ids [B, T] in the first stage, else the stage before's output.
+            targets: the token after each of inputs. [B, T]
+            step: training step, for dropout.
+            samples: numbers of the sequences within the global batch; None: 0 .. B-1. [B]
+            positions: of the tokens within their sequence; None: 0 .. T-1. [T]
+            attention_mask: see ops.causal_attention.
+            training: False turns dropout off.
+
+        Returns:
+            Last stage: mean loss in nats per token, or logits [B, T, V] without targets. Other
+            stages: hidden states [B, T, D] or [B, T, S, D].
+
+        Raises:
+            ValueError: more than config.seq_length tokens.
+        """
+        batch, length = inputs.shape[:2]
+        if length > self.config.seq_length:
+            raise ValueError(f"inputs: expected at most seq_length={self.config.seq_length} tokens, got {length}")
+        if positions is None:
+            positions = jnp.arange(length)
+        state = None
+        if training and self.config.hidden_dropout > 0.0:
+            if samples is None:
+                samples = jnp.arange(batch)
+            state = dropout_state(self.config.seed, step, samples, positions, self.config.seq_length)
+        hidden_states = self.embedding(inputs) if self.pre_process else inputs
+        hidden_states = self.decoder(hidden_states, positions, state, attention_mask)
+        if not self.post_process:
+            return hidden_states
+        head = self.embedding if self.output_layer is None else self.output_layer
+        logits = linear(hidden_states, head.weight[...])
+        return logits if targets is None else cross_entropy(logits, targets)

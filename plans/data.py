@@ -1,0 +1,131 @@
+"""Deterministic batches of a byte-level corpus.
+
+A batch is a function of (corpus, seed, step) and nothing else, so it can be asked for at any step, in
+any order, in part, by either backend. Each sequence's place is drawn by the counter-based generator
+of plans/philox.py.
+"""
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from plans.config import DataConfig
+from plans.philox import DATA_SITE, philox_4x32
+
+NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests"})
+"""Folders below the standard library's that hold other people's code, or tests."""
+
+
+class Batch(NamedTuple):
+    """Token ids and what follows each of them."""
+
+    tokens: np.ndarray
+    """[B, T] int32."""
+    targets: np.ndarray
+    """[B, T] int32: the token after each of tokens."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Bytes to learn from, and bytes to be judged on."""
+
+    name: str
+    training: np.ndarray
+    validation: np.ndarray
+    seed: int
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of training and validation bytes, first 16 hexadecimal digits."""
+        return hashlib.sha256(self.training.tobytes() + self.validation.tobytes()).hexdigest()[:16]
+
+    def batch(self, step: int, batch_size: int, seq_length: int, first: int = 0) -> Batch:
+        """Training sequences of one step.
+
+        Args:
+            step: optimizer step, from 0.
+            batch_size: number B of sequences returned.
+            seq_length: tokens T of a sequence.
+            first: number, within the step's global batch, of the first sequence returned: a rank or
+                microbatch asks for its own slice and gets what the whole batch holds there.
+
+        Raises:
+            ValueError: the training split is shorter than seq_length + 1 bytes.
+        """
+        places = _places("training", self.training, seq_length)
+        sample = np.arange(first, first + batch_size)
+        words = philox_4x32((self.seed, DATA_SITE), (sample, 0, 0, step)).astype(np.uint64)
+        starts = ((words[1] << np.uint64(32)) | words[0]) % np.uint64(places)
+        return _cut(self.training, starts.astype(np.int64), seq_length)
+
+    def validation_batch(self, index: int, batch_size: int, seq_length: int) -> Batch:
+        """Validation sequences number ``index * batch_size`` and following, spread evenly over the split.
+
+        The stride between sequences is the golden section of the split, so any number of them covers
+        it evenly without the sequences' number being fixed beforehand.
+
+        Raises:
+            ValueError: the validation split is shorter than seq_length + 1 bytes.
+        """
+        places = _places("validation", self.validation, seq_length)
+        stride = max(1, round(places * 0.6180339887498949))
+        starts = (np.arange(index * batch_size, (index + 1) * batch_size, dtype=np.int64) * stride) % places
+        return _cut(self.validation, starts, seq_length)
+
+
+def load_corpus(config: DataConfig) -> Corpus:
+    """Read the configured corpus and split it.
+
+    Raises:
+        ValueError: the path does not exist, cannot be read, or holds no bytes.
+    """
+    path = config.data_path
+    if path is None:
+        content, name = _read_standard_library(), "Python standard library"
+    else:
+        if not path.exists():
+            raise ValueError(f"data_path: expected an existing file or folder, got {str(path)!r}")
+        try:
+            content = _read_folder(path) if path.is_dir() else path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"data_path: expected readable files, got {error}") from None
+        name = str(path)
+    if not content:
+        raise ValueError(f"data_path: expected a corpus with text in it, got 0 bytes from {name!r}")
+    data = np.frombuffer(content, np.uint8)
+    training_length = len(data) - int(len(data) * config.validation_fraction)
+    return Corpus(name, data[:training_length], data[training_length:], config.data_seed)
+
+
+def _read_standard_library() -> bytes:
+    return _read_folder(Path(sysconfig.get_path("stdlib")), "*.py", NOT_STANDARD_LIBRARY)
+
+
+def _read_folder(folder: Path, pattern: str = "*", without: frozenset[str] = frozenset()) -> bytes:
+    """All files below a folder in sorted order, but hidden ones and those below the folders named."""
+
+    def wanted(path: Path) -> bool:
+        parts = path.relative_to(folder).parts
+        return path.is_file() and not any(part in without or part.startswith(".") for part in parts)
+
+    return b"\n".join(path.read_bytes() for path in sorted(folder.rglob(pattern)) if wanted(path))
+
+
+def _places(split: str, data: np.ndarray, seq_length: int) -> int:
+    """Number of positions a sequence can start at."""
+    places = len(data) - seq_length
+    if places < 1:
+        raise ValueError(
+            f"data_path: expected a {split} split of at least seq_length + 1 = {seq_length + 1} bytes, got "
+            f"{len(data)}; give more text, a shorter seq_length or another validation_fraction"
+        )
+    return places
+
+
+def _cut(data: np.ndarray, starts: np.ndarray, seq_length: int) -> Batch:
+    window = data[starts[:, None] + np.arange(seq_length + 1)].astype(np.int32)
+    return Batch(np.ascontiguousarray(window[:, :-1]), np.ascontiguousarray(window[:, 1:]))

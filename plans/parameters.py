@@ -1,0 +1,142 @@
+"""Names, shapes and initial values of every parameter: one decision for both backends.
+
+A parameter is known by one canonical name in PyTorch, in JAX and in files, and its initial value is
+a function of (seed, name, shape) alone. Layers are numbered over the whole model, so a pipeline
+stage initialises exactly the values the undivided model would.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from plans.config import TransformerConfig
+from plans.partition import get_num_layers_to_build, get_transformer_layer_offset
+
+
+class ParameterSpec(NamedTuple):
+    """Shape and initial distribution of one parameter."""
+
+    shape: tuple[int, ...]
+    mean: float = 0.0
+    std: float = 0.0
+
+
+def initial_value(seed: int, name: str, spec: ParameterSpec) -> np.ndarray:
+    """Initial value of one parameter: normal(mean, std), float64.
+
+    The generator is keyed by a hash of seed and name, so values do not depend on the order in which
+    parameters are made, nor on which others exist.
+    """
+    if spec.std == 0.0:
+        return np.full(spec.shape, spec.mean)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    key = np.frombuffer(digest[:16], "<u8").astype(np.uint64)
+    generator = np.random.Generator(np.random.Philox(key=key))
+    return spec.mean + spec.std * generator.standard_normal(spec.shape)
+
+
+def rotary_frequencies(head_dim: int, base: float) -> np.ndarray:
+    """Angle per position of each pair of a head, ``base**(-2i / head_dim)``. [head_dim / 2] float64"""
+    return base ** (-2.0 * np.arange(head_dim // 2) / head_dim)
+
+
+def linear_spec(
+    config: TransformerConfig, out_features: int, in_features: int, *, is_output: bool = False
+) -> dict[str, ParameterSpec]:
+    """Parameters of a linear map ``y = x @ weight.T + bias``.
+
+    ``is_output`` marks a projection back onto the residual, whose standard deviation is divided by
+    sqrt(2 num_layers) so that the residual's variance does not grow with depth.
+    """
+    std = config.init_method_std / (math.sqrt(2 * config.num_layers) if is_output else 1.0)
+    specs = {"weight": ParameterSpec((out_features, in_features), std=std)}
+    if config.add_bias_linear:
+        specs["bias"] = ParameterSpec((out_features,))
+    return specs
+
+
+def attention_specs(config: TransformerConfig) -> dict[str, dict[str, ParameterSpec]]:
+    """Linear maps of causal self-attention."""
+    queries = config.num_attention_heads * config.head_dim
+    keys_values = 2 * config.query_groups * config.head_dim
+    return {
+        "linear_qkv": linear_spec(config, queries + keys_values, config.hidden_size),
+        "linear_proj": linear_spec(config, config.hidden_size, queries, is_output=True),
+    }
+
+
+def mlp_specs(config: TransformerConfig, layer_number: int) -> dict[str, dict[str, ParameterSpec]]:
+    """Linear maps of the MLP; swiglu's first map gives gate and value side by side."""
+    layer = config.layer(layer_number)
+    inner = layer.ffn_hidden_size * (2 if layer.activation == "swiglu" else 1)
+    return {
+        "linear_fc1": linear_spec(config, inner, config.hidden_size),
+        "linear_fc2": linear_spec(config, config.hidden_size, layer.ffn_hidden_size, is_output=True),
+    }
+
+
+def norm_spec(config: TransformerConfig) -> dict[str, ParameterSpec]:
+    """Parameters of an RMSNorm."""
+    return {"weight": ParameterSpec((config.hidden_size,), mean=1.0)}
+
+
+def hyper_connection_spec(config: TransformerConfig) -> dict[str, ParameterSpec]:
+    """Parameters of one hyper-connection: projection, three gains, bias."""
+    streams = config.num_residual_streams
+    coefficients = streams * streams + 2 * streams
+    return {
+        "phi": ParameterSpec((streams * config.hidden_size, coefficients), std=config.init_method_std),
+        "alpha": ParameterSpec((3,), mean=config.mhc_init_gating_factor),
+        "bias": ParameterSpec((coefficients,)),
+    }
+
+
+def embedding_spec(config: TransformerConfig) -> dict[str, ParameterSpec]:
+    """Parameters of the token embedding, and of the output layer."""
+    return {"weight": ParameterSpec((config.vocab_size, config.hidden_size), std=config.init_method_std)}
+
+
+def parameter_specs(
+    config: TransformerConfig,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> dict[str, ParameterSpec]:
+    """Every parameter of a stage (by default of the whole model), by canonical name, in model order."""
+    return dict(_walk(config, pre_process, post_process, vp_stage, pp_rank))
+
+
+def _walk(
+    config: TransformerConfig,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+    pp_rank: int | None,
+) -> Iterator[tuple[str, ParameterSpec]]:
+    def prefixed(prefix: str, specs: dict[str, ParameterSpec]) -> Iterator[tuple[str, ParameterSpec]]:
+        return ((f"{prefix}.{name}", spec) for name, spec in specs.items())
+
+    tied = not config.untie_embeddings_and_output_weights
+    if pre_process or (post_process and tied):
+        yield from prefixed("embedding", embedding_spec(config))
+    first = get_transformer_layer_offset(config, vp_stage, pp_rank)
+    for number in range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank)):
+        prefix, layer = f"decoder.layers.{number}", config.layer(number)
+        if layer.self_attention_hyper_connection:
+            yield from prefixed(f"{prefix}.self_attention_hyper_connection", hyper_connection_spec(config))
+        yield from prefixed(f"{prefix}.input_layernorm", norm_spec(config))
+        for name, specs in attention_specs(config).items():
+            yield from prefixed(f"{prefix}.self_attention.{name}", specs)
+        if layer.mlp_hyper_connection:
+            yield from prefixed(f"{prefix}.mlp_hyper_connection", hyper_connection_spec(config))
+        yield from prefixed(f"{prefix}.pre_mlp_layernorm", norm_spec(config))
+        for name, specs in mlp_specs(config, number).items():
+            yield from prefixed(f"{prefix}.mlp.{name}", specs)
+    if post_process:
+        yield from prefixed("decoder.final_layernorm", norm_spec(config))
+        if not tied:
+            yield from prefixed("output_layer", embedding_spec(config))

@@ -1,0 +1,77 @@
+"""Counter-based random numbers: Philox-4x32-10, the numpy reference.
+
+A counter-based generator has no state: the same key and counter give the same four 32-bit words
+anywhere, in any order. Dropout masks therefore do not depend on how a batch is cut into
+microbatches, pipeline stages or sequence shards, and a recomputed region sees its first mask again.
+
+Reference: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. The backends' own
+versions (``ops.philox_4x32``) are tested bit-equal to this one, and this one to the paper's vectors.
+"""
+
+import math
+
+import numpy as np
+
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+
+DATA_SITE = 0xFFFFFFFF
+"""Second key word of the data order; dropout sites count up from 0 and never reach it."""
+
+
+def philox_4x32(key: tuple[int, int], counter: tuple) -> np.ndarray:
+    """Four random words per counter.
+
+    Args:
+        key: two words < 2**32.
+        counter: four integer arrays (broadcast together) of words < 2**32.
+
+    Returns:
+        [4, ...] uint32.
+    """
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(c, np.uint64) for c in counter))
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        product0, product2 = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])
+        c0, c1 = (product2 >> half) ^ c1 ^ np.uint64(k0), product2 & low
+        c2, c3 = (product0 >> half) ^ c3 ^ np.uint64(k1), product0 & low
+        k0, k1 = (k0 + KEY_STEPS[0]) & 0xFFFFFFFF, (k1 + KEY_STEPS[1]) & 0xFFFFFFFF
+    return np.stack([c0, c1, c2, c3]).astype(np.uint32)
+
+
+def dropout_threshold(rate: float) -> int:
+    """Random words below this are dropped: floor(rate * 2**32)."""
+    return math.floor(rate * 2**32)
+
+
+def attention_site(layer_number: int) -> int:
+    """Dropout site (second key word) of a layer's attention sublayer; layers count from 0."""
+    return 2 * layer_number
+
+
+def mlp_site(layer_number: int) -> int:
+    """Dropout site of a layer's MLP sublayer."""
+    return 2 * layer_number + 1
+
+
+def dropout_keep(key: tuple[int, int], rows: np.ndarray, width: int, step: int, rate: float) -> np.ndarray:
+    """The mask every backend and kernel reproduces.
+
+    Args:
+        key: (seed, site).
+        rows: [...] integer row numbers, sample * seq_length + position, < 2**64.
+        width: columns of a row.
+        step: training step, < 2**32.
+        rate: probability of dropping.
+
+    Returns:
+        [..., width] bool, True where the element is kept.
+    """
+    rows = np.asarray(rows, np.uint64)[..., None]
+    column = np.arange((width + 3) // 4)
+    words = philox_4x32(key, (column, rows & np.uint64(0xFFFFFFFF), rows >> np.uint64(32), step))
+    lanes = np.moveaxis(words, 0, -1)  # [..., width / 4, 4]
+    flat = lanes.reshape(*lanes.shape[:-2], -1)[..., :width]
+    return flat >= np.uint64(dropout_threshold(rate))

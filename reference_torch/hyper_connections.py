@@ -1,0 +1,274 @@
+"""Manifold-constrained hyper-connections (mHC): S residual streams instead of one.
+
+For residual streams x [B, T, S, D], with r = 1 / rms of a token's S*D numbers:
+
+    h          = r * (x_flat @ phi) * alpha + bias      phi [S*D, S*S + 2*S], alpha: one gain a group
+    h_pre      = sigmoid(h[:S])                          reads the streams: aggregated = h_pre . x
+    h_post     = 2 sigmoid(h[S:2S])                      writes a sublayer's output to the streams
+    h_res      = sinkhorn(h[2S:])                        mixes the streams, doubly stochastic
+    x_next     = h_res @ x + dropout(h_post * (y + b))   y, b: output and bias of the sublayer
+
+Doubly stochastic matrices are closed under products and never amplify, so a deep product of h_res
+neither explodes nor dies. Coefficients are float32 (float64 for float64 streams) whatever the type of
+x; tokens lie innermost in everything S x S, so that each of the 2 * iterations normalisations is one
+vectorised sweep; the mixing steps are batched matrix products that read the streams once.
+
+Reference: mHC, arXiv 2512.24880, eqs. 3-9. Layout is batch first, [B, T, S, D].
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from plans.config import TransformerConfig
+from plans.parameters import hyper_connection_spec
+from reference_torch.ops import DropoutState, dropout, parameter
+
+SINKHORN_EPSILON = 1e-8
+"""Added to the sums of every normalisation but the first, which is a softmax and needs none."""
+
+
+def sinkhorn(
+    logits: Float[Tensor, "*b s s"], iterations: int = 20, last: str = "row"
+) -> Float[Tensor, "*b s s"]:
+    """Doubly stochastic matrices: exp(logits), normalised along rows and columns in turn.
+
+    The backward pass replays the iterates from the logits and differentiates every one of them;
+    nothing but the logits is kept for it.
+
+    Args:
+        logits: [..., S, S]
+        iterations: pairs of normalisations, >= 1.
+        last: ``"row"`` (the paper: columns first, row sums exact) or ``"column"``.
+
+    Raises:
+        ValueError: iterations < 1, or an unknown ``last``.
+
+    Reference: mHC, eq. 9. The first normalisation is a softmax, so the result does not depend on
+    constants added to its logits; the others divide by (sum + 1e-8).
+    """
+    if iterations < 1:
+        raise ValueError(f"iterations: expected at least 1, got {iterations}")
+    if last not in ("row", "column"):
+        raise ValueError(f"last: expected 'row' or 'column', got {last!r}")
+    tokens_innermost = logits.movedim((-2, -1), (0, 1))
+    first_axis = 0 if last == "row" else 1  # summing over axis 0, the row index, normalises columns
+    return _Sinkhorn.apply(tokens_innermost, iterations, first_axis).movedim((0, 1), (-2, -1))
+
+
+class _Sinkhorn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, iterations, first_axis):  # [S, S, ...]
+        ctx.save_for_backward(logits)
+        ctx.iterations, ctx.first_axis = iterations, first_axis
+        matrix = None
+        for matrix, _ in _iterates(logits, iterations, first_axis):
+            pass
+        return matrix
+
+    @staticmethod
+    def backward(ctx, grad):
+        (logits,) = ctx.saved_tensors
+        iterates = list(_iterates(logits, ctx.iterations, ctx.first_axis))
+        axis = 1 - ctx.first_axis
+        for matrix, total in reversed(iterates[1:]):
+            grad = (grad - (grad * matrix).sum(axis, keepdim=True)) / total
+            axis = 1 - axis
+        softmax, _ = iterates[0]
+        return softmax * (grad - (grad * softmax).sum(axis, keepdim=True)), None, None
+
+
+def _iterates(logits: Tensor, iterations: int, first_axis: int):
+    """Each normalised matrix with the sums it was divided by (None for the softmax)."""
+    axis = first_axis
+    matrix = logits.softmax(axis)
+    yield matrix, None
+    for _ in range(2 * iterations - 1):
+        axis = 1 - axis
+        total = matrix.sum(axis, keepdim=True) + SINKHORN_EPSILON
+        matrix = matrix / total
+        yield matrix, total
+
+
+def compute_mappings(
+    x: Float[Tensor, "b t s d"],
+    phi: Float[Tensor, "sd c"],
+    alpha: Float[Tensor, "3"],
+    bias: Float[Tensor, " c"],
+    *,
+    iterations: int = 20,
+    last: str = "row",
+    epsilon: float = 1e-5,
+) -> tuple[Float[Tensor, "b t s"], Float[Tensor, "b t s"], Float[Tensor, "b t s s"]]:
+    """The three coefficient tensors of every token.
+
+    Args:
+        x: residual streams. [B, T, S, D]
+        phi: projection. [S*D, 2*S + S*S]
+        alpha: gains of h_pre, h_post, h_res. [3]
+        bias: [2*S + S*S]
+        iterations, last: see sinkhorn.
+        epsilon: added to the mean square.
+
+    Returns:
+        h_pre [B, T, S] in (0, 1), h_post [B, T, S] in (0, 2), h_res [B, T, S, S] doubly stochastic;
+        float32, or float64 for float64 streams.
+
+    Reference: mHC, eqs. 5-8; the division by rms follows the projection.
+    """
+    batch, length, streams, _ = x.shape
+    coefficient_type = torch.promote_types(x.dtype, torch.float32)
+    x_flat = x.flatten(0, 1).flatten(1)  # [N, S*D]
+    projected = (phi.t().to(x.dtype) @ x_flat.t()).to(coefficient_type)  # [2*S + S*S, N]
+    norm = torch.linalg.vector_norm(x_flat, dim=-1, dtype=coefficient_type)
+    inverse_rms = (norm * norm / x_flat.shape[-1] + epsilon).rsqrt()
+    groups = (streams, streams, streams * streams)
+    gain = torch.cat([a.expand(size) for a, size in zip(alpha, groups, strict=True)])
+    h = projected * inverse_rms * gain[:, None] + bias[:, None]
+    h_pre, h_post, h_res = h.split(groups)
+    h_pre, h_post = h_pre.sigmoid(), 2 * h_post.sigmoid()
+    h_res = sinkhorn(h_res.view(streams, streams, -1).permute(2, 0, 1), iterations, last)
+    shape = (batch, length, streams)
+    return (
+        h_pre.t().reshape(shape),
+        h_post.t().reshape(shape),
+        h_res.reshape(*shape, streams),
+    )
+
+
+def aggregate(x: Float[Tensor, "b t s d"], h_pre: Float[Tensor, "b t s"]) -> Float[Tensor, "b t d"]:
+    """What a sublayer reads: sum over streams of h_pre[s] * x[s]. Reference: mHC, eq. 3."""
+    batch, length, streams, _ = x.shape
+    weights = h_pre.to(x.dtype).reshape(-1, 1, streams)
+    return torch.bmm(weights, x.flatten(0, 1)).view(batch, length, -1)
+
+
+def apply_h_res(
+    h_res: Float[Tensor, "b t s s"], residual: Float[Tensor, "b t s d"]
+) -> Float[Tensor, "b t s d"]:
+    """The streams mixed: mixed[s] = sum over j of h_res[s, j] * residual[j]. Reference: mHC, eq. 3."""
+    mixed = torch.bmm(h_res.to(residual.dtype).flatten(0, 1), residual.flatten(0, 1))
+    return mixed.view_as(residual)
+
+
+def apply_h_post(
+    x: Float[Tensor, "b t d"], bias: Float[Tensor, " d"] | None, h_post: Float[Tensor, "b t s"]
+) -> Float[Tensor, "b t s d"]:
+    """A sublayer's output written to every stream: expanded[s] = h_post[s] * (x + bias)."""
+    y = x if bias is None else x + bias
+    return h_post.to(x.dtype)[..., None] * y[..., None, :]
+
+
+def add_expanded(
+    mixed: Float[Tensor, "b t s d"],
+    x: Float[Tensor, "b t d"],
+    bias: Float[Tensor, " d"] | None,
+    h_post: Float[Tensor, "b t s"],
+) -> Float[Tensor, "b t s d"]:
+    """``mixed + apply_h_post(x, bias, h_post)`` in one pass over the streams."""
+    y = x if bias is None else x + bias
+    weights = h_post.to(x.dtype).flatten(0, 1)[..., None]
+    return torch.baddbmm(mixed.flatten(0, 1), weights, y.flatten(0, 1)[:, None]).view_as(mixed)
+
+
+class HyperConnectionModule(nn.Module):
+    """The hyper-connection around one sublayer: owns phi, alpha and bias.
+
+    Args:
+        config: the model's.
+        layer_number: global number of the layer, from 0.
+        name: canonical name of the module, which fixes its initial values.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, name: str = "hyper_connection"
+    ) -> None:
+        super().__init__()
+        self.config, self.layer_number = config, layer_number
+        specs = hyper_connection_spec(config)
+        self.phi = parameter(config, f"{name}.phi", specs["phi"])
+        self.alpha = parameter(config, f"{name}.alpha", specs["alpha"])
+        self.bias = parameter(config, f"{name}.bias", specs["bias"])
+
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "b t s d"],
+        residual: Float[Tensor, "b t s d"],
+        training: bool = True,
+    ) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "b t s d"], Float[Tensor, "b t s"]]:
+        """What the sublayer reads, the mixed residual, and how to write the sublayer's output.
+
+        Args:
+            hidden_states: residual streams the coefficients and the aggregate are taken from. [B, T, S, D]
+            residual: streams that are mixed; in a transformer the same tensor. [B, T, S, D]
+            training: accepted for symmetry with other modules; nothing here depends on it.
+
+        Returns:
+            aggregated [B, T, D], mixed [B, T, S, D], h_post [B, T, S].
+        """
+        h_pre, h_post, h_res = self.compute_mappings(hidden_states)
+        return self.aggregate(hidden_states, h_pre), self.apply_h_res(h_res, residual), h_post
+
+    def compute_mappings(self, x: Float[Tensor, "b t s d"]) -> tuple[Tensor, Tensor, Tensor]:
+        """h_pre [B, T, S], h_post [B, T, S], h_res [B, T, S, S] of the streams x."""
+        return compute_mappings(
+            x,
+            self.phi,
+            self.alpha,
+            self.bias,
+            iterations=self.config.sinkhorn_iterations,
+            last=self.config.sinkhorn_last,
+            epsilon=self.config.layernorm_epsilon,
+        )
+
+    def aggregate(self, x: Float[Tensor, "b t s d"], h_pre: Float[Tensor, "b t s"]) -> Tensor:
+        """See the function aggregate."""
+        return aggregate(x, h_pre)
+
+    def apply_h_res(self, h_res: Float[Tensor, "b t s s"], residual: Float[Tensor, "b t s d"]) -> Tensor:
+        """See the function apply_h_res."""
+        return apply_h_res(h_res, residual)
+
+    def apply_h_post(
+        self, x_with_bias: tuple[Tensor, Tensor | None], h_post: Float[Tensor, "b t s"]
+    ) -> tuple[Tensor, None]:
+        """Expanded output [B, T, S, D]; its bias is consumed, hence the None."""
+        x, bias = x_with_bias
+        return apply_h_post(x, bias, h_post), None
+
+    def apply_h_post_dropout_add(
+        self,
+        x_with_bias: tuple[Tensor, Tensor | None],
+        h_post: Float[Tensor, "b t s"],
+        mixed: Float[Tensor, "b t s d"],
+        state: DropoutState | None,
+        site: int,
+    ) -> Float[Tensor, "b t s d"]:
+        """The next residual streams: ``mixed + dropout(expanded)``.
+
+        Args:
+            x_with_bias: output of the sublayer [B, T, D] and its bias [D] or None.
+            h_post, mixed: from forward.
+            state: rows of the batch, or None for no dropout, as in evaluation.
+            site: see ops.dropout.
+        """
+        x, bias = x_with_bias
+        if state is None:
+            return add_expanded(mixed, x, bias, h_post)
+        return mixed + dropout(apply_h_post(x, bias, h_post), self.config.hidden_dropout, state, site)
+
+    @staticmethod
+    def input_expand(x: Float[Tensor, "b t d"], n: int) -> Float[Tensor, "b t n d"]:
+        """Copy the input of a transformer block to n streams."""
+        return x.unsqueeze(-2).repeat(1, 1, n, 1)
+
+    @staticmethod
+    def output_contract(x: Float[Tensor, "b t n d"], n: int) -> Float[Tensor, "b t d"]:
+        """Mean of the n streams, the output of a transformer block.
+
+        Raises:
+            ValueError: x does not have n streams.
+        """
+        if x.shape[-2] != n:
+            raise ValueError(f"n: expected the number of streams of x, {x.shape[-2]}, got {n}")
+        return x.mean(-2)

@@ -1,0 +1,198 @@
+"""Pure functions on tensors: what layers are made of.
+
+Twin of ``jax_impl/ops.py``: same names, same order, same signatures. Nothing here owns parameters or
+state; randomness comes in as a counter (:class:`DropoutState`).
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from plans.config import TransformerConfig
+from plans.parameters import ParameterSpec, initial_value, rotary_frequencies
+from plans.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, dropout_threshold
+
+MASK_32 = 0xFFFFFFFF
+PHILOX_TILE = 128
+"""Rows of a dropout mask made at a time, so that the generator's 64-bit words stay in cache."""
+
+
+def parameter(config: TransformerConfig, name: str, spec: ParameterSpec) -> torch.nn.Parameter:
+    """A parameter with the initial value plans/parameters.py gives it.
+
+    Args:
+        config: gives seed and type.
+        name: canonical name, e.g. ``decoder.layers.0.mlp.linear_fc1.weight``.
+        spec: shape and distribution.
+    """
+    value = torch.from_numpy(initial_value(config.seed, name, spec))
+    return torch.nn.Parameter(value.to(getattr(torch, config.params_dtype)))
+
+
+def philox_4x32(key: tuple[int, int], counter: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four random words per counter, bit-equal to plans.philox.
+
+    Args:
+        key: two words < 2**32.
+        counter: four words < 2**32, each a number or an int64 tensor (broadcast together).
+
+    Returns:
+        Four tensors of words, int64 (torch has no full unsigned arithmetic; products wrap modulo
+        2**64, which leaves the bits right).
+
+    Reference: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    """
+    c0, c1, c2, c3 = (torch.as_tensor(word, dtype=torch.int64) for word in counter)
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        product0, product2 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1 = ((product2 >> 32) & MASK_32) ^ c1 ^ k0, product2 & MASK_32
+        c2, c3 = ((product0 >> 32) & MASK_32) ^ c3 ^ k1, product0 & MASK_32
+        k0, k1 = (k0 + KEY_STEPS[0]) & MASK_32, (k1 + KEY_STEPS[1]) & MASK_32
+    return c0, c1, c2, c3
+
+
+class DropoutState(NamedTuple):
+    """What a dropout mask is a function of, besides its site."""
+
+    seed: int
+    step: int
+    row_low: Int[Tensor, "b t"]
+    row_high: Int[Tensor, "b t"]
+
+
+def dropout_state(
+    seed: int, step: int, samples: Int[Tensor, " b"], positions: Int[Tensor, " t"], seq_length: int
+) -> DropoutState:
+    """Number the rows of a batch: row = sample * seq_length + position, as two 32-bit words.
+
+    Args:
+        seed: < 2**32.
+        step: training step, < 2**32.
+        samples: numbers of the sequences within the global batch. [B] int64
+        positions: positions of the tokens within their sequence. [T] int64
+        seq_length: of the whole model, so that rows of different sequences never meet.
+    """
+    row = samples[:, None].long() * seq_length + positions.long()
+    return DropoutState(seed, step, row & MASK_32, (row >> 32) & MASK_32)
+
+
+def dropout(x: Float[Tensor, "b t *rest"], rate: float, state: DropoutState, site: int) -> Tensor:
+    """Zero elements with probability ``rate`` and scale the others by 1 / (1 - rate).
+
+    The mask is a function of (seed, site, step, row, column) alone: it is the same in JAX and in the
+    kernels, and under any layout of the batch.
+
+    Args:
+        x: any floating tensor; the axes after the second are numbered as one. [B, T, ...]
+        rate: in [0, 1).
+        state: rows of the batch.
+        site: number of the place in the model, see plans.philox.
+    """
+    if rate == 0.0:
+        return x
+    width = x[0, 0].numel()
+    quads = torch.arange((width + 3) // 4, device=x.device)
+    low, high = state.row_low.reshape(-1, 1), state.row_high.reshape(-1, 1)
+    keep = torch.empty(len(low), 4 * len(quads), dtype=torch.bool, device=x.device)
+    threshold = dropout_threshold(rate)
+    for start in range(0, len(low), PHILOX_TILE):
+        rows = slice(start, start + PHILOX_TILE)
+        words = philox_4x32((state.seed, site), (quads, low[rows], high[rows], state.step))
+        tile = keep[rows].view(-1, len(quads), 4)
+        for lane, word in enumerate(words):
+            torch.ge(word, threshold, out=tile[..., lane])
+    mask = keep[:, :width].reshape(x.shape)
+    return torch.where(mask, x * (1.0 / (1.0 - rate)), 0.0)
+
+
+def linear(
+    x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"], bias: Float[Tensor, " o"] | None = None
+) -> Float[Tensor, "*b o"]:
+    """``x @ weight.T + bias``."""
+    return F.linear(x, weight, bias)
+
+
+def rms_norm(
+    x: Float[Tensor, "*b d"], weight: Float[Tensor, " d"], epsilon: float
+) -> Float[Tensor, "*b d"]:
+    """``x / sqrt(mean(x**2) + epsilon) * weight`` over the last axis.
+
+    Reference: Zhang and Sennrich, arXiv 1910.07467, eq. 4 (epsilon added under the root).
+    """
+    return F.rms_norm(x, weight.shape, weight, epsilon)
+
+
+def rotary_embedding(
+    x: Float[Tensor, "b t h d"], positions: Int[Tensor, " t"], base: float
+) -> Float[Tensor, "b t h d"]:
+    """Turn the pairs (x[i], x[i + d/2]) by the angle position * base**(-2i/d).
+
+    Args:
+        x: queries or keys; d even. [B, T, H, d]
+        positions: of the tokens within their sequence. [T]
+        base: of the wavelengths.
+
+    Reference: Su et al., arXiv 2104.09864, eq. 15, with the pairs half a head apart (GPT-NeoX order).
+    """
+    half = x.shape[-1] // 2
+    frequencies = torch.from_numpy(rotary_frequencies(x.shape[-1], base)).to(x)
+    angle = positions.to(x.dtype)[:, None, None] * frequencies
+    cos, sin = angle.cos(), angle.sin()
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def causal_attention(
+    q: Float[Tensor, "b t h d"],
+    k: Float[Tensor, "b t g d"],
+    v: Float[Tensor, "b t g d"],
+    attention_mask: Bool[Tensor, "b t t"] | None = None,
+) -> Float[Tensor, "b t h d"]:
+    """softmax(q k^T / sqrt(d)) v over the tokens up to each token's own; explicit, in x's own type.
+
+    Args:
+        q: queries. [B, T, H, d]
+        k, v: keys and values of G groups; query head h uses group h // (H / G). [B, T, G, d]
+        attention_mask: True where row t may attend to column s, besides s <= t. A row that may attend
+            to nothing gives 0. [B, T, T]
+    """
+    batch, length, heads, width = q.shape
+    groups = k.shape[2]
+    rows = heads // groups * length  # the query heads of one group, one under the other
+    q = q.reshape(batch, length, groups, -1, width).permute(0, 2, 3, 1, 4).reshape(-1, rows, width)
+    k = k.permute(0, 2, 3, 1).reshape(-1, width, length)
+    v = v.transpose(1, 2).reshape(-1, length, width)
+    allowed = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    if attention_mask is not None:
+        allowed = (allowed & attention_mask)[:, None]
+    low = torch.finfo(q.dtype).min
+    bias = torch.zeros_like(allowed, dtype=q.dtype).masked_fill_(~allowed, low)
+    bias = bias.unsqueeze(-3).expand(*bias.shape[:-2], heads // groups, length, length)
+    if attention_mask is not None:
+        bias = bias.expand(-1, groups, -1, -1, -1)
+    scores = torch.baddbmm(bias.reshape(-1, rows, length), q, k, alpha=width**-0.5)
+    weights = scores.softmax(-1)
+    if attention_mask is not None:
+        weights = weights * allowed.any(-1).repeat(1, groups, heads // groups).view(-1, rows, 1)
+    mixed = torch.bmm(weights, v).view(batch, groups, -1, length, width)
+    return mixed.permute(0, 3, 1, 2, 4).reshape(batch, length, heads, width)
+
+
+def gelu(x: Float[Tensor, "*b f"]) -> Float[Tensor, "*b f"]:
+    """``x * Phi(x)`` with the exact normal distribution function. Reference: arXiv 1606.08415."""
+    return F.gelu(x, approximate="none")
+
+
+def swiglu(x: Float[Tensor, "*b f2"]) -> Float[Tensor, "*b f"]:
+    """``silu(gate) * value`` where x holds gate and value side by side. Reference: arXiv 2002.05202, eq. 6."""
+    gate, value = x.chunk(2, dim=-1)
+    return F.silu(gate) * value
+
+
+def cross_entropy(logits: Float[Tensor, "b t v"], targets: Int[Tensor, "b t"]) -> Float[Tensor, ""]:
+    """Mean negative log-likelihood of the targets, in nats per token."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten().long())

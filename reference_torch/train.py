@@ -1,0 +1,139 @@
+"""Training: AdamW steps over deterministic batches.
+
+What is decided (batches, initial values, learning rate, decay, clipping) stands in plans/ and is
+the same for both backends; here it is carried out in PyTorch.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plans.config import TrainConfig, TransformerConfig
+from plans.data import Batch, Corpus
+from plans.training import CLIP_EPSILON, StepResult, check_finite, has_weight_decay, learning_rate
+from reference_torch.transformer import GPTModel
+
+
+class Trainer:
+    """A model, its optimizer and its data.
+
+    Args:
+        config: the model's.
+        train_config: the optimisation's.
+        corpus: what to learn.
+        device: where to compute; None: the GPU where PyTorch sees one, else the CPU.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        train_config: TrainConfig,
+        corpus: Corpus,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.config, self.train_config, self.corpus = config, train_config, corpus
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.model = GPTModel(config).to(self.device)
+        parameters = list(self.model.parameters())
+        self._optimizer = torch.optim.AdamW(
+            [
+                {
+                    "params": [p for p in parameters if has_weight_decay(p.shape)],
+                    "weight_decay": train_config.weight_decay,
+                },
+                {"params": [p for p in parameters if not has_weight_decay(p.shape)], "weight_decay": 0.0},
+            ],
+            lr=train_config.lr,
+            betas=(train_config.adam_beta1, train_config.adam_beta2),
+            eps=train_config.adam_eps,
+            fused=True,
+        )
+
+    def train_step(self, step: int) -> StepResult:
+        """Learn from the batch of one step.
+
+        Raises:
+            NonFiniteLossError: the loss or the gradients are not finite; names the step.
+        """
+        start = time.perf_counter()
+        train = self.train_config
+        loss = self._loss(self.corpus.batch(step, train.global_batch_size, self.config.seq_length), step)
+        loss.backward()
+        norm = self._clip_gradients()
+        rate = learning_rate(train, step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        tokens = train.global_batch_size * self.config.seq_length
+        result = StepResult(step, loss.item(), norm.item(), rate, tokens, time.perf_counter() - start)
+        check_finite(result)
+        return result
+
+    def loss_and_gradients(self, batch: Batch, step: int = 0) -> tuple[float, dict[str, np.ndarray]]:
+        """Loss of a batch and its gradient for every parameter, by canonical name; nothing is updated."""
+        loss = self._loss(batch, step)
+        names, parameters = zip(*self.model.named_parameters(), strict=True)
+        gradients = torch.autograd.grad(loss, parameters)
+        return loss.item(), {name: g.cpu().numpy() for name, g in zip(names, gradients, strict=True)}
+
+    def validation_loss(self) -> float:
+        """Mean loss over ``eval_iters`` batches of the validation split, without dropout."""
+        train, losses = self.train_config, []
+        with torch.no_grad():
+            for index in range(train.eval_iters):
+                batch = self.corpus.validation_batch(index, train.global_batch_size, self.config.seq_length)
+                losses.append(self._loss(batch, training=False).item())
+        return float(np.mean(losses))
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        """A copy of every parameter, by canonical name."""
+        return {name: p.detach().cpu().numpy().copy() for name, p in self.model.named_parameters()}
+
+    def set_parameters(self, values: Mapping[str, np.ndarray]) -> None:
+        """Overwrite every parameter; the optimizer's state stays.
+
+        Raises:
+            ValueError: names or shapes are not exactly the model's.
+        """
+        parameters = dict(self.model.named_parameters())
+        if values.keys() != parameters.keys():
+            raise ValueError(f"values: expected {sorted(parameters)}, differs in {sorted(values.keys() ^ parameters)}")
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                if values[name].shape != tuple(parameter.shape):
+                    raise ValueError(
+                        f"values[{name!r}]: expected shape {tuple(parameter.shape)}, got {values[name].shape}"
+                    )
+                parameter.copy_(torch.as_tensor(values[name]))
+
+    def _loss(self, batch: Batch, step: int = 0, training: bool = True) -> Tensor:
+        tokens = torch.from_numpy(batch.tokens).to(self.device)
+        targets = torch.from_numpy(batch.targets).to(self.device)
+        return self.model(tokens, targets, step=step, training=training)
+
+    def _clip_gradients(self) -> Tensor:
+        """Scale the gradients in place by plans.training's formula; returns their norm before."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self.train_config.clip_grad > 0.0:
+            scale = (self.train_config.clip_grad / (norm + CLIP_EPSILON)).clamp(max=1.0)
+            torch._foreach_mul_(gradients, scale)
+        return norm
+
+
+def train(config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) -> Iterator[StepResult]:
+    """Train a new model, step by step.
+
+    Yields:
+        The result of each step as it ends.
+
+    Raises:
+        NonFiniteLossError: see Trainer.train_step.
+    """
+    trainer = Trainer(config, train_config, corpus)
+    for step in range(train_config.train_iters):
+        yield trainer.train_step(step)
