@@ -54,8 +54,9 @@ class TransformerConfig:
     """Inner width of the MLP; None: 4 D for gelu, 8/3 D rounded up to a multiple of 8 for swiglu."""
     activation: Literal["swiglu", "gelu"] = "swiglu"
     """Activation function of the MLP."""
-    layer_pattern: tuple[str, ...] = ("attention",)
-    """Layer descriptions, repeated over the depth; see parse_layer for the grammar."""
+    layer_pattern: str = "attention"
+    """Layers, separated by commas and repeated over the depth; each is a mixer (attention) and, after +,
+    options: swiglu, gelu, ffn=<width>, no-attention-hc, no-mlp-hc."""
     vocab_size: int = 256
     """Number of token ids; 256 for bytes."""
     seq_length: int = 128
@@ -112,7 +113,8 @@ class TransformerConfig:
             raise ValueError(
                 f"layer_number: expected 0 <= layer_number < num_layers={self.num_layers}, got {layer_number}"
             )
-        return parse_layer(self.layer_pattern[layer_number % len(self.layer_pattern)], self)
+        pattern = self.layer_pattern.split(",")
+        return parse_layer(pattern[layer_number % len(pattern)], self)
 
 
 @dataclass(frozen=True)
@@ -255,11 +257,10 @@ def _choice(field: str, allowed: tuple[str, ...]) -> Rule:
 
 def _pattern_error(config: TransformerConfig) -> str:
     """The first thing wrong with the layer pattern, or the empty string."""
-    pattern = config.layer_pattern
-    if not isinstance(pattern, tuple) or not pattern or not all(isinstance(p, str) for p in pattern):
-        return f"layer_pattern: expected a non-empty tuple of layer descriptions, got {pattern!r}"
+    if not isinstance(config.layer_pattern, str):
+        return f"layer_pattern: expected layers separated by commas, got {config.layer_pattern!r}"
     try:
-        for description in pattern:
+        for description in config.layer_pattern.split(","):
             parse_layer(description, config)
     except ValueError as error:
         return str(error)

@@ -128,11 +128,11 @@ def compute_mappings(
     h_pre, h_post, h_res = h.split(groups)
     h_pre, h_post = h_pre.sigmoid(), 2 * h_post.sigmoid()
     h_res = sinkhorn(h_res.view(streams, streams, -1).permute(2, 0, 1), iterations, last)
-    shape = (batch, length, streams)
+    shape = (batch, length, streams)  # contiguous: bmm takes strided matrices one at a time
     return (
-        h_pre.t().reshape(shape),
-        h_post.t().reshape(shape),
-        h_res.reshape(*shape, streams),
+        h_pre.t().contiguous().view(shape),
+        h_post.t().contiguous().view(shape),
+        h_res.contiguous().view(*shape, streams),
     )
 
 

@@ -1,0 +1,213 @@
+"""The ``diptych`` command.
+
+Subcommands import the backends they use and no other: ``diptych train --backend jax`` runs where
+PyTorch is not installed, and the other way round.
+"""
+
+import contextlib
+import importlib
+import io
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+from plans.config import DataConfig, TrainConfig, TransformerConfig
+from plans.data import load_corpus
+from plans.training import NonFiniteLossError
+
+USER_ERROR = 2
+FAILURE = 1
+PACKAGES = {"torch": "reference_torch", "jax": "jax_impl"}
+
+
+def _demo_model() -> TransformerConfig:
+    return TransformerConfig(hidden_size=128, num_layers=2, num_attention_heads=4, enable_hyper_connections=True)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What every training run is made of."""
+
+    model: tyro.conf.OmitArgPrefixes[TransformerConfig] = field(default_factory=_demo_model)
+    train: tyro.conf.OmitArgPrefixes[TrainConfig] = field(default_factory=TrainConfig)
+    data: tyro.conf.OmitArgPrefixes[DataConfig] = field(default_factory=DataConfig)
+    num_threads: int = 1
+    """CPU threads of PyTorch (XLA takes the cores the process may use)."""
+    log_interval: int = 20
+    """Steps between rows of the table."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_threads", "log_interval"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Compare(_Run):
+    """Train one model in both backends side by side, from one start on the same batches.
+
+    Shows each step's losses, then the gradient differences, worst first; writes report.json and
+    compare.png. Ends with exit code 1 if a loss or gradient differs by more than its tolerance.
+    """
+
+    output_dir: Path = Path("runs/compare")
+    """Folder for report.json and compare.png."""
+    loss_tolerance: float | None = None
+    """Largest difference of two losses, nats per token; None: 1e-5 in float32, 1e-10 in float64."""
+    gradient_tolerance: float | None = None
+    """Largest relative difference of a parameter's gradients; None: 1e-5 in float32, 1e-12 in float64."""
+
+
+@dataclass(frozen=True)
+class Train(_Run):
+    """Train a model in one backend and report its validation loss."""
+
+    backend: Literal["torch", "jax"] = "torch"
+    """Which implementation trains."""
+
+
+Command = tyro.conf.OmitSubcommandPrefixes[
+    Annotated[Compare, tyro.conf.subcommand("compare")] | Annotated[Train, tyro.conf.subcommand("train")]
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of ``diptych``.
+
+    Returns:
+        0: done; 1: over tolerance or training failed; 2: the user's input was refused, with one line
+        on standard error that says why.
+    """
+    console = Console()
+    try:
+        command = _parse(sys.argv[1:] if arguments is None else list(arguments))
+        return _compare(command, console) if isinstance(command, Compare) else _train(command, console)
+    except (ValueError, ModuleNotFoundError) as error:
+        print(f"diptych: {error}", file=sys.stderr)
+        return USER_ERROR
+    except NonFiniteLossError as error:
+        print(f"diptych: {error}", file=sys.stderr)
+        return FAILURE
+
+
+def _parse(arguments: list[str]) -> Compare | Train:
+    """Read the command line.
+
+    Raises:
+        ValueError: it cannot be read; one line that says why.
+        SystemExit: help was asked for and given.
+    """
+    captured = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(captured):
+            return tyro.cli(Command, prog="diptych", description=__doc__, args=arguments)
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise ValueError(_first_message(captured.getvalue())) from None
+
+
+def _first_message(box: str) -> str:
+    """What tyro says in its framed error message, above the first rule, as one line."""
+    lines = []
+    for line in box.splitlines()[1:]:
+        content = line.strip(" │")
+        if content.startswith(("─", "╰")):
+            break
+        lines.append(content)
+    message = re.sub(r"^Error parsing __\S+: ", "", " ".join(lines))
+    return f"{message} (diptych --help lists what there is)"
+
+
+def _load_backend(run: _Run, backend: str):
+    """The train module of a backend, with threads and types set as the run asks.
+
+    Raises:
+        ModuleNotFoundError: the backend's framework is not installed.
+    """
+    try:
+        module = importlib.import_module(f"{PACKAGES[backend]}.train")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"backend: expected an installed framework for {backend!r}, but {error.name!r} is missing; install it"
+        ) from None
+    if backend == "torch":
+        import torch
+
+        torch.set_num_threads(run.num_threads)
+    elif run.model.params_dtype == "float64":
+        import jax
+
+        jax.config.update("jax_enable_x64", True)
+    return module
+
+
+def _compare(command: Compare, console: Console) -> int:
+    for backend in PACKAGES:
+        _load_backend(command, backend)
+    from parity import compare, report
+
+    corpus = load_corpus(command.data)
+    _check_output(command.output_dir)
+    _print_setting(command, corpus, console)
+    seen = report.environment()
+    console.print(f"threads: torch {seen['torch_threads']}, XLA up to {seen['xla_cores']}\n")
+    with report.LiveComparison(console, command.train.train_iters, command.log_interval) as live:
+        result = compare.compare(
+            command.model,
+            command.train,
+            corpus,
+            loss_tolerance=command.loss_tolerance,
+            gradient_tolerance=command.gradient_tolerance,
+            on_step=live.step,
+        )
+    console.print()
+    report.print_summary(console, result)
+    report.write_json(command.output_dir / "report.json", result, command.model, command.train, corpus)
+    report.write_picture(command.output_dir / "compare.png", result)
+    console.print(f"written: {command.output_dir}/report.json, {command.output_dir}/compare.png")
+    return FAILURE if result.failures else 0
+
+
+def _train(command: Train, console: Console) -> int:
+    module = _load_backend(command, command.backend)
+    from parity.progress import training_progress
+
+    corpus = load_corpus(command.data)
+    _print_setting(command, corpus, console)
+    trainer = module.Trainer(command.model, command.train, corpus)
+    steps = map(trainer.train_step, range(command.train.train_iters))
+    training_progress(console, steps, command.train.train_iters, command.log_interval)
+    console.print(f"validation loss: {trainer.validation_loss():.6f} nats per token")
+    return 0
+
+
+def _check_output(folder: Path) -> None:
+    """Make the output folder before any time is spent."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"output_dir: expected a folder to write to, got {error}") from None
+
+
+def _print_setting(run: _Run, corpus, console: Console) -> None:
+    model, train = run.model, run.train
+    mhc = f"mHC with {model.num_residual_streams} streams" if model.enable_hyper_connections else "no mHC"
+    console.print(
+        f"{model.num_layers} layers, D={model.hidden_size}, {model.num_attention_heads} heads, {mhc}, "
+        f"{model.params_dtype}; T={model.seq_length}, batch {train.global_batch_size}, {train.train_iters} steps"
+    )
+    console.print(f"corpus: {corpus.name}, {len(corpus.training):,} bytes (digest {corpus.digest})")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""What a run shows: a live table, a summary, a JSON file and a picture."""
+
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from parity.compare import Comparison, StepPair, tokens_per_second
+from plans.config import TrainConfig, TransformerConfig
+from plans.data import Corpus
+
+RECENT_STEPS = 10
+"""Steps a displayed speed is the median of."""
+VISIBLE_ROWS = 16
+
+
+class LiveComparison:
+    """The side-by-side table, growing while both backends train.
+
+    On a terminal the last rows and a progress bar are redrawn in place; elsewhere each row is printed once.
+
+    Args:
+        console: where to write.
+        total: number of steps to come.
+        interval: steps between rows.
+    """
+
+    def __init__(self, console: Console, total: int, interval: int) -> None:
+        self.console, self.total, self.interval = console, total, interval
+        self._recent: list[StepPair] = []
+        self._rows: list[tuple[str, ...]] = []
+        self._progress = Progress(
+            TextColumn("training both"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._progress.add_task("steps", total=total)
+        self._live = Live(self._progress, console=console, refresh_per_second=4)
+
+    def __enter__(self) -> "LiveComparison":
+        if self.console.is_terminal:
+            self._live.start()
+        else:
+            self.console.print(_row_text(_HEADINGS))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.console.is_terminal:
+            self._live.stop()
+
+    def step(self, pair: StepPair) -> None:
+        """Show one step."""
+        self._recent = [*self._recent[1 - RECENT_STEPS :], pair]
+        step = pair.torch.step
+        if step % self.interval == 0 or step == self.total - 1:
+            row = _row(pair, self._recent)
+            self._rows.append(row)
+            if not self.console.is_terminal:
+                self.console.print(_row_text(row))
+        if self.console.is_terminal:
+            self._progress.update(self._task, completed=step + 1)
+            self._live.update(Group(_table(self._rows[-VISIBLE_ROWS:]), self._progress))
+
+
+_HEADINGS = ("step", "loss torch", "loss jax", "difference", "tok/s torch", "tok/s jax")
+
+
+def _row(pair: StepPair, recent: list[StepPair]) -> tuple[str, ...]:
+    return (
+        str(pair.torch.step),
+        f"{pair.torch.loss:.6f}",
+        f"{pair.jax.loss:.6f}",
+        f"{pair.difference:+.1e}",
+        f"{tokens_per_second(p.torch for p in recent):,.0f}",
+        f"{tokens_per_second(p.jax for p in recent):,.0f}",
+    )
+
+
+def _row_text(row: tuple[str, ...]) -> str:
+    return "".join(f"{cell:>13}" for cell in row)
+
+
+def _table(rows: list[tuple[str, ...]]) -> Table:
+    table = Table(box=None)
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="right", min_width=12)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def print_summary(console: Console, comparison: Comparison, most: int = 8) -> None:
+    """Gradient differences, worst first, then the verdict in a few lines."""
+    table = Table(title="Gradients at equal parameters, worst first", box=None, title_justify="left")
+    for heading, justify in (("parameter", "left"), ("step", "right"), ("relative", "right"), ("norm", "right")):
+        table.add_column(heading, justify=justify)
+    for gradient in comparison.gradients[:most]:
+        row = (gradient.parameter, str(gradient.step), f"{gradient.relative:.1e}", f"{gradient.norm:.2e}")
+        table.add_row(*row)
+    console.print(table)
+    hidden = len(comparison.gradients) - most
+    if hidden > 0:
+        console.print(f"... and {hidden} closer ones\n")
+    worst = comparison.worst_step
+    console.print(
+        f"losses: at most {abs(worst.difference):.1e} apart (step {worst.torch.step}), "
+        f"tolerance {comparison.loss_tolerance:.0e}"
+    )
+    console.print(
+        f"gradients: at most {comparison.gradients[0].relative:.1e} apart, "
+        f"tolerance {comparison.gradient_tolerance:.0e}"
+    )
+    console.print(
+        "validation loss, nats per token: "
+        + ", ".join(f"{backend} {loss:.6f}" for backend, loss in comparison.validation.items())
+    )
+    for failure in comparison.failures:
+        console.print(f"[red]over tolerance[/red] {failure}")
+    if not comparison.failures:
+        console.print("[green]equal within tolerance[/green]")
+
+
+def environment() -> dict[str, Any]:
+    """Machine and versions, for every report."""
+    import torch
+
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "python": sys.version.split()[0],
+        "versions": {name: version(name) for name in ("torch", "jax", "flax", "optax", "numpy")},
+        "torch_threads": torch.get_num_threads(),
+        "xla_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    }
+
+
+def write_json(
+    path: Path, comparison: Comparison, config: TransformerConfig, train: TrainConfig, corpus: Corpus
+) -> None:
+    """The whole comparison, with what is needed to run it again."""
+    content = {
+        "environment": environment(),
+        "model": asdict(config),
+        "train": asdict(train),
+        "corpus": {"name": corpus.name, "digest": corpus.digest, "bytes": len(corpus.training)},
+        "tolerances": {"loss": comparison.loss_tolerance, "gradient": comparison.gradient_tolerance},
+        "validation_loss": comparison.validation,
+        "tokens_per_second": {
+            "torch": tokens_per_second(pair.torch for pair in comparison.steps),
+            "jax": tokens_per_second(pair.jax for pair in comparison.steps),
+        },
+        "gradients": [gradient._asdict() for gradient in comparison.gradients],
+        "steps": [
+            {
+                "step": pair.torch.step,
+                "learning_rate": pair.torch.learning_rate,
+                "loss": {"torch": pair.torch.loss, "jax": pair.jax.loss},
+                "grad_norm": {"torch": pair.torch.grad_norm, "jax": pair.jax.grad_norm},
+            }
+            for pair in comparison.steps
+        ],
+        "failures": comparison.failures,
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def write_picture(path: Path, comparison: Comparison) -> None:
+    """Loss curves of both backends, their difference, and gradient differences by parameter."""
+    from matplotlib.figure import Figure
+
+    steps = [pair.torch.step for pair in comparison.steps]
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    curves, differences, gradients = figure.subplots(1, 3)
+
+    curves.plot(steps, [pair.torch.loss for pair in comparison.steps], label="PyTorch", color="#c1440e", lw=2.4)
+    curves.plot(steps, [pair.jax.loss for pair in comparison.steps], label="JAX", color="#1f4e9c", lw=1.2, ls="--")
+    validation = comparison.validation["torch"]
+    curves.axhline(validation, color="gray", lw=0.8)
+    curves.annotate(f"validation {validation:.3f}", (steps[-1], validation), ha="right", va="top", fontsize=9)
+    curves.set(xlabel="step", ylabel="loss (nats per byte)", title="One model, two backends")
+    curves.legend(frameon=False)
+
+    smallest = 2.0**-53
+    differences.semilogy(steps, [max(abs(p.difference), smallest) for p in comparison.steps], ".", ms=2.5, color="#444")
+    differences.axhline(comparison.loss_tolerance, color="#c1440e", lw=1, ls=":", label="tolerance")
+    differences.set(xlabel="step", ylabel="|loss PyTorch - loss JAX|", title="Losses apart")
+    differences.legend(frameon=False)
+
+    for step, marker, label in ((0, "o", "at the start"), (len(steps), "x", "after training")):
+        values = sorted((max(g.relative, smallest) for g in comparison.gradients if g.step == step), reverse=True)
+        gradients.semilogy(range(len(values)), values, marker, ms=4, label=label)
+    gradients.axhline(comparison.gradient_tolerance, color="#c1440e", lw=1, ls=":", label="tolerance")
+    gradients.set(xlabel="parameter, worst first", ylabel="relative difference", title="Gradients apart")
+    gradients.legend(frameon=False)
+    figure.savefig(path, dpi=110)
