@@ -31,9 +31,7 @@ SINKHORN_EPSILON = 1e-8
 """Added to the sums of every normalisation but the first, which is a softmax and needs none."""
 
 
-def sinkhorn(
-    logits: Float[Array, "*b s s"], iterations: int = 20, last: str = "row"
-) -> Float[Array, "*b s s"]:
+def sinkhorn(logits: Float[Array, "*b s s"], iterations: int = 20, last: str = "row") -> Float[Array, "*b s s"]:
     """Doubly stochastic matrices: exp(logits), normalised along rows and columns in turn.
 
     The backward pass replays the iterates from the logits and differentiates every one of them;
@@ -61,7 +59,8 @@ def sinkhorn(
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _sinkhorn(logits: Array, iterations: int, first_axis: int) -> Array:  # [S, S, ...]
-    return _iterates(logits, iterations, first_axis)[-1][0]
+    _, normalised = _iterates(logits, iterations, first_axis)
+    return normalised[-1][0]
 
 
 def _sinkhorn_forward(logits: Array, iterations: int, first_axis: int) -> tuple[Array, Array]:
@@ -69,29 +68,28 @@ def _sinkhorn_forward(logits: Array, iterations: int, first_axis: int) -> tuple[
 
 
 def _sinkhorn_backward(iterations: int, first_axis: int, logits: Array, grad: Array) -> tuple[Array]:
-    iterates = _iterates(logits, iterations, first_axis)
+    softmax, normalised = _iterates(logits, iterations, first_axis)
     axis = 1 - first_axis
-    for matrix, total in reversed(iterates[1:]):
+    for matrix, total in reversed(normalised):
         grad = (grad - (grad * matrix).sum(axis, keepdims=True)) / total
         axis = 1 - axis
-    softmax, _ = iterates[0]
     return (softmax * (grad - (grad * softmax).sum(axis, keepdims=True)),)
 
 
 _sinkhorn.defvjp(_sinkhorn_forward, _sinkhorn_backward)
 
 
-def _iterates(logits: Array, iterations: int, first_axis: int) -> list[tuple[Array, Array | None]]:
-    """Each normalised matrix with the sums it was divided by (None for the softmax)."""
+def _iterates(logits: Array, iterations: int, first_axis: int) -> tuple[Array, list[tuple[Array, Array]]]:
+    """The first normalisation, then each further matrix with the sums it was divided by."""
     axis = first_axis
-    matrix = jax.nn.softmax(logits, axis=axis)
-    iterates = [(matrix, None)]
+    matrix = softmax = jax.nn.softmax(logits, axis=axis)
+    normalised = []
     for _ in range(2 * iterations - 1):
         axis = 1 - axis
         total = matrix.sum(axis, keepdims=True) + SINKHORN_EPSILON
         matrix = matrix / total
-        iterates.append((matrix, total))
-    return iterates
+        normalised.append((matrix, total))
+    return softmax, normalised
 
 
 def compute_mappings(
@@ -141,9 +139,7 @@ def aggregate(x: Float[Array, "b t s d"], h_pre: Float[Array, "b t s"]) -> Float
     return jnp.einsum("bts,btsd->btd", h_pre.astype(x.dtype), x)
 
 
-def apply_h_res(
-    h_res: Float[Array, "b t s s"], residual: Float[Array, "b t s d"]
-) -> Float[Array, "b t s d"]:
+def apply_h_res(h_res: Float[Array, "b t s s"], residual: Float[Array, "b t s d"]) -> Float[Array, "b t s d"]:
     """The streams mixed: mixed[s] = sum over j of h_res[s, j] * residual[j]. Reference: mHC, eq. 3."""
     return jnp.einsum("btsj,btjd->btsd", h_res.astype(residual.dtype), residual)
 
@@ -175,9 +171,7 @@ class HyperConnectionModule(nnx.Module):
         name: canonical name of the module, which fixes its initial values.
     """
 
-    def __init__(
-        self, config: TransformerConfig, layer_number: int, name: str = "hyper_connection"
-    ) -> None:
+    def __init__(self, config: TransformerConfig, layer_number: int, name: str = "hyper_connection") -> None:
         self.config, self.layer_number = config, layer_number
         specs = hyper_connection_spec(config)
         self.phi = parameter(config, f"{name}.phi", specs["phi"])

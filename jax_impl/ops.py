@@ -31,7 +31,7 @@ def parameter(config: TransformerConfig, name: str, spec: ParameterSpec) -> nnx.
     Raises:
         ValueError: float64 parameters while JAX has 64-bit types turned off.
     """
-    if config.params_dtype == "float64" and not jax.config.jax_enable_x64:
+    if jax.dtypes.canonicalize_dtype(config.params_dtype) != config.params_dtype:
         raise ValueError(
             "params_dtype: expected JAX with 64-bit types for 'float64', got jax_enable_x64=False; call "
             "jax.config.update('jax_enable_x64', True) first, or set JAX_ENABLE_X64=1"
@@ -138,9 +138,7 @@ def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, " d"], epsilon: float
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon) * weight
 
 
-def rotary_embedding(
-    x: Float[Array, "b t h d"], positions: Int[Array, " t"], base: float
-) -> Float[Array, "b t h d"]:
+def rotary_embedding(x: Float[Array, "b t h d"], positions: Int[Array, " t"], base: float) -> Float[Array, "b t h d"]:
     """Turn the pairs (x[i], x[i + d/2]) by the angle position * base**(-2i/d).
 
     Args:

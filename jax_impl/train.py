@@ -104,7 +104,8 @@ class Trainer:
 
     def _loss(self, params: nnx.State, batch: Batch, step: int | Array = 0, training: bool = True) -> Array:
         model = nnx.merge(self._graph, params)
-        return model(batch.tokens, batch.targets, step=step, training=training)
+        tokens, targets = jnp.asarray(batch.tokens), jnp.asarray(batch.targets)
+        return model(tokens, targets, step=step, training=training)
 
     def _update_step(
         self, params: nnx.State, optimizer_state: optax.OptState, batch: Batch, step: Array, rate: Array

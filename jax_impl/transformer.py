@@ -205,7 +205,7 @@ class TransformerLayer(nnx.Module):
         site: int,
     ) -> Array:
         """Add a sublayer's output back: by its hyper-connection, or plainly, to every stream alike."""
-        if connection is not None:
+        if connection is not None and h_post is not None:
             return connection.apply_h_post_dropout_add(x_with_bias, h_post, mixed, state, site)
         x, bias = x_with_bias
         y = x if bias is None else x + bias
@@ -339,10 +339,12 @@ class GPTModel(nnx.Module):
             if samples is None:
                 samples = jnp.arange(batch)
             state = dropout_state(self.config.seed, step, samples, positions, self.config.seq_length)
-        hidden_states = self.embedding(inputs) if self.pre_process else inputs
+        hidden_states = inputs
+        if self.pre_process and self.embedding is not None:
+            hidden_states = self.embedding(inputs)
         hidden_states = self.decoder(hidden_states, positions, state, attention_mask)
-        if not self.post_process:
+        head = self.output_layer or self.embedding
+        if not self.post_process or head is None:
             return hidden_states
-        head = self.embedding if self.output_layer is None else self.output_layer
         logits = linear(hidden_states, head.weight[...])
         return logits if targets is None else cross_entropy(logits, targets)

@@ -1,16 +1,17 @@
 """Train the same model in both backends, in lockstep, and measure how far apart they are."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 import jax_impl.train
 import reference_torch.train
-from parity.tolerances import GRADIENT, LOSS
+from parity.tolerances import GRADIENT, GRADIENT_FLOOR, LOSS
 from plans.config import TrainConfig, TransformerConfig
-from plans.data import Corpus
+from plans.data import Batch, Corpus
 from plans.training import StepResult
 
 
@@ -32,16 +33,21 @@ class GradientDifference(NamedTuple):
     parameter: str
     step: int
     """Step whose batch was used; its parameters are those before the step."""
+    exact: float
+    """Norm-wise relative difference, computed in float64."""
     relative: float
-    """Norm-wise relative difference."""
+    """Norm-wise relative difference, computed in the run's type."""
     norm: float
     """2-norm of the gradient in PyTorch."""
+    whole_norm: float
+    """2-norm of all parameters' gradients together."""
 
 
 @dataclass
 class Comparison:
     """Everything measured, and the verdict."""
 
+    dtype: str
     loss_tolerance: float
     gradient_tolerance: float
     steps: list[StepPair] = field(default_factory=list)
@@ -56,20 +62,30 @@ class Comparison:
 
     @property
     def failures(self) -> list[str]:
-        """What exceeds a tolerance, one line each, worst first; empty when all holds."""
+        """What exceeds a tolerance, one line each; empty when all holds.
+
+        Gradients must agree in float64, each relative to its own norm, and in the run's type, relative
+        to its own norm or ``GRADIENT_FLOOR`` of the whole gradient's, whichever is larger.
+        """
         lines = []
-        if abs(self.worst_step.difference) > self.loss_tolerance:
+        if not abs(self.worst_step.difference) <= self.loss_tolerance:
             pair = self.worst_step
             lines.append(
                 f"loss at step {pair.torch.step}: expected a difference of at most {self.loss_tolerance:.1e}, "
                 f"got {abs(pair.difference):.1e} (torch {pair.torch.loss:.8f}, jax {pair.jax.loss:.8f})"
             )
         for gradient in self.gradients:
-            if gradient.relative > self.gradient_tolerance:
-                lines.append(
-                    f"gradient of {gradient.parameter} at step {gradient.step}: expected a relative difference "
-                    f"of at most {self.gradient_tolerance:.1e}, got {gradient.relative:.1e}"
-                )
+            floor = GRADIENT_FLOOR[self.dtype] * gradient.whole_norm
+            judged = gradient.relative * min(1.0, gradient.norm / floor) if floor > 0.0 else gradient.relative
+            for dtype, difference, tolerance in (
+                ("float64", gradient.exact, GRADIENT["float64"]),
+                (self.dtype, judged, self.gradient_tolerance),
+            ):
+                if not difference <= tolerance:
+                    lines.append(
+                        f"gradient of {gradient.parameter} at step {gradient.step} in {dtype}: expected a "
+                        f"relative difference of at most {tolerance:.1e}, got {difference:.1e}"
+                    )
         return lines
 
 
@@ -110,34 +126,57 @@ def compare(
     ours = reference_torch.train.Trainer(config, train_config, corpus)
     theirs = jax_impl.train.Trainer(config, train_config, corpus)
     result = Comparison(
+        config.params_dtype,
         LOSS[config.params_dtype] if loss_tolerance is None else loss_tolerance,
         GRADIENT[config.params_dtype] if gradient_tolerance is None else gradient_tolerance,
     )
-    gradients = compare_gradients(ours, theirs, step=0)
+    gradients = compare_gradients(ours.parameters(), 0, config, train_config, corpus)
     for step in range(train_config.train_iters):
         pair = StepPair(ours.train_step(step), theirs.train_step(step))
         result.steps.append(pair)
         on_step(pair)
     result.validation = {"torch": ours.validation_loss(), "jax": theirs.validation_loss()}
-    theirs.set_parameters(ours.parameters())
-    gradients += compare_gradients(ours, theirs, step=train_config.train_iters)
+    gradients += compare_gradients(ours.parameters(), train_config.train_iters, config, train_config, corpus)
     result.gradients = sorted(gradients, key=lambda g: g.relative, reverse=True)
     return result
 
 
 def compare_gradients(
-    ours: reference_torch.train.Trainer, theirs: jax_impl.train.Trainer, step: int
+    parameters: Mapping[str, np.ndarray],
+    step: int,
+    config: TransformerConfig,
+    train_config: TrainConfig,
+    corpus: Corpus,
 ) -> list[GradientDifference]:
-    """Differences of all gradients on one step's batch; both trainers must hold equal parameters."""
-    batch = ours.corpus.batch(step, ours.train_config.global_batch_size, ours.config.seq_length)
-    _, torch_gradients = ours.loss_and_gradients(batch, step)
-    _, jax_gradients = theirs.loss_and_gradients(batch, step)
-    if torch_gradients.keys() != jax_gradients.keys():
-        raise AssertionError(f"parameters differ: {sorted(torch_gradients.keys() ^ jax_gradients.keys())}")
-    return [
-        GradientDifference(name, step, relative_difference(a, jax_gradients[name]), float(np.linalg.norm(a)))
-        for name, a in torch_gradients.items()
-    ]
+    """Differences of all gradients on one step's batch at the given parameters, in float64 and in the run's type."""
+    batch = corpus.batch(step, train_config.global_batch_size, config.seq_length)
+    relative, gradients = _differences(parameters, batch, step, config, train_config, corpus)
+    exact_config = replace(config, params_dtype="float64")
+    with jax.enable_x64(True):
+        exact, _ = _differences(parameters, batch, step, exact_config, train_config, corpus)
+    norms = {name: float(np.linalg.norm(gradient.astype(np.float64))) for name, gradient in gradients.items()}
+    whole_norm = float(np.linalg.norm(list(norms.values())))
+    return [GradientDifference(name, step, exact[name], relative[name], norms[name], whole_norm) for name in gradients]
+
+
+def _differences(
+    parameters: Mapping[str, np.ndarray],
+    batch: Batch,
+    step: int,
+    config: TransformerConfig,
+    train_config: TrainConfig,
+    corpus: Corpus,
+) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Relative difference of each parameter's gradient in the configuration's type, and PyTorch's gradients."""
+    gradients = []
+    for package in (reference_torch.train, jax_impl.train):
+        trainer = package.Trainer(config, train_config, corpus)
+        trainer.set_parameters(parameters)
+        gradients.append(trainer.loss_and_gradients(batch, step)[1])
+    ours, theirs = gradients
+    if ours.keys() != theirs.keys():
+        raise AssertionError(f"parameters differ: {sorted(ours.keys() ^ theirs.keys())}")
+    return {name: relative_difference(ours[name], theirs[name]) for name in ours}, ours
 
 
 def tokens_per_second(results: Iterable[StepResult]) -> float:

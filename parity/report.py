@@ -10,18 +10,21 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from parity.compare import Comparison, StepPair, tokens_per_second
+from parity.tolerances import GRADIENT, GRADIENT_FLOOR
 from plans.config import TrainConfig, TransformerConfig
 from plans.data import Corpus
 
 RECENT_STEPS = 10
 """Steps a displayed speed is the median of."""
 VISIBLE_ROWS = 16
+ORANGE, BLUE = "#d1603d", "#1f4e9c"
 
 
 class LiveComparison:
@@ -106,11 +109,12 @@ def _table(rows: list[tuple[str, ...]]) -> Table:
 def print_summary(console: Console, comparison: Comparison, most: int = 8) -> None:
     """Gradient differences, worst first, then the verdict in a few lines."""
     table = Table(title="Gradients at equal parameters, worst first", box=None, title_justify="left")
-    for heading, justify in (("parameter", "left"), ("step", "right"), ("relative", "right"), ("norm", "right")):
-        table.add_column(heading, justify=justify)
+    table.add_column("parameter", overflow="fold")
+    for heading in ("step", "in float64", f"in {comparison.dtype}", "norm"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for gradient in comparison.gradients[:most]:
-        row = (gradient.parameter, str(gradient.step), f"{gradient.relative:.1e}", f"{gradient.norm:.2e}")
-        table.add_row(*row)
+        differences = (f"{gradient.exact:.1e}", f"{gradient.relative:.1e}")
+        table.add_row(gradient.parameter, str(gradient.step), *differences, f"{gradient.norm:.2e}")
     console.print(table)
     hidden = len(comparison.gradients) - most
     if hidden > 0:
@@ -121,8 +125,10 @@ def print_summary(console: Console, comparison: Comparison, most: int = 8) -> No
         f"tolerance {comparison.loss_tolerance:.0e}"
     )
     console.print(
-        f"gradients: at most {comparison.gradients[0].relative:.1e} apart, "
-        f"tolerance {comparison.gradient_tolerance:.0e}"
+        f"gradients: at most {max(g.exact for g in comparison.gradients):.1e} apart in float64, tolerance "
+        f"{GRADIENT['float64']:.0e}; {comparison.gradients[0].relative:.1e} in {comparison.dtype}, tolerance "
+        f"{comparison.gradient_tolerance:.0e} of the larger of its norm and {GRADIENT_FLOOR[comparison.dtype]:.0%} "
+        "of the whole gradient's"
     )
     console.print(
         "validation loss, nats per token: "
@@ -186,24 +192,26 @@ def write_picture(path: Path, comparison: Comparison) -> None:
     figure = Figure(figsize=(12, 4), layout="constrained")
     curves, differences, gradients = figure.subplots(1, 3)
 
-    curves.plot(steps, [pair.torch.loss for pair in comparison.steps], label="PyTorch", color="#c1440e", lw=2.4)
-    curves.plot(steps, [pair.jax.loss for pair in comparison.steps], label="JAX", color="#1f4e9c", lw=1.2, ls="--")
-    validation = comparison.validation["torch"]
-    curves.axhline(validation, color="gray", lw=0.8)
-    curves.annotate(f"validation {validation:.3f}", (steps[-1], validation), ha="right", va="top", fontsize=9)
-    curves.set(xlabel="step", ylabel="loss (nats per byte)", title="One model, two backends")
-    curves.legend(frameon=False)
+    curves.plot(steps, [pair.torch.loss for pair in comparison.steps], label="PyTorch", color=ORANGE, lw=2.4)
+    curves.plot(steps, [pair.jax.loss for pair in comparison.steps], label="JAX", color=BLUE, lw=1, ls="--")
+    for backend, color in (("torch", ORANGE), ("jax", BLUE)):
+        curves.plot(len(steps), comparison.validation[backend], "D", color=color, ms=6 if backend == "torch" else 3)
+    curves.set(xlabel="step", ylabel="loss (nats per token)", title="One model, two backends")
+    curves.legend(frameon=False, title=f"validation {comparison.validation['torch']:.3f} (diamonds)")
 
-    smallest = 2.0**-53
-    differences.semilogy(steps, [max(abs(p.difference), smallest) for p in comparison.steps], ".", ms=2.5, color="#444")
-    differences.axhline(comparison.loss_tolerance, color="#c1440e", lw=1, ls=":", label="tolerance")
-    differences.set(xlabel="step", ylabel="|loss PyTorch - loss JAX|", title="Losses apart")
-    differences.legend(frameon=False)
+    equal = np.finfo(comparison.dtype).eps / 16  # where a difference of exactly 0 is drawn
+    differences.semilogy(steps, [max(abs(p.difference), equal) for p in comparison.steps], ".", ms=3, color="#444")
+    differences.axhline(comparison.loss_tolerance, color="#888", lw=1, ls=":")
+    differences.annotate("tolerance", (0, comparison.loss_tolerance), va="bottom", fontsize=9, color="#666")
+    differences.annotate("equal to the last bit", (0, equal), va="bottom", fontsize=9, color="#666")
+    differences.set(xlabel="step", ylabel="|loss PyTorch - loss JAX|", title="Losses apart", ylim=(equal / 2, None))
 
-    for step, marker, label in ((0, "o", "at the start"), (len(steps), "x", "after training")):
-        values = sorted((max(g.relative, smallest) for g in comparison.gradients if g.step == step), reverse=True)
+    after = sorted((g for g in comparison.gradients if g.step > 0), key=lambda g: g.relative, reverse=True)
+    for values, marker, label in (
+        ([g.relative for g in after], "o", comparison.dtype),
+        ([g.exact for g in after], "x", "float64"),
+    ):
         gradients.semilogy(range(len(values)), values, marker, ms=4, label=label)
-    gradients.axhline(comparison.gradient_tolerance, color="#c1440e", lw=1, ls=":", label="tolerance")
-    gradients.set(xlabel="parameter, worst first", ylabel="relative difference", title="Gradients apart")
+    gradients.set(xlabel="parameter", ylabel="relative difference", title="Gradients apart, after training")
     gradients.legend(frameon=False)
     figure.savefig(path, dpi=110)

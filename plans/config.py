@@ -226,9 +226,7 @@ def _count(field: str, least: int = 1) -> Rule:
             return type(config).__dataclass_fields__[field].default is None
         return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
-    return Rule(
-        field, holds, lambda c: f"{field}: expected an integer >= {least}, got {getattr(c, field)!r}"
-    )
+    return Rule(field, holds, lambda c: f"{field}: expected an integer >= {least}, got {getattr(c, field)!r}")
 
 
 def _number(field: str, interval: str) -> Rule:
@@ -242,9 +240,7 @@ def _number(field: str, interval: str) -> Rule:
         above = value >= low if interval[0] == "[" else value > low
         return above and (value <= high if interval[-1] == "]" else value < high)
 
-    return Rule(
-        field, holds, lambda c: f"{field}: expected a number in {interval}, got {getattr(c, field)!r}"
-    )
+    return Rule(field, holds, lambda c: f"{field}: expected a number in {interval}, got {getattr(c, field)!r}")
 
 
 def _choice(field: str, allowed: tuple[str, ...]) -> Rule:
@@ -310,9 +306,7 @@ RULES: dict[type, tuple[Rule, ...]] = {
         Rule(
             "head width is even",
             lambda c: c.head_dim % 2 == 0,
-            lambda c: (
-                f"kv_channels: expected an even head width (rotary embedding turns pairs), got {c.head_dim}"
-            ),
+            lambda c: f"kv_channels: expected an even head width (rotary embedding turns pairs), got {c.head_dim}",
         ),
         Rule(
             "groups divide heads",
@@ -325,8 +319,7 @@ RULES: dict[type, tuple[Rule, ...]] = {
         Rule("layer_pattern", lambda c: not _pattern_error(c), _pattern_error),
         Rule(
             "virtual stages need a pipeline",
-            lambda c: c.virtual_pipeline_model_parallel_size in (None, 1)
-            or c.pipeline_model_parallel_size > 1,
+            lambda c: c.virtual_pipeline_model_parallel_size in (None, 1) or c.pipeline_model_parallel_size > 1,
             lambda c: (
                 "virtual_pipeline_model_parallel_size: expected None with pipeline_model_parallel_size=1, "
                 f"got {c.virtual_pipeline_model_parallel_size}; virtual stages interleave pipeline ranks"

@@ -7,9 +7,7 @@ on consecutive ranks and wrap around, so the virtual stages of one rank are ``pp
 from plans.config import TransformerConfig
 
 
-def get_num_layers_to_build(
-    config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
-) -> int:
+def get_num_layers_to_build(config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
     """Number of layers of one stage.
 
     Args:

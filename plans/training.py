@@ -6,7 +6,7 @@ from typing import NamedTuple
 from plans.config import TrainConfig
 
 CLIP_EPSILON = 1e-6
-"""Clipping multiplies gradients by min(1, clip_grad / (norm + CLIP_EPSILON))."""
+"""Clipping multiplies gradients by min(1, clip_grad / (norm + CLIP_EPSILON)), as torch.nn.utils does."""
 
 
 class StepResult(NamedTuple):

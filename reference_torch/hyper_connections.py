@@ -16,6 +16,8 @@ vectorised sweep; the mixing steps are batched matrix products that read the str
 Reference: mHC, arXiv 2512.24880, eqs. 3-9. Layout is batch first, [B, T, S, D].
 """
 
+from collections import deque
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -28,9 +30,7 @@ SINKHORN_EPSILON = 1e-8
 """Added to the sums of every normalisation but the first, which is a softmax and needs none."""
 
 
-def sinkhorn(
-    logits: Float[Tensor, "*b s s"], iterations: int = 20, last: str = "row"
-) -> Float[Tensor, "*b s s"]:
+def sinkhorn(logits: Float[Tensor, "*b s s"], iterations: int = 20, last: str = "row") -> Float[Tensor, "*b s s"]:
     """Doubly stochastic matrices: exp(logits), normalised along rows and columns in turn.
 
     The backward pass replays the iterates from the logits and differentiates every one of them;
@@ -61,13 +61,11 @@ class _Sinkhorn(torch.autograd.Function):
     def forward(ctx, logits, iterations, first_axis):  # [S, S, ...]
         ctx.save_for_backward(logits)
         ctx.iterations, ctx.first_axis = iterations, first_axis
-        matrix = None
-        for matrix, _ in _iterates(logits, iterations, first_axis):
-            pass
+        matrix, _ = deque(_iterates(logits, iterations, first_axis), maxlen=1).pop()
         return matrix
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         (logits,) = ctx.saved_tensors
         iterates = list(_iterates(logits, ctx.iterations, ctx.first_axis))
         axis = 1 - ctx.first_axis
@@ -143,9 +141,7 @@ def aggregate(x: Float[Tensor, "b t s d"], h_pre: Float[Tensor, "b t s"]) -> Flo
     return torch.bmm(weights, x.flatten(0, 1)).view(batch, length, -1)
 
 
-def apply_h_res(
-    h_res: Float[Tensor, "b t s s"], residual: Float[Tensor, "b t s d"]
-) -> Float[Tensor, "b t s d"]:
+def apply_h_res(h_res: Float[Tensor, "b t s s"], residual: Float[Tensor, "b t s d"]) -> Float[Tensor, "b t s d"]:
     """The streams mixed: mixed[s] = sum over j of h_res[s, j] * residual[j]. Reference: mHC, eq. 3."""
     mixed = torch.bmm(h_res.to(residual.dtype).flatten(0, 1), residual.flatten(0, 1))
     return mixed.view_as(residual)
@@ -180,9 +176,7 @@ class HyperConnectionModule(nn.Module):
         name: canonical name of the module, which fixes its initial values.
     """
 
-    def __init__(
-        self, config: TransformerConfig, layer_number: int, name: str = "hyper_connection"
-    ) -> None:
+    def __init__(self, config: TransformerConfig, layer_number: int, name: str = "hyper_connection") -> None:
         super().__init__()
         self.config, self.layer_number = config, layer_number
         specs = hyper_connection_spec(config)

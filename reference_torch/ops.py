@@ -116,9 +116,7 @@ def linear(
     return F.linear(x, weight, bias)
 
 
-def rms_norm(
-    x: Float[Tensor, "*b d"], weight: Float[Tensor, " d"], epsilon: float
-) -> Float[Tensor, "*b d"]:
+def rms_norm(x: Float[Tensor, "*b d"], weight: Float[Tensor, " d"], epsilon: float) -> Float[Tensor, "*b d"]:
     """``x / sqrt(mean(x**2) + epsilon) * weight`` over the last axis.
 
     Reference: Zhang and Sennrich, arXiv 1910.07467, eq. 4 (epsilon added under the root).

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plans.config import TrainConfig, TransformerConfig
 from plans.data import Batch, Corpus
-from plans.training import CLIP_EPSILON, StepResult, check_finite, has_weight_decay, learning_rate
+from plans.training import StepResult, check_finite, has_weight_decay, learning_rate
 from reference_torch.transformer import GPTModel
 
 
@@ -117,11 +117,10 @@ class Trainer:
 
     def _clip_gradients(self) -> Tensor:
         """Scale the gradients in place by plans.training's formula; returns their norm before."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        parameters = list(self.model.parameters())
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if self.train_config.clip_grad > 0.0:
-            scale = (self.train_config.clip_grad / (norm + CLIP_EPSILON)).clamp(max=1.0)
-            torch._foreach_mul_(gradients, scale)
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.train_config.clip_grad, norm)
         return norm
 
 

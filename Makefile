@@ -1,0 +1,72 @@
+# make demo      train one model in both backends, side by side
+# make test      what CI runs                     make check     lint, types, fast tests
+# make test-all  everything, notebooks included   make bench     speed ratios
+# make install   only the environment             make clean     remove what was made
+#
+# The first target that needs it makes .venv. TORCH=cuda takes the CUDA build of PyTorch and the JAX
+# GPU plugin; PYTHON names another interpreter (3.11 or later).
+
+PYTHON ?= python3
+TORCH ?= cpu
+TORCH_VERSION := 2.13.0
+# PyTorch's CPU builds; used for torch alone, and only where no build of that version lies on disk.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+PYTEST := $(BIN)/python -m pytest
+
+# Busy BLAS threads on few cores slow each other down many times over.
+export OMP_NUM_THREADS := 1
+# Compiled XLA programs are kept between test runs.
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
+
+ifeq ($(TORCH),cuda)
+CONSTRAINTS := constraints-cuda.txt
+EXTRA := ,gpu
+INSTALL_TORCH := $(PIP) install -q -c $(CONSTRAINTS) torch==$(TORCH_VERSION)
+else
+CONSTRAINTS := constraints.txt
+EXTRA :=
+INSTALL_TORCH := $(PIP) install -q --no-index --no-deps torch==$(TORCH_VERSION) 2>/dev/null \
+	|| $(PIP) install -q --no-deps --index-url $(TORCH_CPU_INDEX) torch==$(TORCH_VERSION)
+endif
+
+.PHONY: install demo check test test-all bench clean
+
+$(VENV)/installed: pyproject.toml $(CONSTRAINTS)
+	@echo "making $(VENV): about a minute, 2 GB"
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL_TORCH)
+	$(PIP) install -q -c $(CONSTRAINTS) -e '.[dev$(EXTRA)]'
+	@touch $@
+
+install: $(VENV)/installed
+
+demo: $(VENV)/installed
+	$(BIN)/diptych compare --output-dir runs/demo
+
+check: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(PYTEST) -n 2 -m "not slow and not notebook and not multiprocess" --hypothesis-profile=fast
+
+test: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(PYTEST) -n 2 -m "not slow"
+
+test-all: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(PYTEST) -n 2 --hypothesis-profile=all
+
+bench: $(VENV)/installed
+	$(BIN)/python -m benchmarks.mhc
+
+clean:
+	rm -rf $(VENV) runs build .jax_cache .pytest_cache .hypothesis .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

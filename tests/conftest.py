@@ -1,0 +1,24 @@
+"""Settings of every test: 64-bit JAX, one torch thread, shapes checked at every public function."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jaxtyping
+
+# Before the packages are imported: their annotations are then enforced on every call.
+jaxtyping.install_import_hook(["plans", "reference_torch", "jax_impl", "parity"], "beartype.beartype")
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+_common = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow], "print_blob": True}
+hypothesis.settings.register_profile("fast", max_examples=8, **_common)
+hypothesis.settings.register_profile("test", max_examples=25, **_common)
+hypothesis.settings.register_profile("all", max_examples=100, **_common)
+hypothesis.settings.load_profile("test")

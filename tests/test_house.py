@@ -1,0 +1,194 @@
+"""The rooms: who may import whom, and that the two backends are twins."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("plans", "kernels", "reference_torch", "jax_impl", "parity")
+
+MAY_IMPORT = {
+    "plans": {"plans"},
+    "kernels": {"plans", "kernels"},
+    "reference_torch": {"plans", "kernels", "reference_torch"},
+    "jax_impl": {"plans", "kernels", "jax_impl"},
+    "parity": set(PACKAGES),
+}
+
+ROOMS = {
+    "ops": set(),
+    "hyper_connections": {"ops", "recompute"},
+    "transformer": {"ops", "hyper_connections", "recompute"},
+    "train": {"ops", "transformer"},
+}
+"""Rooms of a backend, and the rooms of the same backend each may import."""
+
+TWINS = ("ops", "hyper_connections", "transformer", "train")
+
+ALLOWED_DIFFERENCES = {
+    "train.Trainer.__init__(device)": "JAX places arrays by its own default device",
+    "train.Trainer.model": "an attribute in PyTorch; in JAX put together from graph and parameters",
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Every module a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module)
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_downwards_only(package):
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files
+    for path in files:
+        ours = {name.split(".")[0] for name in imports(path)} & set(PACKAGES)
+        assert ours <= MAY_IMPORT[package], f"{path} imports {ours - MAY_IMPORT[package]}"
+
+
+def test_plans_need_only_numpy_and_the_standard_library():
+    for path in sorted((ROOT / "plans").rglob("*.py")):
+        outside = {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names
+        assert outside <= {"numpy", "plans"}, f"{path} imports {outside}"
+
+
+@pytest.mark.parametrize("package", ["reference_torch", "jax_impl"])
+def test_rooms_import_downwards_only(package):
+    rooms = {path.stem: path for path in (ROOT / package).glob("*.py") if path.stem != "__init__"}
+    assert rooms.keys() == ROOMS.keys()
+    for name, path in rooms.items():
+        used = {module.split(".")[1] for module in imports(path) if module.startswith(f"{package}.")}
+        assert used <= ROOMS[name], f"{path} imports {used - ROOMS[name]}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_files_and_functions_stay_short(package):
+    for path in sorted((ROOT / package).rglob("*.py")):
+        source = path.read_text()
+        assert source.count("\n") <= 400, f"{path}: over 400 lines"
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef) and package != "kernels":
+                length = node.end_lineno - node.lineno + 1
+                assert length <= 60, f"{path}: {node.name} has {length} lines"
+
+
+def public_signatures(path: Path) -> list[tuple[str, str]]:
+    """(name, signature) of public functions, classes and methods, in order; annotations left out."""
+    found = []
+
+    def add(prefix: str, node: ast.stmt) -> None:
+        if isinstance(node, ast.FunctionDef):
+            name = "__call__" if node.name == "forward" else node.name
+            if name.startswith("_") and not name.startswith("__"):
+                return
+            found.append((prefix + name, arguments(prefix + name, node.args)))
+        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            found.append((prefix + node.name, "class"))
+            for member in node.body:
+                add(f"{prefix}{node.name}.", member)
+        elif isinstance(node, ast.AnnAssign) and "." in prefix:
+            found.append((prefix + ast.unparse(node.target), "field"))
+
+    def arguments(name: str, args: ast.arguments) -> str:
+        for argument in [*args.posonlyargs, *args.args, *args.kwonlyargs]:
+            argument.annotation = None
+            if f"{path.stem}.{name}({argument.arg})" in ALLOWED_DIFFERENCES:
+                args.args.remove(argument)
+                args.defaults.pop()
+        return ast.unparse(args)
+
+    for node in ast.parse(path.read_text()).body:
+        add("", node)
+    return [(name, text) for name, text in found if f"{path.stem}.{name}" not in ALLOWED_DIFFERENCES]
+
+
+@pytest.mark.parametrize("room", TWINS)
+def test_twins_have_equal_names_and_signatures(room):
+    torch_side = public_signatures(ROOT / "reference_torch" / f"{room}.py")
+    jax_side = public_signatures(ROOT / "jax_impl" / f"{room}.py")
+    assert torch_side
+    assert torch_side == jax_side
+
+
+def test_twin_test_sees_a_renamed_argument(tmp_path):
+    source = (ROOT / "jax_impl" / "ops.py").read_text()
+    changed = tmp_path / "ops.py"
+    changed.write_text(source.replace("epsilon: float", "eps: float"))
+    assert public_signatures(changed) != public_signatures(ROOT / "reference_torch" / "ops.py")
+
+
+def test_packages_export_the_same_names():
+    import jax_impl
+    import reference_torch
+
+    assert reference_torch.__all__ == jax_impl.__all__
+    assert len(reference_torch.__all__) <= 20
+    for package in (reference_torch, jax_impl):
+        for name in package.__all__:
+            assert getattr(package, name).__module__.startswith(package.__name__)
+        with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+            _ = package.nothing
+
+
+BLOCK = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked}:
+            raise ImportError(f"{{name}} is blocked")
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+USE = """
+import importlib, pathlib, {package}
+for name in {package}.__all__:
+    getattr({package}, name)
+for path in pathlib.Path({package}.__file__).parent.glob("*.py"):
+    importlib.import_module("{package}." + path.stem)
+from parity.cli import main
+code = main("train --backend {backend} --hidden-size 16 --num-layers 1 --seq-length 8 --train-iters 2 "
+            "--eval-iters 1".split())
+assert code == 0, code
+assert not {{"triton"}} & set(sys.modules), "triton was imported"
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("backend", "package", "blocked"),
+    [
+        ("torch", "reference_torch", {"jax", "jaxlib", "flax", "optax", "jax_impl", "triton"}),
+        ("jax", "jax_impl", {"torch", "reference_torch", "triton"}),
+    ],
+)
+def test_backend_trains_without_the_other_framework(backend, package, blocked, tmp_path):
+    script = BLOCK.format(blocked=blocked) + USE.format(package=package, backend=backend)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=240, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "validation loss" in done.stdout
+
+
+@pytest.mark.multiprocess
+def test_missing_framework_is_named():
+    script = BLOCK.format(blocked={"torch"}) + (
+        "from parity.cli import main\nsys.exit(main(['train', '--backend', 'torch']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+    )
+    assert done.returncode == 2
+    assert "expected an installed framework for 'torch'" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
