@@ -27,8 +27,8 @@ from jax_impl.ops import DropoutState, dropout, parameter
 from plans.config import TransformerConfig
 from plans.parameters import hyper_connection_spec
 
-SINKHORN_EPSILON = 1e-8
-"""Added to the sums of every normalisation but the first, which is a softmax and needs none."""
+SINKHORN_FLOOR = 1e-30
+"""Least entry after the first normalisation: far below rounding, and no row or column can sum to 0."""
 
 
 def sinkhorn(logits: Float[Array, "*b s s"], iterations: int = 20, last: str = "row") -> Float[Array, "*b s s"]:
@@ -45,8 +45,8 @@ def sinkhorn(logits: Float[Array, "*b s s"], iterations: int = 20, last: str = "
     Raises:
         ValueError: iterations < 1, or an unknown ``last``.
 
-    Reference: mHC, eq. 9. The first normalisation is a softmax, so the result does not depend on
-    constants added to its logits; the others divide by (sum + 1e-8).
+    Reference: mHC, eq. 9. The first normalisation is a softmax, kept from underflow by a floor of
+    1e-30; no later sum can then vanish, so there is no epsilon and the last side is exact.
     """
     if iterations < 1:
         raise ValueError(f"iterations: expected at least 1, got {iterations}")
@@ -59,8 +59,9 @@ def sinkhorn(logits: Float[Array, "*b s s"], iterations: int = 20, last: str = "
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _sinkhorn(logits: Array, iterations: int, first_axis: int) -> Array:  # [S, S, ...]
-    _, normalised = _iterates(logits, iterations, first_axis)
-    return normalised[-1][0]
+    matrix = _floored_softmax(logits, first_axis)
+    matrix, _ = jax.lax.scan(partial(_normalise_twice, first_axis), matrix, length=iterations - 1)
+    return matrix / matrix.sum(1 - first_axis, keepdims=True)
 
 
 def _sinkhorn_forward(logits: Array, iterations: int, first_axis: int) -> tuple[Array, Array]:
@@ -68,28 +69,41 @@ def _sinkhorn_forward(logits: Array, iterations: int, first_axis: int) -> tuple[
 
 
 def _sinkhorn_backward(iterations: int, first_axis: int, logits: Array, grad: Array) -> tuple[Array]:
-    softmax, normalised = _iterates(logits, iterations, first_axis)
-    axis = 1 - first_axis
-    for matrix, total in reversed(normalised):
-        grad = (grad - (grad * matrix).sum(axis, keepdims=True)) / total
-        axis = 1 - axis
-    return (softmax * (grad - (grad * softmax).sum(axis, keepdims=True)),)
+    softmax = _floored_softmax(logits, first_axis)
+    matrix, iterates = jax.lax.scan(partial(_normalise_twice, first_axis), softmax, length=iterations - 1)
+    total = matrix.sum(1 - first_axis, keepdims=True)
+    grad = _normalise_backward(grad, matrix / total, total, 1 - first_axis)
+
+    def twice_backward(grad: Array, iterate: tuple) -> tuple[Array, None]:
+        (other, other_total), (first, first_total) = iterate
+        grad = _normalise_backward(grad, first, first_total, first_axis)
+        return _normalise_backward(grad, other, other_total, 1 - first_axis), None
+
+    grad, _ = jax.lax.scan(twice_backward, grad, iterates, reverse=True)
+    grad = jnp.where(softmax > SINKHORN_FLOOR, grad, 0.0)
+    return (softmax * (grad - (grad * softmax).sum(first_axis, keepdims=True)),)
 
 
 _sinkhorn.defvjp(_sinkhorn_forward, _sinkhorn_backward)
 
 
-def _iterates(logits: Array, iterations: int, first_axis: int) -> tuple[Array, list[tuple[Array, Array]]]:
-    """The first normalisation, then each further matrix with the sums it was divided by."""
-    axis = first_axis
-    matrix = softmax = jax.nn.softmax(logits, axis=axis)
-    normalised = []
-    for _ in range(2 * iterations - 1):
-        axis = 1 - axis
-        total = matrix.sum(axis, keepdims=True) + SINKHORN_EPSILON
-        matrix = matrix / total
-        normalised.append((matrix, total))
-    return softmax, normalised
+def _floored_softmax(logits: Array, axis: int) -> Array:
+    """The first normalisation."""
+    return jnp.maximum(jax.nn.softmax(logits, axis=axis), SINKHORN_FLOOR)
+
+
+def _normalise_twice(first_axis: int, matrix: Array, _: None) -> tuple[Array, tuple]:
+    """Over the other axis, then over the first; both results with the sums they were divided by."""
+    total = matrix.sum(1 - first_axis, keepdims=True)
+    other = matrix / total
+    first_total = other.sum(first_axis, keepdims=True)
+    first = other / first_total
+    return first, ((other, total), (first, first_total))
+
+
+def _normalise_backward(grad: Array, normalised: Array, total: Array, axis: int) -> Array:
+    """Gradient of matrix -> normalised = matrix / total, total = sum(matrix, axis)."""
+    return (grad - (grad * normalised).sum(axis, keepdims=True)) / total
 
 
 def compute_mappings(

@@ -111,7 +111,7 @@ class Trainer:
         self, params: nnx.State, optimizer_state: optax.OptState, batch: Batch, step: Array, rate: Array
     ) -> tuple[nnx.State, optax.OptState, Array, Array]:
         loss, gradients = jax.value_and_grad(self._loss)(params, batch, step)
-        norm = optax.global_norm(gradients)
+        norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradients)))
         if self.train_config.clip_grad > 0.0:
             scale = jnp.minimum(1.0, self.train_config.clip_grad / (norm + CLIP_EPSILON))
             gradients = jax.tree.map(lambda g: g * scale, gradients)

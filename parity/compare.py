@@ -42,6 +42,11 @@ class GradientDifference(NamedTuple):
     whole_norm: float
     """2-norm of all parameters' gradients together."""
 
+    def judged(self, dtype: str) -> float:
+        """``relative``, but measured against the type's share of the whole gradient where that is larger."""
+        floor = GRADIENT_FLOOR[dtype] * self.whole_norm
+        return self.relative * min(1.0, self.norm / floor) if floor > 0.0 else self.relative
+
 
 @dataclass
 class Comparison:
@@ -75,11 +80,9 @@ class Comparison:
                 f"got {abs(pair.difference):.1e} (torch {pair.torch.loss:.8f}, jax {pair.jax.loss:.8f})"
             )
         for gradient in self.gradients:
-            floor = GRADIENT_FLOOR[self.dtype] * gradient.whole_norm
-            judged = gradient.relative * min(1.0, gradient.norm / floor) if floor > 0.0 else gradient.relative
             for dtype, difference, tolerance in (
                 ("float64", gradient.exact, GRADIENT["float64"]),
-                (self.dtype, judged, self.gradient_tolerance),
+                (self.dtype, gradient.judged(self.dtype), self.gradient_tolerance),
             ):
                 if not difference <= tolerance:
                     lines.append(
@@ -98,7 +101,7 @@ def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
     if a.shape != b.shape:
         raise ValueError(f"b: expected the shape of a, {a.shape}, got {b.shape}")
     a, b = a.astype(np.float64), b.astype(np.float64)
-    scale = max(np.linalg.norm(a), np.linalg.norm(b))
+    scale = np.maximum(np.linalg.norm(a), np.linalg.norm(b))
     if not np.isfinite(scale):
         return float("inf")
     return float(np.linalg.norm(a - b) / scale) if scale > 0.0 else 0.0
@@ -154,9 +157,14 @@ def compare_gradients(
     exact_config = replace(config, params_dtype="float64")
     with jax.enable_x64(True):
         exact, _ = _differences(parameters, batch, step, exact_config, train_config, corpus)
-    norms = {name: float(np.linalg.norm(gradient.astype(np.float64))) for name, gradient in gradients.items()}
-    whole_norm = float(np.linalg.norm(list(norms.values())))
+    norms, whole_norm = gradient_norms(gradients)
     return [GradientDifference(name, step, exact[name], relative[name], norms[name], whole_norm) for name in gradients]
+
+
+def gradient_norms(gradients: Mapping[str, np.ndarray]) -> tuple[dict[str, float], float]:
+    """2-norm of each gradient, and of all together."""
+    norms = {name: float(np.linalg.norm(gradient.astype(np.float64))) for name, gradient in gradients.items()}
+    return norms, float(np.linalg.norm(list(norms.values())))
 
 
 def _differences(

@@ -26,8 +26,8 @@ from plans.config import TransformerConfig
 from plans.parameters import hyper_connection_spec
 from reference_torch.ops import DropoutState, dropout, parameter
 
-SINKHORN_EPSILON = 1e-8
-"""Added to the sums of every normalisation but the first, which is a softmax and needs none."""
+SINKHORN_FLOOR = 1e-30
+"""Least entry after the first normalisation: far below rounding, and no row or column can sum to 0."""
 
 
 def sinkhorn(logits: Float[Tensor, "*b s s"], iterations: int = 20, last: str = "row") -> Float[Tensor, "*b s s"]:
@@ -44,8 +44,8 @@ def sinkhorn(logits: Float[Tensor, "*b s s"], iterations: int = 20, last: str = 
     Raises:
         ValueError: iterations < 1, or an unknown ``last``.
 
-    Reference: mHC, eq. 9. The first normalisation is a softmax, so the result does not depend on
-    constants added to its logits; the others divide by (sum + 1e-8).
+    Reference: mHC, eq. 9. The first normalisation is a softmax, kept from underflow by a floor of
+    1e-30; no later sum can then vanish, so there is no epsilon and the last side is exact.
     """
     if iterations < 1:
         raise ValueError(f"iterations: expected at least 1, got {iterations}")
@@ -73,17 +73,18 @@ class _Sinkhorn(torch.autograd.Function):
             grad = (grad - (grad * matrix).sum(axis, keepdim=True)) / total
             axis = 1 - axis
         softmax, _ = iterates[0]
+        grad = grad.where(softmax > SINKHORN_FLOOR, 0.0)
         return softmax * (grad - (grad * softmax).sum(axis, keepdim=True)), None, None
 
 
 def _iterates(logits: Tensor, iterations: int, first_axis: int):
     """Each normalised matrix with the sums it was divided by (None for the softmax)."""
     axis = first_axis
-    matrix = logits.softmax(axis)
+    matrix = logits.softmax(axis).clamp(min=SINKHORN_FLOOR)
     yield matrix, None
     for _ in range(2 * iterations - 1):
         axis = 1 - axis
-        total = matrix.sum(axis, keepdim=True) + SINKHORN_EPSILON
+        total = matrix.sum(axis, keepdim=True)
         matrix = matrix / total
         yield matrix, total
 

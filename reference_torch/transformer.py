@@ -244,7 +244,7 @@ class TransformerBlock(nn.Module):
         positions: Int[Tensor, " t"],
         state: DropoutState | None = None,
         attention_mask: Bool[Tensor, "b t t"] | None = None,
-    ) -> Float[Tensor, "b t *s d"]:
+    ) -> Float[Tensor, "b t *streams d"]:
         """Run the stage's layers; expand to streams in the first stage, contract in the last."""
         streams, hyper = self.config.num_residual_streams, self.config.enable_hyper_connections
         if hyper and self.pre_process:

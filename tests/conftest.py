@@ -7,7 +7,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jaxtyping
 
 # Before the packages are imported: their annotations are then enforced on every call.
-jaxtyping.install_import_hook(["plans", "reference_torch", "jax_impl", "parity"], "beartype.beartype")
+jaxtyping.install_import_hook(["reference_torch", "jax_impl"], "beartype.beartype")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402

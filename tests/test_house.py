@@ -145,7 +145,7 @@ import sys
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in {blocked}:
-            raise ImportError(f"{{name}} is blocked")
+            raise ModuleNotFoundError(f"{{name}} is blocked", name=name)
 
 sys.meta_path.insert(0, Blocker())
 """

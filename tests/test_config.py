@@ -1,0 +1,165 @@
+"""Every rule of plans/config.py refuses what it should, in words."""
+
+from dataclasses import replace
+
+import pytest
+
+from plans.config import RULES, DataConfig, LayerConfig, TrainConfig, TransformerConfig, parse_layer
+from plans.partition import get_num_layers_to_build, get_transformer_layer_offset
+
+MODEL = {"hidden_size": 32, "num_layers": 4, "num_attention_heads": 4}
+
+BROKEN = {
+    (TransformerConfig, "hidden_size"): ({"hidden_size": 0}, r"hidden_size: expected an integer >= 1, got 0"),
+    (TransformerConfig, "num_layers"): ({"num_layers": -1}, r"num_layers: expected an integer >= 1, got -1"),
+    (TransformerConfig, "num_attention_heads"): ({"num_attention_heads": 1.5}, r"num_attention_heads: .* got 1\.5"),
+    (TransformerConfig, "num_residual_streams"): ({"num_residual_streams": 0}, r"num_residual_streams: .* >= 1, got 0"),
+    (TransformerConfig, "sinkhorn_iterations"): ({"sinkhorn_iterations": 0}, r"sinkhorn_iterations: .* >= 1, got 0"),
+    (TransformerConfig, "sinkhorn_last"): ({"sinkhorn_last": "both"}, r"sinkhorn_last: .*'row', 'column'.*'both'"),
+    (TransformerConfig, "mhc_init_gating_factor"): (
+        {"mhc_init_gating_factor": float("nan")},
+        r"mhc_init_gating_factor: expected a number in \(-inf, inf\), got nan",
+    ),
+    (TransformerConfig, "num_query_groups"): ({"num_query_groups": 0}, r"num_query_groups: .* >= 1, got 0"),
+    (TransformerConfig, "kv_channels"): ({"kv_channels": True}, r"kv_channels: expected an integer >= 1, got True"),
+    (TransformerConfig, "ffn_hidden_size"): ({"ffn_hidden_size": -8}, r"ffn_hidden_size: .* got -8"),
+    (TransformerConfig, "activation"): ({"activation": "relu"}, r"activation: .*'swiglu', 'gelu'.* got 'relu'"),
+    (TransformerConfig, "vocab_size"): ({"vocab_size": 0}, r"vocab_size: .* got 0"),
+    (TransformerConfig, "seq_length"): ({"seq_length": 0}, r"seq_length: .* got 0"),
+    (TransformerConfig, "rotary_base"): ({"rotary_base": 0.0}, r"rotary_base: .*\(0, inf\), got 0\.0"),
+    (TransformerConfig, "layernorm_epsilon"): ({"layernorm_epsilon": 0.0}, r"layernorm_epsilon: .*\(0, inf\)"),
+    (TransformerConfig, "hidden_dropout"): ({"hidden_dropout": -0.1}, r"hidden_dropout: .*\[0, 1\), got -0\.1"),
+    (TransformerConfig, "init_method_std"): ({"init_method_std": -1.0}, r"init_method_std: .*\[0, inf\)"),
+    (TransformerConfig, "params_dtype"): ({"params_dtype": "int8"}, r"params_dtype: expected one of .* got 'int8'"),
+    (TransformerConfig, "pipeline_model_parallel_size"): (
+        {"pipeline_model_parallel_size": 0},
+        r"pipeline_model_parallel_size: .* got 0",
+    ),
+    (TransformerConfig, "virtual_pipeline_model_parallel_size"): (
+        {"virtual_pipeline_model_parallel_size": 0},
+        r"virtual_pipeline_model_parallel_size: .* >= 1, got 0",
+    ),
+    (TransformerConfig, "seed"): ({"seed": -1}, r"seed: expected an integer >= 0, got -1"),
+    (TransformerConfig, "seed fits 32 bits"): ({"seed": 2**32}, r"seed: expected an integer < 2\*\*32"),
+    (TransformerConfig, "heads divide width"): (
+        {"num_attention_heads": 5},
+        r"num_attention_heads: expected a divisor of hidden_size=32, got 5; .* kv_channels",
+    ),
+    (TransformerConfig, "head width is even"): ({"kv_channels": 3}, r"kv_channels: expected an even .* got 3"),
+    (TransformerConfig, "groups divide heads"): ({"num_query_groups": 3}, r"num_query_groups: expected a divisor .* 3"),
+    (TransformerConfig, "layer_pattern"): ({"layer_pattern": "mamba"}, r"layer_pattern: expected a mixer .* 'mamba'"),
+    (TransformerConfig, "virtual stages need a pipeline"): (
+        {"virtual_pipeline_model_parallel_size": 2},
+        r"virtual_pipeline_model_parallel_size: expected None with pipeline_model_parallel_size=1, got 2",
+    ),
+    (TransformerConfig, "stages divide layers"): (
+        {"pipeline_model_parallel_size": 3},
+        r"num_layers: expected a multiple of the 3 pipeline stages .* got 4",
+    ),
+    (DataConfig, "validation_fraction"): ({"validation_fraction": 1.0}, r"validation_fraction: .*\(0, 1\), got 1\.0"),
+    (DataConfig, "data_seed"): ({"data_seed": -1}, r"data_seed: .* got -1"),
+    (DataConfig, "data_seed fits 32 bits"): ({"data_seed": 2**32}, r"data_seed: expected an integer < 2\*\*32"),
+    (TrainConfig, "train_iters"): ({"train_iters": 0}, r"train_iters: .* got 0"),
+    (TrainConfig, "global_batch_size"): ({"global_batch_size": 0}, r"global_batch_size: .* got 0"),
+    (TrainConfig, "lr"): ({"lr": 0.0}, r"lr: expected a number in \(0, inf\), got 0\.0"),
+    (TrainConfig, "min_lr"): ({"min_lr": -1e-9}, r"min_lr: .*\[0, inf\), got -1e-09"),
+    (TrainConfig, "lr_warmup_iters"): ({"lr_warmup_iters": -1}, r"lr_warmup_iters: .* >= 0, got -1"),
+    (TrainConfig, "adam_beta1"): ({"adam_beta1": 1.0}, r"adam_beta1: .*\[0, 1\), got 1\.0"),
+    (TrainConfig, "adam_beta2"): ({"adam_beta2": -0.1}, r"adam_beta2: .*\[0, 1\)"),
+    (TrainConfig, "adam_eps"): ({"adam_eps": 0.0}, r"adam_eps: .*\(0, inf\)"),
+    (TrainConfig, "weight_decay"): ({"weight_decay": -0.1}, r"weight_decay: .*\[0, inf\)"),
+    (TrainConfig, "clip_grad"): ({"clip_grad": float("inf")}, r"clip_grad: .*\[0, inf\), got inf"),
+    (TrainConfig, "eval_iters"): ({"eval_iters": 0}, r"eval_iters: .* got 0"),
+    (TrainConfig, "min_lr below lr"): ({"lr": 1e-5}, r"min_lr: expected at most lr=1e-05, got 0\.0001; lower min_lr"),
+}
+
+
+def test_every_rule_has_a_case():
+    assert set(BROKEN) == {(kind, rule.name) for kind, rules in RULES.items() for rule in rules}
+
+
+@pytest.mark.parametrize(("kind", "name"), BROKEN)
+def test_rule_refuses(kind, name):
+    settings, message = BROKEN[kind, name]
+    base = MODEL if kind is TransformerConfig else {}
+    with pytest.raises(ValueError, match=message):
+        kind(**{**base, **settings})
+    broken = object.__new__(kind)
+    for field in kind.__dataclass_fields__.values():
+        object.__setattr__(broken, field.name, {**base, **settings}.get(field.name, field.default))
+    first = next(rule for rule in RULES[kind] if not rule.holds(broken))
+    assert first.name == name, f"another rule, {first.name!r}, speaks first"
+
+
+def test_configurations_are_frozen_and_replaceable():
+    config = TransformerConfig(**MODEL)
+    with pytest.raises(AttributeError):
+        config.hidden_size = 64
+    with pytest.raises(ValueError, match="num_attention_heads"):
+        replace(config, num_attention_heads=3)
+
+
+def test_unknown_setting_is_refused():
+    with pytest.raises(TypeError, match="hidden_sizes"):
+        TransformerConfig(**MODEL, hidden_sizes=3)
+
+
+@pytest.mark.parametrize(
+    ("description", "layer"),
+    [
+        ("attention", LayerConfig("attention", "swiglu", 88, True, True)),
+        ("attention+gelu", LayerConfig("attention", "gelu", 128, True, True)),
+        ("attention+gelu+ffn=7", LayerConfig("attention", "gelu", 7, True, True)),
+        ("attention+no-mlp-hc", LayerConfig("attention", "swiglu", 88, True, False)),
+        ("attention+no-attention-hc+ffn=5", LayerConfig("attention", "swiglu", 5, False, True)),
+    ],
+)
+def test_layer_descriptions(description, layer):
+    assert parse_layer(description, TransformerConfig(**MODEL, enable_hyper_connections=True)) == layer
+
+
+@pytest.mark.parametrize(
+    ("description", "message"),
+    [
+        ("attention+relu", r"expected an option out of .* got 'relu' in 'attention\+relu'"),
+        ("attention+ffn=0", r"got 'ffn=0'"),
+        ("attention+ffn=x", r"got 'ffn=x'"),
+        ("", r"expected a mixer"),
+        ("attention,", r"got '' in ''"),
+    ],
+)
+def test_wrong_layer_descriptions(description, message):
+    with pytest.raises(ValueError, match=message):
+        TransformerConfig(**MODEL, layer_pattern=description)
+
+
+def test_layer_pattern_repeats_over_the_depth():
+    config = TransformerConfig(**MODEL, layer_pattern="attention,attention+gelu,attention+ffn=24")
+    assert [config.layer(n).ffn_hidden_size for n in range(4)] == [88, 128, 24, 88]
+    with pytest.raises(ValueError, match=r"layer_number: expected 0 <= layer_number < num_layers=4, got 4"):
+        config.layer(4)
+
+
+@pytest.mark.parametrize(("pipeline", "virtual"), [(1, None), (2, None), (2, 2), (4, None), (2, 3), (3, 4)])
+def test_stages_partition_the_layers_in_order(pipeline, virtual):
+    config = TransformerConfig(
+        32,
+        24,
+        4,
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=virtual,
+    )
+    found = []
+    for chunk in range(virtual or 1):
+        for rank in range(pipeline):
+            first = get_transformer_layer_offset(config, chunk, rank)
+            found += range(first, first + get_num_layers_to_build(config, chunk, rank))
+    assert found == list(range(24))
+
+
+@pytest.mark.parametrize(("chunk", "rank", "name"), [(2, 0, "vp_stage"), (0, 2, "pp_rank"), (-1, 0, "vp_stage")])
+def test_stage_out_of_range(chunk, rank, name):
+    config = TransformerConfig(32, 4, 4, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    for function in (get_num_layers_to_build, get_transformer_layer_offset):
+        with pytest.raises(ValueError, match=rf"{name}: expected 0 <= {name} < 2, got"):
+            function(config, chunk, rank)

@@ -1,0 +1,207 @@
+"""Training: the optimisation against PyTorch's plain pieces, and the backends against each other."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from parity.compare import Comparison, GradientDifference, StepPair, compare, relative_difference
+from parity.tolerances import LOSS, PARAMETERS
+from plans.config import TrainConfig, TransformerConfig
+from plans.training import NonFiniteLossError, StepResult, check_finite, has_weight_decay, learning_rate
+from tests.backends import BACKENDS, room, tiny_corpus, trainers
+
+CONFIG = TransformerConfig(
+    hidden_size=16,
+    num_layers=2,
+    num_attention_heads=2,
+    seq_length=12,
+    enable_hyper_connections=True,
+    num_residual_streams=3,
+    hidden_dropout=0.1,
+    params_dtype="float64",
+)
+TRAIN = TrainConfig(train_iters=20, global_batch_size=4, lr=3e-3, min_lr=3e-4, lr_warmup_iters=5, eval_iters=2)
+
+
+def test_learning_rate_follows_its_definition():
+    train = TrainConfig(train_iters=101, lr=1.0, min_lr=0.1, lr_warmup_iters=10)
+    rates = [learning_rate(train, step) for step in range(101)]
+    np.testing.assert_allclose(rates[:10], np.arange(1, 11) / 10)
+    assert rates[10] == 1.0
+    assert rates[55] == pytest.approx(0.55)
+    assert rates[100] == pytest.approx(0.1)
+    assert (np.diff(rates[10:]) < 0).all()
+    assert learning_rate(replace(train, lr_warmup_iters=0), 0) == 1.0
+    assert learning_rate(replace(train, lr_warmup_iters=200), 100) == pytest.approx(101 / 200)
+    assert learning_rate(replace(train, train_iters=11), 10) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.05, 0.0])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_twenty_steps_are_adamw_by_hand(backend, clip):
+    """The update written out in numpy: clipping, both moments, decoupled decay of matrices, the schedule."""
+    train = replace(TRAIN, clip_grad=clip)
+    trainer = dict(zip(BACKENDS, trainers(CONFIG, train), strict=True))[backend]
+    by_hand = trainer.parameters()
+    first, second = ({n: np.zeros_like(p) for n, p in by_hand.items()} for _ in range(2))
+    oracle = trainers(CONFIG, train)[0]
+    for step in range(20):
+        result = trainer.train_step(step)
+        oracle.set_parameters(by_hand)
+        batch = oracle.corpus.batch(step, train.global_batch_size, CONFIG.seq_length)
+        loss, gradients = oracle.loss_and_gradients(batch, step)
+        norm = np.sqrt(sum((g**2).sum() for g in gradients.values()))
+        assert result.loss == pytest.approx(loss, rel=1e-11)
+        assert result.grad_norm == pytest.approx(norm, rel=1e-9)
+        scale = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+        for name, p in by_hand.items():
+            g = gradients[name] * scale
+            first[name] = 0.9 * first[name] + 0.1 * g
+            second[name] = 0.95 * second[name] + 0.05 * g**2
+            update = first[name] / (1 - 0.9 ** (step + 1))
+            update = update / (np.sqrt(second[name] / (1 - 0.95 ** (step + 1))) + 1e-8)
+            decay = 0.1 if p.ndim >= 2 else 0.0
+            by_hand[name] = p - learning_rate(train, step) * (update + decay * p)
+    assert (norm > clip) or clip == 1.0, "clipping was never in force"
+    for name, p in trainer.parameters().items():
+        assert relative_difference(p, by_hand[name]) <= PARAMETERS["float64"], name
+
+
+def test_vectors_do_not_decay():
+    assert [has_weight_decay(shape) for shape in ((), (3,), (2, 3), (2, 3, 4))] == [False, False, True, True]
+
+
+def test_twenty_steps_agree_between_the_backends():
+    ours, theirs = trainers(CONFIG, TRAIN)
+    for step in range(20):
+        a, b = ours.train_step(step), theirs.train_step(step)
+        assert abs(a.loss - b.loss) <= LOSS["float64"]
+        assert (a.step, a.learning_rate, a.tokens) == (b.step, b.learning_rate, b.tokens)
+    theirs_parameters = theirs.parameters()
+    for name, p in ours.parameters().items():
+        assert relative_difference(p, theirs_parameters[name]) <= PARAMETERS["float64"], name
+    assert ours.validation_loss() == pytest.approx(theirs.validation_loss(), rel=1e-10)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_training_learns_and_is_repeatable(backend):
+    config, train = replace(CONFIG, hidden_dropout=0.0, params_dtype="float32"), replace(TRAIN, train_iters=60, lr=1e-2)
+    runs = [list(room(backend, "train").train(config, train, tiny_corpus())) for _ in range(2)]
+    assert [r.loss for r in runs[0]] == [r.loss for r in runs[1]]
+    assert runs[0][0].loss > 5.0
+    assert runs[0][-1].loss < 3.0
+    assert all(r.tokens == 48 and r.seconds > 0 for r in runs[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_validation_is_without_dropout_and_changes_nothing(backend):
+    trainer = dict(zip(BACKENDS, trainers(CONFIG, TRAIN), strict=True))[backend]
+    plain = dict(zip(BACKENDS, trainers(replace(CONFIG, hidden_dropout=0.0), TRAIN), strict=True))[backend]
+    before = trainer.parameters()
+    assert trainer.validation_loss() == plain.validation_loss() == trainer.validation_loss()
+    for name, p in trainer.parameters().items():
+        np.testing.assert_array_equal(p, before[name])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_loss_that_is_not_finite_names_its_step(backend):
+    trainer = dict(zip(BACKENDS, trainers(CONFIG, TRAIN), strict=True))[backend]
+    trainer.train_step(0)
+    values = trainer.parameters()
+    values["decoder.final_layernorm.weight"][3] = np.nan
+    trainer.set_parameters(values)
+    with pytest.raises(NonFiniteLossError, match=r"step 1: expected a finite loss .* got loss nan"):
+        trainer.train_step(1)
+
+
+def test_infinite_gradient_is_refused_too():
+    with pytest.raises(NonFiniteLossError, match=r"step 7: .* norm inf"):
+        check_finite(StepResult(7, 1.0, float("inf"), 1e-3, 1, 1.0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parameters_are_set_whole_or_not_at_all(backend):
+    trainer = dict(zip(BACKENDS, trainers(CONFIG, TRAIN), strict=True))[backend]
+    values = trainer.parameters()
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+    with pytest.raises(ValueError, match=rf"values: expected .* differs in \['{name}'\]"):
+        trainer.set_parameters({k: v for k, v in values.items() if k != name})
+    with pytest.raises(ValueError, match=rf"values\['{name}'\]: expected shape .* got \(3,\)"):
+        trainer.set_parameters({**values, name: np.zeros(3)})
+
+
+def test_float64_needs_jax_in_64_bits():
+    import jax
+
+    with jax.enable_x64(False), pytest.raises(ValueError, match=r"params_dtype: .* jax_enable_x64=False; call"):
+        room("jax", "transformer").GPTModel(CONFIG)
+
+
+def test_comparison_of_equal_backends_has_no_failures():
+    result = compare(replace(CONFIG, params_dtype="float32"), replace(TRAIN, train_iters=5), tiny_corpus())
+    assert result.failures == []
+    assert [pair.torch.step for pair in result.steps] == list(range(5))
+    assert {g.step for g in result.gradients} == {0, 5}
+    assert max(g.exact for g in result.gradients) < 1e-12 < max(g.relative for g in result.gradients)
+
+
+def test_comparison_finds_a_wrong_gradient_and_names_it(monkeypatch):
+    """A seeded bug: JAX forgets the second half of swiglu's product rule."""
+    import jax
+
+    import jax_impl.transformer
+
+    def broken(x):
+        gate, value = jax.numpy.split(x, 2, axis=-1)
+        return jax.nn.silu(gate) * jax.lax.stop_gradient(value)
+
+    monkeypatch.setattr(jax_impl.transformer, "swiglu", broken)
+    result = compare(CONFIG, replace(TRAIN, train_iters=2), tiny_corpus())
+    assert any("loss at step 1: expected a difference of at most" in line for line in result.failures)
+    assert any("gradient of decoder.layers.0.mlp.linear_fc1.weight at step 0" in line for line in result.failures)
+
+
+def synthetic(exact: float, relative: float, norm: float, loss: float = 0.0) -> list[str]:
+    step = StepResult(0, 1.0, 1.0, 1e-3, 1, 1.0)
+    result = Comparison("float32", 1e-5, 1e-5)
+    result.steps = [StepPair(step, step._replace(loss=1.0 + loss))]
+    result.gradients = [GradientDifference("w", 0, exact, relative, norm, 1.0)]
+    return result.failures
+
+
+@pytest.mark.parametrize(
+    ("arguments", "failing"),
+    [
+        ((1e-14, 1e-6, 1.0), []),
+        ((1e-14, 1e-4, 1.0), ["in float32"]),
+        ((1e-14, 1e-4, 1e-4), []),  # below the floor: measured against 1% of the whole gradient
+        ((1e-14, 1e-1, 1e-4), ["in float32"]),
+        ((1e-11, 1e-6, 1e-4), ["in float64"]),  # no floor in float64
+        ((float("inf"), float("inf"), 1.0), ["in float64", "in float32"]),
+        ((float("nan"), 0.0, 1.0), ["in float64"]),
+        ((1e-14, 1e-6, 1.0, 1e-4), ["loss at step 0"]),
+        ((1e-14, 1e-6, 1.0, float("nan")), ["loss at step 0"]),
+    ],
+)
+def test_verdict(arguments, failing):
+    found = synthetic(*arguments)
+    assert len(found) == len(failing)
+    assert all(part in line for part, line in zip(failing, found, strict=True))
+
+
+def test_relative_difference():
+    a = np.array([3.0, 4.0])
+    assert relative_difference(a, a) == 0.0
+    assert relative_difference(a, np.zeros(2)) == 1.0
+    assert relative_difference(np.zeros(2), np.zeros(2)) == 0.0
+    assert relative_difference(a, np.array([3.0, np.nan])) == float("inf")
+    with pytest.raises(ValueError, match="b: expected the shape of a"):
+        relative_difference(a, np.zeros(3))
+
+
+def test_torch_trainer_keeps_to_its_device():
+    ours, _ = trainers(CONFIG, TRAIN)
+    assert ours.device == torch.device("cpu")
+    assert {p.device.type for p in ours.model.parameters()} == {"cpu"}
