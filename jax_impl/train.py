@@ -28,9 +28,13 @@ class Trainer:
         config: the model's.
         train_config: the optimisation's.
         corpus: what to learn.
+
+    Raises:
+        ValueError: the corpus is too short for the model, or has bytes it has no token for.
     """
 
     def __init__(self, config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) -> None:
+        corpus.check(config.seq_length, config.vocab_size)
         self.config, self.train_config, self.corpus = config, train_config, corpus
         self._graph, self._params = nnx.split(GPTModel(config), nnx.Param)
         self._optimizer = optax.chain(

@@ -43,6 +43,20 @@ class Corpus:
         """SHA-256 of training and validation bytes, first 16 hexadecimal digits."""
         return hashlib.sha256(self.training.tobytes() + self.validation.tobytes()).hexdigest()[:16]
 
+    def check(self, seq_length: int, vocab_size: int) -> None:
+        """Refuse a model that cannot be trained on this corpus.
+
+        Raises:
+            ValueError: a split is shorter than a sequence and the token after it, or a byte is no token.
+        """
+        for split, data in (("training", self.training), ("validation", self.validation)):
+            _places(split, data, seq_length)
+            if int(data.max()) >= vocab_size:
+                raise ValueError(
+                    f"vocab_size: expected more than the corpus's largest byte, {int(data.max())}, got {vocab_size}; "
+                    "256 takes any byte"
+                )
+
     def batch(self, step: int, batch_size: int, seq_length: int, first: int = 0) -> Batch:
         """Training sequences of one step.
 

@@ -25,6 +25,9 @@ class Trainer:
         train_config: the optimisation's.
         corpus: what to learn.
         device: where to compute; None: the GPU where PyTorch sees one, else the CPU.
+
+    Raises:
+        ValueError: the corpus is too short for the model, or has bytes it has no token for.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class Trainer:
         corpus: Corpus,
         device: torch.device | str | None = None,
     ) -> None:
+        corpus.check(config.seq_length, config.vocab_size)
         self.config, self.train_config, self.corpus = config, train_config, corpus
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.model = GPTModel(config).to(self.device)

@@ -1,0 +1,135 @@
+"""What a training step costs: both backends against a plain PyTorch network, mHC against none.
+
+    python -m benchmarks.mhc            (make bench)
+
+The process is pinned to one core and one thread, so that PyTorch and XLA are given the same. All
+contestants take turns, step by step, in one run; a ratio is of medians over those turns. Then the
+PyTorch step with mHC is profiled, and every operation that copies a whole residual stream is named.
+"""
+
+import os
+
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before XLA counts the cores
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import json
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import jax_impl.train
+import reference_torch.train
+from benchmarks.plain_torch import PlainTrainer
+from parity.report import environment
+from plans.config import DataConfig, TrainConfig, TransformerConfig
+from plans.data import load_corpus
+
+STEPS, WARM_UP = 40, 4
+RESULT = Path("benchmarks/results/mhc-cpu.json")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    console, corpus, train = Console(), load_corpus(DataConfig()), TrainConfig()
+    hyper = TransformerConfig(hidden_size=128, num_layers=2, num_attention_heads=4, enable_hyper_connections=True)
+    residual = replace(hyper, enable_hyper_connections=False)
+    contestants = {
+        "plain PyTorch, explicit softmax": PlainTrainer(residual, train, corpus, "explicit"),
+        "plain PyTorch, fused attention": PlainTrainer(residual, train, corpus, "fused"),
+        "torch": reference_torch.train.Trainer(residual, train, corpus, device="cpu"),
+        "torch, mHC": reference_torch.train.Trainer(hyper, train, corpus, device="cpu"),
+        "jax": jax_impl.train.Trainer(residual, train, corpus),
+        "jax, mHC": jax_impl.train.Trainer(hyper, train, corpus),
+    }
+    seconds = {name: [] for name in contestants}
+    for step in range(WARM_UP + STEPS):
+        for name, trainer in contestants.items():
+            start = time.perf_counter()
+            trainer.train_step(step)
+            if step >= WARM_UP:
+                seconds[name].append(time.perf_counter() - start)
+    medians = {name: float(np.median(times)) for name, times in seconds.items()}
+    ratios = {
+        f"{backend} speed / plain PyTorch speed, {attention} (mHC off)": medians[f"plain PyTorch, {attention}"]
+        / medians[backend]
+        for attention in ("explicit softmax", "fused attention")
+        for backend in ("torch", "jax")
+    } | {
+        "torch: step time with mHC / without": medians["torch, mHC"] / medians["torch"],
+        "jax: step time with mHC / without": medians["jax, mHC"] / medians["jax"],
+    }
+    profile = profile_step(contestants["torch, mHC"], hyper, train)
+    show(console, hyper, train, medians, ratios, profile)
+    RESULT.parent.mkdir(exist_ok=True)
+    content = {
+        "environment": environment(),
+        "model": asdict(hyper),
+        "batch": train.global_batch_size,
+        "steps": STEPS,
+        "median_step_seconds": medians,
+        "ratios": ratios,
+        "profile": profile,
+    }
+    RESULT.write_text(json.dumps(content, indent=1) + "\n")
+    console.print(f"written: {RESULT}")
+
+
+def profile_step(trainer, config: TransformerConfig, train: TrainConfig, steps: int = 5) -> list[dict]:
+    """Operations of PyTorch steps by self time; copies of stream-wide tensors apart, with who made them."""
+    wide = train.global_batch_size * config.seq_length * config.num_residual_streams * config.hidden_size
+    with torch.profiler.profile(record_shapes=True) as profile:
+        for step in range(steps):
+            trainer.train_step(step)
+    rows: dict[str, dict] = {}
+    for event in profile.events():
+        largest = max((int(np.prod(shape)) for shape in event.input_shapes if shape), default=0)
+        stream_wide_copy = event.name == "aten::copy_" and largest >= wide
+        key = event.name
+        if stream_wide_copy:
+            caller = event
+            while caller.cpu_parent is not None and caller.cpu_parent.name.startswith("aten::"):
+                caller = caller.cpu_parent
+            outer = (
+                caller.cpu_parent.name.removeprefix("autograd::engine::evaluate_function: ")
+                if caller.cpu_parent
+                else ""
+            )
+            key = f"stream-wide copy in {caller.name}" + (f" of {outer}" if outer else "")
+        row = rows.setdefault(
+            key, {"operation": key, "ms_per_step": 0.0, "calls_per_step": 0.0, "copy": stream_wide_copy}
+        )
+        row["ms_per_step"] += event.self_cpu_time_total / 1e3 / steps
+        row["calls_per_step"] += 1 / steps
+    ordered = sorted(rows.values(), key=lambda row: -row["ms_per_step"])
+    return [row for place, row in enumerate(ordered) if place < 12 or row["copy"]]
+
+
+def show(console: Console, config, train, medians: dict, ratios: dict, profile: list[dict]) -> None:
+    seen = environment()
+    console.print(f"{seen['machine']}; pinned to {seen['xla_cores']} core, torch threads {seen['torch_threads']}")
+    console.print(
+        f"{config.num_layers} layers, D={config.hidden_size}, S={config.num_residual_streams}, "
+        f"T={config.seq_length}, batch {train.global_batch_size}, float32; {STEPS} steps in turn"
+    )
+    table = Table("training step", "median ms", box=None)
+    for name, median in medians.items():
+        table.add_row(name, f"{1e3 * median:.1f}")
+    console.print(table)
+    table = Table("ratio of medians", "", box=None)
+    for name, ratio in ratios.items():
+        table.add_row(name, f"{ratio:.2f}")
+    console.print(table)
+    table = Table("PyTorch step with mHC", "ms a step", "calls a step", box=None)
+    for row in profile:
+        table.add_row(row["operation"], f"{row['ms_per_step']:.2f}", f"{row['calls_per_step']:.0f}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

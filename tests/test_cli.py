@@ -1,0 +1,151 @@
+"""The diptych command: what it prints, writes and returns, and one line for every wrong input."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parity.cli import main
+
+ROOT = Path(__file__).parent.parent
+SMALL = "--hidden-size 16 --num-layers 1 --num-attention-heads 2 --seq-length 8 --eval-iters 1 --global-batch-size 2"
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    return path
+
+
+def diptych(command: str, *more: object) -> int:
+    return main([*command.split(), *map(str, more)])
+
+
+def test_compare_prints_writes_and_succeeds(corpus, tmp_path, capsys):
+    out = tmp_path / "out"
+    code = diptych(f"compare {SMALL} --train-iters 5 --log-interval 2 --data-path", corpus, "--output-dir", out)
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    rows = [row for line in printed.splitlines() if len(row := line.split()) == 6 and row[0].isdigit()]
+    assert [int(row[0]) for row in rows] == [0, 2, 4]
+    assert all(abs(float(row[1]) - float(row[2])) < 1e-5 for row in rows)
+    assert "equal within tolerance" in printed
+    assert "threads: torch 1, XLA up to" in printed
+
+    report = json.loads((out / "report.json").read_text())
+    assert report["failures"] == []
+    assert [step["step"] for step in report["steps"]] == list(range(5))
+    assert report["model"]["hidden_size"] == 16
+    assert {"torch", "jax"} <= report["environment"]["versions"].keys()
+    relative = [gradient["relative"] for gradient in report["gradients"]]
+    assert relative == sorted(relative, reverse=True)
+    assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_in_float64(corpus, tmp_path, capsys):
+    command = f"compare {SMALL} --params-dtype float64 --train-iters 3 --hidden-dropout 0.2 --data-path"
+    assert diptych(command, corpus, "--output-dir", tmp_path) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["tolerances"] == {"loss": 1e-10, "gradient": 1e-12}
+    assert all(abs(s["loss"]["torch"] - s["loss"]["jax"]) < 1e-10 for s in report["steps"])
+
+
+def test_compare_over_tolerance_names_parameter_and_step(corpus, tmp_path, capsys, monkeypatch):
+    import jax_impl.transformer
+
+    right = jax_impl.transformer.gelu
+    monkeypatch.setattr(jax_impl.transformer, "gelu", lambda x: right(x) * 1.001)  # a seeded bug
+    command = f"compare {SMALL} --activation gelu --train-iters 3 --data-path"
+    assert diptych(command, corpus, "--output-dir", tmp_path) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "over tolerance gradient of decoder.layers.0.mlp.linear_fc" in printed
+    assert "at step 0 in float64: expected a relative difference of at most 1.0e-12, got" in printed
+    assert "equal within tolerance" not in printed
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_train_reports_progress_and_validation(backend, corpus, capsys):
+    assert diptych(f"train --backend {backend} {SMALL} --train-iters 3 --log-interval 1 --data-path", corpus) == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[1] for line in printed.splitlines() if line.startswith("step")] == ["0", "1", "2"]
+    assert "tok/s" in printed
+    assert "validation loss:" in printed
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_loss_that_is_not_finite_ends_in_one_line(backend, corpus, capsys):
+    command = f"train --backend {backend} {SMALL} --lr 1e30 --min-lr 0 --lr-warmup-iters 0 --clip-grad 0 --data-path"
+    assert diptych(command, corpus) == 1
+    error = capsys.readouterr().err
+    assert len(error.strip().splitlines()) == 1
+    assert "diptych: step " in error
+    assert "expected a finite loss and gradient norm" in error
+
+
+WRONG = {
+    "unknown flag": ("compare --hiden-size 3", "Unrecognized options: --hiden-size"),
+    "unknown command": ("train-both", "train-both"),
+    "no number": ("compare --hidden-size wide", "Error parsing --hidden-size: invalid literal for int()"),
+    "unknown choice": ("train --backend numpy", "--backend"),
+    "heads": ("compare --num-attention-heads 3", "num_attention_heads: expected a divisor of hidden_size=128, got 3"),
+    "streams": ("compare --num-residual-streams 0", "num_residual_streams: expected an integer >= 1, got 0"),
+    "sinkhorn": ("train --sinkhorn-iterations 0", "sinkhorn_iterations: expected an integer >= 1, got 0"),
+    "dropout": ("compare --hidden-dropout -0.5", "hidden_dropout: expected a number in [0, 1), got -0.5"),
+    "pattern": ("train --layer-pattern attention,mamba", "layer_pattern: expected a mixer out of"),
+    "threads": ("train --num-threads 0", "num_threads: expected at least 1, got 0"),
+    "corpus missing": ("train --data-path /nowhere/at/all", "data_path: expected an existing file or folder"),
+    "corpus empty": ("train --data-path {empty}", "data_path: expected a corpus with text in it, got 0 bytes"),
+    "corpus short": ("train --data-path {short}", "expected a training split of at least seq_length + 1 = 129 bytes"),
+    "corpus short, compare": ("compare --output-dir {out} --data-path {short}", "expected a training split"),
+    "corpus short for validation": (
+        "train --data-path {medium}",
+        "a validation split of at least seq_length + 1 = 129",
+    ),
+    "vocabulary": ("compare --vocab-size 100", "vocab_size: expected more than the corpus's largest byte"),
+    "output": ("compare --output-dir {empty}/below", "output_dir: expected a folder to write to"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_ends_in_one_line_and_code_2(name, tmp_path, capsys):
+    (tmp_path / "empty").touch()
+    (tmp_path / "short").write_text("too short")
+    (tmp_path / "medium").write_text("enough to train on " * 50)
+    command, message = WRONG[name]
+    paths = {name: tmp_path / name for name in ("empty", "short", "medium", "out")}
+    assert diptych(command.format(**paths)) == 2
+    error = capsys.readouterr().err
+    assert len(error.strip().splitlines()) == 1, error
+    assert error.startswith("diptych: ")
+    assert message in error
+
+
+def test_help_names_the_seeds_flags(capsys):
+    with pytest.raises(SystemExit) as stop:
+        diptych("compare --help")
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    for flag in ("--hidden-size", "--num-residual-streams", "--enable-hyper-connections", "--gradient-tolerance"):
+        assert flag in shown
+
+
+@pytest.mark.multiprocess
+def test_installed_command_runs_in_32_bit_jax(corpus, tmp_path):
+    """As a user runs it: a fresh process, JAX in its default 32-bit mode, warnings as errors."""
+    command = Path(sys.executable).parent / "diptych"
+    done = subprocess.run(
+        [command, *f"compare {SMALL} --train-iters 3 --hidden-dropout 0.1".split(), "--data-path", corpus],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONWARNINGS": "error"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert (tmp_path / "runs" / "compare" / "report.json").exists()
