@@ -157,7 +157,9 @@ def _compare(command: Compare, console: Console) -> int:
     _check_output(command.output_dir)
     _print_setting(command, corpus, console)
     seen = report.environment()
-    console.print(f"threads: torch {seen['torch_threads']}, XLA up to {seen['xla_cores']}\n")
+    console.print(
+        f"threads: torch {seen['torch_threads']}, XLA up to {seen['xla_cores']}; both train at the same time\n"
+    )
     with report.LiveComparison(console, command.train.train_iters, command.log_interval) as live:
         result = compare.compare(
             command.model,

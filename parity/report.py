@@ -125,10 +125,13 @@ def print_summary(console: Console, comparison: Comparison, most: int = 8) -> No
         f"tolerance {comparison.loss_tolerance:.0e}"
     )
     console.print(
-        f"gradients: at most {max(g.exact for g in comparison.gradients):.1e} apart in float64, tolerance "
-        f"{GRADIENT['float64']:.0e}; {comparison.gradients[0].relative:.1e} in {comparison.dtype}, tolerance "
-        f"{comparison.gradient_tolerance:.0e} of the larger of its norm and {GRADIENT_FLOOR[comparison.dtype]:.0%} "
-        "of the whole gradient's"
+        f"gradients in float64: at most {max(g.exact for g in comparison.gradients):.1e} apart, "
+        f"tolerance {GRADIENT['float64']:.0e}"
+    )
+    console.print(
+        f"gradients in {comparison.dtype}: at most {max(g.judged(comparison.dtype) for g in comparison.gradients):.1e} "
+        f"apart, tolerance {comparison.gradient_tolerance:.0e}"
+        + (f" (small ones relative to {floor:.0%} of the whole)" if (floor := GRADIENT_FLOOR[comparison.dtype]) else "")
     )
     console.print(
         "validation loss, nats per token: "

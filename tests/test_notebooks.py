@@ -1,0 +1,25 @@
+"""Notebooks run top to bottom; their last cell asserts the headline number."""
+
+import os
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.notebook
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(path.parent.parent), os.environ.get("PYTHONPATH", "")]))
+    notebook = nbformat.read(path, as_version=4)
+    assert any(cell.cell_type == "code" and cell.outputs for cell in notebook.cells), "committed without outputs"
+    assert "assert" in next(cell for cell in reversed(notebook.cells) if cell.cell_type == "code").source
+    NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
+    streams = [
+        output for cell in notebook.cells for output in cell.get("outputs", []) if output.get("name") == "stderr"
+    ]
+    assert not streams, streams

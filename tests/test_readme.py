@@ -1,0 +1,63 @@
+"""What the README shows, runs."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parity.cli import main
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+COMMANDS = re.findall(r"^    diptych ([^#\n]*?) *(?:#.*)?$", README, re.MULTILINE)
+
+
+def test_there_is_an_example_a_backend_and_each_is_short():
+    assert len(EXAMPLES) == 2
+    for package, example in zip(("reference_torch", "jax_impl"), EXAMPLES, strict=True):
+        assert package in example
+        assert sum(bool(line) and "import" not in line for line in example.splitlines()) <= 10
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("example", EXAMPLES, ids=["torch", "jax"])
+def test_example_runs_in_a_fresh_process(example):
+    script = example + "\nassert output.shape == (2, 16, 64)\n"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_runs_when_made_small(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_text").mkdir()
+    (tmp_path / "my_text" / "text.txt").write_text("the quick brown fox\n" * 200)
+    small = "--train-iters 2 --seq-length 8 --global-batch-size 2 --hidden-size 16 --eval-iters 1"
+    if "--help" in command:
+        with pytest.raises(SystemExit) as stop:
+            main(shlex.split(command))
+        assert stop.value.code == 0
+    else:
+        assert main([*shlex.split(command), *small.split()]) == 0
+
+
+def test_every_link_leads_somewhere():
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+def test_make_targets_named_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"make ([a-z-]+)", README)) <= targets | {"it"}
+    assert {"demo", "test", "test-all", "check", "bench", "clean"} <= targets
