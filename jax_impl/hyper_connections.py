@@ -46,7 +46,8 @@ def sinkhorn(logits: Float[Array, "*b s s"], iterations: int = 20, last: str = "
         ValueError: iterations < 1, or an unknown ``last``.
 
     Reference: mHC, eq. 9. The first normalisation is a softmax, kept from underflow by a floor of
-    1e-30; no later sum can then vanish, so there is no epsilon and the last side is exact.
+    1e-30 (entries below it count as constants); no later sum can then vanish, so there is no epsilon and
+    the last side is exact.
     """
     if iterations < 1:
         raise ValueError(f"iterations: expected at least 1, got {iterations}")

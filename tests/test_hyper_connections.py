@@ -127,6 +127,16 @@ def test_sinkhorn_survives_extreme_logits(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_entries_below_the_floor_have_no_gradient(backend):
+    """A row 75 below the others: its share of every column, 1e-33, is replaced by the floor, a constant."""
+    logits = normal(0, 4, 4)
+    logits[2] -= 75.0
+    _, (gradient,) = value_and_gradients(backend, room(backend, "hyper_connections").sinkhorn, [logits])
+    assert np.abs(gradient[2]).max() < 1e-20
+    assert np.abs(gradient[[0, 1, 3]]).min() > 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_sinkhorn_bad_input(backend):
     sinkhorn = room(backend, "hyper_connections").sinkhorn
     with pytest.raises(ValueError, match="iterations: expected at least 1, got 0"):
