@@ -7,12 +7,14 @@
 # GPU plugin; PYTHON names another interpreter (3.11 or later).
 
 PYTHON ?= python3
-TORCH ?= cpu
+TORCH ?= $(if $(wildcard .venv/installed-cuda),cuda,cpu)
 TORCH_VERSION := 2.13.0
 # PyTorch's CPU builds; used for torch alone, and only where no build of that version lies on disk.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 VENV := .venv
+# One stamp a variant: asking for the other one installs it.
+INSTALLED := $(VENV)/installed-$(TORCH)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 PYTEST := $(BIN)/python -m pytest
@@ -35,36 +37,36 @@ endif
 
 .PHONY: install demo check test test-all bench clean
 
-$(VENV)/installed: pyproject.toml $(CONSTRAINTS)
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@echo "making $(VENV): about a minute, 2 GB"
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
 	$(INSTALL_TORCH)
 	$(PIP) install -q -c $(CONSTRAINTS) -e '.[dev$(EXTRA)]'
 	@touch $@
 
-install: $(VENV)/installed
+install: $(INSTALLED)
 
-demo: $(VENV)/installed
+demo: $(INSTALLED)
 	$(BIN)/diptych compare --output-dir runs/demo
 
-check: $(VENV)/installed
+check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(PYTEST) -n 2 -m "not slow and not notebook and not multiprocess" --hypothesis-profile=fast
 
-test: $(VENV)/installed
+test: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(PYTEST) -n 2 -m "not slow"
 
-test-all: $(VENV)/installed
+test-all: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(PYTEST) -n 2 --hypothesis-profile=all
 
-bench: $(VENV)/installed
+bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.mhc
 
 clean:

@@ -38,7 +38,7 @@ def sinkhorn(logits: Float[Array, "*b s s"], iterations: int = 20, last: str = "
     nothing but the logits is kept for it.
 
     Args:
-        logits: [..., S, S]
+        logits: iterated in float32 if narrower. [..., S, S]
         iterations: pairs of normalisations, >= 1.
         last: ``"row"`` (the paper: columns first, row sums exact) or ``"column"``.
 
@@ -53,9 +53,11 @@ def sinkhorn(logits: Float[Array, "*b s s"], iterations: int = 20, last: str = "
         raise ValueError(f"iterations: expected at least 1, got {iterations}")
     if last not in ("row", "column"):
         raise ValueError(f"last: expected 'row' or 'column', got {last!r}")
-    tokens_innermost = jnp.moveaxis(logits, (-2, -1), (0, 1))
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    tokens_innermost = jnp.moveaxis(wide, (-2, -1), (0, 1))
     first_axis = 0 if last == "row" else 1  # summing over axis 0, the row index, normalises columns
-    return jnp.moveaxis(_sinkhorn(tokens_innermost, iterations, first_axis), (0, 1), (-2, -1))
+    matrices: Array = _sinkhorn(tokens_innermost, iterations, first_axis)
+    return jnp.moveaxis(matrices, (0, 1), (-2, -1)).astype(logits.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -183,12 +185,13 @@ class HyperConnectionModule(nnx.Module):
     Args:
         config: the model's.
         layer_number: global number of the layer, from 0.
-        name: canonical name of the module, which fixes its initial values.
+        name: canonical name of the module, which with config.seed fixes its initial values; None:
+            ``hyper_connection.<layer_number>``.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, name: str = "hyper_connection") -> None:
+    def __init__(self, config: TransformerConfig, layer_number: int, name: str | None = None) -> None:
         self.config, self.layer_number = config, layer_number
-        specs = hyper_connection_spec(config)
+        name, specs = name or f"hyper_connection.{layer_number}", hyper_connection_spec(config)
         self.phi = parameter(config, f"{name}.phi", specs["phi"])
         self.alpha = parameter(config, f"{name}.alpha", specs["alpha"])
         self.bias = parameter(config, f"{name}.bias", specs["bias"])

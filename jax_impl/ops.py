@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
-from jaxtyping import Bool, Float, Int, UInt32
+from jaxtyping import Bool, Float, Int, Integer, UInt32
 
 from plans.config import TransformerConfig
 from plans.parameters import ParameterSpec, initial_value, rotary_frequencies
@@ -74,14 +74,14 @@ class DropoutState(NamedTuple):
     """What a dropout mask is a function of, besides its site."""
 
     seed: int
-    step: int | Int[Array, ""] | UInt32[Array, ""]
+    step: int | Integer[Array, ""]
     row_low: UInt32[Array, "b t"]
     row_high: UInt32[Array, "b t"]
 
 
 def dropout_state(
     seed: int,
-    step: int | Int[Array, ""],
+    step: int | Integer[Array, ""],
     samples: Int[Array, " b"],
     positions: Int[Array, " t"],
     seq_length: int,
@@ -171,6 +171,8 @@ def causal_attention(
     """
     batch, length, heads, width = q.shape
     groups = k.shape[2]
+    if attention_mask is not None and attention_mask.shape != (batch, length, length):
+        raise ValueError(f"attention_mask: expected shape {(batch, length, length)}, got {tuple(attention_mask.shape)}")
     q = q.reshape(batch, length, groups, heads // groups, width)
     allowed = jnp.tri(length, dtype=bool)
     if attention_mask is not None:
@@ -195,6 +197,13 @@ def swiglu(x: Float[Array, "*b f2"]) -> Float[Array, "*b f"]:
 
 
 def cross_entropy(logits: Float[Array, "b t v"], targets: Int[Array, "b t"]) -> Float[Array, ""]:
-    """Mean negative log-likelihood of the targets, in nats per token."""
+    """Mean negative log-likelihood of the targets, in nats per token; NaN if a target is no token id.
+
+    Raises:
+        ValueError: the shapes disagree.
+    """
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(f"targets: expected shape {tuple(logits.shape[:-1])}, got {tuple(targets.shape)}")
     log_probabilities = jax.nn.log_softmax(logits, axis=-1)
-    return -jnp.mean(jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1))
+    taken = jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)[..., 0]
+    return -jnp.mean(jnp.where((targets >= 0) & (targets < logits.shape[-1]), taken, jnp.nan))

@@ -18,7 +18,15 @@ from jax import Array
 from jax_impl.transformer import GPTModel
 from plans.config import TrainConfig, TransformerConfig
 from plans.data import Batch, Corpus
-from plans.training import CLIP_EPSILON, StepResult, check_finite, has_weight_decay, learning_rate
+from plans.training import (
+    CLIP_EPSILON,
+    StepResult,
+    check_finite,
+    check_finite_validation,
+    check_trainable,
+    has_weight_decay,
+    learning_rate,
+)
 
 
 class Trainer:
@@ -31,11 +39,14 @@ class Trainer:
 
     Raises:
         ValueError: the corpus is too short for the model, or has bytes it has no token for.
+        NotImplementedError: the model is cut into pipeline stages.
     """
 
     def __init__(self, config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) -> None:
+        check_trainable(config)
         corpus.check(config.seq_length, config.vocab_size)
         self.config, self.train_config, self.corpus = config, train_config, corpus
+        self.steps_taken = 0
         self._graph, self._params = nnx.split(GPTModel(config), nnx.Param)
         self._optimizer = optax.chain(
             optax.scale_by_adam(train_config.adam_beta1, train_config.adam_beta2, train_config.adam_eps),
@@ -57,32 +68,39 @@ class Trainer:
         """Learn from the batch of one step.
 
         Raises:
-            NonFiniteLossError: the loss or the gradients are not finite; names the step.
+            NonFiniteLossError: the loss or the gradients are not finite; names the step. Nothing is updated.
         """
         start = time.perf_counter()
         train = self.train_config
         batch = self.corpus.batch(step, train.global_batch_size, self.config.seq_length)
         rate = learning_rate(train, step)
         self._params, self._optimizer_state, loss, norm = self._update(
-            self._params, self._optimizer_state, batch, step, rate
+            self._params, self._optimizer_state, batch, np.uint32(step), rate
         )
         tokens = train.global_batch_size * self.config.seq_length
         result = StepResult(step, loss.item(), norm.item(), rate, tokens, time.perf_counter() - start)
         check_finite(result)
+        self.steps_taken = step + 1
         return result
 
     def loss_and_gradients(self, batch: Batch, step: int = 0) -> tuple[float, dict[str, np.ndarray]]:
         """Loss of a batch and its gradient for every parameter, by canonical name; nothing is updated."""
-        loss, gradients = self._value_and_grad(self._params, batch, step)
+        loss, gradients = self._value_and_grad(self._params, batch, np.uint32(step))
         return loss.item(), _by_name(gradients)
 
     def validation_loss(self) -> float:
-        """Mean loss over ``eval_iters`` batches of the validation split, without dropout."""
+        """Mean loss over ``eval_iters`` batches of the validation split, without dropout.
+
+        Raises:
+            NonFiniteLossError: it is not finite.
+        """
         train, losses = self.train_config, []
         for index in range(train.eval_iters):
             batch = self.corpus.validation_batch(index, train.global_batch_size, self.config.seq_length)
             losses.append(self._evaluate(self._params, batch).item())
-        return float(np.mean(losses))
+        loss = float(np.mean(losses))
+        check_finite_validation(loss, self.steps_taken)
+        return loss
 
     def parameters(self) -> dict[str, np.ndarray]:
         """A copy of every parameter, by canonical name."""
@@ -119,9 +137,11 @@ class Trainer:
         if self.train_config.clip_grad > 0.0:
             scale = jnp.minimum(1.0, self.train_config.clip_grad / (norm + CLIP_EPSILON))
             gradients = jax.tree.map(lambda g: g * scale, gradients)
-        updates, optimizer_state = self._optimizer.update(gradients, optimizer_state, params)
-        params = jax.tree.map(lambda p, u: p - rate.astype(p.dtype) * u, params, updates)
-        return params, optimizer_state, loss, norm
+        updates, new_state = self._optimizer.update(gradients, optimizer_state, params)
+        new_params = jax.tree.map(lambda p, u: p - rate.astype(p.dtype) * u, params, updates)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)  # a broken step changes nothing
+        keep = partial(jax.tree.map, partial(jnp.where, finite))
+        return keep(new_params, params), keep(new_state, optimizer_state), loss, norm
 
 
 def train(config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) -> Iterator[StepResult]:

@@ -12,7 +12,7 @@ arXiv 2302.13971).
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 
 from jax_impl.hyper_connections import HyperConnectionModule
 from jax_impl.ops import (
@@ -30,7 +30,7 @@ from jax_impl.ops import (
 )
 from plans.config import TransformerConfig
 from plans.parameters import ParameterSpec, attention_specs, embedding_spec, mlp_specs, norm_spec
-from plans.partition import get_num_layers_to_build, get_transformer_layer_offset
+from plans.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
 from plans.philox import attention_site, mlp_site
 
 
@@ -270,8 +270,9 @@ class Embedding(nnx.Module):
         self.weight = parameter(config, f"{name}.weight", embedding_spec(config)["weight"])
 
     def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
-        """The tokens' vectors."""
-        return self.weight[...][tokens]
+        """The tokens' vectors; NaN for an id that is no token."""
+        known = (tokens >= 0) & (tokens < self.weight.shape[0])
+        return jnp.where(known[..., None], self.weight[...][tokens], jnp.nan)
 
 
 class GPTModel(nnx.Module):
@@ -294,6 +295,7 @@ class GPTModel(nnx.Module):
         pp_rank: int | None = None,
     ) -> None:
         self.config, self.pre_process, self.post_process = config, pre_process, post_process
+        check_stage_ends(config, pre_process, post_process, vp_stage, pp_rank)
         tied = not config.untie_embeddings_and_output_weights
         # A last stage with a tied head holds a copy of the first stage's embedding, of equal value.
         self.embedding = Embedding(config, "embedding") if pre_process or (post_process and tied) else None
@@ -305,7 +307,7 @@ class GPTModel(nnx.Module):
         inputs: Int[Array, "b t"] | Float[Array, "b t *s d"],
         targets: Int[Array, "b t"] | None = None,
         *,
-        step: int | Int[Array, ""] = 0,
+        step: int | Integer[Array, ""] = 0,
         samples: Int[Array, " b"] | None = None,
         positions: Int[Array, " t"] | None = None,
         attention_mask: Bool[Array, "b t t"] | None = None,

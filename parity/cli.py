@@ -7,6 +7,8 @@ PyTorch is not installed, and the other way round.
 import contextlib
 import importlib
 import io
+import math
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -23,6 +25,9 @@ from plans.training import NonFiniteLossError
 
 USER_ERROR = 2
 FAILURE = 1
+INTERRUPTED = 130
+PLAIN_WIDTH = 100
+"""Columns where there is no terminal to ask."""
 PACKAGES = {"torch": "reference_torch", "jax": "jax_impl"}
 
 
@@ -46,6 +51,10 @@ class _Run:
         for name in ("num_threads", "log_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.num_threads > (os.cpu_count() or 1):
+            raise ValueError(
+                f"num_threads: expected at most this machine's {os.cpu_count()} cores, got {self.num_threads}"
+            )
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,13 @@ class Compare(_Run):
     """Largest difference of two losses, nats per token; None: 1e-5 in float32, 1e-10 in float64."""
     gradient_tolerance: float | None = None
     """Largest relative difference of a parameter's gradients; None: 1e-5 in float32, 1e-12 in float64."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("loss_tolerance", "gradient_tolerance"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0.0):
+                raise ValueError(f"{name}: expected a finite number >= 0, got {value}")
 
 
 @dataclass(frozen=True)
@@ -81,19 +97,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``diptych``.
 
     Returns:
-        0: done; 1: over tolerance or training failed; 2: the user's input was refused, with one line
-        on standard error that says why.
+        0: done; 1: over tolerance or training failed; 2: the user's input was refused; 130: interrupted.
+        Other than 0 comes with one line on standard error that says why, or the report of what differs.
     """
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     try:
         command = _parse(sys.argv[1:] if arguments is None else list(arguments))
         return _compare(command, console) if isinstance(command, Compare) else _train(command, console)
     except (ValueError, ModuleNotFoundError) as error:
         print(f"diptych: {error}", file=sys.stderr)
         return USER_ERROR
-    except NonFiniteLossError as error:
+    except (NonFiniteLossError, NotImplementedError, OSError) as error:
         print(f"diptych: {error}", file=sys.stderr)
         return FAILURE
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not re.search("allocate|RESOURCE_EXHAUSTED", str(error)):
+            raise
+        first_line = (str(error) or "out of memory").splitlines()[0]
+        print(f"diptych: expected a run that fits this machine's memory, got: {first_line}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("diptych: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _parse(arguments: list[str]) -> Compare | Train:
@@ -197,6 +222,9 @@ def _check_output(folder: Path) -> None:
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()
+        for name in ("report.json", "compare.png"):
+            if (folder / name).is_dir():
+                raise IsADirectoryError(f"a folder named {folder / name}")
     except OSError as error:
         raise ValueError(f"output_dir: expected a folder to write to, got {error}") from None
 

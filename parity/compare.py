@@ -39,9 +39,9 @@ class GradientDifference(NamedTuple):
     relative: float
     """Norm-wise relative difference, computed in the run's type."""
     norm: float
-    """2-norm of the gradient in PyTorch."""
+    """2-norm of the gradient, the larger of both backends'."""
     whole_norm: float
-    """2-norm of all parameters' gradients together."""
+    """2-norm of all parameters' gradients together, the larger of both backends'."""
 
     def judged(self, dtype: str) -> float:
         """``relative``, but measured against the type's share of the whole gradient where that is larger."""
@@ -158,17 +158,21 @@ def compare_gradients(
 ) -> list[GradientDifference]:
     """Differences of all gradients on one step's batch at the given parameters, in float64 and in the run's type."""
     batch = corpus.batch(step, train_config.global_batch_size, config.seq_length)
-    relative, gradients = _differences(parameters, batch, step, config, train_config, corpus)
+    relative, *gradients = _differences(parameters, batch, step, config, train_config, corpus)
     exact_config = replace(config, params_dtype="float64")
     with jax.enable_x64(True):
-        exact, _ = _differences(parameters, batch, step, exact_config, train_config, corpus)
-    norms, whole_norm = gradient_norms(gradients)
-    return [GradientDifference(name, step, exact[name], relative[name], norms[name], whole_norm) for name in gradients]
+        exact, *_ = _differences(parameters, batch, step, exact_config, train_config, corpus)
+    norms, whole_norm = gradient_norms(*gradients)
+    return [GradientDifference(name, step, exact[name], relative[name], norms[name], whole_norm) for name in norms]
 
 
-def gradient_norms(gradients: Mapping[str, np.ndarray]) -> tuple[dict[str, float], float]:
-    """2-norm of each gradient, and of all together."""
-    norms = {name: float(np.linalg.norm(gradient.astype(np.float64))) for name, gradient in gradients.items()}
+def gradient_norms(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> tuple[dict[str, float], float]:
+    """2-norm of each gradient, and of all together; each the larger of both sides'."""
+
+    def norm(gradient: np.ndarray) -> float:
+        return float(np.linalg.norm(gradient.astype(np.float64)))
+
+    norms = {name: max(norm(ours[name]), norm(theirs[name])) for name in ours}
     return norms, float(np.linalg.norm(list(norms.values())))
 
 
@@ -179,8 +183,8 @@ def _differences(
     config: TransformerConfig,
     train_config: TrainConfig,
     corpus: Corpus,
-) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """Relative difference of each parameter's gradient in the configuration's type, and PyTorch's gradients."""
+) -> tuple[dict[str, float], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Relative difference of each parameter's gradient in the configuration's type, and both gradients."""
     gradients = []
     for package in (reference_torch.train, jax_impl.train):
         trainer = package.Trainer(config, train_config, corpus)
@@ -189,7 +193,7 @@ def _differences(
     ours, theirs = gradients
     if ours.keys() != theirs.keys():
         raise AssertionError(f"parameters differ: {sorted(ours.keys() ^ theirs.keys())}")
-    return {name: relative_difference(ours[name], theirs[name]) for name in ours}, ours
+    return {name: relative_difference(ours[name], theirs[name]) for name in ours}, ours, theirs
 
 
 def tokens_per_second(results: Iterable[StepResult]) -> float:

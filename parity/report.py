@@ -1,6 +1,7 @@
 """What a run shows: a live table, a summary, a JSON file and a picture."""
 
 import json
+import math
 import os
 import platform
 import sys
@@ -184,7 +185,16 @@ def write_json(
         ],
         "failures": comparison.failures,
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps(finite_json(content), indent=1, allow_nan=False) + "\n")
+
+
+def finite_json(value: Any) -> Any:
+    """The value with numbers JSON does not have as text: "nan", "inf", "-inf"."""
+    if isinstance(value, dict):
+        return {key: finite_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_json(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_picture(path: Path, comparison: Comparison) -> None:
@@ -214,7 +224,7 @@ def write_picture(path: Path, comparison: Comparison) -> None:
         ([g.relative for g in after], "o", comparison.dtype),
         ([g.exact for g in after], "x", "float64"),
     ):
-        gradients.semilogy(range(len(values)), values, marker, ms=4, label=label)
+        gradients.semilogy(range(len(values)), np.maximum(values, 1e-17), marker, ms=4, label=label)
     gradients.set(xlabel="parameter", ylabel="relative difference", title="Gradients apart, after training")
     gradients.legend(frameon=False)
     figure.savefig(path, dpi=110)

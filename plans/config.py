@@ -10,11 +10,12 @@ Flag names follow Megatron-LM where it has the setting.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-MIXERS = ("attention",)
-ACTIVATIONS = ("swiglu", "gelu")
+from plans.layers import ACTIVATIONS, LayerConfig, parse_layer
+
 DTYPES = ("float32", "float64")
 
 
@@ -100,7 +101,7 @@ class TransformerConfig:
         """Streams the hidden states really have: 1 without mHC."""
         return self.num_residual_streams if self.enable_hyper_connections else 1
 
-    def layer(self, layer_number: int) -> "LayerConfig":
+    def layer(self, layer_number: int) -> LayerConfig:
         """Settings of one layer.
 
         Args:
@@ -115,17 +116,6 @@ class TransformerConfig:
             )
         pattern = self.layer_pattern.split(",")
         return parse_layer(pattern[layer_number % len(pattern)], self)
-
-
-@dataclass(frozen=True)
-class LayerConfig:
-    """What may differ from one layer to the next."""
-
-    mixer: str
-    activation: str
-    ffn_hidden_size: int
-    self_attention_hyper_connection: bool
-    mlp_hyper_connection: bool
 
 
 @dataclass(frozen=True)
@@ -174,41 +164,6 @@ class TrainConfig:
         validate(self)
 
 
-def parse_layer(description: str, config: TransformerConfig) -> LayerConfig:
-    """Read one entry of ``layer_pattern``.
-
-    Grammar: ``mixer[+option]...`` where an option is an activation (``gelu``, ``swiglu``),
-    ``ffn=<inner width>``, ``no-attention-hc`` or ``no-mlp-hc``; e.g. ``attention+gelu+no-mlp-hc``.
-    What an entry leaves out is taken from ``config``.
-
-    Raises:
-        ValueError: unknown mixer or option, or a width below 1.
-    """
-    mixer, *options = description.split("+")
-    if mixer not in MIXERS:
-        raise ValueError(f"layer_pattern: expected a mixer out of {MIXERS}, got {mixer!r} in {description!r}")
-    activation, ffn = config.activation, config.ffn_hidden_size
-    attention_hc, mlp_hc = config.do_self_attention_hyper_connection, config.do_mlp_hyper_connection
-    for option in options:
-        if option in ACTIVATIONS:
-            activation = option
-        elif option.startswith("ffn=") and option[4:].isdigit() and int(option[4:]) > 0:
-            ffn = int(option[4:])
-        elif option == "no-attention-hc":
-            attention_hc = False
-        elif option == "no-mlp-hc":
-            mlp_hc = False
-        else:
-            raise ValueError(
-                f"layer_pattern: expected an option out of {ACTIVATIONS}, ffn=<width of at least 1>, "
-                f"no-attention-hc, no-mlp-hc, got {option!r} in {description!r}"
-            )
-    if ffn is None:
-        ffn = 4 * config.hidden_size if activation == "gelu" else math.ceil(config.hidden_size / 3) * 8
-    hyper = config.enable_hyper_connections
-    return LayerConfig(mixer, activation, ffn, hyper and attention_hc, hyper and mlp_hc)
-
-
 class Rule(NamedTuple):
     """One thing a configuration must obey."""
 
@@ -224,7 +179,7 @@ def _count(field: str, least: int = 1) -> Rule:
         value = getattr(config, field)
         if value is None:
             return type(config).__dataclass_fields__[field].default is None
-        return isinstance(value, int) and not isinstance(value, bool) and value >= least
+        return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
     return Rule(field, holds, lambda c: f"{field}: expected an integer >= {least}, got {getattr(c, field)!r}")
 
@@ -243,6 +198,14 @@ def _number(field: str, interval: str) -> Rule:
     return Rule(field, holds, lambda c: f"{field}: expected a number in {interval}, got {getattr(c, field)!r}")
 
 
+def _flag(field: str) -> Rule:
+    return Rule(
+        field,
+        lambda c: isinstance(getattr(c, field), bool),
+        lambda c: f"{field}: expected True or False, got {getattr(c, field)!r}",
+    )
+
+
 def _choice(field: str, allowed: tuple[str, ...]) -> Rule:
     return Rule(
         field,
@@ -256,10 +219,13 @@ def _pattern_error(config: TransformerConfig) -> str:
     if not isinstance(config.layer_pattern, str):
         return f"layer_pattern: expected layers separated by commas, got {config.layer_pattern!r}"
     try:
-        for description in config.layer_pattern.split(","):
+        descriptions = config.layer_pattern.split(",")
+        for description in descriptions:
             parse_layer(description, config)
     except ValueError as error:
         return str(error)
+    if len(descriptions) > config.num_layers:
+        return f"layer_pattern: expected at most num_layers={config.num_layers} layers, got {len(descriptions)}"
     return ""
 
 
@@ -272,6 +238,11 @@ RULES: dict[type, tuple[Rule, ...]] = {
         _count("hidden_size"),
         _count("num_layers"),
         _count("num_attention_heads"),
+        _flag("enable_hyper_connections"),
+        _flag("do_self_attention_hyper_connection"),
+        _flag("do_mlp_hyper_connection"),
+        _flag("add_bias_linear"),
+        _flag("untie_embeddings_and_output_weights"),
         _count("num_residual_streams"),
         _count("sinkhorn_iterations"),
         _choice("sinkhorn_last", ("row", "column")),
@@ -335,6 +306,11 @@ RULES: dict[type, tuple[Rule, ...]] = {
         ),
     ),
     DataConfig: (
+        Rule(
+            "data_path",
+            lambda c: c.data_path is None or isinstance(c.data_path, Path),
+            lambda c: f"data_path: expected a pathlib.Path or None, got {c.data_path!r}",
+        ),
         _number("validation_fraction", "(0, 1)"),
         _count("data_seed", least=0),
         Rule(
@@ -345,6 +321,11 @@ RULES: dict[type, tuple[Rule, ...]] = {
     ),
     TrainConfig: (
         _count("train_iters"),
+        Rule(
+            "train_iters fits 32 bits",
+            lambda c: c.train_iters < 2**32,
+            lambda c: f"train_iters: expected an integer < 2**32 (steps count dropout masks), got {c.train_iters}",
+        ),
         _count("global_batch_size"),
         _number("lr", "(0, inf)"),
         _number("min_lr", "[0, inf)"),
@@ -371,6 +352,6 @@ def validate(config: TransformerConfig | DataConfig | TrainConfig) -> None:
         ValueError: the first rule broken; the message names the setting, what was expected, what
             came, and the remedy where it is not plain.
     """
-    for rule in RULES[type(config)]:
+    for rule in next(RULES[kind] for kind in type(config).__mro__ if kind in RULES):
         if not rule.holds(config):
             raise ValueError(rule.message(config))

@@ -103,6 +103,8 @@ def load_corpus(config: DataConfig) -> Corpus:
     else:
         if not path.exists():
             raise ValueError(f"data_path: expected an existing file or folder, got {str(path)!r}")
+        if not (path.is_file() or path.is_dir()):
+            raise ValueError(f"data_path: expected a file or folder, got {str(path)!r}, which is a device or pipe")
         try:
             content = _read_folder(path) if path.is_dir() else path.read_bytes()
         except OSError as error:

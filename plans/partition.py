@@ -36,6 +36,24 @@ def num_stages(config: TransformerConfig) -> int:
     return config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
 
 
+def check_stage_ends(
+    config: TransformerConfig, pre_process: bool, post_process: bool, vp_stage: int | None, pp_rank: int | None
+) -> None:
+    """Refuse an embedding or a head in the middle of the model.
+
+    Raises:
+        ValueError: pre_process on a stage that is not the first, or post_process on one that is not the last.
+    """
+    _check_stage(config, vp_stage, pp_rank)
+    stage, last = (vp_stage or 0) * config.pipeline_model_parallel_size + (pp_rank or 0), num_stages(config) - 1
+    for name, wanted, place in (("pre_process", pre_process, 0), ("post_process", post_process, last)):
+        if wanted and stage != place:
+            raise ValueError(
+                f"{name}: expected False on stage {stage} of {last + 1} (only stage {place} has that end), got True; "
+                "give vp_stage and pp_rank, or a configuration without pipeline stages"
+            )
+
+
 def _check_stage(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None) -> None:
     for name, value, size in (
         ("vp_stage", vp_stage, config.virtual_pipeline_model_parallel_size or 1),

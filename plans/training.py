@@ -3,7 +3,8 @@
 import math
 from typing import NamedTuple
 
-from plans.config import TrainConfig
+from plans.config import TrainConfig, TransformerConfig
+from plans.partition import num_stages
 
 CLIP_EPSILON = 1e-6
 """Clipping multiplies gradients by min(1, clip_grad / (norm + CLIP_EPSILON)), as torch.nn.utils does."""
@@ -28,6 +29,19 @@ class NonFiniteLossError(FloatingPointError):
     """Training met a loss or gradient norm that is not a number, or infinite."""
 
 
+def check_finite_validation(loss: float, steps_taken: int) -> None:
+    """Refuse a validation loss that is not finite.
+
+    Raises:
+        NonFiniteLossError: naming the step.
+    """
+    if not math.isfinite(loss):
+        raise NonFiniteLossError(
+            f"validation after step {steps_taken - 1}: expected a finite loss, got {loss}; lower lr or raise "
+            "lr_warmup_iters"
+        )
+
+
 def check_finite(result: StepResult) -> None:
     """Refuse to go on from a broken step.
 
@@ -39,6 +53,19 @@ def check_finite(result: StepResult) -> None:
             f"step {result.step}: expected a finite loss and gradient norm, got loss {result.loss} and norm "
             f"{result.grad_norm} at learning rate {result.learning_rate:.3g}; lower lr, raise "
             "lr_warmup_iters or train in float64 to find the cause"
+        )
+
+
+def check_trainable(config: TransformerConfig) -> None:
+    """Refuse what a single process cannot train.
+
+    Raises:
+        NotImplementedError: the model is cut into pipeline stages.
+    """
+    if num_stages(config) > 1:
+        raise NotImplementedError(
+            f"pipeline_model_parallel_size: expected 1, got {config.pipeline_model_parallel_size}; stages can be "
+            "built one by one (GPTModel), but training through a pipeline does not exist yet"
         )
 
 

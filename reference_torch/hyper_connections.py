@@ -37,7 +37,7 @@ def sinkhorn(logits: Float[Tensor, "*b s s"], iterations: int = 20, last: str = 
     nothing but the logits is kept for it.
 
     Args:
-        logits: [..., S, S]
+        logits: iterated in float32 if narrower. [..., S, S]
         iterations: pairs of normalisations, >= 1.
         last: ``"row"`` (the paper: columns first, row sums exact) or ``"column"``.
 
@@ -52,18 +52,24 @@ def sinkhorn(logits: Float[Tensor, "*b s s"], iterations: int = 20, last: str = 
         raise ValueError(f"iterations: expected at least 1, got {iterations}")
     if last not in ("row", "column"):
         raise ValueError(f"last: expected 'row' or 'column', got {last!r}")
-    tokens_innermost = logits.movedim((-2, -1), (0, 1))
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    tokens_innermost = wide.movedim((-2, -1), (0, 1))
     first_axis = 0 if last == "row" else 1  # summing over axis 0, the row index, normalises columns
-    return _Sinkhorn.apply(tokens_innermost, iterations, first_axis).movedim((0, 1), (-2, -1))
+    return _Sinkhorn.apply(tokens_innermost, iterations, first_axis).movedim((0, 1), (-2, -1)).to(logits.dtype)
 
 
 class _Sinkhorn(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, logits, iterations, first_axis):  # [S, S, ...]
-        ctx.save_for_backward(logits)
-        ctx.iterations, ctx.first_axis = iterations, first_axis
+    def forward(logits, iterations, first_axis):  # [S, S, ...]
         matrix, _ = deque(_iterates(logits, iterations, first_axis), maxlen=1).pop()
         return matrix
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        logits, ctx.iterations, ctx.first_axis = inputs
+        ctx.save_for_backward(logits)
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -175,13 +181,14 @@ class HyperConnectionModule(nn.Module):
     Args:
         config: the model's.
         layer_number: global number of the layer, from 0.
-        name: canonical name of the module, which fixes its initial values.
+        name: canonical name of the module, which with config.seed fixes its initial values; None:
+            ``hyper_connection.<layer_number>``.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, name: str = "hyper_connection") -> None:
+    def __init__(self, config: TransformerConfig, layer_number: int, name: str | None = None) -> None:
         super().__init__()
         self.config, self.layer_number = config, layer_number
-        specs = hyper_connection_spec(config)
+        name, specs = name or f"hyper_connection.{layer_number}", hyper_connection_spec(config)
         self.phi = parameter(config, f"{name}.phi", specs["phi"])
         self.alpha = parameter(config, f"{name}.alpha", specs["alpha"])
         self.bias = parameter(config, f"{name}.bias", specs["bias"])

@@ -160,6 +160,8 @@ def causal_attention(
     """
     batch, length, heads, width = q.shape
     groups = k.shape[2]
+    if attention_mask is not None and attention_mask.shape != (batch, length, length):
+        raise ValueError(f"attention_mask: expected shape {(batch, length, length)}, got {tuple(attention_mask.shape)}")
     rows = heads // groups * length  # the query heads of one group, one under the other
     q = q.reshape(batch, length, groups, -1, width).permute(0, 2, 3, 1, 4).reshape(-1, rows, width)
     k = k.permute(0, 2, 3, 1).reshape(-1, width, length)
@@ -192,5 +194,12 @@ def swiglu(x: Float[Tensor, "*b f2"]) -> Float[Tensor, "*b f"]:
 
 
 def cross_entropy(logits: Float[Tensor, "b t v"], targets: Int[Tensor, "b t"]) -> Float[Tensor, ""]:
-    """Mean negative log-likelihood of the targets, in nats per token."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten().long())
+    """Mean negative log-likelihood of the targets, in nats per token.
+
+    Raises:
+        ValueError: the shapes disagree.
+        IndexError: a target is no token id.
+    """
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(f"targets: expected shape {tuple(logits.shape[:-1])}, got {tuple(targets.shape)}")
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten().long(), ignore_index=torch.iinfo(torch.int64).min)

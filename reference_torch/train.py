@@ -13,7 +13,14 @@ from torch import Tensor
 
 from plans.config import TrainConfig, TransformerConfig
 from plans.data import Batch, Corpus
-from plans.training import StepResult, check_finite, has_weight_decay, learning_rate
+from plans.training import (
+    StepResult,
+    check_finite,
+    check_finite_validation,
+    check_trainable,
+    has_weight_decay,
+    learning_rate,
+)
 from reference_torch.transformer import GPTModel
 
 
@@ -28,6 +35,7 @@ class Trainer:
 
     Raises:
         ValueError: the corpus is too short for the model, or has bytes it has no token for.
+        NotImplementedError: the model is cut into pipeline stages.
     """
 
     def __init__(
@@ -37,8 +45,10 @@ class Trainer:
         corpus: Corpus,
         device: torch.device | str | None = None,
     ) -> None:
+        check_trainable(config)
         corpus.check(config.seq_length, config.vocab_size)
         self.config, self.train_config, self.corpus = config, train_config, corpus
+        self.steps_taken = 0
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.model = GPTModel(config).to(self.device)
         parameters = list(self.model.parameters())
@@ -60,7 +70,7 @@ class Trainer:
         """Learn from the batch of one step.
 
         Raises:
-            NonFiniteLossError: the loss or the gradients are not finite; names the step.
+            NonFiniteLossError: the loss or the gradients are not finite; names the step. Nothing is updated.
         """
         start = time.perf_counter()
         train = self.train_config
@@ -68,14 +78,15 @@ class Trainer:
         loss.backward()
         norm = self._clip_gradients()
         rate = learning_rate(train, step)
+        tokens = train.global_batch_size * self.config.seq_length
+        result = StepResult(step, loss.item(), norm.item(), rate, tokens, 0.0)
+        check_finite(result)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        tokens = train.global_batch_size * self.config.seq_length
-        result = StepResult(step, loss.item(), norm.item(), rate, tokens, time.perf_counter() - start)
-        check_finite(result)
-        return result
+        self.steps_taken = step + 1
+        return result._replace(seconds=time.perf_counter() - start)
 
     def loss_and_gradients(self, batch: Batch, step: int = 0) -> tuple[float, dict[str, np.ndarray]]:
         """Loss of a batch and its gradient for every parameter, by canonical name; nothing is updated."""
@@ -85,13 +96,19 @@ class Trainer:
         return loss.item(), {name: g.cpu().numpy() for name, g in zip(names, gradients, strict=True)}
 
     def validation_loss(self) -> float:
-        """Mean loss over ``eval_iters`` batches of the validation split, without dropout."""
+        """Mean loss over ``eval_iters`` batches of the validation split, without dropout.
+
+        Raises:
+            NonFiniteLossError: it is not finite.
+        """
         train, losses = self.train_config, []
         with torch.no_grad():
             for index in range(train.eval_iters):
                 batch = self.corpus.validation_batch(index, train.global_batch_size, self.config.seq_length)
                 losses.append(self._loss(batch, training=False).item())
-        return float(np.mean(losses))
+        loss = float(np.mean(losses))
+        check_finite_validation(loss, self.steps_taken)
+        return loss
 
     def parameters(self) -> dict[str, np.ndarray]:
         """A copy of every parameter, by canonical name."""
@@ -106,12 +123,11 @@ class Trainer:
         parameters = dict(self.model.named_parameters())
         if values.keys() != parameters.keys():
             raise ValueError(f"values: expected {sorted(parameters)}, differs in {sorted(values.keys() ^ parameters)}")
+        for name, parameter in parameters.items():
+            if values[name].shape != tuple(parameter.shape):
+                raise ValueError(f"values[{name!r}]: expected shape {tuple(parameter.shape)}, got {values[name].shape}")
         with torch.no_grad():
             for name, parameter in parameters.items():
-                if values[name].shape != tuple(parameter.shape):
-                    raise ValueError(
-                        f"values[{name!r}]: expected shape {tuple(parameter.shape)}, got {values[name].shape}"
-                    )
                 parameter.copy_(torch.as_tensor(values[name]))
 
     def _loss(self, batch: Batch, step: int = 0, training: bool = True) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from plans.config import TransformerConfig
 from plans.parameters import ParameterSpec, attention_specs, embedding_spec, mlp_specs, norm_spec
-from plans.partition import get_num_layers_to_build, get_transformer_layer_offset
+from plans.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
 from plans.philox import attention_site, mlp_site
 from reference_torch.hyper_connections import HyperConnectionModule
 from reference_torch.ops import (
@@ -271,7 +271,7 @@ class Embedding(nn.Module):
         self.weight = parameter(config, f"{name}.weight", embedding_spec(config)["weight"])
 
     def forward(self, tokens: Int[Tensor, "b t"]) -> Float[Tensor, "b t d"]:
-        """The tokens' vectors."""
+        """The tokens' vectors; an IndexError for an id that is no token."""
         return nn.functional.embedding(tokens, self.weight)
 
 
@@ -284,6 +284,9 @@ class GPTModel(nn.Module):
         post_process: build final norm and head and give logits or the loss (last stage).
         vp_stage: index of the virtual stage within its rank; None: 0.
         pp_rank: pipeline rank; None: 0.
+
+    Raises:
+        ValueError: an end of the model on a stage that is not its first or last.
     """
 
     def __init__(
@@ -296,6 +299,7 @@ class GPTModel(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.pre_process, self.post_process = config, pre_process, post_process
+        check_stage_ends(config, pre_process, post_process, vp_stage, pp_rank)
         tied = not config.untie_embeddings_and_output_weights
         # A last stage with a tied head holds a copy of the first stage's embedding, of equal value.
         self.embedding = Embedding(config, "embedding") if pre_process or (post_process and tied) else None

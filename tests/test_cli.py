@@ -97,6 +97,14 @@ WRONG = {
     "dropout": ("compare --hidden-dropout -0.5", "hidden_dropout: expected a number in [0, 1), got -0.5"),
     "pattern": ("train --layer-pattern attention,mamba", "layer_pattern: expected a mixer out of"),
     "threads": ("train --num-threads 0", "num_threads: expected at least 1, got 0"),
+    "more threads than cores": ("train --num-threads 100000000", "num_threads: expected at most this machine's"),
+    "negative tolerance": ("compare --loss-tolerance -1", "loss_tolerance: expected a finite number >= 0, got -1"),
+    "no tolerance": ("compare --gradient-tolerance nan", "gradient_tolerance: expected a finite number >= 0, got nan"),
+    "too large": ("train --hidden-size 100000000000 --num-layers 1", "expected a run that fits this machine's memory"),
+    "too large, jax": ("train --backend jax --hidden-size 100000000000", "expected a run that fits this machine's"),
+    "device as corpus": ("train --data-path /dev/null", "data_path: expected a file or folder"),
+    "pattern too long": ("train --layer-pattern attention,attention,attention", "layer_pattern: expected at most"),
+    "result is a folder": ("compare --output-dir {blocked}", "output_dir: expected a folder to write to"),
     "corpus missing": ("train --data-path /nowhere/at/all", "data_path: expected an existing file or folder"),
     "corpus empty": ("train --data-path {empty}", "data_path: expected a corpus with text in it, got 0 bytes"),
     "corpus short": ("train --data-path {short}", "expected a training split of at least seq_length + 1 = 129 bytes"),
@@ -114,9 +122,10 @@ WRONG = {
 def test_wrong_input_ends_in_one_line_and_code_2(name, tmp_path, capsys):
     (tmp_path / "empty").touch()
     (tmp_path / "short").write_text("too short")
+    (tmp_path / "blocked" / "report.json").mkdir(parents=True)
     (tmp_path / "medium").write_text("enough to train on " * 50)
     command, message = WRONG[name]
-    paths = {name: tmp_path / name for name in ("empty", "short", "medium", "out")}
+    paths = {name: tmp_path / name for name in ("empty", "short", "medium", "out", "blocked")}
     assert diptych(command.format(**paths)) == 2
     error = capsys.readouterr().err
     assert len(error.strip().splitlines()) == 1, error
@@ -131,6 +140,40 @@ def test_help_names_the_seeds_flags(capsys):
     shown = capsys.readouterr().out
     for flag in ("--hidden-size", "--num-residual-streams", "--enable-hyper-connections", "--gradient-tolerance"):
         assert flag in shown
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_pipeline_stages_are_refused(backend, corpus, capsys):
+    command = f"train --backend {backend} {SMALL.replace('--num-layers 1', '--num-layers 2')} --data-path"
+    assert diptych(command, corpus, "--pipeline-model-parallel-size", 2) == 1
+    assert "pipeline_model_parallel_size: expected 1, got 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_validation_that_is_not_finite_is_no_success(backend, corpus, capsys):
+    command = (
+        f"train --backend {backend} {SMALL} --train-iters 1 --lr 1e30 --min-lr 1e30 --lr-warmup-iters 0 --data-path"
+    )
+    assert diptych(command, corpus) == 1
+    assert "validation after step 0: expected a finite loss" in capsys.readouterr().err
+
+
+def test_interruption_is_one_line(corpus, capsys, monkeypatch):
+    import reference_torch.train
+
+    def interrupted(self, step):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reference_torch.train.Trainer, "train_step", interrupted)
+    assert diptych(f"train {SMALL} --data-path", corpus) == 130
+    assert capsys.readouterr().err == "diptych: interrupted\n"
+
+
+def test_report_of_a_broken_run_is_still_json(tmp_path):
+    from parity.report import finite_json
+
+    content = {"a": [float("nan"), 1.5, float("-inf")], "b": {"c": (float("inf"), 2)}}
+    assert finite_json(content) == {"a": ["nan", 1.5, "-inf"], "b": {"c": ["inf", 2]}}
 
 
 @pytest.mark.multiprocess

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from plans.config import RULES, DataConfig, LayerConfig, TrainConfig, TransformerConfig, parse_layer
+from plans.config import RULES, DataConfig, TrainConfig, TransformerConfig
+from plans.layers import LayerConfig, parse_layer
 from plans.partition import get_num_layers_to_build, get_transformer_layer_offset
 
 MODEL = {"hidden_size": 32, "num_layers": 4, "num_attention_heads": 4}
@@ -56,6 +58,18 @@ BROKEN = {
         {"pipeline_model_parallel_size": 3},
         r"num_layers: expected a multiple of the 3 pipeline stages .* got 4",
     ),
+    **{
+        (TransformerConfig, flag): ({flag: "false"}, rf"{flag}: expected True or False, got 'false'")
+        for flag in (
+            "enable_hyper_connections",
+            "do_self_attention_hyper_connection",
+            "do_mlp_hyper_connection",
+            "add_bias_linear",
+            "untie_embeddings_and_output_weights",
+        )
+    },
+    (DataConfig, "data_path"): ({"data_path": "text"}, r"data_path: expected a pathlib\.Path or None, got 'text'"),
+    (TrainConfig, "train_iters fits 32 bits"): ({"train_iters": 2**32}, r"train_iters: expected an integer < 2\*\*32"),
     (DataConfig, "validation_fraction"): ({"validation_fraction": 1.0}, r"validation_fraction: .*\(0, 1\), got 1\.0"),
     (DataConfig, "data_seed"): ({"data_seed": -1}, r"data_seed: .* got -1"),
     (DataConfig, "data_seed fits 32 bits"): ({"data_seed": 2**32}, r"data_seed: expected an integer < 2\*\*32"),
@@ -99,6 +113,13 @@ def test_configurations_are_frozen_and_replaceable():
         replace(config, num_attention_heads=3)
 
 
+def test_numpy_integers_and_subclasses_are_fine():
+    class Mine(TransformerConfig):
+        pass
+
+    assert Mine(**{**MODEL, "hidden_size": np.int64(32)}).head_dim == 8
+
+
 def test_unknown_setting_is_refused():
     with pytest.raises(TypeError, match="hidden_sizes"):
         TransformerConfig(**MODEL, hidden_sizes=3)
@@ -126,6 +147,10 @@ def test_layer_descriptions(description, layer):
         ("attention+ffn=x", r"got 'ffn=x'"),
         ("", r"expected a mixer"),
         ("attention,", r"got '' in ''"),
+        ("attention+ffn=²", r"got 'ffn=²'"),
+        ("attention+gelu+swiglu", r"expected each kind of option once, got 'attention\+gelu\+swiglu'"),
+        ("attention+ffn=3+ffn=5", r"expected each kind of option once"),
+        ("attention,attention,attention,attention,attention", r"expected at most num_layers=4 layers, got 5"),
     ],
 )
 def test_wrong_layer_descriptions(description, message):

@@ -42,7 +42,7 @@ def imports(path: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found.add(node.module)
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
 
@@ -68,6 +68,12 @@ def test_rooms_import_downwards_only(package):
     for name, path in rooms.items():
         used = {module.split(".")[1] for module in imports(path) if module.startswith(f"{package}.")}
         assert used <= ROOMS[name], f"{path} imports {used - ROOMS[name]}"
+
+
+def test_room_test_sees_a_room_imported_by_name(tmp_path):
+    path = tmp_path / "ops.py"
+    path.write_text("def late():\n    from reference_torch import transformer\n")
+    assert "reference_torch.transformer" in imports(path)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

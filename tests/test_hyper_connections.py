@@ -275,6 +275,41 @@ def test_module_signatures_of_the_seed(backend):
         call(backend, lambda x: module.output_contract(x, 3), x)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_modules_of_different_layers_start_differently(backend):
+    config = TransformerConfig(hidden_size=8, num_layers=2, num_attention_heads=2, enable_hyper_connections=True)
+    first, again, second = (room(backend, "hyper_connections").HyperConnectionModule(config, n) for n in (0, 0, 1))
+    values = [np.asarray(m.phi.detach() if backend == "torch" else m.phi[...]) for m in (first, again, second)]
+    np.testing.assert_array_equal(values[0], values[1])
+    assert (values[0] != values[2]).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_narrow_logits_are_iterated_in_float32(backend):
+    import jax.numpy as jnp
+    import torch
+
+    logits, sinkhorn = normal(0, 50, 4, 4), room(backend, "hyper_connections").sinkhorn
+    logits[0, 2] = -100.0
+    if backend == "torch":
+        matrix = sinkhorn(torch.from_numpy(logits).half())
+        assert matrix.dtype == torch.float16
+    else:
+        matrix = sinkhorn(jnp.asarray(logits, jnp.float16))
+        assert matrix.dtype == jnp.float16
+    sums = np.asarray(matrix).astype(np.float64).sum(-1)
+    assert np.abs(sums - 1).max() < 4 * 2.0**-11  # four entries, each rounded once
+
+
+def test_torch_function_transforms_reach_sinkhorn():
+    import torch
+
+    sinkhorn, logits = room("torch", "hyper_connections").sinkhorn, torch.from_numpy(normal(0, 3, 4, 4))
+    per_matrix = torch.func.vmap(torch.func.grad(lambda x: sinkhorn(x)[0, 1]))(logits)
+    one = torch.func.grad(lambda x: sinkhorn(x)[0, 1])(logits[2])
+    torch.testing.assert_close(per_matrix[2], one, rtol=1e-12, atol=1e-14)
+
+
 def test_coefficients_stay_float32_for_float32_streams():
     for backend in BACKENDS:
         inputs = mhc_inputs((1, 2, 4, 8), 0, np.float32)

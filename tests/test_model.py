@@ -1,6 +1,7 @@
 """The whole model: against a plain network written out here, the backends against each other, and
 stages against the undivided model."""
 
+import inspect
 from collections import Counter
 from dataclasses import replace
 
@@ -111,7 +112,7 @@ configurations = st.builds(
     heads=st.integers(1, 4),
     head_dim=st.sampled_from([2, 6, 8]),
     groups=st.sampled_from([None, 1, 2]),
-    num_layers=st.integers(1, 3),
+    num_layers=st.just(3),
     enable_hyper_connections=st.sampled_from([True, True, False]),
     num_residual_streams=st.integers(1, 5),
     sinkhorn_iterations=st.sampled_from([1, 3, 20]),
@@ -151,7 +152,7 @@ HARD_CASES = {
     "length no power of two": lambda config, length: length & (length - 1) != 0,
     "tied": lambda config, length: not config.untie_embeddings_and_output_weights,
     "untied": lambda config, length: config.untie_embeddings_and_output_weights,
-    "mixed layers": lambda config, length: "," in config.layer_pattern and config.num_layers > 1,
+    "mixed layers": lambda config, length: "," in config.layer_pattern,
     "grouped queries": lambda config, length: config.query_groups < config.num_attention_heads,
 }
 
@@ -169,7 +170,8 @@ def test_backends_agree_on_logits_and_every_gradient(dtype):
     )
     @example(HARD, 2, 11, 5)
     def check(config, batch, length, step):
-        drawn.update(name for name, holds in HARD_CASES.items() if holds(config, length))
+        if config is not HARD:  # what hypothesis drew, not what it was given
+            drawn.update(name for name, holds in HARD_CASES.items() if holds(config, length))
         config = replace(config, params_dtype=dtype)
         tokens = tokens_for(config, batch, length, config.seed)
         cotangent = normal(config.seed + 1, batch, length, config.vocab_size).astype(dtype)
@@ -178,7 +180,7 @@ def test_backends_agree_on_logits_and_every_gradient(dtype):
         )
         assert_close(logits[1:], logits[:1], GRADIENT[dtype])
         assert gradients[0].keys() == gradients[1].keys() == parameter_specs(config).keys()
-        norms, whole_norm = gradient_norms(gradients[0])
+        norms, whole_norm = gradient_norms(*gradients)
         for name, gradient in gradients[0].items():
             relative = relative_difference(gradient, gradients[1][name])
             judged = GradientDifference(name, step, 0.0, relative, norms[name], whole_norm).judged(dtype)
@@ -250,6 +252,43 @@ def test_too_many_tokens(backend):
     model = room(backend, "transformer").GPTModel(HYPER)
     with pytest.raises(ValueError, match="inputs: expected at most seq_length=12 tokens, got 13"):
         run(backend, model, tokens_for(HYPER, length=13))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ends_belong_to_the_first_and_last_stage(backend):
+    GPTModel = room(backend, "transformer").GPTModel
+    config = replace(SMALL, pipeline_model_parallel_size=2)
+    with pytest.raises(ValueError, match=r"post_process: expected False on stage 0 of 2 \(only stage 1 has that end\)"):
+        GPTModel(config)
+    with pytest.raises(ValueError, match=r"pre_process: expected False on stage 1 of 2"):
+        GPTModel(config, pp_rank=1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ids_out_of_range_are_never_taken_for_others(backend):
+    model = room(backend, "transformer").GPTModel(SMALL)
+    tokens, targets = tokens_for(SMALL), tokens_for(SMALL)
+    for wrong in (-1, -100, SMALL.vocab_size):
+        for place in ("inputs", "targets"):
+            given = {"inputs": tokens.copy(), "targets": targets.copy()}
+            given[place][0, 0] = wrong
+            if backend == "torch":
+                with pytest.raises(IndexError):
+                    run(backend, model, given["inputs"], targets=given["targets"])
+            else:
+                assert np.isnan(run(backend, model, given["inputs"], targets=given["targets"]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shapes_that_would_broadcast_are_refused(backend):
+    """Without the tests' annotation checks, as a user calls it: hence unwrapped."""
+    ops, wrap = room(backend, "ops"), torch.from_numpy if backend == "torch" else jnp.asarray
+    targets, mask = wrap(np.zeros((2, 1), np.int32)), wrap(np.ones((1, 12, 12), bool))
+    with pytest.raises(ValueError, match=r"targets: expected shape \(2, 12\), got \(2, 1\)"):
+        inspect.unwrap(ops.cross_entropy)(wrap(normal(0, 2, 12, 5)), targets)
+    q, k, v = (wrap(x) for x in normal(0, 3, 2, 12, 1, 4))
+    with pytest.raises(ValueError, match=r"attention_mask: expected shape \(2, 12, 12\), got \(1, 12, 12\)"):
+        inspect.unwrap(ops.causal_attention)(q, k, v, mask)
 
 
 @pytest.mark.parametrize("tied", [True, False])

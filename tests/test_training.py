@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from parity.compare import Comparison, GradientDifference, StepPair, compare, relative_difference
+from parity.compare import Comparison, GradientDifference, StepPair, compare, gradient_norms, relative_difference
 from parity.tolerances import LOSS, PARAMETERS
 from plans.config import TrainConfig, TransformerConfig
 from plans.training import NonFiniteLossError, StepResult, check_finite, has_weight_decay, learning_rate
@@ -114,6 +114,10 @@ def test_a_loss_that_is_not_finite_names_its_step(backend):
     trainer.set_parameters(values)
     with pytest.raises(NonFiniteLossError, match=r"step 1: expected a finite loss .* got loss nan"):
         trainer.train_step(1)
+    for name, p in trainer.parameters().items():
+        np.testing.assert_array_equal(p, values[name], err_msg="a refused step changed parameters")
+    with pytest.raises(NonFiniteLossError, match=r"validation after step 0: expected a finite loss, got nan"):
+        trainer.validation_loss()
 
 
 def test_infinite_gradient_is_refused_too():
@@ -129,7 +133,28 @@ def test_parameters_are_set_whole_or_not_at_all(backend):
     with pytest.raises(ValueError, match=rf"values: expected .* differs in \['{name}'\]"):
         trainer.set_parameters({k: v for k, v in values.items() if k != name})
     with pytest.raises(ValueError, match=rf"values\['{name}'\]: expected shape .* got \(3,\)"):
-        trainer.set_parameters({**values, name: np.zeros(3)})
+        trainer.set_parameters({**{k: v + 1 for k, v in values.items()}, name: np.zeros(3)})
+    for k, p in trainer.parameters().items():
+        np.testing.assert_array_equal(p, values[k])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model_in_stages_is_not_trained_in_part(backend):
+    config = replace(CONFIG, pipeline_model_parallel_size=2)
+    with pytest.raises(NotImplementedError, match="pipeline_model_parallel_size: expected 1, got 2"):
+        room(backend, "train").Trainer(config, TRAIN, tiny_corpus())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_count_to_32_bits(backend):
+    import jax
+
+    config = replace(CONFIG, params_dtype="float32")
+    with jax.enable_x64(False):
+        trainer = room(backend, "train").Trainer(config, TRAIN, tiny_corpus())
+        batch = tiny_corpus().batch(0, 2, 12)
+        losses = {trainer.loss_and_gradients(batch, step)[0] for step in (2**32 - 1, 2**31, 0)}
+    assert len(losses) == 3
 
 
 def test_float64_needs_jax_in_64_bits():
@@ -178,6 +203,7 @@ def synthetic(exact: float, relative: float, norm: float, loss: float = 0.0) -> 
         ((1e-14, 1e-4, 1.0), ["in float32"]),
         ((1e-14, 1e-4, 1e-4), []),  # below the floor: measured against 1% of the whole gradient
         ((1e-14, 1e-1, 1e-4), ["in float32"]),
+        ((1e-14, 1.0, 1.0), ["in float32"]),
         ((1e-11, 1e-6, 1e-4), ["in float64"]),  # no floor in float64
         ((float("inf"), float("inf"), 1.0), ["in float64", "in float32"]),
         ((float("nan"), 0.0, 1.0), ["in float64"]),
@@ -189,6 +215,14 @@ def test_verdict(arguments, failing):
     found = synthetic(*arguments)
     assert len(found) == len(failing)
     assert all(part in line for part, line in zip(failing, found, strict=True))
+
+
+def test_a_gradient_lost_in_either_backend_is_not_small():
+    there, lost = {"w": np.ones(4), "v": np.ones(9)}, {"w": np.zeros(4), "v": np.ones(9)}
+    for sides in ((there, lost), (lost, there)):
+        norms, whole = gradient_norms(*sides)
+        assert norms["w"] == 2.0
+        assert whole == pytest.approx(13**0.5)
 
 
 def test_relative_difference():
