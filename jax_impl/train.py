@@ -7,6 +7,8 @@ the same for both backends; here it is carried out in JAX, one compiled program 
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,9 @@ import optax
 from flax import nnx
 from jax import Array
 
+from jax_impl.saving import export_arrays, export_parameters, import_arrays, import_parameters
 from jax_impl.transformer import GPTModel
+from plans.checkpoint import Checkpoint, check_settings, read_checkpoint, run_settings, write_checkpoint
 from plans.config import TrainConfig, TransformerConfig
 from plans.data import Batch, Corpus
 from plans.training import (
@@ -86,7 +90,7 @@ class Trainer:
     def loss_and_gradients(self, batch: Batch, step: int = 0) -> tuple[float, dict[str, np.ndarray]]:
         """Loss of a batch and its gradient for every parameter, by canonical name; nothing is updated."""
         loss, gradients = self._value_and_grad(self._params, batch, np.uint32(step))
-        return loss.item(), _by_name(gradients)
+        return loss.item(), export_parameters(gradients)
 
     def validation_loss(self) -> float:
         """Mean loss over ``eval_iters`` batches of the validation split, without dropout.
@@ -104,7 +108,7 @@ class Trainer:
 
     def parameters(self) -> dict[str, np.ndarray]:
         """A copy of every parameter, by canonical name."""
-        return _by_name(self._params)
+        return export_parameters(self._params)
 
     def set_parameters(self, values: Mapping[str, np.ndarray]) -> None:
         """Overwrite every parameter; the optimizer's state stays.
@@ -112,17 +116,42 @@ class Trainer:
         Raises:
             ValueError: names or shapes are not exactly the model's.
         """
-        parameters = _by_name(self._params)
-        if values.keys() != parameters.keys():
-            raise ValueError(f"values: expected {sorted(parameters)}, differs in {sorted(values.keys() ^ parameters)}")
-        for name, parameter in parameters.items():
-            if values[name].shape != parameter.shape:
-                raise ValueError(f"values[{name!r}]: expected shape {parameter.shape}, got {values[name].shape}")
+        self._params = import_parameters(self._params, values)
 
-        def replace(path: tuple, leaf: Array) -> Array:
-            return jnp.asarray(values[_canonical_name(path)], leaf.dtype)
+    def save(self, folder: Path, keep: int = 2) -> Path:
+        """Write a checkpoint of the run as it is between two steps; all but the newest ``keep`` are removed.
 
-        self._params = jax.tree_util.tree_map_with_path(replace, self._params)
+        Returns:
+            Its path.
+
+        Raises:
+            CheckpointError: see plans.checkpoint.write_checkpoint.
+        """
+        arrays = export_arrays(self._params, self._optimizer_state)
+        return write_checkpoint(folder, Checkpoint(self.steps_taken, arrays, self._settings()), keep)
+
+    def resume(self, path: Path) -> int:
+        """Go on from a checkpoint of either backend.
+
+        Args:
+            path: a checkpoint file, or a folder whose newest is taken.
+
+        Returns:
+            The next step.
+
+        Raises:
+            CheckpointError: it is damaged, or of a run with other settings, which are named.
+        """
+        checkpoint = read_checkpoint(path)
+        check_settings(checkpoint, self._settings())
+        self._params, self._optimizer_state = import_arrays(
+            self._params, self._optimizer_state, checkpoint.arrays, checkpoint.step
+        )
+        self.steps_taken = checkpoint.step
+        return checkpoint.step
+
+    def _settings(self) -> dict[str, Any]:
+        return run_settings(self.config, self.train_config, self.corpus)
 
     def _loss(self, params: nnx.State, batch: Batch, step: int | Array = 0, training: bool = True) -> Array:
         model = nnx.merge(self._graph, params)
@@ -156,14 +185,3 @@ def train(config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) 
     trainer = Trainer(config, train_config, corpus)
     for step in range(train_config.train_iters):
         yield trainer.train_step(step)
-
-
-def _canonical_name(path: tuple) -> str:
-    """The canonical name of a leaf: the keys of its path that name modules or parameters."""
-    return ".".join(str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey))
-
-
-def _by_name(tree: nnx.State) -> dict[str, np.ndarray]:
-    """Copies of a state's leaves by canonical name."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {_canonical_name(path): np.array(leaf) for path, leaf in leaves}

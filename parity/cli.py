@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
+from parity.driver import SavePlan, run_training
 from plans.config import DataConfig, TrainConfig, TransformerConfig
 from plans.data import load_corpus
 from plans.training import NonFiniteLossError
@@ -86,6 +87,23 @@ class Train(_Run):
 
     backend: Literal["torch", "jax"] = "torch"
     """Which implementation trains."""
+    save: Path | None = None
+    """Folder for checkpoints and metrics.jsonl; None: nothing is written."""
+    save_interval: int = 0
+    """Steps between checkpoints; 0: only at the end, or when stopped."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the save folder, whichever backend wrote it."""
+    exit_step: int | None = None
+    """Stop after so many steps of the whole run, to go on later with resume."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.save_interval < 0:
+            raise ValueError(f"save_interval: expected at least 0, got {self.save_interval}")
+        if self.exit_step is not None and self.exit_step < 1:
+            raise ValueError(f"exit_step: expected at least 1, got {self.exit_step}")
+        if self.save is None and (self.resume or self.save_interval):
+            raise ValueError("save: expected a folder with resume or save_interval, got none; give --save FOLDER")
 
 
 Command = tyro.conf.OmitSubcommandPrefixes[
@@ -179,7 +197,7 @@ def _compare(command: Compare, console: Console) -> int:
     from parity import compare, report
 
     corpus = load_corpus(command.data)
-    _check_output(command.output_dir)
+    _check_output(command.output_dir, ("report.json", "compare.png"))
     _print_setting(command, corpus, console)
     seen = report.environment()
     console.print(
@@ -204,29 +222,28 @@ def _compare(command: Compare, console: Console) -> int:
 
 def _train(command: Train, console: Console) -> int:
     module = _load_backend(command, command.backend)
-    from parity.progress import training_progress
-
     corpus = load_corpus(command.data)
+    if command.save is not None:
+        _check_output(command.save, ())
     _print_setting(command, corpus, console)
     trainer = module.Trainer(command.model, command.train, corpus)
-    steps = map(trainer.train_step, range(command.train.train_iters))
-    training_progress(console, steps, command.train.train_iters, command.log_interval)
-    console.print(f"validation loss: {trainer.validation_loss():.6f} nats per token")
+    plan = SavePlan(command.save, command.save_interval, command.exit_step)
+    run_training(trainer, plan, console, command.log_interval, command.resume)
     return 0
 
 
-def _check_output(folder: Path) -> None:
-    """Make the output folder before any time is spent."""
+def _check_output(folder: Path, names: tuple[str, ...]) -> None:
+    """Make the output folder, and see that the files named can be written, before any time is spent."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()
-        for name in ("report.json", "compare.png"):
+        for name in names:
             if (folder / name).is_dir():
                 raise IsADirectoryError(f"a folder named {folder / name}")
     except OSError as error:
-        raise ValueError(f"output_dir: expected a folder to write to, got {error}") from None
+        raise ValueError(f"{folder}: expected a folder to write to, got {error}") from None
 
 
 def _print_setting(run: _Run, corpus, console: Console) -> None:

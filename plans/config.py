@@ -157,6 +157,8 @@ class TrainConfig:
     """Decoupled weight decay of matrices; vectors and scalars have none."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+    eval_interval: int = 0
+    """Steps between validation losses; 0: only at the end."""
     eval_iters: int = 16
     """Batches a validation loss is averaged over."""
 
@@ -335,6 +337,7 @@ RULES: dict[type, tuple[Rule, ...]] = {
         _number("adam_eps", "(0, inf)"),
         _number("weight_decay", "[0, inf)"),
         _number("clip_grad", "[0, inf)"),
+        _count("eval_interval", least=0),
         _count("eval_iters"),
         Rule(
             "min_lr below lr",

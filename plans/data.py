@@ -8,6 +8,7 @@ of plans/philox.py.
 import hashlib
 import sysconfig
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ class Corpus:
     validation: np.ndarray
     seed: int
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of training and validation bytes, first 16 hexadecimal digits."""
         return hashlib.sha256(self.training.tobytes() + self.validation.tobytes()).hexdigest()[:16]

@@ -7,7 +7,7 @@ stage initialises exactly the values the undivided model would.
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -108,6 +108,19 @@ def parameter_specs(
 ) -> dict[str, ParameterSpec]:
     """Every parameter of a stage (by default of the whole model), by canonical name, in model order."""
     return dict(_walk(config, pre_process, post_process, vp_stage, pp_rank))
+
+
+def check_values(values: Mapping[str, np.ndarray], specs: Mapping[str, ParameterSpec]) -> None:
+    """Refuse values that are not exactly one for each parameter.
+
+    Raises:
+        ValueError: names or shapes differ.
+    """
+    if values.keys() != specs.keys():
+        raise ValueError(f"values: expected {sorted(specs)}, differs in {sorted(values.keys() ^ specs.keys())}")
+    for name, spec in specs.items():
+        if values[name].shape != spec.shape:
+            raise ValueError(f"values[{name!r}]: expected shape {spec.shape}, got {values[name].shape}")
 
 
 def _walk(

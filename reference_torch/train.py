@@ -6,11 +6,14 @@ the same for both backends; here it is carried out in PyTorch.
 
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from plans.checkpoint import Checkpoint, check_settings, read_checkpoint, run_settings, write_checkpoint
 from plans.config import TrainConfig, TransformerConfig
 from plans.data import Batch, Corpus
 from plans.training import (
@@ -21,6 +24,7 @@ from plans.training import (
     has_weight_decay,
     learning_rate,
 )
+from reference_torch.saving import export_arrays, export_parameters, import_arrays, import_parameters
 from reference_torch.transformer import GPTModel
 
 
@@ -74,6 +78,7 @@ class Trainer:
         """
         start = time.perf_counter()
         train = self.train_config
+        self._optimizer.zero_grad(set_to_none=True)  # also of a step that was refused
         loss = self._loss(self.corpus.batch(step, train.global_batch_size, self.config.seq_length), step)
         loss.backward()
         norm = self._clip_gradients()
@@ -84,7 +89,6 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
         self.steps_taken = step + 1
         return result._replace(seconds=time.perf_counter() - start)
 
@@ -112,7 +116,7 @@ class Trainer:
 
     def parameters(self) -> dict[str, np.ndarray]:
         """A copy of every parameter, by canonical name."""
-        return {name: p.detach().cpu().numpy().copy() for name, p in self.model.named_parameters()}
+        return export_parameters(self.model)
 
     def set_parameters(self, values: Mapping[str, np.ndarray]) -> None:
         """Overwrite every parameter; the optimizer's state stays.
@@ -120,15 +124,40 @@ class Trainer:
         Raises:
             ValueError: names or shapes are not exactly the model's.
         """
-        parameters = dict(self.model.named_parameters())
-        if values.keys() != parameters.keys():
-            raise ValueError(f"values: expected {sorted(parameters)}, differs in {sorted(values.keys() ^ parameters)}")
-        for name, parameter in parameters.items():
-            if values[name].shape != tuple(parameter.shape):
-                raise ValueError(f"values[{name!r}]: expected shape {tuple(parameter.shape)}, got {values[name].shape}")
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(torch.as_tensor(values[name]))
+        import_parameters(self.model, values)
+
+    def save(self, folder: Path, keep: int = 2) -> Path:
+        """Write a checkpoint of the run as it is between two steps; all but the newest ``keep`` are removed.
+
+        Returns:
+            Its path.
+
+        Raises:
+            CheckpointError: see plans.checkpoint.write_checkpoint.
+        """
+        arrays = export_arrays(self.model, self._optimizer)
+        return write_checkpoint(folder, Checkpoint(self.steps_taken, arrays, self._settings()), keep)
+
+    def resume(self, path: Path) -> int:
+        """Go on from a checkpoint of either backend.
+
+        Args:
+            path: a checkpoint file, or a folder whose newest is taken.
+
+        Returns:
+            The next step.
+
+        Raises:
+            CheckpointError: it is damaged, or of a run with other settings, which are named.
+        """
+        checkpoint = read_checkpoint(path)
+        check_settings(checkpoint, self._settings())
+        import_arrays(self.model, self._optimizer, checkpoint.arrays, checkpoint.step)
+        self.steps_taken = checkpoint.step
+        return checkpoint.step
+
+    def _settings(self) -> dict[str, Any]:
+        return run_settings(self.config, self.train_config, self.corpus)
 
     def _loss(self, batch: Batch, step: int = 0, training: bool = True) -> Tensor:
         tokens = torch.from_numpy(batch.tokens).to(self.device)

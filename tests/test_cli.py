@@ -104,7 +104,12 @@ WRONG = {
     "too large, jax": ("train --backend jax --hidden-size 100000000000", "expected a run that fits this machine's"),
     "device as corpus": ("train --data-path /dev/null", "data_path: expected a file or folder"),
     "pattern too long": ("train --layer-pattern attention,attention,attention", "layer_pattern: expected at most"),
-    "result is a folder": ("compare --output-dir {blocked}", "output_dir: expected a folder to write to"),
+    "result is a folder": ("compare --output-dir {blocked}", "expected a folder to write to"),
+    "save folder": ("train --save {empty}/below", "expected a folder to write to"),
+    "resume without a folder": ("train --resume", "save: expected a folder with resume or save_interval"),
+    "resume from nothing": ("train --save {out} --resume", "checkpoint: expected step_*.safetensors in"),
+    "negative interval": ("train --save {out} --save-interval -1", "save_interval: expected at least 0, got -1"),
+    "exit before the start": ("train --exit-step 0", "exit_step: expected at least 1, got 0"),
     "corpus missing": ("train --data-path /nowhere/at/all", "data_path: expected an existing file or folder"),
     "corpus empty": ("train --data-path {empty}", "data_path: expected a corpus with text in it, got 0 bytes"),
     "corpus short": ("train --data-path {short}", "expected a training split of at least seq_length + 1 = 129 bytes"),
@@ -114,7 +119,7 @@ WRONG = {
         "a validation split of at least seq_length + 1 = 129",
     ),
     "vocabulary": ("compare --vocab-size 100", "vocab_size: expected more than the corpus's largest byte"),
-    "output": ("compare --output-dir {empty}/below", "output_dir: expected a folder to write to"),
+    "output": ("compare --output-dir {empty}/below", "expected a folder to write to"),
 }
 
 

@@ -83,6 +83,7 @@ BROKEN = {
     (TrainConfig, "adam_eps"): ({"adam_eps": 0.0}, r"adam_eps: .*\(0, inf\)"),
     (TrainConfig, "weight_decay"): ({"weight_decay": -0.1}, r"weight_decay: .*\[0, inf\)"),
     (TrainConfig, "clip_grad"): ({"clip_grad": float("inf")}, r"clip_grad: .*\[0, inf\), got inf"),
+    (TrainConfig, "eval_interval"): ({"eval_interval": -1}, r"eval_interval: .* >= 0, got -1"),
     (TrainConfig, "eval_iters"): ({"eval_iters": 0}, r"eval_iters: .* got 0"),
     (TrainConfig, "min_lr below lr"): ({"lr": 1e-5}, r"min_lr: expected at most lr=1e-05, got 0\.0001; lower min_lr"),
 }

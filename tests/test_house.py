@@ -22,11 +22,12 @@ ROOMS = {
     "ops": set(),
     "hyper_connections": {"ops", "recompute"},
     "transformer": {"ops", "hyper_connections", "recompute"},
-    "train": {"ops", "transformer"},
+    "saving": {"transformer"},
+    "train": {"ops", "transformer", "saving"},
 }
 """Rooms of a backend, and the rooms of the same backend each may import."""
 
-TWINS = ("ops", "hyper_connections", "transformer", "train")
+TWINS = ("ops", "hyper_connections", "transformer", "saving", "train")
 
 ALLOWED_DIFFERENCES = {
     "train.Trainer.__init__(device)": "JAX places arrays by its own default device",
@@ -55,10 +56,10 @@ def test_packages_import_downwards_only(package):
         assert ours <= MAY_IMPORT[package], f"{path} imports {ours - MAY_IMPORT[package]}"
 
 
-def test_plans_need_only_numpy_and_the_standard_library():
+def test_plans_need_only_numpy_safetensors_and_the_standard_library():
     for path in sorted((ROOT / "plans").rglob("*.py")):
         outside = {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names
-        assert outside <= {"numpy", "plans"}, f"{path} imports {outside}"
+        assert outside <= {"numpy", "safetensors", "plans"}, f"{path} imports {outside}"
 
 
 @pytest.mark.parametrize("package", ["reference_torch", "jax_impl"])

@@ -1,0 +1,95 @@
+"""Parameters and optimizer state as named numpy arrays, which is what a checkpoint holds.
+
+A parameter's canonical name is its name in the module tree, in both backends, so the map between a
+flax state and a PyTorch module is the identity on names; here it is only read and written. Files are
+the business of plans/checkpoint.py.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import Array
+
+from jax_impl.transformer import GPTModel
+from plans.checkpoint import FIRST_MOMENT, MODEL, SECOND_MOMENT, read_checkpoint, split_arrays
+from plans.config import TransformerConfig
+from plans.parameters import ParameterSpec, check_values
+
+
+def export_parameters(model: nnx.State) -> dict[str, np.ndarray]:
+    """A copy of every leaf of a state of parameters (or of gradients or moments), by canonical name."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(model)
+    return {_canonical_name(path): np.array(leaf) for path, leaf in leaves}
+
+
+def import_parameters(model: nnx.State, values: Mapping[str, np.ndarray]) -> nnx.State:
+    """A state of the same structure with other values.
+
+    Returns:
+        The new state.
+
+    Raises:
+        ValueError: names or shapes are not exactly the state's.
+    """
+    check_values(values, {name: ParameterSpec(value.shape) for name, value in export_parameters(model).items()})
+
+    def replace(path: tuple, leaf: Array) -> Array:
+        return jnp.asarray(values[_canonical_name(path)], leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(replace, model)
+
+
+def export_arrays(model: nnx.State, optimizer: Any) -> dict[str, np.ndarray]:
+    """Parameters and both moments of AdamW, by prefixed canonical name; moments are 0 before the first step."""
+    parts = {
+        MODEL: model,
+        FIRST_MOMENT: optax.tree_utils.tree_get(optimizer, "mu"),
+        SECOND_MOMENT: optax.tree_utils.tree_get(optimizer, "nu"),
+    }
+    return {prefix + name: value for prefix, part in parts.items() for name, value in export_parameters(part).items()}
+
+
+def import_arrays(
+    model: nnx.State, optimizer: Any, arrays: Mapping[str, np.ndarray], step: int
+) -> tuple[nnx.State, Any]:
+    """The inverse of export_arrays.
+
+    Args:
+        model, optimizer: give structure and types.
+        arrays: from export_arrays of either backend.
+        step: optimizer steps taken.
+
+    Returns:
+        New model and optimizer states.
+
+    Raises:
+        ValueError: names or shapes are not exactly the model's.
+    """
+    first, second = (import_parameters(model, split_arrays(arrays, prefix)) for prefix in (FIRST_MOMENT, SECOND_MOMENT))
+    optimizer = optax.tree_utils.tree_set(optimizer, mu=first, nu=second, count=jnp.asarray(step, jnp.int32))
+    return import_parameters(model, split_arrays(arrays, MODEL)), optimizer
+
+
+def load_model(path: Path) -> GPTModel:
+    """The model of a checkpoint, of either backend.
+
+    Args:
+        path: a checkpoint file, or a folder whose newest is taken.
+
+    Raises:
+        CheckpointError: see plans.checkpoint.read_checkpoint.
+    """
+    checkpoint = read_checkpoint(path)
+    graph, params = nnx.split(GPTModel(TransformerConfig(**checkpoint.settings["model"])), nnx.Param)
+    return nnx.merge(graph, import_parameters(params, split_arrays(checkpoint.arrays, MODEL)))
+
+
+def _canonical_name(path: tuple) -> str:
+    """The canonical name of a leaf: the keys of its path that name modules or parameters."""
+    return ".".join(str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey))

@@ -1,0 +1,161 @@
+"""The training loop around either backend's steps: saving, resuming, metrics, signals.
+
+Takes a trainer of whichever backend and imports neither, so ``diptych train --backend jax`` runs where
+PyTorch is not installed, and the other way round.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from parity.progress import training_progress
+from plans.config import TrainConfig
+from plans.training import StepResult
+
+METRICS = "metrics.jsonl"
+
+
+class Trainer(Protocol):
+    """What both backends' trainers can do, as far as the loop needs it."""
+
+    train_config: TrainConfig
+    steps_taken: int
+
+    def train_step(self, step: int) -> StepResult:
+        """One optimizer step."""
+        ...
+
+    def validation_loss(self) -> float:
+        """Mean loss of the validation split."""
+        ...
+
+    def save(self, folder: Path, keep: int = 2) -> Path:
+        """Write a checkpoint."""
+        ...
+
+    def resume(self, path: Path) -> int:
+        """Go on from a checkpoint."""
+        ...
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Where and when a run is saved, and where it stops."""
+
+    folder: Path | None
+    """None: nothing is written."""
+    interval: int
+    """Steps between checkpoints; 0: only at the end."""
+    exit_step: int | None
+    """Stop after so many steps of the whole run, as if it had been interrupted; None: at its end."""
+
+
+class Interruption:
+    """SIGINT and SIGTERM: the first asks the loop to stop after its step, the second ends the process at once."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def __enter__(self) -> "Interruption":
+        self._previous = {s: signal.signal(s, self._received) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            os._exit(128 + number)
+        self.signal = signal.Signals(number)
+
+
+def run_training(trainer: Trainer, plan: SavePlan, console: Console, log_interval: int, resume: bool) -> None:
+    """Train to the end, or to a signal, saving as planned.
+
+    Raises:
+        CheckpointError: a checkpoint cannot be read or written.
+        NonFiniteLossError: a step or validation was not finite; the last checkpoint stays.
+    """
+    if resume and plan.folder is not None:
+        console.print(f"resumed at step {trainer.resume(plan.folder)} from {plan.folder}")
+    end = trainer.train_config.train_iters
+    stop = min(end, plan.exit_step or end)
+    metrics = Metrics(plan.folder, trainer.steps_taken)
+    with Interruption() as interruption:
+        steps = _steps(trainer, stop, plan, metrics, interruption)
+        training_progress(console, steps, stop - trainer.steps_taken, log_interval)
+    if plan.folder is not None:
+        console.print(f"saved: {trainer.save(plan.folder)}")
+    if interruption.signal is not None:
+        console.print(f"stopped by {interruption.signal.name} after step {trainer.steps_taken - 1}")
+    elif trainer.steps_taken < end:
+        console.print(f"stopped after step {trainer.steps_taken - 1} of {end} as asked; go on with --resume")
+    else:
+        loss = trainer.validation_loss()
+        metrics.write({"step": trainer.steps_taken, "validation_loss": loss})
+        console.print(f"validation loss: {loss:.6f} nats per token")
+
+
+def _steps(
+    trainer: Trainer, stop: int, plan: SavePlan, metrics: "Metrics", interruption: Interruption
+) -> Iterator[StepResult]:
+    evaluate = trainer.train_config.eval_interval
+    for step in range(trainer.steps_taken, stop):
+        result = trainer.train_step(step)
+        metrics.write(result._asdict())
+        taken = trainer.steps_taken
+        if evaluate and taken % evaluate == 0 and taken < trainer.train_config.train_iters:
+            metrics.write({"step": taken, "validation_loss": trainer.validation_loss()})
+        if plan.folder is not None and plan.interval and taken % plan.interval == 0 and taken < stop:
+            trainer.save(plan.folder)
+        yield result
+        if interruption.signal is not None:
+            return
+
+
+class Metrics:
+    """One JSON object a line: each step's result, and validation losses after so many steps.
+
+    Args:
+        folder: where metrics.jsonl lies; None: nothing is written.
+        first_step: lines of this step and later ones are dropped: a resumed run writes them again.
+    """
+
+    def __init__(self, folder: Path | None, first_step: int) -> None:
+        self.path = None if folder is None else folder / METRICS
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            kept = [line for line in read_metrics(self.path) if _belongs_before(line, first_step)]
+            partial = self.path.with_suffix(".partial")
+            partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            os.replace(partial, self.path)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append one line."""
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; a last line cut short by a killed process is left out."""
+    lines = []
+    for text in path.read_text().splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def _belongs_before(line: dict[str, Any], first_step: int) -> bool:
+    """Steps before the first; validation losses up to it."""
+    return line["step"] < first_step or ("validation_loss" in line and line["step"] == first_step)

@@ -1,0 +1,103 @@
+"""Parameters and optimizer state as named numpy arrays, which is what a checkpoint holds.
+
+A parameter's canonical name is its name in the module tree, in both backends, so the map between a
+PyTorch module and a flax state is the identity on names; here it is only read and written. Files are
+the business of plans/checkpoint.py.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from plans.checkpoint import FIRST_MOMENT, MODEL, SECOND_MOMENT, read_checkpoint, split_arrays
+from plans.config import TransformerConfig
+from plans.parameters import ParameterSpec, check_values
+from reference_torch.transformer import GPTModel
+
+
+def export_parameters(model: nn.Module) -> dict[str, np.ndarray]:
+    """A copy of every parameter, by canonical name."""
+    return {name: _array(parameter) for name, parameter in model.named_parameters()}
+
+
+def import_parameters(model: nn.Module, values: Mapping[str, np.ndarray]) -> nn.Module:
+    """Overwrite every parameter, in place.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: names or shapes are not exactly the model's; nothing is changed.
+    """
+    check_values(values, _specs(model))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(values[name]))
+    return model
+
+
+def export_arrays(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
+    """Parameters and both moments of AdamW, by prefixed canonical name; moments are 0 before the first step."""
+    arrays = {}
+    for name, parameter in model.named_parameters():
+        state = optimizer.state.get(parameter, {})
+        arrays[MODEL + name] = _array(parameter)
+        arrays[FIRST_MOMENT + name] = _array(state.get("exp_avg", torch.zeros_like(parameter)))
+        arrays[SECOND_MOMENT + name] = _array(state.get("exp_avg_sq", torch.zeros_like(parameter)))
+    return arrays
+
+
+def import_arrays(
+    model: nn.Module, optimizer: torch.optim.Optimizer, arrays: Mapping[str, np.ndarray], step: int
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The inverse of export_arrays, in place.
+
+    Args:
+        model, optimizer: what to overwrite.
+        arrays: from export_arrays of either backend.
+        step: optimizer steps taken.
+
+    Returns:
+        model, optimizer.
+
+    Raises:
+        ValueError: names or shapes are not exactly the model's; nothing is changed.
+    """
+    specs = _specs(model)
+    first, second = (split_arrays(arrays, prefix) for prefix in (FIRST_MOMENT, SECOND_MOMENT))
+    check_values(first, specs)
+    check_values(second, specs)
+    import_parameters(model, split_arrays(arrays, MODEL))
+    for name, parameter in model.named_parameters():
+        optimizer.state[parameter] = {
+            "step": torch.tensor(float(step), device=parameter.device),
+            "exp_avg": torch.from_numpy(first[name]).to(parameter),
+            "exp_avg_sq": torch.from_numpy(second[name]).to(parameter),
+        }
+    return model, optimizer
+
+
+def load_model(path: Path) -> GPTModel:
+    """The model of a checkpoint, of either backend.
+
+    Args:
+        path: a checkpoint file, or a folder whose newest is taken.
+
+    Raises:
+        CheckpointError: see plans.checkpoint.read_checkpoint.
+    """
+    checkpoint = read_checkpoint(path)
+    model = GPTModel(TransformerConfig(**checkpoint.settings["model"]))
+    import_parameters(model, split_arrays(checkpoint.arrays, MODEL))
+    return model
+
+
+def _specs(model: nn.Module) -> dict[str, ParameterSpec]:
+    return {name: ParameterSpec(tuple(parameter.shape)) for name, parameter in model.named_parameters()}
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().cpu().numpy().copy()
