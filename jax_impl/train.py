@@ -153,15 +153,38 @@ class Trainer:
     def _settings(self) -> dict[str, Any]:
         return run_settings(self.config, self.train_config, self.corpus)
 
-    def _loss(self, params: nnx.State, batch: Batch, step: int | Array = 0, training: bool = True) -> Array:
+    def _accumulate_gradients(self, params: nnx.State, batch: Batch, step: Array) -> tuple[Array, nnx.State]:
+        """Mean loss of the step and its gradients, added up over microbatches."""
+        size, total = self.train_config.microbatch, self.train_config.global_batch_size
+        if size == total:
+            return jax.value_and_grad(self._loss)(params, batch, step)
+
+        def add_microbatch(sums: tuple, microbatch: tuple) -> tuple[tuple, None]:
+            first, part = microbatch
+            shares = jax.value_and_grad(self._loss)(params, part, step, first=first)
+            return jax.tree.map(lambda total_, share: total_ + share * (size / total), sums, shares), None
+
+        zero = jnp.zeros((), self.config.params_dtype), jax.tree.map(jnp.zeros_like, params)
+        parts = jax.tree.map(lambda x: x.reshape(total // size, size, -1), batch)
+        return jax.lax.scan(add_microbatch, zero, (jnp.arange(0, total, size), parts))[0]
+
+    def _loss(
+        self,
+        params: nnx.State,
+        batch: Batch,
+        step: int | Array = 0,
+        training: bool = True,
+        first: int | Array = 0,
+    ) -> Array:
         model = nnx.merge(self._graph, params)
         tokens, targets = jnp.asarray(batch.tokens), jnp.asarray(batch.targets)
-        return model(tokens, targets, step=step, training=training)
+        samples = first + jnp.arange(len(tokens))
+        return model(tokens, targets, step=step, samples=samples, training=training)
 
     def _update_step(
         self, params: nnx.State, optimizer_state: optax.OptState, batch: Batch, step: Array, rate: Array
     ) -> tuple[nnx.State, optax.OptState, Array, Array]:
-        loss, gradients = jax.value_and_grad(self._loss)(params, batch, step)
+        loss, gradients = self._accumulate_gradients(params, batch, step)
         norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradients)))
         if self.train_config.clip_grad > 0.0:
             scale = jnp.minimum(1.0, self.train_config.clip_grad / (norm + CLIP_EPSILON))
@@ -171,6 +194,25 @@ class Trainer:
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)  # a broken step changes nothing
         keep = partial(jax.tree.map, partial(jnp.where, finite))
         return keep(new_params, params), keep(new_state, optimizer_state), loss, norm
+
+
+def next_logits(model: GPTModel, tokens: np.ndarray) -> np.ndarray:
+    """Logits of the token after a text, without dropout.
+
+    Args:
+        tokens: at least one; the last seq_length of them are read. [T] integer
+
+    Returns:
+        [V]
+    """
+    window = tokens[-model.config.seq_length :].astype(np.int32)
+    padded = np.pad(window, (0, model.config.seq_length - len(window)))  # causal: what follows is not seen
+    return np.asarray(_logits(model, jnp.asarray(padded[None]))[0, len(window) - 1])
+
+
+@nnx.jit
+def _logits(model: GPTModel, tokens: Array) -> Array:
+    return model(tokens, training=False)
 
 
 def train(config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) -> Iterator[StepResult]:

@@ -11,17 +11,20 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import tyro
 from rich.console import Console
 
 from parity.driver import SavePlan, run_training
+from plans.checkpoint import MODEL, read_checkpoint, split_arrays
 from plans.config import DataConfig, TrainConfig, TransformerConfig
 from plans.data import load_corpus
+from plans.sampling import next_token
 from plans.training import NonFiniteLossError
 
 USER_ERROR = 2
@@ -106,8 +109,58 @@ class Train(_Run):
             raise ValueError("save: expected a folder with resume or save_interval, got none; give --save FOLDER")
 
 
+@dataclass(frozen=True)
+class Sample:
+    """Continue a text with a trained model, in either backend, whichever trained it."""
+
+    checkpoint: tyro.conf.Positional[Path]
+    """A checkpoint, or a run's folder, whose newest is taken."""
+    backend: Literal["torch", "jax"] = "torch"
+    """Which implementation computes."""
+    prompt: str = "def "
+    """What the text begins with."""
+    length: int = 200
+    """Tokens (bytes) to add."""
+    temperature: float = 0.8
+    """0 takes the likeliest token each time."""
+    seed: int = 0
+    """The same seed draws the same text."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("prompt: expected at least one character, got none")
+        if self.length < 1:
+            raise ValueError(f"length: expected at least 1, got {self.length}")
+        if not self.temperature >= 0.0:
+            raise ValueError(f"temperature: expected at least 0, got {self.temperature}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed: expected 0 <= seed < 2**32, got {self.seed}")
+
+
+@dataclass(frozen=True)
+class Info:
+    """Verify a checkpoint and say what is in it."""
+
+    checkpoint: tyro.conf.Positional[Path]
+    """A checkpoint, or a run's folder, whose newest is taken."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Draw loss, gradient norm and learning rate of runs."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders given to train --save."""
+    output: Path = Path("runs/curves.png")
+    """Picture to write."""
+
+
 Command = tyro.conf.OmitSubcommandPrefixes[
-    Annotated[Compare, tyro.conf.subcommand("compare")] | Annotated[Train, tyro.conf.subcommand("train")]
+    Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Sample, tyro.conf.subcommand("sample")]
+    | Annotated[Info, tyro.conf.subcommand("info")]
+    | Annotated[Curves, tyro.conf.subcommand("curves")]
 ]
 
 
@@ -121,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     try:
         command = _parse(sys.argv[1:] if arguments is None else list(arguments))
-        return _compare(command, console) if isinstance(command, Compare) else _train(command, console)
+        return _ACTIONS[type(command)](command, console)
     except (ValueError, ModuleNotFoundError) as error:
         print(f"diptych: {error}", file=sys.stderr)
         return USER_ERROR
@@ -139,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _parse(arguments: list[str]) -> Compare | Train:
+def _parse(arguments: list[str]) -> Compare | Train | Sample | Info | Curves:
     """Read the command line.
 
     Raises:
@@ -168,8 +221,8 @@ def _first_message(box: str) -> str:
     return f"{message} (diptych --help lists what there is)"
 
 
-def _load_backend(run: _Run, backend: str):
-    """The train module of a backend, with threads and types set as the run asks.
+def _load_backend(backend: str, params_dtype: str, num_threads: int = 1):
+    """The train module of a backend, with threads and types set as asked.
 
     Raises:
         ModuleNotFoundError: the backend's framework is not installed.
@@ -183,8 +236,8 @@ def _load_backend(run: _Run, backend: str):
     if backend == "torch":
         import torch
 
-        torch.set_num_threads(run.num_threads)
-    elif run.model.params_dtype == "float64":
+        torch.set_num_threads(num_threads)
+    elif params_dtype == "float64":
         import jax
 
         jax.config.update("jax_enable_x64", True)
@@ -193,7 +246,7 @@ def _load_backend(run: _Run, backend: str):
 
 def _compare(command: Compare, console: Console) -> int:
     for backend in PACKAGES:
-        _load_backend(command, backend)
+        _load_backend(backend, command.model.params_dtype, command.num_threads)
     from parity import compare, report
 
     corpus = load_corpus(command.data)
@@ -221,15 +274,58 @@ def _compare(command: Compare, console: Console) -> int:
 
 
 def _train(command: Train, console: Console) -> int:
-    module = _load_backend(command, command.backend)
+    module = _load_backend(command.backend, command.model.params_dtype, command.num_threads)
     corpus = load_corpus(command.data)
     if command.save is not None:
         _check_output(command.save, ())
     _print_setting(command, corpus, console)
     trainer = module.Trainer(command.model, command.train, corpus)
     plan = SavePlan(command.save, command.save_interval, command.exit_step)
-    run_training(trainer, plan, console, command.log_interval, command.resume)
+    run_training(trainer, plan, console, command.log_interval, command.resume, command.backend)
     return 0
+
+
+def _sample(command: Sample, console: Console) -> int:
+    config = read_checkpoint(command.checkpoint).settings["model"]
+    module = _load_backend(command.backend, config["params_dtype"])
+    saving = importlib.import_module(f"{PACKAGES[command.backend]}.saving")
+    model = saving.load_model(command.checkpoint)
+    tokens = list(command.prompt.encode())
+    for index in range(command.length):
+        logits = module.next_logits(model, np.array(tokens))
+        tokens.append(next_token(logits, command.temperature, command.seed, index))
+    sys.stdout.write(bytes(tokens).decode(errors="replace") + "\n")
+    return 0
+
+
+def _info(command: Info, console: Console) -> int:
+    checkpoint = read_checkpoint(command.checkpoint)
+    parameters = split_arrays(checkpoint.arrays, MODEL)
+    count = sum(array.size for array in parameters.values())
+    console.print(f"step {checkpoint.step}; {count:,} parameters in {len(parameters)} arrays; checksum right")
+    for part, settings in checkpoint.settings.items():
+        console.print(f"{part}: " + ", ".join(f"{field} {value}" for field, value in settings.items()), soft_wrap=True)
+    return 0
+
+
+def _curves(command: Curves, console: Console) -> int:
+    from parity.curves import write_curves
+
+    if not command.runs:
+        raise ValueError("runs: expected at least one folder given to train --save, got none")
+    command.output.parent.mkdir(parents=True, exist_ok=True)
+    write_curves(command.runs, command.output)
+    console.print(f"written: {command.output}")
+    return 0
+
+
+_ACTIONS: dict[type, Callable[[Any, Console], int]] = {
+    Compare: _compare,
+    Train: _train,
+    Sample: _sample,
+    Info: _info,
+    Curves: _curves,
+}
 
 
 def _check_output(folder: Path, names: tuple[str, ...]) -> None:

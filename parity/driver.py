@@ -77,7 +77,9 @@ class Interruption:
         self.signal = signal.Signals(number)
 
 
-def run_training(trainer: Trainer, plan: SavePlan, console: Console, log_interval: int, resume: bool) -> None:
+def run_training(
+    trainer: Trainer, plan: SavePlan, console: Console, log_interval: int, resume: bool, backend: str
+) -> None:
     """Train to the end, or to a signal, saving as planned.
 
     Raises:
@@ -88,7 +90,7 @@ def run_training(trainer: Trainer, plan: SavePlan, console: Console, log_interva
         console.print(f"resumed at step {trainer.resume(plan.folder)} from {plan.folder}")
     end = trainer.train_config.train_iters
     stop = min(end, plan.exit_step or end)
-    metrics = Metrics(plan.folder, trainer.steps_taken)
+    metrics = Metrics(plan.folder, trainer.steps_taken, backend)
     with Interruption() as interruption:
         steps = _steps(trainer, stop, plan, metrics, interruption)
         training_progress(console, steps, stop - trainer.steps_taken, log_interval)
@@ -127,9 +129,11 @@ class Metrics:
     Args:
         folder: where metrics.jsonl lies; None: nothing is written.
         first_step: lines of this step and later ones are dropped: a resumed run writes them again.
+        backend: which one trains; stands in every line.
     """
 
-    def __init__(self, folder: Path | None, first_step: int) -> None:
+    def __init__(self, folder: Path | None, first_step: int, backend: str) -> None:
+        self.backend = backend
         self.path = None if folder is None else folder / METRICS
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +146,7 @@ class Metrics:
         """Append one line."""
         if self.path is not None:
             with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps({"backend": self.backend, **line}) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -141,6 +141,8 @@ class TrainConfig:
     """Optimizer steps."""
     global_batch_size: int = 8
     """Sequences per step."""
+    micro_batch_size: int | None = None
+    """Sequences computed at a time, gradients added up over the step; None: all of them."""
     lr: float = 1e-3
     """Peak learning rate."""
     min_lr: float = 1e-4
@@ -164,6 +166,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         validate(self)
+
+    @property
+    def microbatch(self) -> int:
+        """Sequences computed at a time."""
+        return self.micro_batch_size or self.global_batch_size
 
 
 class Rule(NamedTuple):
@@ -329,6 +336,15 @@ RULES: dict[type, tuple[Rule, ...]] = {
             lambda c: f"train_iters: expected an integer < 2**32 (steps count dropout masks), got {c.train_iters}",
         ),
         _count("global_batch_size"),
+        _count("micro_batch_size"),
+        Rule(
+            "microbatches divide the batch",
+            lambda c: c.global_batch_size % c.microbatch == 0,
+            lambda c: (
+                f"micro_batch_size: expected a divisor of global_batch_size={c.global_batch_size}, "
+                f"got {c.micro_batch_size}"
+            ),
+        ),
         _number("lr", "(0, inf)"),
         _number("min_lr", "[0, inf)"),
         _count("lr_warmup_iters", least=0),

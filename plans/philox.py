@@ -16,6 +16,9 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 
+SAMPLE_SITE = 0xFFFFFFFE
+"""Second key word of sampled text."""
+
 DATA_SITE = 0xFFFFFFFF
 """Second key word of the data order; dropout sites count up from 0 and never reach it."""
 

@@ -79,8 +79,7 @@ class Trainer:
         start = time.perf_counter()
         train = self.train_config
         self._optimizer.zero_grad(set_to_none=True)  # also of a step that was refused
-        loss = self._loss(self.corpus.batch(step, train.global_batch_size, self.config.seq_length), step)
-        loss.backward()
+        loss = self._accumulate_gradients(step)
         norm = self._clip_gradients()
         rate = learning_rate(train, step)
         tokens = train.global_batch_size * self.config.seq_length
@@ -159,10 +158,22 @@ class Trainer:
     def _settings(self) -> dict[str, Any]:
         return run_settings(self.config, self.train_config, self.corpus)
 
-    def _loss(self, batch: Batch, step: int = 0, training: bool = True) -> Tensor:
+    def _accumulate_gradients(self, step: int) -> Tensor:
+        """Add up the gradients of the step's mean loss over its microbatches; returns that loss."""
+        size, total = self.train_config.microbatch, self.train_config.global_batch_size
+        loss = torch.zeros((), device=self.device, dtype=getattr(torch, self.config.params_dtype))
+        for first in range(0, total, size):
+            batch = self.corpus.batch(step, size, self.config.seq_length, first)
+            share = self._loss(batch, step, first=first) * (size / total)
+            share.backward()
+            loss += share.detach()
+        return loss
+
+    def _loss(self, batch: Batch, step: int = 0, training: bool = True, first: int = 0) -> Tensor:
         tokens = torch.from_numpy(batch.tokens).to(self.device)
         targets = torch.from_numpy(batch.targets).to(self.device)
-        return self.model(tokens, targets, step=step, training=training)
+        samples = torch.arange(first, first + len(tokens), device=self.device)
+        return self.model(tokens, targets, step=step, samples=samples, training=training)
 
     def _clip_gradients(self) -> Tensor:
         """Scale the gradients in place by plans.training's formula; returns their norm before."""
@@ -171,6 +182,20 @@ class Trainer:
         if self.train_config.clip_grad > 0.0:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.train_config.clip_grad, norm)
         return norm
+
+
+def next_logits(model: GPTModel, tokens: np.ndarray) -> np.ndarray:
+    """Logits of the token after a text, without dropout.
+
+    Args:
+        tokens: at least one; the last seq_length of them are read. [T] integer
+
+    Returns:
+        [V]
+    """
+    window = torch.from_numpy(tokens[-model.config.seq_length :].astype(np.int64))
+    with torch.no_grad():
+        return model(window[None].to(next(model.parameters()).device), training=False)[0, -1].cpu().numpy()
 
 
 def train(config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) -> Iterator[StepResult]:

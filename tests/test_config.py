@@ -75,6 +75,11 @@ BROKEN = {
     (DataConfig, "data_seed fits 32 bits"): ({"data_seed": 2**32}, r"data_seed: expected an integer < 2\*\*32"),
     (TrainConfig, "train_iters"): ({"train_iters": 0}, r"train_iters: .* got 0"),
     (TrainConfig, "global_batch_size"): ({"global_batch_size": 0}, r"global_batch_size: .* got 0"),
+    (TrainConfig, "micro_batch_size"): ({"micro_batch_size": 0}, r"micro_batch_size: .* >= 1, got 0"),
+    (TrainConfig, "microbatches divide the batch"): (
+        {"micro_batch_size": 3},
+        r"micro_batch_size: expected a divisor of global_batch_size=8, got 3",
+    ),
     (TrainConfig, "lr"): ({"lr": 0.0}, r"lr: expected a number in \(0, inf\), got 0\.0"),
     (TrainConfig, "min_lr"): ({"min_lr": -1e-9}, r"min_lr: .*\[0, inf\), got -1e-09"),
     (TrainConfig, "lr_warmup_iters"): ({"lr_warmup_iters": -1}, r"lr_warmup_iters: .* >= 0, got -1"),

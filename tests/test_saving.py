@@ -31,6 +31,7 @@ from plans.checkpoint import (
 )
 from plans.config import TrainConfig, TransformerConfig
 from plans.parameters import parameter_specs
+from plans.sampling import next_token
 from tests.backends import BACKENDS, room, tiny_corpus, trainers
 
 CONFIG = TransformerConfig(
@@ -228,15 +229,15 @@ def test_stale_partial_files_are_removed(saved):
 
 
 def test_metrics_of_a_resumed_run_are_one_curve(tmp_path):
-    metrics = Metrics(tmp_path, 0)
+    metrics = Metrics(tmp_path, 0, "torch")
     for step in range(5):
         metrics.write({"step": step, "loss": float(step)})
     metrics.write({"step": 3, "validation_loss": 1.0})
     with (tmp_path / METRICS).open("a") as file:
         file.write('{"step": 5, "lo')  # cut short by a kill
-    Metrics(tmp_path, 3).write({"step": 3, "loss": 30.0})
+    Metrics(tmp_path, 3, "jax").write({"step": 3, "loss": 30.0})
     assert [line["step"] for line in read_metrics(tmp_path / METRICS)] == [0, 1, 2, 3, 3]
-    assert read_metrics(tmp_path / METRICS)[-1]["loss"] == 30.0
+    assert read_metrics(tmp_path / METRICS)[-1] == {"backend": "jax", "step": 3, "loss": 30.0}
 
 
 SMALL = (
@@ -275,6 +276,46 @@ def test_a_run_crosses_the_backends_from_the_command_line(corpus, tmp_path, caps
         key = "loss" if "loss" in ours else "validation_loss"
         assert ours[key] == pytest.approx(theirs[key], rel=1e-9)
     assert [line["step"] for line in curves[0] if "validation_loss" in line] == [10, 20, 30, 40]
+
+
+def test_either_backend_samples_the_same_text_from_either_run(corpus, tmp_path, capsys):
+    run, texts = tmp_path / "run", []
+    assert diptych(f"train {SMALL} --backend jax --data-path {corpus} --save {run}") == 0
+    capsys.readouterr()
+    for backend in BACKENDS:
+        assert main(["sample", str(run), "--backend", backend, "--prompt", "the quick", "--length", "30"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("the quick")
+    assert len(texts[0]) > len("the quick")
+    assert diptych(f"sample {run} --seed 1 --length 30") == 0
+    assert capsys.readouterr().out != texts[0]
+
+
+def test_info_and_curves(corpus, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert diptych(f"train {SMALL} --exit-step 3 --data-path {corpus} --save {run}") == 0
+    capsys.readouterr()
+    assert diptych("info", run) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("step 3; ")
+    assert "checksum right" in told
+    assert "hidden_size 16" in told
+    assert diptych("curves", run, "--output", tmp_path / "deep" / "curves.png") == 0
+    assert (tmp_path / "deep" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert diptych("curves", tmp_path) == 2
+    assert "runs: expected a metrics.jsonl with steps in" in capsys.readouterr().err
+
+
+def test_next_token():
+    logits = np.log(np.array([0.5, 0.25, 0.25, 1e-30]))
+    assert next_token(logits, 0.0, 0, 0) == 0
+    drawn = np.bincount([next_token(logits, 1.0, 7, index) for index in range(4000)], minlength=4) / 4000
+    np.testing.assert_allclose(drawn, [0.5, 0.25, 0.25, 0.0], atol=0.03)
+    with pytest.raises(ValueError, match=r"temperature: expected at least 0, got -1"):
+        next_token(logits, -1.0, 0, 0)
+    with pytest.raises(ValueError, match=r"logits: expected finite numbers, got nan"):
+        next_token(np.array([0.0, np.nan]), 1.0, 0, 0)
 
 
 def start(arguments: str, *more: object) -> subprocess.Popen:
@@ -371,8 +412,8 @@ def test_a_broken_step_keeps_the_last_checkpoint(corpus, tmp_path, capsys, monke
 
     right = reference_torch.train.Trainer._loss
 
-    def broken(self, batch, step=0, training=True):
-        return right(self, batch, step, training) * (float("nan") if step == 7 else 1.0)
+    def broken(self, batch, step=0, training=True, first=0):
+        return right(self, batch, step, training, first) * (float("nan") if step == 7 else 1.0)
 
     monkeypatch.setattr(reference_torch.train.Trainer, "_loss", broken)
     run = tmp_path / "run"

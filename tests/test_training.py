@@ -69,6 +69,22 @@ def test_twenty_steps_are_adamw_by_hand(backend, clip):
         assert relative_difference(p, by_hand[name]) <= PARAMETERS["float64"], name
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_microbatches_add_up_to_the_batch(backend, size):
+    """Dropout on: its masks belong to the batch's sequences, not to the microbatch's."""
+    whole, parts = (
+        dict(zip(BACKENDS, trainers(CONFIG, replace(TRAIN, micro_batch_size=micro)), strict=True))[backend]
+        for micro in (None, size)
+    )
+    for step in range(3):
+        a, b = whole.train_step(step), parts.train_step(step)
+        assert b.loss == pytest.approx(a.loss, rel=1e-13)
+        assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-12)
+    for name, p in parts.parameters().items():
+        assert relative_difference(p, whole.parameters()[name]) <= PARAMETERS["float64"], name
+
+
 def test_vectors_do_not_decay():
     assert [has_weight_decay(shape) for shape in ((), (3,), (2, 3), (2, 3, 4))] == [False, False, True, True]
 
