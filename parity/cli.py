@@ -20,6 +20,7 @@ import numpy as np
 import tyro
 from rich.console import Console
 
+from parity.config_file import with_config_file
 from parity.driver import SavePlan, run_training
 from plans.checkpoint import MODEL, read_checkpoint, split_arrays
 from plans.config import DataConfig, TrainConfig, TransformerConfig
@@ -27,6 +28,10 @@ from plans.data import load_corpus
 from plans.sampling import next_token
 from plans.training import NonFiniteLossError
 
+DESCRIPTION = """One training system in PyTorch and in JAX: compare both, train either, look into runs.
+
+Settings may also stand in a TOML file: diptych train --config run.toml; flags given beside it win.
+"""
 USER_ERROR = 2
 FAILURE = 1
 INTERRUPTED = 130
@@ -202,7 +207,7 @@ def _parse(arguments: list[str]) -> Compare | Train | Sample | Info | Curves:
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):
-            return tyro.cli(Command, prog="diptych", description=__doc__, args=arguments)
+            return tyro.cli(Command, prog="diptych", description=DESCRIPTION, args=with_config_file(arguments))
     except SystemExit as stop:
         if stop.code in (0, None):
             raise

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parity.cli import main
+from parity.cli import _parse, main
 
 ROOT = Path(__file__).parent.parent
 SMALL = "--hidden-size 16 --num-layers 1 --num-attention-heads 2 --seq-length 8 --eval-iters 1 --global-batch-size 2"
@@ -113,6 +113,11 @@ WRONG = {
     "sample without a run": ("sample {out}", "checkpoint: expected a file or folder, got"),
     "sample nothing": ("sample {out} --length 0", "length: expected at least 1, got 0"),
     "info of no checkpoint": ("info {short}", "checkpoint: expected a whole checkpoint in"),
+    "no config file": ("train --config {out}", "config: expected a TOML file in"),
+    "no TOML": ("train --config {broken}", "config: expected a TOML file in"),
+    "unknown setting in a file": ("train --config {unknown}", "Unrecognized options: --hiden-size"),
+    "list in a file": ("train --config {listed}", "config: expected text, a number, true or false for hidden_size"),
+    "config without a file": ("train --config", "config: expected a subcommand before --config and a TOML file"),
     "corpus missing": ("train --data-path /nowhere/at/all", "data_path: expected an existing file or folder"),
     "corpus empty": ("train --data-path {empty}", "data_path: expected a corpus with text in it, got 0 bytes"),
     "corpus short": ("train --data-path {short}", "expected a training split of at least seq_length + 1 = 129 bytes"),
@@ -131,14 +136,32 @@ def test_wrong_input_ends_in_one_line_and_code_2(name, tmp_path, capsys):
     (tmp_path / "empty").touch()
     (tmp_path / "short").write_text("too short")
     (tmp_path / "blocked" / "report.json").mkdir(parents=True)
+    (tmp_path / "broken").write_text("hidden_size = = 3")
+    (tmp_path / "unknown").write_text("hiden_size = 3")
+    (tmp_path / "listed").write_text("hidden_size = [3]")
     (tmp_path / "medium").write_text("enough to train on " * 50)
     command, message = WRONG[name]
-    paths = {name: tmp_path / name for name in ("empty", "short", "medium", "out", "blocked")}
+    paths = {
+        name: tmp_path / name for name in ("empty", "short", "medium", "out", "blocked", "broken", "unknown", "listed")
+    }
     assert diptych(command.format(**paths)) == 2
     error = capsys.readouterr().err
     assert len(error.strip().splitlines()) == 1, error
     assert error.startswith("diptych: ")
     assert message in error
+
+
+def test_config_file_is_read_and_flags_win(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'backend = "jax"\nsave = "somewhere"\n[model]\nhidden_size = 32\nadd-bias-linear = true\n'
+        "enable_hyper_connections = false\n[train]\nlr = 2e-3\ntrain_iters = 7\n"
+    )
+    command = _parse(["train", "--train-iters", "9", "--config", str(file), "--num-layers", "3"])
+    assert (command.backend, command.save) == ("jax", Path("somewhere"))
+    assert (command.model.hidden_size, command.model.num_layers, command.model.add_bias_linear) == (32, 3, True)
+    assert not command.model.enable_hyper_connections
+    assert (command.train.lr, command.train.train_iters) == (2e-3, 9)
 
 
 def test_help_names_the_seeds_flags(capsys):
