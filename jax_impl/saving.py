@@ -76,7 +76,7 @@ def import_arrays(
     return import_parameters(model, split_arrays(arrays, MODEL)), optimizer
 
 
-def load_model(path: Path) -> GPTModel:
+def load_model(path: Path | str) -> GPTModel:
     """The model of a checkpoint, of either backend.
 
     Args:

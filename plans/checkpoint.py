@@ -97,12 +97,13 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_*.safetensors") if re.fullmatch(r"step_\d{8,}", path.stem))
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path | str) -> Checkpoint:
     """Read and verify a checkpoint: a file, or the newest of a folder.
 
     Raises:
         CheckpointError: there is none; it is damaged, or of a later format.
     """
+    path = Path(path)
     if path.is_dir():
         found = list_checkpoints(path)
         if not found:

@@ -80,7 +80,7 @@ def import_arrays(
     return model, optimizer
 
 
-def load_model(path: Path) -> GPTModel:
+def load_model(path: Path | str) -> GPTModel:
     """The model of a checkpoint, of either backend.
 
     Args:

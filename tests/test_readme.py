@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from parity.cli import main
+from parity.compare import relative_difference
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -16,26 +18,48 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 COMMANDS = re.findall(r"^    diptych ([^#\n]*?) *(?:#.*)?$", README, re.MULTILINE)
 
 
-def test_there_is_an_example_a_backend_and_each_is_short():
-    assert len(EXAMPLES) == 2
-    for package, example in zip(("reference_torch", "jax_impl"), EXAMPLES, strict=True):
-        assert package in example
-        assert sum(bool(line) and "import" not in line for line in example.splitlines()) <= 10
+CONNECTIONS = [example for example in EXAMPLES if "HyperConnectionModule" in example]
+RECIPES = [example for example in EXAMPLES if "load_model" in example]
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("example", EXAMPLES, ids=["torch", "jax"])
-def test_example_runs_in_a_fresh_process(example):
-    script = example + "\nassert output.shape == (2, 16, 64)\n"
+def run_script(script: str, folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", script],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
-        cwd=ROOT,
+        cwd=folder,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_there_is_an_example_a_backend_and_each_is_short():
+    assert len(EXAMPLES) == 4
+    for kind in (CONNECTIONS, RECIPES):
+        for package, example in zip(("reference_torch", "jax_impl"), kind, strict=True):
+            assert package in example
+            assert sum(bool(line) and "import" not in line for line in example.splitlines()) <= 10
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("example", CONNECTIONS, ids=["torch", "jax"])
+def test_example_runs_in_a_fresh_process(example):
+    run_script(example + "\nassert output.shape == (2, 16, 64)\n", ROOT)
+
+
+@pytest.mark.multiprocess
+def test_recipes_load_and_train_the_same_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("the quick brown fox\n" * 200)
+    small = "--train-iters 2 --seq-length 24 --global-batch-size 2 --hidden-size 16 --eval-iters 1"
+    assert main(["train", *small.split(), "--data-path", "text.txt", "--save", "runs/cross"]) == 0
+    ending = "\nimport numpy\nnumpy.save('{}.npy', numpy.asarray({}))\n"
+    run_script(RECIPES[0] + ending.format("torch", "output.detach()"), tmp_path)
+    run_script(RECIPES[1] + ending.format("jax", "output"), tmp_path)
+    ours, theirs = np.load("torch.npy"), np.load("jax.npy")
+    assert ours.shape == (1, 20, 256)
+    assert relative_difference(ours, theirs) < 1e-5
 
 
 def test_commands_run_in_order_when_made_small(tmp_path, monkeypatch, capsys):
