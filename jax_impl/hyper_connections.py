@@ -25,10 +25,7 @@ from jaxtyping import Float
 
 from jax_impl.ops import DropoutState, dropout, parameter
 from plans.config import TransformerConfig
-from plans.parameters import hyper_connection_spec
-
-SINKHORN_FLOOR = 1e-30
-"""Least entry after the first normalisation: far below rounding, and no row or column can sum to 0."""
+from plans.parameters import SINKHORN_FLOOR, hyper_connection_spec
 
 
 def sinkhorn(logits: Float[Array, "*b s s"], iterations: int = 20, last: str = "row") -> Float[Array, "*b s s"]:

@@ -15,6 +15,9 @@ import numpy as np
 from plans.config import TransformerConfig
 from plans.partition import get_num_layers_to_build, get_transformer_layer_offset
 
+SINKHORN_FLOOR = 1e-30
+"""Least entry after the first normalisation: far below rounding, and no row or column can sum to 0."""
+
 
 class ParameterSpec(NamedTuple):
     """Shape and initial distribution of one parameter."""

@@ -23,11 +23,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from plans.config import TransformerConfig
-from plans.parameters import hyper_connection_spec
+from plans.parameters import SINKHORN_FLOOR, hyper_connection_spec
 from reference_torch.ops import DropoutState, dropout, parameter
-
-SINKHORN_FLOOR = 1e-30
-"""Least entry after the first normalisation: far below rounding, and no row or column can sum to 0."""
 
 
 def sinkhorn(logits: Float[Tensor, "*b s s"], iterations: int = 20, last: str = "row") -> Float[Tensor, "*b s s"]:
