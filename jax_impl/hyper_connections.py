@@ -23,7 +23,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from jax_impl.ops import DropoutState, dropout, parameter
+from jax_impl.ops import DropoutState, add_bias, at_least_float32, dropout, parameter
 from plans.config import TransformerConfig
 from plans.parameters import SINKHORN_FLOOR, hyper_connection_spec
 
@@ -50,8 +50,7 @@ def sinkhorn(logits: Float[Array, "*b s s"], iterations: int = 20, last: str = "
         raise ValueError(f"iterations: expected at least 1, got {iterations}")
     if last not in ("row", "column"):
         raise ValueError(f"last: expected 'row' or 'column', got {last!r}")
-    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    tokens_innermost = jnp.moveaxis(wide, (-2, -1), (0, 1))
+    tokens_innermost = jnp.moveaxis(at_least_float32(logits), (-2, -1), (0, 1))
     first_axis = 0 if last == "row" else 1  # summing over axis 0, the row index, normalises columns
     matrices: Array = _sinkhorn(tokens_innermost, iterations, first_axis)
     return jnp.moveaxis(matrices, (0, 1), (-2, -1)).astype(logits.dtype)
@@ -133,10 +132,9 @@ def compute_mappings(
     Reference: mHC, eqs. 5-8; the division by rms follows the projection.
     """
     batch, length, streams, _ = x.shape
-    coefficient_type = jnp.promote_types(x.dtype, jnp.float32)
     x_flat = x.reshape(batch * length, -1)  # [N, S*D]
-    projected = jnp.einsum("kc,nk->cn", phi.astype(x.dtype), x_flat).astype(coefficient_type)
-    mean_square = jnp.mean(jnp.square(x_flat.astype(coefficient_type)), axis=-1)
+    projected = at_least_float32(jnp.einsum("kc,nk->cn", phi.astype(x.dtype), x_flat))
+    mean_square = jnp.mean(jnp.square(at_least_float32(x_flat)), axis=-1)
     inverse_rms = jax.lax.rsqrt(mean_square + epsilon)
     groups = (streams, streams, streams * streams)
     gain = jnp.concatenate([jnp.full(size, alpha[i]) for i, size in enumerate(groups)])
@@ -162,7 +160,7 @@ def apply_h_post(
     x: Float[Array, "b t d"], bias: Float[Array, " d"] | None, h_post: Float[Array, "b t s"]
 ) -> Float[Array, "b t s d"]:
     """A sublayer's output written to every stream: expanded[s] = h_post[s] * (x + bias)."""
-    y = x if bias is None else x + bias
+    y = add_bias(x, bias)
     return h_post.astype(x.dtype)[..., None] * y[..., None, :]
 
 

@@ -122,12 +122,21 @@ def dropout(x: Float[Array, "b t *rest"], rate: float, state: DropoutState, site
     return jnp.where(keep.reshape(x.shape), x * (1.0 / (1.0 - rate)), 0.0)
 
 
+def at_least_float32(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """x itself, or in float32 if it is narrower: see plans.config.KEPT_IN_FLOAT32."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def add_bias(x: Float[Array, "*b o"], bias: Float[Array, " o"] | None) -> Float[Array, "*b o"]:
+    """``x + bias`` in the type of x; x itself where there is no bias."""
+    return x if bias is None else x + bias.astype(x.dtype)
+
+
 def linear(
     x: Float[Array, "*b i"], weight: Float[Array, "o i"], bias: Float[Array, " o"] | None = None
 ) -> Float[Array, "*b o"]:
-    """``x @ weight.T + bias``."""
-    y = x @ weight.T
-    return y if bias is None else y + bias
+    """``x @ weight.T + bias``, in the type of x."""
+    return add_bias(x @ weight.T.astype(x.dtype), bias)
 
 
 def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, " d"], epsilon: float) -> Float[Array, "*b d"]:
@@ -135,7 +144,9 @@ def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, " d"], epsilon: float
 
     Reference: Zhang and Sennrich, arXiv 1910.07467, eq. 4 (epsilon added under the root).
     """
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon) * weight
+    wide = at_least_float32(x)
+    inverse_rms = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    return (wide * inverse_rms * weight).astype(x.dtype)
 
 
 def rotary_embedding(x: Float[Array, "b t h d"], positions: Int[Array, " t"], base: float) -> Float[Array, "b t h d"]:
@@ -148,9 +159,10 @@ def rotary_embedding(x: Float[Array, "b t h d"], positions: Int[Array, " t"], ba
 
     Reference: Su et al., arXiv 2104.09864, eq. 15, with the pairs half a head apart (GPT-NeoX order).
     """
-    frequencies = jnp.asarray(rotary_frequencies(x.shape[-1], base), x.dtype)
-    angle = positions.astype(x.dtype)[:, None, None] * frequencies
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    frequencies = jnp.asarray(rotary_frequencies(x.shape[-1], base), wide)
+    angle = positions.astype(wide)[:, None, None] * frequencies
+    cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
@@ -161,7 +173,7 @@ def causal_attention(
     v: Float[Array, "b t g d"],
     attention_mask: Bool[Array, "b t t"] | None = None,
 ) -> Float[Array, "b t h d"]:
-    """softmax(q k^T / sqrt(d)) v over the tokens up to each token's own; explicit, in x's own type.
+    """softmax(q k^T / sqrt(d)) v over the tokens up to each token's own; explicit, products in q's type.
 
     Args:
         q: queries. [B, T, H, d]
@@ -178,7 +190,8 @@ def causal_attention(
     if attention_mask is not None:
         allowed = (allowed & attention_mask)[:, None, None]
     scores = jnp.einsum("btgrd,bsgd->bgrts", q, k) * width**-0.5
-    weights = jax.nn.softmax(jnp.where(allowed, scores, jnp.finfo(q.dtype).min), axis=-1)
+    scores = jnp.where(allowed, scores, jnp.finfo(q.dtype).min)
+    weights = jax.nn.softmax(at_least_float32(scores), axis=-1).astype(v.dtype)
     if attention_mask is not None:
         weights = weights * allowed.any(-1, keepdims=True)
     mixed = jnp.einsum("bgrts,bsgd->btgrd", weights, v)
@@ -204,6 +217,6 @@ def cross_entropy(logits: Float[Array, "b t v"], targets: Int[Array, "b t"]) -> 
     """
     if targets.shape != logits.shape[:-1]:
         raise ValueError(f"targets: expected shape {tuple(logits.shape[:-1])}, got {tuple(targets.shape)}")
-    log_probabilities = jax.nn.log_softmax(logits, axis=-1)
+    log_probabilities = jax.nn.log_softmax(at_least_float32(logits), axis=-1)
     taken = jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)[..., 0]
     return -jnp.mean(jnp.where((targets >= 0) & (targets < logits.shape[-1]), taken, jnp.nan))

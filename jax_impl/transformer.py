@@ -17,6 +17,8 @@ from jaxtyping import Bool, Float, Int, Integer
 from jax_impl.hyper_connections import HyperConnectionModule
 from jax_impl.ops import (
     DropoutState,
+    add_bias,
+    at_least_float32,
     causal_attention,
     cross_entropy,
     dropout,
@@ -208,7 +210,7 @@ class TransformerLayer(nnx.Module):
         if connection is not None and h_post is not None:
             return connection.apply_h_post_dropout_add(x_with_bias, h_post, mixed, state, site)
         x, bias = x_with_bias
-        y = x if bias is None else x + bias
+        y = add_bias(x, bias)
         if state is not None:
             y = dropout(y, self.config.hidden_dropout, state, site)
         return mixed + (y[..., None, :] if mixed.ndim == 4 else y)
@@ -343,10 +345,10 @@ class GPTModel(nnx.Module):
             state = dropout_state(self.config.seed, step, samples, positions, self.config.seq_length)
         hidden_states = inputs
         if self.pre_process and self.embedding is not None:
-            hidden_states = self.embedding(inputs)
+            hidden_states = self.embedding(inputs).astype(self.config.compute_dtype)
         hidden_states = self.decoder(hidden_states, positions, state, attention_mask)
         head = self.output_layer or self.embedding
         if not self.post_process or head is None:
             return hidden_states
-        logits = linear(hidden_states, head.weight[...])
+        logits = at_least_float32(linear(hidden_states, head.weight[...]))
         return logits if targets is None else cross_entropy(logits, targets)

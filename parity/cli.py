@@ -77,9 +77,11 @@ class Compare(_Run):
     output_dir: Path = Path("runs/compare")
     """Folder for report.json and compare.png."""
     loss_tolerance: float | None = None
-    """Largest difference of two losses, nats per token; None: 1e-5 in float32, 1e-10 in float64."""
+    """Largest difference of two losses, nats per token; None: 1e-5 in float32, 1e-10 in float64, 2e-2
+    with bf16."""
     gradient_tolerance: float | None = None
-    """Largest relative difference of a parameter's gradients; None: 1e-5 in float32, 1e-12 in float64."""
+    """Largest relative difference of a parameter's gradients; None: 1e-5 in float32, 1e-12 in
+    float64, 2e-2 with bf16."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -352,7 +354,7 @@ def _print_setting(run: _Run, corpus, console: Console) -> None:
     mhc = f"mHC with {model.num_residual_streams} streams" if model.enable_hyper_connections else "no mHC"
     console.print(
         f"{model.num_layers} layers, D={model.hidden_size}, {model.num_attention_heads} heads, {mhc}, "
-        f"{model.params_dtype}; T={model.seq_length}, batch {train.global_batch_size}, {train.train_iters} steps"
+        f"{model.compute_dtype}; T={model.seq_length}, batch {train.global_batch_size}, {train.train_iters} steps"
     )
     console.print(f"corpus: {corpus.name}, {len(corpus.training):,} bytes (digest {corpus.digest})")
 

@@ -54,6 +54,7 @@ class Comparison:
     """Everything measured, and the verdict."""
 
     dtype: str
+    """What the model computes in."""
     loss_tolerance: float
     gradient_tolerance: float
     steps: list[StepPair] = field(default_factory=list)
@@ -132,9 +133,9 @@ def compare(
     ours = reference_torch.train.Trainer(config, train_config, corpus)
     theirs = jax_impl.train.Trainer(config, train_config, corpus)
     result = Comparison(
-        config.params_dtype,
-        LOSS[config.params_dtype] if loss_tolerance is None else loss_tolerance,
-        GRADIENT[config.params_dtype] if gradient_tolerance is None else gradient_tolerance,
+        config.compute_dtype,
+        LOSS[config.compute_dtype] if loss_tolerance is None else loss_tolerance,
+        GRADIENT[config.compute_dtype] if gradient_tolerance is None else gradient_tolerance,
     )
     gradients = compare_gradients(ours.parameters(), 0, config, train_config, corpus)
     with ThreadPoolExecutor(max_workers=1) as other_thread:
@@ -159,7 +160,7 @@ def compare_gradients(
     """Differences of all gradients on one step's batch at the given parameters, in float64 and in the run's type."""
     batch = corpus.batch(step, train_config.global_batch_size, config.seq_length)
     relative, *gradients = _differences(parameters, batch, step, config, train_config, corpus)
-    exact_config = replace(config, params_dtype="float64")
+    exact_config = replace(config, params_dtype="float64", bf16=False)
     with jax.enable_x64(True):
         exact, *_ = _differences(parameters, batch, step, exact_config, train_config, corpus)
     norms, whole_norm = gradient_norms(*gradients)

@@ -6,6 +6,7 @@ PyTorch is not installed, and the other way round.
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from plans.config import TrainConfig
 from plans.training import StepResult
 
 METRICS = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
 
 
 class Trainer(Protocol):
@@ -126,6 +128,8 @@ def _steps(
 class Metrics:
     """One JSON object a line: each step's result, and validation losses after so many steps.
 
+    Where the package tensorboard is installed, the same numbers also go to a folder it reads.
+
     Args:
         folder: where metrics.jsonl lies; None: nothing is written.
         first_step: lines of this step and later ones are dropped: a resumed run writes them again.
@@ -135,18 +139,48 @@ class Metrics:
     def __init__(self, folder: Path | None, first_step: int, backend: str) -> None:
         self.backend = backend
         self.path = None if folder is None else folder / METRICS
-        if self.path is not None:
+        self._board = None
+        if self.path is not None and folder is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             kept = [line for line in read_metrics(self.path) if _belongs_before(line, first_step)]
             partial = self.path.with_suffix(".partial")
             partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
             os.replace(partial, self.path)
+            self._board = _Board.open(folder / TENSORBOARD, kept)
 
     def write(self, line: dict[str, Any]) -> None:
         """Append one line."""
         if self.path is not None:
             with self.path.open("a") as file:
                 file.write(json.dumps({"backend": self.backend, **line}) + "\n")
+        if self._board is not None:
+            self._board.write(line)
+
+
+class _Board:
+    """Metrics as TensorBoard scalars."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    @classmethod
+    def open(cls, folder: Path, lines: list[dict[str, Any]]) -> "_Board | None":
+        """Written anew from the lines a resumed run keeps, so that it shows one curve; None: not installed."""
+        try:
+            from tensorboard.summary import Writer  # pyright: ignore[reportMissingImports]
+        except ModuleNotFoundError:
+            return None
+        shutil.rmtree(folder, ignore_errors=True)
+        board = cls(Writer(str(folder)))
+        for line in lines:
+            board.write(line)
+        return board
+
+    def write(self, line: dict[str, Any]) -> None:
+        for name, value in line.items():
+            if name != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(name, value, line["step"])
+        self._writer.flush()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

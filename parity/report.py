@@ -212,7 +212,8 @@ def write_picture(path: Path, comparison: Comparison) -> None:
     curves.set(xlabel="step", ylabel="loss (nats per token)", title="One model, two backends")
     curves.legend(frameon=False, title=f"validation {comparison.validation['torch']:.3f} (diamonds)")
 
-    equal = np.finfo(comparison.dtype).eps / 16  # where a difference of exactly 0 is drawn
+    loss_dtype = "float64" if comparison.dtype == "float64" else "float32"
+    equal = np.finfo(loss_dtype).eps / 16  # where a difference of exactly 0 is drawn
     differences.semilogy(steps, [max(abs(p.difference), equal) for p in comparison.steps], ".", ms=3, color="#444")
     differences.axhline(comparison.loss_tolerance, color="#888", lw=1, ls=":")
     differences.annotate("tolerance", (0, comparison.loss_tolerance), va="bottom", fontsize=9, color="#666")

@@ -3,10 +3,14 @@
 Norm-wise relative means ||a - b|| / max(||a||, ||b||) over one array.
 """
 
-GRADIENT = {"float32": 1e-5, "float64": 1e-12}
-"""Loss and each parameter's gradient at equal parameters, norm-wise relative."""
+GRADIENT = {"bfloat16": 4e-2, "float32": 1e-5, "float64": 1e-12}
+"""Loss and each parameter's gradient at equal parameters, norm-wise relative.
 
-GRADIENT_FLOOR = {"float32": 1e-2, "float64": 0.0}
+bfloat16: ten times the distance of either backend's whole gradient from its float32 one, 4e-3, as
+tests/test_precision.py measures it; gradients of coefficients nearly cancel and lose more than the whole.
+"""
+
+GRADIENT_FLOOR = {"bfloat16": 1e-2, "float32": 1e-2, "float64": 0.0}
 """Share of the whole gradient's norm below which a trained model's gradient is measured against that share.
 
 The gradients of alpha and bias are sums of thousands of terms that all but cancel; in float32 what is
@@ -14,11 +18,15 @@ left can be smaller than the terms' rounding errors (docs/log.md, 2026-11-20). T
 therefore also compared in float64, each against its own norm.
 """
 
-LOSS = {"float32": 1e-5, "float64": 1e-10}
-"""Loss at any step of two runs from one start, nats per token, absolute."""
+LOSS = {"bfloat16": 2e-2, "float32": 1e-5, "float64": 1e-10}
+"""Loss at any step of two runs from one start, nats per token, absolute.
+
+bfloat16: a fifth of what two seeds are apart over 200 steps of the model in tests/test_precision.py (9e-2 at
+most), and four times what either backend is there from its own float32 run (5e-3).
+"""
 
 PARAMETERS = {"float64": 1e-10}
 """Parameters after 20 optimizer steps, norm-wise relative."""
 
-OPERATION = {"float32": 2e-6, "float64": 1e-14}
+OPERATION = {"bfloat16": 8e-3, "float32": 2e-6, "float64": 1e-14}
 """One operation's outputs and gradients, norm-wise relative."""

@@ -4,6 +4,6 @@ Both backends execute the plans made here and decide nothing of the kind themsel
 imports the standard library and numpy only.
 """
 
-from plans.config import DataConfig, TrainConfig, TransformerConfig, validate
+from plans.config import DataConfig, TrainConfig, TransformerConfig
 
-__all__ = ["DataConfig", "TrainConfig", "TransformerConfig", "validate"]
+__all__ = ["DataConfig", "TrainConfig", "TransformerConfig"]

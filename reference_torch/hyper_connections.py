@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from plans.config import TransformerConfig
 from plans.parameters import SINKHORN_FLOOR, hyper_connection_spec
-from reference_torch.ops import DropoutState, dropout, parameter
+from reference_torch.ops import DropoutState, add_bias, at_least_float32, dropout, parameter
 
 
 def sinkhorn(logits: Float[Tensor, "*b s s"], iterations: int = 20, last: str = "row") -> Float[Tensor, "*b s s"]:
@@ -49,8 +49,7 @@ def sinkhorn(logits: Float[Tensor, "*b s s"], iterations: int = 20, last: str = 
         raise ValueError(f"iterations: expected at least 1, got {iterations}")
     if last not in ("row", "column"):
         raise ValueError(f"last: expected 'row' or 'column', got {last!r}")
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    tokens_innermost = wide.movedim((-2, -1), (0, 1))
+    tokens_innermost = at_least_float32(logits).movedim((-2, -1), (0, 1))
     first_axis = 0 if last == "row" else 1  # summing over axis 0, the row index, normalises columns
     return _Sinkhorn.apply(tokens_innermost, iterations, first_axis).movedim((0, 1), (-2, -1)).to(logits.dtype)
 
@@ -120,10 +119,9 @@ def compute_mappings(
     Reference: mHC, eqs. 5-8; the division by rms follows the projection.
     """
     batch, length, streams, _ = x.shape
-    coefficient_type = torch.promote_types(x.dtype, torch.float32)
     x_flat = x.flatten(0, 1).flatten(1)  # [N, S*D]
-    projected = (phi.t().to(x.dtype) @ x_flat.t()).to(coefficient_type)  # [2*S + S*S, N]
-    norm = torch.linalg.vector_norm(x_flat, dim=-1, dtype=coefficient_type)
+    projected = at_least_float32(phi.t().to(x.dtype) @ x_flat.t())  # [2*S + S*S, N]
+    norm = torch.linalg.vector_norm(x_flat, dim=-1, dtype=projected.dtype)
     inverse_rms = (norm * norm / x_flat.shape[-1] + epsilon).rsqrt()
     groups = (streams, streams, streams * streams)
     gain = torch.cat([a.expand(size) for a, size in zip(alpha, groups, strict=True)])
@@ -156,7 +154,7 @@ def apply_h_post(
     x: Float[Tensor, "b t d"], bias: Float[Tensor, " d"] | None, h_post: Float[Tensor, "b t s"]
 ) -> Float[Tensor, "b t s d"]:
     """A sublayer's output written to every stream: expanded[s] = h_post[s] * (x + bias)."""
-    y = x if bias is None else x + bias
+    y = add_bias(x, bias)
     return h_post.to(x.dtype)[..., None] * y[..., None, :]
 
 
@@ -167,7 +165,7 @@ def add_expanded(
     h_post: Float[Tensor, "b t s"],
 ) -> Float[Tensor, "b t s d"]:
     """``mixed + apply_h_post(x, bias, h_post)`` in one pass over the streams."""
-    y = x if bias is None else x + bias
+    y = add_bias(x, bias)
     weights = h_post.to(x.dtype).flatten(0, 1)[..., None]
     return torch.baddbmm(mixed.flatten(0, 1), weights, y.flatten(0, 1)[:, None]).view_as(mixed)
 

@@ -109,11 +109,21 @@ def dropout(x: Float[Tensor, "b t *rest"], rate: float, state: DropoutState, sit
     return torch.where(mask, x * (1.0 / (1.0 - rate)), 0.0)
 
 
+def at_least_float32(x: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
+    """x itself, or in float32 if it is narrower: see plans.config.KEPT_IN_FLOAT32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def add_bias(x: Float[Tensor, "*b o"], bias: Float[Tensor, " o"] | None) -> Float[Tensor, "*b o"]:
+    """``x + bias`` in the type of x; x itself where there is no bias."""
+    return x if bias is None else x + bias.to(x.dtype)
+
+
 def linear(
     x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"], bias: Float[Tensor, " o"] | None = None
 ) -> Float[Tensor, "*b o"]:
-    """``x @ weight.T + bias``."""
-    return F.linear(x, weight, bias)
+    """``x @ weight.T + bias``, in the type of x."""
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def rms_norm(x: Float[Tensor, "*b d"], weight: Float[Tensor, " d"], epsilon: float) -> Float[Tensor, "*b d"]:
@@ -121,7 +131,7 @@ def rms_norm(x: Float[Tensor, "*b d"], weight: Float[Tensor, " d"], epsilon: flo
 
     Reference: Zhang and Sennrich, arXiv 1910.07467, eq. 4 (epsilon added under the root).
     """
-    return F.rms_norm(x, weight.shape, weight, epsilon)
+    return F.rms_norm(at_least_float32(x), weight.shape, weight, epsilon).to(x.dtype)
 
 
 def rotary_embedding(
@@ -137,9 +147,10 @@ def rotary_embedding(
     Reference: Su et al., arXiv 2104.09864, eq. 15, with the pairs half a head apart (GPT-NeoX order).
     """
     half = x.shape[-1] // 2
-    frequencies = torch.from_numpy(rotary_frequencies(x.shape[-1], base)).to(x)
-    angle = positions.to(x.dtype)[:, None, None] * frequencies
-    cos, sin = angle.cos(), angle.sin()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    frequencies = torch.from_numpy(rotary_frequencies(x.shape[-1], base)).to(x.device, wide)
+    angle = positions.to(wide)[:, None, None] * frequencies
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -150,7 +161,7 @@ def causal_attention(
     v: Float[Tensor, "b t g d"],
     attention_mask: Bool[Tensor, "b t t"] | None = None,
 ) -> Float[Tensor, "b t h d"]:
-    """softmax(q k^T / sqrt(d)) v over the tokens up to each token's own; explicit, in x's own type.
+    """softmax(q k^T / sqrt(d)) v over the tokens up to each token's own; explicit, products in q's type.
 
     Args:
         q: queries. [B, T, H, d]
@@ -175,7 +186,7 @@ def causal_attention(
     if attention_mask is not None:
         bias = bias.expand(-1, groups, -1, -1, -1)
     scores = torch.baddbmm(bias.reshape(-1, rows, length), q, k, alpha=width**-0.5)
-    weights = scores.softmax(-1)
+    weights = at_least_float32(scores).softmax(-1).to(v.dtype)
     if attention_mask is not None:
         weights = weights * allowed.any(-1).repeat(1, groups, heads // groups).view(-1, rows, 1)
     mixed = torch.bmm(weights, v).view(batch, groups, -1, length, width)
@@ -202,4 +213,5 @@ def cross_entropy(logits: Float[Tensor, "b t v"], targets: Int[Tensor, "b t"]) -
     """
     if targets.shape != logits.shape[:-1]:
         raise ValueError(f"targets: expected shape {tuple(logits.shape[:-1])}, got {tuple(targets.shape)}")
+    logits = at_least_float32(logits)
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten().long(), ignore_index=torch.iinfo(torch.int64).min)

@@ -1,4 +1,4 @@
-"""Every rule of plans/config.py refuses what it should, in words."""
+"""Every rule of plans/config refuses what it should, in words."""
 
 from dataclasses import replace
 
@@ -33,6 +33,10 @@ BROKEN = {
     (TransformerConfig, "hidden_dropout"): ({"hidden_dropout": -0.1}, r"hidden_dropout: .*\[0, 1\), got -0\.1"),
     (TransformerConfig, "init_method_std"): ({"init_method_std": -1.0}, r"init_method_std: .*\[0, inf\)"),
     (TransformerConfig, "params_dtype"): ({"params_dtype": "int8"}, r"params_dtype: expected one of .* got 'int8'"),
+    (TransformerConfig, "bf16 has float32 parameters"): (
+        {"bf16": True, "params_dtype": "float64"},
+        r"bf16: expected params_dtype='float32' .* got 'float64'",
+    ),
     (TransformerConfig, "pipeline_model_parallel_size"): (
         {"pipeline_model_parallel_size": 0},
         r"pipeline_model_parallel_size: .* got 0",
@@ -62,6 +66,7 @@ BROKEN = {
         (TransformerConfig, flag): ({flag: "false"}, rf"{flag}: expected True or False, got 'false'")
         for flag in (
             "enable_hyper_connections",
+            "bf16",
             "do_self_attention_hyper_connection",
             "do_mlp_hyper_connection",
             "add_bias_linear",

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 import plans.checkpoint
 from parity.cli import main
 from parity.compare import relative_difference
-from parity.driver import METRICS, Metrics, read_metrics
+from parity.driver import METRICS, TENSORBOARD, Metrics, read_metrics
 from parity.tolerances import PARAMETERS
 from plans.checkpoint import (
     RECORD,
@@ -238,6 +238,32 @@ def test_metrics_of_a_resumed_run_are_one_curve(tmp_path):
     Metrics(tmp_path, 3, "jax").write({"step": 3, "loss": 30.0})
     assert [line["step"] for line in read_metrics(tmp_path / METRICS)] == [0, 1, 2, 3, 3]
     assert read_metrics(tmp_path / METRICS)[-1] == {"backend": "jax", "step": 3, "loss": 30.0}
+
+
+def test_tensorboard_shows_the_same_numbers(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    metrics = Metrics(tmp_path, 0, "torch")
+    for step in range(4):
+        metrics.write({"step": step, "loss": float(step)})
+    resumed = Metrics(tmp_path, 2, "jax")
+    resumed.write({"step": 2, "loss": 20.0})
+    resumed.write({"step": 3, "validation_loss": 1.0})
+    board = EventAccumulator(str(tmp_path / TENSORBOARD)).Reload()
+    curves = {
+        name: [(event.step, make_ndarray(event.tensor_proto).item()) for event in board.Tensors(name)]
+        for name in board.Tags()["tensors"]
+    }
+    assert curves == {"loss": [(0, 0.0), (1, 1.0), (2, 20.0)], "validation_loss": [(3, 1.0)]}
+
+
+def test_metrics_need_no_tensorboard(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
+    metrics = Metrics(tmp_path, 0, "torch")
+    metrics.write({"step": 0, "loss": 1.0})
+    assert read_metrics(tmp_path / METRICS)[0]["loss"] == 1.0
+    assert not (tmp_path / TENSORBOARD).exists()
 
 
 SMALL = (

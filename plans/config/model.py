@@ -1,0 +1,212 @@
+"""Settings and rules of the model."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from plans.config.rules import Rule, choice, count, flag, number, validate
+from plans.layers import ACTIVATIONS, LayerConfig, parse_layer
+
+DTYPES = ("float32", "float64")
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """The model: widths, layers, hyper-connections, dropout, and how it is cut into stages.
+
+    Raises:
+        ValueError: a rule of MODEL_RULES is broken; the message names the setting and the remedy.
+    """
+
+    hidden_size: int
+    """Width D of one residual stream."""
+    num_layers: int
+    """Number of transformer layers in the whole model."""
+    num_attention_heads: int
+    """Query heads; must divide hidden_size unless kv_channels is given."""
+    enable_hyper_connections: bool = False
+    """Replace every residual connection by manifold-constrained hyper-connections (mHC)."""
+    num_residual_streams: int = 4
+    """Streams S that mHC keeps side by side."""
+    sinkhorn_iterations: int = 20
+    """Pairs of column and row normalisations that make h_res doubly stochastic."""
+    sinkhorn_last: Literal["row", "column"] = "row"
+    """Which normalisation ends an iteration and is therefore exact (the paper: row)."""
+    do_self_attention_hyper_connection: bool = True
+    """Use mHC around attention; off: a plain residual on every stream."""
+    do_mlp_hyper_connection: bool = True
+    """Use mHC around the MLP; off: a plain residual on every stream."""
+    mhc_init_gating_factor: float = 0.01
+    """Initial value of the three scalars alpha of a hyper-connection."""
+    num_query_groups: int | None = None
+    """Key/value heads of grouped-query attention; None: as many as num_attention_heads."""
+    kv_channels: int | None = None
+    """Width of one head; None: hidden_size / num_attention_heads."""
+    ffn_hidden_size: int | None = None
+    """Inner width of the MLP; None: 4 D for gelu, 8/3 D rounded up to a multiple of 8 for swiglu."""
+    activation: Literal["swiglu", "gelu"] = "swiglu"
+    """Activation function of the MLP."""
+    layer_pattern: str = "attention"
+    """Layers, separated by commas and repeated over the depth; each is a mixer (attention) and, after +,
+    options: swiglu, gelu, ffn=<width>, no-attention-hc, no-mlp-hc."""
+    vocab_size: int = 256
+    """Number of token ids; 256 for bytes."""
+    seq_length: int = 128
+    """Longest sequence T."""
+    rotary_base: float = 10000.0
+    """Base of the rotary position embedding's wavelengths."""
+    layernorm_epsilon: float = 1e-5
+    """Added to the mean square under every root."""
+    add_bias_linear: bool = False
+    """Give every linear map a bias."""
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output layer its own weight instead of the embedding's."""
+    hidden_dropout: float = 0.0
+    """Probability of dropping an element of what a sublayer adds to the residual."""
+    init_method_std: float = 0.02
+    """Standard deviation of initial weights; output projections get it divided by sqrt(2 num_layers)."""
+    params_dtype: Literal["float32", "float64"] = "float32"
+    """Type of parameters, and of activations unless bf16 is given."""
+    bf16: bool = False
+    """Mixed precision: activations in bfloat16; plans.config.KEPT_IN_FLOAT32 lists what is not."""
+    pipeline_model_parallel_size: int = 1
+    """Pipeline ranks the layers are divided over."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Model chunks (virtual stages) per pipeline rank; None: one."""
+    seed: int = 0
+    """Seed of initial parameters and dropout."""
+
+    def __post_init__(self) -> None:
+        validate(self, MODEL_RULES)
+
+    @property
+    def compute_dtype(self) -> str:
+        """Type of what flows between layers."""
+        return "bfloat16" if self.bf16 else self.params_dtype
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key/value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def residual_streams(self) -> int:
+        """Streams the hidden states really have: 1 without mHC."""
+        return self.num_residual_streams if self.enable_hyper_connections else 1
+
+    def layer(self, layer_number: int) -> LayerConfig:
+        """Settings of one layer.
+
+        Args:
+            layer_number: global number of the layer, from 0.
+
+        Raises:
+            ValueError: there is no such layer.
+        """
+        if not 0 <= layer_number < self.num_layers:
+            raise ValueError(
+                f"layer_number: expected 0 <= layer_number < num_layers={self.num_layers}, got {layer_number}"
+            )
+        pattern = self.layer_pattern.split(",")
+        return parse_layer(pattern[layer_number % len(pattern)], self)
+
+
+def _pattern_error(config: TransformerConfig) -> str:
+    """The first thing wrong with the layer pattern, or the empty string."""
+    if not isinstance(config.layer_pattern, str):
+        return f"layer_pattern: expected layers separated by commas, got {config.layer_pattern!r}"
+    try:
+        descriptions = config.layer_pattern.split(",")
+        for description in descriptions:
+            parse_layer(description, config)
+    except ValueError as error:
+        return str(error)
+    if len(descriptions) > config.num_layers:
+        return f"layer_pattern: expected at most num_layers={config.num_layers} layers, got {len(descriptions)}"
+    return ""
+
+
+def _stages(config: TransformerConfig) -> int:
+    return config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+
+
+MODEL_RULES: tuple[Rule, ...] = (
+    count("hidden_size"),
+    count("num_layers"),
+    count("num_attention_heads"),
+    flag("enable_hyper_connections"),
+    flag("do_self_attention_hyper_connection"),
+    flag("do_mlp_hyper_connection"),
+    flag("add_bias_linear"),
+    flag("untie_embeddings_and_output_weights"),
+    count("num_residual_streams"),
+    count("sinkhorn_iterations"),
+    choice("sinkhorn_last", ("row", "column")),
+    number("mhc_init_gating_factor", "(-inf, inf)"),
+    count("num_query_groups"),
+    count("kv_channels"),
+    count("ffn_hidden_size"),
+    choice("activation", ACTIVATIONS),
+    count("vocab_size"),
+    count("seq_length"),
+    number("rotary_base", "(0, inf)"),
+    number("layernorm_epsilon", "(0, inf)"),
+    number("hidden_dropout", "[0, 1)"),
+    number("init_method_std", "[0, inf)"),
+    choice("params_dtype", DTYPES),
+    flag("bf16"),
+    Rule(
+        "bf16 has float32 parameters",
+        lambda c: not c.bf16 or c.params_dtype == "float32",
+        lambda c: f"bf16: expected params_dtype='float32' (what is updated stays wide), got {c.params_dtype!r}",
+    ),
+    count("pipeline_model_parallel_size"),
+    count("virtual_pipeline_model_parallel_size"),
+    count("seed", least=0),
+    Rule(
+        "seed fits 32 bits",
+        lambda c: c.seed < 2**32,
+        lambda c: f"seed: expected an integer < 2**32 (it is half of a Philox key), got {c.seed}",
+    ),
+    Rule(
+        "heads divide width",
+        lambda c: c.kv_channels is not None or c.hidden_size % c.num_attention_heads == 0,
+        lambda c: (
+            f"num_attention_heads: expected a divisor of hidden_size={c.hidden_size}, got "
+            f"{c.num_attention_heads}; change either, or give the head's width as kv_channels"
+        ),
+    ),
+    Rule(
+        "head width is even",
+        lambda c: c.head_dim % 2 == 0,
+        lambda c: f"kv_channels: expected an even head width (rotary embedding turns pairs), got {c.head_dim}",
+    ),
+    Rule(
+        "groups divide heads",
+        lambda c: c.num_attention_heads % c.query_groups == 0,
+        lambda c: (
+            f"num_query_groups: expected a divisor of num_attention_heads={c.num_attention_heads}, got {c.query_groups}"
+        ),
+    ),
+    Rule("layer_pattern", lambda c: not _pattern_error(c), _pattern_error),
+    Rule(
+        "virtual stages need a pipeline",
+        lambda c: c.virtual_pipeline_model_parallel_size in (None, 1) or c.pipeline_model_parallel_size > 1,
+        lambda c: (
+            "virtual_pipeline_model_parallel_size: expected None with pipeline_model_parallel_size=1, "
+            f"got {c.virtual_pipeline_model_parallel_size}; virtual stages interleave pipeline ranks"
+        ),
+    ),
+    Rule(
+        "stages divide layers",
+        lambda c: c.num_layers % _stages(c) == 0,
+        lambda c: (
+            f"num_layers: expected a multiple of the {_stages(c)} pipeline stages "
+            f"(pipeline_model_parallel_size x virtual_pipeline_model_parallel_size), got {c.num_layers}"
+        ),
+    ),
+)

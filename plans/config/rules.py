@@ -1,0 +1,70 @@
+"""What a rule of a configuration is, and the common kinds of rule."""
+
+import math
+from collections.abc import Callable
+from numbers import Integral
+from typing import Any, NamedTuple
+
+
+class Rule(NamedTuple):
+    """One thing a configuration must obey."""
+
+    name: str
+    holds: Callable[[Any], bool]
+    message: Callable[[Any], str]
+
+
+def count(field: str, least: int = 1) -> Rule:
+    """The field is an integer of at least ``least``, or None where the default is None."""
+
+    def holds(config: Any) -> bool:
+        value = getattr(config, field)
+        if value is None:
+            return type(config).__dataclass_fields__[field].default is None
+        return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+    return Rule(field, holds, lambda c: f"{field}: expected an integer >= {least}, got {getattr(c, field)!r}")
+
+
+def number(field: str, interval: str) -> Rule:
+    """The field is a finite number inside ``interval``, written as in mathematics: ``[0, 1)``."""
+    low, high = (float(end) for end in interval[1:-1].split(","))
+
+    def holds(config: Any) -> bool:
+        value = getattr(config, field)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            return False
+        above = value >= low if interval[0] == "[" else value > low
+        return above and (value <= high if interval[-1] == "]" else value < high)
+
+    return Rule(field, holds, lambda c: f"{field}: expected a number in {interval}, got {getattr(c, field)!r}")
+
+
+def flag(field: str) -> Rule:
+    """The field is a bool."""
+    return Rule(
+        field,
+        lambda c: isinstance(getattr(c, field), bool),
+        lambda c: f"{field}: expected True or False, got {getattr(c, field)!r}",
+    )
+
+
+def choice(field: str, allowed: tuple[str, ...]) -> Rule:
+    """The field is one of the values allowed."""
+    return Rule(
+        field,
+        lambda c: getattr(c, field) in allowed,
+        lambda c: f"{field}: expected one of {allowed}, got {getattr(c, field)!r}",
+    )
+
+
+def validate(config: Any, rules: tuple[Rule, ...]) -> None:
+    """Check every rule, in order.
+
+    Raises:
+        ValueError: the first rule broken; the message names the setting, what was expected, what
+            came, and the remedy where it is not plain.
+    """
+    for rule in rules:
+        if not rule.holds(config):
+            raise ValueError(rule.message(config))
