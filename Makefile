@@ -53,7 +53,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(PYTEST) -n 2 -m "not slow and not notebook and not multiprocess" --hypothesis-profile=fast
+	$(PYTEST) -n 2 -m "not slow and not notebook and not multiprocess and not thorough" --hypothesis-profile=fast
 
 test: $(INSTALLED)
 	$(BIN)/ruff check .

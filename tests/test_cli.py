@@ -46,6 +46,7 @@ def test_compare_prints_writes_and_succeeds(corpus, tmp_path, capsys):
     assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_compare_in_float64(corpus, tmp_path, capsys):
     command = f"compare {SMALL} --params-dtype float64 --train-iters 3 --hidden-dropout 0.2 --data-path"
     assert diptych(command, corpus, "--output-dir", tmp_path) == 0
@@ -54,6 +55,7 @@ def test_compare_in_float64(corpus, tmp_path, capsys):
     assert all(abs(s["loss"]["torch"] - s["loss"]["jax"]) < 1e-10 for s in report["steps"])
 
 
+@pytest.mark.thorough
 def test_compare_over_tolerance_names_parameter_and_step(corpus, tmp_path, capsys, monkeypatch):
     import jax_impl.transformer
 

