@@ -24,6 +24,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jax_impl.ops import DropoutState, add_bias, at_least_float32, dropout, parameter
+from jax_impl.recompute import name_value
 from plans.config import TransformerConfig
 from plans.parameters import SINKHORN_FLOOR, hyper_connection_spec
 
@@ -143,17 +144,21 @@ def compute_mappings(
     h_pre, h_post = jax.nn.sigmoid(h_pre), 2 * jax.nn.sigmoid(h_post)
     h_res = sinkhorn(h_res.reshape(streams, streams, -1).transpose(2, 0, 1), iterations, last)
     shape = (batch, length, streams)
-    return h_pre.T.reshape(shape), h_post.T.reshape(shape), h_res.reshape(*shape, streams)
+    return (
+        name_value(h_pre.T.reshape(shape), "h_pre"),
+        name_value(h_post.T.reshape(shape), "h_post"),
+        name_value(h_res.reshape(*shape, streams), "h_res"),
+    )
 
 
 def aggregate(x: Float[Array, "b t s d"], h_pre: Float[Array, "b t s"]) -> Float[Array, "b t d"]:
     """What a sublayer reads: sum over streams of h_pre[s] * x[s]. Reference: mHC, eq. 3."""
-    return jnp.einsum("bts,btsd->btd", h_pre.astype(x.dtype), x)
+    return name_value(jnp.einsum("bts,btsd->btd", h_pre.astype(x.dtype), x), "aggregated")
 
 
 def apply_h_res(h_res: Float[Array, "b t s s"], residual: Float[Array, "b t s d"]) -> Float[Array, "b t s d"]:
     """The streams mixed: mixed[s] = sum over j of h_res[s, j] * residual[j]. Reference: mHC, eq. 3."""
-    return jnp.einsum("btsj,btjd->btsd", h_res.astype(residual.dtype), residual)
+    return name_value(jnp.einsum("btsj,btjd->btsd", h_res.astype(residual.dtype), residual), "mixed")
 
 
 def apply_h_post(
@@ -161,7 +166,7 @@ def apply_h_post(
 ) -> Float[Array, "b t s d"]:
     """A sublayer's output written to every stream: expanded[s] = h_post[s] * (x + bias)."""
     y = add_bias(x, bias)
-    return h_post.astype(x.dtype)[..., None] * y[..., None, :]
+    return name_value(h_post.astype(x.dtype)[..., None] * y[..., None, :], "expanded")
 
 
 def add_expanded(

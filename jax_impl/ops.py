@@ -4,6 +4,7 @@ Twin of ``reference_torch/ops.py``: same names, same order, same signatures. Not
 parameters or state; randomness comes in as a counter (:class:`DropoutState`).
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int, Integer, UInt32
 
+from jax_impl.recompute import name_value
 from plans.config import TransformerConfig
 from plans.parameters import ParameterSpec, initial_value, rotary_frequencies
 from plans.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, dropout_threshold
@@ -185,7 +187,8 @@ def causal_attention(
     groups = k.shape[2]
     if attention_mask is not None and attention_mask.shape != (batch, length, length):
         raise ValueError(f"attention_mask: expected shape {(batch, length, length)}, got {tuple(attention_mask.shape)}")
-    q = q.reshape(batch, length, groups, heads // groups, width)
+    q = name_value(q.reshape(batch, length, groups, heads // groups, width), "q")
+    k, v = name_value(k, "k"), name_value(v, "v")
     allowed = jnp.tri(length, dtype=bool)
     if attention_mask is not None:
         allowed = (allowed & attention_mask)[:, None, None]
@@ -194,13 +197,14 @@ def causal_attention(
     weights = jax.nn.softmax(at_least_float32(scores), axis=-1).astype(v.dtype)
     if attention_mask is not None:
         weights = weights * allowed.any(-1, keepdims=True)
+    weights = name_value(weights, "attention_weights")
     mixed = jnp.einsum("bgrts,bsgd->btgrd", weights, v)
     return mixed.reshape(batch, length, heads, width)
 
 
 def gelu(x: Float[Array, "*b f"]) -> Float[Array, "*b f"]:
     """``x * Phi(x)`` with the exact normal distribution function. Reference: arXiv 1606.08415."""
-    return jax.nn.gelu(x, approximate=False)
+    return jax.checkpoint(partial(jax.nn.gelu, approximate=False))(x)  # keeps x alone, as PyTorch does
 
 
 def swiglu(x: Float[Array, "*b f2"]) -> Float[Array, "*b f"]:

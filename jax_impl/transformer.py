@@ -30,6 +30,7 @@ from jax_impl.ops import (
     rotary_embedding,
     swiglu,
 )
+from jax_impl.recompute import checkpoint_blocks, name_value
 from plans.config import TransformerConfig
 from plans.parameters import ParameterSpec, attention_specs, embedding_spec, mlp_specs, norm_spec
 from plans.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
@@ -105,7 +106,7 @@ class SelfAttention(nnx.Module):
         q, k, v = jnp.split(qkv, (heads, heads + groups), axis=2)
         q = rotary_embedding(q, positions, self.config.rotary_base)
         k = rotary_embedding(k, positions, self.config.rotary_base)
-        attended = causal_attention(q, k, v, attention_mask)
+        attended = name_value(causal_attention(q, k, v, attention_mask), "core_attn")
         return self.linear_proj(attended.reshape(batch, length, -1))
 
 
@@ -126,8 +127,9 @@ class MLP(nnx.Module):
 
     def __call__(self, hidden_states: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Array | None]:
         """Output [B, T, D] and the second map's bias, not yet added."""
-        inner = linear(hidden_states, self.linear_fc1.weight[...], _value(self.linear_fc1.bias))
-        return self.linear_fc2(swiglu(inner) if self.activation == "swiglu" else gelu(inner))
+        inner = name_value(linear(hidden_states, self.linear_fc1.weight[...], _value(self.linear_fc1.bias)), "fc1")
+        activated = swiglu(inner) if self.activation == "swiglu" else gelu(inner)
+        return self.linear_fc2(name_value(activated, "activation"))
 
 
 MIXER_MODULES = {"attention": SelfAttention}
@@ -177,13 +179,15 @@ class TransformerLayer(nnx.Module):
         """
         connection = self.self_attention_hyper_connection
         aggregated, mixed, h_post = self._read(connection, hidden_states)
-        attended = self.self_attention(self.input_layernorm(aggregated), positions, attention_mask)
+        normed = name_value(self.input_layernorm(aggregated), "input_layernorm")
+        output = name_value(add_bias(*self.self_attention(normed, positions, attention_mask)), "attention_output")
         site = attention_site(self.layer_number)
-        hidden_states = self._write(connection, attended, h_post, mixed, state, site)
+        hidden_states = self._write(connection, output, h_post, mixed, state, site)
 
         connection = self.mlp_hyper_connection
         aggregated, mixed, h_post = self._read(connection, hidden_states)
-        output = self.mlp(self.pre_mlp_layernorm(aggregated))
+        normed = name_value(self.pre_mlp_layernorm(aggregated), "pre_mlp_layernorm")
+        output = name_value(add_bias(*self.mlp(normed)), "mlp_output")
         return self._write(connection, output, h_post, mixed, state, mlp_site(self.layer_number))
 
     def _read(
@@ -193,14 +197,14 @@ class TransformerLayer(nnx.Module):
         if connection is not None:
             return connection(hidden_states, hidden_states)
         if hidden_states.ndim == 4:
-            streams = self.config.num_residual_streams
-            return HyperConnectionModule.output_contract(hidden_states, streams), hidden_states, None
+            mean = HyperConnectionModule.output_contract(hidden_states, self.config.num_residual_streams)
+            return name_value(mean, "aggregated"), hidden_states, None
         return hidden_states, hidden_states, None
 
     def _write(
         self,
         connection: HyperConnectionModule | None,
-        x_with_bias: tuple[Array, Array | None],
+        output: Array,
         h_post: Array | None,
         mixed: Array,
         state: DropoutState | None,
@@ -208,12 +212,12 @@ class TransformerLayer(nnx.Module):
     ) -> Array:
         """Add a sublayer's output back: by its hyper-connection, or plainly, to every stream alike."""
         if connection is not None and h_post is not None:
-            return connection.apply_h_post_dropout_add(x_with_bias, h_post, mixed, state, site)
-        x, bias = x_with_bias
-        y = add_bias(x, bias)
-        if state is not None:
-            y = dropout(y, self.config.hidden_dropout, state, site)
-        return mixed + (y[..., None, :] if mixed.ndim == 4 else y)
+            hidden_states = connection.apply_h_post_dropout_add((output, None), h_post, mixed, state, site)
+        else:
+            if state is not None:
+                output = dropout(output, self.config.hidden_dropout, state, site)
+            hidden_states = mixed + (output[..., None, :] if mixed.ndim == 4 else output)
+        return name_value(hidden_states, "residual_streams")
 
 
 class TransformerBlock(nnx.Module):
@@ -235,6 +239,7 @@ class TransformerBlock(nnx.Module):
         pp_rank: int | None = None,
     ) -> None:
         self.config, self.pre_process, self.post_process = config, pre_process, post_process
+        self.vp_stage, self.pp_rank = vp_stage, pp_rank
         first = get_transformer_layer_offset(config, vp_stage, pp_rank)
         numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
         self.layers = nnx.Dict({str(number): TransformerLayer(config, number) for number in numbers})
@@ -251,8 +256,12 @@ class TransformerBlock(nnx.Module):
         streams, hyper = self.config.num_residual_streams, self.config.enable_hyper_connections
         if hyper and self.pre_process:
             hidden_states = HyperConnectionModule.input_expand(hidden_states, streams)
-        for layer in self.layers.values():
-            hidden_states = layer(hidden_states, positions, state, attention_mask)
+
+        def run(number: int, hidden_states: Array) -> Array:
+            return self.layers[str(number)](hidden_states, positions, state, attention_mask)
+
+        hidden_states = name_value(hidden_states, "residual_streams")
+        hidden_states = checkpoint_blocks(run, self.config, self.vp_stage, self.pp_rank)(hidden_states)
         if self.final_layernorm is None:
             return hidden_states
         if hyper:

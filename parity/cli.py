@@ -218,11 +218,13 @@ def _parse(arguments: list[str]) -> Compare | Train | Sample | Info | Curves:
 
 def _first_message(box: str) -> str:
     """What tyro says in its framed error message, above the first rule, as one line."""
-    lines = []
+    lines: list[str] = []
     for line in box.splitlines()[1:]:
-        content = line.strip(" │")
-        if content.startswith(("─", "╰")):
-            break
+        content = line.strip(" │|")
+        if content.startswith(("─", "╰", "╭", "-----", "+-")):  # a frame or a rule, in ASCII too
+            if lines:
+                break
+            continue
         lines.append(content)
     message = re.sub(r"^Error parsing __\S+: ", "", " ".join(lines))
     return f"{message} (diptych --help lists what there is)"

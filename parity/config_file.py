@@ -18,7 +18,7 @@ def with_config_file(arguments: list[str]) -> list[str]:
         arguments: subcommand and flags.
 
     Raises:
-        ValueError: no file is named, it cannot be read, or a value is neither text, number nor truth value.
+        ValueError: no file is named, it cannot be read, or a value is not text, number, truth value or a list.
     """
     if FLAG not in arguments:
         return arguments
@@ -42,5 +42,7 @@ def _flags(table: dict[str, Any]) -> Iterator[str]:
             yield f"--{name}" if value else f"--no-{name}"
         elif isinstance(value, str | int | float):
             yield from (f"--{name}", str(value))
+        elif isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
+            yield from (f"--{name}", *map(str, value))
         else:
-            raise ValueError(f"config: expected text, a number, true or false for {key}, got {value!r}")
+            raise ValueError(f"config: expected text, a number, true, false or a list of them for {key}, got {value!r}")

@@ -51,9 +51,12 @@ class Checkpoint(NamedTuple):
 
 
 def run_settings(model: TransformerConfig, train: TrainConfig, corpus: Corpus) -> dict[str, Any]:
-    """The settings a checkpoint records: those that decide what every step does."""
+    """The settings a checkpoint records: those that decide what every step does.
+
+    What is recomputed decides memory and time only, and may change when a run is resumed.
+    """
     return {
-        "model": asdict(model),
+        "model": {name: value for name, value in asdict(model).items() if "recompute" not in name},
         "train": asdict(train),
         "data": {"corpus_digest": corpus.digest, "data_seed": corpus.seed},
     }

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from plans.config import TransformerConfig
 from plans.parameters import SINKHORN_FLOOR, hyper_connection_spec
 from reference_torch.ops import DropoutState, add_bias, at_least_float32, dropout, parameter
+from reference_torch.recompute import MHCBlockRecomputeManager, name_value
 
 
 def sinkhorn(logits: Float[Tensor, "*b s s"], iterations: int = 20, last: str = "row") -> Float[Tensor, "*b s s"]:
@@ -131,9 +132,9 @@ def compute_mappings(
     h_res = sinkhorn(h_res.view(streams, streams, -1).permute(2, 0, 1), iterations, last)
     shape = (batch, length, streams)  # contiguous: bmm takes strided matrices one at a time
     return (
-        h_pre.t().contiguous().view(shape),
-        h_post.t().contiguous().view(shape),
-        h_res.contiguous().view(*shape, streams),
+        name_value(h_pre.t().contiguous().view(shape), "h_pre"),
+        name_value(h_post.t().contiguous().view(shape), "h_post"),
+        name_value(h_res.contiguous().view(*shape, streams), "h_res"),
     )
 
 
@@ -141,13 +142,13 @@ def aggregate(x: Float[Tensor, "b t s d"], h_pre: Float[Tensor, "b t s"]) -> Flo
     """What a sublayer reads: sum over streams of h_pre[s] * x[s]. Reference: mHC, eq. 3."""
     batch, length, streams, _ = x.shape
     weights = h_pre.to(x.dtype).reshape(-1, 1, streams)
-    return torch.bmm(weights, x.flatten(0, 1)).view(batch, length, -1)
+    return name_value(torch.bmm(weights, x.flatten(0, 1)).view(batch, length, -1), "aggregated")
 
 
 def apply_h_res(h_res: Float[Tensor, "b t s s"], residual: Float[Tensor, "b t s d"]) -> Float[Tensor, "b t s d"]:
     """The streams mixed: mixed[s] = sum over j of h_res[s, j] * residual[j]. Reference: mHC, eq. 3."""
     mixed = torch.bmm(h_res.to(residual.dtype).flatten(0, 1), residual.flatten(0, 1))
-    return mixed.view_as(residual)
+    return name_value(mixed.view_as(residual), "mixed")
 
 
 def apply_h_post(
@@ -155,7 +156,7 @@ def apply_h_post(
 ) -> Float[Tensor, "b t s d"]:
     """A sublayer's output written to every stream: expanded[s] = h_post[s] * (x + bias)."""
     y = add_bias(x, bias)
-    return h_post.to(x.dtype)[..., None] * y[..., None, :]
+    return name_value(h_post.to(x.dtype)[..., None] * y[..., None, :], "expanded")
 
 
 def add_expanded(
@@ -193,6 +194,7 @@ class HyperConnectionModule(nn.Module):
         hidden_states: Float[Tensor, "b t s d"],
         residual: Float[Tensor, "b t s d"],
         training: bool = True,
+        mhc_recompute_manager: MHCBlockRecomputeManager | None = None,
     ) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "b t s d"], Float[Tensor, "b t s"]]:
         """What the sublayer reads, the mixed residual, and how to write the sublayer's output.
 
@@ -200,10 +202,13 @@ class HyperConnectionModule(nn.Module):
             hidden_states: residual streams the coefficients and the aggregate are taken from. [B, T, S, D]
             residual: streams that are mixed; in a transformer the same tensor. [B, T, S, D]
             training: accepted for symmetry with other modules; nothing here depends on it.
+            mhc_recompute_manager: drops everything returned after forward and computes it again in backward.
 
         Returns:
             aggregated [B, T, D], mixed [B, T, S, D], h_post [B, T, S].
         """
+        if mhc_recompute_manager is not None:
+            return mhc_recompute_manager.checkpoint(self.forward, hidden_states, residual, training)
         h_pre, h_post, h_res = self.compute_mappings(hidden_states)
         return self.aggregate(hidden_states, h_pre), self.apply_h_res(h_res, residual), h_post
 
@@ -233,6 +238,17 @@ class HyperConnectionModule(nn.Module):
         """Expanded output [B, T, S, D]; its bias is consumed, hence the None."""
         x, bias = x_with_bias
         return apply_h_post(x, bias, h_post), None
+
+    def apply_h_post_with_checkpoint(
+        self,
+        x_with_bias: tuple[Tensor, Tensor | None],
+        h_post: Float[Tensor, "b t s"],
+        manager: MHCBlockRecomputeManager | None = None,
+    ) -> tuple[Tensor, None]:
+        """apply_h_post, recomputed in backward if a manager is given."""
+        if manager is None:
+            return self.apply_h_post(x_with_bias, h_post)
+        return manager.checkpoint(self.apply_h_post, x_with_bias, h_post)
 
     def apply_h_post_dropout_add(
         self,

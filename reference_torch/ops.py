@@ -14,6 +14,7 @@ from torch import Tensor
 from plans.config import TransformerConfig
 from plans.parameters import ParameterSpec, initial_value, rotary_frequencies
 from plans.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, dropout_threshold
+from reference_torch.recompute import name_value
 
 MASK_32 = 0xFFFFFFFF
 PHILOX_TILE = 128
@@ -177,6 +178,7 @@ def causal_attention(
     q = q.reshape(batch, length, groups, -1, width).permute(0, 2, 3, 1, 4).reshape(-1, rows, width)
     k = k.permute(0, 2, 3, 1).reshape(-1, width, length)
     v = v.transpose(1, 2).reshape(-1, length, width)
+    q, k, v = name_value(q, "q"), name_value(k, "k"), name_value(v, "v")
     allowed = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
     if attention_mask is not None:
         allowed = (allowed & attention_mask)[:, None]
@@ -189,8 +191,9 @@ def causal_attention(
     weights = at_least_float32(scores).softmax(-1).to(v.dtype)
     if attention_mask is not None:
         weights = weights * allowed.any(-1).repeat(1, groups, heads // groups).view(-1, rows, 1)
+    weights = name_value(weights, "attention_weights")
     mixed = torch.bmm(weights, v).view(batch, groups, -1, length, width)
-    return mixed.permute(0, 3, 1, 2, 4).reshape(batch, length, heads, width)
+    return mixed.permute(0, 3, 1, 2, 4).reshape(batch, length, -1).view(batch, length, heads, width)
 
 
 def gelu(x: Float[Tensor, "*b f"]) -> Float[Tensor, "*b f"]:

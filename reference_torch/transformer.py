@@ -17,6 +17,7 @@ from plans.config import TransformerConfig
 from plans.parameters import ParameterSpec, attention_specs, embedding_spec, mlp_specs, norm_spec
 from plans.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
 from plans.philox import attention_site, mlp_site
+from plans.recompute import RecomputeBlock, recompute_blocks
 from reference_torch.hyper_connections import HyperConnectionModule
 from reference_torch.ops import (
     DropoutState,
@@ -33,6 +34,7 @@ from reference_torch.ops import (
     rotary_embedding,
     swiglu,
 )
+from reference_torch.recompute import KEEP_ALL, BlockRecomputation, name_value, run_block
 
 
 class Linear(nn.Module):
@@ -93,6 +95,7 @@ class SelfAttention(nn.Module):
         hidden_states: Float[Tensor, "b t d"],
         positions: Int[Tensor, " t"],
         attention_mask: Bool[Tensor, "b t t"] | None = None,
+        recompute: BlockRecomputation = KEEP_ALL,
     ) -> tuple[Float[Tensor, "b t d"], Tensor | None]:
         """Attended output [B, T, D] and the output projection's bias, not yet added."""
         batch, length, _ = hidden_states.shape
@@ -102,8 +105,9 @@ class SelfAttention(nn.Module):
         q, k, v = qkv.split((heads, groups, groups), dim=2)
         q = rotary_embedding(q, positions, self.config.rotary_base)
         k = rotary_embedding(k, positions, self.config.rotary_base)
-        attended = causal_attention(q, k, v, attention_mask)
-        return self.linear_proj(attended.flatten(2))
+        q, k, v = name_value(q, "q"), name_value(k, "k"), name_value(v, "v")
+        attended = recompute("core_attn", causal_attention, q, k, v, attention_mask)
+        return self.linear_proj(name_value(attended, "core_attn").flatten(2))
 
 
 class MLP(nn.Module):
@@ -122,10 +126,13 @@ class MLP(nn.Module):
         self.linear_fc1 = Linear(config, f"{name}.linear_fc1", specs["linear_fc1"])
         self.linear_fc2 = Linear(config, f"{name}.linear_fc2", specs["linear_fc2"])
 
-    def forward(self, hidden_states: Float[Tensor, "b t d"]) -> tuple[Float[Tensor, "b t d"], Tensor | None]:
+    def forward(
+        self, hidden_states: Float[Tensor, "b t d"], recompute: BlockRecomputation = KEEP_ALL
+    ) -> tuple[Float[Tensor, "b t d"], Tensor | None]:
         """Output [B, T, D] and the second map's bias, not yet added."""
-        inner = linear(hidden_states, self.linear_fc1.weight, self.linear_fc1.bias)
-        return self.linear_fc2(swiglu(inner) if self.activation == "swiglu" else gelu(inner))
+        inner = name_value(linear(hidden_states, self.linear_fc1.weight, self.linear_fc1.bias), "fc1")
+        activated = recompute("activation", swiglu if self.activation == "swiglu" else gelu, inner)
+        return self.linear_fc2(name_value(activated, "activation"))
 
 
 MIXER_MODULES = {"attention": SelfAttention}
@@ -165,6 +172,7 @@ class TransformerLayer(nn.Module):
         positions: Int[Tensor, " t"],
         state: DropoutState | None = None,
         attention_mask: Bool[Tensor, "b t t"] | None = None,
+        recompute: BlockRecomputation = KEEP_ALL,
     ) -> Float[Tensor, "b t *s d"]:
         """One layer.
 
@@ -173,33 +181,48 @@ class TransformerLayer(nn.Module):
             positions: of the tokens within their sequence. [T]
             state: rows of the batch for dropout; None: no dropout.
             attention_mask: see ops.causal_attention.
+            recompute: which values are dropped, and who computes them again.
         """
         connection = self.self_attention_hyper_connection
-        aggregated, mixed, h_post = self._read(connection, hidden_states)
-        attended = self.self_attention(self.input_layernorm(aggregated), positions, attention_mask)
+        aggregated, mixed, h_post = self._read(connection, hidden_states, recompute)
+        normed = name_value(recompute("input_layernorm", self.input_layernorm, aggregated), "input_layernorm")
+        output = name_value(
+            add_bias(*self.self_attention(normed, positions, attention_mask, recompute)), "attention_output"
+        )
         site = attention_site(self.layer_number)
-        hidden_states = self._write(connection, attended, h_post, mixed, state, site)
+        hidden_states = recompute("residual_streams", self._write, connection, output, h_post, mixed, state, site)
+        recompute.discard_consumed(hidden_states)
 
         connection = self.mlp_hyper_connection
-        aggregated, mixed, h_post = self._read(connection, hidden_states)
-        output = self.mlp(self.pre_mlp_layernorm(aggregated))
-        return self._write(connection, output, h_post, mixed, state, mlp_site(self.layer_number))
+        aggregated, mixed, h_post = self._read(connection, hidden_states, recompute)
+        normed = recompute("pre_mlp_layernorm", self.pre_mlp_layernorm, aggregated)
+        normed = name_value(normed, "pre_mlp_layernorm")
+        output = recompute("mlp_output", self._mlp_output, normed, recompute.inside("mlp_output"))
+        site = mlp_site(self.layer_number)
+        hidden_states = recompute("residual_streams", self._write, connection, output, h_post, mixed, state, site)
+        recompute.discard_consumed(hidden_states)
+        return hidden_states
+
+    def _mlp_output(self, normed: Tensor, recompute: BlockRecomputation) -> Tensor:
+        return name_value(add_bias(*self.mlp(normed, recompute)), "mlp_output")
 
     def _read(
-        self, connection: HyperConnectionModule | None, hidden_states: Tensor
+        self, connection: HyperConnectionModule | None, hidden_states: Tensor, recompute: BlockRecomputation
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """What a sublayer reads, what it is added to, and with which weights (None: all 1)."""
         if connection is not None:
-            return connection(hidden_states, hidden_states)
+            manager = recompute.manager_of("aggregated")
+            return connection(hidden_states, hidden_states, mhc_recompute_manager=manager)
         if hidden_states.dim() == 4:
             streams = self.config.num_residual_streams
-            return HyperConnectionModule.output_contract(hidden_states, streams), hidden_states, None
+            mean = recompute("aggregated", HyperConnectionModule.output_contract, hidden_states, streams)
+            return name_value(mean, "aggregated"), hidden_states, None
         return hidden_states, hidden_states, None
 
     def _write(
         self,
         connection: HyperConnectionModule | None,
-        x_with_bias: tuple[Tensor, Tensor | None],
+        output: Tensor,
         h_post: Tensor | None,
         mixed: Tensor,
         state: DropoutState | None,
@@ -207,12 +230,12 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         """Add a sublayer's output back: by its hyper-connection, or plainly, to every stream alike."""
         if connection is not None and h_post is not None:
-            return connection.apply_h_post_dropout_add(x_with_bias, h_post, mixed, state, site)
-        x, bias = x_with_bias
-        y = add_bias(x, bias)
-        if state is not None:
-            y = dropout(y, self.config.hidden_dropout, state, site)
-        return mixed + (y[..., None, :] if mixed.dim() == 4 else y)
+            hidden_states = connection.apply_h_post_dropout_add((output, None), h_post, mixed, state, site)
+        else:
+            if state is not None:
+                output = dropout(output, self.config.hidden_dropout, state, site)
+            hidden_states = mixed + (output[..., None, :] if mixed.dim() == 4 else output)
+        return name_value(hidden_states, "residual_streams")
 
 
 class TransformerBlock(nn.Module):
@@ -237,6 +260,7 @@ class TransformerBlock(nn.Module):
         self.config, self.pre_process, self.post_process = config, pre_process, post_process
         first = get_transformer_layer_offset(config, vp_stage, pp_rank)
         numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
+        self.blocks = recompute_blocks(config, vp_stage, pp_rank)
         self.layers = nn.ModuleDict({str(number): TransformerLayer(config, number) for number in numbers})
         self.final_layernorm = RMSNorm(config, "decoder.final_layernorm") if post_process else None
 
@@ -251,8 +275,15 @@ class TransformerBlock(nn.Module):
         streams, hyper = self.config.num_residual_streams, self.config.enable_hyper_connections
         if hyper and self.pre_process:
             hidden_states = HyperConnectionModule.input_expand(hidden_states, streams)
-        for layer in self.layers.values():
-            hidden_states = layer(hidden_states, positions, state, attention_mask)
+        hidden_states = name_value(hidden_states, "residual_streams")
+        for block in self.blocks:
+
+            def run(hidden_states: Tensor, recompute: BlockRecomputation, block: RecomputeBlock = block) -> Tensor:
+                for number in block.layers:
+                    hidden_states = self.layers[str(number)](hidden_states, positions, state, attention_mask, recompute)
+                return hidden_states
+
+            hidden_states = run_block(block, run, hidden_states, self.training)
         if self.final_layernorm is None:
             return hidden_states
         if hyper:

@@ -118,7 +118,10 @@ WRONG = {
     "no config file": ("train --config {out}", "config: expected a TOML file in"),
     "no TOML": ("train --config {broken}", "config: expected a TOML file in"),
     "unknown setting in a file": ("train --config {unknown}", "Unrecognized options: --hiden-size"),
-    "list in a file": ("train --config {listed}", "config: expected text, a number, true or false for hidden_size"),
+    "list in a list in a file": (
+        "train --config {listed}",
+        "config: expected text, a number, true, false or a list of them for recompute_modules",
+    ),
     "config without a file": ("train --config", "config: expected a subcommand before --config and a TOML file"),
     "corpus missing": ("train --data-path /nowhere/at/all", "data_path: expected an existing file or folder"),
     "corpus empty": ("train --data-path {empty}", "data_path: expected a corpus with text in it, got 0 bytes"),
@@ -140,7 +143,7 @@ def test_wrong_input_ends_in_one_line_and_code_2(name, tmp_path, capsys):
     (tmp_path / "blocked" / "report.json").mkdir(parents=True)
     (tmp_path / "broken").write_text("hidden_size = = 3")
     (tmp_path / "unknown").write_text("hiden_size = 3")
-    (tmp_path / "listed").write_text("hidden_size = [3]")
+    (tmp_path / "listed").write_text("recompute_modules = [[1]]")
     (tmp_path / "medium").write_text("enough to train on " * 50)
     command, message = WRONG[name]
     paths = {

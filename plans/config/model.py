@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from plans.config.recompute import RECOMPUTE_RULES, RecomputeModule
 from plans.config.rules import Rule, choice, count, flag, number, validate
 from plans.layers import ACTIVATIONS, LayerConfig, parse_layer
 
@@ -72,6 +73,26 @@ class TransformerConfig:
     """Pipeline ranks the layers are divided over."""
     virtual_pipeline_model_parallel_size: int | None = None
     """Model chunks (virtual stages) per pipeline rank; None: one."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Recompute whole layers (full), or the modules named (selective); None: keep everything for backward."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """With full: chunks of layers over the whole stage (uniform), or the first layers one by one (block)."""
+    recompute_num_layers: int | None = None
+    """With uniform: layers a chunk, None: 1. With block: layers per pipeline rank, None: all."""
+    recompute_modules: tuple[RecomputeModule, ...] = ()
+    """With selective: what is recomputed, in any combination."""
+    recompute_hyper_connections: bool = False
+    """With selective: the module mhc, under the name of its own flag."""
+    recompute_pre_mlp_layernorm: bool = False
+    """With selective: the norm before the MLP alone."""
+    recompute_mlp: bool = False
+    """With selective: the module mlp, under the name of its own flag."""
+    mhc_recompute_layer_num: int | None = None
+    """Layers per block of recomputed hyper-connections; None: the length that keeps least."""
+    recompute_activation_function: bool = False
+    """Recompute activation functions; beside full recompute of method block, in layers not fully recomputed."""
+    recompute_activation_function_num_layers: int | None = None
+    """Layers per pipeline rank whose activation function is recomputed; None: all the rest, 0: none."""
     seed: int = 0
     """Seed of initial parameters and dropout."""
 
@@ -82,6 +103,11 @@ class TransformerConfig:
     def compute_dtype(self) -> str:
         """Type of what flows between layers."""
         return "bfloat16" if self.bf16 else self.params_dtype
+
+    @property
+    def layers_per_rank(self) -> int:
+        """Layers of one pipeline rank, all its virtual stages together."""
+        return self.num_layers // self.pipeline_model_parallel_size
 
     @property
     def head_dim(self) -> int:
@@ -209,4 +235,5 @@ MODEL_RULES: tuple[Rule, ...] = (
             f"(pipeline_model_parallel_size x virtual_pipeline_model_parallel_size), got {c.num_layers}"
         ),
     ),
+    *RECOMPUTE_RULES,
 )

@@ -49,7 +49,7 @@ def flag(field: str) -> Rule:
     )
 
 
-def choice(field: str, allowed: tuple[str, ...]) -> Rule:
+def choice(field: str, allowed: tuple[str | None, ...]) -> Rule:
     """The field is one of the values allowed."""
     return Rule(
         field,

@@ -1,0 +1,129 @@
+"""Recompute by policy: activations are dropped after forward and computed again before backward.
+
+Twin of ``reference_torch/recompute``, which empties and refills storages where ``jax.checkpoint`` is given a policy
+here. What is dropped is decided in ``plans/recompute.py``: every block of layers that drops something is one
+``jax.checkpoint`` whose policy keeps each value named there but those dropped. Values without a name are
+computed again where the names kept around them allow it; they cost no matrix product.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
+from jax.extend.core import Literal, jaxprs_in_params
+
+from plans.config import TransformerConfig
+from plans.recompute import VALUES, RecomputeBlock, recompute_blocks
+
+
+def name_value(x: Array, name: str) -> Array:
+    """x itself, known to policies and to residual_report as ``name``.
+
+    Raises:
+        ValueError: the name is not in plans.recompute.VALUES.
+    """
+    if name not in VALUES:
+        raise ValueError(f"name: expected one of {VALUES}, got {name!r}")
+    return checkpoint_name(x, name)
+
+
+def recompute_policy(block: RecomputeBlock) -> Callable[..., Any]:
+    """The policy of a block: keep every named value but those it drops."""
+    return checkpoint_policies.save_only_these_names(*(name for name in VALUES if name not in block.dropped))
+
+
+def checkpoint_blocks(
+    layer_fn: Callable[[int, Array], Array],
+    config: TransformerConfig,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> Callable[[Array], Array]:
+    """All layers of a stage, recomputed as plans.recompute says.
+
+    Args:
+        layer_fn: runs the layer of a global number on hidden states [B, T, ...].
+        config: the whole model's.
+        vp_stage: index of the virtual stage within its rank; None: 0.
+        pp_rank: pipeline rank; None: 0.
+    """
+
+    def run_block(block: RecomputeBlock, hidden_states: Array) -> Array:
+        for number in block.layers:
+            hidden_states = layer_fn(number, hidden_states)
+        return hidden_states
+
+    def run(hidden_states: Array) -> Array:
+        for block in recompute_blocks(config, vp_stage, pp_rank):
+            layers = partial(run_block, block)
+            if block.kind != "none":
+                layers = jax.checkpoint(layers, policy=recompute_policy(block))  # pyright: ignore[reportPrivateImportUsage]
+            hidden_states = name_value(layers(hidden_states), "residual_streams")
+        return hidden_states
+
+    return run
+
+
+class KeptValue(NamedTuple):
+    """A named value kept from forward to backward."""
+
+    shape: tuple[int, ...]
+    """Of the first one of the name."""
+    dtype: str
+    bytes: int
+    """Of all of the name together."""
+
+
+def residual_report(fn: Callable[..., Array], *args: Any) -> dict[str, KeptValue]:
+    """The named values that are kept for backward once ``fn(*args)`` has returned.
+
+    Read from the program that jax.vjp makes: its results, besides fn's own, are the residuals. XLA may still
+    compute one again, or keep something more.
+
+    Returns:
+        Name, in order of plans.recompute.VALUES, to shape of its first value, dtype and bytes of all.
+    """
+    program = jax.make_jaxpr(lambda *inputs: jax.vjp(fn, *inputs)[1])(*args).jaxpr
+    origins = _origins(program, {})
+    kept = dict.fromkeys(origins[v] for v in program.outvars if not isinstance(v, Literal) and v in origins)
+    report: dict[str, KeptValue] = {}
+    for variable, name in kept:
+        shape, dtype = variable.aval.shape, variable.aval.dtype
+        earlier = report.get(name, KeptValue(shape, str(dtype), 0))
+        report[name] = earlier._replace(bytes=earlier.bytes + int(np.prod(shape)) * dtype.itemsize)
+    return {name: report[name] for name in VALUES if name in report}
+
+
+_SAME_VALUE = frozenset(
+    {"reduce_precision", "reshape", "broadcast_in_dim", "squeeze", "transpose", "slice", "split", "expand_dims", "copy"}
+)
+"""Operations whose result is a view of what they read: where it is kept, what they read is."""
+
+
+def _origins(program: Any, known: Mapping[Any, tuple[Any, str]]) -> dict[Any, tuple[Any, str]]:
+    """For every variable that is a named value or a view of one: that value's variable, and its name.
+
+    Args:
+        program: a jaxpr.
+        known: origins of the program's inputs, where they have one.
+    """
+    origins = dict(known)
+    for equation in program.eqns:
+        kind, source = equation.primitive.name, equation.invars[0] if equation.invars else None
+        if kind == "name":
+            origins[source] = (source, equation.params["name"])
+            origins[equation.outvars[0]] = origins[source]
+        elif kind in _SAME_VALUE and not isinstance(source, Literal) and source in origins:
+            origins |= dict.fromkeys(equation.outvars, origins[source])
+        for inner in jaxprs_in_params(equation.params):  # a call: what it hands through, or names
+            if len(inner.invars) == len(equation.invars) and len(inner.outvars) == len(equation.outvars):
+                passed = zip(inner.invars, equation.invars, strict=True)
+                within = _origins(
+                    inner, {i: origins[o] for i, o in passed if not isinstance(o, Literal) and o in origins}
+                )
+                handed = zip(equation.outvars, inner.outvars, strict=True)
+                origins |= {o: within[i] for o, i in handed if not isinstance(i, Literal) and i in within}
+    return origins

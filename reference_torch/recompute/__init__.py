@@ -1,0 +1,38 @@
+"""Recompute that shares storages: activations are dropped after forward and computed again before backward.
+
+Usable alone, around anyone's function: see :class:`CheckpointWithoutOutput`. Twin of
+``jax_impl/recompute.py``, which does by ``jax.checkpoint`` policies what is done here by emptying and
+refilling storages; what is dropped is decided in ``plans/recompute.py``.
+"""
+
+from reference_torch.recompute.blocks import KEEP_ALL, BlockRecomputation, run_block
+from reference_torch.recompute.checkpoint import (
+    CheckpointWithoutOutput,
+    MHCBlockRecomputeManager,
+    MindSpeedCheckpointWithoutOutput,
+    lazy_restore,
+)
+from reference_torch.recompute.guards import (
+    DiscardedActivationError,
+    RecomputeError,
+    RecomputeMismatchError,
+    RecomputeUsageError,
+)
+from reference_torch.recompute.report import KeptValue, name_value, residual_report
+
+__all__ = [
+    "CheckpointWithoutOutput",
+    "MindSpeedCheckpointWithoutOutput",
+    "MHCBlockRecomputeManager",
+    "lazy_restore",
+    "BlockRecomputation",
+    "KEEP_ALL",
+    "run_block",
+    "name_value",
+    "residual_report",
+    "KeptValue",
+    "RecomputeError",
+    "DiscardedActivationError",
+    "RecomputeMismatchError",
+    "RecomputeUsageError",
+]
