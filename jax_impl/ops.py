@@ -4,6 +4,7 @@ Twin of ``reference_torch/ops.py``: same names, same order, same signatures. Not
 parameters or state; randomness comes in as a counter (:class:`DropoutState`).
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -116,12 +117,15 @@ def dropout(x: Float[Array, "b t *rest"], rate: float, state: DropoutState, site
     """
     if rate == 0.0:
         return x
-    width = int(np.prod(x.shape[2:]))
-    quads = jnp.arange((width + 3) // 4)
-    counter = (quads, state.row_low[..., None], state.row_high[..., None], state.step)
-    words = jnp.stack(philox_4x32((state.seed, site), counter), axis=-1)
-    keep = words.reshape(*words.shape[:2], -1)[..., :width] >= np.uint32(dropout_threshold(rate))
-    return jnp.where(keep.reshape(x.shape), x * (1.0 / (1.0 - rate)), 0.0)
+
+    def masked(x: Array, step: int | Array, row_low: Array, row_high: Array) -> Array:
+        width = int(np.prod(x.shape[2:]))
+        counter = (jnp.arange((width + 3) // 4), row_low[..., None], row_high[..., None], step)
+        words = jnp.stack(philox_4x32((state.seed, site), counter), axis=-1)
+        keep = words.reshape(*words.shape[:2], -1)[..., :width] >= np.uint32(dropout_threshold(rate))
+        return jnp.where(keep.reshape(x.shape), x * (1.0 / (1.0 - rate)), 0.0)
+
+    return jax.checkpoint(masked)(x, state.step, state.row_low, state.row_high)  # the mask is made again in backward
 
 
 def at_least_float32(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
@@ -183,12 +187,35 @@ def causal_attention(
         attention_mask: True where row t may attend to column s, besides s <= t. A row that may attend
             to nothing gives 0. [B, T, T]
     """
+    return _attention(q, k, v, attention_mask, named=name_value)
+
+
+def fused_attention(
+    q: Float[Array, "b t h d"],
+    k: Float[Array, "b t g d"],
+    v: Float[Array, "b t g d"],
+    attention_mask: Bool[Array, "b t t"] | None = None,
+) -> Float[Array, "b t h d"]:
+    """causal_attention whose T x T weights are computed again in backward, never kept.
+
+    Args: as causal_attention's.
+
+    Reference: Dao et al., arXiv 2205.14135. jax.nn.dot_product_attention has such kernels, but takes its softmax in
+    float32 whatever the type; here jax.checkpoint saves the same memory, and XLA fuses what it can.
+    """
+    q, k, v = name_value(q, "q"), name_value(k, "k"), name_value(v, "v")
+    return jax.checkpoint(partial(_attention, named=lambda x, name: x))(q, k, v, attention_mask)
+
+
+def _attention(
+    q: Array, k: Array, v: Array, attention_mask: Array | None, named: Callable[[Array, str], Array]
+) -> Array:
     batch, length, heads, width = q.shape
     groups = k.shape[2]
     if attention_mask is not None and attention_mask.shape != (batch, length, length):
         raise ValueError(f"attention_mask: expected shape {(batch, length, length)}, got {tuple(attention_mask.shape)}")
-    q = name_value(q.reshape(batch, length, groups, heads // groups, width), "q")
-    k, v = name_value(k, "k"), name_value(v, "v")
+    q = named(q.reshape(batch, length, groups, heads // groups, width), "q")
+    k, v = named(k, "k"), named(v, "v")
     allowed = jnp.tri(length, dtype=bool)
     if attention_mask is not None:
         allowed = (allowed & attention_mask)[:, None, None]
@@ -197,7 +224,7 @@ def causal_attention(
     weights = jax.nn.softmax(at_least_float32(scores), axis=-1).astype(v.dtype)
     if attention_mask is not None:
         weights = weights * allowed.any(-1, keepdims=True)
-    weights = name_value(weights, "attention_weights")
+    weights = named(weights, "attention_weights")
     mixed = jnp.einsum("bgrts,bsgd->btgrd", weights, v)
     return mixed.reshape(batch, length, heads, width)
 

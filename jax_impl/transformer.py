@@ -23,6 +23,7 @@ from jax_impl.ops import (
     cross_entropy,
     dropout,
     dropout_state,
+    fused_attention,
     gelu,
     linear,
     parameter,
@@ -106,7 +107,8 @@ class SelfAttention(nnx.Module):
         q, k, v = jnp.split(qkv, (heads, heads + groups), axis=2)
         q = rotary_embedding(q, positions, self.config.rotary_base)
         k = rotary_embedding(k, positions, self.config.rotary_base)
-        attended = name_value(causal_attention(q, k, v, attention_mask), "core_attn")
+        attend = fused_attention if self.config.use_flash_attn else causal_attention
+        attended = name_value(attend(q, k, v, attention_mask), "core_attn")
         return self.linear_proj(attended.reshape(batch, length, -1))
 
 

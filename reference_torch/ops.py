@@ -4,6 +4,7 @@ Twin of ``jax_impl/ops.py``: same names, same order, same signatures. Nothing he
 state; randomness comes in as a counter (:class:`DropoutState`).
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -93,12 +94,28 @@ def dropout(x: Float[Tensor, "b t *rest"], rate: float, state: DropoutState, sit
         state: rows of the batch.
         site: number of the place in the model, see plans.philox.
     """
-    if rate == 0.0:
-        return x
-    width = x[0, 0].numel()
-    quads = torch.arange((width + 3) // 4, device=x.device)
+    return x if rate == 0.0 else _Dropout.apply(x, rate, state, site)
+
+
+class _Dropout(torch.autograd.Function):
+    """Keeps no mask: it is made again in backward."""
+
+    @staticmethod
+    def forward(ctx, x, rate, state, site):
+        ctx.arguments = rate, state, site
+        return torch.where(_dropout_mask(x.shape, rate, state, site), x * (1.0 / (1.0 - rate)), 0.0)
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _Dropout.apply(grad, *ctx.arguments), None, None, None
+
+
+def _dropout_mask(shape: torch.Size, rate: float, state: DropoutState, site: int) -> Tensor:
+    """True where an element is kept, by tiles of rows."""
+    width = math.prod(shape[2:])
     low, high = state.row_low.reshape(-1, 1), state.row_high.reshape(-1, 1)
-    keep = torch.empty(len(low), 4 * len(quads), dtype=torch.bool, device=x.device)
+    quads = torch.arange((width + 3) // 4, device=low.device)
+    keep = torch.empty(len(low), 4 * len(quads), dtype=torch.bool, device=low.device)
     threshold = dropout_threshold(rate)
     for start in range(0, len(low), PHILOX_TILE):
         rows = slice(start, start + PHILOX_TILE)
@@ -106,8 +123,7 @@ def dropout(x: Float[Tensor, "b t *rest"], rate: float, state: DropoutState, sit
         tile = keep[rows].view(-1, len(quads), 4)
         for lane, word in enumerate(words):
             torch.ge(word, threshold, out=tile[..., lane])
-    mask = keep[:, :width].reshape(x.shape)
-    return torch.where(mask, x * (1.0 / (1.0 - rate)), 0.0)
+    return keep[:, :width].reshape(shape)
 
 
 def at_least_float32(x: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
@@ -194,6 +210,31 @@ def causal_attention(
     weights = name_value(weights, "attention_weights")
     mixed = torch.bmm(weights, v).view(batch, groups, -1, length, width)
     return mixed.permute(0, 3, 1, 2, 4).reshape(batch, length, -1).view(batch, length, heads, width)
+
+
+def fused_attention(
+    q: Float[Tensor, "b t h d"],
+    k: Float[Tensor, "b t g d"],
+    v: Float[Tensor, "b t g d"],
+    attention_mask: Bool[Tensor, "b t t"] | None = None,
+) -> Float[Tensor, "b t h d"]:
+    """causal_attention by PyTorch's fused kernels: the T x T weights are computed again in backward, never kept.
+
+    Args: as causal_attention's. With a mask, kernels that take one are used.
+
+    Reference: Dao et al., arXiv 2205.14135.
+    """
+    length = q.shape[1]
+    allowed = None
+    if attention_mask is not None:
+        allowed = (attention_mask & torch.ones(length, length, dtype=torch.bool, device=q.device).tril())[:, None]
+    # Contiguous: v is a view of the projection of q, k and v, all of which it would keep for backward.
+    q, k, v = (name_value(x.contiguous(), n).transpose(1, 2) for x, n in ((q, "q"), (k, "k"), (v, "v")))
+    gqa = q.shape[1] != k.shape[1]
+    attended = F.scaled_dot_product_attention(q, k, v, allowed, is_causal=allowed is None, enable_gqa=gqa)
+    if allowed is not None:
+        attended = attended.masked_fill(~allowed.any(-1)[..., None], 0.0)
+    return attended.transpose(1, 2).contiguous()
 
 
 def gelu(x: Float[Tensor, "*b f"]) -> Float[Tensor, "*b f"]:

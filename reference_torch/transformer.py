@@ -27,6 +27,7 @@ from reference_torch.ops import (
     cross_entropy,
     dropout,
     dropout_state,
+    fused_attention,
     gelu,
     linear,
     parameter,
@@ -105,8 +106,9 @@ class SelfAttention(nn.Module):
         q, k, v = qkv.split((heads, groups, groups), dim=2)
         q = rotary_embedding(q, positions, self.config.rotary_base)
         k = rotary_embedding(k, positions, self.config.rotary_base)
+        attend = fused_attention if self.config.use_flash_attn else causal_attention
         q, k, v = name_value(q, "q"), name_value(k, "k"), name_value(v, "v")
-        attended = recompute("core_attn", causal_attention, q, k, v, attention_mask)
+        attended = recompute("core_attn", attend, q, k, v, attention_mask)
         return self.linear_proj(name_value(attended, "core_attn").flatten(2))
 
 

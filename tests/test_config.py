@@ -11,6 +11,10 @@ from plans.partition import get_num_layers_to_build, get_transformer_layer_offse
 
 MODEL = {"hidden_size": 32, "num_layers": 4, "num_attention_heads": 4}
 
+FULL_BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3}
+SELECTIVE = {"recompute_granularity": "selective"}
+MHC = {**SELECTIVE, "enable_hyper_connections": True, "recompute_hyper_connections": True}
+
 BROKEN = {
     (TransformerConfig, "hidden_size"): ({"hidden_size": 0}, r"hidden_size: expected an integer >= 1, got 0"),
     (TransformerConfig, "num_layers"): ({"num_layers": -1}, r"num_layers: expected an integer >= 1, got -1"),
@@ -62,6 +66,90 @@ BROKEN = {
         {"pipeline_model_parallel_size": 3},
         r"num_layers: expected a multiple of the 3 pipeline stages .* got 4",
     ),
+    (TransformerConfig, "recompute_granularity"): (
+        {"recompute_granularity": "some"},
+        r"recompute_granularity: .* 'some'",
+    ),
+    (TransformerConfig, "recompute_method"): (
+        {"recompute_method": "all"},
+        r"recompute_method: expected one of .* 'all'",
+    ),
+    (TransformerConfig, "recompute_num_layers"): (
+        {**FULL_BLOCK, "recompute_num_layers": -1},
+        r"recompute_num_layers: expected an integer >= 0, got -1",
+    ),
+    (TransformerConfig, "recompute_num_layers within the rank"): (
+        {**FULL_BLOCK, "recompute_num_layers": 3, "pipeline_model_parallel_size": 2},
+        r"recompute_num_layers: expected at most the 2 layers of a pipeline rank, got 3",
+    ),
+    (TransformerConfig, "mhc_recompute_layer_num"): (
+        {**MHC, "mhc_recompute_layer_num": 0},
+        r"mhc_recompute_layer_num: expected an integer >= 1, got 0",
+    ),
+    (TransformerConfig, "mhc blocks within a stage"): (
+        {**MHC, "mhc_recompute_layer_num": 3, "pipeline_model_parallel_size": 2},
+        r"mhc_recompute_layer_num: expected at most the 2 layers of a stage, got 3",
+    ),
+    (TransformerConfig, "mhc block length needs mhc recompute"): (
+        {"mhc_recompute_layer_num": 2},
+        r"mhc_recompute_layer_num: expected None without recomputed hyper-connections, got 2; add recompute_hyper",
+    ),
+    (TransformerConfig, "mhc recompute needs mHC"): (
+        {"recompute_granularity": "selective", "recompute_hyper_connections": True},
+        r"enable_hyper_connections: expected True to recompute hyper-connections, got False",
+    ),
+    (TransformerConfig, "recompute_activation_function_num_layers"): (
+        {"recompute_activation_function": True, "recompute_activation_function_num_layers": 1.5},
+        r"recompute_activation_function_num_layers: expected an integer >= 0, got 1\.5",
+    ),
+    (TransformerConfig, "recompute_activation_function_num_layers within the rank"): (
+        {"recompute_activation_function": True, "recompute_activation_function_num_layers": 5},
+        r"recompute_activation_function_num_layers: expected at most the 4 layers of a pipeline rank, got 5",
+    ),
+    (TransformerConfig, "activation count needs activation recompute"): (
+        {"recompute_activation_function_num_layers": 2},
+        r"recompute_activation_function_num_layers: expected None without recompute_activation_function, got 2",
+    ),
+    (TransformerConfig, "activation recompute beside full needs block"): (
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_activation_function": True},
+        r"recompute_method: expected 'block' with recompute_activation_function, got 'uniform'",
+    ),
+    (TransformerConfig, "full and activation layers fit"): (
+        {**FULL_BLOCK, "recompute_activation_function": True, "recompute_activation_function_num_layers": 2},
+        r"recompute_activation_function_num_layers: expected at most the 1 layers that recompute_num_layers=3 leaves",
+    ),
+    (TransformerConfig, "activation is recomputed one way"): (
+        {**SELECTIVE, "recompute_modules": ("activation",), "recompute_activation_function": True},
+        r"recompute_modules: expected no 'activation' beside recompute_activation_function",
+    ),
+    (TransformerConfig, "recompute_modules"): (
+        {**SELECTIVE, "recompute_modules": ("moe",)},
+        r"recompute_modules: expected a tuple of names out of .*'core_attn'.* got \('moe',\)",
+    ),
+    (TransformerConfig, "modules are named once"): (
+        {**SELECTIVE, "recompute_modules": ("mlp", "mlp")},
+        r"recompute_modules: expected each name once, got \('mlp', 'mlp'\)",
+    ),
+    (TransformerConfig, "modules need selective"): (
+        {"recompute_mlp": True},
+        r"recompute_granularity: expected 'selective' with recompute_mlp, got None",
+    ),
+    (TransformerConfig, "selective needs modules"): (
+        SELECTIVE,
+        r"recompute_modules: expected at least one of .* got none",
+    ),
+    (TransformerConfig, "full needs a method"): (
+        {"recompute_granularity": "full"},
+        r"recompute_method: expected 'uniform' or 'block' with full recompute, got None",
+    ),
+    (TransformerConfig, "method needs full"): (
+        {**SELECTIVE, "recompute_modules": ("mlp",), "recompute_method": "block"},
+        r"recompute_granularity: expected 'full' with recompute_method or recompute_num_layers, got 'selective'",
+    ),
+    (TransformerConfig, "uniform chunks have layers"): (
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 0},
+        r"recompute_num_layers: expected at least 1 layer a chunk with method uniform, got 0",
+    ),
     **{
         (TransformerConfig, flag): ({flag: "false"}, rf"{flag}: expected True or False, got 'false'")
         for flag in (
@@ -70,6 +158,11 @@ BROKEN = {
             "do_self_attention_hyper_connection",
             "do_mlp_hyper_connection",
             "add_bias_linear",
+            "use_flash_attn",
+            "recompute_hyper_connections",
+            "recompute_pre_mlp_layernorm",
+            "recompute_mlp",
+            "recompute_activation_function",
             "untie_embeddings_and_output_weights",
         )
     },

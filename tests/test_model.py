@@ -125,6 +125,7 @@ configurations = st.builds(
             "attention+no-attention-hc,attention,attention+no-attention-hc+no-mlp-hc",
         ]
     ),
+    use_flash_attn=st.booleans(),
     add_bias_linear=st.booleans(),
     untie_embeddings_and_output_weights=st.booleans(),
     hidden_dropout=st.sampled_from([0.0, 0.3]),

@@ -34,23 +34,25 @@ ATTENTION_SHAPES = [(2, 7, 4, 2, 6), (1, 1, 2, 2, 4), (2, 5, 6, 1, 2), (1, 16, 3
 
 @pytest.mark.parametrize("shape", ATTENTION_SHAPES)
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ["causal_attention", "fused_attention"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_attention_against_loops(backend, shape, masked):
+def test_attention_against_loops(backend, name, shape, masked):
     batch, length, heads, groups, width = shape
     q, k, v = normal(0, batch, length, heads, width), *normal(1, 2, batch, length, groups, width)
     allowed = np.random.default_rng(2).random((batch, length, length)) < (0.5 if masked else 2.0)
     allowed[:, 0] &= not masked  # the first token may attend to nothing at all
-    attend = room(backend, "ops").causal_attention
+    attend = getattr(room(backend, "ops"), name)
     out = call(backend, attend, q, k, v, *([allowed] if masked else []))
     assert_close([out], [attention_by_loops(q, k, v, allowed)], 1e-14)
     if masked:
         np.testing.assert_array_equal(out[:, 0], 0.0)
 
 
+@pytest.mark.parametrize("name", ["causal_attention", "fused_attention"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_attention_is_causal_to_the_last_bit(backend):
+def test_attention_is_causal_to_the_last_bit(backend, name):
     q, k, v = normal(0, 3, 2, 9, 4, 6)
-    attend = room(backend, "ops").causal_attention
+    attend = getattr(room(backend, "ops"), name)
     before = call(backend, attend, q, k, v)
     for x in (q, k, v):
         x[:, 5:] += 1.0
@@ -116,11 +118,14 @@ def test_cross_entropy_against_numpy(backend):
     assert float(out) == pytest.approx(expected, rel=1e-13)
 
 
+ATTENTIONS = ["causal_attention", "masked_causal_attention", "fused_attention", "masked_fused_attention"]
+
+
 def test_backends_agree_on_values_and_gradients():
     drawn = Counter()
 
     @given(
-        name=st.sampled_from([*ORACLES, "causal_attention", "masked_attention", "rotary_embedding", "cross_entropy"]),
+        name=st.sampled_from([*ORACLES, *ATTENTIONS, "rotary_embedding", "cross_entropy"]),
         shape=st.sampled_from(ATTENTION_SHAPES),
         seed=st.integers(0, 2**20),
         scale=st.sampled_from([1e-3, 1.0, 30.0]),
@@ -141,13 +146,14 @@ def test_backends_agree_on_values_and_gradients():
         else:
             inputs = [normal(seed, batch, length, heads, width, dtype=dtype)]
             inputs += [*normal(seed + 1, 2, batch, length, groups, width, dtype=dtype)]
-            inputs += [random.random((batch, length, length)) < 0.6] if name == "masked_attention" else []
+            inputs += [random.random((batch, length, length)) < 0.6] if name.startswith("masked") else []
         results = []
         for backend in BACKENDS:
-            function = getattr(room(backend, "ops"), name.replace("masked", "causal"))
+            function = getattr(room(backend, "ops"), name.removeprefix("masked_"))
             results.append(value_and_gradients(backend, lambda *a, f=function: f(*a, *extra), inputs, seed))
         for torch_side, jax_side in zip(*results, strict=True):
             assert_close(jax_side, torch_side, OPERATION[np.dtype(dtype).name] * (4 if scale > 1 else 1))
 
     check()
     assert len(drawn) >= 4, drawn
+    assert len(set(drawn) & set(ATTENTIONS)) >= 2, drawn

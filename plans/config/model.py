@@ -57,6 +57,8 @@ class TransformerConfig:
     """Base of the rotary position embedding's wavelengths."""
     layernorm_epsilon: float = 1e-5
     """Added to the mean square under every root."""
+    use_flash_attn: bool = False
+    """Attention by a fused kernel that never keeps the T x T weights, where the framework has one."""
     add_bias_linear: bool = False
     """Give every linear map a bias."""
     untie_embeddings_and_output_weights: bool = False
@@ -168,6 +170,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     flag("do_self_attention_hyper_connection"),
     flag("do_mlp_hyper_connection"),
     flag("add_bias_linear"),
+    flag("use_flash_attn"),
     flag("untie_embeddings_and_output_weights"),
     count("num_residual_streams"),
     count("sinkhorn_iterations"),

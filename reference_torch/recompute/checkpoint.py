@@ -234,7 +234,9 @@ class MHCBlockRecomputeManager:
                 hook_tensor.register_hook(self._unified_recompute_hook)
         kept = slot_address(hook_tensor)
         for slot in self._pending:
-            if slot.address != kept:
+            if slot.address == kept:
+                slot.keep()
+            else:
                 slot.discard()
         self._pending = []
 

@@ -67,7 +67,8 @@ class Slot:
 
     def __init__(self, region: "Region", place: int, tensors: Sequence[Tensor]) -> None:
         storage = tensors[0].untyped_storage()
-        self.region, self.place, self.is_full = region, place, True
+        self.region: Region | None = region
+        self.place, self.is_full = place, True
         self.address, self.nbytes = storage._cdata, storage.nbytes()
         self._storage, self._version = StorageWeakRef(storage), tensors[0]._version
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
@@ -90,18 +91,24 @@ class Slot:
         Raises:
             RecomputeUsageError: an output was modified in place, which a replay could not repeat.
         """
-        if not self.is_alive or not self.is_full or self.region.is_nested or in_replay():
+        region = self.region
+        if region is None or not self.is_alive or not self.is_full or region.is_nested or in_replay():
             return
         tensors = self.tensors
         if tensors and tensors[0]._version != self._version:
             raise RecomputeUsageError(
-                f"output {self.place} of {self.region.name!r}: expected it as the call returned it, got it modified in "
+                f"output {self.place} of {region.name!r}: expected it as the call returned it, got it modified in "
                 "place, which a replay cannot repeat; modify a copy, or inside the call"
             )
-        empty_storage(internals.storage_from_weak(self._storage.cdata), self.region.name)
+        empty_storage(internals.storage_from_weak(self._storage.cdata), region.name)
         self.is_full = False
         for tensor in tensors:
-            mark_discarded(tensor, self.region.name, self._restore_in_replay)
+            mark_discarded(tensor, region.name, self._restore_in_replay)
+
+    def keep(self) -> None:
+        """The output stays for good: no replay is needed for its sake, and the call's inputs may go."""
+        self.region = None
+        _slots.pop(self.address, None)
 
     def refill(self, replayed: Tensor, recorded: dict[int, Tensor]) -> None:
         """Take over the memory of the replayed output.
@@ -111,6 +118,7 @@ class Slot:
             recorded: what the replayed graph keeps; values in the same memory are moved to this storage, or two
                 copies would stay alive.
         """
+        assert self.region is not None, "a slot that is kept was refilled"
         source = replayed.untyped_storage()
         if source.nbytes() != self.nbytes:
             raise RecomputeMismatchError(
@@ -131,10 +139,10 @@ class Slot:
     def restore(self) -> None:
         """Refill the storage if it is empty, and all it is computed from: nearest the input first, in a loop."""
         with _lock:
-            waiting = [] if self.is_full else [self.region]
+            waiting = [] if self.is_full or self.region is None else [self.region]
             while waiting:
                 region = waiting[-1]
-                empty = [] if region.is_restored else [s.region for s in region.upstream if not s.is_full]
+                empty = [] if region.is_restored else region.missing_inputs
                 if empty:
                     waiting.extend(empty)
                 else:
@@ -199,6 +207,11 @@ class Region:
         """Whether no storage that anybody holds is empty."""
         slots = (reference() for reference in self._slots)
         return all(slot is None or slot.is_full or not slot.is_alive for slot in slots)
+
+    @property
+    def missing_inputs(self) -> list["Region"]:
+        """The regions that must be replayed before this one."""
+        return [slot.region for slot in self.upstream if not slot.is_full and slot.region is not None]
 
     def forward(self, args: tuple, kwargs: dict) -> Any:
         """Make the call, dropping what its graph would keep.
