@@ -16,6 +16,9 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 
+TILE_ROWS = 128
+"""Rows of a dropout mask PyTorch makes at a time, so that the generator's 64-bit words stay in cache."""
+
 SAMPLE_SITE = 0xFFFFFFFE
 """Second key word of sampled text."""
 

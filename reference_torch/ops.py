@@ -14,12 +14,10 @@ from torch import Tensor
 
 from plans.config import TransformerConfig
 from plans.parameters import ParameterSpec, initial_value, rotary_frequencies
-from plans.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, dropout_threshold
+from plans.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, TILE_ROWS, dropout_threshold
 from reference_torch.recompute import name_value
 
 MASK_32 = 0xFFFFFFFF
-PHILOX_TILE = 128
-"""Rows of a dropout mask made at a time, so that the generator's 64-bit words stay in cache."""
 
 
 def parameter(config: TransformerConfig, name: str, spec: ParameterSpec) -> torch.nn.Parameter:
@@ -117,8 +115,8 @@ def _dropout_mask(shape: torch.Size, rate: float, state: DropoutState, site: int
     quads = torch.arange((width + 3) // 4, device=low.device)
     keep = torch.empty(len(low), 4 * len(quads), dtype=torch.bool, device=low.device)
     threshold = dropout_threshold(rate)
-    for start in range(0, len(low), PHILOX_TILE):
-        rows = slice(start, start + PHILOX_TILE)
+    for start in range(0, len(low), TILE_ROWS):
+        rows = slice(start, start + TILE_ROWS)
         words = philox_4x32((state.seed, site), (quads, low[rows], high[rows], state.step))
         tile = keep[rows].view(-1, len(quads), 4)
         for lane, word in enumerate(words):

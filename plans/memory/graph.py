@@ -1,0 +1,290 @@
+"""A model's operations as PyTorch's eager autograd sees them: what each reads, writes and keeps, in bytes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from plans.config import TransformerConfig
+from plans.layers import LayerConfig
+from plans.parameters import parameter_specs
+from plans.philox import TILE_ROWS
+
+ITEM_SIZES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(eq=False)
+class Value:
+    """One tensor's memory."""
+
+    name: str
+    """One of plans.recompute.VALUES, or what it is."""
+    size: int
+    """Bytes, of its gradient too."""
+    is_view: bool = False
+    """Uses another value's memory."""
+
+
+@dataclass(eq=False)
+class Node:
+    """One differentiable operation."""
+
+    reads: list[Value]
+    writes: list[Value]
+    keeps: list[Value] = field(default_factory=list)
+    """What its backward reads."""
+    region: tuple[str, ...] = ()
+    """Names of the values whose recomputation would make this operation again, outermost first."""
+    parameters: int = 0
+    """Bytes of the gradients it gives to parameters."""
+    forward_scratch: int = 0
+    """Bytes forward needs besides reads and writes."""
+    backward_scratch: int = 0
+    """Bytes backward needs besides keeps and gradients."""
+
+
+@dataclass
+class Layer:
+    """The operations of one layer; a sublayer ends where its output has been added to the residual."""
+
+    nodes: list[Node]
+    sublayer_ends: list[int]
+    """Indices into nodes, one past each sublayer's last."""
+
+
+class GraphBuilder:
+    """Builds the operations of a model for one batch.
+
+    Args:
+        config: the model's.
+        batch, length: sequences, and tokens in each.
+    """
+
+    def __init__(self, config: TransformerConfig, batch: int, length: int) -> None:
+        self.config, self.batch, self.length = config, batch, length
+        self.tokens = batch * length
+        self.item = ITEM_SIZES[config.compute_dtype]
+        self.wide = max(self.item, 4)
+        item = ITEM_SIZES[config.params_dtype]
+        self.weights = {name: int(np.prod(spec.shape)) * item for name, spec in parameter_specs(config).items()}
+        self.streams = config.residual_streams
+
+    def activation(self, name: str, width: int) -> Value:
+        """A value of ``width`` numbers a token, in the type activations have."""
+        return Value(name, self.tokens * width * self.item)
+
+    def coefficient(self, name: str, width: int) -> Value:
+        """The same in the type coefficients and statistics have."""
+        return Value(name, self.tokens * width * self.wide)
+
+    def hidden(self) -> Value:
+        """What one sublayer hands the next."""
+        return self.activation("residual_streams", self.streams * self.config.hidden_size)
+
+    def embedding(self) -> tuple[list[Node], Value]:
+        """Token ids to hidden states."""
+        embedded, table = self.activation("embedded", self.config.hidden_size), self.weights["embedding.weight"]
+        nodes = [Node([], [embedded], parameters=table)]
+        if self.streams == 1 and not self.config.enable_hyper_connections:
+            embedded.name = "residual_streams"
+            return nodes, embedded
+        x = self.hidden()
+        return [*nodes, Node([embedded], [x])], x
+
+    def head(self, x: Value) -> list[Node]:
+        """Hidden states to the loss."""
+        config, nodes = self.config, []
+        if config.enable_hyper_connections:
+            mean = self.activation("contracted", config.hidden_size)
+            nodes.append(Node([x], [mean]))
+            x = mean
+        normed = self.activation("final_layernorm", config.hidden_size)
+        nodes += self._norm(x, normed, "decoder.final_layernorm", ())
+        logits = self.coefficient("logits", config.vocab_size)
+        name = "output_layer" if config.untie_embeddings_and_output_weights else "embedding"
+        nodes += self._linear(normed, logits, name, ())
+        probabilities, loss = self.coefficient("log_probabilities", config.vocab_size), Value("loss", self.wide)
+        nodes.append(Node([logits], [probabilities], [probabilities]))
+        nodes.append(Node([probabilities], [loss]))
+        return nodes
+
+    def layer(self, number: int, x: Value) -> tuple[Layer, Value]:
+        """One layer and its output."""
+        layer, prefix = self.config.layer(number), f"decoder.layers.{number}"
+        nodes: list[Node] = []
+        ends = []
+        sublayers = (
+            ("self_attention", "input_layernorm", layer.self_attention_hyper_connection),
+            ("mlp", "pre_mlp_layernorm", layer.mlp_hyper_connection),
+        )
+        for sublayer, norm, hyper in sublayers:
+            connection = f"{prefix}.{sublayer}_hyper_connection"
+            aggregated, mixed, h_post = self._read(nodes, x, connection if hyper else None)
+            normed = self.activation(norm, self.config.hidden_size)
+            nodes += self._norm(aggregated, normed, f"{prefix}.{norm}", (norm,))
+            if sublayer == "mlp":
+                output = self._mlp(nodes, normed, f"{prefix}.mlp", layer)
+            else:
+                output = self._attention(nodes, normed, f"{prefix}.self_attention")
+            x = self._write(nodes, output, mixed, h_post)
+            ends.append(len(nodes))
+        return Layer(nodes, ends), x
+
+    def _read(self, nodes: list[Node], x: Value, connection: str | None) -> tuple[Value, Value, Value | None]:
+        width = self.config.hidden_size
+        if connection is not None:
+            return self._hyper_connection(nodes, x, connection)
+        if self.config.enable_hyper_connections:
+            aggregated = self.activation("aggregated", width)
+            nodes.append(Node([x], [aggregated], region=("aggregated",)))
+            return aggregated, x, None
+        return x, x, None
+
+    def _hyper_connection(self, nodes: list[Node], x: Value, name: str) -> tuple[Value, Value, Value]:
+        streams, region = self.streams, ("mixed",)
+        count, square = streams * (streams + 2), streams * streams
+        statistics, projected, scaled = (self.coefficient("mhc internals", w) for w in (2, count, count))
+        h, sigmoids = self.coefficient("mhc internals", count), self.coefficient("mhc internals", 2 * streams)
+        h_pre, h_post, h_res = (
+            self.coefficient(n, w) for n, w in (("h_pre", streams), ("h_post", streams), ("h_res", square))
+        )
+        aggregated = self.activation("aggregated", self.config.hidden_size)
+        mixed = Value("mixed", x.size)
+        phi = self.weights[f"{name}.phi"]
+        iterates = 2 * self.config.sinkhorn_iterations * (square + streams) * self.tokens * self.wide
+        nodes += [
+            Node([x], [projected], [x], region, parameters=phi),
+            Node([x], [statistics], [x, statistics], region),
+            Node([projected, statistics], [scaled], [projected, statistics], region, backward_scratch=scaled.size),
+            Node([scaled], [h], [scaled], region, backward_scratch=scaled.size),
+            Node([h], [h_pre, h_post, sigmoids], [sigmoids], region),
+            Node([h], [h_res], [h], region, forward_scratch=2 * h_res.size, backward_scratch=iterates),
+            Node([x, h_pre], [aggregated], [x, h_pre], region),
+            Node([x, h_res], [mixed], [x, h_res], region),
+        ]
+        return aggregated, mixed, h_post
+
+    def _write(self, nodes: list[Node], output: Value, mixed: Value, h_post: Value | None) -> Value:
+        x, region, dropout = self.hidden(), ("residual_streams",), self.config.hidden_dropout > 0
+        if h_post is None:
+            source = output
+            if dropout:
+                source = self.activation("dropped out", self.config.hidden_size)
+                scratch = self._dropout_scratch(output)
+                nodes.append(Node([output], [source], [], region, 0, scratch, scratch))
+            nodes.append(Node([source, mixed], [x], [], region))
+        elif dropout:
+            expanded, dropped = Value("expanded", x.size), Value("dropped out", x.size)
+            nodes.append(Node([output, h_post], [expanded], [output, h_post], region, backward_scratch=2 * x.size))
+            scratch = self._dropout_scratch(expanded)
+            nodes.append(Node([expanded], [dropped], [], region, 0, scratch, scratch))
+            nodes.append(Node([dropped, mixed], [x], [], region))
+        else:
+            nodes.append(Node([output, h_post, mixed], [x], [output, h_post], region))
+        return x
+
+    def _dropout_scratch(self, x: Value) -> int:
+        """The mask, and either the scaled copy or a tile of 64-bit random words with the words they come from."""
+        width = x.size // self.item // self.tokens
+        return self.tokens * width + max(x.size, 12 * 8 * min(TILE_ROWS, self.tokens) * (width // 4))
+
+    def _norm(self, x: Value, normed: Value, name: str, region: tuple[str, ...]) -> list[Node]:
+        """x * rsqrt(mean(x**2)) * weight, one operation at a time, as PyTorch's composite norm."""
+        scaled = self.coefficient("normalised", self.config.hidden_size)
+        inverse = self.coefficient("norm statistics", 1)
+        squared = Value("squares", scaled.size)
+        return [
+            Node([x], [squared], [x], region),
+            Node([squared], [inverse], [inverse], region),
+            Node([x, inverse], [scaled], [x, inverse], region, backward_scratch=scaled.size),
+            Node([scaled], [normed], [scaled], region, self.weights[f"{name}.weight"], backward_scratch=scaled.size),
+        ]
+
+    def _linear(self, x: Value, y: Value, name: str, region: tuple[str, ...]) -> list[Node]:
+        parameters = self.weights[f"{name}.weight"] + self.weights.get(f"{name}.bias", 0)
+        return [Node([x], [y], [x], region, parameters)]
+
+    def _attention(self, nodes: list[Node], normed: Value, name: str) -> Value:
+        config = self.config
+        heads, groups, width = config.num_attention_heads, config.query_groups, config.head_dim
+        qkv = self.activation("qkv", (heads + 2 * groups) * width)
+        nodes += self._linear(normed, qkv, f"{name}.linear_qkv", ())
+        turned = [self.activation(n, w * width) for n, w in (("q", heads), ("k", groups))]
+        for value in turned:
+            angles = Value("rotary angles", self.length * width * self.item)  # cosines and sines
+            nodes.append(Node([qkv], [value, angles], [angles], (), 0, value.size, value.size))
+        attended = self.activation("core_attn", heads * width)
+        self._core_attention(nodes, qkv, turned, attended)
+        output = self.activation("attention_output", config.hidden_size)
+        nodes += self._linear(attended, output, f"{name}.linear_proj", ())
+        return self._biased(nodes, output, f"{name}.linear_proj", ())
+
+    def _core_attention(self, nodes: list[Node], qkv: Value, turned: list[Value], attended: Value) -> None:
+        config, region = self.config, ("core_attn",)
+        inputs = [*turned, qkv]
+        if config.use_flash_attn:
+            v = self.activation("v", config.query_groups * config.head_dim)
+            nodes.append(Node([qkv], [v], [], region))
+            statistics = self.coefficient("attention statistics", config.num_attention_heads)
+            kept = [*turned, v, attended, statistics]
+            nodes.append(Node([*turned, v], [attended, statistics], kept, region))
+            return
+        copies = [Value(value.name, value.size) for value in turned]
+        v = self.activation("v", config.query_groups * config.head_dim)
+        for source, copy in zip(inputs, [*copies, v], strict=True):
+            nodes.append(Node([source], [copy], [], region))
+        square = self.batch * config.num_attention_heads * self.length**2
+        scores, weights = Value("scores", square * self.item), Value("attention_weights", square * self.item)
+        mixed = Value("attention mixed", attended.size)
+        nodes += [
+            Node(copies, [scores], copies, region, forward_scratch=self.length**2 * (self.item + 1)),
+            Node([scores], [weights], [weights], region),
+            Node([weights, v], [mixed], [weights, v], region),
+            Node([mixed], [attended], [], region),
+        ]
+
+    def _mlp(self, nodes: list[Node], normed: Value, name: str, layer: LayerConfig) -> Value:
+        inner, region = layer.ffn_hidden_size, ("mlp_output",)
+        within = (*region, "activation")
+        activated = self.activation("activation", inner)
+        if layer.activation == "swiglu":
+            fc1, silu = self.activation("fc1", 2 * inner), self.activation("silu of the gate", inner)
+            nodes += self._linear(normed, fc1, f"{name}.linear_fc1", region)
+            halves = [Value("half of fc1", silu.size, is_view=True) for _ in range(2)]
+            nodes.append(Node([fc1], halves, [], region))
+            gate, value = halves
+            nodes.append(Node([gate], [silu], [fc1], within))
+            nodes.append(Node([silu, value], [activated], [silu, fc1], within))
+        else:
+            fc1 = self.activation("fc1", inner)
+            nodes += self._linear(normed, fc1, f"{name}.linear_fc1", region)
+            nodes.append(Node([fc1], [activated], [fc1], within))
+        output = self.activation("mlp_output", self.config.hidden_size)
+        nodes += self._linear(activated, output, f"{name}.linear_fc2", region)
+        return self._biased(nodes, output, f"{name}.linear_fc2", region)
+
+    def _biased(self, nodes: list[Node], output: Value, name: str, region: tuple[str, ...]) -> Value:
+        if f"{name}.bias" not in self.weights:
+            return output
+        biased = Value(output.name, output.size)
+        output.name = "before the bias"
+        nodes.append(Node([output], [biased], [], region))
+        return biased
+
+
+def build(config: TransformerConfig, batch: int, length: int) -> tuple[list[Node], dict[int, Layer], list[Node]]:
+    """Operations of embedding, of each layer by global number, and of the head."""
+    builder = GraphBuilder(config, batch, length)
+    first, x = builder.embedding()
+    layers = {}
+    for number in range(config.num_layers):
+        layers[number], x = builder.layer(number, x)
+    return first, layers, builder.head(x)
+
+
+def all_nodes(first: list[Node], layers: dict[int, Layer], last: list[Node]) -> Iterator[Node]:
+    """Every operation, in order."""
+    yield from first
+    for layer in layers.values():
+        yield from layer.nodes
+    yield from last
