@@ -226,8 +226,7 @@ def fused_attention(
     allowed = None
     if attention_mask is not None:
         allowed = (attention_mask & torch.ones(length, length, dtype=torch.bool, device=q.device).tril())[:, None]
-    # Contiguous: v is a view of the projection of q, k and v, all of which it would keep for backward.
-    q, k, v = (name_value(x.contiguous(), n).transpose(1, 2) for x, n in ((q, "q"), (k, "k"), (v, "v")))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     gqa = q.shape[1] != k.shape[1]
     attended = F.scaled_dot_product_attention(q, k, v, allowed, is_causal=allowed is None, enable_gqa=gqa)
     if allowed is not None:

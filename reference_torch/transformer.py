@@ -107,7 +107,8 @@ class SelfAttention(nn.Module):
         q = rotary_embedding(q, positions, self.config.rotary_base)
         k = rotary_embedding(k, positions, self.config.rotary_base)
         attend = fused_attention if self.config.use_flash_attn else causal_attention
-        q, k, v = name_value(q, "q"), name_value(k, "k"), name_value(v, "v")
+        # A copy of v alone: as a view it would keep the projection of q, k and v for backward.
+        q, k, v = name_value(q, "q"), name_value(k, "k"), name_value(v.contiguous(), "v")
         attended = recompute("core_attn", attend, q, k, v, attention_mask)
         return self.linear_proj(name_value(attended, "core_attn").flatten(2))
 

@@ -1069,6 +1069,20 @@ def test_r08_inside_the_scope_a_custom_function_that_saves_the_output():
 
 
 @pytest.mark.parametrize("scoped", [True, False])
+def test_r08_a_parameter_changed_in_place_before_the_replay_is_an_error_as_in_the_plain_graph(scoped):
+    layer, x = nn.Linear(4, 4).double(), normal(0, 3, 4)
+    checkpoint = CheckpointWithoutOutput()
+    with lazy_restore() if scoped else contextlib.nullcontext():
+        y = checkpoint.checkpoint(lambda x: layer(x).tanh(), x)
+        loss = reader(y)
+        checkpoint.discard_output_and_register_recompute(loss)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified (in place|by an inplace operation)"):
+        gradients(loss, [x])
+
+
+@pytest.mark.parametrize("scoped", [True, False])
 def test_r08_versions_are_checked_where_pytorch_leaves_it_to_the_hooks(scoped):
     """A reader's other operand changed in place: an error as in the plain graph, not a wrong gradient."""
     x, other = normal(0, 3, 4), normal(1, 3, 4, grad=False)

@@ -355,6 +355,21 @@ def test_r22_the_last_output_is_kept_for_whoever_comes_after(returned, scoped):
     assert torch.equal(output, value)
 
 
+def test_r22_a_kept_output_does_not_hold_the_call_that_gave_it(trace):
+    """As between pipeline stages: the next block reads a detached output, whose own graph is gone."""
+    with reference_counting_only():
+        x = normal(0, 4, 4)
+        with MHCBlockRecomputeManager() as manager:
+            output = block(x * 1, manager.checkpoint)[-1]
+            manager.discard_all_outputs_and_register_unified_recompute(output)
+        hidden = output.detach().requires_grad_()
+        with lazy_restore():
+            loss = reader(hidden)
+        del output, manager
+        assert trace.alive == []
+        assert_equal(gradients(loss, [hidden]), gradients(reader(hidden), [hidden]))
+
+
 def test_r22_blocks_one_after_the_other():
     x = normal(0, 4, 4)
 

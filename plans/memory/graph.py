@@ -41,6 +41,8 @@ class Node:
     """Bytes forward needs besides reads and writes."""
     backward_scratch: int = 0
     """Bytes backward needs besides keeps and gradients."""
+    alive: list[Value] = field(default_factory=list)
+    """What a variable of the caller's still holds while it runs forward."""
 
 
 @dataclass
@@ -100,9 +102,10 @@ class GraphBuilder:
             x = mean
         normed = self.activation("final_layernorm", config.hidden_size)
         nodes += self._norm(x, normed, "decoder.final_layernorm", ())
-        logits = self.coefficient("logits", config.vocab_size)
+        logits = self.activation("logits", config.vocab_size)
         name = "output_layer" if config.untie_embeddings_and_output_weights else "embedding"
         nodes += self._linear(normed, logits, name, ())
+        logits = self._cast(nodes, logits, self.wide, ())
         probabilities, loss = self.coefficient("log_probabilities", config.vocab_size), Value("loss", self.wide)
         nodes.append(Node([logits], [probabilities], [probabilities]))
         nodes.append(Node([probabilities], [loss]))
@@ -112,7 +115,7 @@ class GraphBuilder:
         """One layer and its output."""
         layer, prefix = self.config.layer(number), f"decoder.layers.{number}"
         nodes: list[Node] = []
-        ends = []
+        ends, layer_input = [], x
         sublayers = (
             ("self_attention", "input_layernorm", layer.self_attention_hyper_connection),
             ("mlp", "pre_mlp_layernorm", layer.mlp_hyper_connection),
@@ -128,6 +131,7 @@ class GraphBuilder:
                 output = self._attention(nodes, normed, f"{prefix}.self_attention")
             x = self._write(nodes, output, mixed, h_post)
             ends.append(len(nodes))
+        nodes[-1].alive.append(layer_input)
         return Layer(nodes, ends), x
 
     def _read(self, nodes: list[Node], x: Value, connection: str | None) -> tuple[Value, Value, Value | None]:
@@ -152,20 +156,25 @@ class GraphBuilder:
         mixed = Value("mixed", x.size)
         phi = self.weights[f"{name}.phi"]
         iterates = 2 * self.config.sinkhorn_iterations * (square + streams) * self.tokens * self.wide
+        rounded = [] if self.item == self.wide else [Value("weights in bfloat16", phi // 2)]
         nodes += [
-            Node([x], [projected], [x], region, parameters=phi),
+            Node([x], [projected, *rounded], [x, *rounded], region, parameters=phi),
             Node([x], [statistics], [x, statistics], region),
             Node([projected, statistics], [scaled], [projected, statistics], region, backward_scratch=scaled.size),
             Node([scaled], [h], [scaled], region, backward_scratch=scaled.size),
             Node([h], [h_pre, h_post, sigmoids], [sigmoids], region),
             Node([h], [h_res], [h], region, forward_scratch=2 * h_res.size, backward_scratch=iterates),
-            Node([x, h_pre], [aggregated], [x, h_pre], region),
-            Node([x, h_res], [mixed], [x, h_res], region),
+        ]
+        pre, res = (self._cast(nodes, h, self.item, region) for h in (h_pre, h_res))
+        nodes += [
+            Node([x, pre], [aggregated], [x, pre], region),
+            Node([x, res], [mixed], [x, res], region),
         ]
         return aggregated, mixed, h_post
 
     def _write(self, nodes: list[Node], output: Value, mixed: Value, h_post: Value | None) -> Value:
         x, region, dropout = self.hidden(), ("residual_streams",), self.config.hidden_dropout > 0
+        h_post = None if h_post is None else self._cast(nodes, h_post, self.item, region)
         if h_post is None:
             source = output
             if dropout:
@@ -190,19 +199,40 @@ class GraphBuilder:
 
     def _norm(self, x: Value, normed: Value, name: str, region: tuple[str, ...]) -> list[Node]:
         """x * rsqrt(mean(x**2)) * weight, one operation at a time, as PyTorch's composite norm."""
+        nodes: list[Node] = []
+        product = normed
+        if self.item < self.wide:
+            x = self._cast(nodes, x, self.wide, region)
+            product = Value("product", x.size)
         scaled = self.coefficient("normalised", self.config.hidden_size)
         inverse = self.coefficient("norm statistics", 1)
         squared = Value("squares", scaled.size)
-        return [
+        weight = self.weights[f"{name}.weight"]
+        nodes += [
             Node([x], [squared], [x], region),
             Node([squared], [inverse], [inverse], region),
             Node([x, inverse], [scaled], [x, inverse], region, backward_scratch=scaled.size),
-            Node([scaled], [normed], [scaled], region, self.weights[f"{name}.weight"], backward_scratch=scaled.size),
+            Node([scaled], [product], [scaled], region, weight, backward_scratch=scaled.size),
         ]
+        if product is not normed:
+            nodes.append(Node([product], [normed], [], region))
+        return nodes
+
+    def _cast(self, nodes: list[Node], x: Value, item: int, region: tuple[str, ...]) -> Value:
+        """x in a type of other width; x itself without mixed precision."""
+        if self.item == self.wide:
+            return x
+        name = f"{x.name} in {'float32' if item == self.wide else 'bfloat16'}"
+        copy = Value(name, x.size * item // (self.item + self.wide - item))
+        nodes.append(Node([x], [copy], [], region))
+        return copy
 
     def _linear(self, x: Value, y: Value, name: str, region: tuple[str, ...]) -> list[Node]:
         parameters = self.weights[f"{name}.weight"] + self.weights.get(f"{name}.bias", 0)
-        return [Node([x], [y], [x], region, parameters)]
+        if self.item == self.wide:
+            return [Node([x], [y], [x], region, parameters)]
+        rounded = Value("weights in bfloat16", self.weights[f"{name}.weight"] // 2)
+        return [Node([x], [y, rounded], [x, rounded], region, parameters, backward_scratch=rounded.size)]
 
     def _attention(self, nodes: list[Node], normed: Value, name: str) -> Value:
         config = self.config
@@ -213,32 +243,33 @@ class GraphBuilder:
         for value in turned:
             angles = Value("rotary angles", self.length * width * self.item)  # cosines and sines
             nodes.append(Node([qkv], [value, angles], [angles], (), 0, value.size, value.size))
-        attended = self.activation("core_attn", heads * width)
-        self._core_attention(nodes, qkv, turned, attended)
+        v, attended = self.activation("v", groups * width), self.activation("core_attn", heads * width)
+        nodes.append(Node([qkv], [v]))
+        self._core_attention(nodes, [*turned, v], attended)
         output = self.activation("attention_output", config.hidden_size)
         nodes += self._linear(attended, output, f"{name}.linear_proj", ())
         return self._biased(nodes, output, f"{name}.linear_proj", ())
 
-    def _core_attention(self, nodes: list[Node], qkv: Value, turned: list[Value], attended: Value) -> None:
+    def _core_attention(self, nodes: list[Node], inputs: list[Value], attended: Value) -> None:
         config, region = self.config, ("core_attn",)
-        inputs = [*turned, qkv]
         if config.use_flash_attn:
-            v = self.activation("v", config.query_groups * config.head_dim)
-            nodes.append(Node([qkv], [v], [], region))
             statistics = self.coefficient("attention statistics", config.num_attention_heads)
-            kept = [*turned, v, attended, statistics]
-            nodes.append(Node([*turned, v], [attended, statistics], kept, region))
+            kept = [*inputs, attended, statistics]
+            nodes.append(Node(inputs, [attended, statistics], kept, region))
             return
-        copies = [Value(value.name, value.size) for value in turned]
-        v = self.activation("v", config.query_groups * config.head_dim)
-        for source, copy in zip(inputs, [*copies, v], strict=True):
+        q, k, v = copies = [Value(value.name, value.size) for value in inputs]
+        for source, copy in zip(inputs, copies, strict=True):
             nodes.append(Node([source], [copy], [], region))
         square = self.batch * config.num_attention_heads * self.length**2
         scores, weights = Value("scores", square * self.item), Value("attention_weights", square * self.item)
         mixed = Value("attention mixed", attended.size)
+        nodes.append(Node([q, k], [scores], [q, k], region, forward_scratch=self.length**2 * (self.item + 1)))
+        scores = self._cast(nodes, scores, self.wide, region)
+        softmax = weights if self.item == self.wide else Value("attention weights in float32", scores.size)
+        nodes.append(Node([scores], [softmax], [softmax], region))
+        if softmax is not weights:
+            nodes.append(Node([softmax], [weights], [], region))
         nodes += [
-            Node(copies, [scores], copies, region, forward_scratch=self.length**2 * (self.item + 1)),
-            Node([scores], [weights], [weights], region),
             Node([weights, v], [mixed], [weights, v], region),
             Node([mixed], [attended], [], region),
         ]

@@ -57,7 +57,6 @@ class Simulation:
         self._holders: Counter[int] = Counter()
         self._values: dict[int, Value] = {}
         self._region_of: dict[int, Region] = {}
-        self._regions: list[Region] = []
         self._maker: dict[int, Region] = {}
 
     def run(
@@ -103,7 +102,10 @@ class Simulation:
             others = [node for node in [*nodes[start:], *outside] if id(node) not in inside]
             is_last = region.nodes[-1] is nodes[-1]
             region.close([v for node in others for v in node.reads], keeps_output=is_last)
-            self._regions.append(region)
+            if not region.outputs and not any(node.keeps for node in region.nodes):
+                for node in region.nodes:  # nothing to drop: PyTorch lets such a region go
+                    del self._region_of[id(node)]
+                continue
             for value in (v for node in region.nodes for v in node.writes):
                 self._maker[id(value)] = region
             if block.kind != "full":
@@ -113,7 +115,7 @@ class Simulation:
                 discards.setdefault(end - 1, []).append(region)
 
     def _forward(self, nodes: list[Node], discards: dict[int, list[Region]]) -> None:
-        last_read = {id(v): i for i, node in enumerate(nodes) for v in [*node.reads, *node.keeps]}
+        last_read = {id(v): i for i, node in enumerate(nodes) for v in [*node.reads, *node.keeps, *node.alive]}
         opened: set[int] = set()
         for index, node in enumerate(nodes):
             self._make(node)
@@ -123,7 +125,7 @@ class Simulation:
             elif id(region) not in opened:
                 opened.add(id(region))
                 self._hold(region.inputs)
-            for value in [*node.reads, *node.writes, *node.keeps]:
+            for value in [*node.reads, *node.writes, *node.keeps, *node.alive]:
                 if last_read.get(id(value), -1) <= index and not self._holders[id(value)] and value.name != "loss":
                     self._drop(value)
             for discarded in discards.get(index, []):
@@ -158,14 +160,15 @@ class Simulation:
         """Run a region again: its empty outputs are filled, and what its backward reads is kept from then on."""
         self._restore(region.inputs)
         region.is_replayed = True
-        # torch.utils.checkpoint stops at the last value kept, before the last operation has run.
-        nodes = region.nodes[:-1] if region.is_whole else region.nodes
+        nodes = region.nodes
+        if region.is_whole:  # torch.utils.checkpoint stops at the last operation that keeps something, before it runs
+            nodes = nodes[: max(index for index, node in enumerate(nodes) if node.keeps)]
         kept = {id(v) for node in region.nodes for v in node.keeps}
         wanted = {id(v) for v in region.outputs if self._holders[id(v)]}
-        last_read = {id(v): i for i, node in enumerate(nodes) for v in [*node.reads, *node.keeps]}
+        last_read = {id(v): i for i, node in enumerate(nodes) for v in [*node.reads, *node.keeps, *node.alive]}
         for index, node in enumerate(nodes):
             self._make(node)
-            for value in [*node.reads, *node.writes, *node.keeps]:
+            for value in [*node.reads, *node.writes, *node.keeps, *node.alive]:
                 is_own = self._maker.get(id(value)) is region and id(value) not in kept | wanted
                 if is_own and last_read.get(id(value), -1) <= index:
                     self._drop(value)

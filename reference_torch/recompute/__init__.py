@@ -18,6 +18,7 @@ from reference_torch.recompute.guards import (
     RecomputeMismatchError,
     RecomputeUsageError,
 )
+from reference_torch.recompute.memory import MemoryUse, measure_memory
 from reference_torch.recompute.report import KeptValue, name_value, residual_report
 
 __all__ = [
@@ -31,6 +32,8 @@ __all__ = [
     "name_value",
     "residual_report",
     "KeptValue",
+    "measure_memory",
+    "MemoryUse",
     "RecomputeError",
     "DiscardedActivationError",
     "RecomputeMismatchError",
