@@ -165,7 +165,7 @@ class Simulation:
             nodes = nodes[: max(index for index, node in enumerate(nodes) if node.keeps)]
         kept = {id(v) for node in region.nodes for v in node.keeps}
         wanted = {id(v) for v in region.outputs if self._holders[id(v)]}
-        last_read = {id(v): i for i, node in enumerate(nodes) for v in [*node.reads, *node.keeps, *node.alive]}
+        last_read = {id(v): i for i, node in enumerate(region.nodes) for v in [*node.reads, *node.keeps, *node.alive]}
         for index, node in enumerate(nodes):
             self._make(node)
             for value in [*node.reads, *node.writes, *node.keeps, *node.alive]:
