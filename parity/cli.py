@@ -117,6 +117,19 @@ class Train(_Run):
 
 
 @dataclass(frozen=True)
+class Plan:
+    """Predict what a training step keeps and needs, for any size, also one no machine here could run."""
+
+    model: tyro.conf.OmitArgPrefixes[TransformerConfig] = field(default_factory=_demo_model)
+    micro_batch_size: int = 8
+    """Sequences computed at a time."""
+
+    def __post_init__(self) -> None:
+        if self.micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size: expected at least 1, got {self.micro_batch_size}")
+
+
+@dataclass(frozen=True)
 class Sample:
     """Continue a text with a trained model, in either backend, whichever trained it."""
 
@@ -165,6 +178,7 @@ class Curves:
 Command = tyro.conf.OmitSubcommandPrefixes[
     Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Sample, tyro.conf.subcommand("sample")]
     | Annotated[Info, tyro.conf.subcommand("info")]
     | Annotated[Curves, tyro.conf.subcommand("curves")]
@@ -199,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _parse(arguments: list[str]) -> Compare | Train | Sample | Info | Curves:
+def _parse(arguments: list[str]) -> Compare | Train | Plan | Sample | Info | Curves:
     """Read the command line.
 
     Raises:
@@ -294,6 +308,13 @@ def _train(command: Train, console: Console) -> int:
     return 0
 
 
+def _plan(command: Plan, console: Console) -> int:
+    from parity.memory_report import print_plan
+
+    print_plan(console, command.model, command.micro_batch_size)
+    return 0
+
+
 def _sample(command: Sample, console: Console) -> int:
     config = read_checkpoint(command.checkpoint).settings["model"]
     module = _load_backend(command.backend, config["params_dtype"])
@@ -331,6 +352,7 @@ def _curves(command: Curves, console: Console) -> int:
 _ACTIONS: dict[type, Callable[[Any, Console], int]] = {
     Compare: _compare,
     Train: _train,
+    Plan: _plan,
     Sample: _sample,
     Info: _info,
     Curves: _curves,

@@ -10,6 +10,7 @@ import numpy as np
 
 import jax_impl.train
 import reference_torch.train
+from parity.memory_report import MeasuredMemory, measure_torch
 from parity.tolerances import GRADIENT, GRADIENT_FLOOR, LOSS
 from plans.config import TrainConfig, TransformerConfig
 from plans.data import Batch, Corpus
@@ -59,6 +60,8 @@ class Comparison:
     gradient_tolerance: float
     steps: list[StepPair] = field(default_factory=list)
     gradients: list[GradientDifference] = field(default_factory=list)
+    memory: MeasuredMemory | None = None
+    """Of one forward and backward pass in PyTorch."""
     validation: dict[str, float] = field(default_factory=dict)
     """Validation loss by backend, nats per token."""
 
@@ -146,6 +149,7 @@ def compare(
             on_step(pair)
     result.validation = {"torch": ours.validation_loss(), "jax": theirs.validation_loss()}
     gradients += compare_gradients(ours.parameters(), train_config.train_iters, config, train_config, corpus)
+    result.memory = measure_torch(config, corpus.batch(0, train_config.microbatch, config.seq_length))
     result.gradients = sorted(gradients, key=lambda g: g.relative, reverse=True)
     return result
 

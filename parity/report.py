@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from parity.compare import Comparison, StepPair, tokens_per_second
+from parity.memory_report import MIB, MeasuredMemory
 from parity.tolerances import GRADIENT, GRADIENT_FLOOR
 from plans.config import TrainConfig, TransformerConfig
 from plans.data import Corpus
@@ -134,6 +135,8 @@ def print_summary(console: Console, comparison: Comparison, most: int = 8) -> No
         f"apart, tolerance {comparison.gradient_tolerance:.0e}"
         + (f" (small ones relative to {floor:.0%} of the whole)" if (floor := GRADIENT_FLOOR[comparison.dtype]) else "")
     )
+    if comparison.memory is not None:
+        console.print(_memory_words(comparison.memory))
     console.print(
         "validation loss, nats per token: "
         + ", ".join(f"{backend} {loss:.6f}" for backend, loss in comparison.validation.items())
@@ -142,6 +145,13 @@ def print_summary(console: Console, comparison: Comparison, most: int = 8) -> No
         console.print(f"[red]over tolerance[/red] {failure}")
     if not comparison.failures:
         console.print("[green]equal within tolerance[/green]")
+
+
+def _memory_words(memory: MeasuredMemory) -> str:
+    return (
+        f"memory in PyTorch, predicted and measured, MiB: kept for backward {memory.predicted_saved / MIB:.1f} and "
+        f"{memory.saved / MIB:.1f}, peak {memory.predicted_peak / MIB:.1f} and {memory.peak / MIB:.1f}"
+    )
 
 
 def environment() -> dict[str, Any]:
@@ -183,6 +193,7 @@ def write_json(
             }
             for pair in comparison.steps
         ],
+        "memory_bytes": comparison.memory._asdict() if comparison.memory is not None else None,
         "failures": comparison.failures,
     }
     path.write_text(json.dumps(finite_json(content), indent=1, allow_nan=False) + "\n")

@@ -317,14 +317,14 @@ def test_r21_outside_the_scope_a_call_that_kept_its_output_finds_its_input_resto
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("function", ["hooked_block", "hooked_checkpoint"])
-@pytest.mark.parametrize("name", [*HOOKS][3:])
-def test_r21_outside_the_scope_a_hook_tensor_without_gradient_ends_in_right_gradients(name, function, exchange):
+def test_r21_outside_the_scope_a_hook_tensor_without_gradient_ends_in_right_gradients(function, exchange):
     """In a process of its own: without the exchange of memory a failure is a crash."""
     source = f"""
 from reference_torch.recompute import internals
 internals.HAS_SWAP = internals.HAS_SWAP and {exchange}
 from tests.test_recompute_manager import {function}
-{function}({name!r}, scoped=False)
+for name in {[*HOOKS][3:]}:
+    {function}(name, scoped=False)
 print("right")
 """
     assert run_process(source) == "right\n"
@@ -761,6 +761,25 @@ def test_r27_torch_checkpoint_and_native_dropout(where, reentrant, refill):
     if reentrant and where == "checkpoint in region":
         pytest.skip("a reentrant checkpoint runs a backward of its own, which a replay cannot stand in for")
     assert_equal(run(True), run(False))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_r27_nothing_is_discarded_in_the_recompute_of_a_torch_checkpoint(reentrant):
+    x, empty = normal(0, 4, 4), []
+
+    def whole(x):
+        with MHCBlockRecomputeManager() as manager:
+            y = manager.checkpoint(F.gelu, x)
+            z = reader(y)
+            manager.discard_all_outputs_and_register_unified_recompute(z)
+        empty.append(is_empty(y))
+        return z
+
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+        loss = torch_checkpoint(whole, x, use_reentrant=reentrant)
+    loss.backward(normal(1, *loss.shape, grad=False))
+    assert empty == [not reentrant, False]
+    assert_equal([x.grad], torch.autograd.grad(reader(F.gelu(x)), x, normal(1, *loss.shape, grad=False)))
 
 
 drawn: Counter = Counter()
