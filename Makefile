@@ -2,6 +2,7 @@
 # make test      what CI runs                     make check     lint, types, fast tests
 # make test-all  everything, notebooks included   make bench     speed ratios
 # make install   only the environment             make clean     remove what was made
+# make bench-recompute  memory and time of every way of recomputing
 #
 # The first target that needs it makes .venv. TORCH=cuda takes the CUDA build of PyTorch and the JAX
 # GPU plugin; PYTHON names another interpreter (3.11 or later).
@@ -35,7 +36,7 @@ INSTALL_TORCH := $(PIP) install -q --no-index --no-deps torch==$(TORCH_VERSION) 
 	|| $(PIP) install -q --no-deps --index-url $(TORCH_CPU_INDEX) torch==$(TORCH_VERSION)
 endif
 
-.PHONY: install demo check test test-all bench clean
+.PHONY: install demo check test test-all bench bench-recompute clean
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@echo "making $(VENV): about a minute, 2 GB"
@@ -68,6 +69,9 @@ test-all: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.mhc
+
+bench-recompute: $(INSTALLED)
+	$(BIN)/python -m benchmarks.recompute
 
 clean:
 	rm -rf $(VENV) runs build .jax_cache .pytest_cache .hypothesis .ruff_cache *.egg-info

@@ -1,0 +1,214 @@
+"""What each way of recomputing keeps, needs and costs: bytes measured and predicted, and time, beside PyTorch's own.
+
+    python -m benchmarks.recompute            (make bench-recompute)
+
+One thread on one core. Memory is every allocation of one forward and backward pass; times are medians of steps that
+all ways take in turns, so that a ratio is of neighbours in time. Beside the project's own ways stand
+torch.utils.checkpoint around whole layers (non-reentrant) and its selective form, which keeps matrix products.
+"""
+
+import os
+
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from parity.report import environment
+from plans.config import TransformerConfig
+from plans.memory import predict_memory
+from plans.recompute import block_length
+from reference_torch.recompute import MemoryUse, measure_memory
+from reference_torch.transformer import GPTModel, TransformerLayer
+
+CONFIG = TransformerConfig(
+    hidden_size=256,
+    num_layers=16,
+    num_attention_heads=4,
+    seq_length=512,
+    enable_hyper_connections=True,
+    use_flash_attn=True,
+)
+BATCH, ROUNDS = 2, 5
+RESULT, PICTURE = Path("benchmarks/results/recompute-cpu.json"), Path("docs/images/recompute.png")
+MIB = 2**20
+SELECTIVE = {"recompute_granularity": "selective"}
+BEST = block_length(CONFIG.num_layers, CONFIG.num_residual_streams)
+MODES = {
+    "none": {},
+    **{name: {**SELECTIVE, "recompute_modules": (name,)} for name in ("layernorm", "core_attn", "activation", "mlp")},
+    f"mhc, blocks of {BEST} (default)": {**SELECTIVE, "recompute_modules": ("mhc",)},
+    **{
+        f"mhc + layernorm, blocks of {n}": {
+            **SELECTIVE,
+            "recompute_modules": ("mhc", "layernorm"),
+            "mhc_recompute_layer_num": n,
+        }
+        for n in sorted({1, 2, BEST, 4, CONFIG.num_layers})
+    },
+    "mhc + layernorm + activation": {**SELECTIVE, "recompute_modules": ("mhc", "layernorm", "activation")},
+    "mhc + layernorm + core_attn + mlp": {**SELECTIVE, "recompute_modules": ("mhc", "layernorm", "core_attn", "mlp")},
+    "full, block, 8 layers": {
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": CONFIG.num_layers // 2,
+    },
+}
+DEFAULT, WITH_ACTIVATION = f"mhc + layernorm, blocks of {BEST}", "mhc + layernorm + activation"
+WHOLE = "torch.utils.checkpoint, whole layers"
+TARGETS = {DEFAULT: (0.60, 0.68, 1.12), WITH_ACTIVATION: (0.43, 0.55, 1.12)}
+"""Largest saved bytes, peak and time, relative to none."""
+
+
+@dataclass
+class Way:
+    """One way of recomputing, and what was seen of it."""
+
+    config: TransformerConfig
+    model: GPTModel
+    memory: MemoryUse | None = None
+    predicted: tuple[int, int] | None = None
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Seconds of a step."""
+        return float(np.median(self.seconds))
+
+
+def checkpointed(context_fn: Callable | None) -> GPTModel:
+    """The model whose layers run inside torch.utils.checkpoint."""
+    model = GPTModel(CONFIG)
+    extra = {} if context_fn is None else {"context_fn": context_fn}
+    for layer in model.decoder.layers.values():
+        plain = partial(TransformerLayer.forward, layer)
+        layer.forward = partial(checkpoint, plain, use_reentrant=False, **extra)
+    return model
+
+
+def keep_products(context, operation, *args, **kwargs) -> CheckpointPolicy:
+    """PyTorch's usual selective policy: keep what matrix products and attention give."""
+    aten = torch.ops.aten
+    kept = {aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default}
+    return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def main() -> None:
+    """Measure every way, print the table, write JSON and picture."""
+    torch.set_num_threads(1)
+    console = Console()
+    ways = {name: Way(c := replace(CONFIG, **flags), GPTModel(c)) for name, flags in MODES.items()}
+    ways[WHOLE] = Way(CONFIG, checkpointed(None))
+    selective = partial(create_selective_checkpoint_contexts, keep_products)
+    ways["torch.utils.checkpoint, keeping products"] = Way(CONFIG, checkpointed(selective))
+    tokens, targets = torch.randint(0, CONFIG.vocab_size, (2, BATCH, CONFIG.seq_length))
+
+    def backward(way: Way, loss: torch.Tensor) -> object:
+        return torch.autograd.grad(loss, list(way.model.parameters()))
+
+    for way in track(ways.values(), "memory", console=console):
+        forward = partial(way.model, tokens, targets)
+        backward(way, forward())
+        way.memory = measure_memory(forward, partial(backward, way))
+    for name in MODES:
+        prediction = predict_memory(ways[name].config, BATCH)
+        ways[name].predicted = prediction.saved, prediction.peak
+    for _ in track(range(ROUNDS), "time", console=console):
+        for way in ways.values():
+            start = time.perf_counter()
+            backward(way, way.model(tokens, targets))
+            way.seconds.append(time.perf_counter() - start)
+    rows = summarise(ways)
+    show(console, rows)
+    content = {"environment": environment(), "model": asdict(CONFIG), "batch": BATCH, "rounds": ROUNDS, "ways": rows}
+    RESULT.write_text(json.dumps(content, indent=1) + "\n")
+    draw(rows)
+    console.print(f"written: {RESULT}, {PICTURE}")
+
+
+def summarise(ways: dict[str, Way]) -> list[dict]:
+    """One row a way: bytes, seconds, ratios to none, predictions."""
+    base, rows = ways["none"], []
+    for name, way in ways.items():
+        assert way.memory is not None and base.memory is not None
+        row = {
+            "way": name,
+            "saved_bytes": way.memory.saved,
+            "peak_bytes": way.memory.peak,
+            "step_seconds": way.median,
+            "saved": way.memory.saved / base.memory.saved,
+            "peak": way.memory.peak / base.memory.peak,
+            "time": float(np.median([a / b for a, b in zip(way.seconds, base.seconds, strict=True)])),
+        }
+        if way.predicted is not None:
+            row["predicted_saved"], row["predicted_peak"] = (
+                p / m for p, m in zip(way.predicted, way.memory, strict=True)
+            )
+        if name in TARGETS:
+            row["targets"] = TARGETS[name]
+        rows.append(row)
+    return rows
+
+
+def show(console: Console, rows: list[dict]) -> None:
+    """The table, and whether the targets are met."""
+    table = Table(box=None)
+    table.add_column("way of recomputing", no_wrap=True)
+    for heading in ("saved MiB", "peak MiB", "step s", "saved", "peak", "time", "predicted / measured"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        predicted = (
+            f"{row['predicted_saved']:.3f} {row['predicted_peak']:.3f}" if "predicted_saved" in row else "not ours"
+        )
+        table.add_row(
+            row["way"],
+            f"{row['saved_bytes'] / MIB:.1f}",
+            f"{row['peak_bytes'] / MIB:.1f}",
+            f"{row['step_seconds']:.2f}",
+            *(f"{row[k]:.3f}" for k in ("saved", "peak", "time")),
+            predicted,
+        )
+    console.print(table)
+    for row in rows:
+        if "targets" in row:
+            met = all(row[k] <= t for k, t in zip(("saved", "peak", "time"), row["targets"], strict=True))
+            console.print(f"{row['way']}: targets {row['targets']} {'met' if met else 'MISSED'}")
+    lowest = min((row for row in rows if row["way"].startswith("mhc + layernorm, blocks")), key=lambda r: r["peak"])
+    console.print(f"lowest peak of the block lengths: {lowest['way']}")
+
+
+def draw(rows: list[dict]) -> None:
+    """Bytes against time, one point a way."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    for axes, key, title in zip(
+        figure.subplots(1, 2, sharey=True), ("saved", "peak"), ("kept for backward", "peak of a step"), strict=True
+    ):
+        for number, row in enumerate(rows, 1):
+            own = "predicted_saved" in row
+            axes.plot(row[key], row["time"], "o" if own else "s", color="#1f4e9c" if own else "#d1603d", ms=7)
+            axes.annotate(str(number), (row[key], row["time"]), xytext=(5, 4), textcoords="offset points", fontsize=9)
+        axes.set(xlabel=f"bytes {title}, relative to keeping everything", title=title.capitalize())
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("time of a step, relative")
+    names = "\n".join(f"{number}  {row['way']}" for number, row in enumerate(rows, 1))
+    figure.axes[1].text(1.04, 1.0, names, transform=figure.axes[1].transAxes, va="top", fontsize=8.5)
+    figure.savefig(PICTURE, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
