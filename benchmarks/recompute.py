@@ -143,7 +143,8 @@ def summarise(ways: dict[str, Way]) -> list[dict]:
     """One row a way: bytes, seconds, ratios to none, predictions."""
     base, rows = ways["none"], []
     for name, way in ways.items():
-        assert way.memory is not None and base.memory is not None
+        assert way.memory is not None
+        assert base.memory is not None
         row = {
             "way": name,
             "saved_bytes": way.memory.saved,

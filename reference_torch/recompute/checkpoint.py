@@ -1,5 +1,6 @@
 """Calls whose output is not kept: one, several with one owner, and the scope that restores on first use."""
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from reference_torch.recompute import internals
 from reference_torch.recompute.guards import RecomputeUsageError
-from reference_torch.recompute.region import Region, Slot, slot_address, slot_of
+from reference_torch.recompute.region import Region
+from reference_torch.recompute.slots import Slot, in_replay, slot_address, slot_of
 
 
 class CheckpointWithoutOutput:
@@ -30,7 +32,9 @@ class CheckpointWithoutOutput:
 
     An output is kept, not discarded, where its memory is not the call's own to give away: an input, a parameter, a
     view of either, something stashed elsewhere, a tensor subclass, or one that needs no gradient
-    (:attr:`kept` says which and why). With gradients disabled, or a module in eval mode, the call is a plain call.
+    (:attr:`kept` says which and why). It also stays where, at the discard, somebody holds it who would not restore
+    it before reading: a view, or an operation under saved-tensor hooks of its own. With gradients disabled, or a
+    module in eval mode, the call is a plain call.
 
     Args:
         name: for error messages; None: the function's own.
@@ -87,18 +91,23 @@ class CheckpointWithoutOutput:
         output = region.forward(args, kwargs)
         leaves = tree_leaves(output)
         self._slots, self.kept = region.make_slots(leaves)
+        if region.is_nested:  # nobody may hold this object, but readers must see what they saw in forward
+            for slot in self._slots:
+                slot.live_with_outputs()
         self._outputs = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         self._region, self._called = region, True
         return output
 
     def discard_output(self) -> None:
-        """Empty the output's memory. To be followed by a hook on :meth:`recompute`, or inside lazy_restore.
+        """Empty the output's memory, to be followed by a hook on :meth:`recompute`.
+
+        Inside lazy_restore no hook is needed, and an output stays whose holder would not restore it before reading.
 
         Raises:
             RecomputeUsageError: an output was modified in place since the call.
         """
         for slot in self._slots:
-            slot.discard()
+            slot.discard(force=not lazy_restore.is_active())
 
     def recompute(self, grad: Tensor | None = None) -> None:
         """Restore the output now; a second time does nothing. Can be registered as a tensor hook.
@@ -124,7 +133,8 @@ class CheckpointWithoutOutput:
         if self._region is None:
             return
         _restore_readers_on_first_use(hook_tensor, self._region)
-        self.discard_output()
+        for slot in self._slots:
+            slot.discard()
         if hook_tensor.requires_grad:
             hook_tensor.register_hook(self.recompute)
 
@@ -189,7 +199,13 @@ class MHCBlockRecomputeManager:
         self._pending.extend(ckpt._slots)
 
     def checkpoint(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``fn(*args, **kwargs)`` in a new CheckpointWithoutOutput of this manager."""
+        """``fn(*args, **kwargs)`` in a new CheckpointWithoutOutput of this manager.
+
+        Raises:
+            RecomputeUsageError: the manager has already discarded its outputs.
+        """
+        if in_replay():  # an outer checkpoint makes its calls again, and keeps what they give
+            return CheckpointWithoutOutput().checkpoint(fn, *args, **kwargs)
         self._check_unfinished()
         ckpt = CheckpointWithoutOutput()
         output = ckpt.checkpoint(fn, *args, **kwargs)
@@ -232,13 +248,15 @@ class MHCBlockRecomputeManager:
             _restore_readers_on_first_use(hook_tensor, regions[0])
             if hook_tensor.requires_grad:
                 hook_tensor.register_hook(self._unified_recompute_hook)
-        kept = slot_address(hook_tensor)
+        kept = slot_of(hook_tensor)
         for slot in self._pending:
-            if slot.address == kept:
-                slot.keep()
-            else:
+            if slot is not kept:
                 slot.discard()
+        if kept is not None and (kept in self._pending or in_replay()):
+            kept.keep()
         self._pending = []
+        if self._scope is not None:  # readers hold what they need; a caller's closure may hold this object
+            self.checkpoints = []
 
     def _unified_recompute_hook(self, grad: Tensor) -> None:
         checkpoints, self.checkpoints = self.checkpoints, []  # a second firing finds none
@@ -273,16 +291,27 @@ class lazy_restore:
     every tensor that is not a discarded output.
     """
 
+    @staticmethod
+    def is_active() -> bool:
+        """Whether operations that run now restore on first use."""
+        return getattr(_scopes, "depth", 0) > 0
+
     def __enter__(self) -> "lazy_restore":
         self._hooks = None
+        _scopes.depth = getattr(_scopes, "depth", 0) + 1
         if torch.is_grad_enabled():
             self._hooks = saved_tensors_hooks(_Keep(internals.outer_saved_tensor_hooks()), _take)
             self._hooks.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        _scopes.depth -= 1
         if self._hooks is not None:
             self._hooks.__exit__(*exception)
+
+
+_scopes = threading.local()
+"""Its ``depth`` is the number of lazy_restore contexts this thread is in."""
 
 
 class _Saved:
@@ -305,9 +334,10 @@ class _Keep:
         if slot is None and self.outer is not None:
             pack, unpack = self.outer
             return _Saved(pack(tensor), 0, None, unpack)
-        # An alias: a saved output that held its own graph node would be a cycle.
-        alias = tensor.detach() if slot is not None or tensor.grad_fn is not None else tensor
-        return _Saved(alias, tensor._version, slot, None)
+        if slot is not None:
+            return _Saved(slot.alias(tensor), tensor._version, slot, None)
+        # Detached: a saved output that held its own graph node would be a cycle.
+        return _Saved(tensor.detach() if tensor.grad_fn is not None else tensor, tensor._version, None, None)
 
 
 def _take(saved: _Saved) -> Tensor:

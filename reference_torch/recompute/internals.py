@@ -29,6 +29,11 @@ def storage_holders(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
+def tensor_holders(tensor: Tensor) -> int:
+    """How many references hold a tensor: one for its Python object, one for each operation that saved it, each view."""
+    return tensor._use_count()
+
+
 def storage_from_weak(address: int) -> torch.UntypedStorage:
     """The storage of a weak reference that has not expired."""
     return torch.UntypedStorage._new_with_weak_ptr(address)

@@ -8,155 +8,27 @@ region holds the slots its inputs come from, slots hold their region, and a regi
 only weakly. So everything is freed by reference counting as backward passes.
 """
 
-import contextlib
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from reference_torch.recompute import internals
-from reference_torch.recompute.guards import (
-    RecomputeMismatchError,
-    RecomputeUsageError,
-    empty_storage,
-    mark_discarded,
-    mark_restored,
-    refill_storage,
+from reference_torch.recompute.guards import RecomputeMismatchError, RecomputeUsageError
+from reference_torch.recompute.slots import (
+    Slot,
+    in_replay,
+    is_held_only_by,
+    replay_lock,
+    replaying,
+    slot_address,
+    slot_of,
 )
 from reference_torch.recompute.state import ReplayState
-
-_slots: weakref.WeakValueDictionary[int, "Slot"] = weakref.WeakValueDictionary()
-"""Slots by the address of their StorageImpl; a slot's weak reference keeps the address from being used again."""
-_lock = threading.RLock()
-"""Held while storages are refilled: CUDA runs backward on a thread a device."""
-_thread = threading.local()
-
-
-def slot_at(address: int | None) -> "Slot | None":
-    """The slot of the StorageImpl at an address, if any."""
-    return None if address is None else _slots.get(address)
-
-
-def slot_of(tensor: Tensor) -> "Slot | None":
-    """The slot whose storage a tensor uses, if any."""
-    return slot_at(internals.storage_address(tensor))
-
-
-def in_replay() -> bool:
-    """Whether this code runs inside a replay, or inside any backward (an outer checkpoint's recompute)."""
-    return getattr(_thread, "depth", 0) > 0 or internals.runs_in_backward()
-
-
-@contextlib.contextmanager
-def _replaying() -> Iterator[None]:
-    _thread.depth = getattr(_thread, "depth", 0) + 1
-    try:
-        yield
-    finally:
-        _thread.depth -= 1
-
-
-class Slot:
-    """One storage among a region's outputs, emptied after forward and refilled before its first reader."""
-
-    def __init__(self, region: "Region", place: int, tensors: Sequence[Tensor]) -> None:
-        storage = tensors[0].untyped_storage()
-        self.region: Region | None = region
-        self.place, self.is_full = place, True
-        self.address, self.nbytes = storage._cdata, storage.nbytes()
-        self._storage, self._version = StorageWeakRef(storage), tensors[0]._version
-        self._tensors = [weakref.ref(tensor) for tensor in tensors]
-        self.event: torch.Event | None = None
-        _slots[self.address] = self
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether anybody still holds the storage."""
-        return not self._storage.expired()
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The outputs that share the storage, those still alive."""
-        return [tensor for tensor in (reference() for reference in self._tensors) if tensor is not None]
-
-    def discard(self) -> None:
-        """Empty the storage; nothing inside a replay, where outputs are about to be read.
-
-        Raises:
-            RecomputeUsageError: an output was modified in place, which a replay could not repeat.
-        """
-        region = self.region
-        if region is None or not self.is_alive or not self.is_full or region.is_nested or in_replay():
-            return
-        tensors = self.tensors
-        if tensors and tensors[0]._version != self._version:
-            raise RecomputeUsageError(
-                f"output {self.place} of {region.name!r}: expected it as the call returned it, got it modified in "
-                "place, which a replay cannot repeat; modify a copy, or inside the call"
-            )
-        empty_storage(internals.storage_from_weak(self._storage.cdata), region.name)
-        self.is_full = False
-        for tensor in tensors:
-            mark_discarded(tensor, region.name, self._restore_in_replay)
-
-    def keep(self) -> None:
-        """The output stays for good: no replay is needed for its sake, and the call's inputs may go."""
-        self.region = None
-        _slots.pop(self.address, None)
-
-    def refill(self, replayed: Tensor, recorded: dict[int, Tensor]) -> None:
-        """Take over the memory of the replayed output.
-
-        Args:
-            replayed: the only reference to it.
-            recorded: what the replayed graph keeps; values in the same memory are moved to this storage, or two
-                copies would stay alive.
-        """
-        assert self.region is not None, "a slot that is kept was refilled"
-        source = replayed.untyped_storage()
-        if source.nbytes() != self.nbytes:
-            raise RecomputeMismatchError(
-                f"replay of {self.region.name!r}: expected output {self.place} to hold {self.nbytes} bytes as in "
-                f"forward, got {source.nbytes()}"
-            )
-        aliases = {i: t for i, t in recorded.items() if slot_address(t) == source._cdata}
-        storage = internals.storage_from_weak(self._storage.cdata)
-        refill_storage(storage, source, is_held_only_by(source, [replayed, *aliases.values()]))
-        for i, alias in aliases.items():
-            shape, stride = alias.shape, alias.stride()
-            empty = torch.empty(0, dtype=alias.dtype, device=alias.device)
-            recorded[i] = empty.set_(storage, alias.storage_offset(), shape, stride)
-        self.is_full, self.event = True, self.region.state.record_event(storage.device)
-        for tensor in self.tensors:
-            mark_restored(tensor)
-
-    def restore(self) -> None:
-        """Refill the storage if it is empty, and all it is computed from: nearest the input first, in a loop."""
-        with _lock:
-            waiting = [] if self.is_full or self.region is None else [self.region]
-            while waiting:
-                region = waiting[-1]
-                empty = [] if region.is_restored else region.missing_inputs
-                if empty:
-                    waiting.extend(empty)
-                else:
-                    waiting.pop()
-                    if not region.is_restored:
-                        region.replay()
-        if self.event is not None:  # a reader on another stream waits for the replay
-            torch.cuda.current_stream(self.event.device).wait_event(self.event)  # pyright: ignore
-
-    def _restore_in_replay(self) -> bool:
-        if not in_replay():
-            return False
-        self.restore()
-        return True
 
 
 class _SaveInputs(torch.autograd.Function):
@@ -192,12 +64,17 @@ class Region:
         self._constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._require_grad = [t.requires_grad for t in inputs]
         self._versions = [t._version for t in inputs]
-        self.upstream = list({slot.address: slot for slot in map(slot_of, inputs) if slot is not None}.values())
+        slots = [slot for slot in map(slot_of, inputs) if slot is not None]
+        self.upstream = list({slot.address: slot for slot in slots}.values())
+        if internals.outer_saved_tensor_hooks() is None:  # else the hooks hold the inputs, as aliases
+            for slot in slots:
+                slot.note_replayer(self)
         self.state = ReplayState(inputs, generators)
         self.is_nested = in_replay()
         self._handles: list[weakref.ref[_Held]] = []
         self._saved: list[tuple] = []
         self._recorded: dict[int, Tensor] = {}
+        self._parameters: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._slots: list[weakref.ref[Slot]] = []
         self._output_layout: list[tuple | None] = []
         self.node = _SaveInputs.apply(torch.empty(0, requires_grad=True), *inputs).grad_fn  # pyright: ignore
@@ -220,7 +97,12 @@ class Region:
             RecomputeUsageError: it changes an input in place.
         """
 
+        inputs = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+
         def drop(tensor: Tensor) -> _Held:
+            owner = tensor if tensor._base is None else tensor._base
+            if owner.is_leaf and owner.requires_grad and id(owner) not in inputs:
+                self._parameters[id(owner)] = weakref.ref(owner), owner._version
             handle = _Held(self, len(self._handles))
             self._handles.append(weakref.ref(handle))
             self._saved.append((tensor.shape, tensor.dtype, tensor.device))
@@ -228,8 +110,7 @@ class Region:
 
         with saved_tensors_hooks(drop, _compute_again):
             output = self.function(*args, **kwargs)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if [t._version for t in inputs] != self._versions:
+        if [leaf._version for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)] != self._versions:
             raise RecomputeUsageError(
                 f"{self.name!r}: expected a call that leaves its inputs as they are, got one that changes an input in "
                 "place, which cannot be replayed; let it work on a copy"
@@ -297,7 +178,7 @@ class Region:
                 recorded[count] = tensor.detach()
             count += 1
 
-        with self.state.entered(), _replaying(), torch.enable_grad(), saved_tensors_hooks(record, _no_second_graph):
+        with self.state.entered(), replaying(), torch.enable_grad(), saved_tensors_hooks(record, _no_second_graph):
             output = self.function(*args, **kwargs)
         del args, kwargs
         if count != len(self._saved):
@@ -311,6 +192,12 @@ class Region:
         self._recorded.update(recorded)
 
     def _inputs(self) -> tuple[tuple, dict]:
+        for parameter, version in ((reference(), version) for reference, version in self._parameters.values()):
+            if parameter is not None and parameter._version != version:
+                raise RecomputeUsageError(
+                    f"{self.name!r}: expected its parameters unchanged until its replay, got one of shape "
+                    f"{tuple(parameter.shape)} modified in place; step the optimizer after backward"
+                )
         try:
             inputs = self.node.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
         except RuntimeError as error:
@@ -345,7 +232,7 @@ class Region:
 
 def _compute_again(handle: _Held) -> Tensor:
     region = handle.region
-    with _lock:
+    with replay_lock:
         if handle.place not in region._recorded:
             for slot in region.upstream:
                 slot.restore()
@@ -355,18 +242,6 @@ def _compute_again(handle: _Held) -> Tensor:
 
 def _no_second_graph(_: Any) -> Tensor:
     raise AssertionError("backward ran through the graph of a replay")
-
-
-def slot_address(tensor: Tensor) -> int:
-    """Address of a tensor's StorageImpl."""
-    return tensor.untyped_storage()._cdata
-
-
-def is_held_only_by(storage: torch.UntypedStorage, tensors: list[Tensor]) -> bool:
-    """Whether no tensor but those given, and the bases they are views of, uses the storage."""
-    bases = [tensor._base for tensor in tensors if tensor._base is not None]  # alive, so that ids are theirs
-    holders = {id(tensor) for tensor in [*tensors, *bases]}
-    return internals.storage_holders(storage) <= len(holders) + 1
 
 
 def _has_memory(tensor: Tensor) -> bool:
