@@ -109,7 +109,7 @@ def keep_products(context, operation, *args, **kwargs) -> CheckpointPolicy:
 def main() -> None:
     """Measure every way, print the table, write JSON and picture."""
     torch.set_num_threads(1)
-    console = Console()
+    console = Console(width=130)
     ways = {name: Way(c := replace(CONFIG, **flags), GPTModel(c)) for name, flags in MODES.items()}
     ways[WHOLE] = Way(CONFIG, checkpointed(None))
     selective = partial(create_selective_checkpoint_contexts, keep_products)

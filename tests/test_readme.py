@@ -35,7 +35,7 @@ def run_script(script: str, folder: Path) -> None:
 
 
 def test_there_is_an_example_a_backend_and_each_is_short():
-    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES) == 5
     for kind in (CONNECTIONS, RECIPES):
         for package, example in zip(("reference_torch", "jax_impl"), kind, strict=True):
             assert package in example
@@ -46,6 +46,21 @@ def test_there_is_an_example_a_backend_and_each_is_short():
 @pytest.mark.parametrize("example", CONNECTIONS, ids=["torch", "jax"])
 def test_example_runs_in_a_fresh_process(example):
     run_script(example + "\nassert output.shape == (2, 16, 64)\n", ROOT)
+
+
+@pytest.mark.multiprocess
+def test_recompute_example_measures_what_its_comment_says():
+    (example,) = [example for example in EXAMPLES if "CheckpointWithoutOutput" in example]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", example],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        cwd=ROOT,
+    )
+    first, second = re.findall(r"(\d+\.\d) MiB", done.stdout)
+    assert f"# {first}, then {second}" in example
 
 
 @pytest.mark.multiprocess

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT
 from plans.config import TransformerConfig
+from plans.memory import predict_memory
 from plans.recompute import MODULES, VALUES, block_length, recompute_blocks
 from tests.backends import model_gradients, normal, room
 
@@ -278,3 +279,31 @@ def test_jax_drops_by_one_checkpoint_a_block():
     assert checkpoints(replace(MODEL, **MODES["mhc"])) == 2
     assert checkpoints(replace(MODEL, **MODES["layernorm"])) == 4
     assert checkpoints(replace(MODEL, **MODES["full, block, activation"])) == 3
+
+
+def test_table_in_the_docs_is_what_both_backends_keep():
+    from benchmarks.kept_values import BEGIN, END, PAGE, table
+
+    page = PAGE.read_text()
+    assert page[page.index(BEGIN) + len(BEGIN) : page.index(END)] == table()
+
+
+@pytest.mark.parametrize(
+    ("length", "batch", "tensor_parallel", "gib"),
+    [(12288, 2, 4, 8.06), (8096, 2, 4, 5.31), (16384, 2, 4, 10.75), (12288, 1, 4, 4.03), (12288, 2, 8, 4.03)],
+)
+def test_llama2_7b_activation_table(length, batch, tensor_parallel, gib):
+    """What activation recompute no longer keeps: the activation and the product, by the formula and by the plan."""
+    saved = 2 * 2 * length * batch * (11008 / tensor_parallel) * 32 / 2**30
+    assert round(saved, 2) == gib
+    config = TransformerConfig(
+        hidden_size=4096,
+        num_layers=32,
+        num_attention_heads=32,
+        ffn_hidden_size=11008 // tensor_parallel,
+        seq_length=length,
+        use_flash_attn=True,
+        bf16=True,
+    )
+    kept = [predict_memory(replace(config, recompute_activation_function=on), batch).saved for on in (False, True)]
+    assert (kept[0] - kept[1]) / 2**30 == pytest.approx(saved, rel=1e-3)
