@@ -1,5 +1,6 @@
 """Bytes really allocated: what is kept from forward to backward, and the peak over both."""
 
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ def measure_memory(forward: Callable[[], Tensor], backward: Callable[[Tensor], o
     """
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return _measure_cuda(forward, backward)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler writes to stderr that it starts and stops
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = forward()
         with record_function(_MARK):
