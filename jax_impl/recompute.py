@@ -31,8 +31,16 @@ def name_value(x: Array, name: str) -> Array:
     return checkpoint_name(x, name)
 
 
-def recompute_policy(block: RecomputeBlock) -> Callable[..., Any]:
-    """The policy of a block: keep every named value but those it drops."""
+def recompute_policy(config: TransformerConfig, block: RecomputeBlock | None = None) -> Callable[..., Any]:
+    """A policy for jax.checkpoint: keep every named value but those that are dropped.
+
+    Args:
+        config: the model's.
+        block: whose dropped values; None: the first block of the model that drops any.
+    """
+    if block is None:
+        blocks = recompute_blocks(config)
+        block = next((b for b in blocks if b.kind != "none"), blocks[0])
     return checkpoint_policies.save_only_these_names(*(name for name in VALUES if name not in block.dropped))
 
 
@@ -60,7 +68,7 @@ def checkpoint_blocks(
         for block in recompute_blocks(config, vp_stage, pp_rank):
             layers = partial(run_block, block)
             if block.kind != "none":
-                layers = jax.checkpoint(layers, policy=recompute_policy(block))  # pyright: ignore[reportPrivateImportUsage]
+                layers = jax.checkpoint(layers, policy=recompute_policy(config, block))  # pyright: ignore[reportPrivateImportUsage]
             hidden_states = name_value(layers(hidden_states), "residual_streams")
         return hidden_states
 

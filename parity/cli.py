@@ -22,6 +22,7 @@ from rich.console import Console
 
 from parity.config_file import with_config_file
 from parity.driver import SavePlan, run_training
+from parity.memory_report import block_words, print_plan
 from plans.checkpoint import MODEL, read_checkpoint, split_arrays
 from plans.config import DataConfig, TrainConfig, TransformerConfig
 from plans.data import load_corpus
@@ -309,8 +310,6 @@ def _train(command: Train, console: Console) -> int:
 
 
 def _plan(command: Plan, console: Console) -> int:
-    from parity.memory_report import print_plan
-
     print_plan(console, command.model, command.micro_batch_size)
     return 0
 
@@ -380,6 +379,8 @@ def _print_setting(run: _Run, corpus, console: Console) -> None:
         f"{model.num_layers} layers, D={model.hidden_size}, {model.num_attention_heads} heads, {mhc}, "
         f"{model.compute_dtype}; T={model.seq_length}, batch {train.global_batch_size}, {train.train_iters} steps"
     )
+    if any("recompute" in name and value for name, value in vars(model).items()):
+        console.print(f"recompute, blocks: {block_words(model)}")
     console.print(f"corpus: {corpus.name}, {len(corpus.training):,} bytes (digest {corpus.digest})")
 
 

@@ -35,7 +35,7 @@ def without_recompute(config: TransformerConfig) -> TransformerConfig:
 def print_plan(console: Console, config: TransformerConfig, batch: int) -> None:
     """What is recomputed, and what a training step then keeps, term by term, beside keeping everything."""
     blocks = recompute_blocks(config)
-    console.print(f"blocks: {_block_words(config)}")
+    console.print(f"blocks: {block_words(config)}")
     plan, full = predict_memory(config, batch), predict_memory(without_recompute(config), batch)
     table = Table(box=None, title=f"PyTorch, {batch} sequences of {config.seq_length} tokens", title_justify="left")
     table.add_column("kept from forward to backward")
@@ -64,8 +64,8 @@ def _rows(columns: list[MemoryPrediction]) -> list[tuple]:
     return [*rows, ("all smaller ones", *rest)]
 
 
-def _block_words(config: TransformerConfig) -> str:
-    """Consecutive blocks that are alike, in words."""
+def block_words(config: TransformerConfig) -> str:
+    """What is recomputed in which layers: consecutive blocks that are alike, in words."""
     words: list[list] = []
     for block in recompute_blocks(config):
         what = (

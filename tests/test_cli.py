@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -228,3 +229,32 @@ def test_installed_command_runs_in_32_bit_jax(corpus, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert (tmp_path / "runs" / "compare" / "report.json").exists()
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_training_with_recompute_is_training(backend, capsys):
+    small = f"train --backend {backend} --hidden-size 16 --num-layers 3 --seq-length 8 --train-iters 3 --eval-iters 1"
+    losses = []
+    for flags in (
+        "",
+        "--recompute-granularity selective --recompute-modules mhc layernorm activation --mhc-recompute-layer-num 2",
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 1 "
+        "--recompute-activation-function",
+    ):
+        assert diptych(f"{small} {flags}") == 0
+        out = capsys.readouterr().out
+        losses.append(float(re.search(r"validation loss: ([0-9.]+)", out)[1]))
+        assert ("recompute, blocks: " in out) == bool(flags)
+    assert "1 of 1 layer: recomputed whole; 2 of 1 layer: activation" in out
+    assert losses == pytest.approx([losses[0]] * 3, abs=2e-6)
+
+
+def test_plan_prints_every_term_for_a_size_no_machine_here_could_run(capsys):
+    big = "--hidden-size 4096 --num-layers 32 --num-attention-heads 32 --seq-length 4096 --use-flash-attn"
+    assert diptych(f"plan {big} --recompute-granularity selective --recompute-modules mhc layernorm") == 0
+    out = capsys.readouterr().out
+    assert "blocks: 6 of 5 layers: layernorm, mhc; 1 of 2 layers: layernorm, mhc" in out
+    for term in ("residual_streams", "fc1", "silu of the gate", "saved", "peak of the step"):
+        assert term in out
+    assert diptych("plan --micro-batch-size 0") == 2
+    assert "micro_batch_size: expected at least 1, got 0" in capsys.readouterr().err

@@ -49,6 +49,7 @@ def measured(config: TransformerConfig, batch: int):
     return measure_memory(forward, backward), residual_report(forward)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_prediction_within_two_percent(variant, mode):

@@ -179,6 +179,7 @@ def reports(config: TransformerConfig) -> tuple[dict, dict]:
 MIXED = {"layer_pattern": "attention,attention+gelu+no-mlp-hc,attention+no-attention-hc", "add_bias_linear": True}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "variant",
@@ -220,6 +221,7 @@ def test_name_must_be_a_known_value():
             room(backend, "recompute").name_value(x, "h_pst")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_gradients_do_not_change_and_agree_between_the_backends(dtype):
     """PyTorch to the last bit; JAX, whose compiler fuses anew, to 1e-13 and 2e-6."""
