@@ -96,7 +96,8 @@ def recompute_blocks(
     (virtual stages) + vp_stage, so every virtual stage gets its share.
 
     Selective recompute: with mhc, blocks of mhc_recompute_layer_num layers, the short one last, since the peak of
-    memory falls in the last block's backward; else a block a layer.
+    memory falls in the last block's backward (a block also ends where activation recompute ends, so that its layers are
+    alike); else a block a layer.
     """
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))

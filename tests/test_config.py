@@ -292,3 +292,14 @@ def test_stage_out_of_range(chunk, rank, name):
     for function in (get_num_layers_to_build, get_transformer_layer_offset):
         with pytest.raises(ValueError, match=rf"{name}: expected 0 <= {name} < 2, got"):
             function(config, chunk, rank)
+
+
+def test_full_recompute_without_a_count_leaves_no_layer_for_activations():
+    with pytest.raises(ValueError, match=r"expected at most the 0 layers that recompute_num_layers=None leaves, got 2"):
+        TransformerConfig(
+            **MODEL,
+            recompute_granularity="full",
+            recompute_method="block",
+            recompute_activation_function=True,
+            recompute_activation_function_num_layers=2,
+        )

@@ -34,6 +34,7 @@ from reference_torch.recompute import (
     DiscardedActivationError,
     MHCBlockRecomputeManager,
     RecomputeUsageError,
+    internals,
     lazy_restore,
     run_block,
 )
@@ -976,3 +977,26 @@ def test_r28_an_exception_in_a_replay_of_the_block(trace):
     fails.clear()
     expected = gradients(reader(block(x * 1, call, [F.gelu, second, F.gelu])[-1]), [x])
     assert_equal(gradients(loss, [x]), expected)
+
+
+def test_contexts_are_not_entered_twice():
+    manager, scope = MHCBlockRecomputeManager(), lazy_restore()
+    for context, message in ((manager, "manager: expected a context"), (scope, "lazy_restore: expected a context")):
+        with context, pytest.raises(RecomputeUsageError, match=message):
+            context.__enter__()
+    assert internals.outer_saved_tensor_hooks() is None
+    assert not lazy_restore.is_active()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_r08_a_parameter_autograd_does_not_save_is_checked_in_a_module(name, autocast):
+    layer, x = torch.nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    checkpoint = CheckpointWithoutOutput()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = checkpoint.checkpoint(layer, x).tanh()
+        checkpoint.discard_output_and_register_recompute(loss)
+    with torch.no_grad():
+        getattr(layer, name).add_(1)
+    with pytest.raises(RecomputeUsageError, match="expected its parameters unchanged until its replay"):
+        torch.autograd.grad(loss, x, torch.randn_like(loss))

@@ -21,6 +21,11 @@ def _recomputes_mhc(config) -> bool:
     return config.recompute_hyper_connections or "mhc" in config.recompute_modules
 
 
+def _whole_layers(config) -> int:
+    """Layers per rank that method block recomputes whole."""
+    return config.layers_per_rank if config.recompute_num_layers is None else config.recompute_num_layers
+
+
 def _at_most_layers(field: str) -> Rule:
     return Rule(
         f"{field} within the rank",
@@ -126,11 +131,11 @@ RECOMPUTE_RULES: tuple[Rule, ...] = (
         "full and activation layers fit",
         lambda c: (
             c.recompute_granularity != "full"
-            or (c.recompute_num_layers or 0) + (c.recompute_activation_function_num_layers or 0) <= c.layers_per_rank
+            or _whole_layers(c) + (c.recompute_activation_function_num_layers or 0) <= c.layers_per_rank
         ),
         lambda c: (
             "recompute_activation_function_num_layers: expected at most the "
-            f"{c.layers_per_rank - (c.recompute_num_layers or 0)} layers that recompute_num_layers="
+            f"{c.layers_per_rank - _whole_layers(c)} layers that recompute_num_layers="
             f"{c.recompute_num_layers} leaves, got {c.recompute_activation_function_num_layers}"
         ),
     ),

@@ -79,8 +79,8 @@ class CheckpointWithoutOutput:
             )
         if internals.runs_in_func_transform():
             raise NotImplementedError(
-                "checkpoint: expected plain autograd, got a torch.func transform (grad, vmap, jvp ...), whose tensors "
-                "have no storage to empty; use jax_impl, or torch.autograd.grad"
+                "checkpoint: expected plain reverse-mode autograd, got a torch.func transform (grad, vmap, jvp ...) or "
+                "forward-mode differentiation, whose tensors have no storage to empty; use torch.autograd.grad"
             )
         if not torch.is_grad_enabled() or _is_evaluating(fn):
             output = fn(*args, **kwargs)
@@ -272,6 +272,8 @@ class MHCBlockRecomputeManager:
 
     def __enter__(self) -> "MHCBlockRecomputeManager":
         self._check_unfinished()
+        if self._scope is not None:
+            raise RecomputeUsageError("manager: expected a context that is not entered yet, got it entered again")
         self._scope = lazy_restore()
         self._scope.__enter__()
         return self
@@ -297,6 +299,8 @@ class lazy_restore:
         return getattr(_scopes, "depth", 0) > 0
 
     def __enter__(self) -> "lazy_restore":
+        if getattr(self, "_hooks", None) is not None:
+            raise RecomputeUsageError("lazy_restore: expected a context that is not entered yet, got it entered again")
         self._hooks = None
         _scopes.depth = getattr(_scopes, "depth", 0) + 1
         if torch.is_grad_enabled():
@@ -306,8 +310,9 @@ class lazy_restore:
 
     def __exit__(self, *exception: Any) -> None:
         _scopes.depth -= 1
-        if self._hooks is not None:
-            self._hooks.__exit__(*exception)
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__(*exception)
 
 
 _scopes = threading.local()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad
 from torch import Tensor
 
 HAS_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
@@ -65,5 +66,6 @@ def runs_in_backward() -> bool:
 
 
 def runs_in_func_transform() -> bool:
-    """Whether this code is traced by torch.func."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether this code is traced by torch.func, or runs in forward-mode differentiation."""
+    in_dual_level = torch.autograd.forward_ad._current_level >= 0
+    return in_dual_level or torch._C._functorch.peek_interpreter_stack() is not None

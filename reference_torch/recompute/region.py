@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -115,6 +115,10 @@ class Region:
                 f"{self.name!r}: expected a call that leaves its inputs as they are, got one that changes an input in "
                 "place, which cannot be replayed; let it work on a copy"
             )
+        module = self.function if isinstance(self.function, nn.Module) else getattr(self.function, "__self__", None)
+        if isinstance(module, nn.Module):  # also those autograd does not save: a bias, a weight cast by autocast
+            for parameter in module.parameters():
+                self._parameters[id(parameter)] = weakref.ref(parameter), parameter._version
         self.state.forget_unused()
         return output
 
