@@ -70,6 +70,8 @@ CONFIG = TransformerConfig(
 )
 TOKENS = torch.tensor([[1, 5, 2, 8, 10], [0, 3, 3, 9, 4]])
 
+pytestmark = pytest.mark.thorough
+
 
 def selective(config: TransformerConfig, *modules: str, **settings) -> TransformerConfig:
     return replace(config, recompute_granularity="selective", recompute_modules=modules, **settings)
