@@ -1,6 +1,5 @@
 """A model's operations as PyTorch's eager autograd sees them: what each reads, writes and keeps, in bytes."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -311,11 +310,3 @@ def build(config: TransformerConfig, batch: int, length: int) -> tuple[list[Node
     for number in range(config.num_layers):
         layers[number], x = builder.layer(number, x)
     return first, layers, builder.head(x)
-
-
-def all_nodes(first: list[Node], layers: dict[int, Layer], last: list[Node]) -> Iterator[Node]:
-    """Every operation, in order."""
-    yield from first
-    for layer in layers.values():
-        yield from layer.nodes
-    yield from last
