@@ -1,0 +1,174 @@
+"""Compiling every kernel ahead of time, without a GPU, and reading what it would use on one.
+
+The operations run on shapes instead of arrays; every launch they ask for is written down and compiled for a
+target. Registers and spills come from ptxas, the assembler Triton carries; shared memory from Triton.
+"""
+
+import math
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from kernels import operations, tuning
+from kernels.launch import Block, Launch, Write
+from kernels.operations import Operation, Sinkhorn
+
+TARGETS = (80, 90)
+"""Compute capabilities: A100, and H100 or H200."""
+
+_POINTERS = {
+    "float16": "*fp16",
+    "bfloat16": "*bf16",
+    "float32": "*fp32",
+    "float64": "*fp64",
+    "int64": "*i64",
+    "uint32": "*u32",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An array that has no elements to speak of."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def reshape(self, *shape: Any) -> "Shape":
+        """The same elements in another shape."""
+        flat = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
+        return Shape(tuple(flat), self.dtype)
+
+    def __getitem__(self, index: slice) -> "Shape":
+        return Shape((len(range(*index.indices(self.shape[0]))), *self.shape[1:]), self.dtype)
+
+
+class Recorded(NamedTuple):
+    """A launch with the types of its inputs."""
+
+    launch: Launch
+    inputs: tuple[str, ...]
+
+
+class Recorder:
+    """A door that launches nothing and writes down everything."""
+
+    def __init__(self, blocks: dict[str, Block] | None = None) -> None:
+        self.blocks, self.launches = blocks or {}, []
+
+    def __call__(self, build: Callable[..., Launch], sizes: dict[str, Any], *inputs: Shape) -> tuple[Shape, ...]:
+        """Outputs of the launch, shapes again."""
+        launch = build(self.blocks.get(build.__name__, tuning.first(build)), **sizes)
+        self.launches.append(Recorded(launch, tuple(x.dtype for x in inputs)))
+        return tuple(Shape(*output) for output in launch.outputs)
+
+    def cast(self, x: Shape, dtype: str) -> Shape:
+        """See Door.cast."""
+        return Shape(x.shape, dtype)
+
+
+def launches_of(
+    operation: Operation, static: Any, inputs: Sequence[Shape | None], blocks: dict[str, Block] | None = None
+) -> list[Recorded]:
+    """Every launch of an operation's forward and backward, in order."""
+    recorder = Recorder(blocks)
+    outputs, saved = operation.forward(recorder, static, *inputs)
+    operation.backward(recorder, static, saved, *outputs)
+    return recorder.launches
+
+
+def production(
+    tokens: int = 8192,
+    streams: int = 4,
+    width: int = 4096,
+    dtype: str = "bfloat16",
+    rows: str = "int64",
+    blocks: dict[str, Block] | None = None,
+) -> dict[str, Recorded]:
+    """Launches of all kernels as a large model makes them, by kernel; where there are several the first."""
+    lead, coefficients = (tokens,), "float64" if dtype == "float64" else "float32"
+    x, y = Shape((*lead, streams, width), dtype), Shape((*lead, width), dtype)
+    h_post, h_res = Shape((*lead, streams), coefficients), Shape((*lead, streams, streams), coefficients)
+    columns = streams * (streams + 2)
+    phi, alpha = Shape((streams * width, columns), coefficients), Shape((3,), coefficients)
+    row, step = Shape(lead, rows), Shape((1,), rows)
+    write = Write("mix", post=True, bias=True, rate=0.1, seed=1234, site=2)
+    plain = write._replace(rate=0.0)
+    mixed, none = [x, h_res, y, Shape((width,), coefficients), h_post], [None, None, None]
+    sinkhorn = Sinkhorn(20, "row", 1e-5)
+    recorded = [
+        *launches_of(operations.COMPUTE_MAPPINGS, sinkhorn, [x, phi, alpha, Shape((columns,), coefficients)], blocks),
+        *launches_of(operations.SINKHORN, sinkhorn, [h_res], blocks),
+        *launches_of(operations.AGGREGATE, None, [x, h_post], blocks),
+        *launches_of(operations.WRITE, plain, [*mixed, *none], blocks),
+        *launches_of(operations.SWIGLU, None, [Shape((*lead, 8 * width), dtype)], blocks),
+        *launches_of(operations.GELU, None, [Shape((*lead, 4 * width), dtype)], blocks),
+    ]
+    named: dict[str, Recorded] = {}
+    for entry in recorded:
+        named.setdefault(entry.launch.kernel, entry)
+    for entry in launches_of(operations.WRITE, write, [*mixed, row, row, step], blocks):
+        named.setdefault(f"{entry.launch.kernel} (dropout)", entry)
+    del named["common.column_sum (dropout)"]
+    return named
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel uses: registers a thread, bytes spilled a thread, bytes of shared memory a program."""
+
+    registers: int
+    spilled: int
+    shared: int
+    num_warps: int
+
+
+def compile_ahead(recorded: Recorded, capability: int) -> Any:
+    """Triton's compiled kernel of a launch for ``sm_<capability>``."""
+    launch = recorded.launch
+    kernel = tuning.kernel_function(launch.kernel)
+    constants = dict(launch.constants)
+    types = [_POINTERS[dtype] for dtype in recorded.inputs]
+    types += ["i32"] * len(launch.scalars)
+    types += [_POINTERS[dtype] for _, dtype in launch.outputs]
+    arguments = [name for name in kernel.arg_names if name not in constants]
+    signature = dict(zip(arguments, types, strict=True)) | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(
+        kernel,
+        {name: signature[name] for name in kernel.arg_names},
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (kernel.arg_names.index(name),): [["tt.divisibility", 16]]
+            for name in arguments
+            if signature[name].startswith("*")
+        },
+    )
+    options = dict(num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=True)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def resources(recorded: Recorded, capability: int) -> Resources:
+    """Compile a launch and read what it uses."""
+    compiled = compile_ahead(recorded, capability)
+    architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(compiled.asm["ptx"])
+        file.flush()
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={architecture}", file.name, "-o", "/dev/null"]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = int(re.findall(r"Used (\d+) registers", printed)[-1])
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", printed)))
+    return Resources(registers, spilled, compiled.metadata.shared, recorded.launch.num_warps)
+
+
+def occupancy(used: Resources) -> float:
+    """Share of a multiprocessor's 64 warps that fit by registers: 65536, given out 256 at a time to a warp."""
+    warps = 65536 // (math.ceil(used.registers * 32 / 256) * 256)
+    return min(warps // used.num_warps * used.num_warps, 64) / 64

@@ -1,0 +1,30 @@
+"""What several kernels share: the tokens of a program, and sums over tokens."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def token_block(tokens, BN: tl.constexpr):
+    """Numbers of this program's tokens, int64 since they are multiplied by widths, and which of them exist."""
+    o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    return o_n, o_n < tokens
+
+
+@triton.jit(do_not_specialize=["rows", "rows_per_group"])
+def column_sum(x_ptr, rows, rows_per_group, out_ptr, W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr):
+    """Sums over the rows of x [R, W], one [W] a group of rows; grid (W / BW, groups).
+
+    Rows are added in a fixed order, in float32 (float64 for float64): the same bits every time.
+    """
+    ACC: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    group = tl.program_id(1)
+    o_w = tl.program_id(0) * BW + tl.arange(0, BW)
+    first = group.to(tl.int64) * rows_per_group
+    last = tl.minimum(first + rows_per_group, rows)
+    sums = tl.zeros([BR, BW], ACC)
+    for start in range(first, last, BR):
+        o_r = start + tl.arange(0, BR)
+        mask = (o_r[:, None] < last) & (o_w[None, :] < W)
+        sums += tl.load(x_ptr + o_r[:, None] * W + o_w[None, :], mask=mask, other=0.0).to(ACC)
+    tl.store(out_ptr + group.to(tl.int64) * W + o_w, tl.sum(sums, 0), mask=o_w < W)

@@ -1,0 +1,201 @@
+"""The functions a door offers, checked and taken to operations; the same for PyTorch and JAX."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from kernels import operations
+from kernels.launch import MAX_STREAMS, Launch, Write, wide
+from kernels.operations import Array, Operation, Sinkhorn, dtype_name
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+class Functions(ABC):
+    """What one framework's door adds: how to launch, to cast and to differentiate.
+
+    Arrays may have any strides (what is not contiguous is copied) and must lie on one device. Coefficients are cast to
+    float32, or float64 for float64 streams, and gradients have the types of what they belong to.
+
+    Raises:
+        ValueError: a shape, type or device that no kernel takes; the message says which argument.
+    """
+
+    @abstractmethod
+    def __call__(self, build: Callable[..., Launch], sizes: dict[str, Any], *inputs: Array) -> tuple[Array, ...]:
+        """Launch the kernel ``build(block, **sizes)`` describes."""
+
+    @abstractmethod
+    def cast(self, x: Array, dtype: str) -> Array:
+        """x in another type, differentiably."""
+
+    @abstractmethod
+    def apply(self, operation: Operation, static: Any, *inputs: Array | None) -> tuple[Array, ...]:
+        """The operation's outputs, differentiable by its backward."""
+
+    def check_devices(self, **arrays: Array | None) -> None:
+        """Refuse arrays the door cannot take together."""
+
+    def _check(self, **arrays: Array | None) -> None:
+        """Types and devices of all arrays."""
+        for name, x in arrays.items():
+            if x is not None and dtype_name(x) not in DTYPES:
+                raise ValueError(f"{name}: expected a type among {', '.join(DTYPES)}, got {dtype_name(x)}")
+        self.check_devices(**arrays)
+
+    def sinkhorn(self, logits: Array, iterations: int = 20, last: str = "row") -> Array:
+        """Doubly stochastic matrices: see hyper_connections.sinkhorn.
+
+        Args:
+            logits: [..., S, S], S <= 8.
+            iterations: pairs of normalisations, >= 1.
+            last: ``"row"`` or ``"column"``.
+        """
+        self._check(logits=logits)
+        _check_shape("logits", logits, (*logits.shape[:-1], logits.shape[-2]))
+        static = _sinkhorn("logits", logits.shape[-1], iterations, last)
+        dtype = dtype_name(logits)
+        (matrices,) = self.apply(operations.SINKHORN, static, self.cast(logits, wide(dtype)))
+        return self.cast(matrices, dtype)
+
+    def compute_mappings(
+        self,
+        x: Array,
+        phi: Array,
+        alpha: Array,
+        bias: Array,
+        *,
+        iterations: int = 20,
+        last: str = "row",
+        epsilon: float = 1e-5,
+    ) -> tuple[Array, Array, Array]:
+        """h_pre [..., S], h_post [..., S], h_res [..., S, S] of every token: see hyper_connections.compute_mappings.
+
+        Args:
+            x: residual streams. [..., S, D], S <= 8
+            phi: [S*D, 2*S + S*S]
+            alpha: [3]
+            bias: [2*S + S*S]
+            iterations, last: see sinkhorn.
+            epsilon: added to the mean square.
+        """
+        self._check(x=x, phi=phi, alpha=alpha, bias=bias)
+        streams, width = x.shape[-2:]
+        columns = streams * (streams + 2)
+        static = _sinkhorn("x", streams, iterations, last)._replace(epsilon=float(epsilon))
+        _check_shape("phi", phi, (streams * width, columns))
+        _check_shape("alpha", alpha, (3,))
+        _check_shape("bias", bias, (columns,))
+        coefficients = wide(dtype_name(x))
+        alpha, bias = self.cast(alpha, coefficients), self.cast(bias, coefficients)
+        h_pre, h_post, h_res = self.apply(operations.COMPUTE_MAPPINGS, static, x, phi, alpha, bias)
+        return h_pre, h_post, h_res
+
+    def aggregate(self, x: Array, h_pre: Array) -> Array:
+        """sum_s h_pre[s] x[s]. x: [..., S, D], h_pre: [..., S] -> [..., D]."""
+        self._check(x=x, h_pre=h_pre)
+        _check_streams("x", x.shape[-2])
+        _check_shape("h_pre", h_pre, x.shape[:-1])
+        return self.apply(operations.AGGREGATE, None, x, self.cast(h_pre, wide(dtype_name(x))))[0]
+
+    def apply_h_res(self, h_res: Array, residual: Array) -> Array:
+        """mixed[s] = sum_j h_res[s, j] residual[j]. h_res: [..., S, S], residual: [..., S, D]."""
+        return self.write_streams(residual, h_res, None, None, None)
+
+    def apply_h_post(self, x: Array, bias: Array | None, h_post: Array) -> Array:
+        """expanded[s] = h_post[s] (x + bias). x: [..., D], bias: [D] or None, h_post: [..., S] -> [..., S, D]."""
+        return self.write_streams(None, None, x, bias, h_post)
+
+    def write_streams(
+        self,
+        residual: Array | None,
+        h_res: Array | None,
+        x: Array | None,
+        bias: Array | None,
+        h_post: Array | None,
+        rate: float = 0.0,
+        state: Any = None,
+        site: int = 0,
+    ) -> Array:
+        """The next streams: h_res residual + dropout(h_post (x + bias)), in one pass. See hyper_connections.
+
+        Args:
+            residual: [..., S, D]; None: nothing is added to.
+            h_res: [..., S, S]; None: residual itself is added.
+            x: a sublayer's output. [..., D]; None: only the residual.
+            bias: [D] or None.
+            h_post: [..., S]; None exactly where x is.
+            rate: of dropout, in [0, 1).
+            state: rows of the batch, ops.DropoutState with rows [...]; None: no dropout.
+            site: see plans.philox.
+        """
+        self._check(residual=residual, h_res=h_res, x=x, bias=bias, h_post=h_post)
+        if (x is None) != (h_post is None) or (residual is None and (x is None or h_res is not None)):
+            raise ValueError(
+                "write_streams: expected x with h_post, residual with or without h_res, or both, got "
+                + ", ".join(f"{name}={'None' if a is None else 'array'}" for name, a in _named(residual, h_res, x, h_post))
+            )
+        shape = residual.shape if residual is not None else (*h_post.shape, x.shape[-1])
+        _check_streams("h_post" if residual is None else "residual", shape[-2])
+        for name, array, expected in (
+            ("h_res", h_res, (*shape[:-1], shape[-2])),
+            ("x", x, (*shape[:-2], shape[-1])),
+            ("bias", bias, shape[-1:]),
+            ("h_post", h_post, shape[:-1]),
+        ):
+            if array is not None:
+                _check_shape(name, array, expected)
+        if residual is not None and x is not None and residual.dtype != x.dtype:
+            raise ValueError(
+                f"x: expected the type of residual, {dtype_name(residual)}, got {dtype_name(x)}; cast one of them"
+            )
+        add = "none" if residual is None else "plain" if h_res is None else "mix"
+        coefficients = wide(dtype_name(residual if x is None else x))
+        h_res, h_post = (None if h is None else self.cast(h, coefficients) for h in (h_res, h_post))
+        write, rows = Write(add, x is not None, bias is not None), (None, None, None)
+        if state is not None and rate > 0.0 and x is not None:
+            _check_shape("state.row_low", state.row_low, shape[:-2])
+            write = write._replace(rate=float(rate), seed=int(state.seed), site=int(site))
+            rows = (state.row_low, state.row_high, self.counter(state.step, x))
+        return self.apply(operations.WRITE, write, residual, h_res, x, bias, h_post, *rows)[0]
+
+    @abstractmethod
+    def counter(self, step: Any, like: Array) -> Array:
+        """[1] integer array of the training step, where ``like`` is."""
+
+    def swiglu(self, x: Array) -> Array:
+        """silu(gate) value of x = [gate | value]. [..., 2 F] -> [..., F]."""
+        self._check(x=x)
+        if x.shape[-1] % 2:
+            raise ValueError(f"x: expected gate and value side by side, an even width, got {x.shape[-1]}")
+        return self.apply(operations.SWIGLU, None, x)[0]
+
+    def gelu(self, x: Array) -> Array:
+        """x Phi(x), exact."""
+        self._check(x=x)
+        return self.apply(operations.GELU, None, x)[0]
+
+
+def _named(residual: Any, h_res: Any, x: Any, h_post: Any) -> list[tuple[str, Any]]:
+    return [("residual", residual), ("h_res", h_res), ("x", x), ("h_post", h_post)]
+
+
+def _check_streams(name: str, streams: int) -> None:
+    if streams > MAX_STREAMS:
+        raise ValueError(
+            f"{name}: expected at most {MAX_STREAMS} residual streams, got {streams}; impl='reference' takes any number"
+        )
+
+
+def _check_shape(name: str, x: Array, expected: tuple[int, ...]) -> None:
+    if tuple(x.shape) != tuple(expected):
+        raise ValueError(f"{name}: expected shape {tuple(expected)}, got {tuple(x.shape)}")
+
+
+def _sinkhorn(name: str, streams: int, iterations: int, last: str) -> Sinkhorn:
+    _check_streams(name, streams)
+    if iterations < 1:
+        raise ValueError(f"iterations: expected at least 1, got {iterations}")
+    if last not in ("row", "column"):
+        raise ValueError(f"last: expected 'row' or 'column', got {last!r}")
+    return Sinkhorn(iterations, last)

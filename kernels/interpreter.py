@@ -1,0 +1,69 @@
+"""The door without a GPU: kernels run by Triton's interpreter on CPU tensors, beside compiled ones in one process.
+
+Triton interprets every kernel or none, by an environment variable read when it is imported. Here one launch is
+interpreted at a time, under a lock: while it runs, calling a jitted function interprets that function, and afterwards
+the language is put back as it was. Interpreting is for tests, notebooks and reading: a launch takes milliseconds to
+seconds.
+
+The interpreter holds bfloat16 as integers and multiplies those in ``tl.dot``; products are taken in float32 here, in
+which products of bfloat16 numbers are exact.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpretedFunction, TensorHandle
+from triton.runtime.jit import JITFunction
+
+_LOCK = threading.RLock()  # the interpreter's grid position is global
+_PATCHED = (tl, tl.core, tl.math, tl.core.tensor, tl.core.dtype, tl.condition, tl.core.tensor_descriptor_base)
+
+
+def interpret(kernel: JITFunction, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """Run every program of a launch, one after the other.
+
+    Args:
+        kernel: a function decorated with ``triton.jit``.
+        grid: number of programs, up to three axes.
+        arguments: CPU tensors and numbers, in the kernel's order.
+        constants: its constexpr arguments.
+    """
+    with _LOCK, _interpreting():
+        InterpretedFunction(kernel.fn)[grid](*arguments, **constants)
+
+
+@contextmanager
+def _interpreting() -> Iterator[None]:
+    before = [dict(vars(owner)) for owner in _PATCHED]
+    call, builder = JITFunction.__call__, interpreter.interpreter_builder
+    dot = builder.create_dot
+    JITFunction.__call__ = _call_interpreted
+    builder.create_dot = lambda a, b, *rest: dot(_widened(a), _widened(b), *rest)
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    try:
+        yield
+    finally:
+        JITFunction.__call__ = call
+        del builder.create_dot  # the method of the class shows again
+        for owner, attributes in zip(_PATCHED, before, strict=True):
+            for name, value in list(vars(owner).items()):
+                if name not in attributes:
+                    delattr(owner, name)
+                elif attributes[name] is not value:
+                    setattr(owner, name, attributes[name])
+
+
+def _call_interpreted(function: JITFunction, *args: Any, **kwargs: Any) -> Any:
+    return InterpretedFunction(function.fn).rewrite()(*args, **kwargs)
+
+
+def _widened(handle: TensorHandle) -> TensorHandle:
+    if handle.dtype != tl.bfloat16:
+        return handle
+    return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)

@@ -1,0 +1,104 @@
+"""The PyTorch door: kernels as differentiable functions of tensors.
+
+CUDA tensors run compiled kernels, CPU tensors the interpreter. Twice differentiating is refused by PyTorch with the
+name of the function.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernels import tuning
+from kernels.functions import Functions
+from kernels.launch import Launch
+from kernels.operations import Operation
+
+
+class _Applied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, operation, static, *inputs):
+        outputs, saved = operation.forward(_DOOR, static, *inputs)
+        ctx.operation, ctx.static = operation, static
+        ctx.save_for_backward(*saved)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, None, *ctx.operation.backward(_DOOR, ctx.static, ctx.saved_tensors, *grads)
+
+
+class TorchDoor(Functions):
+    """See kernels.functions.Functions."""
+
+    def __call__(self, build: Callable[..., Launch], sizes: dict[str, Any], *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Launch on the device of the inputs."""
+        inputs = tuple(x.detach().contiguous() for x in inputs)
+        device = inputs[0].device
+        if device.type == "cpu":
+            return self._run(build(tuning.first(build), **sizes), inputs)
+        with torch.cuda.device(device):
+            name = torch.cuda.get_device_name(device)
+            block = tuning.choose(build, sizes, name, lambda launch: self._measure(launch, inputs))
+            return self._run(build(block, **sizes), inputs)
+
+    def _run(self, launch: Launch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        device = inputs[0].device
+        outputs = tuple(torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in launch.outputs)
+        if 0 in launch.grid:
+            return tuple(output.zero_() for output in outputs)
+        kernel, arguments = tuning.kernel_function(launch.kernel), (*inputs, *launch.scalars, *outputs)
+        if device.type == "cpu":
+            from kernels.interpreter import interpret
+
+            for output in outputs:  # what a kernel forgets to write must not pass for a result
+                output.fill_(float("nan"))
+            interpret(kernel, launch.grid, arguments, dict(launch.constants))
+        else:
+            compiled = dict(num_warps=launch.num_warps, num_stages=launch.num_stages)
+            kernel[launch.grid](*arguments, **dict(launch.constants), **compiled)
+        return outputs
+
+    def _measure(self, launch: Launch, inputs: tuple[Tensor, ...]) -> float:
+        from triton.testing import do_bench
+
+        return do_bench(lambda: self._run(launch, inputs), warmup=10, rep=40, return_mode="median")
+
+    def cast(self, x: Tensor, dtype: str) -> Tensor:
+        """See Functions.cast."""
+        return x.to(getattr(torch, dtype))
+
+    def apply(self, operation: Operation, static: Any, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        """See Functions.apply."""
+        return _Applied.apply(operation, static, *inputs)  # pyright: ignore[reportReturnType]
+
+    def counter(self, step: int, like: Tensor) -> Tensor:
+        """See Functions.counter; a fill, so that nothing is copied from the host."""
+        return torch.full((1,), step, dtype=torch.int64, device=like.device)
+
+    def check_devices(self, **arrays: Tensor | None) -> None:
+        """One device, and one kernels run on."""
+        devices = {name: x.device for name, x in arrays.items() if x is not None}
+        (first, device), *others = devices.items()
+        for name, other in others:
+            if other != device:
+                raise ValueError(f"{name}: expected the device of {first}, {device}, got {other}; move one of them")
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"{first}: expected a CUDA tensor, or a CPU tensor for the interpreter, got one on {device}; "
+                "impl='reference' runs anywhere"
+            )
+
+
+_DOOR = TorchDoor()
+sinkhorn = _DOOR.sinkhorn
+compute_mappings = _DOOR.compute_mappings
+aggregate = _DOOR.aggregate
+apply_h_res = _DOOR.apply_h_res
+apply_h_post = _DOOR.apply_h_post
+write_streams = _DOOR.write_streams
+swiglu = _DOOR.swiglu
+gelu = _DOOR.gelu
