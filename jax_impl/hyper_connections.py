@@ -16,6 +16,7 @@ Reference: mHC, arXiv 2512.24880, eqs. 3-9. Layout is batch first, [B, T, S, D].
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +24,15 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from jax_impl.ops import DropoutState, add_bias, at_least_float32, dropout, parameter
+from jax_impl.ops import DropoutState, add_bias, at_least_float32, dropout, kernel_door, parameter
 from jax_impl.recompute import name_value
 from plans.config import TransformerConfig
 from plans.parameters import SINKHORN_FLOOR, hyper_connection_spec
 
 
-def sinkhorn(logits: Float[Array, "*b s s"], iterations: int = 20, last: str = "row") -> Float[Array, "*b s s"]:
+def sinkhorn(
+    logits: Float[Array, "*b s s"], iterations: int = 20, last: str = "row", impl: str = "auto"
+) -> Float[Array, "*b s s"]:
     """Doubly stochastic matrices: exp(logits), normalised along rows and columns in turn.
 
     The backward pass replays the iterates from the logits and differentiates every one of them;
@@ -39,6 +42,7 @@ def sinkhorn(logits: Float[Array, "*b s s"], iterations: int = 20, last: str = "
         logits: iterated in float32 if narrower. [..., S, S]
         iterations: pairs of normalisations, >= 1.
         last: ``"row"`` (the paper: columns first, row sums exact) or ``"column"``.
+        impl: see plans.implementation.
 
     Raises:
         ValueError: iterations < 1, or an unknown ``last``.
@@ -51,6 +55,8 @@ def sinkhorn(logits: Float[Array, "*b s s"], iterations: int = 20, last: str = "
         raise ValueError(f"iterations: expected at least 1, got {iterations}")
     if last not in ("row", "column"):
         raise ValueError(f"last: expected 'row' or 'column', got {last!r}")
+    if kernels := kernel_door(impl, logits):
+        return kernels.sinkhorn(logits, iterations, last)
     tokens_innermost = jnp.moveaxis(at_least_float32(logits), (-2, -1), (0, 1))
     first_axis = 0 if last == "row" else 1  # summing over axis 0, the row index, normalises columns
     matrices: Array = _sinkhorn(tokens_innermost, iterations, first_axis)
@@ -115,6 +121,7 @@ def compute_mappings(
     iterations: int = 20,
     last: str = "row",
     epsilon: float = 1e-5,
+    impl: str = "auto",
 ) -> tuple[Float[Array, "b t s"], Float[Array, "b t s"], Float[Array, "b t s s"]]:
     """The three coefficient tensors of every token.
 
@@ -125,6 +132,7 @@ def compute_mappings(
         bias: [2*S + S*S]
         iterations, last: see sinkhorn.
         epsilon: added to the mean square.
+        impl: see plans.implementation.
 
     Returns:
         h_pre [B, T, S] in (0, 1), h_post [B, T, S] in (0, 2), h_res [B, T, S, S] doubly stochastic;
@@ -132,6 +140,11 @@ def compute_mappings(
 
     Reference: mHC, eqs. 5-8; the division by rms follows the projection.
     """
+    if kernels := kernel_door(impl, x):
+        h_pre, h_post, h_res = kernels.compute_mappings(
+            x, phi, alpha, bias, iterations=iterations, last=last, epsilon=epsilon
+        )
+        return name_value(h_pre, "h_pre"), name_value(h_post, "h_post"), name_value(h_res, "h_res")
     batch, length, streams, _ = x.shape
     x_flat = x.reshape(batch * length, -1)  # [N, S*D]
     projected = at_least_float32(jnp.einsum("kc,nk->cn", phi.astype(x.dtype), x_flat))
@@ -142,7 +155,7 @@ def compute_mappings(
     h = projected * inverse_rms * gain[:, None] + bias[:, None]
     h_pre, h_post, h_res = jnp.split(h, (streams, 2 * streams))
     h_pre, h_post = jax.nn.sigmoid(h_pre), 2 * jax.nn.sigmoid(h_post)
-    h_res = sinkhorn(h_res.reshape(streams, streams, -1).transpose(2, 0, 1), iterations, last)
+    h_res = sinkhorn(h_res.reshape(streams, streams, -1).transpose(2, 0, 1), iterations, last, impl)
     shape = (batch, length, streams)
     return (
         name_value(h_pre.T.reshape(shape), "h_pre"),
@@ -151,32 +164,71 @@ def compute_mappings(
     )
 
 
-def aggregate(x: Float[Array, "b t s d"], h_pre: Float[Array, "b t s"]) -> Float[Array, "b t d"]:
+def aggregate(x: Float[Array, "b t s d"], h_pre: Float[Array, "b t s"], impl: str = "auto") -> Float[Array, "b t d"]:
     """What a sublayer reads: sum over streams of h_pre[s] * x[s]. Reference: mHC, eq. 3."""
+    if kernels := kernel_door(impl, x):
+        return name_value(kernels.aggregate(x, h_pre), "aggregated")
     return name_value(jnp.einsum("bts,btsd->btd", h_pre.astype(x.dtype), x), "aggregated")
 
 
-def apply_h_res(h_res: Float[Array, "b t s s"], residual: Float[Array, "b t s d"]) -> Float[Array, "b t s d"]:
+def apply_h_res(
+    h_res: Float[Array, "b t s s"], residual: Float[Array, "b t s d"], impl: str = "auto"
+) -> Float[Array, "b t s d"]:
     """The streams mixed: mixed[s] = sum over j of h_res[s, j] * residual[j]. Reference: mHC, eq. 3."""
+    if kernels := kernel_door(impl, residual):
+        return name_value(kernels.apply_h_res(h_res, residual), "mixed")
     return name_value(jnp.einsum("btsj,btjd->btsd", h_res.astype(residual.dtype), residual), "mixed")
 
 
 def apply_h_post(
-    x: Float[Array, "b t d"], bias: Float[Array, " d"] | None, h_post: Float[Array, "b t s"]
+    x: Float[Array, "b t d"], bias: Float[Array, " d"] | None, h_post: Float[Array, "b t s"], impl: str = "auto"
 ) -> Float[Array, "b t s d"]:
     """A sublayer's output written to every stream: expanded[s] = h_post[s] * (x + bias)."""
+    if kernels := kernel_door(impl, x):
+        return name_value(kernels.apply_h_post(x, bias, h_post), "expanded")
     y = add_bias(x, bias)
     return name_value(h_post.astype(x.dtype)[..., None] * y[..., None, :], "expanded")
 
 
-def add_expanded(
-    mixed: Float[Array, "b t s d"],
+def write_streams(
+    residual: Float[Array, "b t s d"],
+    h_res: Float[Array, "b t s s"] | None,
     x: Float[Array, "b t d"],
     bias: Float[Array, " d"] | None,
     h_post: Float[Array, "b t s"],
+    rate: float = 0.0,
+    state: DropoutState | None = None,
+    site: int = 0,
+    impl: str = "auto",
 ) -> Float[Array, "b t s d"]:
-    """``mixed + apply_h_post(x, bias, h_post)`` in one pass over the streams."""
-    return mixed + apply_h_post(x, bias, h_post)
+    """The next residual streams: ``h_res @ residual + dropout(h_post * (x + bias))``; kernels do it in one pass.
+
+    Args:
+        residual: [B, T, S, D]
+        h_res: doubly stochastic, or None where residual is mixed already. [B, T, S, S]
+        x: output of a sublayer. [B, T, D]
+        bias: [D] or None.
+        h_post: [B, T, S]
+        rate: of dropout, in [0, 1).
+        state: rows of the batch, or None for no dropout, as in evaluation.
+        site: see ops.dropout.
+        impl: see plans.implementation.
+
+    Reference: mHC, eq. 3, with dropout on what is added.
+    """
+    if kernels := kernel_door(impl, x):
+        return kernels.write_streams(residual, h_res, x, bias, h_post, rate, state, site)
+    mixed = residual if h_res is None else apply_h_res(h_res, residual, impl="reference")
+    if state is not None and rate > 0.0:
+        return mixed + dropout(apply_h_post(x, bias, h_post, impl="reference"), rate, state, site)
+    return mixed + apply_h_post(x, bias, h_post, impl="reference")
+
+
+class DeferredMix(NamedTuple):
+    """Mixed streams that write_streams computes when it adds to them: one pass over the streams less."""
+
+    h_res: Float[Array, "b t s s"]
+    residual: Float[Array, "b t s d"]
 
 
 class HyperConnectionModule(nnx.Module):
@@ -215,6 +267,23 @@ class HyperConnectionModule(nnx.Module):
         h_pre, h_post, h_res = self.compute_mappings(hidden_states)
         return self.aggregate(hidden_states, h_pre), self.apply_h_res(h_res, residual), h_post
 
+    def read(
+        self,
+        hidden_states: Float[Array, "b t s d"],
+    ) -> tuple[Float[Array, "b t d"], Float[Array, "b t s d"] | DeferredMix, Float[Array, "b t s"]]:
+        """As the call with hidden_states as residual; where kernels compute, they mix when they write.
+
+        Args:
+            hidden_states: residual streams. [B, T, S, D]
+
+        Returns:
+            aggregated [B, T, D], mixed [B, T, S, D] or what it is to be computed from, h_post [B, T, S].
+        """
+        if kernel_door(self.config.impl, hidden_states) is None:
+            return self(hidden_states, hidden_states)
+        h_pre, h_post, h_res = self.compute_mappings(hidden_states)
+        return self.aggregate(hidden_states, h_pre), DeferredMix(h_res, hidden_states), h_post
+
     def compute_mappings(self, x: Float[Array, "b t s d"]) -> tuple[Array, Array, Array]:
         """h_pre [B, T, S], h_post [B, T, S], h_res [B, T, S, S] of the streams x."""
         return compute_mappings(
@@ -225,28 +294,29 @@ class HyperConnectionModule(nnx.Module):
             iterations=self.config.sinkhorn_iterations,
             last=self.config.sinkhorn_last,
             epsilon=self.config.layernorm_epsilon,
+            impl=self.config.impl,
         )
 
     def aggregate(self, x: Float[Array, "b t s d"], h_pre: Float[Array, "b t s"]) -> Array:
         """See the function aggregate."""
-        return aggregate(x, h_pre)
+        return aggregate(x, h_pre, self.config.impl)
 
     def apply_h_res(self, h_res: Float[Array, "b t s s"], residual: Float[Array, "b t s d"]) -> Array:
         """See the function apply_h_res."""
-        return apply_h_res(h_res, residual)
+        return apply_h_res(h_res, residual, self.config.impl)
 
     def apply_h_post(
         self, x_with_bias: tuple[Array, Array | None], h_post: Float[Array, "b t s"]
     ) -> tuple[Array, None]:
         """Expanded output [B, T, S, D]; its bias is consumed, hence the None."""
         x, bias = x_with_bias
-        return apply_h_post(x, bias, h_post), None
+        return apply_h_post(x, bias, h_post, self.config.impl), None
 
     def apply_h_post_dropout_add(
         self,
         x_with_bias: tuple[Array, Array | None],
         h_post: Float[Array, "b t s"],
-        mixed: Float[Array, "b t s d"],
+        mixed: Float[Array, "b t s d"] | DeferredMix,
         state: DropoutState | None,
         site: int,
     ) -> Float[Array, "b t s d"]:
@@ -254,14 +324,14 @@ class HyperConnectionModule(nnx.Module):
 
         Args:
             x_with_bias: output of the sublayer [B, T, D] and its bias [D] or None.
-            h_post, mixed: from the call.
+            h_post, mixed: from the call or read.
             state: rows of the batch, or None for no dropout, as in evaluation.
             site: see ops.dropout.
         """
         x, bias = x_with_bias
-        if state is None:
-            return add_expanded(mixed, x, bias, h_post)
-        return mixed + dropout(apply_h_post(x, bias, h_post), self.config.hidden_dropout, state, site)
+        h_res, residual = mixed if isinstance(mixed, DeferredMix) else (None, mixed)
+        rate, impl = self.config.hidden_dropout, self.config.impl
+        return write_streams(residual, h_res, x, bias, h_post, rate, state, site, impl)
 
     @staticmethod
     def input_expand(x: Float[Array, "b t d"], n: int) -> Float[Array, "b t n d"]:

@@ -6,7 +6,7 @@ parameters or state; randomness comes in as a counter (:class:`DropoutState`).
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int, Integer, UInt32
 
 from jax_impl.recompute import name_value
 from plans.config import TransformerConfig
+from plans.implementation import uses_kernels
 from plans.parameters import ParameterSpec, initial_value, rotary_frequencies
 from plans.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, dropout_threshold
 
@@ -229,13 +230,33 @@ def _attention(
     return mixed.reshape(batch, length, heads, width)
 
 
-def gelu(x: Float[Array, "*b f"]) -> Float[Array, "*b f"]:
+def kernel_door(impl: str, x: Array) -> Any | None:
+    """The module that runs the shared kernels on what x is, or None where the operations here compute.
+
+    Args:
+        impl: see plans.implementation.
+
+    Raises:
+        ValueError: an unknown impl.
+    """
+    if not uses_kernels(impl, on_cuda=jax.default_backend() in ("gpu", "cuda")):
+        return None
+    from kernels import jax_ops
+
+    return jax_ops
+
+
+def gelu(x: Float[Array, "*b f"], impl: str = "auto") -> Float[Array, "*b f"]:
     """``x * Phi(x)`` with the exact normal distribution function. Reference: arXiv 1606.08415."""
+    if kernels := kernel_door(impl, x):
+        return kernels.gelu(x)
     return jax.checkpoint(partial(jax.nn.gelu, approximate=False))(x)  # keeps x alone, as PyTorch does
 
 
-def swiglu(x: Float[Array, "*b f2"]) -> Float[Array, "*b f"]:
+def swiglu(x: Float[Array, "*b f2"], impl: str = "auto") -> Float[Array, "*b f"]:
     """``silu(gate) * value`` where x holds gate and value side by side. Reference: arXiv 2002.05202, eq. 6."""
+    if kernels := kernel_door(impl, x):
+        return kernels.swiglu(x)
     gate, value = jnp.split(x, 2, axis=-1)
     return jax.nn.silu(gate) * value
 

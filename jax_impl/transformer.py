@@ -14,7 +14,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int, Integer
 
-from jax_impl.hyper_connections import HyperConnectionModule
+from jax_impl.hyper_connections import DeferredMix, HyperConnectionModule
 from jax_impl.ops import (
     DropoutState,
     add_bias,
@@ -123,14 +123,14 @@ class MLP(nnx.Module):
 
     def __init__(self, config: TransformerConfig, layer_number: int, name: str) -> None:
         specs = mlp_specs(config, layer_number)
-        self.activation = config.layer(layer_number).activation
+        self.activation, self.impl = config.layer(layer_number).activation, config.impl
         self.linear_fc1 = Linear(config, f"{name}.linear_fc1", specs["linear_fc1"])
         self.linear_fc2 = Linear(config, f"{name}.linear_fc2", specs["linear_fc2"])
 
     def __call__(self, hidden_states: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Array | None]:
         """Output [B, T, D] and the second map's bias, not yet added."""
         inner = name_value(linear(hidden_states, self.linear_fc1.weight[...], _value(self.linear_fc1.bias)), "fc1")
-        activated = swiglu(inner) if self.activation == "swiglu" else gelu(inner)
+        activated = (swiglu if self.activation == "swiglu" else gelu)(inner, self.impl)
         return self.linear_fc2(name_value(activated, "activation"))
 
 
@@ -194,10 +194,10 @@ class TransformerLayer(nnx.Module):
 
     def _read(
         self, connection: HyperConnectionModule | None, hidden_states: Array
-    ) -> tuple[Array, Array, Array | None]:
+    ) -> tuple[Array, Array | DeferredMix, Array | None]:
         """What a sublayer reads, what it is added to, and with which weights (None: all 1)."""
         if connection is not None:
-            return connection(hidden_states, hidden_states)
+            return connection.read(hidden_states)
         if hidden_states.ndim == 4:
             mean = HyperConnectionModule.output_contract(hidden_states, self.config.num_residual_streams)
             return name_value(mean, "aggregated"), hidden_states, None
@@ -208,7 +208,7 @@ class TransformerLayer(nnx.Module):
         connection: HyperConnectionModule | None,
         output: Array,
         h_post: Array | None,
-        mixed: Array,
+        mixed: Array | DeferredMix,
         state: DropoutState | None,
         site: int,
     ) -> Array:
@@ -216,6 +216,7 @@ class TransformerLayer(nnx.Module):
         if connection is not None and h_post is not None:
             hidden_states = connection.apply_h_post_dropout_add((output, None), h_post, mixed, state, site)
         else:
+            assert not isinstance(mixed, DeferredMix), "only a hyper-connection defers mixing"
             if state is not None:
                 output = dropout(output, self.config.hidden_dropout, state, site)
             hidden_states = mixed + (output[..., None, :] if mixed.ndim == 4 else output)

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kernels import operations
-from kernels.launch import MAX_STREAMS, Launch, Write, wide
+from kernels.launch import Launch, Write, wide
 from kernels.operations import Array, Operation, Sinkhorn, dtype_name
+from plans.implementation import MAX_KERNEL_STREAMS
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -33,6 +34,7 @@ class Functions(ABC):
     def apply(self, operation: Operation, static: Any, *inputs: Array | None) -> tuple[Array, ...]:
         """The operation's outputs, differentiable by its backward."""
 
+    @abstractmethod
     def check_devices(self, **arrays: Array | None) -> None:
         """Refuse arrays the door cannot take together."""
 
@@ -133,7 +135,9 @@ class Functions(ABC):
         if (x is None) != (h_post is None) or (residual is None and (x is None or h_res is not None)):
             raise ValueError(
                 "write_streams: expected x with h_post, residual with or without h_res, or both, got "
-                + ", ".join(f"{name}={'None' if a is None else 'array'}" for name, a in _named(residual, h_res, x, h_post))
+                + ", ".join(
+                    f"{name}={'None' if a is None else 'array'}" for name, a in _named(residual, h_res, x, h_post)
+                )
             )
         shape = residual.shape if residual is not None else (*h_post.shape, x.shape[-1])
         _check_streams("h_post" if residual is None else "residual", shape[-2])
@@ -176,14 +180,11 @@ class Functions(ABC):
         return self.apply(operations.GELU, None, x)[0]
 
 
-def _named(residual: Any, h_res: Any, x: Any, h_post: Any) -> list[tuple[str, Any]]:
-    return [("residual", residual), ("h_res", h_res), ("x", x), ("h_post", h_post)]
-
-
 def _check_streams(name: str, streams: int) -> None:
-    if streams > MAX_STREAMS:
+    if streams > MAX_KERNEL_STREAMS:
         raise ValueError(
-            f"{name}: expected at most {MAX_STREAMS} residual streams, got {streams}; impl='reference' takes any number"
+            f"{name}: expected at most {MAX_KERNEL_STREAMS} residual streams, got {streams}; "
+            "impl='reference' takes any number"
         )
 
 

@@ -25,7 +25,9 @@ _LOCK = threading.RLock()  # the interpreter's grid position is global
 _PATCHED = (tl, tl.core, tl.math, tl.core.tensor, tl.core.dtype, tl.condition, tl.core.tensor_descriptor_base)
 
 
-def interpret(kernel: JITFunction, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+def interpret(
+    kernel: JITFunction, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
+) -> None:
     """Run every program of a launch, one after the other.
 
     Args:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from plans.philox import dropout_threshold
 
-MAX_STREAMS = 8
 PROGRAMS = 528
 """Programs that keep a large GPU busy: four on each of 132 multiprocessors."""
 
@@ -52,8 +51,8 @@ CANDIDATES: dict[str, tuple[Block, ...]] = {
     "aggregate_backward": (Block(4, 128), Block(2, 256), Block(8, 128, 8)),
     "write_forward": (Block(4, 256), Block(1, 1024), Block(4, 128), Block(2, 1024, 8)),
     "write_backward": (Block(4, 128), Block(4, 64), Block(8, 64), Block(2, 128, 2)),
-    "project_forward": (Block(64, 128, 4, 3), Block(32, 128, 4, 4), Block(64, 64, 4, 4), Block(128, 64, 8, 3)),
-    "project_backward": (Block(64, 128, 4, 2), Block(32, 128, 4, 3), Block(64, 64, 4, 3), Block(64, 128, 8, 2)),
+    "project_forward": (Block(64, 128, 8, 3), Block(32, 128, 4, 4), Block(64, 64, 4, 4), Block(128, 64, 8, 3)),
+    "project_backward": (Block(64, 64, 4, 3), Block(64, 128, 8, 2), Block(32, 64, 4, 3), Block(32, 128, 8, 3)),
     "sinkhorn_forward": (Block(64, 1), Block(32, 1), Block(128, 1)),
     "sinkhorn_backward": (Block(64, 1), Block(32, 1), Block(32, 1, 2)),
     "mappings_forward": (Block(64, 1), Block(32, 1), Block(128, 1)),
@@ -109,7 +108,7 @@ def aggregate_forward(block: Block, lead: tuple[int, ...], streams: int, width: 
 
 def aggregate_backward(block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str) -> Launch:
     """x, h_pre, grad -> dx, dh_pre."""
-    tokens, columns = math.prod(lead), _few_columns(block, streams, width)
+    tokens, columns = math.prod(lead), _few_columns(block, streams, width, dtype)
     outputs = [((*lead, streams, width), dtype), ((*lead, streams), wide(dtype))]
     grid = (math.ceil(tokens / block.rows),)
     return _launch(
@@ -128,7 +127,7 @@ class Write(NamedTuple):
     site: int = 0
 
     def constants(self) -> dict[str, int | float | str | bool]:
-        """The kernel's."""
+        """Those of the kernel."""
         threshold = dropout_threshold(self.rate)
         return dict(ADD=self.add, POST=self.post, BIAS=self.bias, THRESHOLD=threshold, SCALE=1.0 / (1.0 - self.rate))
 
@@ -145,7 +144,7 @@ def write_forward(block: Block, lead: tuple[int, ...], streams: int, width: int,
 
 def write_backward(block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str, write: Write) -> Launch:
     """x, h_res, y, bias, h_post, row_low, row_high, step, grad -> dx, dh_res, dy, dh_post; [0] where there is none."""
-    tokens, columns = math.prod(lead), _few_columns(block, streams, width)
+    tokens, columns = math.prod(lead), _few_columns(block, streams, width, dtype)
     mix = write.add == "mix"
     outputs = [
         ((*lead, streams, width) if mix else (0,), dtype),
@@ -155,14 +154,14 @@ def write_backward(block: Block, lead: tuple[int, ...], streams: int, width: int
     ]
     scalars = (tokens, write.seed, write.site)
     constants = dict(S=streams, D=width, **write.constants(), BN=block.rows, BD=columns)
-    return _launch(
-        "streams", write_backward, block, (math.ceil(tokens / block.rows),), scalars, outputs, **constants
-    )
+    return _launch("streams", write_backward, block, (math.ceil(tokens / block.rows),), scalars, outputs, **constants)
 
 
-def _few_columns(block: Block, streams: int, width: int) -> int:
-    """Columns of a tile where sums for every pair of streams are held: fewer if there are many pairs."""
+def _few_columns(block: Block, streams: int, width: int, dtype: str) -> int:
+    """Columns of a tile where sums for every pair of streams are held: fewer if pairs are many or sums are wide."""
     columns = block.columns if streams <= 4 else block.columns // 4
+    if dtype == "float64":
+        columns //= 2
     return min(max(columns, 16), power_of_two(width, 16))
 
 
@@ -172,8 +171,9 @@ def project_forward(
     """x, phi -> projected, r."""
     tokens, row, columns = math.prod(lead), streams * width, _coefficients(streams)
     outputs = [((*lead, columns), wide(dtype)), (lead, wide(dtype))]
-    grid = (math.ceil(tokens / block.rows),)
-    constants = dict(K=row, C=columns, EPSILON=epsilon, **_dot(block, row, columns, dtype))
+    dot = _dot(block, row, columns, dtype)
+    grid = (math.ceil(tokens / int(dot["BN"])),)
+    constants = dict(K=row, C=columns, EPSILON=epsilon, **dot)
     return _launch("coefficients", project_forward, block, grid, (tokens,), outputs, **constants)
 
 
@@ -182,12 +182,10 @@ def project_backward(block: Block, lead: tuple[int, ...], streams: int, width: i
     tokens, row, columns = math.prod(lead), streams * width, _coefficients(streams)
     dot = _dot(block, row, columns, dtype)
     tiles = math.ceil(row / int(dot["BK"]))
-    groups, per_group = groups_of(tokens, block.rows, tiles)
+    groups, per_group = groups_of(tokens, int(dot["BN"]), tiles)
     outputs = [((*lead, streams, width), dtype), ((groups, row, columns), wide(dtype))]
     constants = dict(K=row, C=columns, **dot)
-    return _launch(
-        "coefficients", project_backward, block, (tiles, groups), (tokens, per_group), outputs, **constants
-    )
+    return _launch("coefficients", project_backward, block, (tiles, groups), (tokens, per_group), outputs, **constants)
 
 
 def _coefficients(streams: int) -> int:
@@ -197,12 +195,10 @@ def _coefficients(streams: int) -> int:
 def _dot(block: Block, row: int, columns: int, dtype: str) -> dict[str, int | str]:
     """Tiles of the projection, whose products want at least 16 of everything. See METHOD in docs/kernels.md."""
     precision = {"float64": "ieee", "float32": "tf32x3"}.get(dtype, "tf32")
-    return dict(
-        PRECISION=precision,
-        CP=power_of_two(columns, 16),
-        BN=max(block.rows, 16),
-        BK=min(block.columns, power_of_two(row, 16)),
-    )
+    padded, size = power_of_two(columns, 16), {"float64": 4, "float32": 2}.get(dtype, 1)
+    fits = block.columns * 32 // max(padded, 32) // size  # registers hold what 16-bit tiles of 32 columns need
+    rows = block.rows if size == 1 and padded <= 32 else max(block.rows // 2, 16)
+    return dict(PRECISION=precision, CP=padded, BN=rows, BK=min(max(fits, 16), power_of_two(row, 16)))
 
 
 def _sinkhorn(streams: int, iterations: int, last: str) -> dict[str, int]:
@@ -210,42 +206,45 @@ def _sinkhorn(streams: int, iterations: int, last: str) -> dict[str, int]:
     return dict(ITERATIONS=iterations, FIRST=1 if last == "row" else 2, SP=power_of_two(streams, 2))
 
 
+def _matrices(block: Block, streams: int) -> int:
+    """Tokens of a program: block.rows of 4 x 4 matrices, fewer of larger ones."""
+    return max(1, block.rows * 16 // max(16, power_of_two(streams) ** 2))
+
+
 def sinkhorn_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, iterations: int, last: str):
     """logits -> matrices."""
-    tokens, constants = math.prod(lead), _sinkhorn(streams, iterations, last)
-    outputs, grid = [((*lead, streams, streams), dtype)], (math.ceil(tokens / block.rows),)
-    return _launch(
-        "coefficients", sinkhorn_forward, block, grid, (tokens,), outputs, S=streams, **constants, BN=block.rows
-    )
+    tokens, rows = math.prod(lead), _matrices(block, streams)
+    constants = _sinkhorn(streams, iterations, last)
+    outputs, grid = [((*lead, streams, streams), dtype)], (math.ceil(tokens / rows),)
+    return _launch("coefficients", sinkhorn_forward, block, grid, (tokens,), outputs, S=streams, **constants, BN=rows)
 
 
 def sinkhorn_backward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, iterations: int, last: str):
     """logits, grad -> dlogits."""
-    tokens, constants = math.prod(lead), _sinkhorn(streams, iterations, last)
-    outputs, grid = [((*lead, streams, streams), dtype)], (math.ceil(tokens / block.rows),)
-    return _launch(
-        "coefficients", sinkhorn_backward, block, grid, (tokens,), outputs, S=streams, **constants, BN=block.rows
-    )
+    tokens, rows = math.prod(lead), _matrices(block, streams)
+    constants = _sinkhorn(streams, iterations, last)
+    outputs, grid = [((*lead, streams, streams), dtype)], (math.ceil(tokens / rows),)
+    return _launch("coefficients", sinkhorn_backward, block, grid, (tokens,), outputs, S=streams, **constants, BN=rows)
 
 
 def mappings_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, iterations: int, last: str):
     """projected, r, alpha, bias -> h_pre, h_post, h_res."""
-    tokens, constants = math.prod(lead), _sinkhorn(streams, iterations, last)
+    tokens, rows = math.prod(lead), _matrices(block, streams)
+    constants = _sinkhorn(streams, iterations, last)
     outputs = [((*lead, streams), dtype), ((*lead, streams), dtype), ((*lead, streams, streams), dtype)]
-    grid = (math.ceil(tokens / block.rows),)
-    return _launch(
-        "coefficients", mappings_forward, block, grid, (tokens,), outputs, S=streams, **constants, BN=block.rows
-    )
+    grid = (math.ceil(tokens / rows),)
+    return _launch("coefficients", mappings_forward, block, grid, (tokens,), outputs, S=streams, **constants, BN=rows)
 
 
 def mappings_backward(
     block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str, iterations: int, last: str
 ) -> Launch:
     """projected, r, alpha, bias, dh_pre, dh_post, dh_res -> dprojected, shrink, dalpha and dbias by programs."""
-    tokens, constants = math.prod(lead), _sinkhorn(streams, iterations, last)
-    programs, columns = math.ceil(tokens / block.rows), _coefficients(streams)
+    tokens, rows = math.prod(lead), _matrices(block, streams)
+    constants = _sinkhorn(streams, iterations, last)
+    programs, columns = math.ceil(tokens / rows), _coefficients(streams)
     outputs = [((*lead, columns), dtype), (lead, dtype), ((programs, 3 + columns), dtype)]
-    constants = dict(S=streams, D=width, **constants, BN=block.rows)
+    constants = dict(S=streams, D=width, **constants, BN=rows)
     return _launch("coefficients", mappings_backward, block, (programs,), (tokens,), outputs, **constants)
 
 
@@ -254,9 +253,7 @@ def column_sum(block: Block, rows: int, groups: int, width: int, dtype: str) -> 
     columns = min(block.columns, power_of_two(width, 16))
     per_group = math.ceil(rows / groups)
     outputs, grid = [((groups, width), wide(dtype))], (math.ceil(width / columns), groups)
-    return _launch(
-        "common", column_sum, block, grid, (rows, per_group), outputs, W=width, BR=block.rows, BW=columns
-    )
+    return _launch("common", column_sum, block, grid, (rows, per_group), outputs, W=width, BR=block.rows, BW=columns)
 
 
 def _activation(builder: Callable, block: Block, lead: tuple[int, ...], width: int, out_width: int, dtype: str):

@@ -43,12 +43,19 @@ def dtype_name(x: Array) -> str:
 
 
 def column_sum(door: Door, x: Array, rows: int, width: int) -> Array:
-    """[width] sums over rows, in float32 or float64; in two steps where there are many rows."""
-    groups = min(math.ceil(rows / 256), 64)
+    """[width] sums over rows, in float32 or float64; in two steps where there are many rows.
+
+    Narrow types always take both steps, so that which kernels are compiled does not hang on the number of rows.
+    """
+    dtype, groups = dtype_name(x), min(math.ceil(rows / 256), 64)
+    if dtype != wide(dtype):
+        groups = max(groups, 2)
     for parts in [groups, 1] if groups > 1 else [1]:
+        if rows == 1:
+            break
         (x,) = door(launch.column_sum, dict(rows=rows, groups=parts, width=width, dtype=dtype_name(x)), x)
         rows = parts
-    return x.reshape(width)
+    return door.cast(x.reshape(width), wide(dtype))
 
 
 class Sinkhorn(NamedTuple):
@@ -126,7 +133,7 @@ def _write_forward(door: Door, static: Write, *inputs: Array | None):
 
 
 def _write_backward(door: Door, static: Write, saved: tuple, grad: Array):
-    _, _, y, bias, h_post, *_ = saved
+    bias = saved[3]
     sizes = {**_stream_sizes(grad), "write": static}
     dx, dh_res, dy, dh_post = door(launch.write_backward, sizes, *_all_there(saved), grad)
     dbias = None

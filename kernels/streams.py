@@ -26,7 +26,7 @@ def load_streams(x_ptr, o_n, o_d, mask, S: tl.constexpr, D: tl.constexpr, ACC: t
     tiles = ()
     for s in tl.static_range(S):
         b_x = tl.load(x_ptr + (o_n * S + s)[:, None] * D + o_d[None, :], mask=mask, other=0.0)
-        tiles = tiles + (b_x.to(ACC),)  # noqa: RUF005, Triton knows no other way
+        tiles = tiles + (b_x.to(ACC),)
     return tiles
 
 

@@ -5,6 +5,7 @@ name of the function.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,33 +40,11 @@ class TorchDoor(Functions):
         inputs = tuple(x.detach().contiguous() for x in inputs)
         device = inputs[0].device
         if device.type == "cpu":
-            return self._run(build(tuning.first(build), **sizes), inputs)
+            return run(build(tuning.first(build), **sizes), inputs)
         with torch.cuda.device(device):
             name = torch.cuda.get_device_name(device)
-            block = tuning.choose(build, sizes, name, lambda launch: self._measure(launch, inputs))
-            return self._run(build(block, **sizes), inputs)
-
-    def _run(self, launch: Launch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        device = inputs[0].device
-        outputs = tuple(torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in launch.outputs)
-        if 0 in launch.grid:
-            return tuple(output.zero_() for output in outputs)
-        kernel, arguments = tuning.kernel_function(launch.kernel), (*inputs, *launch.scalars, *outputs)
-        if device.type == "cpu":
-            from kernels.interpreter import interpret
-
-            for output in outputs:  # what a kernel forgets to write must not pass for a result
-                output.fill_(float("nan"))
-            interpret(kernel, launch.grid, arguments, dict(launch.constants))
-        else:
-            compiled = dict(num_warps=launch.num_warps, num_stages=launch.num_stages)
-            kernel[launch.grid](*arguments, **dict(launch.constants), **compiled)
-        return outputs
-
-    def _measure(self, launch: Launch, inputs: tuple[Tensor, ...]) -> float:
-        from triton.testing import do_bench
-
-        return do_bench(lambda: self._run(launch, inputs), warmup=10, rep=40, return_mode="median")
+            block = tuning.choose(build, sizes, name, partial(_measure, inputs=inputs))
+            return run(build(block, **sizes), inputs)
 
     def cast(self, x: Tensor, dtype: str) -> Tensor:
         """See Functions.cast."""
@@ -91,6 +70,31 @@ class TorchDoor(Functions):
                 f"{first}: expected a CUDA tensor, or a CPU tensor for the interpreter, got one on {device}; "
                 "impl='reference' runs anywhere"
             )
+
+
+def run(launch: Launch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Outputs of a launch on contiguous inputs: compiled on CUDA, interpreted on the CPU."""
+    device = inputs[0].device
+    outputs = tuple(torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in launch.outputs)
+    if 0 in launch.grid:
+        return tuple(output.zero_() for output in outputs)
+    kernel, arguments = tuning.kernel_function(launch.kernel), (*inputs, *launch.scalars, *outputs)
+    if device.type == "cpu":
+        from kernels.interpreter import interpret
+
+        for output in outputs:  # what a kernel forgets to write must not pass for a result
+            output.fill_(float("nan"))
+        interpret(kernel, launch.grid, arguments, dict(launch.constants))
+    else:
+        compiled = dict(num_warps=launch.num_warps, num_stages=launch.num_stages)
+        kernel[launch.grid](*arguments, **dict(launch.constants), **compiled)
+    return outputs
+
+
+def _measure(launch: Launch, inputs: tuple[Tensor, ...]) -> float:
+    from triton.testing import do_bench
+
+    return do_bench(lambda: run(launch, inputs), warmup=10, rep=40, return_mode="median")
 
 
 _DOOR = TorchDoor()

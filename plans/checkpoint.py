@@ -53,10 +53,11 @@ class Checkpoint(NamedTuple):
 def run_settings(model: TransformerConfig, train: TrainConfig, corpus: Corpus) -> dict[str, Any]:
     """The settings a checkpoint records: those that decide what every step does.
 
-    What is recomputed decides memory and time only, and may change when a run is resumed.
+    What is recomputed decides memory and time only, and impl rounding besides; they may change when a run is resumed.
     """
+    kept = {name: value for name, value in asdict(model).items() if "recompute" not in name and name != "impl"}
     return {
-        "model": {name: value for name, value in asdict(model).items() if "recompute" not in name},
+        "model": kept,
         "train": asdict(train),
         "data": {"corpus_digest": corpus.digest, "data_seed": corpus.seed},
     }

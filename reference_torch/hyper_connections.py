@@ -17,6 +17,7 @@ Reference: mHC, arXiv 2512.24880, eqs. 3-9. Layout is batch first, [B, T, S, D].
 """
 
 from collections import deque
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -24,11 +25,13 @@ from torch import Tensor, nn
 
 from plans.config import TransformerConfig
 from plans.parameters import SINKHORN_FLOOR, hyper_connection_spec
-from reference_torch.ops import DropoutState, add_bias, at_least_float32, dropout, parameter
+from reference_torch.ops import DropoutState, add_bias, at_least_float32, dropout, kernel_door, parameter
 from reference_torch.recompute import MHCBlockRecomputeManager, name_value
 
 
-def sinkhorn(logits: Float[Tensor, "*b s s"], iterations: int = 20, last: str = "row") -> Float[Tensor, "*b s s"]:
+def sinkhorn(
+    logits: Float[Tensor, "*b s s"], iterations: int = 20, last: str = "row", impl: str = "auto"
+) -> Float[Tensor, "*b s s"]:
     """Doubly stochastic matrices: exp(logits), normalised along rows and columns in turn.
 
     The backward pass replays the iterates from the logits and differentiates every one of them;
@@ -38,6 +41,7 @@ def sinkhorn(logits: Float[Tensor, "*b s s"], iterations: int = 20, last: str = 
         logits: iterated in float32 if narrower. [..., S, S]
         iterations: pairs of normalisations, >= 1.
         last: ``"row"`` (the paper: columns first, row sums exact) or ``"column"``.
+        impl: see plans.implementation.
 
     Raises:
         ValueError: iterations < 1, or an unknown ``last``.
@@ -50,6 +54,8 @@ def sinkhorn(logits: Float[Tensor, "*b s s"], iterations: int = 20, last: str = 
         raise ValueError(f"iterations: expected at least 1, got {iterations}")
     if last not in ("row", "column"):
         raise ValueError(f"last: expected 'row' or 'column', got {last!r}")
+    if kernels := kernel_door(impl, logits):
+        return kernels.sinkhorn(logits, iterations, last)
     tokens_innermost = at_least_float32(logits).movedim((-2, -1), (0, 1))
     first_axis = 0 if last == "row" else 1  # summing over axis 0, the row index, normalises columns
     return _Sinkhorn.apply(tokens_innermost, iterations, first_axis).movedim((0, 1), (-2, -1)).to(logits.dtype)
@@ -102,6 +108,7 @@ def compute_mappings(
     iterations: int = 20,
     last: str = "row",
     epsilon: float = 1e-5,
+    impl: str = "auto",
 ) -> tuple[Float[Tensor, "b t s"], Float[Tensor, "b t s"], Float[Tensor, "b t s s"]]:
     """The three coefficient tensors of every token.
 
@@ -112,6 +119,7 @@ def compute_mappings(
         bias: [2*S + S*S]
         iterations, last: see sinkhorn.
         epsilon: added to the mean square.
+        impl: see plans.implementation.
 
     Returns:
         h_pre [B, T, S] in (0, 1), h_post [B, T, S] in (0, 2), h_res [B, T, S, S] doubly stochastic;
@@ -119,6 +127,11 @@ def compute_mappings(
 
     Reference: mHC, eqs. 5-8; the division by rms follows the projection.
     """
+    if kernels := kernel_door(impl, x):
+        h_pre, h_post, h_res = kernels.compute_mappings(
+            x, phi, alpha, bias, iterations=iterations, last=last, epsilon=epsilon
+        )
+        return name_value(h_pre, "h_pre"), name_value(h_post, "h_post"), name_value(h_res, "h_res")
     batch, length, streams, _ = x.shape
     x_flat = x.flatten(0, 1).flatten(1)  # [N, S*D]
     projected = at_least_float32(phi.t().to(x.dtype) @ x_flat.t())  # [2*S + S*S, N]
@@ -129,7 +142,7 @@ def compute_mappings(
     h = projected * inverse_rms * gain[:, None] + bias[:, None]
     h_pre, h_post, h_res = h.split(groups)
     h_pre, h_post = h_pre.sigmoid(), 2 * h_post.sigmoid()
-    h_res = sinkhorn(h_res.view(streams, streams, -1).permute(2, 0, 1), iterations, last)
+    h_res = sinkhorn(h_res.view(streams, streams, -1).permute(2, 0, 1), iterations, last, impl)
     shape = (batch, length, streams)  # contiguous: bmm takes strided matrices one at a time
     return (
         name_value(h_pre.t().contiguous().view(shape), "h_pre"),
@@ -138,37 +151,76 @@ def compute_mappings(
     )
 
 
-def aggregate(x: Float[Tensor, "b t s d"], h_pre: Float[Tensor, "b t s"]) -> Float[Tensor, "b t d"]:
+def aggregate(x: Float[Tensor, "b t s d"], h_pre: Float[Tensor, "b t s"], impl: str = "auto") -> Float[Tensor, "b t d"]:
     """What a sublayer reads: sum over streams of h_pre[s] * x[s]. Reference: mHC, eq. 3."""
+    if kernels := kernel_door(impl, x):
+        return name_value(kernels.aggregate(x, h_pre), "aggregated")
     batch, length, streams, _ = x.shape
     weights = h_pre.to(x.dtype).reshape(-1, 1, streams)
     return name_value(torch.bmm(weights, x.flatten(0, 1)).view(batch, length, -1), "aggregated")
 
 
-def apply_h_res(h_res: Float[Tensor, "b t s s"], residual: Float[Tensor, "b t s d"]) -> Float[Tensor, "b t s d"]:
+def apply_h_res(
+    h_res: Float[Tensor, "b t s s"], residual: Float[Tensor, "b t s d"], impl: str = "auto"
+) -> Float[Tensor, "b t s d"]:
     """The streams mixed: mixed[s] = sum over j of h_res[s, j] * residual[j]. Reference: mHC, eq. 3."""
+    if kernels := kernel_door(impl, residual):
+        return name_value(kernels.apply_h_res(h_res, residual), "mixed")
     mixed = torch.bmm(h_res.to(residual.dtype).flatten(0, 1), residual.flatten(0, 1))
     return name_value(mixed.view_as(residual), "mixed")
 
 
 def apply_h_post(
-    x: Float[Tensor, "b t d"], bias: Float[Tensor, " d"] | None, h_post: Float[Tensor, "b t s"]
+    x: Float[Tensor, "b t d"], bias: Float[Tensor, " d"] | None, h_post: Float[Tensor, "b t s"], impl: str = "auto"
 ) -> Float[Tensor, "b t s d"]:
     """A sublayer's output written to every stream: expanded[s] = h_post[s] * (x + bias)."""
+    if kernels := kernel_door(impl, x):
+        return name_value(kernels.apply_h_post(x, bias, h_post), "expanded")
     y = add_bias(x, bias)
     return name_value(h_post.to(x.dtype)[..., None] * y[..., None, :], "expanded")
 
 
-def add_expanded(
-    mixed: Float[Tensor, "b t s d"],
+def write_streams(
+    residual: Float[Tensor, "b t s d"],
+    h_res: Float[Tensor, "b t s s"] | None,
     x: Float[Tensor, "b t d"],
     bias: Float[Tensor, " d"] | None,
     h_post: Float[Tensor, "b t s"],
+    rate: float = 0.0,
+    state: DropoutState | None = None,
+    site: int = 0,
+    impl: str = "auto",
 ) -> Float[Tensor, "b t s d"]:
-    """``mixed + apply_h_post(x, bias, h_post)`` in one pass over the streams."""
+    """The next residual streams: ``h_res @ residual + dropout(h_post * (x + bias))``; kernels do it in one pass.
+
+    Args:
+        residual: [B, T, S, D]
+        h_res: doubly stochastic, or None where residual is mixed already. [B, T, S, S]
+        x: output of a sublayer. [B, T, D]
+        bias: [D] or None.
+        h_post: [B, T, S]
+        rate: of dropout, in [0, 1).
+        state: rows of the batch, or None for no dropout, as in evaluation.
+        site: see ops.dropout.
+        impl: see plans.implementation.
+
+    Reference: mHC, eq. 3, with dropout on what is added.
+    """
+    if kernels := kernel_door(impl, x):
+        return kernels.write_streams(residual, h_res, x, bias, h_post, rate, state, site)
+    mixed = residual if h_res is None else apply_h_res(h_res, residual, impl="reference")
+    if state is not None and rate > 0.0:
+        return mixed + dropout(apply_h_post(x, bias, h_post, impl="reference"), rate, state, site)
     y = add_bias(x, bias)
     weights = h_post.to(x.dtype).flatten(0, 1)[..., None]
     return torch.baddbmm(mixed.flatten(0, 1), weights, y.flatten(0, 1)[:, None]).view_as(mixed)
+
+
+class DeferredMix(NamedTuple):
+    """Mixed streams that write_streams computes when it adds to them: one pass over the streams less."""
+
+    h_res: Float[Tensor, "b t s s"]
+    residual: Float[Tensor, "b t s d"]
 
 
 class HyperConnectionModule(nn.Module):
@@ -212,6 +264,32 @@ class HyperConnectionModule(nn.Module):
         h_pre, h_post, h_res = self.compute_mappings(hidden_states)
         return self.aggregate(hidden_states, h_pre), self.apply_h_res(h_res, residual), h_post
 
+    def read(
+        self,
+        hidden_states: Float[Tensor, "b t s d"],
+        mhc_recompute_manager: MHCBlockRecomputeManager | None = None,
+    ) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "b t s d"] | DeferredMix, Float[Tensor, "b t s"]]:
+        """As forward with hidden_states as residual; where kernels compute, they mix when they write.
+
+        Args:
+            hidden_states: residual streams. [B, T, S, D]
+            mhc_recompute_manager: see forward.
+
+        Returns:
+            aggregated [B, T, D], mixed [B, T, S, D] or what it is to be computed from, h_post [B, T, S].
+        """
+        if kernel_door(self.config.impl, hidden_states) is None:
+            return self(hidden_states, hidden_states, mhc_recompute_manager=mhc_recompute_manager)
+        if mhc_recompute_manager is None:
+            aggregated, h_res, h_post = self._aggregate_mappings(hidden_states)
+        else:
+            aggregated, h_res, h_post = mhc_recompute_manager.checkpoint(self._aggregate_mappings, hidden_states)
+        return aggregated, DeferredMix(h_res, hidden_states), h_post
+
+    def _aggregate_mappings(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h_pre, h_post, h_res = self.compute_mappings(x)
+        return self.aggregate(x, h_pre), h_res, h_post
+
     def compute_mappings(self, x: Float[Tensor, "b t s d"]) -> tuple[Tensor, Tensor, Tensor]:
         """h_pre [B, T, S], h_post [B, T, S], h_res [B, T, S, S] of the streams x."""
         return compute_mappings(
@@ -222,22 +300,23 @@ class HyperConnectionModule(nn.Module):
             iterations=self.config.sinkhorn_iterations,
             last=self.config.sinkhorn_last,
             epsilon=self.config.layernorm_epsilon,
+            impl=self.config.impl,
         )
 
     def aggregate(self, x: Float[Tensor, "b t s d"], h_pre: Float[Tensor, "b t s"]) -> Tensor:
         """See the function aggregate."""
-        return aggregate(x, h_pre)
+        return aggregate(x, h_pre, self.config.impl)
 
     def apply_h_res(self, h_res: Float[Tensor, "b t s s"], residual: Float[Tensor, "b t s d"]) -> Tensor:
         """See the function apply_h_res."""
-        return apply_h_res(h_res, residual)
+        return apply_h_res(h_res, residual, self.config.impl)
 
     def apply_h_post(
         self, x_with_bias: tuple[Tensor, Tensor | None], h_post: Float[Tensor, "b t s"]
     ) -> tuple[Tensor, None]:
         """Expanded output [B, T, S, D]; its bias is consumed, hence the None."""
         x, bias = x_with_bias
-        return apply_h_post(x, bias, h_post), None
+        return apply_h_post(x, bias, h_post, self.config.impl), None
 
     def apply_h_post_with_checkpoint(
         self,
@@ -254,7 +333,7 @@ class HyperConnectionModule(nn.Module):
         self,
         x_with_bias: tuple[Tensor, Tensor | None],
         h_post: Float[Tensor, "b t s"],
-        mixed: Float[Tensor, "b t s d"],
+        mixed: Float[Tensor, "b t s d"] | DeferredMix,
         state: DropoutState | None,
         site: int,
     ) -> Float[Tensor, "b t s d"]:
@@ -262,14 +341,14 @@ class HyperConnectionModule(nn.Module):
 
         Args:
             x_with_bias: output of the sublayer [B, T, D] and its bias [D] or None.
-            h_post, mixed: from forward.
+            h_post, mixed: from forward or read.
             state: rows of the batch, or None for no dropout, as in evaluation.
             site: see ops.dropout.
         """
         x, bias = x_with_bias
-        if state is None:
-            return add_expanded(mixed, x, bias, h_post)
-        return mixed + dropout(apply_h_post(x, bias, h_post), self.config.hidden_dropout, state, site)
+        h_res, residual = mixed if isinstance(mixed, DeferredMix) else (None, mixed)
+        rate, impl = self.config.hidden_dropout, self.config.impl
+        return write_streams(residual, h_res, x, bias, h_post, rate, state, site, impl)
 
     @staticmethod
     def input_expand(x: Float[Tensor, "b t d"], n: int) -> Float[Tensor, "b t n d"]:

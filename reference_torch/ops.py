@@ -5,7 +5,7 @@ state; randomness comes in as a counter (:class:`DropoutState`).
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from plans.config import TransformerConfig
+from plans.implementation import uses_kernels
 from plans.parameters import ParameterSpec, initial_value, rotary_frequencies
 from plans.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, TILE_ROWS, dropout_threshold
 from reference_torch.recompute import name_value
@@ -234,13 +235,33 @@ def fused_attention(
     return attended.transpose(1, 2).contiguous()
 
 
-def gelu(x: Float[Tensor, "*b f"]) -> Float[Tensor, "*b f"]:
+def kernel_door(impl: str, x: Tensor) -> Any | None:
+    """The module that runs the shared kernels on what x is, or None where the operations here compute.
+
+    Args:
+        impl: see plans.implementation.
+
+    Raises:
+        ValueError: an unknown impl.
+    """
+    if not uses_kernels(impl, on_cuda=x.is_cuda):
+        return None
+    from kernels import torch_ops
+
+    return torch_ops
+
+
+def gelu(x: Float[Tensor, "*b f"], impl: str = "auto") -> Float[Tensor, "*b f"]:
     """``x * Phi(x)`` with the exact normal distribution function. Reference: arXiv 1606.08415."""
+    if kernels := kernel_door(impl, x):
+        return kernels.gelu(x)
     return F.gelu(x, approximate="none")
 
 
-def swiglu(x: Float[Tensor, "*b f2"]) -> Float[Tensor, "*b f"]:
+def swiglu(x: Float[Tensor, "*b f2"], impl: str = "auto") -> Float[Tensor, "*b f"]:
     """``silu(gate) * value`` where x holds gate and value side by side. Reference: arXiv 2002.05202, eq. 6."""
+    if kernels := kernel_door(impl, x):
+        return kernels.swiglu(x)
     gate, value = x.chunk(2, dim=-1)
     return F.silu(gate) * value
 

@@ -18,7 +18,7 @@ from plans.parameters import ParameterSpec, attention_specs, embedding_spec, mlp
 from plans.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
 from plans.philox import attention_site, mlp_site
 from plans.recompute import RecomputeBlock, recompute_blocks
-from reference_torch.hyper_connections import HyperConnectionModule
+from reference_torch.hyper_connections import DeferredMix, HyperConnectionModule
 from reference_torch.ops import (
     DropoutState,
     add_bias,
@@ -125,7 +125,7 @@ class MLP(nn.Module):
     def __init__(self, config: TransformerConfig, layer_number: int, name: str) -> None:
         super().__init__()
         specs = mlp_specs(config, layer_number)
-        self.activation = config.layer(layer_number).activation
+        self.activation, self.impl = config.layer(layer_number).activation, config.impl
         self.linear_fc1 = Linear(config, f"{name}.linear_fc1", specs["linear_fc1"])
         self.linear_fc2 = Linear(config, f"{name}.linear_fc2", specs["linear_fc2"])
 
@@ -134,7 +134,7 @@ class MLP(nn.Module):
     ) -> tuple[Float[Tensor, "b t d"], Tensor | None]:
         """Output [B, T, D] and the second map's bias, not yet added."""
         inner = name_value(linear(hidden_states, self.linear_fc1.weight, self.linear_fc1.bias), "fc1")
-        activated = recompute("activation", swiglu if self.activation == "swiglu" else gelu, inner)
+        activated = recompute("activation", swiglu if self.activation == "swiglu" else gelu, inner, self.impl)
         return self.linear_fc2(name_value(activated, "activation"))
 
 
@@ -211,11 +211,10 @@ class TransformerLayer(nn.Module):
 
     def _read(
         self, connection: HyperConnectionModule | None, hidden_states: Tensor, recompute: BlockRecomputation
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | DeferredMix, Tensor | None]:
         """What a sublayer reads, what it is added to, and with which weights (None: all 1)."""
         if connection is not None:
-            manager = recompute.manager_of("aggregated")
-            return connection(hidden_states, hidden_states, mhc_recompute_manager=manager)
+            return connection.read(hidden_states, recompute.manager_of("aggregated"))
         if hidden_states.dim() == 4:
             streams = self.config.num_residual_streams
             mean = recompute("aggregated", HyperConnectionModule.output_contract, hidden_states, streams)
@@ -227,7 +226,7 @@ class TransformerLayer(nn.Module):
         connection: HyperConnectionModule | None,
         output: Tensor,
         h_post: Tensor | None,
-        mixed: Tensor,
+        mixed: Tensor | DeferredMix,
         state: DropoutState | None,
         site: int,
     ) -> Tensor:
@@ -235,6 +234,7 @@ class TransformerLayer(nn.Module):
         if connection is not None and h_post is not None:
             hidden_states = connection.apply_h_post_dropout_add((output, None), h_post, mixed, state, site)
         else:
+            assert not isinstance(mixed, DeferredMix), "only a hyper-connection defers mixing"
             if state is not None:
                 output = dropout(output, self.config.hidden_dropout, state, site)
             hidden_states = mixed + (output[..., None, :] if mixed.dim() == 4 else output)

@@ -181,7 +181,7 @@ def mhc_step(backend, iterations, last):
 
     def step(x, phi, alpha, bias, y):
         h_pre, h_post, h_res = rooms.compute_mappings(x, phi, alpha, bias, iterations=iterations, last=last)
-        return rooms.aggregate(x, h_pre), rooms.add_expanded(rooms.apply_h_res(h_res, x), y, None, h_post)
+        return rooms.aggregate(x, h_pre), rooms.write_streams(x, h_res, y, None, h_post)
 
     return step
 
@@ -236,7 +236,9 @@ def test_permuting_the_streams_commutes(backend):
 def test_expanded_then_added_equals_added_at_once(backend):
     rooms = room(backend, "hyper_connections")
     mixed, x, bias, h_post = normal(0, 2, 3, 4, 5), normal(1, 2, 3, 5), normal(2, 5), normal(3, 2, 3, 4)
-    at_once = value_and_gradients(backend, rooms.add_expanded, [mixed, x, bias, h_post])
+    at_once = value_and_gradients(
+        backend, lambda mixed, *rest: rooms.write_streams(mixed, None, *rest), [mixed, x, bias, h_post]
+    )
     in_turn = value_and_gradients(backend, lambda m, x, b, h: m + rooms.apply_h_post(x, b, h), [mixed, x, bias, h_post])
     for one, other in zip(at_once, in_turn, strict=True):
         assert_close(one, other, OPERATION["float64"])

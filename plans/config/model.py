@@ -5,6 +5,7 @@ from typing import Literal
 
 from plans.config.recompute import RECOMPUTE_RULES, RecomputeModule
 from plans.config.rules import Rule, choice, count, flag, number, validate
+from plans.implementation import IMPLEMENTATIONS, MAX_KERNEL_STREAMS
 from plans.layers import ACTIVATIONS, LayerConfig, parse_layer
 
 DTYPES = ("float32", "float64")
@@ -59,6 +60,9 @@ class TransformerConfig:
     """Added to the mean square under every root."""
     use_flash_attn: bool = False
     """Attention by a fused kernel that never keeps the T x T weights, where the framework has one."""
+    impl: Literal["auto", "reference", "triton"] = "auto"
+    """Hyper-connections and activation functions by the shared Triton kernels, or by the framework's own operations;
+    auto: kernels on a CUDA device. triton on a CPU is Triton's interpreter, for tests and reading."""
     add_bias_linear: bool = False
     """Give every linear map a bias."""
     untie_embeddings_and_output_weights: bool = False
@@ -180,6 +184,15 @@ MODEL_RULES: tuple[Rule, ...] = (
     count("kv_channels"),
     count("ffn_hidden_size"),
     choice("activation", ACTIVATIONS),
+    choice("impl", IMPLEMENTATIONS),
+    Rule(
+        "kernels take few streams",
+        lambda c: c.impl != "triton" or not c.enable_hyper_connections or c.num_residual_streams <= MAX_KERNEL_STREAMS,
+        lambda c: (
+            f"num_residual_streams: expected at most {MAX_KERNEL_STREAMS} with impl='triton', got "
+            f"{c.num_residual_streams}; impl='reference' takes any number"
+        ),
+    ),
     count("vocab_size"),
     count("seq_length"),
     number("rotary_base", "(0, inf)"),

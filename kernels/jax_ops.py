@@ -1,0 +1,176 @@
+"""The JAX door: kernels as differentiable functions of arrays, under jit, scan, checkpoint, shard_map and pmap.
+
+Lowered for CUDA, a launch is a jax-triton call; lowered for the CPU, a callback to the interpreter. One traced function
+holds both. Callbacks run in float64 too if jax_enable_x64 is set, which nothing here asks for. With collectives in the
+same program on many forced CPU devices, set NPROC=32 in the environment before importing jax: callbacks of
+more devices than JAX has threads wait for each other.
+"""
+
+import importlib
+import os
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from kernels import tuning
+from kernels.functions import Functions
+from kernels.launch import Launch
+from kernels.operations import Operation
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _applied(operation: Operation, static: Any, *inputs: Array | None) -> tuple[Array, ...]:
+    return operation.forward(_DOOR, static, *inputs)[0]
+
+
+def _applied_forward(operation: Operation, static: Any, *inputs: Array | None) -> tuple[tuple, tuple]:
+    return operation.forward(_DOOR, static, *inputs)
+
+
+def _applied_backward(operation: Operation, static: Any, saved: tuple, grads: tuple) -> tuple:
+    return tuple(operation.backward(_DOOR, static, saved, *grads))
+
+
+_applied.defvjp(_applied_forward, _applied_backward)
+
+
+class JaxDoor(Functions):
+    """See kernels.functions.Functions."""
+
+    def __call__(self, build: Callable[..., Launch], sizes: dict[str, Any], *inputs: Array) -> tuple[Array, ...]:
+        """Launch where the program runs: which platform that is, XLA knows when it lowers."""
+        if jax.default_backend() == "cpu":
+            block = tuning.first(build)
+        else:
+            block = tuning.choose(build, sizes, jax.devices()[0].device_kind, partial(_measure, inputs=inputs))
+        return _run(build(block, **sizes), *inputs)
+
+    def cast(self, x: Array, dtype: str) -> Array:
+        """See Functions.cast."""
+        return x.astype(dtype)
+
+    def apply(self, operation: Operation, static: Any, *inputs: Array | None) -> tuple[Array, ...]:
+        """See Functions.apply."""
+        return _applied(operation, static, *inputs)
+
+    def counter(self, step: int | Array, like: Array) -> Array:
+        """See Functions.counter."""
+        del like
+        return jnp.asarray(step).astype(jnp.uint32).reshape(1)
+
+    def check_devices(self, **arrays: Array | None) -> None:
+        """JAX itself refuses arrays on different devices."""
+
+
+@partial(jax.jit, static_argnums=0)
+def _run(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
+    if 0 in launch.grid:
+        return tuple(jnp.zeros(shape, dtype) for shape, dtype in launch.outputs)
+    interpreted = partial(_interpreted, launch)
+    if jax.default_backend() == "cpu" and jax_triton() is None:
+        return interpreted(*inputs)
+    return jax.lax.platform_dependent(*inputs, cpu=interpreted, cuda=partial(_compiled, launch))
+
+
+def _outputs(launch: Launch) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in launch.outputs)
+
+
+def _compiled(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
+    module = jax_triton()
+    if module is None:
+        raise ImportError(
+            "impl='triton' on a GPU: expected jax-triton, which calls Triton kernels from JAX, got none; "
+            "pip install 'jax-triton>=0.3.1' 'jax[cuda13]', or choose impl='reference'"
+        )
+    return module.triton_call(
+        *inputs,
+        *launch.scalars,
+        kernel=tuning.kernel_function(launch.kernel),
+        out_shape=_outputs(launch),
+        grid=launch.grid,
+        name=launch.kernel,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        **dict(launch.constants),
+    )
+
+
+@cache
+def jax_triton() -> Any | None:
+    """The module, or None if it, or the library of JAX's GPU plugin it needs, is not there."""
+    before = os.environ.get("TRITON_CACHE_DIR")
+    try:
+        return importlib.import_module("jax_triton")
+    except ImportError:
+        return None
+    finally:  # jax_triton empties it for the whole process
+        os.environ.pop("TRITON_CACHE_DIR", None)
+        if before is not None:
+            os.environ["TRITON_CACHE_DIR"] = before
+
+
+def _interpreted(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
+    return jax.pure_callback(partial(_interpret, launch), _outputs(launch), *inputs, vmap_method="sequential")
+
+
+def _interpret(launch: Launch, *inputs: Any) -> tuple[np.ndarray, ...]:
+    """Runs on a thread of XLA's, on copies of its buffers; nothing here calls JAX."""
+    import torch
+
+    from kernels import torch_ops
+
+    with torch.no_grad():
+        outputs = torch_ops.run(launch, tuple(_tensor(np.array(x)) for x in inputs))
+    types = [jnp.dtype(dtype) for _, dtype in launch.outputs]
+    return tuple(_bits(x).numpy().view(dtype) for x, dtype in zip(outputs, types, strict=True))
+
+
+def _tensor(x: np.ndarray) -> Any:
+    """The array as a tensor; numpy's bfloat16 is none of PyTorch's, so bits are carried over."""
+    import torch
+
+    if x.dtype.name == "bfloat16":
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
+def _bits(x: Any) -> Any:
+    import torch
+
+    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+
+
+def _measure(launch: Launch, inputs: tuple[Array, ...]) -> float:
+    """Median seconds of a launch on random arrays like the inputs, which may be traced."""
+    import time
+
+    with jax.ensure_compile_time_eval():
+        key = jax.random.key(0)
+        arrays = [
+            jax.random.normal(key, x.shape, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.ones_like(x)
+            for x in (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs)
+        ]
+        call = jax.jit(partial(_compiled, launch))
+        times = []
+        for _ in range(12):
+            start = time.perf_counter()
+            jax.block_until_ready(call(*arrays))
+            times.append(time.perf_counter() - start)
+    return float(np.median(times[2:]))
+
+
+_DOOR = JaxDoor()
+sinkhorn = _DOOR.sinkhorn
+compute_mappings = _DOOR.compute_mappings
+aggregate = _DOOR.aggregate
+apply_h_res = _DOOR.apply_h_res
+apply_h_post = _DOOR.apply_h_post
+write_streams = _DOOR.write_streams
+swiglu = _DOOR.swiglu
+gelu = _DOOR.gelu
