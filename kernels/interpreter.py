@@ -44,14 +44,14 @@ def interpret(
 def _interpreting() -> Iterator[None]:
     before = [dict(vars(owner)) for owner in _PATCHED]
     call, builder = JITFunction.__call__, interpreter.interpreter_builder
-    dot = builder.create_dot
-    JITFunction.__call__ = _call_interpreted
-    builder.create_dot = lambda a, b, *rest: dot(_widened(a), _widened(b), *rest)
+    dot: Any = builder.create_dot
+    setattr(JITFunction, "__call__", _call_interpreted)  # noqa: B010
+    setattr(builder, "create_dot", lambda a, b, *rest: dot(_widened(a), _widened(b), *rest))  # noqa: B010
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     try:
         yield
     finally:
-        JITFunction.__call__ = call
+        setattr(JITFunction, "__call__", call)  # noqa: B010
         del builder.create_dot  # the method of the class shows again
         for owner, attributes in zip(_PATCHED, before, strict=True):
             for name, value in list(vars(owner).items()):

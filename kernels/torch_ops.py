@@ -94,7 +94,8 @@ def run(launch: Launch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def _measure(launch: Launch, inputs: tuple[Tensor, ...]) -> float:
     from triton.testing import do_bench
 
-    return do_bench(lambda: run(launch, inputs), warmup=10, rep=40, return_mode="median")
+    milliseconds: Any = do_bench(lambda: run(launch, inputs), warmup=10, rep=40, return_mode="median")
+    return milliseconds
 
 
 _DOOR = TorchDoor()

@@ -29,6 +29,11 @@ BROKEN = {
     (TransformerConfig, "num_query_groups"): ({"num_query_groups": 0}, r"num_query_groups: .* >= 1, got 0"),
     (TransformerConfig, "kv_channels"): ({"kv_channels": True}, r"kv_channels: expected an integer >= 1, got True"),
     (TransformerConfig, "ffn_hidden_size"): ({"ffn_hidden_size": -8}, r"ffn_hidden_size: .* got -8"),
+    (TransformerConfig, "impl"): ({"impl": "cuda"}, r"impl: .*'auto', 'reference', 'triton'.* got 'cuda'"),
+    (TransformerConfig, "kernels take few streams"): (
+        {"impl": "triton", "num_residual_streams": 9, "enable_hyper_connections": True},
+        r"num_residual_streams: expected at most 8 with impl='triton', got 9; impl='reference' takes any number",
+    ),
     (TransformerConfig, "activation"): ({"activation": "relu"}, r"activation: .*'swiglu', 'gelu'.* got 'relu'"),
     (TransformerConfig, "vocab_size"): ({"vocab_size": 0}, r"vocab_size: .* got 0"),
     (TransformerConfig, "seq_length"): ({"seq_length": 0}, r"seq_length: .* got 0"),

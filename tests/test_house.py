@@ -39,6 +39,7 @@ _POLICY = "PyTorch hands its recompute manager on; JAX recomputes by the policy 
 ALLOWED_DIFFERENCES = {
     "hyper_connections.HyperConnectionModule.__call__(mhc_recompute_manager)": _POLICY,
     "hyper_connections.HyperConnectionModule.apply_h_post_with_checkpoint": _POLICY,
+    "hyper_connections.HyperConnectionModule.read(mhc_recompute_manager)": _POLICY,
     "transformer.SelfAttention.__call__(recompute)": _POLICY,
     "transformer.MLP.__call__(recompute)": _POLICY,
     "transformer.TransformerLayer.__call__(recompute)": _POLICY,
