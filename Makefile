@@ -29,11 +29,14 @@ ifeq ($(TORCH),cuda)
 CONSTRAINTS := constraints-cuda.txt
 EXTRA := ,gpu
 INSTALL_TORCH := $(PIP) install -q -c $(CONSTRAINTS) torch==$(TORCH_VERSION)
+INSTALL_PLUGIN :=
 else
 CONSTRAINTS := constraints.txt
 EXTRA :=
 INSTALL_TORCH := $(PIP) install -q --no-index --no-deps torch==$(TORCH_VERSION) 2>/dev/null \
 	|| $(PIP) install -q --no-deps --index-url $(TORCH_CPU_INDEX) torch==$(TORCH_VERSION)
+# Without what it needs on a GPU: jax-triton compiles kernels by one small library in it, on any machine.
+INSTALL_PLUGIN := $(PIP) install -q --no-deps -c $(CONSTRAINTS) jax-cuda13-plugin
 endif
 
 .PHONY: install demo check test test-all bench bench-recompute clean
@@ -43,6 +46,7 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv --clear $(VENV)
 	$(INSTALL_TORCH)
 	$(PIP) install -q -c $(CONSTRAINTS) -e '.[dev$(EXTRA)]'
+	$(INSTALL_PLUGIN)
 	@touch $@
 
 install: $(INSTALLED)

@@ -132,14 +132,21 @@ class Functions(ABC):
             site: see plans.philox.
         """
         self._check(residual=residual, h_res=h_res, x=x, bias=bias, h_post=h_post)
-        if (x is None) != (h_post is None) or (residual is None and (x is None or h_res is not None)):
+        given = {"residual": residual, "h_res": h_res, "x": x, "bias": bias, "h_post": h_post}
+        given = [name for name, array in given.items() if array is not None]
+        adds = x is not None and h_post is not None
+        if not (adds or (residual is not None and h_res is not None)) or (
+            not adds and (x is not None or h_post is not None or bias is not None)
+        ):
             raise ValueError(
-                "write_streams: expected x with h_post, residual with or without h_res, or both, got "
-                + ", ".join(
-                    f"{name}={'None' if a is None else 'array'}" for name, a in _named(residual, h_res, x, h_post)
-                )
+                "write_streams: expected residual with h_res, or x with h_post (and bias), or both; got "
+                + (", ".join(given) or "neither")
             )
-        shape = residual.shape if residual is not None else (*h_post.shape, x.shape[-1])
+        if residual is None and h_res is not None:
+            raise ValueError("h_res: expected a residual to mix, got residual=None")
+        if not 0.0 <= rate < 1.0:
+            raise ValueError(f"rate: expected a number in [0, 1), got {rate!r}")
+        shape = (*h_post.shape, x.shape[-1]) if residual is None else residual.shape  # pyright: ignore[reportOptionalMemberAccess]
         _check_streams("h_post" if residual is None else "residual", shape[-2])
         for name, array, expected in (
             ("h_res", h_res, (*shape[:-1], shape[-2])),

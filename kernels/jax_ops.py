@@ -85,8 +85,8 @@ def _compiled(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
     module = jax_triton()
     if module is None:
         raise ImportError(
-            "impl='triton' on a GPU: expected jax-triton, which calls Triton kernels from JAX, got none; "
-            "pip install 'jax-triton>=0.3.1' 'jax[cuda13]', or choose impl='reference'"
+            "impl: expected jax-triton and JAX's CUDA plugin, which launch Triton kernels on a GPU, got an installation "
+            "without; pip install 'jax-triton>=0.3.1' 'jax[cuda13]', or choose impl='reference'"
         )
     return module.triton_call(
         *inputs,
