@@ -71,10 +71,13 @@ class JaxDoor(Functions):
 def _run(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
     if 0 in launch.grid:
         return tuple(jnp.zeros(shape, dtype) for shape, dtype in launch.outputs)
-    interpreted = partial(_interpreted, launch)
+    return jax.custom_batching.sequential_vmap(partial(_dispatch, launch))(*inputs)
+
+
+def _dispatch(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
     if jax.default_backend() == "cpu" and jax_triton() is None:
-        return interpreted(*inputs)
-    return jax.lax.platform_dependent(*inputs, cpu=interpreted, cuda=partial(_compiled, launch))
+        return jax.lax.platform_dependent(*inputs, cpu=partial(_interpreted, launch))
+    return jax.lax.platform_dependent(*inputs, cpu=partial(_interpreted, launch), cuda=partial(_compiled, launch))
 
 
 def _outputs(launch: Launch) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -85,8 +88,8 @@ def _compiled(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
     module = jax_triton()
     if module is None:
         raise ImportError(
-            "impl: expected jax-triton and JAX's CUDA plugin, which launch Triton kernels on a GPU, got an installation "
-            "without; pip install 'jax-triton>=0.3.1' 'jax[cuda13]', or choose impl='reference'"
+            "impl: expected jax-triton and JAX's CUDA plugin, which launch Triton kernels on a GPU, got an "
+            "installation without; pip install 'jax-triton>=0.3.1' 'jax[cuda13]', or choose impl='reference'"
         )
     return module.triton_call(
         *inputs,

@@ -1,7 +1,6 @@
 """The PyTorch door: kernels as differentiable functions of tensors.
 
-CUDA tensors run compiled kernels, CPU tensors the interpreter. Twice differentiating is refused by PyTorch with the
-name of the function.
+CUDA tensors run compiled kernels, CPU tensors the interpreter. Kernels have first derivatives only, and say so.
 """
 
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kernels import tuning
 from kernels.functions import Functions
@@ -27,9 +25,25 @@ class _Applied(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, None, *ctx.operation.backward(_DOOR, ctx.static, ctx.saved_tensors, *grads)
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            gradients = ctx.operation.backward(_DOOR, ctx.static, saved, *grads)
+        if torch.is_grad_enabled():  # create_graph: the gradients may be differentiated
+            gradients = _Once.apply(len(gradients), *gradients, *saved, *grads)
+        return None, None, *gradients
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that depend on what they were computed from, and refuse to say how."""
+
+    @staticmethod
+    def forward(ctx, count, *gradients_and_sources):
+        return tuple(None if x is None else x.view_as(x) for x in gradients_and_sources[:count])
+
+    @staticmethod
+    def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError("differentiating twice: kernels have first derivatives only; use impl='reference'")
 
 
 class TorchDoor(Functions):
