@@ -1,1 +1,1 @@
-"""Triton kernels shared by both backends. None yet: the backends compute their reference paths."""
+"""Triton kernels shared by both backends, and the doors that PyTorch and JAX call them through. See docs/kernels.md."""

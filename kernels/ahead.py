@@ -32,6 +32,7 @@ _POINTERS = {
     "int64": "*i64",
     "uint32": "*u32",
 }
+_WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int64": 8, "uint32": 4}
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,17 @@ class Shape:
 
 
 class Recorded(NamedTuple):
-    """A launch with the types of its inputs."""
+    """A launch with its inputs."""
 
     launch: Launch
-    inputs: tuple[str, ...]
+    inputs: tuple[Shape, ...]
+
+    def ideal_bytes(self, tokens: int) -> int:
+        """Bytes a token that must move: everything with a row per token, read or written once."""
+        inputs = {id(x): x for x in self.inputs}.values()  # an array may stand in for missing ones
+        moved = [*((x.shape, x.dtype) for x in inputs), *self.launch.outputs]
+        sizes = (math.prod(shape[1:]) * _WIDTHS[dtype] for shape, dtype in moved if shape[:1] == (tokens,))
+        return sum(sizes)
 
 
 class Recorder:
@@ -66,7 +74,7 @@ class Recorder:
     def __call__(self, build: Callable[..., Launch], sizes: dict[str, Any], *inputs: Shape) -> tuple[Shape, ...]:
         """Outputs of the launch, shapes again."""
         launch = build(self.blocks.get(build.__name__, tuning.first(build)), **sizes)
-        self.launches.append(Recorded(launch, tuple(x.dtype for x in inputs)))
+        self.launches.append(Recorded(launch, inputs))
         return tuple(Shape(*output) for output in launch.outputs)
 
     def cast(self, x: Shape, dtype: str) -> Shape:
@@ -84,39 +92,41 @@ def launches_of(
     return recorder.launches
 
 
-def production(
+def everything(
     tokens: int = 8192,
     streams: int = 4,
     width: int = 4096,
     dtype: str = "bfloat16",
     rows: str = "int64",
     blocks: dict[str, Block] | None = None,
-) -> dict[str, Recorded]:
-    """Launches of all kernels as a large model makes them, by kernel; where there are several the first."""
+) -> list[Recorded]:
+    """All launches of all operations, as a large model makes them; writing to the streams with dropout comes last."""
     lead, coefficients = (tokens,), "float64" if dtype == "float64" else "float32"
     x, y = Shape((*lead, streams, width), dtype), Shape((*lead, width), dtype)
     h_post, h_res = Shape((*lead, streams), coefficients), Shape((*lead, streams, streams), coefficients)
     columns = streams * (streams + 2)
     phi, alpha = Shape((streams * width, columns), coefficients), Shape((3,), coefficients)
     row, step = Shape(lead, rows), Shape((1,), rows)
-    write = Write("mix", post=True, bias=True, rate=0.1, seed=1234, site=2)
-    plain = write._replace(rate=0.0)
+    dropout = Write("mix", post=True, bias=True, rate=0.1, seed=1234, site=2)
     mixed, none = [x, h_res, y, Shape((width,), coefficients), h_post], [None, None, None]
     sinkhorn = Sinkhorn(20, "row", 1e-5)
-    recorded = [
+    return [
         *launches_of(operations.COMPUTE_MAPPINGS, sinkhorn, [x, phi, alpha, Shape((columns,), coefficients)], blocks),
         *launches_of(operations.SINKHORN, sinkhorn, [h_res], blocks),
         *launches_of(operations.AGGREGATE, None, [x, h_post], blocks),
-        *launches_of(operations.WRITE, plain, [*mixed, *none], blocks),
+        *launches_of(operations.WRITE, dropout._replace(rate=0.0), [*mixed, *none], blocks),
         *launches_of(operations.SWIGLU, None, [Shape((*lead, 8 * width), dtype)], blocks),
         *launches_of(operations.GELU, None, [Shape((*lead, 4 * width), dtype)], blocks),
+        *launches_of(operations.WRITE, dropout, [*mixed, row, row, step], blocks),
     ]
+
+
+def production(*sizes: Any, **more: Any) -> dict[str, Recorded]:
+    """One launch a kernel, by name, of everything(...); where there are several the first."""
     named: dict[str, Recorded] = {}
-    for entry in recorded:
-        named.setdefault(entry.launch.kernel, entry)
-    for entry in launches_of(operations.WRITE, write, [*mixed, row, row, step], blocks):
-        named.setdefault(f"{entry.launch.kernel} (dropout)", entry)
-    del named["common.column_sum (dropout)"]
+    for entry in everything(*sizes, **more):
+        drops = dict(entry.launch.constants).get("THRESHOLD", 0)
+        named.setdefault(entry.launch.kernel + (" (dropout)" if drops else ""), entry)
     return named
 
 
@@ -135,7 +145,7 @@ def compile_ahead(recorded: Recorded, capability: int) -> Any:
     launch = recorded.launch
     kernel = tuning.kernel_function(launch.kernel)
     constants = dict(launch.constants)
-    types = [_POINTERS[dtype] for dtype in recorded.inputs]
+    types = [_POINTERS[x.dtype] for x in recorded.inputs]
     types += ["i32"] * len(launch.scalars)
     types += [_POINTERS[dtype] for _, dtype in launch.outputs]
     arguments = [name for name in kernel.arg_names if name not in constants]

@@ -5,8 +5,9 @@ interpreted at a time, under a lock: while it runs, calling a jitted function in
 the language is put back as it was. Interpreting is for tests, notebooks and reading: a launch takes milliseconds to
 seconds.
 
-The interpreter holds bfloat16 as integers and multiplies those in ``tl.dot``; products are taken in float32 here, in
-which products of bfloat16 numbers are exact.
+Two faults of Triton 3.9's interpreter are mended: ``tl.dot`` multiplies the integers that bfloat16 numbers are held as
+(products are taken in float32 here, where they are exact), and float32 is cut off to bfloat16 instead of rounded. It
+knows no tf32: products of float32 numbers are more exact than on a GPU.
 """
 
 import threading
@@ -46,13 +47,15 @@ def _interpreting() -> Iterator[None]:
     call, builder = JITFunction.__call__, interpreter.interpreter_builder
     dot: Any = builder.create_dot
     setattr(JITFunction, "__call__", _call_interpreted)  # noqa: B010
+    cast: Any = builder.cast_impl
     setattr(builder, "create_dot", lambda a, b, *rest: dot(_widened(a), _widened(b), *rest))  # noqa: B010
+    setattr(builder, "cast_impl", lambda source, to: _rounded(source, to) or cast(source, to))  # noqa: B010
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     try:
         yield
     finally:
         setattr(JITFunction, "__call__", call)  # noqa: B010
-        del builder.create_dot  # the method of the class shows again
+        del builder.create_dot, builder.cast_impl  # the methods of the class show again
         for owner, attributes in zip(_PATCHED, before, strict=True):
             for name, value in list(vars(owner).items()):
                 if name not in attributes:
@@ -69,3 +72,12 @@ def _widened(handle: TensorHandle) -> TensorHandle:
     if handle.dtype != tl.bfloat16:
         return handle
     return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+def _rounded(handle: TensorHandle, to: Any) -> TensorHandle | None:
+    """float32 as bfloat16, to nearest and ties to even; None for any other cast."""
+    if handle.dtype != tl.float32 or to.scalar != tl.bfloat16:
+        return None
+    bits = np.ascontiguousarray(handle.data, np.float32).view(np.uint32).astype(np.uint64)
+    nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return TensorHandle(np.where(np.isnan(handle.data), 0x7FC0, nearest).astype(np.uint16), tl.bfloat16)

@@ -77,10 +77,13 @@ def power_of_two(n: int, least: int = 1) -> int:
 
 
 def groups_of(tokens: int, rows: int, programs: int) -> tuple[int, int]:
-    """How many groups tokens are cut into for about PROGRAMS programs, and tokens per group, a multiple of rows."""
+    """How many groups tokens are cut into for about PROGRAMS programs, and tokens per group, a multiple of rows.
+
+    At least two groups, the second empty if need be: jax-triton compiles a kernel again for a scalar that is 1.
+    """
     blocks = math.ceil(tokens / rows)
     per_group = math.ceil(blocks / max(1, min(blocks, math.ceil(PROGRAMS / programs)))) * rows
-    return max(1, math.ceil(tokens / max(per_group, 1))), per_group
+    return max(2, math.ceil(tokens / max(per_group, 1))), per_group
 
 
 def _launch(
@@ -242,7 +245,7 @@ def mappings_backward(
     """projected, r, alpha, bias, dh_pre, dh_post, dh_res -> dprojected, shrink, dalpha and dbias by programs."""
     tokens, rows = math.prod(lead), _matrices(block, streams)
     constants = _sinkhorn(streams, iterations, last)
-    programs, columns = math.ceil(tokens / rows), _coefficients(streams)
+    programs, columns = max(2, math.ceil(tokens / rows)), _coefficients(streams)  # 2: see groups_of
     outputs = [((*lead, columns), dtype), (lead, dtype), ((programs, 3 + columns), dtype)]
     constants = dict(S=streams, D=width, **constants, BN=rows)
     return _launch("coefficients", mappings_backward, block, (programs,), (tokens,), outputs, **constants)
@@ -251,7 +254,7 @@ def mappings_backward(
 def column_sum(block: Block, rows: int, groups: int, width: int, dtype: str) -> Launch:
     """x -> sums of its rows, group by group, in float32 or float64."""
     columns = min(block.columns, power_of_two(width, 16))
-    per_group = math.ceil(rows / groups)
+    per_group = max(2, math.ceil(rows / groups))  # 2: see groups_of
     outputs, grid = [((groups, width), wide(dtype))], (math.ceil(width / columns), groups)
     return _launch("common", column_sum, block, grid, (rows, per_group), outputs, W=width, BR=block.rows, BW=columns)
 
