@@ -3,6 +3,8 @@
 # make test-all  everything, notebooks included   make bench     speed ratios
 # make install   only the environment             make clean     remove what was made
 # make bench-recompute  memory and time of every way of recomputing
+# make kernels-report   registers, spills and shared memory of every kernel, compiled without a GPU
+# make test-gpu         kernels compiled and run        make bench-gpu  and measured; both need one GPU
 #
 # The first target that needs it makes .venv. TORCH=cuda takes the CUDA build of PyTorch and the JAX
 # GPU plugin; PYTHON names another interpreter (3.11 or later).
@@ -39,7 +41,12 @@ INSTALL_TORCH := $(PIP) install -q --no-index --no-deps torch==$(TORCH_VERSION) 
 INSTALL_PLUGIN := $(PIP) install -q --no-deps -c $(CONSTRAINTS) jax-cuda13-plugin
 endif
 
-.PHONY: install demo check test test-all bench bench-recompute clean
+# On a machine that has everything already: make test-gpu GPU_PYTHON=python3
+GPU_PYTHON ?= $(BIN)/python
+GPU_INSTALLED := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
+ON_GPU := JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON)
+
+.PHONY: install demo check test test-all test-gpu bench bench-recompute bench-gpu kernels-report clean
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@echo "making $(VENV): about a minute, 2 GB"
@@ -76,6 +83,15 @@ bench: $(INSTALLED)
 
 bench-recompute: $(INSTALLED)
 	$(BIN)/python -m benchmarks.recompute
+
+kernels-report: $(INSTALLED)
+	$(BIN)/python -m benchmarks.kernels_report
+
+test-gpu: $(GPU_INSTALLED)
+	$(ON_GPU) -m pytest -m gpu tests
+
+bench-gpu: $(GPU_INSTALLED)
+	$(ON_GPU) -m benchmarks.kernels
 
 clean:
 	rm -rf $(VENV) runs build .jax_cache .pytest_cache .hypothesis .ruff_cache *.egg-info

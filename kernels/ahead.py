@@ -52,17 +52,25 @@ class Shape:
 
 
 class Recorded(NamedTuple):
-    """A launch with its inputs."""
+    """A launch, its inputs, and what it was built from."""
 
     launch: Launch
     inputs: tuple[Shape, ...]
+    build: Callable[..., Launch]
+    sizes: dict[str, Any]
 
     def ideal_bytes(self, tokens: int) -> int:
         """Bytes a token that must move: everything with a row per token, read or written once."""
+        return sum(size // tokens for shape, size in self._arrays() if shape[:1] == (tokens,))
+
+    def all_bytes(self) -> int:
+        """Bytes of all inputs and outputs."""
+        return sum(size for _, size in self._arrays())
+
+    def _arrays(self) -> list[tuple[tuple[int, ...], int]]:
         inputs = {id(x): x for x in self.inputs}.values()  # an array may stand in for missing ones
         moved = [*((x.shape, x.dtype) for x in inputs), *self.launch.outputs]
-        sizes = (math.prod(shape[1:]) * _WIDTHS[dtype] for shape, dtype in moved if shape[:1] == (tokens,))
-        return sum(sizes)
+        return [(shape, math.prod(shape) * _WIDTHS[dtype]) for shape, dtype in moved]
 
 
 class Recorder:
@@ -74,7 +82,7 @@ class Recorder:
     def __call__(self, build: Callable[..., Launch], sizes: dict[str, Any], *inputs: Shape) -> tuple[Shape, ...]:
         """Outputs of the launch, shapes again."""
         launch = build(self.blocks.get(build.__name__, tuning.first(build)), **sizes)
-        self.launches.append(Recorded(launch, inputs))
+        self.launches.append(Recorded(launch, inputs, build, sizes))
         return tuple(Shape(*output) for output in launch.outputs)
 
     def cast(self, x: Shape, dtype: str) -> Shape:

@@ -48,7 +48,7 @@ class JaxDoor(Functions):
             block = tuning.first(build)
         else:
             block = tuning.choose(build, sizes, jax.devices()[0].device_kind, partial(_measure, inputs=inputs))
-        return _run(build(block, **sizes), *inputs)
+        return run(build(block, **sizes), *inputs)
 
     def cast(self, x: Array, dtype: str) -> Array:
         """See Functions.cast."""
@@ -68,7 +68,8 @@ class JaxDoor(Functions):
 
 
 @partial(jax.jit, static_argnums=0)
-def _run(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
+def run(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
+    """Outputs of a launch: compiled where XLA lowers for CUDA, interpreted on the CPU."""
     if 0 in launch.grid:
         return tuple(jnp.zeros(shape, dtype) for shape, dtype in launch.outputs)
     return jax.custom_batching.sequential_vmap(partial(_dispatch, launch))(*inputs)

@@ -57,7 +57,7 @@ class TorchDoor(Functions):
             return run(build(tuning.first(build), **sizes), inputs)
         with torch.cuda.device(device):
             name = torch.cuda.get_device_name(device)
-            block = tuning.choose(build, sizes, name, partial(_measure, inputs=inputs))
+            block = tuning.choose(build, sizes, name, partial(measure, inputs=inputs))
             return run(build(block, **sizes), inputs)
 
     def cast(self, x: Tensor, dtype: str) -> Tensor:
@@ -105,7 +105,8 @@ def run(launch: Launch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return outputs
 
 
-def _measure(launch: Launch, inputs: tuple[Tensor, ...]) -> float:
+def measure(launch: Launch, inputs: tuple[Tensor, ...]) -> float:
+    """Median milliseconds of a launch on a GPU."""
     from triton.testing import do_bench
 
     milliseconds: Any = do_bench(lambda: run(launch, inputs), warmup=10, rep=40, return_mode="median")

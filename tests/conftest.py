@@ -3,6 +3,7 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("DIPTYCH_TUNE", "0")  # nothing is measured, nor written to the user's cache
 
 import jaxtyping
 
@@ -11,6 +12,7 @@ jaxtyping.install_import_hook(["reference_torch", "jax_impl"], "beartype.beartyp
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
@@ -23,3 +25,11 @@ hypothesis.settings.register_profile("fast", max_examples=8, derandomize=True, *
 hypothesis.settings.register_profile("test", max_examples=25, derandomize=True, **_common)
 hypothesis.settings.register_profile("all", max_examples=100, **_common)
 hypothesis.settings.load_profile("test")
+
+
+def pytest_collection_modifyitems(items):
+    """Tests that need a GPU are skipped, by name, where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -40,13 +40,14 @@ class Case(NamedTuple):
     narrow: int
 
 
-def rows(backend: str, lead: tuple[int, int], seed: int = 7, step: int = 3):
-    array = torch.arange if backend == "torch" else jnp.arange
+def rows(backend: str, lead: tuple[int, int], seed: int = 7, step: int = 3, device=None):
+    array = jnp.arange if backend == "jax" else partial(torch.arange, device=device)
     return room(backend, "ops").dropout_state(seed, step, array(lead[0]), array(lead[1]), lead[1])
 
 
 def written(module, backend: str, x, h_res, y, bias, h_post, **impl):
-    return module.write_streams(x, h_res, y, bias, h_post, state=rows(backend, y.shape[:2]), **DROPOUT, **impl)
+    state = rows(backend, y.shape[:2], device=y.device if backend == "torch" else None)
+    return module.write_streams(x, h_res, y, bias, h_post, state=state, **DROPOUT, **impl)
 
 
 R = {"impl": "reference"}
@@ -131,21 +132,26 @@ def torch_gradients(function: Callable, arrays: list[torch.Tensor], cotangents: 
 
 
 def error(a: torch.Tensor, exact: torch.Tensor) -> float:
-    return relative_difference(a.double().numpy(), exact.numpy())
+    return relative_difference(a.double().cpu().numpy(), exact.cpu().numpy())
 
 
-def assert_within_budget(case: Case, arrays: list[np.ndarray], dtype: str) -> None:
-    """Outputs and all gradients of the PyTorch door against float64, by the eager reference's own error."""
+def assert_within_budget(
+    case: Case, arrays: list[np.ndarray], dtype: str, device: str = "cpu", door: Callable | None = None
+) -> None:
+    """Outputs and all gradients of the PyTorch door against float64, by the eager reference's own error.
+
+    door: takes the same arguments as torch_gradients after the function; None: PyTorch's.
+    """
     narrow = getattr(torch, dtype)
     wide = torch.float64 if dtype == "float64" else torch.float32
-    given = [torch.from_numpy(a).to(narrow if i < case.narrow else wide) for i, a in enumerate(arrays)]
+    given = [torch.from_numpy(a).to(device, narrow if i < case.narrow else wide) for i, a in enumerate(arrays)]
     reference = case.reference(hyper_connections, ops, "torch")
     shapes = [o.shape for o in torch_gradients_shapes(reference, given)]
     # Cotangents that the narrow type holds exactly: their rounding is nobody's error.
-    cotangents = [torch.from_numpy(normal(99 + i, *shape)).to(narrow) for i, shape in enumerate(shapes)]
+    cotangents = [torch.from_numpy(normal(99 + i, *shape)).to(device, narrow) for i, shape in enumerate(shapes)]
     exact = torch_gradients(reference, [a.double() for a in given], cotangents)
     eager = torch_gradients(reference, given, cotangents)
-    ours = torch_gradients(case.kernel(torch_ops, "torch"), given, cotangents)
+    ours = (door or partial(torch_gradients, case.kernel(torch_ops, "torch")))(given, cotangents)
     for place, (kernel, plain, true) in enumerate(zip(ours, eager, exact, strict=True)):
         assert kernel.dtype == plain.dtype, f"array {place}"
         assert kernel.shape == plain.shape, f"array {place}"

@@ -466,7 +466,7 @@ def test_r02_registered_generators_are_replayed_and_put_back(raises):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
 def test_r02_cuda_generators_are_replayed_and_put_back(device):
     x = normal(0, 64, 64, dtype=torch.float32).detach().to(device).requires_grad_()
@@ -1649,7 +1649,7 @@ def test_r13_func_transforms_are_refused_by_name(transform):
 
 # R14
 
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+cuda = pytest.mark.gpu
 
 
 def slow_gelu(log: list) -> Callable[[Tensor], Tensor]:
