@@ -11,7 +11,7 @@ knows no tf32: products of float32 numbers are more exact than on a GPU.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -47,9 +47,9 @@ def _interpreting() -> Iterator[None]:
     call, builder = JITFunction.__call__, interpreter.interpreter_builder
     dot: Any = builder.create_dot
     setattr(JITFunction, "__call__", _call_interpreted)  # noqa: B010
-    cast: Any = builder.cast_impl
+    cast: Any = _rounding(builder.cast_impl)
     setattr(builder, "create_dot", lambda a, b, *rest: dot(_widened(a), _widened(b), *rest))  # noqa: B010
-    setattr(builder, "cast_impl", lambda source, to: _rounded(source, to) or cast(source, to))  # noqa: B010
+    setattr(builder, "cast_impl", cast)  # noqa: B010
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     try:
         yield
@@ -74,10 +74,14 @@ def _widened(handle: TensorHandle) -> TensorHandle:
     return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
-def _rounded(handle: TensorHandle, to: Any) -> TensorHandle | None:
-    """float32 as bfloat16, to nearest and ties to even; None for any other cast."""
-    if handle.dtype != tl.float32 or to.scalar != tl.bfloat16:
-        return None
-    bits = np.ascontiguousarray(handle.data, np.float32).view(np.uint32).astype(np.uint64)
-    nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-    return TensorHandle(np.where(np.isnan(handle.data), 0x7FC0, nearest).astype(np.uint16), tl.bfloat16)
+def _rounding(cast: Callable[[TensorHandle, Any], TensorHandle]) -> Callable[[TensorHandle, Any], TensorHandle]:
+    """The cast, but float32 becomes bfloat16 to nearest, ties to even."""
+
+    def rounding(handle: TensorHandle, to: Any) -> TensorHandle:
+        if handle.dtype != tl.float32 or to.scalar != tl.bfloat16:
+            return cast(handle, to)
+        bits = np.ascontiguousarray(handle.data, np.float32).view(np.uint32).astype(np.uint64)
+        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return TensorHandle(np.where(np.isnan(handle.data), 0x7FC0, nearest).astype(np.uint16), tl.bfloat16)
+
+    return rounding

@@ -241,6 +241,14 @@ def test_interpreted_products_of_bfloat16_are_right():
         assert error(one, other) < 1e-6
 
 
+def test_interpreted_bfloat16_is_rounded_to_nearest():
+    """Triton's interpreter cuts float32 off; zeros, ties, infinities and NaN among what is cast."""
+    values = torch.tensor([0.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-16, -2.7, 3e38, 3.4e38, 1e-40, torch.nan])
+    h_post = torch.cat([values, torch.randn(9 * 16 - len(values))]).reshape(16, 9, 1)[..., :1]
+    out = torch_ops.apply_h_post(torch.ones(16, 9, 3).bfloat16(), None, h_post)
+    torch.testing.assert_close(out, h_post[..., None].bfloat16().expand(16, 9, 1, 3), rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("width", [12, 13])
 def test_dropout_is_the_mask_of_plans(width):
     """Rows above 2**32, a seed above 2**31, a step and a site; columns in and across quads."""
@@ -252,6 +260,17 @@ def test_dropout_is_the_mask_of_plans(width):
     keep = dropout_keep((seed, site), numbers, 3 * width, 2**31 + 9, 0.4).reshape(2, length, 3, width)
     np.testing.assert_array_equal(out.numpy() != 0, keep)
     np.testing.assert_allclose(out.numpy()[keep], 1 / 0.6, rtol=1e-6)
+
+
+def test_entries_under_the_floor_are_constants():
+    """Logits 300 apart: softmax entries below 1e-30 are lifted, and their logits have no gradient."""
+    logits = torch.from_numpy(normal(4, 3, 4, 4)) * 100
+    cotangent = torch.from_numpy(normal(5, 3, 4, 4))
+    assert (logits.softmax(-2) < 1e-30).any()
+    exact = torch_gradients(partial(hyper_connections.sinkhorn, **R), [logits], [cotangent])
+    ours = torch_gradients(torch_ops.sinkhorn, [logits], [cotangent])
+    for one, other in zip(ours, exact, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-13)
 
 
 def test_nan_goes_through():
