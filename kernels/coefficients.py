@@ -9,8 +9,8 @@ For every token, x its streams as one row [K], K = S D, and C = 2 S + S S:
 
 The first two lines are one pass over x (project_*), the others work on some 200 bytes a token (mappings_*). Sinkhorn
 works on tiles [BN, SP, SP] in registers, SP the next power of two; rows and columns from S on hold zeros. Its backward
-runs the forward again up to each pair of normalisations in turn, the last first: about iterations**2 / 2 pairs of a few
-instructions, instead of 2 * iterations matrices in memory.
+runs the forward again up to every fourth pair of normalisations, the last first, and holds four pairs in registers: for
+20 iterations 74 pairs of a few instructions, instead of 40 matrices in memory.
 
 Reference: mHC, arXiv 2512.24880, eqs. 5-9; see reference_torch/hyper_connections.py for the floor under the softmax.
 """
@@ -144,18 +144,37 @@ def normalise_gradient(b_grad, b_m, total, AXIS: tl.constexpr):
 
 
 @triton.jit
+def pairs_gradient(b_m, b_grad, COUNT: tl.constexpr, FIRST: tl.constexpr):
+    """Gradient of b_m through the next COUNT pairs of normalisations, whose matrices are held in registers."""
+    held = ()
+    for _ in tl.static_range(COUNT):
+        b_m, total = normalise(b_m, 3 - FIRST)
+        held = held + (b_m, total)
+        b_m, total = normalise(b_m, FIRST)
+        held = held + (b_m, total)
+    for left in tl.static_range(COUNT, 0, -1):
+        b_grad = normalise_gradient(b_grad, held[4 * left - 2], held[4 * left - 1], FIRST)
+        b_grad = normalise_gradient(b_grad, held[4 * left - 4], held[4 * left - 3], 3 - FIRST)
+    return b_grad
+
+
+@triton.jit
 def sinkhorn_gradient(b_logits, b_grad, m_s, ITERATIONS: tl.constexpr, FIRST: tl.constexpr):
     """Gradient of the logits: every normalisation differentiated at the matrix it was applied to."""
+    PAIRS: tl.constexpr = ITERATIONS - 1
+    HELD: tl.constexpr = 4
     b_softmax = floored_softmax(b_logits, m_s, FIRST)
-    for pairs_back in range(ITERATIONS):
+    b_m = b_softmax
+    for _ in range(PAIRS):
+        b_m = normalise_twice(b_m, FIRST)
+    b_m, total = normalise(b_m, 3 - FIRST)  # the last normalisation has no partner
+    b_grad = normalise_gradient(b_grad, b_m, total, 3 - FIRST)
+    for done in range(PAIRS // HELD):
         b_m = b_softmax
-        for _ in range(ITERATIONS - 1 - pairs_back):
+        for _ in range(PAIRS - (done + 1) * HELD):
             b_m = normalise_twice(b_m, FIRST)
-        b_m, total = normalise(b_m, 3 - FIRST)
-        if pairs_back > 0:  # the last normalisation has no partner
-            b_next, next_total = normalise(b_m, FIRST)
-            b_grad = normalise_gradient(b_grad, b_next, next_total, FIRST)
-        b_grad = normalise_gradient(b_grad, b_m, total, 3 - FIRST)
+        b_grad = pairs_gradient(b_m, b_grad, HELD, FIRST)
+    b_grad = pairs_gradient(b_softmax, b_grad, PAIRS % HELD, FIRST)
     b_grad = tl.where(b_softmax > FLOOR, b_grad, 0.0)
     return b_softmax * (b_grad - tl.sum(b_grad * b_softmax, FIRST, keep_dims=True))
 

@@ -209,14 +209,15 @@ def _sinkhorn(streams: int, iterations: int, last: str) -> dict[str, int]:
     return dict(ITERATIONS=iterations, FIRST=1 if last == "row" else 2, SP=power_of_two(streams, 2))
 
 
-def _matrices(block: Block, streams: int) -> int:
-    """Tokens of a program: block.rows of 4 x 4 matrices, fewer of larger ones."""
-    return max(1, block.rows * 16 // max(16, power_of_two(streams) ** 2))
+def _matrices(block: Block, streams: int, dtype: str) -> int:
+    """Tokens of a program: block.rows of 4 x 4 matrices, fewer of larger or wider ones."""
+    size = max(16, power_of_two(streams) ** 2) * (2 if dtype == "float64" else 1)
+    return max(1, block.rows * 16 // size)
 
 
 def sinkhorn_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, iterations: int, last: str):
     """logits -> matrices."""
-    tokens, rows = math.prod(lead), _matrices(block, streams)
+    tokens, rows = math.prod(lead), _matrices(block, streams, dtype)
     constants = _sinkhorn(streams, iterations, last)
     outputs, grid = [((*lead, streams, streams), dtype)], (math.ceil(tokens / rows),)
     return _launch("coefficients", sinkhorn_forward, block, grid, (tokens,), outputs, S=streams, **constants, BN=rows)
@@ -224,7 +225,7 @@ def sinkhorn_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: s
 
 def sinkhorn_backward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, iterations: int, last: str):
     """logits, grad -> dlogits."""
-    tokens, rows = math.prod(lead), _matrices(block, streams)
+    tokens, rows = math.prod(lead), _matrices(block, streams, dtype)
     constants = _sinkhorn(streams, iterations, last)
     outputs, grid = [((*lead, streams, streams), dtype)], (math.ceil(tokens / rows),)
     return _launch("coefficients", sinkhorn_backward, block, grid, (tokens,), outputs, S=streams, **constants, BN=rows)
@@ -232,7 +233,7 @@ def sinkhorn_backward(block: Block, lead: tuple[int, ...], streams: int, dtype: 
 
 def mappings_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, iterations: int, last: str):
     """projected, r, alpha, bias -> h_pre, h_post, h_res."""
-    tokens, rows = math.prod(lead), _matrices(block, streams)
+    tokens, rows = math.prod(lead), _matrices(block, streams, dtype)
     constants = _sinkhorn(streams, iterations, last)
     outputs = [((*lead, streams), dtype), ((*lead, streams), dtype), ((*lead, streams, streams), dtype)]
     grid = (math.ceil(tokens / rows),)
@@ -243,7 +244,7 @@ def mappings_backward(
     block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str, iterations: int, last: str
 ) -> Launch:
     """projected, r, alpha, bias, dh_pre, dh_post, dh_res -> dprojected, shrink, dalpha and dbias by programs."""
-    tokens, rows = math.prod(lead), _matrices(block, streams)
+    tokens, rows = math.prod(lead), _matrices(block, streams, dtype)
     constants = _sinkhorn(streams, iterations, last)
     programs, columns = max(2, math.ceil(tokens / rows)), _coefficients(streams)  # 2: see groups_of
     outputs = [((*lead, columns), dtype), (lead, dtype), ((programs, 3 + columns), dtype)]

@@ -348,6 +348,31 @@ def test_every_candidate_computes_the_same():
             torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.thorough
+def test_benchmark_has_a_row_a_kernel_and_door(capsys):
+    """What make bench-gpu does, interpreted: its times mean nothing, its rows must be there."""
+    from rich.console import Console
+
+    from benchmarks import kernels
+
+    content = kernels.measure(4, 16, "cpu")
+    doors = ("torch", "jax") if jax_ops.jax_triton() is not None else ("torch",)
+    assert {(row["kernel"], row["door"]) for row in content["kernels"]} >= {
+        (name, door) for name in PRODUCTION for door in doors
+    }
+    assert all(row["ideal_bytes"] > 0 and row["microseconds"] > 0 for row in content["kernels"])
+    assert {row["operation"] for row in content["operations"]} == {
+        "compute_mappings",
+        "aggregate",
+        "write_streams",
+        "swiglu",
+    }
+    assert content["liger_kernel"] == "absent"
+    json.dumps(content)
+    kernels.show(Console(), content)
+    assert "liger-kernel: absent" in capsys.readouterr().out
+
+
 def test_recorded_operations_know_every_launch():
     recorded = ahead.launches_of(
         operations.COMPUTE_MAPPINGS,

@@ -7,12 +7,16 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+IN_MAKE_TEST = ("01_mhc_numerics", "03_kernels")
+NOTEBOOKS = [
+    pytest.param(path, id=path.stem, marks=[] if path.stem in IN_MAKE_TEST else [pytest.mark.slow])
+    for path in sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+]
 
 
 @pytest.mark.notebook
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", NOTEBOOKS)
 def test_notebook_runs(path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(path.parent.parent), os.environ.get("PYTHONPATH", "")]))
     notebook = nbformat.read(path, as_version=4)

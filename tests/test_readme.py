@@ -49,6 +49,15 @@ def test_example_runs_in_a_fresh_process(example):
 
 
 @pytest.mark.multiprocess
+def test_three_lines_run_one_kernel_from_both_frameworks():
+    (script,) = re.findall(r"^    python -c '\n(.*?)' *# 0\.0\n", README, re.MULTILINE | re.DOTALL)
+    assert script.count("\n") == 2
+    command = [sys.executable, "-W", "error", "-c", script.replace("\n    ", "\n").strip()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    assert done.stdout == "0.0\n", done.stderr
+
+
+@pytest.mark.multiprocess
 def test_recompute_example_measures_what_its_comment_says():
     (example,) = [example for example in EXAMPLES if "CheckpointWithoutOutput" in example]
     done = subprocess.run(
