@@ -38,7 +38,8 @@ class Trainer:
         device: where to compute; None: the GPU where PyTorch sees one, else the CPU.
 
     Raises:
-        ValueError: the corpus is too short for the model, or has bytes it has no token for.
+        ValueError: the corpus is too short for the model, or has bytes it has no token for; a GPU is asked for where
+            PyTorch sees none.
         NotImplementedError: the model is cut into pipeline stages.
     """
 
@@ -54,6 +55,11 @@ class Trainer:
         self.config, self.train_config, self.corpus = config, train_config, corpus
         self.steps_taken = 0
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                f"device: expected one this PyTorch ({torch.__version__}) can use, got {str(device)!r}, and it sees no "
+                "GPU; make install TORCH=cuda on a machine that has one, or leave device out"
+            )
         self.model = GPTModel(config).to(self.device)
         parameters = list(self.model.parameters())
         self._optimizer = torch.optim.AdamW(

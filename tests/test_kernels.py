@@ -499,6 +499,17 @@ def test_jax_triton_missing_says_what_to_install(monkeypatch):
         room("jax", "ops").gelu(jnp.zeros((3, 77)))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a PyTorch without CUDA")
+def test_cuda_asked_of_a_cpu_only_torch():
+    from plans.config import TrainConfig
+    from reference_torch.train import Trainer
+    from tests.backends import tiny_corpus
+
+    config = replace(MODEL, vocab_size=256)
+    with pytest.raises(ValueError, match=r"device: expected one this PyTorch .* got 'cuda', and it sees no GPU; make"):
+        Trainer(config, TrainConfig(), tiny_corpus(), device="cuda")
+
+
 def test_second_derivatives_are_refused():
     x = torch.randn(2, 6, requires_grad=True)
     (grad,) = torch.autograd.grad(torch_ops.gelu(x).sum(), x, create_graph=True)
