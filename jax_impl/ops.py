@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.core import Tracer
 from jaxtyping import Bool, Float, Int, Integer, UInt32
 
 from jax_impl.recompute import name_value
@@ -239,11 +240,19 @@ def kernel_door(impl: str, x: Array) -> Any | None:
     Raises:
         ValueError: an unknown impl.
     """
-    if not uses_kernels(impl, on_cuda=jax.default_backend() in ("gpu", "cuda")):
+    if not uses_kernels(impl, on_cuda=_platform(x) in ("gpu", "cuda")):
         return None
     from kernels import jax_ops
 
     return jax_ops
+
+
+def _platform(x: Array) -> str:
+    """Where x lies; inside a traced function, where JAX puts things by default."""
+    if not isinstance(x, Tracer):
+        return next(iter(x.devices())).platform
+    device = getattr(jax.config, "jax_default_device", None)
+    return jax.default_backend() if device is None else getattr(device, "platform", device)
 
 
 def gelu(x: Float[Array, "*b f"], impl: str = "auto") -> Float[Array, "*b f"]:

@@ -122,7 +122,8 @@ def normalise_twice(b_m, FIRST: tl.constexpr):
 def floored_softmax(b_logits, m_s, FIRST: tl.constexpr):
     """exp(logits) normalised along FIRST, no entry below FLOOR; 0 outside the mask."""
     top = tl.max(tl.where(m_s, b_logits, float("-inf")), FIRST, keep_dims=True)
-    top = tl.where(top == float("-inf"), 0.0, top)
+    exists = tl.max(m_s.to(tl.int32), FIRST, keep_dims=True) > 0
+    top = tl.where(exists, top, 0.0)  # of what exists and is all -inf NaN is made, as everywhere
     b_m, _ = normalise(tl.where(m_s, tl.exp(b_logits - top), 0.0), FIRST)
     return tl.where(m_s, tl.where(b_m < FLOOR, FLOOR, b_m), 0.0)
 

@@ -54,6 +54,7 @@ class Functions(ABC):
             last: ``"row"`` or ``"column"``.
         """
         self._check(logits=logits)
+        _check_axes("logits", logits, 2)
         _check_shape("logits", logits, (*logits.shape[:-1], logits.shape[-2]))
         static = _sinkhorn("logits", logits.shape[-1], iterations, last)
         dtype = dtype_name(logits)
@@ -82,6 +83,7 @@ class Functions(ABC):
             epsilon: added to the mean square.
         """
         self._check(x=x, phi=phi, alpha=alpha, bias=bias)
+        _check_axes("x", x, 2)
         streams, width = x.shape[-2:]
         columns = streams * (streams + 2)
         static = _sinkhorn("x", streams, iterations, last)._replace(epsilon=float(epsilon))
@@ -96,6 +98,7 @@ class Functions(ABC):
     def aggregate(self, x: Array, h_pre: Array) -> Array:
         """sum_s h_pre[s] x[s]. x: [..., S, D], h_pre: [..., S] -> [..., D]."""
         self._check(x=x, h_pre=h_pre)
+        _check_axes("x", x, 2)
         _check_streams("x", x.shape[-2])
         _check_shape("h_pre", h_pre, x.shape[:-1])
         return self.apply(operations.AGGREGATE, None, x, self.cast(h_pre, wide(dtype_name(x))))[0]
@@ -146,6 +149,10 @@ class Functions(ABC):
             raise ValueError("h_res: expected a residual to mix, got residual=None")
         if not 0.0 <= rate < 1.0:
             raise ValueError(f"rate: expected a number in [0, 1), got {rate!r}")
+        lead = ("h_post", h_post, 1) if residual is None else ("residual", residual, 2)
+        _check_axes(*lead)
+        if x is not None:
+            _check_axes("x", x, 1)
         shape = (*h_post.shape, x.shape[-1]) if residual is None else residual.shape  # pyright: ignore[reportOptionalMemberAccess]
         _check_streams("h_post" if residual is None else "residual", shape[-2])
         for name, array, expected in (
@@ -156,6 +163,8 @@ class Functions(ABC):
         ):
             if array is not None:
                 _check_shape(name, array, expected)
+        if residual is not None and x is not None:
+            x = self.alike(x, residual)
         if residual is not None and x is not None and residual.dtype != x.dtype:
             raise ValueError(
                 f"x: expected the type of residual, {dtype_name(residual)}, got {dtype_name(x)}; cast one of them"
@@ -165,10 +174,16 @@ class Functions(ABC):
         h_res, h_post = (None if h is None else self.cast(h, coefficients) for h in (h_res, h_post))
         write, rows = Write(add, x is not None, bias is not None), (None, None, None)
         if state is not None and rate > 0.0 and x is not None:
+            self.check_devices(x=x, row_low=state.row_low, row_high=state.row_high)
             _check_shape("state.row_low", state.row_low, shape[:-2])
+            _check_shape("state.row_high", state.row_high, shape[:-2])
             write = write._replace(rate=float(rate), seed=int(state.seed), site=int(site))
             rows = (state.row_low, state.row_high, self.counter(state.step, x))
         return self.apply(operations.WRITE, write, residual, h_res, x, bias, h_post, *rows)[0]
+
+    @abstractmethod
+    def alike(self, x: Array, residual: Array) -> Array:
+        """x in residual's type where the framework converts types by itself."""
 
     @abstractmethod
     def counter(self, step: Any, like: Array) -> Array:
@@ -177,6 +192,7 @@ class Functions(ABC):
     def swiglu(self, x: Array) -> Array:
         """silu(gate) value of x = [gate | value]. [..., 2 F] -> [..., F]."""
         self._check(x=x)
+        _check_axes("x", x, 1)
         if x.shape[-1] % 2:
             raise ValueError(f"x: expected gate and value side by side, an even width, got {x.shape[-1]}")
         return self.apply(operations.SWIGLU, None, x)[0]
@@ -184,7 +200,13 @@ class Functions(ABC):
     def gelu(self, x: Array) -> Array:
         """x Phi(x), exact."""
         self._check(x=x)
+        _check_axes("x", x, 1)
         return self.apply(operations.GELU, None, x)[0]
+
+
+def _check_axes(name: str, x: Array, least: int) -> None:
+    if len(x.shape) < least:
+        raise ValueError(f"{name}: expected at least {least} axes, got shape {tuple(x.shape)}")
 
 
 def _check_streams(name: str, streams: int) -> None:

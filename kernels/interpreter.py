@@ -5,9 +5,10 @@ interpreted at a time, under a lock: while it runs, calling a jitted function in
 the language is put back as it was. Interpreting is for tests, notebooks and reading: a launch takes milliseconds to
 seconds.
 
-Two faults of Triton 3.9's interpreter are mended: ``tl.dot`` multiplies the integers that bfloat16 numbers are held as
-(products are taken in float32 here, where they are exact), and float32 is cut off to bfloat16 instead of rounded. It
-knows no tf32: products of float32 numbers are more exact than on a GPU.
+Faults of Triton's interpreter are mended. In 3.9 ``tl.dot`` multiplies the integers that bfloat16 numbers are held as
+(products are taken in float32 here, where they are exact), and float32 is cut off to bfloat16 instead of rounded; in
+3.6 ``range`` refuses arrays of one element, which numpy no longer takes for numbers. The interpreter knows no tf32:
+products of float32 numbers are more exact than on a GPU.
 """
 
 import threading
@@ -50,10 +51,19 @@ def _interpreting() -> Iterator[None]:
     cast: Any = _rounding(builder.cast_impl)
     setattr(builder, "create_dot", lambda a, b, *rest: dot(_widened(a), _widened(b), *rest))  # noqa: B010
     setattr(builder, "cast_impl", cast)  # noqa: B010
-    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    patch: Any = interpreter._patch_lang
+
+    def patch_with_index(function: Any) -> Any:
+        scope = patch(function)
+        setattr(tl.core.tensor, "__index__", lambda x: int(np.asarray(x.handle.data).item()))  # noqa: B010
+        return scope
+
+    setattr(interpreter, "_patch_lang", patch_with_index)  # noqa: B010
     try:
+        patch_with_index(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         yield
     finally:
+        setattr(interpreter, "_patch_lang", patch)  # noqa: B010
         setattr(JITFunction, "__call__", call)  # noqa: B010
         del builder.create_dot, builder.cast_impl  # the methods of the class show again
         for owner, attributes in zip(_PATCHED, before, strict=True):

@@ -56,7 +56,12 @@ class JaxDoor(Functions):
 
     def apply(self, operation: Operation, static: Any, *inputs: Array | None) -> tuple[Array, ...]:
         """See Functions.apply."""
-        return _applied(operation, static, *inputs)
+        return _applied(operation, static, *_varying_alike(inputs))
+
+    def alike(self, x: Array, residual: Array) -> Array:
+        """See Functions.alike; JAX has no autocast."""
+        del residual
+        return x
 
     def counter(self, step: int | Array, like: Array) -> Array:
         """See Functions.counter."""
@@ -72,7 +77,27 @@ def run(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
     """Outputs of a launch: compiled where XLA lowers for CUDA, interpreted on the CPU."""
     if 0 in launch.grid:
         return tuple(jnp.zeros(shape, dtype) for shape, dtype in launch.outputs)
-    return jax.custom_batching.sequential_vmap(partial(_dispatch, launch))(*inputs)
+    outputs = jax.custom_batching.sequential_vmap(partial(_dispatch, launch))(*inputs)
+    return tuple(_varying_alike((*outputs, *inputs))[: len(outputs)])
+
+
+def _varying_alike(arrays: tuple) -> list:
+    """Inside shard_map: arrays typed as varying over every mesh axis that one of them varies over.
+
+    What was replicated, such as a parameter, gets its gradient summed over the axis by the transpose of this.
+    """
+    axes = [frozenset() if x is None else _varying_axes(x) for x in arrays]
+    every = frozenset().union(*axes)
+    return [
+        x if x is None or own == every else jax.lax.pcast(x, tuple(sorted(every - own)), to="varying")
+        for x, own in zip(arrays, axes, strict=True)
+    ]
+
+
+def _varying_axes(x: Array) -> frozenset:
+    kind = jax.typeof(x)
+    manual = getattr(kind, "manual_axis_type", None)
+    return frozenset(getattr(manual, "varying", None) or getattr(kind, "vma", ()) or ())
 
 
 def _dispatch(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
@@ -101,6 +126,7 @@ def _compiled(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
         name=launch.kernel,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
+        enable_fp_fusion=True,
         **dict(launch.constants),
     )
 

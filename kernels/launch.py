@@ -76,13 +76,14 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
 
-def groups_of(tokens: int, rows: int, programs: int) -> tuple[int, int]:
-    """How many groups tokens are cut into for about PROGRAMS programs, and tokens per group, a multiple of rows.
+def groups_of(tokens: int, programs: int) -> tuple[int, int]:
+    """How many groups tokens are cut into for about PROGRAMS programs, and tokens per group, a multiple of 128.
 
+    The same for every block, so that tuning does not decide in which groups a gradient is summed.
     At least two groups, the second empty if need be: jax-triton compiles a kernel again for a scalar that is 1.
     """
-    blocks = math.ceil(tokens / rows)
-    per_group = math.ceil(blocks / max(1, min(blocks, math.ceil(PROGRAMS / programs)))) * rows
+    blocks = math.ceil(tokens / 128)
+    per_group = math.ceil(blocks / max(1, min(blocks, math.ceil(PROGRAMS / programs)))) * 128
     return max(2, math.ceil(tokens / max(per_group, 1))), per_group
 
 
@@ -185,7 +186,7 @@ def project_backward(block: Block, lead: tuple[int, ...], streams: int, width: i
     tokens, row, columns = math.prod(lead), streams * width, _coefficients(streams)
     dot = _dot(block, row, columns, dtype)
     tiles = math.ceil(row / int(dot["BK"]))
-    groups, per_group = groups_of(tokens, int(dot["BN"]), tiles)
+    groups, per_group = groups_of(tokens, math.ceil(row / 128))
     outputs = [((*lead, streams, width), dtype), ((groups, row, columns), wide(dtype))]
     constants = dict(K=row, C=columns, **dot)
     return _launch("coefficients", project_backward, block, (tiles, groups), (tokens, per_group), outputs, **constants)
@@ -196,7 +197,7 @@ def _coefficients(streams: int) -> int:
 
 
 def _dot(block: Block, row: int, columns: int, dtype: str) -> dict[str, int | str]:
-    """Tiles of the projection, whose products want at least 16 of everything. See METHOD in docs/kernels.md."""
+    """Tiles of the projection, whose products want at least 16 of everything. float32 is three tf32 products."""
     precision = {"float64": "ieee", "float32": "tf32x3"}.get(dtype, "tf32")
     padded, size = power_of_two(columns, 16), {"float64": 4, "float32": 2}.get(dtype, 1)
     fits = block.columns * 32 // max(padded, 32) // size  # registers hold what 16-bit tiles of 32 columns need

@@ -56,6 +56,8 @@ class TorchDoor(Functions):
         if device.type == "cpu":
             return run(build(tuning.first(build), **sizes), inputs)
         with torch.cuda.device(device):
+            if torch.cuda.is_current_stream_capturing():
+                return run(build(tuning.first(build), **sizes), inputs)
             name = torch.cuda.get_device_name(device)
             block = tuning.choose(build, sizes, name, partial(measure, inputs=inputs))
             return run(build(block, **sizes), inputs)
@@ -66,7 +68,14 @@ class TorchDoor(Functions):
 
     def apply(self, operation: Operation, static: Any, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         """See Functions.apply."""
-        return _Applied.apply(operation, static, *inputs)  # pyright: ignore[reportReturnType]
+        applied: Any = _Applied.apply
+        if torch.compiler.is_compiling():  # kernels are called as they are; how they are launched is not traced
+            applied = torch.compiler.disable(applied)
+        return applied(operation, static, *inputs)
+
+    def alike(self, x: Tensor, residual: Tensor) -> Tensor:
+        """See Functions.alike; autocast hands a sublayer's output on in its own type."""
+        return x.to(residual.dtype) if torch.is_autocast_enabled(residual.device.type) else x
 
     def counter(self, step: int, like: Tensor) -> Tensor:
         """See Functions.counter; a fill, so that nothing is copied from the host."""
@@ -100,7 +109,7 @@ def run(launch: Launch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             output.fill_(float("nan"))
         interpret(kernel, launch.grid, arguments, dict(launch.constants))
     else:
-        compiled = dict(num_warps=launch.num_warps, num_stages=launch.num_stages)
+        compiled = dict(num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=True)
         kernel[launch.grid](*arguments, **dict(launch.constants), **compiled)
     return outputs
 

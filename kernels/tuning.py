@@ -1,15 +1,18 @@
 """Which of a kernel's blocks is used: measured once per device and shape, kept in a file both doors read.
 
 The file is ``blocks.json`` in the directory DIPTYCH_CACHE_DIR, by default ``~/.cache/diptych``. The key holds the
-device, Triton's version, the kernel, its types and constants, and not the number of tokens. The interpreter and
-compilation ahead of time use the first candidate and measure nothing; so does everything if DIPTYCH_TUNE is 0.
+device, Triton's version, the kernel, the types of its outputs and its constants, and not the number of tokens. The
+first process to measure decides for all. The interpreter and compilation ahead of time use the first candidate and
+measure nothing; so does everything if DIPTYCH_TUNE is 0. Sums may round differently in another block: for the same
+bits on every machine, keep the file or set DIPTYCH_TUNE=0.
 """
 
+import fcntl
 import importlib
 import json
 import logging
+import math
 import os
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -18,6 +21,7 @@ from typing import Any
 from kernels.launch import CANDIDATES, Block, Launch
 
 logger = logging.getLogger(__name__)
+MEASURED_TOKENS = 2048
 
 
 def kernel_function(name: str) -> Any:
@@ -36,6 +40,9 @@ def choose(
 ) -> Block:
     """The fastest candidate, from the file if it was measured before.
 
+    A launch of fewer than MEASURED_TOKENS tokens measures nothing: it would say little of larger ones, which share the
+    entry. It takes what is known, or else the first candidate.
+
     Args:
         build: a function of kernels.launch.
         sizes: its arguments besides the block.
@@ -44,6 +51,7 @@ def choose(
 
     Raises:
         RuntimeError: no candidate runs.
+        ImportError: what a launch needs is not installed.
     """
     candidates = CANDIDATES[build.__name__]
     if len(candidates) == 1 or os.environ.get("DIPTYCH_TUNE") == "0":
@@ -52,9 +60,13 @@ def choose(
     table = _table(path)
     if key not in table:
         table.update(_read(path))
-    if key not in table:
-        table[key] = _fastest(build, sizes, candidates, measure)
-        _write(path, {**_read(path), key: table[key]})
+    if table.get(key) not in candidates:
+        if math.prod(sizes.get("lead", ())) < MEASURED_TOKENS:
+            return candidates[0]
+        fastest = _fastest(build, sizes, candidates, measure)
+        if fastest is None:
+            return candidates[0]
+        table[key] = _keep(path, key, fastest, candidates)
     return table[key]
 
 
@@ -63,12 +75,17 @@ def _fastest(
     sizes: dict[str, Any],
     candidates: tuple[Block, ...],
     measure: Callable[[Launch], float],
-) -> Block:
+) -> Block | None:
+    """None where memory is too short to measure in."""
     times, failures = {}, []
     for block in candidates:
         try:
             times[block] = measure(build(block, **sizes))
+        except ImportError:
+            raise
         except Exception as error:  # compilers and drivers raise what they like
+            if "OutOfMemory" in type(error).__name__ or "RESOURCE_EXHAUSTED" in str(error):
+                return None
             failures.append(f"{block}: {error}")
     if not times:
         raise RuntimeError(f"{build.__name__}: none of its blocks runs on this device: " + "; ".join(failures))
@@ -83,29 +100,50 @@ def _key(launch: Launch, device: str) -> str:
     return json.dumps([device, triton.__version__, *launch.compiled_as])
 
 
-def _path() -> Path:
-    return Path(os.environ.get("DIPTYCH_CACHE_DIR") or Path.home() / ".cache" / "diptych") / "blocks.json"
+def _path() -> Path | None:
+    """None where there is no home to keep anything in."""
+    try:
+        return Path(os.environ.get("DIPTYCH_CACHE_DIR") or Path.home() / ".cache" / "diptych") / "blocks.json"
+    except RuntimeError:
+        return None
 
 
 @cache
-def _table(path: Path) -> dict[str, Block]:
+def _table(path: Path | None) -> dict[str, Block]:
     """What this process knows; the file is read again only for a key that is not here."""
+    del path
     return {}
 
 
-def _read(path: Path) -> dict[str, Block]:
+def _read(path: Path | None) -> dict[str, Block]:
+    if path is None:
+        return {}
     try:
         return {key: Block(*block) for key, block in json.loads(path.read_text()).items()}
     except FileNotFoundError:
         return {}
-    except (ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         logger.warning("%s is no table of blocks (%s): measuring again", path, error)
         return {}
 
 
-def _write(path: Path, table: dict[str, Block]) -> None:
-    """Whole or not at all: other processes may read at any time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        json.dump(table, file, indent=1, sort_keys=True)
-    os.replace(file.name, path)
+def _keep(path: Path | None, key: str, block: Block, candidates: tuple[Block, ...]) -> Block:
+    """Put a block into the file, unless another process was first: then its choice is everyone's.
+
+    The file is replaced whole, so that it can be read at any time.
+    """
+    if path is None:
+        return block
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            table = _read(path)
+            if table.get(key) in candidates:
+                return table[key]
+            partial = path.with_suffix(f".{os.getpid()}.partial")
+            partial.write_text(json.dumps({**table, key: block}, indent=1, sort_keys=True))
+            os.replace(partial, path)
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): every process measures for itself", path, error)
+    return block

@@ -5,6 +5,9 @@ budget of an array is 2 (error of the eager reference + a band of roundings of t
 norm-wise against the reference in float64; the band is one rounding for what is stored narrow, eight for sums.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -337,10 +340,10 @@ def reference_loss(x, h_pre):
     return jnp.sum(jnp.sin(jnp.einsum("...sd,...s->...d", x, h_pre)))
 
 
-def one_device(function: Callable) -> Callable:
+def one_device(function: Callable, check_vma: bool) -> Callable:
     mesh = Mesh(np.array(jax.devices()[:1]), ("cp",))
     spec = PartitionSpec("cp")
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma))
 
 
 def scanned(x, h_pre, loss):
@@ -353,7 +356,8 @@ WRAPPED = {
     "checkpoint": lambda loss: jax.jit(jax.grad(jax.checkpoint(loss), (0, 1))),
     "vmap": lambda loss: jax.jit(jax.vmap(jax.grad(loss, (0, 1)))),
     "scan": lambda loss: jax.jit(jax.grad(partial(scanned, loss=loss), (0, 1))),
-    "shard_map": lambda loss: one_device(jax.grad(loss, (0, 1))),
+    "shard_map": lambda loss: one_device(jax.grad(loss, (0, 1)), check_vma=False),
+    "shard_map, checked": lambda loss: one_device(jax.grad(loss, (0, 1)), check_vma=True),
 }
 
 
@@ -362,6 +366,35 @@ def test_jax_transforms(wrapping):
     x, h_pre = jnp.asarray(normal(0, 2, 3, 4, 8)), jnp.asarray(normal(1, 2, 3, 4))
     ours, expected = (WRAPPED[wrapping](loss)(x, h_pre) for loss in (loss_of, reference_loss))
     assert_close(ours, expected, 1e-14)
+
+
+@pytest.mark.multiprocess
+def test_replicated_parameters_in_shard_map_get_the_whole_gradient():
+    """Two devices, each with half of the tokens and all of phi; checked, so that types say what varies."""
+    script = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+from kernels import jax_ops
+assert len(jax.devices()) == 2
+random = np.random.default_rng(0)
+x, phi = jnp.asarray(random.normal(size=(2, 3, 2, 4))), jnp.asarray(random.normal(size=(8, 8)) / 3)
+alpha, bias = jnp.ones(3), jnp.zeros(8)
+def total(x, phi):
+    mappings = jax_ops.compute_mappings(x, phi, alpha, bias, iterations=3)
+    return sum(jnp.sum(jnp.sin(h * (i + 1))) for i, h in enumerate(mappings))
+def local(x, phi):
+    return jax.grad(total, argnums=(0, 1))(x, phi)
+mesh = Mesh(np.array(jax.devices()), ("dp",))
+split = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P("dp"), P()), out_specs=(P("dp"), P())))
+for one, other in zip(split(x, phi), jax.grad(total, argnums=(0, 1))(x, phi), strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-13)
+"""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_ENABLE_X64": "1", "NPROC": "32"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(
+        command, env={**os.environ, **flags}, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_pmap():
@@ -471,6 +504,14 @@ REFUSED = {
         lambda: torch_ops.write_streams(X, None, torch.zeros(2, 3, 8), None, H, rate=1.0),
         r"rate: expected a number in \[0, 1\), got 1.0",
     ),
+    "row_high": (
+        lambda: torch_ops.write_streams(
+            X, None, torch.zeros(2, 3, 8), None, H, 0.1, rows("torch", (2, 3))._replace(row_high=torch.zeros(1)), 0
+        ),
+        r"state.row_high: expected shape \(2, 3\), got \(1,\)",
+    ),
+    "no axes": (lambda: torch_ops.gelu(torch.tensor(1.0)), r"x: expected at least 1 axes, got shape \(\)"),
+    "one axis": (lambda: torch_ops.sinkhorn(torch.zeros(3)), r"logits: expected at least 2 axes, got shape \(3,\)"),
     "odd gate": (lambda: torch_ops.swiglu(torch.zeros(3, 5)), r"x: expected gate and value side by side.* got 5"),
     "two devices": (
         lambda: torch_ops.aggregate(X, H.to("meta")),
@@ -496,7 +537,7 @@ def test_jax_triton_missing_says_what_to_install(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(tuning, "choose", lambda build, *_: tuning.first(build))
     with pytest.raises(ImportError, match=r"expected jax-triton .* pip install 'jax-triton>=0\.3\.1' 'jax\[cuda13\]'"):
-        room("jax", "ops").gelu(jnp.zeros((3, 77)))
+        room("jax", "ops").gelu(jnp.zeros((3, 77)), impl="triton")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a PyTorch without CUDA")
@@ -508,6 +549,39 @@ def test_cuda_asked_of_a_cpu_only_torch():
     config = replace(MODEL, vocab_size=256)
     with pytest.raises(ValueError, match=r"device: expected one this PyTorch .* got 'cuda', and it sees no GPU; make"):
         Trainer(config, TrainConfig(), tiny_corpus(), device="cuda")
+
+
+def test_autocast_hands_narrow_outputs_to_wide_streams():
+    x, y, h_post = torch.randn(1, 3, 2, 8), torch.randn(1, 3, 8), torch.rand(1, 3, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = torch_ops.write_streams(x, None, torch.nn.functional.linear(y, torch.eye(8)), None, h_post)
+    torch.testing.assert_close(out, x + h_post[..., None] * y[:, :, None], rtol=1e-2, atol=2e-2)
+
+
+def test_compiled_functions_call_kernels():
+    x = torch.randn(4, 8, requires_grad=True)
+    compiled = torch.compile(lambda x: torch_ops.swiglu(x) * 2, backend="eager")
+    out = compiled(x)
+    torch.testing.assert_close(out, ops.swiglu(x, **R) * 2)
+    out.sum().backward()
+    assert x.grad.any()
+
+
+def test_infinite_logits_are_not_hidden():
+    logits = torch.zeros(2, 3, 3)
+    logits[0, :, 1] = -torch.inf
+    ours, reference = torch_ops.sinkhorn(logits), hyper_connections.sinkhorn(logits, **R)
+    assert reference[0].isnan().all()
+    torch.testing.assert_close(ours, reference, equal_nan=True)
+
+
+def test_auto_in_jax_goes_by_where_an_array_lies(monkeypatch):
+    """A machine with a GPU, an array on its CPU."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    from jax_impl.ops import kernel_door
+
+    assert kernel_door("auto", jnp.ones(3)) is None
+    assert kernel_door("triton", jnp.ones(3)) is jax_ops
 
 
 def test_second_derivatives_are_refused():

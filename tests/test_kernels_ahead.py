@@ -261,7 +261,7 @@ def test_jax_triton_leaves_the_environment_alone(monkeypatch):
 # Tuning.
 
 
-SIZES = {"lead": (100,), "width": 64, "dtype": "float32"}
+SIZES = {"lead": (4096,), "width": 64, "dtype": "float32"}
 
 
 @pytest.fixture
@@ -300,6 +300,62 @@ def test_fastest_block_is_measured_once_and_kept_for_every_process(cache):
     assert len(choose(times, device="another card")[1]) == 3
     assert len(choose(times, width=65)[1]) == 3
     assert len(json.loads(cache.read_text())) == 3
+
+
+def test_small_launches_measure_nothing_and_take_what_is_known(cache):
+    assert choose({}, lead=(7,)) == (FIRST, [])
+    assert not cache.exists()
+    choose({FIRST: 3.0, SECOND: 1.0, THIRD: 2.0})
+    assert choose({}, lead=(7,)) == (SECOND, [])
+
+
+def test_the_first_process_to_measure_decides_for_all(cache):
+    """Another process writes its choice while this one measures."""
+    key = tuning._key(launch.gelu_forward(FIRST, **SIZES), "card")
+
+    def measure(made: Launch) -> float:
+        cache.write_text(json.dumps({key: THIRD}))
+        return float(made.num_warps)
+
+    assert tuning.choose(launch.gelu_forward, SIZES, "card", measure) == THIRD
+    tuning._table.cache_clear()
+    assert choose({})[0] == THIRD
+
+
+def test_a_block_that_is_no_candidate_is_measured_again(cache):
+    key = tuning._key(launch.gelu_forward(FIRST, **SIZES), "card")
+    cache.write_text(json.dumps({key: [7, 100, 3, 1]}))
+    assert choose({FIRST: 3.0, SECOND: 1.0, THIRD: 2.0})[0] == SECOND
+
+
+@pytest.mark.parametrize("folder", ["/proc/nowhere", "/dev/null/below"])
+def test_a_folder_that_cannot_be_written_costs_only_time(folder, monkeypatch, caplog):
+    monkeypatch.setenv("DIPTYCH_CACHE_DIR", folder)
+    monkeypatch.setenv("DIPTYCH_TUNE", "1")
+    tuning._table.cache_clear()
+    assert choose({FIRST: 3.0, SECOND: 1.0, THIRD: 2.0})[0] == SECOND
+    assert "cannot be written" in caplog.text
+    assert choose({}) == (SECOND, []), "this process remembers"
+    tuning._table.cache_clear()
+
+
+def test_no_memory_to_measure_in_decides_nothing(cache):
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    def measure(made: Launch) -> float:
+        raise OutOfMemoryError("tried to allocate")
+
+    assert tuning.choose(launch.gelu_forward, SIZES, "card", measure) == FIRST
+    assert not cache.exists()
+
+
+def test_what_is_not_installed_is_said_while_measuring_too(cache):
+    def measure(made: Launch) -> float:
+        raise ImportError("expected jax-triton")
+
+    with pytest.raises(ImportError, match="expected jax-triton"):
+        tuning.choose(launch.gelu_forward, SIZES, "card", measure)
 
 
 def test_a_block_that_does_not_run_is_passed_over(cache):
