@@ -558,6 +558,7 @@ def test_autocast_hands_narrow_outputs_to_wide_streams():
     torch.testing.assert_close(out, x + h_post[..., None] * y[:, :, None], rtol=1e-2, atol=2e-2)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile's own
 def test_compiled_functions_call_kernels():
     x = torch.randn(4, 8, requires_grad=True)
     compiled = torch.compile(lambda x: torch_ops.swiglu(x) * 2, backend="eager")
