@@ -61,7 +61,7 @@ def test_compare_over_tolerance_names_parameter_and_step(corpus, tmp_path, capsy
     import jax_impl.transformer
 
     right = jax_impl.transformer.gelu
-    monkeypatch.setattr(jax_impl.transformer, "gelu", lambda x: right(x) * 1.001)  # a seeded bug
+    monkeypatch.setattr(jax_impl.transformer, "gelu", lambda x, impl: right(x, impl) * 1.001)  # a seeded bug
     command = f"compare {SMALL} --activation gelu --train-iters 3 --data-path"
     assert diptych(command, corpus, "--output-dir", tmp_path) == 1
     printed = " ".join(capsys.readouterr().out.split())

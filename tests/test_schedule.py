@@ -1,0 +1,303 @@
+"""Pipeline schedules as tables: what they hold, when they run, what they cost."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from plans.communication import Message, lower
+from plans.schedule import (
+    NAMES,
+    Action,
+    Schedule,
+    build_schedule,
+    convert_schedule_table_to_order,
+    get_schedule_table,
+    num_warmup_microbatches,
+)
+from plans.simulate import Costs, ScheduleError, simulate, validate_program, validate_schedule
+
+
+@st.composite
+def sizes(draw, name: str, most: int = 6):
+    """Arguments of build_schedule that a schedule accepts."""
+    p = 1 if name == "none" else draw(st.integers(2 if name == "interleaved" else 1, most))
+    if name != "interleaved":
+        return name, p, draw(st.integers(1, 14))
+    g = draw(st.integers(p, p + 3))
+    m = g * draw(st.integers(1, 3)) + draw(st.sampled_from([0, *range(p, g)]))
+    return name, p, m, draw(st.integers(2, 4)), g
+
+
+ANY = st.sampled_from(NAMES).flatmap(sizes)
+TIMES = st.floats(0.1, 3.0)
+
+
+@given(ANY, st.sampled_from(["async", "blocking"]))
+def test_every_schedule_is_valid_under_either_semantics(arguments, semantics):
+    validate_schedule(build_schedule(*arguments), semantics)
+
+
+@given(ANY)
+def test_every_message_has_two_ends_in_one_order(arguments):
+    """Between two ranks, messages are received in the order they are sent, as in-order transports need."""
+    schedule = build_schedule(*arguments)
+    program = lower(schedule)
+    assert [tuple(step for step in steps if isinstance(step, Action)) for steps in program] == [*schedule.actions]
+    for rank, steps in enumerate(program):
+        for peer in range(schedule.pp_size):
+            sent = [s.produced_by for s in steps if isinstance(s, Message) and (s.direction, s.peer) == ("SEND", peer)]
+            received = [
+                s.produced_by
+                for s in program[peer]
+                if isinstance(s, Message) and (s.direction, s.peer) == ("RECV", rank)
+            ]
+            assert sent == received
+            assert len(set(sent)) == len(sent)
+
+
+# Closed forms, each where it holds.
+
+
+@given(st.sampled_from(["gpipe", "1f1b"]).flatmap(sizes), TIMES, TIMES, TIMES)
+def test_gpipe_and_1f1b(arguments, forward, inputs, weights):
+    """For every p, m and cost: bubble (p - 1)(F + B); GPipe keeps m, 1F1B min(p - r, m)."""
+    name, p, m = arguments
+    course = simulate(build_schedule(*arguments), Costs(forward, inputs, weights))
+    bubble = (p - 1) * (forward + inputs + weights)
+    assert course.makespan == pytest.approx(m * (forward + inputs + weights) + bubble)
+    assert course.bubble == pytest.approx((bubble,) * p)
+    in_flight = tuple(m if name == "gpipe" else min(p - rank, m) for rank in range(p))
+    assert course.peak_in_flight == in_flight
+    assert course.peak_bytes == in_flight
+
+
+@given(st.integers(2, 6), st.integers(1, 3), st.integers(2, 4), TIMES)
+def test_interleaved_bubble_is_divided_by_v(p, groups, v, forward):
+    """Whole groups of p microbatches, F and B of a rank split evenly over v stages, I = W = F."""
+    course = simulate(build_schedule("interleaved", p, p * groups, v), Costs(*(3 * [forward / v])))
+    assert course.bubble == pytest.approx(((p - 1) * 3 * forward / v,) * p)
+
+
+@given(sizes("interleaved"))
+def test_interleaved_in_flight(arguments):
+    _, p, m, v, g = arguments
+    course = simulate(build_schedule(*arguments))
+    assert course.peak_in_flight == tuple(min(2 * (p - 1 - rank) + (v - 1) * g + 1, m * v) for rank in range(p))
+
+
+@given(st.integers(1, 6), st.integers(0, 8), TIMES, TIMES)
+def test_zero_bubble(p, more, step, weights):
+    """m >= p, F = I >= W: bubble (p - 1)(F + I - W); any costs: p in flight at most, W kept from I on."""
+    assume(weights <= step)
+    m = p + more
+    schedule = build_schedule("zb-h1", p, m)
+    course = simulate(schedule, Costs(step, step, weights))
+    assert course.bubble == pytest.approx(((p - 1) * (2 * step - weights),) * p)
+    assert course.peak_in_flight == (p,) * p
+    kept = simulate(schedule, Costs(activation_bytes=10.0, weight_gradient_bytes=4.0)).peak_bytes
+    assert kept == tuple(10.0 * (p - rank) + 4.0 * rank for rank in range(p))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "makespan"),
+    [(("gpipe", 4, 8), 33), (("1f1b", 4, 8), 33), (("interleaved", 4, 8, 2), 57), (("zb-h1", 4, 8), 27)],
+)
+def test_makespans_of_the_papers_example(arguments, makespan):
+    assert simulate(build_schedule(*arguments)).makespan == makespan
+
+
+@given(ANY, st.floats(0.0, 2.0))
+def test_communication_never_helps(arguments, time):
+    schedule = build_schedule(*arguments)
+    free, slow = (simulate(schedule, Costs(communication=t)) for t in (0.0, time))
+    assert slow.makespan >= free.makespan
+    assert slow.peak_in_flight == free.peak_in_flight
+
+
+def test_communication_of_1f1b_by_hand():
+    """p = 2, m = 1, F = 1, B = 2, a message 0.5: 1 + 0.5 + 1 + 2 + 0.5 + 2."""
+    course = simulate(build_schedule("1f1b", 2, 1), Costs(communication=0.5))
+    assert course.makespan == 7.0
+    assert course.starts == {
+        Action("F", 0, 0): 0.0,
+        Action("F", 1, 0): 1.5,
+        Action("B", 1, 0): 2.5,
+        Action("B", 0, 0): 5.0,
+    }
+    assert course.span == (7.0, 3.0)
+
+
+def test_costs_differ_by_stage():
+    course = simulate(build_schedule("1f1b", 2, 3), Costs(forward=[1.0, 4.0], activation_bytes=[10.0, 3.0]))
+    assert course.peak_bytes == (20.0, 3.0)
+    assert course.makespan == 1.0 + 3 * (4.0 + 2.0) + 2.0
+
+
+# The order within a rank.
+
+
+def test_table_of_two_chunks_in_groups_of_three():
+    """m = 5: the last group has two."""
+    microbatches, chunks = zip(*get_schedule_table(5, 2, 3), strict=True)
+    assert microbatches == (0, 1, 2, 0, 1, 2, 3, 4, 3, 4)
+    assert chunks == (0, 0, 0, 1, 1, 1, 0, 0, 1, 1)
+    order = convert_schedule_table_to_order(3, 2, get_schedule_table(5, 2, 3))
+    assert order == [1, 1, 1, 2, -2, 2, -2, 2, -2, 1, -1, 1, -1, 2, -1, 2, -2, -2, -1, -1]
+
+
+@given(sizes("interleaved"))
+def test_warmups(arguments):
+    _, p, m, v, g = arguments
+    for rank, actions in enumerate(build_schedule(*arguments).actions):
+        first = next(i for i, action in enumerate(actions) if action.kind == "B")
+        warmup = num_warmup_microbatches(rank, p, m, v, g)
+        assert first == min(warmup + 1, m * v)
+        assert [a.stage % p for a in actions] == [rank] * (2 * m * v)
+
+
+# Faults.
+
+
+def one_f_one_b() -> Schedule:
+    return build_schedule("1f1b", 3, 4)
+
+
+def edited(rank: int, edit) -> Schedule:
+    schedule = one_f_one_b()
+    actions = [list(a) for a in schedule.actions]
+    edit(actions[rank])
+    return replace(schedule, actions=tuple(map(tuple, actions)))
+
+
+FAULTS = {
+    "drop": (lambda a: a.remove(Action("B", 1, 2)), r"rank 1, 1B2: expected once, got none"),
+    "duplicate": (lambda a: a.append(Action("F", 1, 0)), r"rank 1, 1F0: expected once, got 2 times"),
+    "microbatch out of range": (
+        lambda a: a.append(Action("F", 1, 4)),
+        r"rank 1, 1F4: expected F and B of stages 0 to 2 and microbatches 0 to 3",
+    ),
+    "stage out of range": (lambda a: a.append(Action("F", 4, 0)), r"rank 1, 4F0: expected F and B of stages 0 to 2"),
+    "another rank's": (lambda a: a.append(Action("F", 2, 0)), r"rank 1, 2F0: stage 2 lies on rank 2"),
+    "half a backward": (lambda a: a.append(Action("W", 1, 0)), r"rank 0, 0B0: expected F, I and W of stages 0 to 2"),
+    "swap": (
+        lambda a: a.__setitem__(slice(None), [a[i] for i in (2, 1, 0, *range(3, len(a)))]),
+        r"rank 1 cannot run 1B0 before 1F0 and 2B0",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_validator_names_the_fault(fault):
+    edit, message = FAULTS[fault]
+    with pytest.raises(ScheduleError, match=message):
+        validate_schedule(edited(1, edit))
+
+
+@given(ANY, st.data())
+def test_validator_finds_every_dropped_duplicated_or_moved_action(arguments, data):
+    schedule = build_schedule(*arguments)
+    rank = data.draw(st.integers(0, schedule.pp_size - 1))
+    actions = list(schedule.actions[rank])
+    place = data.draw(st.integers(0, len(actions) - 1))
+    fault = data.draw(st.sampled_from(["drop", "duplicate", "out of range"]))
+    broken = {
+        "drop": actions[:place] + actions[place + 1 :],
+        "duplicate": [*actions, actions[place]],
+        "out of range": [*actions[:place], actions[place]._replace(microbatch=-1), *actions[place + 1 :]],
+    }[fault]
+    lists = (*schedule.actions[:rank], tuple(broken), *schedule.actions[rank + 1 :])
+    with pytest.raises(ScheduleError, match=re.escape(str(actions[place])) if fault != "out of range" else "-1"):
+        validate_schedule(replace(schedule, actions=lists))
+
+
+def test_ranks_that_wait_for_each_other_are_both_named():
+    """Rank 0 wants a backward before the forward that the backward comes from, by way of rank 1."""
+    actions = (
+        (Action("F", 0, 0), Action("B", 0, 0), Action("F", 0, 1), Action("B", 0, 1)),
+        (Action("F", 1, 0), Action("F", 1, 1), Action("B", 1, 0), Action("B", 1, 1)),
+    )
+    with pytest.raises(ScheduleError, match="rank 0 cannot run 0B0 before 1B0; rank 1 cannot run 1F1 before 0F1"):
+        validate_schedule(Schedule("by hand", 2, 2, 1, actions))
+
+
+def test_the_seeds_interleaved_loop_deadlocks():
+    """One forward and at once its backward, slot by slot: the first backward waits for forwards that come later."""
+    p, m, v = 2, 4, 2
+    table = get_schedule_table(m, v, p)
+    actions = tuple(
+        tuple(Action(kind, chunk * p + rank, microbatch) for microbatch, chunk in table for kind in ("F", "B"))
+        for rank in range(p)
+    )
+    with pytest.raises(ScheduleError, match="rank 0 cannot run 0B0 before 1B0; rank 1 cannot run 1B0 before 2B0"):
+        validate_schedule(Schedule("slot by slot", p, m, v, actions))
+
+
+def test_sends_that_wait_for_their_receives_can_deadlock_where_others_run():
+    """Two ranks, each sending before it receives."""
+    schedule = build_schedule("1f1b", 2, 2)
+    forwards = [Action("F", 0, i) for i in range(2)], [Action("F", 1, i) for i in range(2)]
+    backwards = [Action("B", 0, i) for i in range(2)], [Action("B", 1, i) for i in range(2)]
+    program = (
+        (
+            forwards[0][0],
+            Message("SEND", forwards[0][0], 1),
+            forwards[0][1],
+            Message("SEND", forwards[0][1], 1),
+            Message("RECV", backwards[1][0], 1),
+            backwards[0][0],
+            Message("RECV", backwards[1][1], 1),
+            backwards[0][1],
+        ),
+        (
+            Message("RECV", forwards[0][0], 0),
+            forwards[1][0],
+            backwards[1][0],
+            Message("SEND", backwards[1][0], 0),
+            Message("RECV", forwards[0][1], 0),
+            forwards[1][1],
+            backwards[1][1],
+            Message("SEND", backwards[1][1], 0),
+        ),
+    )
+    validate_program(schedule, program, "async")
+    message = "rank 0 waits in SEND 0F1 to rank 1; rank 1 waits in SEND 1B0 to rank 0"
+    with pytest.raises(ScheduleError, match=message):
+        validate_program(schedule, program, "blocking")
+
+
+def test_a_lost_message_is_named():
+    schedule = one_f_one_b()
+    program = list(map(list, lower(schedule)))
+    program[0].remove(Message("SEND", Action("F", 0, 1), 1))
+    with pytest.raises(ScheduleError, match="rank 1 waits in RECV 0F1 from rank 0"):
+        validate_program(schedule, tuple(map(tuple, program)))
+
+
+REFUSED = {
+    ("2f2b", 2, 4): r"schedule: expected one of .*'zb-h1'.*, got '2f2b'",
+    ("1f1b", 0, 4): r"pp_size: expected at least 1, got 0",
+    ("1f1b", 2, 0): r"num_microbatches: expected at least 1, got 0",
+    ("none", 2, 4): r"pp_size: expected 1 without a pipeline, got 2",
+    ("1f1b", 2, 4, 2): r"stages_per_rank: expected 1 with schedule '1f1b', got 2; choose 'interleaved'",
+    ("1f1b", 2, 4, 1, 2): r"group_size: expected None with schedule '1f1b', got 2",
+    ("interleaved", 1, 4, 2): r"pp_size: expected at least 2 with schedule 'interleaved', got 1; choose 'none'",
+    ("interleaved", 2, 4, 1): r"stages_per_rank: expected at least 2 .* choose '1f1b'",
+    ("interleaved", 4, 3, 2): r"num_microbatches: expected at least pp_size=4 with schedule 'interleaved', got 3",
+    ("interleaved", 2, 4, 2, 1): r"group_size: expected from pp_size=2 to num_microbatches=4, got 1",
+    ("interleaved", 2, 4, 2, 5): r"group_size: expected from pp_size=2 to num_microbatches=4, got 5",
+    ("interleaved", 4, 6, 2): r"num_microbatches: .* got 6 in groups of 4, which leaves 2; change",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED, ids=str)
+def test_sizes_no_schedule_has_are_refused(arguments):
+    with pytest.raises(ValueError, match=REFUSED[arguments]):
+        build_schedule(*arguments)
+
+
+def test_unknown_semantics():
+    with pytest.raises(ValueError, match=r"semantics: expected one of \('async', 'blocking'\), got 'eager'"):
+        validate_schedule(one_f_one_b(), "eager")  # pyright: ignore[reportArgumentType]
