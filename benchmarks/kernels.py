@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 from rich.console import Console
@@ -32,8 +31,6 @@ from parity.report import environment
 from reference_torch import hyper_connections, ops
 
 RESULTS = Path("benchmarks/results")
-REPEATS = 20
-"""Launches between two readings of the clock, for JAX."""
 
 
 def main() -> None:
@@ -127,7 +124,8 @@ def kernel_rows(
     launch = recorded.build(block, **recorded.sizes)
     times = {"torch": seconds(lambda: torch_ops.run(launch, inputs), device)}
     if jax_is_there(device):
-        times["jax"] = jax_seconds(launch, inputs)
+        short = {} if device == "cuda" else {"repeats": 1, "rounds": 3}
+        times["jax"] = jax_ops.measure(launch, inputs, **short)
     moved = recorded.ideal_bytes(tokens) * tokens or recorded.all_bytes()  # a sum has no row per token
     return [
         {
@@ -147,29 +145,6 @@ def jax_is_there(device: str) -> bool:
     import jax
 
     return device == "cpu" or (jax_ops.jax_triton() is not None and jax.default_backend() != "cpu")
-
-
-def jax_seconds(launch: Any, inputs: tuple[torch.Tensor, ...]) -> float:
-    """Median time of a launch, of REPEATS in one program, each waiting for the one before."""
-    import jax
-
-    repeats = REPEATS if inputs[0].device.type == "cuda" else 1
-    arrays = [jax.dlpack.from_dlpack(x) for x in inputs]
-
-    @jax.jit
-    def chain(arrays):
-        outputs = jax_ops.run(launch, *arrays)
-        for _ in range(repeats - 1):
-            arrays, _ = jax.lax.optimization_barrier((arrays, outputs))
-            outputs = jax_ops.run(launch, *arrays)
-        return outputs
-
-    times = []
-    for _ in range(12 if repeats > 1 else 2):
-        start = time.perf_counter()
-        jax.block_until_ready(chain(arrays))
-        times.append((time.perf_counter() - start) / repeats)
-    return float(np.median(times[2:] or times[1:]))
 
 
 def liger() -> Any | None:

@@ -38,6 +38,14 @@ class Functions(ABC):
     def check_devices(self, **arrays: Array | None) -> None:
         """Refuse arrays the door cannot take together."""
 
+    @abstractmethod
+    def alike(self, x: Array, residual: Array) -> Array:
+        """x in residual's type where the framework converts types by itself."""
+
+    @abstractmethod
+    def counter(self, step: Any, like: Array) -> Array:
+        """[1] integer array of the training step, where ``like`` is."""
+
     def _check(self, **arrays: Array | None) -> None:
         """Types and devices of all arrays."""
         for name, x in arrays.items():
@@ -135,18 +143,7 @@ class Functions(ABC):
             site: see plans.philox.
         """
         self._check(residual=residual, h_res=h_res, x=x, bias=bias, h_post=h_post)
-        given = {"residual": residual, "h_res": h_res, "x": x, "bias": bias, "h_post": h_post}
-        given = [name for name, array in given.items() if array is not None]
-        adds = x is not None and h_post is not None
-        if not (adds or (residual is not None and h_res is not None)) or (
-            not adds and (x is not None or h_post is not None or bias is not None)
-        ):
-            raise ValueError(
-                "write_streams: expected residual with h_res, or x with h_post (and bias), or both; got "
-                + (", ".join(given) or "neither")
-            )
-        if residual is None and h_res is not None:
-            raise ValueError("h_res: expected a residual to mix, got residual=None")
+        _check_given(residual, h_res, x, bias, h_post)
         if not 0.0 <= rate < 1.0:
             raise ValueError(f"rate: expected a number in [0, 1), got {rate!r}")
         lead = ("h_post", h_post, 1) if residual is None else ("residual", residual, 2)
@@ -181,14 +178,6 @@ class Functions(ABC):
             rows = (state.row_low, state.row_high, self.counter(state.step, x))
         return self.apply(operations.WRITE, write, residual, h_res, x, bias, h_post, *rows)[0]
 
-    @abstractmethod
-    def alike(self, x: Array, residual: Array) -> Array:
-        """x in residual's type where the framework converts types by itself."""
-
-    @abstractmethod
-    def counter(self, step: Any, like: Array) -> Array:
-        """[1] integer array of the training step, where ``like`` is."""
-
     def swiglu(self, x: Array) -> Array:
         """silu(gate) value of x = [gate | value]. [..., 2 F] -> [..., F]."""
         self._check(x=x)
@@ -202,6 +191,22 @@ class Functions(ABC):
         self._check(x=x)
         _check_axes("x", x, 1)
         return self.apply(operations.GELU, None, x)[0]
+
+
+def _check_given(
+    residual: Array | None, h_res: Array | None, x: Array | None, bias: Array | None, h_post: Array | None
+) -> None:
+    """A residual to mix, or something to add, or both; and nothing that would be left unread."""
+    arrays = {"residual": residual, "h_res": h_res, "x": x, "bias": bias, "h_post": h_post}
+    given = {name for name, array in arrays.items() if array is not None}
+    adds, mixes = {"x", "h_post"} <= given, {"residual", "h_res"} <= given
+    if not (adds or mixes) or (not adds and given & {"x", "h_post", "bias"}):
+        raise ValueError(
+            "write_streams: expected residual with h_res, or x with h_post (and bias), or both; got "
+            + (", ".join(name for name in arrays if name in given) or "neither")
+        )
+    if h_res is not None and residual is None:
+        raise ValueError("h_res: expected a residual to mix, got residual=None")
 
 
 def _check_axes(name: str, x: Array, least: int) -> None:

@@ -8,7 +8,8 @@ more devices than JAX has threads wait for each other.
 
 import importlib
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -47,7 +48,7 @@ class JaxDoor(Functions):
         if jax.default_backend() == "cpu":
             block = tuning.first(build)
         else:
-            block = tuning.choose(build, sizes, jax.devices()[0].device_kind, partial(_measure, inputs=inputs))
+            block = tuning.choose(build, sizes, jax.devices()[0].device_kind, partial(measure, inputs=inputs))
         return run(build(block, **sizes), *inputs)
 
     def cast(self, x: Array, dtype: str) -> Array:
@@ -176,23 +177,37 @@ def _bits(x: Any) -> Any:
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
 
-def _measure(launch: Launch, inputs: tuple[Array, ...]) -> float:
-    """Median seconds of a launch on random arrays like the inputs, which may be traced."""
-    import time
+def measure(launch: Launch, inputs: Sequence[Any], repeats: int = 20, rounds: int = 8) -> float:
+    """Median seconds of a launch on random arrays like the inputs, which may be traced.
+
+    Of ``repeats`` launches in one program, each waiting for the one before, so that the host's time does not count; the
+    first two of ``rounds`` programs warm up.
+    """
+
+    @jax.jit
+    def chain(*arrays: Array) -> tuple[Array, ...]:
+        outputs = run(launch, *arrays)
+        for _ in range(repeats - 1):
+            arrays, _ = jax.lax.optimization_barrier((arrays, outputs))
+            outputs = run(launch, *arrays)
+        return outputs
 
     with jax.ensure_compile_time_eval():
-        key = jax.random.key(0)
         arrays = [
-            jax.random.normal(key, x.shape, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.ones_like(x)
-            for x in (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs)
+            _random(place, x.shape, jnp.dtype(str(x.dtype).removeprefix("torch."))) for place, x in enumerate(inputs)
         ]
-        call = jax.jit(partial(_compiled, launch))
         times = []
-        for _ in range(12):
+        for _ in range(rounds):
             start = time.perf_counter()
-            jax.block_until_ready(call(*arrays))
-            times.append(time.perf_counter() - start)
+            jax.block_until_ready(chain(*arrays))
+            times.append((time.perf_counter() - start) / repeats)
     return float(np.median(times[2:]))
+
+
+def _random(seed: int, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jax.random.normal(jax.random.key(seed), shape, dtype)
+    return jnp.full(shape, seed, dtype)
 
 
 _DOOR = JaxDoor()
