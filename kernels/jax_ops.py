@@ -193,9 +193,7 @@ def measure(launch: Launch, inputs: Sequence[Any], repeats: int = 20, rounds: in
         return outputs
 
     with jax.ensure_compile_time_eval():
-        arrays = [
-            _random(place, x.shape, jnp.dtype(str(x.dtype).removeprefix("torch."))) for place, x in enumerate(inputs)
-        ]
+        arrays = [_random(place, x.shape, jnp.dtype(dtype_name(x))) for place, x in enumerate(inputs)]
         times = []
         for _ in range(rounds):
             start = time.perf_counter()
