@@ -21,7 +21,7 @@ from jax import Array
 from kernels import tuning
 from kernels.functions import Functions
 from kernels.launch import Launch
-from kernels.operations import Operation
+from kernels.operations import Operation, dtype_name
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

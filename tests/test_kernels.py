@@ -176,7 +176,7 @@ DRAWN: dict[str, set] = {}
 def test_kernels_are_as_exact_as_their_type_allows(name):
     seen = DRAWN.setdefault(name, set())
 
-    @settings(max_examples=min(settings().max_examples, 15))
+    @settings(max_examples=min(settings().max_examples, 10))
     @given(
         lead=st.tuples(st.integers(1, 3), st.integers(1, 7)),
         streams=st.integers(1, 8),
@@ -424,6 +424,7 @@ RECOMPUTED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recompute", [{}, RECOMPUTED], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_models_of_kernels_equal_the_reference(backend, recompute):

@@ -225,7 +225,7 @@ def exported(tokens: int, dtype: str) -> str:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_every_operation_lowers_for_cuda_and_new_token_counts_compile_nothing(hopper, dtype):
     hopper.clear()
     module = exported(300, dtype)
@@ -381,6 +381,7 @@ def test_tuning_can_be_turned_off_and_the_interpreter_never_tunes(cache, monkeyp
     assert choose({})[0] == FIRST
 
 
+@pytest.mark.slow
 def test_every_candidate_computes_the_same():
     """Blocks decide speed alone; reductions may round differently."""
     import torch
