@@ -248,8 +248,8 @@ def kernel_door(impl: str, x: Array) -> Any | None:
 
 
 def _platform(x: Array) -> str:
-    """Where x lies; inside a traced function, where JAX puts things by default."""
-    if not isinstance(x, Tracer):
+    """Where x lies; inside a traced function, or of a numpy array, where JAX puts things by default."""
+    if isinstance(x, Array) and not isinstance(x, Tracer):
         return next(iter(x.devices())).platform
     device = getattr(jax.config, "jax_default_device", None)
     return jax.default_backend() if device is None else getattr(device, "platform", device)
