@@ -53,11 +53,11 @@ class Checkpoint(NamedTuple):
 def run_settings(model: TransformerConfig, train: TrainConfig, corpus: Corpus) -> dict[str, Any]:
     """The settings a checkpoint records: those that decide what every step does.
 
-    What is recomputed decides memory and time only, and impl rounding besides; they may change when a run is resumed.
+    What is recomputed and how the model is cut into stages decides memory and time only, and impl rounding besides;
+    they may change when a run is resumed.
     """
-    kept = {name: value for name, value in asdict(model).items() if "recompute" not in name and name != "impl"}
     return {
-        "model": kept,
+        "model": {name: value for name, value in asdict(model).items() if _decides_steps(name)},
         "train": asdict(train),
         "data": {"corpus_digest": corpus.digest, "data_seed": corpus.seed},
     }
@@ -145,10 +145,19 @@ def check_settings(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
         f"{field} {checkpoint.settings.get(part, {}).get(field)!r} there, {values.get(field)!r} here"
         for part, values in settings.items()
         for field in sorted({*values, *checkpoint.settings.get(part, {})})
+        if _decides_steps(field)  # earlier versions recorded more
         if checkpoint.settings.get(part, {}).get(field) != values.get(field)
     ]
     if differing:
         raise CheckpointError(f"checkpoint: expected the settings of its run, got others: {'; '.join(differing)}")
+
+
+def _decides_steps(name: str) -> bool:
+    """Whether a model's setting decides what every step does, and not only where and how it is computed."""
+    return name not in _EXECUTION and "recompute" not in name and "pipeline" not in name
+
+
+_EXECUTION = frozenset({"impl", "microbatch_group_size_per_vp_stage", "overlap_p2p_comm", "variable_seq_lengths"})
 
 
 def split_arrays(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:

@@ -105,7 +105,7 @@ def recompute_blocks(
     if config.recompute_granularity == "full" and config.recompute_method == "uniform":
         return tuple(RecomputeBlock("full", chunk) for chunk in _cut(layers, config.recompute_num_layers or 1))
     if "mhc" in modules:
-        length = config.mhc_recompute_layer_num or block_length(len(layers), config.num_residual_streams)
+        length = config.mhc_recompute_layer_num or block_length(max(1, len(layers)), config.num_residual_streams)
         activation = _activation_layers(config, layers, vp_stage)
         return tuple(
             RecomputeBlock("selective", chunk, modules | ({"activation"} if activation.issuperset(chunk) else set()))
@@ -148,12 +148,14 @@ def _activation_layers(config: TransformerConfig, layers: range, vp_stage: int |
         return set()
     taken = 0
     if config.recompute_granularity == "full":
-        taken = config.layers_per_rank if config.recompute_num_layers is None else config.recompute_num_layers
+        if config.recompute_num_layers is None:
+            return set()  # every layer is recomputed whole
+        taken = config.recompute_num_layers
     return _counted(config, layers, vp_stage, taken, config.recompute_activation_function_num_layers)
 
 
 def _counted(config: TransformerConfig, layers: range, vp_stage: int | None, taken: int, count: int | None) -> set[int]:
     """The layers whose place within their pipeline rank is in [taken, taken + count); None: all the rest."""
     virtual = config.virtual_pipeline_model_parallel_size or 1
-    end = config.layers_per_rank if count is None else taken + count
-    return {number for index, number in enumerate(layers) if taken <= index * virtual + (vp_stage or 0) < end}
+    places = {number: index * virtual + (vp_stage or 0) for index, number in enumerate(layers)}
+    return {number for number, place in places.items() if taken <= place and (count is None or place < taken + count)}

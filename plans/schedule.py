@@ -17,8 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from plans.config import TransformerConfig
+from plans.config.pipeline import SCHEDULES, schedule_name
+
 Kind = Literal["F", "B", "I", "W"]
-NAMES = ("none", "gpipe", "1f1b", "interleaved", "zb-h1")
+NAMES = SCHEDULES
 
 
 class Action(NamedTuple):
@@ -45,6 +48,8 @@ class Schedule:
     stages_per_rank: int
     actions: tuple[tuple[Action, ...], ...]
     """By rank."""
+    forward_only: bool = False
+    """Nothing is run backward: validation, inference."""
 
     @property
     def num_stages(self) -> int:
@@ -61,8 +66,25 @@ class Schedule:
         return any(action.kind in "IW" for actions in self.actions for action in actions)
 
 
+def schedule_for(config: TransformerConfig, num_microbatches: int, forward_only: bool = False) -> Schedule:
+    """The table a configuration asks for. Errors as build_schedule's."""
+    return build_schedule(
+        schedule_name(config),
+        config.pipeline_model_parallel_size,
+        num_microbatches,
+        config.virtual_pipeline_model_parallel_size or 1,
+        config.microbatch_group_size_per_vp_stage,
+        forward_only,
+    )
+
+
 def build_schedule(
-    name: str, pp_size: int, num_microbatches: int, stages_per_rank: int = 1, group_size: int | None = None
+    name: str,
+    pp_size: int,
+    num_microbatches: int,
+    stages_per_rank: int = 1,
+    group_size: int | None = None,
+    forward_only: bool = False,
 ) -> Schedule:
     """The table of a schedule.
 
@@ -72,6 +94,7 @@ def build_schedule(
         num_microbatches: m.
         stages_per_rank: v, virtual stages of a rank; more than 1 for interleaved alone.
         group_size: g, consecutive microbatches of one virtual stage; interleaved alone; None: p.
+        forward_only: leave out every backward; the order of forwards stays.
 
     Raises:
         ValueError: the schedule is unknown, or cannot have these sizes; the message says which and why.
@@ -86,17 +109,26 @@ def build_schedule(
         ranks = [_zero_bubble(rank, p, m) for rank in range(p)]
     else:
         ranks = [_one_forward_one_backward(rank, p, m) for rank in range(p)]
-    return Schedule(name, p, m, v, tuple(tuple(actions) for actions in ranks))
+    kept = "F" if forward_only else "FBIW"
+    actions = tuple(tuple(action for action in actions if action.kind in kept) for actions in ranks)
+    return Schedule(name, p, m, v, actions, forward_only)
 
 
 def num_warmup_microbatches(
-    pp_rank: int, pp_size: int, num_microbatches: int, stages_per_rank: int = 1, group_size: int | None = None
+    pp_rank: int,
+    pp_size: int,
+    num_microbatches: int,
+    stages_per_rank: int = 1,
+    group_size: int | None = None,
+    forward_only: bool = False,
 ) -> int:
     """Forwards a rank runs before its first pair of a forward and a backward, counted in stages times microbatches.
 
     Reference: Megatron-core, get_pp_rank_microbatches.
     """
     p, m, v, r = pp_size, num_microbatches, stages_per_rank, pp_rank
+    if forward_only:
+        return m * v
     if v == 1:
         return min(p - 1 - r, m)
     return min(2 * (p - 1 - r) + (v - 1) * (group_size or p), m * v)

@@ -98,74 +98,66 @@ def validate_program(schedule: Schedule, program: Program, semantics: Semantics 
     """
     if semantics not in SEMANTICS:
         raise ValueError(f"semantics: expected one of {SEMANTICS}, got {semantics!r}")
-    place, have = [0] * len(program), [set[Action]() for _ in program]
-    sent: set[tuple[int, int, Action]] = set()
-    while any(at < len(steps) for at, steps in zip(place, program, strict=True)):
-        moved = False
-        for rank, steps in enumerate(program):
-            while place[rank] < len(steps) and _can_go(schedule, program, place, have, sent, rank, semantics):
-                _go(program, place, have, sent, rank, semantics)
-                moved = True
-        if not moved:
-            raise ScheduleError(f"schedule {schedule.name!r} stops: " + _blocked(schedule, program, place, have))
+    run = _Run(schedule, program, semantics)
+    while not run.ended:
+        moved = [run.advance(rank) for rank in range(len(program))]
+        if not any(moved):
+            raise ScheduleError(f"schedule {schedule.name!r} stops: {run.blocked()}")
 
 
-def _can_go(
-    schedule: Schedule,
-    program: Program,
-    place: list[int],
-    have: list[set[Action]],
-    sent: set[tuple[int, int, Action]],
-    rank: int,
-    semantics: Semantics,
-) -> bool:
-    step = program[rank][place[rank]]
-    if isinstance(step, Action):
-        return all(needed in have[rank] for needed in dependencies(schedule, step))
-    if step.direction == "RECV":
-        return (step.peer, rank, step.produced_by) in sent
-    if step.produced_by not in have[rank]:
-        return False
-    return semantics == "async" or _next_is(program, place, step.peer, Message("RECV", step.produced_by, rank))
+class _Run:
+    """A program on its way: how far every rank is, what it has, and which messages were sent."""
 
+    def __init__(self, schedule: Schedule, program: Program, semantics: Semantics) -> None:
+        self._schedule, self._program, self._semantics = schedule, program, semantics
+        self._place = [0] * len(program)
+        self._have: list[set[Action]] = [set() for _ in program]
+        self._sent: set[tuple[int, Message]] = set()
 
-def _next_is(program: Program, place: list[int], rank: int, step: Message) -> bool:
-    return place[rank] < len(program[rank]) and program[rank][place[rank]] == step
+    @property
+    def ended(self) -> bool:
+        return all(at == len(steps) for at, steps in zip(self._place, self._program, strict=True))
 
+    def advance(self, rank: int) -> bool:
+        """Run a rank as far as it goes; whether it went at all."""
+        start = self._place[rank]
+        while (step := self._next(rank)) is not None and self._can_go(rank, step):
+            self._place[rank] += 1
+            if isinstance(step, Action):
+                self._have[rank].add(step)
+            elif step.direction == "RECV":
+                self._have[rank].add(step.produced_by)
+            else:
+                self._sent.add((step.peer, Message("RECV", step.produced_by, rank)))
+        return self._place[rank] > start
 
-def _go(
-    program: Program,
-    place: list[int],
-    have: list[set[Action]],
-    sent: set[tuple[int, int, Action]],
-    rank: int,
-    semantics: Semantics,
-) -> None:
-    step = program[rank][place[rank]]
-    place[rank] += 1
-    if isinstance(step, Action):
-        have[rank].add(step)
-    elif step.direction == "RECV":
-        have[rank].add(step.produced_by)
-    else:
-        sent.add((rank, step.peer, step.produced_by))
+    def blocked(self) -> str:
+        """What every rank that is not done waits for."""
+        told = []
+        for rank, have in enumerate(self._have):
+            step = self._next(rank)
+            if isinstance(step, Action):
+                needed = [str(action) for action in dependencies(self._schedule, step) if action not in have]
+                told.append(f"rank {rank} cannot run {step} before {' and '.join(needed)}")
+            elif step is not None and step.direction == "SEND" and step.produced_by not in have:
+                told.append(f"rank {rank} cannot {step} before it has run it")
+            elif step is not None:
+                told.append(f"rank {rank} waits in {step}")
+        return "; ".join(told)
 
+    def _next(self, rank: int) -> Action | Message | None:
+        steps, place = self._program[rank], self._place[rank]
+        return steps[place] if place < len(steps) else None
 
-def _blocked(schedule: Schedule, program: Program, place: list[int], have: list[set[Action]]) -> str:
-    """What every rank that is not done waits for."""
-    told = []
-    for rank, steps in enumerate(program):
-        if place[rank] == len(steps):
-            continue
-        step = steps[place[rank]]
+    def _can_go(self, rank: int, step: Action | Message) -> bool:
         if isinstance(step, Action):
-            needed = [str(action) for action in dependencies(schedule, step) if action not in have[rank]]
-            told.append(f"rank {rank} cannot run {step} before {' and '.join(needed)}")
-        elif step.direction == "SEND" and step.produced_by not in have[rank]:
-            told.append(f"rank {rank} cannot {step} before it has run it")
-        else:
-            told.append(f"rank {rank} waits in {step}")
-    return "; ".join(told)
+            return self._have[rank].issuperset(dependencies(self._schedule, step))
+        if step.direction == "RECV":
+            return (rank, step) in self._sent
+        if step.produced_by not in self._have[rank]:
+            return False
+        # A blocking send ends with its receive, and that has to be where the other rank stands.
+        return self._semantics == "async" or self._next(step.peer) == Message("RECV", step.produced_by, rank)
 
 
 def _check_actions(schedule: Schedule) -> None:
@@ -173,10 +165,10 @@ def _check_actions(schedule: Schedule) -> None:
     lists = len(schedule.actions)
     if lists != schedule.pp_size:
         raise ScheduleError(f"actions: expected a list for each of {schedule.pp_size} ranks, got {lists}")
-    split = schedule.splits_backward
+    kinds = ("F",) if schedule.forward_only else ("F", "I", "W") if schedule.splits_backward else ("F", "B")
     expected = {
         Action(kind, stage, microbatch)
-        for kind in (("F", "I", "W") if split else ("F", "B"))
+        for kind in kinds
         for stage in range(schedule.num_stages)
         for microbatch in range(schedule.num_microbatches)
     }
@@ -184,7 +176,7 @@ def _check_actions(schedule: Schedule) -> None:
         for action, count in Counter(actions).items():
             if action not in expected:
                 raise ScheduleError(
-                    f"rank {rank}, {action}: expected {'F, I and W' if split else 'F and B'} of stages 0 to "
+                    f"rank {rank}, {action}: expected {' and '.join(kinds)} of stages 0 to "
                     f"{schedule.num_stages - 1} and microbatches 0 to {schedule.num_microbatches - 1}"
                 )
             home = schedule.rank_of(action.stage)

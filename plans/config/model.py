@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from plans.config.pipeline import PIPELINE_RULES
 from plans.config.recompute import RECOMPUTE_RULES, RecomputeModule
 from plans.config.rules import Rule, choice, count, flag, number, validate
 from plans.implementation import IMPLEMENTATIONS, MAX_KERNEL_STREAMS
 from plans.layers import ACTIVATIONS, LayerConfig, parse_layer
+from plans.partition import layers_by_stage
 
 DTYPES = ("float32", "float64")
 
@@ -79,6 +81,30 @@ class TransformerConfig:
     """Pipeline ranks the layers are divided over."""
     virtual_pipeline_model_parallel_size: int | None = None
     """Model chunks (virtual stages) per pipeline rank; None: one."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of the first pipeline rank, all its virtual stages together; None: as many as the others."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    """Layers of the last pipeline rank; None: as many as the others."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer of the first stage."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count head and loss as a layer of the last stage."""
+    pipeline_model_parallel_layout: str | None = None
+    """Every stage written out, e.g. ``E t*3 | (tt|)*2 t L``: E embedding, t layer, L loss, | between stages."""
+    pipeline_schedule: Literal["none", "gpipe", "1f1b", "interleaved", "zb-h1"] | None = None
+    """Order of work; None: none, 1f1b or interleaved, as ranks and virtual stages ask."""
+    microbatch_group_size_per_vp_stage: int | None = None
+    """Consecutive microbatches of one virtual stage; None: as many as pipeline ranks."""
+    deallocate_pipeline_outputs: bool = True
+    """PyTorch: free what a stage has sent; its backward does not read it."""
+    overlap_p2p_comm: bool = True
+    """PyTorch: post receives early and wait for sends late; off: wait for each message where it stands."""
+    variable_seq_lengths: bool = False
+    """PyTorch: every message announces its shape, so that microbatches may differ in length."""
+    calculate_per_token_loss: bool = False
+    """PyTorch: divide gradients once by the tokens of the whole batch; off: mean over microbatches of their means."""
+    pipeline_timeout: float = 600.0
+    """PyTorch: seconds a message may take before every rank gives up and names it."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute whole layers (full), or the modules named (selective); None: keep everything for backward."""
     recompute_method: Literal["uniform", "block"] | None = None
@@ -112,8 +138,15 @@ class TransformerConfig:
 
     @property
     def layers_per_rank(self) -> int:
-        """Layers of one pipeline rank, all its virtual stages together."""
-        return self.num_layers // self.pipeline_model_parallel_size
+        """Layers of the pipeline rank with most of them, all its virtual stages together."""
+        counts = layers_by_stage(self)
+        p = self.pipeline_model_parallel_size
+        return max(sum(counts[rank::p]) for rank in range(p))
+
+    @property
+    def layers_per_stage(self) -> int:
+        """Layers of the pipeline stage with most of them."""
+        return max(layers_by_stage(self))
 
     @property
     def head_dim(self) -> int:
@@ -162,10 +195,6 @@ def _pattern_error(config: TransformerConfig) -> str:
     return ""
 
 
-def _stages(config: TransformerConfig) -> int:
-    return config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
-
-
 MODEL_RULES: tuple[Rule, ...] = (
     count("hidden_size"),
     count("num_layers"),
@@ -206,8 +235,6 @@ MODEL_RULES: tuple[Rule, ...] = (
         lambda c: not c.bf16 or c.params_dtype == "float32",
         lambda c: f"bf16: expected params_dtype='float32' (what is updated stays wide), got {c.params_dtype!r}",
     ),
-    count("pipeline_model_parallel_size"),
-    count("virtual_pipeline_model_parallel_size"),
     count("seed", least=0),
     Rule(
         "seed fits 32 bits",
@@ -235,21 +262,6 @@ MODEL_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule("layer_pattern", lambda c: not _pattern_error(c), _pattern_error),
-    Rule(
-        "virtual stages need a pipeline",
-        lambda c: c.virtual_pipeline_model_parallel_size in (None, 1) or c.pipeline_model_parallel_size > 1,
-        lambda c: (
-            "virtual_pipeline_model_parallel_size: expected None with pipeline_model_parallel_size=1, "
-            f"got {c.virtual_pipeline_model_parallel_size}; virtual stages interleave pipeline ranks"
-        ),
-    ),
-    Rule(
-        "stages divide layers",
-        lambda c: c.num_layers % _stages(c) == 0,
-        lambda c: (
-            f"num_layers: expected a multiple of the {_stages(c)} pipeline stages "
-            f"(pipeline_model_parallel_size x virtual_pipeline_model_parallel_size), got {c.num_layers}"
-        ),
-    ),
+    *PIPELINE_RULES,
     *RECOMPUTE_RULES,
 )

@@ -84,10 +84,9 @@ RECOMPUTE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "mhc blocks within a stage",
-        lambda c: (c.mhc_recompute_layer_num or 0) * (c.virtual_pipeline_model_parallel_size or 1) <= c.layers_per_rank,
+        lambda c: (c.mhc_recompute_layer_num or 0) <= c.layers_per_stage,
         lambda c: (
-            "mhc_recompute_layer_num: expected at most the "
-            f"{c.layers_per_rank // (c.virtual_pipeline_model_parallel_size or 1)} layers of a stage, got "
+            f"mhc_recompute_layer_num: expected at most the {c.layers_per_stage} layers of a stage, got "
             f"{c.mhc_recompute_layer_num}; a block never crosses a stage"
         ),
     ),
