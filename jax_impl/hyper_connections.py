@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Integer
 
 from jax_impl.ops import DropoutState, add_bias, at_least_float32, dropout, kernel_door, parameter
 from jax_impl.recompute import name_value
@@ -198,7 +198,7 @@ def write_streams(
     h_post: Float[Array, "b t s"],
     rate: float = 0.0,
     state: DropoutState | None = None,
-    site: int = 0,
+    site: int | Integer[Array, ""] = 0,
     impl: str = "auto",
 ) -> Float[Array, "b t s d"]:
     """The next residual streams: ``h_res @ residual + dropout(h_post * (x + bias))``; kernels do it in one pass.
@@ -318,7 +318,7 @@ class HyperConnectionModule(nnx.Module):
         h_post: Float[Array, "b t s"],
         mixed: Float[Array, "b t s d"] | DeferredMix,
         state: DropoutState | None,
-        site: int,
+        site: int | Integer[Array, ""],
     ) -> Float[Array, "b t s d"]:
         """The next residual streams: ``mixed + dropout(expanded)``.
 

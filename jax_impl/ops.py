@@ -22,8 +22,6 @@ from plans.implementation import uses_kernels
 from plans.parameters import ParameterSpec, initial_value, rotary_frequencies
 from plans.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, dropout_threshold
 
-MASK_32 = 0xFFFFFFFF
-
 
 def parameter(config: TransformerConfig, name: str, spec: ParameterSpec) -> nnx.Param:
     """A parameter with the initial value plans/parameters.py gives it.
@@ -53,11 +51,11 @@ def _multiply_high_low(a: Array, b: int) -> tuple[Array, Array]:
     return a_high * b_high + (middle >> 16) + (carry >> 16), a * np.uint32(b)
 
 
-def philox_4x32(key: tuple[int, int], counter: tuple) -> tuple[Array, Array, Array, Array]:
+def philox_4x32(key: tuple, counter: tuple) -> tuple[Array, Array, Array, Array]:
     """Four random words per counter, bit-equal to plans.philox.
 
     Args:
-        key: two words < 2**32.
+        key: two words < 2**32, each a number or an integer scalar.
         counter: four words < 2**32, each a number or an integer array (broadcast together).
 
     Returns:
@@ -66,12 +64,12 @@ def philox_4x32(key: tuple[int, int], counter: tuple) -> tuple[Array, Array, Arr
     Reference: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
     c0, c1, c2, c3 = (jnp.asarray(word, jnp.uint32) for word in counter)
-    k0, k1 = key
+    k0, k1 = (jnp.asarray(word, jnp.uint32) for word in key)
     for _ in range(ROUNDS):
         (high0, low0), (high2, low2) = _multiply_high_low(c0, MULTIPLIERS[0]), _multiply_high_low(c2, MULTIPLIERS[1])
-        c0, c1 = high2 ^ c1 ^ np.uint32(k0), low2
-        c2, c3 = high0 ^ c3 ^ np.uint32(k1), low0
-        k0, k1 = (k0 + KEY_STEPS[0]) & MASK_32, (k1 + KEY_STEPS[1]) & MASK_32
+        c0, c1 = high2 ^ c1 ^ k0, low2
+        c2, c3 = high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + np.uint32(KEY_STEPS[0]), k1 + np.uint32(KEY_STEPS[1])
     return c0, c1, c2, c3
 
 
@@ -105,7 +103,9 @@ def dropout_state(
     return DropoutState(seed, step, row_low, high + (row_low < low))
 
 
-def dropout(x: Float[Array, "b t *rest"], rate: float, state: DropoutState, site: int) -> Array:
+def dropout(
+    x: Float[Array, "b t *rest"], rate: float, state: DropoutState, site: int | Integer[Array, ""]
+) -> Array:
     """Zero elements with probability ``rate`` and scale the others by 1 / (1 - rate).
 
     The mask is a function of (seed, site, step, row, column) alone: it is the same in PyTorch and in

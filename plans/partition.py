@@ -8,6 +8,7 @@ embedding or the loss counted as a layer, or a layout that writes every stage ou
 """
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -86,6 +87,22 @@ def layers_by_stage(config: "TransformerConfig") -> tuple[int, ...]:
     if min(by_stage) < 0:  # one stage holds embedding and loss, and was given a single layer for both
         raise ValueError(f"num_layers: expected layers for all {p * v} stages, got {config.num_layers}")
     return tuple(by_stage)
+
+
+def undivided(config: "TransformerConfig") -> "TransformerConfig":
+    """The same model on one rank."""
+    return replace(
+        config,
+        pipeline_model_parallel_size=1,
+        virtual_pipeline_model_parallel_size=None,
+        num_layers_in_first_pipeline_stage=None,
+        num_layers_in_last_pipeline_stage=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+        pipeline_model_parallel_layout=None,
+        pipeline_schedule=None,
+        microbatch_group_size_per_vp_stage=None,
+    )
 
 
 def check_stage_ends(

@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from plans.config import TrainConfig, TransformerConfig
-from plans.partition import num_stages
+from plans.schedule import schedule_for
 
 CLIP_EPSILON = 1e-6
 """Clipping multiplies gradients by min(1, clip_grad / (norm + CLIP_EPSILON)), as torch.nn.utils does."""
@@ -56,17 +56,33 @@ def check_finite(result: StepResult) -> None:
         )
 
 
-def check_trainable(config: TransformerConfig) -> None:
-    """Refuse what a single process cannot train.
+def microbatches(train: TrainConfig, dp_size: int = 1) -> tuple[int, int]:
+    """Sequences of a microbatch, and microbatches of a step on each replica.
 
     Raises:
-        NotImplementedError: the model is cut into pipeline stages.
+        ValueError: the global batch does not divide into replicas and microbatches.
     """
-    if num_stages(config) > 1:
-        raise NotImplementedError(
-            f"pipeline_model_parallel_size: expected 1, got {config.pipeline_model_parallel_size}; stages can be "
-            "built one by one (GPTModel), but training through a pipeline does not exist yet"
+    if train.global_batch_size % dp_size:
+        raise ValueError(
+            f"global_batch_size: expected a multiple of the {dp_size} replicas, got {train.global_batch_size}"
         )
+    share = train.global_batch_size // dp_size
+    size = train.micro_batch_size or share
+    if share % size:
+        raise ValueError(
+            f"micro_batch_size: expected a divisor of the {share} sequences each of {dp_size} replicas learns from, "
+            f"got {train.micro_batch_size}"
+        )
+    return size, share // size
+
+
+def check_trainable(config: TransformerConfig, train: TrainConfig, dp_size: int = 1) -> None:
+    """Refuse a batch that the pipeline's schedule cannot run.
+
+    Raises:
+        ValueError: see microbatches and plans.schedule.build_schedule.
+    """
+    schedule_for(config, microbatches(train, dp_size)[1])
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:

@@ -5,7 +5,7 @@ PyTorch module and a flax state is the identity on names; here it is only read a
 the business of plans/checkpoint.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +17,16 @@ from plans.config import TransformerConfig
 from plans.parameters import ParameterSpec, check_values
 from reference_torch.transformer import GPTModel
 
+Model = nn.Module | Sequence[nn.Module]
+"""A model, or those of its pipeline stages that lie on this process."""
 
-def export_parameters(model: nn.Module) -> dict[str, np.ndarray]:
+
+def export_parameters(model: Model) -> dict[str, np.ndarray]:
     """A copy of every parameter, by canonical name."""
-    return {name: _array(parameter) for name, parameter in model.named_parameters()}
+    return {name: _array(parameter) for name, parameter in _named_parameters(model)}
 
 
-def import_parameters(model: nn.Module, values: Mapping[str, np.ndarray]) -> nn.Module:
+def import_parameters(model: Model, values: Mapping[str, np.ndarray]) -> Model:
     """Overwrite every parameter, in place.
 
     Returns:
@@ -34,15 +37,15 @@ def import_parameters(model: nn.Module, values: Mapping[str, np.ndarray]) -> nn.
     """
     check_values(values, _specs(model))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in _named_parameters(model):
             parameter.copy_(torch.from_numpy(values[name]))
     return model
 
 
-def export_arrays(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
+def export_arrays(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
     """Parameters and both moments of AdamW, by prefixed canonical name; moments are 0 before the first step."""
     arrays = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in _named_parameters(model):
         state = optimizer.state.get(parameter, {})
         arrays[MODEL + name] = _array(parameter)
         arrays[FIRST_MOMENT + name] = _array(state.get("exp_avg", torch.zeros_like(parameter)))
@@ -51,8 +54,8 @@ def export_arrays(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def import_arrays(
-    model: nn.Module, optimizer: torch.optim.Optimizer, arrays: Mapping[str, np.ndarray], step: int
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model: Model, optimizer: torch.optim.Optimizer, arrays: Mapping[str, np.ndarray], step: int
+) -> tuple[Model, torch.optim.Optimizer]:
     """The inverse of export_arrays, in place.
 
     Args:
@@ -71,7 +74,7 @@ def import_arrays(
     check_values(first, specs)
     check_values(second, specs)
     import_parameters(model, split_arrays(arrays, MODEL))
-    for name, parameter in model.named_parameters():
+    for name, parameter in _named_parameters(model):
         optimizer.state[parameter] = {
             "step": torch.tensor(float(step), device=parameter.device),
             "exp_avg": torch.from_numpy(first[name]).to(parameter),
@@ -95,8 +98,13 @@ def load_model(path: Path | str) -> GPTModel:
     return model
 
 
-def _specs(model: nn.Module) -> dict[str, ParameterSpec]:
-    return {name: ParameterSpec(tuple(parameter.shape)) for name, parameter in model.named_parameters()}
+def _named_parameters(model: Model) -> Iterator[tuple[str, nn.Parameter]]:
+    for part in [model] if isinstance(model, nn.Module) else model:
+        yield from part.named_parameters()
+
+
+def _specs(model: Model) -> dict[str, ParameterSpec]:
+    return {name: ParameterSpec(tuple(parameter.shape)) for name, parameter in _named_parameters(model)}
 
 
 def _array(tensor: Tensor) -> np.ndarray:

@@ -1,21 +1,38 @@
 """Training: AdamW steps over deterministic batches.
 
-What is decided (batches, initial values, learning rate, decay, clipping) stands in plans/ and is
-the same for both backends; here it is carried out in PyTorch.
+What is decided (batches, initial values, learning rate, decay, clipping, schedule) stands in plans/ and is
+the same for both backends; here it is carried out in PyTorch, on one process or on one a pipeline rank and replica:
+
+    torchrun --nproc-per-node 4 -m reference_torch.train --pipeline-model-parallel-size 4 ...
+
+takes the arguments of ``diptych train``.
 """
 
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from plans.checkpoint import Checkpoint, check_settings, read_checkpoint, run_settings, write_checkpoint
+from plans.checkpoint import (
+    FIRST_MOMENT,
+    MODEL,
+    SECOND_MOMENT,
+    Checkpoint,
+    check_settings,
+    read_checkpoint,
+    run_settings,
+    write_checkpoint,
+)
 from plans.config import TrainConfig, TransformerConfig
 from plans.data import Batch, Corpus
+from plans.parameters import check_values, parameter_specs
+from plans.partition import undivided
 from plans.training import (
     StepResult,
     check_finite,
@@ -23,24 +40,88 @@ from plans.training import (
     check_trainable,
     has_weight_decay,
     learning_rate,
+    microbatches,
 )
+from reference_torch.groups import gather, make_groups, on_first_rank, sum_over
+from reference_torch.p2p import P2PCommunicator
+from reference_torch.pipeline import get_forward_backward_func, get_model
 from reference_torch.saving import export_arrays, export_parameters, import_arrays, import_parameters
 from reference_torch.transformer import GPTModel
 
 
+class Microbatch(NamedTuple):
+    """What every stage is given of a microbatch."""
+
+    batch: Batch
+    step: int
+    """Training step, for dropout."""
+    first: int
+    """Number of its first sequence within the global batch, for dropout."""
+    training: bool
+
+
+class PipelineStage(GPTModel):
+    """A stage that is handed its input before it is called, residual streams side by side [B, T, S * D]."""
+
+    input_tensor: Tensor | None = None
+
+    def set_input_tensor(self, input_tensor: Tensor) -> None:
+        """What the next call reads; from the stage before."""
+        self.input_tensor = input_tensor
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, **arguments: Any) -> Tensor:
+        """As GPTModel, but only the first stage reads ``inputs``, and streams leave side by side."""
+        streams = self.config.num_residual_streams if self.config.enable_hyper_connections else None
+        if not self.pre_process:
+            assert self.input_tensor is not None, "the schedule sets a stage's input before it calls it"
+            inputs, self.input_tensor = self.input_tensor, None
+            inputs = inputs if streams is None else inputs.unflatten(-1, (streams, -1))
+        output = super().forward(inputs, targets, **arguments)
+        return output if self.post_process or streams is None else output.flatten(-2)
+
+
+def model_provider(
+    config: TransformerConfig,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> PipelineStage:
+    """Build one stage; see GPTModel."""
+    return PipelineStage(config, pre_process, post_process, vp_stage, pp_rank)
+
+
+def forward_step(
+    data_iterator: Iterator[Microbatch], model: PipelineStage
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
+    """One microbatch through one stage, as the schedules call it: what the stage gives, and what makes a loss of it."""
+    (tokens, targets), step, first, training = next(data_iterator)
+    device = next(model.parameters()).device
+    samples = torch.arange(first, first + len(tokens), device=device)
+    inputs, answers = (torch.from_numpy(ids).to(device) for ids in (tokens, targets))
+    output = model(inputs, answers, step=step, samples=samples, training=training)
+
+    def reduce(loss: Tensor) -> tuple[Tensor, ...]:
+        if model.config.calculate_per_token_loss:
+            return loss * targets.size, torch.tensor(targets.size), loss
+        return loss, loss
+
+    return output, reduce
+
+
 class Trainer:
-    """A model, its optimizer and its data.
+    """A model, its optimizer and its data; with a mesh, this process's part of them.
 
     Args:
         config: the model's.
         train_config: the optimisation's.
         corpus: what to learn.
         device: where to compute; None: the GPU where PyTorch sees one, else the CPU.
+        mesh: of all processes, axes ("dp", "pp"); see reference_torch.groups.make_mesh. None: this process is alone.
 
     Raises:
-        ValueError: the corpus is too short for the model, or has bytes it has no token for; a GPU is asked for where
-            PyTorch sees none.
-        NotImplementedError: the model is cut into pipeline stages.
+        ValueError: the corpus is too short for the model, or has bytes it has no token for; the batch does not fit
+            schedule and replicas; a GPU is asked for where PyTorch sees none.
     """
 
     def __init__(
@@ -49,8 +130,8 @@ class Trainer:
         train_config: TrainConfig,
         corpus: Corpus,
         device: torch.device | str | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
-        check_trainable(config)
         corpus.check(config.seq_length, config.vocab_size)
         self.config, self.train_config, self.corpus = config, train_config, corpus
         self.steps_taken = 0
@@ -60,8 +141,14 @@ class Trainer:
                 f"device: expected one this PyTorch ({torch.__version__}) can use, got {str(device)!r}, and it sees no "
                 "GPU; make install TORCH=cuda on a machine that has one, or leave device out"
             )
-        self.model = GPTModel(config).to(self.device)
-        parameters = list(self.model.parameters())
+        check_mesh(config, mesh)
+        self._groups = make_groups(config, mesh)
+        check_trainable(config, train_config, self._groups.dp_size)
+        self._messages = None if self._groups.pp is None else P2PCommunicator(self._groups.pp, config, self.device)
+        built = get_model(lambda **ends: model_provider(config, **ends).to(self.device), config, self._groups.pp_rank)
+        self.stages: list[PipelineStage] = built if isinstance(built, list) else [built]
+        self.model = self.stages[0]
+        parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
         self._optimizer = torch.optim.AdamW(
             [
                 {
@@ -75,6 +162,16 @@ class Trainer:
             eps=train_config.adam_eps,
             fused=True,
         )
+
+    @property
+    def reports(self) -> bool:
+        """Whether this process is the one that writes files and talks to the user."""
+        return self._groups.pp_rank == 0 and self._groups.dp_rank == 0
+
+    def any_process(self, flag: bool) -> bool:
+        """Whether the flag is set on any process; all of them have to ask."""
+        told = torch.tensor(float(flag), device=self.device)
+        return sum_over(sum_over(told, self._groups.pp), self._groups.dp).item() > 0.0
 
     def train_step(self, step: int) -> StepResult:
         """Learn from the batch of one step.
@@ -99,10 +196,14 @@ class Trainer:
 
     def loss_and_gradients(self, batch: Batch, step: int = 0) -> tuple[float, dict[str, np.ndarray]]:
         """Loss of a batch and its gradient for every parameter, by canonical name; nothing is updated."""
-        loss = self._loss(batch, step)
-        names, parameters = zip(*self.model.named_parameters(), strict=True)
-        gradients = torch.autograd.grad(loss, parameters)
-        return loss.item(), {name: g.cpu().numpy() for name, g in zip(names, gradients, strict=True)}
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = self._run(self._microbatches(lambda size, first: _part(batch, size, first), step))
+        gradients = {}
+        for name, parameter in self._named_parameters().items():
+            assert parameter.grad is not None, f"no gradient has reached {name}"
+            gradients[name] = parameter.grad.cpu().numpy().copy()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.item(), gather(gradients, self._groups.pp)
 
     def validation_loss(self) -> float:
         """Mean loss over ``eval_iters`` batches of the validation split, without dropout.
@@ -114,14 +215,15 @@ class Trainer:
         with torch.no_grad():
             for index in range(train.eval_iters):
                 batch = self.corpus.validation_batch(index, train.global_batch_size, self.config.seq_length)
-                losses.append(self._loss(batch, training=False).item())
+                parts = self._microbatches(lambda size, first, whole=batch: _part(whole, size, first), training=False)
+                losses.append(self._run(parts, forward_only=True).item())
         loss = float(np.mean(losses))
         check_finite_validation(loss, self.steps_taken)
         return loss
 
     def parameters(self) -> dict[str, np.ndarray]:
         """A copy of every parameter, by canonical name."""
-        return export_parameters(self.model)
+        return gather(export_parameters(self.stages), self._groups.pp)
 
     def set_parameters(self, values: Mapping[str, np.ndarray]) -> None:
         """Overwrite every parameter; the optimizer's state stays.
@@ -129,7 +231,8 @@ class Trainer:
         Raises:
             ValueError: names or shapes are not exactly the model's.
         """
-        import_parameters(self.model, values)
+        check_values(values, parameter_specs(undivided(self.config)))
+        import_parameters(self.stages, self._own(values))
 
     def save(self, folder: Path, keep: int = 2) -> Path:
         """Write a checkpoint of the run as it is between two steps; all but the newest ``keep`` are removed.
@@ -140,11 +243,12 @@ class Trainer:
         Raises:
             CheckpointError: see plans.checkpoint.write_checkpoint.
         """
-        arrays = export_arrays(self.model, self._optimizer)
-        return write_checkpoint(folder, Checkpoint(self.steps_taken, arrays, self._settings()), keep)
+        arrays = gather(export_arrays(self.stages, self._optimizer), self._groups.pp)
+        checkpoint = Checkpoint(self.steps_taken, arrays, self._settings())
+        return on_first_rank(lambda: write_checkpoint(folder, checkpoint, keep), self._groups)
 
     def resume(self, path: Path) -> int:
-        """Go on from a checkpoint of either backend.
+        """Go on from a checkpoint of either backend, of any number of pipeline stages.
 
         Args:
             path: a checkpoint file, or a folder whose newest is taken.
@@ -157,7 +261,7 @@ class Trainer:
         """
         checkpoint = read_checkpoint(path)
         check_settings(checkpoint, self._settings())
-        import_arrays(self.model, self._optimizer, checkpoint.arrays, checkpoint.step)
+        import_arrays(self.stages, self._optimizer, self._own(checkpoint.arrays), checkpoint.step)
         self.steps_taken = checkpoint.step
         return checkpoint.step
 
@@ -166,28 +270,84 @@ class Trainer:
 
     def _accumulate_gradients(self, step: int) -> Tensor:
         """Add up the gradients of the step's mean loss over its microbatches; returns that loss."""
-        size, total = self.train_config.microbatch, self.train_config.global_batch_size
-        loss = torch.zeros((), device=self.device, dtype=getattr(torch, self.config.params_dtype))
-        for first in range(0, total, size):
-            batch = self.corpus.batch(step, size, self.config.seq_length, first)
-            share = self._loss(batch, step, first=first) * (size / total)
-            share.backward()
-            loss += share.detach()
-        return loss
+        length = self.config.seq_length
+        return self._run(self._microbatches(lambda size, first: self.corpus.batch(step, size, length, first), step))
 
-    def _loss(self, batch: Batch, step: int = 0, training: bool = True, first: int = 0) -> Tensor:
-        tokens = torch.from_numpy(batch.tokens).to(self.device)
-        targets = torch.from_numpy(batch.targets).to(self.device)
-        samples = torch.arange(first, first + len(tokens), device=self.device)
-        return self.model(tokens, targets, step=step, samples=samples, training=training)
+    def _microbatches(
+        self, take: Callable[[int, int], Batch], step: int = 0, training: bool = True
+    ) -> Callable[[], Iterator[Microbatch]]:
+        """What makes an iterator over this replica's microbatches; ``take(size, first)`` cuts them from the batch."""
+        size, count = microbatches(self.train_config, self._groups.dp_size)
+        begin = self._groups.dp_rank * size * count
+
+        def iterate() -> Iterator[Microbatch]:
+            for first in range(begin, begin + size * count, size):
+                yield Microbatch(take(size, first), step, first, training)
+
+        return iterate
+
+    def _run(self, parts: Callable[[], Iterator[Microbatch]], forward_only: bool = False) -> Tensor:
+        """Run the schedule; the mean loss, on every process."""
+        size, count = microbatches(self.train_config, self._groups.dp_size)
+        several = len(self.stages) > 1
+        reports = get_forward_backward_func(self.config)(
+            forward_step_func=forward_step,
+            data_iterator=[parts() for _ in self.stages] if several else parts(),
+            model=self.stages if several else self.model,
+            num_microbatches=count,
+            seq_length=self.config.seq_length,
+            micro_batch_size=size,
+            config=self.config,
+            forward_only=forward_only,
+            p2p_communicator=self._messages,
+            pg_collection=self._groups,
+        )
+        loss = torch.zeros((), device=self.device, dtype=getattr(torch, self.config.params_dtype))
+        for report in reports:
+            loss += report * (1 / count)
+        return sum_over(sum_over(loss, self._groups.pp), self._groups.dp) / self._groups.dp_size
+
+    def _own(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The arrays of this rank's parameters, by canonical name with or without a checkpoint's prefix."""
+        named = self._named_parameters()
+        prefixes = ("", MODEL, FIRST_MOMENT, SECOND_MOMENT)
+        wanted = {prefix + name for name in named for prefix in prefixes}
+        return {name: array for name, array in arrays.items() if name in wanted}
+
+    def _named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """This rank's, by canonical name."""
+        return {name: parameter for stage in self.stages for name, parameter in stage.named_parameters()}
 
     def _clip_gradients(self) -> Tensor:
         """Scale the gradients in place by plans.training's formula; returns their norm before."""
-        parameters = list(self.model.parameters())
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        named = self._named_parameters()
+        # The last stage's copy of a tied embedding is counted on the first.
+        copies = set() if self._groups.embedding is None or self._groups.pp_rank == 0 else {"embedding.weight"}
+        counted = [p.grad for name, p in named.items() if name not in copies and p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(counted)
+        if self._groups.pp is not None:
+            norm = sum_over(norm**2, self._groups.pp) ** 0.5
         if self.train_config.clip_grad > 0.0:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.train_config.clip_grad, norm)
+            torch.nn.utils.clip_grads_with_norm_(named.values(), self.train_config.clip_grad, norm)
         return norm
+
+
+def check_mesh(config: TransformerConfig, mesh: DeviceMesh | None) -> None:
+    """Refuse a pipeline without its processes.
+
+    Raises:
+        ValueError: the mesh has another number of pipeline ranks than the configuration.
+    """
+    size, p = 1 if mesh is None else mesh["pp"].size(), config.pipeline_model_parallel_size
+    if size != p:
+        raise ValueError(
+            f"mesh: expected {p} processes on axis pp, as many as pipeline_model_parallel_size, got {size}; make it by "
+            "reference_torch.groups.make_mesh in processes started by torchrun"
+        )
+
+
+def _part(batch: Batch, size: int, first: int) -> Batch:
+    return Batch(batch.tokens[first : first + size], batch.targets[first : first + size])
 
 
 def next_logits(model: GPTModel, tokens: np.ndarray) -> np.ndarray:
@@ -216,3 +376,9 @@ def train(config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) 
     trainer = Trainer(config, train_config, corpus)
     for step in range(train_config.train_iters):
         yield trainer.train_step(step)
+
+
+if __name__ == "__main__":
+    from parity.cli import main
+
+    sys.exit(main(["train", "--backend", "torch", *sys.argv[1:]]))

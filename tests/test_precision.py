@@ -188,7 +188,7 @@ def apart(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     return np.abs(a - b).max(), np.sqrt(np.mean((a - b) ** 2))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.xdist_group("bf16 curves")
 def test_loss_curves_stay_within_the_spread_of_two_seeds():
     seeds = [apart(curve(backend, True, 0), curve(backend, True, 1)) for backend in BACKENDS]

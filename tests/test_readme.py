@@ -72,6 +72,7 @@ def test_recompute_example_measures_what_its_comment_says():
     assert f"# {first}, then {second}" in example
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_recipes_load_and_train_the_same_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,233 @@
+"""A model cut into stages: which parameters each holds, and what it computes.
+
+One program runs on every rank, so parameters have to be alike on every rank. Layers of one kind (equal settings, so
+equal shapes) are stacked over ranks, virtual stages and their place in the stage, [p, v, layers, ...], where ``layers``
+is the most that any stage has; a stage with fewer leaves the end of the stack unread, and its gradient 0. Embedding,
+final norm and head are whole on every rank, and read where they belong.
+
+Stages of equal build share a program (class Program): the model's own module for such a stage, whose layers are told
+their numbers when it runs. A dropout mask is a function of the layer's number in the whole model, hence the same in any
+stage.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from plans.config import TransformerConfig
+from plans.implementation import uses_kernels
+from plans.layers import LayerConfig
+from plans.partition import layers_by_stage
+from plans.recompute import recompute_blocks
+from plans.schedule import Schedule
+
+LAYERS = "decoder.layers."
+"""Beginning of the canonical name of every layer's parameter; the layer's number follows."""
+
+
+class StagedParameters(NamedTuple):
+    """Parameters (or gradients, or moments) as the pipeline holds them."""
+
+    layers: tuple[dict[str, Any], ...]
+    """By kind of layer: name within the layer to [p, v, layers, ...]."""
+    ends: dict[str, Any]
+    """Canonical name to the parameter, of embedding, final norm and head."""
+
+
+class Batch(NamedTuple):
+    """What a step reads."""
+
+    tokens: Array
+    """[m, b, T]"""
+    targets: Array
+    """[m, b, T]"""
+    samples: Array
+    """Numbers of the sequences within the global batch. [m, b]"""
+    step: Array
+    """Of training, for dropout."""
+
+
+class LayerPlace(NamedTuple):
+    """Where the parameters of one layer lie."""
+
+    kind: int
+    index: int
+    """Among the stage's layers of the kind."""
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """What stages of equal build compute."""
+
+    first: bool
+    last: bool
+    layers: tuple[LayerPlace, ...]
+    numbers: tuple[int, ...]
+    """Of the layers in the stage the program was made from."""
+    config: TransformerConfig
+    training: bool
+    numbered: bool
+    """Layers keep the numbers they were made with; else they are told."""
+    graph: nnx.GraphDef = field(repr=False)
+    structure: Any = field(repr=False)
+    names: tuple[str, ...] = field(repr=False)
+    """Of the parameters, in the structure's order."""
+
+    def __call__(self, parameters: Mapping[str, Array], x: Array, batch: Batch, first_layer: Array) -> Array:
+        """Run a stage on one microbatch.
+
+        Args:
+            parameters: by name, see names.
+            x: what the stage before gave; not read in the first stage. [b, T, S*D]
+            batch: one microbatch of each array, [b, T] and [b].
+            first_layer: number of the stage's first layer.
+
+        Returns:
+            Hidden states, streams side by side [b, T, S*D], or in the last stage the mean loss in nats per token.
+        """
+        model = nnx.merge(self.graph, jax.tree.unflatten(self.structure, [parameters[name] for name in self.names]))
+        if not self.numbered:
+            for offset, number in enumerate(self.numbers):
+                model.decoder.layers[str(number)].layer_number = first_layer + offset
+        if not self.first and self.config.enable_hyper_connections:
+            x = x.reshape(*x.shape[:2], self.config.num_residual_streams, -1)
+        inputs, targets = batch.tokens if self.first else x, batch.targets if self.last else None
+        y = model(inputs, targets, step=batch.step, samples=batch.samples, training=self.training)
+        return y if self.last else y.reshape(*y.shape[:2], -1)
+
+    def take(self, params: StagedParameters, vp_stage: Array) -> dict[str, Array]:
+        """A stage's parameters by name, out of a rank's: layers [v, layers, ...]."""
+        found = {}
+        for name in self.names:
+            place, rest = self._place(name)
+            found[name] = params.ends[name] if place is None else params.layers[place.kind][rest][vp_stage, place.index]
+        return found
+
+    def add(self, params: StagedParameters, vp_stage: Array, gradients: Mapping[str, Array]) -> StagedParameters:
+        """A rank's sums with a stage's gradients added, in the sums' type."""
+        layers, ends = [dict(kind) for kind in params.layers], dict(params.ends)
+        for name, gradient in gradients.items():
+            place, rest = self._place(name)
+            if place is None:
+                ends[name] += gradient.astype(ends[name].dtype)
+            else:
+                stack = layers[place.kind][rest]
+                layers[place.kind][rest] = stack.at[vp_stage, place.index].add(gradient.astype(stack.dtype))
+        return StagedParameters(tuple(layers), ends)
+
+    def _place(self, name: str) -> tuple[LayerPlace | None, str]:
+        if not name.startswith(LAYERS):
+            return None, name
+        number, rest = split_name(name)
+        return self.layers[self.numbers.index(number)], rest
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How a configuration cuts its model."""
+
+    config: TransformerConfig
+    kinds: tuple[LayerConfig, ...]
+    places: tuple[tuple[int, int], ...]
+    """By stage: its rank, and its virtual stage there."""
+    programs: tuple[Program, ...]
+    program_of: tuple[int, ...]
+    """By stage."""
+    first_layers: tuple[int, ...]
+    """By stage: the number of its first layer, or where there is none, of the next stage's."""
+
+    def by_layer(self) -> dict[int, tuple[int, int, LayerPlace]]:
+        """Rank, virtual stage and place of every layer."""
+        found = {}
+        for stage, (rank, vp_stage) in enumerate(self.places):
+            for offset, place in enumerate(self.programs[self.program_of[stage]].layers):
+                found[self.first_layers[stage] + offset] = rank, vp_stage, place
+        return found
+
+    def stack(self, values: Mapping[str, Any], array: Callable = np.zeros) -> StagedParameters:
+        """Parameters by canonical name, staged; what pads a stack is made by ``array(shape, dtype)``."""
+        by_layer = self.by_layer()
+        ranks, virtual = (1 + max(place[i] for place in self.places) for i in (0, 1))
+        lengths = [
+            1 + max((place.index for *_, place in by_layer.values() if place.kind == kind), default=-1)
+            for kind in range(len(self.kinds))
+        ]
+        layers: list[dict[str, Any]] = [{} for _ in self.kinds]
+        ends = {}
+        for name, value in values.items():
+            if not name.startswith(LAYERS):
+                ends[name] = np.asarray(value)
+                continue
+            number, rest = split_name(name)
+            rank, vp_stage, (kind, index) = by_layer[number]
+            value = np.asarray(value)
+            if rest not in layers[kind]:
+                layers[kind][rest] = array((ranks, virtual, lengths[kind], *value.shape), value.dtype)
+            layers[kind][rest][rank, vp_stage, index] = value
+        return StagedParameters(tuple(layers), ends)
+
+    def unstack(self, staged: StagedParameters) -> dict[str, Any]:
+        """The inverse of stack; padding is dropped."""
+        found = dict(staged.ends)
+        for number, (rank, vp_stage, (kind, index)) in self.by_layer().items():
+            for rest, value in staged.layers[kind].items():
+                found[f"{LAYERS}{number}.{rest}"] = value[rank, vp_stage, index]
+        return found
+
+
+def cut(model_class: Callable[..., nnx.Module], config: TransformerConfig, schedule: Schedule, training: bool) -> Stages:
+    """Cut a model into the stages of a configuration.
+
+    Args:
+        model_class: makes one stage: ``model_class(config, pre_process, post_process, vp_stage, pp_rank)``.
+        config: the whole model's.
+        schedule: says on which rank a stage lies.
+        training: whether programs drop out.
+    """
+    counts = layers_by_stage(config)
+    kinds = tuple(dict.fromkeys(config.layer(number) for number in range(config.num_layers)))
+    # Kernels take a mask's place in the model as a constant, so there every stage needs a program of its own.
+    numbered = training and config.hidden_dropout > 0.0 and uses_kernels(config.impl, jax.default_backend() == "gpu")
+    programs: dict[Any, Program] = {}
+    places, program_of, first_layers = [], [], []
+    for stage, count in enumerate(counts):
+        rank = schedule.rank_of(stage)
+        vp_stage = sum(schedule.rank_of(before) == rank for before in range(stage))
+        first = sum(counts[:stage])
+        ends = stage == 0, stage == len(counts) - 1
+        layers = tuple(config.layer(first + offset) for offset in range(count))
+        blocks = tuple(
+            block._replace(layers=tuple(number - first for number in block.layers))
+            for block in recompute_blocks(config, vp_stage, rank)
+        )
+        build = (*ends, layers, blocks, first if numbered else None)
+        if build not in programs:
+            module = nnx.eval_shape(lambda e=ends, v=vp_stage, r=rank: model_class(config, *e, vp_stage=v, pp_rank=r))
+            graph, state = nnx.split(module, nnx.Param)
+            place = tuple(LayerPlace(kinds.index(kind), layers[:i].count(kind)) for i, kind in enumerate(layers))
+            numbers = tuple(range(first, first + count))
+            structure, names = jax.tree.structure(state), names_of(state)
+            programs[build] = Program(*ends, place, numbers, config, training, numbered, graph, structure, names)
+        places.append((rank, vp_stage))
+        program_of.append([*programs].index(build))
+        first_layers.append(first)
+    return Stages(config, kinds, tuple(places), tuple(programs.values()), tuple(program_of), tuple(first_layers))
+
+
+def names_of(state: nnx.State) -> tuple[str, ...]:
+    """The canonical name of every leaf, in order."""
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+    return tuple(
+        ".".join(str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)) for path in paths
+    )
+
+
+def split_name(name: str) -> tuple[int, str]:
+    """Number of the layer and name within it, of a layer's parameter."""
+    number, rest = name.removeprefix(LAYERS).split(".", 1)
+    return int(number), rest

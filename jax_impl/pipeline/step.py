@@ -1,0 +1,238 @@
+"""The step: an executor behind a door, with parameters staged and joined."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_impl.pipeline.executor import DATA_AXIS, PIPELINE_AXIS, Executor
+from jax_impl.pipeline.kept import InputsKeeper, ResidualsKeeper
+from jax_impl.pipeline.stages import Batch, StagedParameters, cut, names_of
+from plans.config import TransformerConfig
+from plans.parameters import parameter_specs
+from plans.partition import undivided
+from plans.schedule import Action, schedule_for
+from plans.ticks import KEEPS, Keep, Ticks, compile_ticks
+
+Door = Literal["pmap", "shard_map"]
+DOORS = ("pmap", "shard_map")
+TICKS = ("canonical", "fused")
+
+
+def make_pipeline_step(
+    model: nnx.Module,
+    config: TransformerConfig,
+    mesh: Mesh | None = None,
+    door: Door = "pmap",
+    *,
+    keep: Keep | None = None,
+    ticks: Literal["canonical", "fused"] = "canonical",
+    training: bool = True,
+    forward_only: bool = False,
+) -> "PipelineStep":
+    """A training (or validation) step through the pipeline.
+
+    Args:
+        model: the whole, undivided model, for its class and the structure of its parameters. Its class makes a stage
+            when called as ``model_class(config, pre_process, post_process, vp_stage=, pp_rank=)``.
+        config: how it is cut: ranks, virtual stages, layers by stage, schedule, recompute.
+        mesh: with an axis "pp" as long as the pipeline, and with door shard_map possibly an axis "dp" that divides the
+            samples of every microbatch; None: the first devices there are.
+        door: how the program is put on devices: jax.pmap or jax.shard_map. Both run the same function.
+        keep: what waits from a stage's forward to its backward: its "inputs" (backward runs the stage again) or the
+            "residuals" that the recompute settings leave.
+        ticks: "canonical": one action a tick, in the schedule's order; "fused": a forward and a backward in one tick.
+        training: with dropout.
+        forward_only: losses without gradients.
+
+    Raises:
+        ValueError: the mesh, the devices or an option does not fit; the message says what would.
+    """
+    _check_options(model, config, door, keep, ticks)
+    mesh = _mesh(config, mesh, door)
+    return PipelineStep(model, config, mesh, door, keep or "inputs", ticks == "fused", training, forward_only)
+
+
+class PipelineStep:
+    """``step(staged, tokens, targets, ...)``: one pass of all microbatches through the pipeline."""
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        config: TransformerConfig,
+        mesh: Mesh,
+        door: Door,
+        keep: Keep,
+        fused: bool,
+        training: bool,
+        forward_only: bool,
+    ) -> None:
+        self.config, self.mesh, self.door, self.keep = config, mesh, door, keep
+        self._fused, self._forward_only = fused, forward_only
+        params = nnx.split(model, nnx.Param)[1]
+        self._names, self._structure = names_of(params), jax.tree.structure(params)
+        fewest = config.microbatch_group_size_per_vp_stage or config.pipeline_model_parallel_size
+        schedule = schedule_for(config, fewest)  # for the places of stages, which m does not change
+        self.stages = cut(type(model), config, schedule, training)
+        self._run = (_pmap_door if door == "pmap" else _shard_map_door)(self._local, mesh)
+
+    def __call__(
+        self,
+        params: StagedParameters,
+        tokens: Any,
+        targets: Any,
+        step: int | Array = 0,
+        samples: Any = None,
+    ) -> Any:
+        """Mean loss of the microbatches, and its gradients.
+
+        Args:
+            params: from stage_parameters.
+            tokens, targets: [m, b, T] integer. Each number m of microbatches is compiled anew.
+            step: of training, for dropout.
+            samples: numbers of the sequences within the global batch; None: 0 .. m*b - 1. [m, b] integer
+
+        Returns:
+            Loss in nats per token, and gradients staged as params; forward only, the losses of the microbatches [m].
+
+        Raises:
+            ValueError: shapes do not fit each other, the mesh or the schedule.
+        """
+        batch = self._batch(tokens, targets, step, samples)
+        losses, gradients = self._run(params, batch)
+        return losses if self._forward_only else (jnp.mean(losses), gradients)
+
+    def stage_parameters(self, params: nnx.State) -> StagedParameters:
+        """Parameters (or moments) of the undivided model, laid out over the ranks."""
+        values = dict(zip(self._names, jax.tree.leaves(params), strict=True))
+        staged = self.stages.stack({name: np.asarray(value) for name, value in values.items()})
+        return jax.tree.map(jax.device_put, staged, self.shardings(staged))
+
+    def join_parameters(self, staged: StagedParameters) -> nnx.State:
+        """The inverse of stage_parameters, also for gradients: by canonical name, on the default device."""
+        values = self.stages.unstack(jax.tree.map(_on_host, staged))
+        return jax.tree.unflatten(self._structure, [jnp.asarray(values[name]) for name in self._names])
+
+    def shardings(self, staged: StagedParameters) -> StagedParameters:
+        """Where every leaf of a staged tree lies."""
+        by_rank, whole = (NamedSharding(self.mesh, PartitionSpec(*axes)) for axes in ((PIPELINE_AXIS,), ()))
+        return StagedParameters(
+            jax.tree.map(lambda _: by_rank, staged.layers), jax.tree.map(lambda _: whole, staged.ends)
+        )
+
+    def shapes(self, staged: StagedParameters) -> StagedParameters:
+        """Every leaf's shape and type in the undivided model, as jax.ShapeDtypeStruct."""
+        own = [jax.tree.map(lambda x, n=n: jax.ShapeDtypeStruct(x.shape[n:], x.dtype), staged) for n in (3, 0)]
+        return StagedParameters(own[0].layers, own[1].ends)
+
+    def ticks(self, num_microbatches: int) -> Ticks:
+        """The table that is executed."""
+        schedule = schedule_for(self.config, num_microbatches, self._forward_only)
+        return compile_ticks(schedule, self._fused, self.keep)
+
+    def trace(self, num_microbatches: int) -> tuple[tuple[Action, ...], ...]:
+        """What every rank does, in order, as its table says."""
+        return self.ticks(num_microbatches).actions()
+
+    def _local(self, params: StagedParameters, batch: Batch) -> tuple[Array, StagedParameters]:
+        keeper = InputsKeeper() if self.keep == "inputs" else ResidualsKeeper()
+        executor = Executor(self.stages, keeper, self.ticks(len(batch.tokens)), tuple(self.mesh.axis_names))
+        return executor(params, batch)
+
+    def _batch(self, tokens: Any, targets: Any, step: int | Array, samples: Any) -> Batch:
+        """Arrays of agreed shapes and types."""
+        shape = np.shape(tokens)
+        if len(shape) != 3 or 0 in shape:
+            raise ValueError(
+                f"tokens: expected [microbatches, sequences, tokens], none of them 0, got shape {shape}; reshape the "
+                "batch to (m, b, T)"
+            )
+        if np.shape(targets) != shape:
+            raise ValueError(f"targets: expected the shape of tokens, {shape}, got {np.shape(targets)}")
+        if samples is None:
+            samples = np.arange(shape[0] * shape[1], dtype=np.int32).reshape(shape[:2])
+        if np.shape(samples) != shape[:2]:
+            raise ValueError(f"samples: expected one number a sequence, shape {shape[:2]}, got {np.shape(samples)}")
+        parts = self.mesh.shape.get(DATA_AXIS, 1)
+        if shape[1] % parts:
+            raise ValueError(
+                f"tokens: expected a number of sequences that mesh axis {DATA_AXIS!r} of size {parts} divides, got "
+                f"{shape[1]} a microbatch; change either"
+            )
+        return Batch(tokens, targets, samples, np.uint32(step) if isinstance(step, int) else step)
+
+
+def _pmap_door(local: Callable, mesh: Mesh) -> Callable:
+    """The function on every device of the mesh, by jax.pmap: layers divided by rank, all else whole."""
+    by_rank = StagedParameters(layers=0, ends=None)  # pyright: ignore[reportArgumentType]
+    devices = list(mesh.devices.flat)
+    return jax.pmap(
+        local, PIPELINE_AXIS, in_axes=(by_rank, None), out_axes=(None, by_rank), devices=devices
+    )
+
+
+def _shard_map_door(local: Callable, mesh: Mesh) -> Callable:
+    """The same by jax.shard_map, which can also divide the samples of every microbatch."""
+    by_rank, whole = PartitionSpec(PIPELINE_AXIS), PartitionSpec()
+    params = StagedParameters(by_rank, whole)  # pyright: ignore[reportArgumentType]
+    samples = PartitionSpec(None, DATA_AXIS) if DATA_AXIS in mesh.axis_names else whole
+
+    def squeezed(params: StagedParameters, batch: Batch) -> tuple[Array, StagedParameters]:
+        losses, gradients = local(params._replace(layers=jax.tree.map(lambda x: x[0], params.layers)), batch)
+        return losses, gradients._replace(layers=jax.tree.map(lambda x: x[None], gradients.layers))
+
+    batch = Batch(samples, samples, samples, whole)  # pyright: ignore[reportArgumentType]
+    return jax.jit(jax.shard_map(squeezed, mesh=mesh, in_specs=(params, batch), out_specs=(whole, params)))
+
+
+def _on_host(value: Any) -> np.ndarray:
+    """The whole array, also where other processes hold parts of it."""
+    if isinstance(value, Array) and not value.is_fully_addressable and not value.is_fully_replicated:
+        from jax.experimental import multihost_utils
+
+        return multihost_utils.process_allgather(value, tiled=True)
+    return np.asarray(value)
+
+
+def _mesh(config: TransformerConfig, mesh: Mesh | None, door: Door) -> Mesh:
+    """The mesh given, or one over the first devices."""
+    p = config.pipeline_model_parallel_size
+    if mesh is None:
+        devices = jax.devices()
+        if len(devices) < p:
+            raise ValueError(
+                f"pipeline_model_parallel_size: expected at most the {len(devices)} devices JAX has, got {p}; on a CPU "
+                f"call jax.config.update('jax_num_cpu_devices', {p}) before JAX is used"
+            )
+        return Mesh(np.array(devices[:p]), (PIPELINE_AXIS,))
+    if mesh.shape.get(PIPELINE_AXIS) != p or not {*mesh.axis_names} <= {PIPELINE_AXIS, DATA_AXIS}:
+        raise ValueError(
+            f"mesh: expected an axis {PIPELINE_AXIS!r} of size pipeline_model_parallel_size={p}, and besides at most "
+            f"an axis {DATA_AXIS!r}, got {dict(mesh.shape)}"
+        )
+    if door == "pmap" and mesh.axis_names != (PIPELINE_AXIS,):
+        raise ValueError(
+            f"mesh: expected axis {PIPELINE_AXIS!r} alone with door 'pmap', got {dict(mesh.shape)}; take door "
+            "'shard_map'"
+        )
+    return mesh
+
+
+def _check_options(model: nnx.Module, config: TransformerConfig, door: str, keep: str | None, ticks: str) -> None:
+    for name, value, choices in (("door", door, DOORS), ("ticks", ticks, TICKS), ("keep", keep, (None, *KEEPS))):
+        if value not in choices:
+            raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
+    state = nnx.split(model, nnx.Param)[1]
+    found = dict(zip(names_of(state), map(jnp.shape, jax.tree.leaves(state)), strict=True))
+    expected = {name: spec.shape for name, spec in parameter_specs(undivided(config)).items()}
+    if found != expected:
+        name = min(dict(found.items() ^ expected.items()))
+        raise ValueError(
+            f"model: expected the whole model of config, made from plans.partition.undivided(config), with {name!r} of "
+            f"shape {expected.get(name)}, got {found.get(name)}"
+        )

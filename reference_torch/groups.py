@@ -1,0 +1,119 @@
+"""Which ranks work together: pipeline ranks of one replica, replicas of one pipeline rank.
+
+Global ranks count through a pipeline before they come to the next replica: rank = dp_rank * pp_size + pp_rank.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from plans.config import TransformerConfig
+
+Result = TypeVar("Result")
+
+
+class ProcessGroups(NamedTuple):
+    """What a rank needs to know of the others."""
+
+    pp: ProcessGroup | None = None
+    """The ranks that hold this replica's stages, in order; None: one process holds all."""
+    dp: ProcessGroup | None = None
+    """The ranks that hold the same stages and learn from other sequences; None: there is one replica."""
+    embedding: ProcessGroup | None = None
+    """First and last rank of the pipeline, which share a tied embedding; None on others, and where there is none."""
+
+    @property
+    def pp_rank(self) -> int:
+        """This process's pipeline rank."""
+        return 0 if self.pp is None else dist.get_rank(self.pp)
+
+    @property
+    def dp_rank(self) -> int:
+        """This process's replica."""
+        return 0 if self.dp is None else dist.get_rank(self.dp)
+
+    @property
+    def dp_size(self) -> int:
+        """Number of replicas."""
+        return 1 if self.dp is None else self.dp.size()
+
+
+def make_mesh(config: TransformerConfig, device_type: str = "cpu") -> DeviceMesh | None:
+    """All processes as a mesh of replicas and pipeline ranks, axes ("dp", "pp"); None: there is one process.
+
+    Raises:
+        ValueError: their number is no multiple of the pipeline's size.
+    """
+    size, p = world_size(), config.pipeline_model_parallel_size
+    check_world_size(config, size)
+    return None if size == 1 else init_device_mesh(device_type, (size // p, p), mesh_dim_names=("dp", "pp"))
+
+
+def make_groups(config: TransformerConfig, mesh: DeviceMesh | None) -> ProcessGroups:
+    """The groups of a mesh. Every rank has to call it, in the same order as other collectives."""
+    if mesh is None:
+        return ProcessGroups()
+    pp, dp = mesh.get_group("pp"), mesh.get_group("dp")
+    embedding = None
+    if pp.size() > 1 and not config.untie_embeddings_and_output_weights:
+        for ranks in mesh.mesh.tolist():
+            group = dist.new_group([ranks[0], ranks[-1]])
+            if dist.get_rank() in (ranks[0], ranks[-1]):
+                embedding = cast("ProcessGroup", group)
+    return ProcessGroups(pp if pp.size() > 1 else None, dp if dp.size() > 1 else None, embedding)
+
+
+def world_size() -> int:
+    """Processes that work together; 1 where no process group was made."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def check_world_size(config: TransformerConfig, size: int) -> None:
+    """Refuse a number of processes the pipeline cannot be laid over.
+
+    Raises:
+        ValueError: it is no multiple of the pipeline's size.
+    """
+    p = config.pipeline_model_parallel_size
+    if size % p:
+        raise ValueError(
+            f"pipeline_model_parallel_size: expected a divisor of the {size} processes there are, got {p}; start a "
+            f"multiple of {p} (diptych train --nproc {p}, or torchrun --nproc-per-node {p})"
+        )
+
+
+def sum_over(value: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+    """The sum of every rank's value, on every rank; the value itself without a group."""
+    if group is not None:
+        value = value.clone()
+        dist.all_reduce(value, group=group)
+    return value
+
+
+def gather(mapping: dict[str, Any], group: ProcessGroup | None) -> dict[str, Any]:
+    """The entries of every rank's dictionary, on every rank; where two ranks have one name, the first's stays."""
+    if group is None:
+        return mapping
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, mapping, group=group)
+    return {name: value for part in reversed(parts) for name, value in part.items()}
+
+
+def on_first_rank(write: Callable[[], Result], groups: ProcessGroups) -> Result:
+    """Call a function on the first process alone; every process gets what it returned, or raises what it raised."""
+    if groups.pp is None and groups.dp is None:
+        return write()
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = write()
+        except Exception as error:  # whatever it is: the other processes must not wait for a call that failed
+            outcome[1] = error
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]

@@ -1,0 +1,193 @@
+"""Runs one rank's part of a schedule table: actions in the table's order, messages where the plan puts them.
+
+What is computed when is decided in ``plans/schedule.py``, and which messages that takes in ``plans/communication.py``;
+here nothing is reordered. Receives are posted before the action in front of them, sends are not waited for.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plans.communication import Message, dependencies, lower, receiver
+from plans.config import TransformerConfig
+from plans.schedule import Action, Schedule
+from reference_torch.p2p import P2PCommunicator, Shape
+from reference_torch.pipeline.gradients import GradientSums
+from reference_torch.pipeline.split_backward import DeferredWeightGradients
+from reference_torch.pipeline.steps import (
+    ForwardStep,
+    backward_step,
+    deallocate_output_tensor,
+    forward_step,
+    listed,
+    own_memory,
+)
+
+
+@dataclass
+class StepInputs:
+    """What a schedule function was given, by virtual stage of this rank."""
+
+    forward_step_func: ForwardStep
+    data_iterators: Sequence[Iterator[Any] | None]
+    models: Sequence[nn.Module]
+    config: TransformerConfig
+    shapes: Sequence[tuple[Sequence[Shape], Sequence[Shape]]]
+    """Of what each stage receives and sends."""
+    collect_non_loss_data: bool = False
+    cp_group_size: int = 1
+
+
+class Executor:
+    """One step of one rank.
+
+    Args:
+        schedule: the table.
+        inputs: models and data of the rank.
+        communicator: to the other ranks; None: there are none.
+        sums: gradients over replicas.
+        trace: every action is appended as it is run.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        inputs: StepInputs,
+        communicator: P2PCommunicator | None,
+        sums: GradientSums,
+        trace: list[Action] | None = None,
+    ) -> None:
+        self._schedule, self._inputs, self._communicator = schedule, inputs, communicator
+        self._rank = 0 if communicator is None else communicator.rank
+        self._sums, self._trace = sums, [] if trace is None else trace
+        self._entered: dict[tuple[int, int], list[Tensor] | None] = {}
+        self._left: dict[tuple[int, int], Any] = {}
+        self._results: dict[Action, list[Tensor]] = {}
+        self._deferred: defaultdict[tuple[int, int], DeferredWeightGradients] = defaultdict(DeferredWeightGradients)
+        self._backward_left = dict.fromkeys(range(schedule.stages_per_rank), schedule.num_microbatches)
+        self.reports: list[Any] = []
+        self.num_tokens = torch.zeros((), dtype=torch.int64)
+
+    def run(self) -> None:
+        """Run the rank's program to its end.
+
+        Raises:
+            PipelineError: a message did not come, or was not taken.
+        """
+        program = lower(self._schedule)
+        steps = program[self._rank]
+        if self._communicator is not None:
+            self._communicator.begin_step(program)
+        posted = 0
+        for place, step in enumerate(steps):
+            posted = self._post_receives(steps, place, posted)
+            if isinstance(step, Action):
+                self._run(step)
+                self._trace.append(step)
+            elif step.direction == "SEND":
+                self._send(step)
+        if self._communicator is not None:
+            self._communicator.end_step()
+
+    def _post_receives(self, steps: Sequence[Action | Message], place: int, posted: int) -> int:
+        """Post every receive that stands before the next action; returns where that is.
+
+        A receive is so posted before the last action in front of it begins. Without overlap it is posted, and waited
+        for, where it stands.
+        """
+        end = place + 1
+        if self._inputs.config.overlap_p2p_comm:
+            while end < len(steps) and not isinstance(steps[end], Action):
+                end += 1
+        for step in steps[max(posted, place) : end]:
+            if isinstance(step, Message) and step.direction == "RECV":
+                assert self._communicator is not None, "messages need another rank"
+                self._communicator.post_receive(step, self._shapes_of(step))
+        return max(posted, end)
+
+    def _shapes_of(self, message: Message) -> Sequence[Shape]:
+        """Activations have the receiving stage's input shapes, gradients its output shapes."""
+        forward = message.produced_by.kind == "F"
+        stage = message.produced_by.stage + (1 if forward else -1)
+        return self._inputs.shapes[stage // self._schedule.pp_size][0 if forward else 1]
+
+    def _run(self, action: Action) -> None:
+        """One action of one stage and microbatch."""
+        steps: dict[str, Callable[[Action], None]] = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._backward,
+            "W": self._weight_gradients,
+        }
+        steps[action.kind](action)
+        vp_stage = action.stage // self._schedule.pp_size
+        if action.kind in "BW":
+            self._backward_left[vp_stage] -= 1
+            if self._backward_left[vp_stage] == 0:
+                self._sums.start(self._inputs.models[vp_stage])
+
+    def _forward(self, action: Action) -> None:
+        stage, key, inputs = action.stage, (action.stage, action.microbatch), self._inputs
+        vp_stage, last = stage // self._schedule.pp_size, stage == self._schedule.num_stages - 1
+        entered = None
+        if stage > 0:
+            entered = [x.requires_grad_(not self._schedule.forward_only) for x in self._taken(action)]
+        with self._split(key):
+            output, tokens = forward_step(
+                inputs.forward_step_func,
+                inputs.data_iterators[vp_stage],
+                inputs.models[vp_stage],
+                self._schedule.num_microbatches,
+                None if entered is None else entered[0] if len(entered) == 1 else entered,
+                self.reports,
+                inputs.config,
+                inputs.cp_group_size,
+                inputs.collect_non_loss_data,
+                vp_stage,
+                last,
+            )
+        self.num_tokens += tokens.cpu()
+        if not last:
+            output = own_memory(output)
+            self._results[action] = listed(output)
+        if not self._schedule.forward_only:
+            self._entered[key], self._left[key] = entered, output
+
+    def _backward(self, action: Action) -> None:
+        key = (action.stage, action.microbatch)
+        entered, output = self._entered.pop(key), self._left.pop(key)
+        gradient = None
+        if action.stage + 1 < self._schedule.num_stages:
+            gradient = self._taken(action)
+        with self._split(key):
+            gradients = backward_step(entered, output, gradient)
+        if gradients is not None:
+            self._results[action] = listed(gradients)
+
+    def _weight_gradients(self, action: Action) -> None:
+        self._deferred.pop((action.stage, action.microbatch)).run()
+
+    def _split(self, key: tuple[int, int]) -> AbstractContextManager[Any]:
+        """Where the table runs I and W apart, what makes a backward leave weights out."""
+        return self._deferred[key] if self._schedule.splits_backward else nullcontext()
+
+    def _taken(self, action: Action) -> list[Tensor]:
+        """What an action needs from another stage: received, or left here by a stage of this rank."""
+        (needed,) = [other for other in dependencies(self._schedule, action) if other.stage != action.stage]
+        if self._schedule.rank_of(needed.stage) == self._rank:
+            return [tensor.detach() for tensor in self._results.pop(needed)]
+        assert self._communicator is not None, "messages need another rank"
+        return self._communicator.receive(Message("RECV", needed, self._schedule.rank_of(needed.stage)))
+
+    def _send(self, message: Message) -> None:
+        assert self._communicator is not None, "messages need another rank"
+        assert receiver(self._schedule, message.produced_by) == message.peer, "as planned"
+        sent = self._results.pop(message.produced_by)
+        self._communicator.send(message, sent)
+        if message.produced_by.kind == "F":
+            deallocate_output_tensor(sent, self._inputs.config.deallocate_pipeline_outputs)

@@ -1,0 +1,81 @@
+"""What is left to do to gradients once a step's microbatches are through: sum them over replicas and tied copies."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from plans.config import TransformerConfig
+from reference_torch.groups import ProcessGroups, sum_over
+
+
+class GradientSums:
+    """Starts summing a stage's gradients over replicas as soon as they are complete, once a step."""
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self._group = group
+        self._under_way: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
+
+    def start(self, model: nn.Module) -> None:
+        """Sum all gradients of a stage; its last backward is over."""
+        gradients = [_gradient(parameter) for parameter in model.parameters() if parameter.requires_grad]
+        if self._group is None or not gradients:
+            return
+        for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
+            alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+            flat = torch.cat([gradient.flatten() for gradient in alike])
+            work = dist.all_reduce(flat, group=self._group, async_op=True)
+            assert work is not None, "this rank is one of the replicas"
+            self._under_way.append((work, flat, alike))
+
+    def finish(self) -> None:
+        """Wait for the sums, and write them back."""
+        for work, flat, gradients in self._under_way:
+            work.wait()
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+        self._under_way = []
+
+
+def finalize_model_grads(
+    models: Sequence[nn.Module], config: TransformerConfig, groups: ProcessGroups, num_tokens: Tensor
+) -> None:
+    """Make the gradients those of the step's loss, on every rank, after replicas have been summed.
+
+    Sums the two copies of a tied embedding; divides by the number of replicas, or with ``calculate_per_token_loss`` by
+    the tokens of the whole step.
+
+    Args:
+        models: this rank's stages.
+        config: the model's.
+        groups: this rank's.
+        num_tokens: counted on this rank; only the last stage's count.
+    """
+    if groups.embedding is not None:
+        for model in models:
+            if (tied := tied_copy(model)) is not None:
+                dist.all_reduce(_gradient(tied), group=groups.embedding)
+    divisor: float | Tensor = float(groups.dp_size)
+    if config.calculate_per_token_loss:
+        divisor = sum_over(sum_over(num_tokens, groups.pp), groups.dp).clamp(min=1)
+    if isinstance(divisor, Tensor) or divisor != 1.0:
+        for model in models:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= divisor
+
+
+def tied_copy(model: nn.Module) -> Tensor | None:
+    """The embedding's weight on a stage that shares it with another: ``embedding.weight``; None: it has none."""
+    embedding = getattr(model, "embedding", None)
+    return None if embedding is None else embedding.weight
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """A parameter's gradient; zeros where nothing has reached it."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad

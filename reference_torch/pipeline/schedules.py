@@ -1,0 +1,248 @@
+"""One training step through a pipeline, by Megatron-core's names.
+
+Which of the three functions serves a configuration is get_forward_backward_func's to say; the order of work comes
+from the schedule table the configuration asks for, and all of them hand it to the same executor.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from plans.config import TransformerConfig
+from plans.config.pipeline import schedule_name
+from plans.partition import is_pipeline_first_stage, is_pipeline_last_stage
+from plans.schedule import Action, num_warmup_microbatches, schedule_for
+from reference_torch.groups import ProcessGroups
+from reference_torch.p2p import P2PCommunicator, Shape
+from reference_torch.pipeline.executor import Executor, StepInputs
+from reference_torch.pipeline.gradients import GradientSums, finalize_model_grads
+from reference_torch.pipeline.steps import ForwardStep
+
+AdjustShapes = Callable[[list[Shape], list[Shape]], tuple[list[Shape], list[Shape]]]
+DataIterator = Iterator[Any] | Sequence[Iterator[Any]] | None
+
+
+def get_model(model_provider: Callable[..., nn.Module], config: TransformerConfig, pp_rank: int = 0) -> Any:
+    """Build what one rank holds: the model, one stage of it, or a list of its virtual stages.
+
+    Args:
+        model_provider: called as ``model_provider(pre_process=, post_process=, vp_stage=, pp_rank=)``.
+        config: the model's.
+        pp_rank: this process's pipeline rank.
+    """
+
+    def build(vp_stage: int | None) -> nn.Module:
+        return model_provider(
+            pre_process=is_pipeline_first_stage(config, vp_stage, pp_rank),
+            post_process=is_pipeline_last_stage(config, vp_stage, pp_rank),
+            vp_stage=vp_stage,
+            pp_rank=pp_rank,
+        )
+
+    virtual = config.virtual_pipeline_model_parallel_size or 1
+    return build(None) if virtual == 1 else [build(vp_stage) for vp_stage in range(virtual)]
+
+
+def get_forward_backward_func(config: TransformerConfig) -> Callable[..., list[Any]]:
+    """The function that runs a configuration's steps."""
+    name = schedule_name(config)
+    if name == "none":
+        return forward_backward_no_pipelining
+    if name == "interleaved":
+        return forward_backward_pipelining_with_interleaving
+    return forward_backward_pipelining_without_interleaving
+
+
+def forward_backward_no_pipelining(
+    *,
+    forward_step_func: ForwardStep,
+    data_iterator: DataIterator,
+    model: nn.Module | Sequence[nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    config: TransformerConfig,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    p2p_communicator: P2PCommunicator | None = None,
+    pg_collection: ProcessGroups | None = None,
+    trace: list[Action] | None = None,
+) -> list[Any]:
+    """A step of a model that lies whole on this process: forward and backward of one microbatch after the other.
+
+    Arguments and result as forward_backward_pipelining_without_interleaving.
+    """
+    _check_kind(config, "none")
+    return _run(
+        (forward_step_func, data_iterator, model, num_microbatches, config),
+        [([], [])],
+        forward_only,
+        collect_non_loss_data,
+        p2p_communicator,
+        pg_collection,
+        trace,
+    )
+
+
+def forward_backward_pipelining_without_interleaving(
+    *,
+    forward_step_func: ForwardStep,
+    data_iterator: DataIterator,
+    model: nn.Module | Sequence[nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    config: TransformerConfig,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    adjust_tensor_shapes_fn: AdjustShapes | None = None,
+    p2p_communicator: P2PCommunicator | None = None,
+    pg_collection: ProcessGroups | None = None,
+    trace: list[Action] | None = None,
+) -> list[Any]:
+    """A step with one stage a rank: gpipe, 1f1b or zb-h1. Gradients end in ``parameter.grad``, added to what is there.
+
+    Args:
+        forward_step_func: ``(data_iterator, model) -> (output, reducer)``; see forward_step_calc_loss for what the
+            reducer may return.
+        data_iterator: this rank's microbatches, in order; every rank has its own iterator over all of them.
+        model: this rank's stage.
+        num_microbatches: of the step, m.
+        seq_length: tokens of a sequence, T.
+        micro_batch_size: sequences of a microbatch, B.
+        config: the model's.
+        forward_only: no backward; run it under torch.no_grad.
+        collect_non_loss_data: collect what reducers return instead of losses.
+        adjust_tensor_shapes_fn: changes what infer_tensor_shapes says: (received, sent) -> (received, sent).
+        p2p_communicator: kept from step to step; None: made for this one.
+        pg_collection: this rank's groups; None: only without a pipeline.
+        trace: every action is appended as it is run.
+
+    Returns:
+        What the reducers reported, a microbatch each, on the rank of the last stage; elsewhere [].
+
+    Raises:
+        ValueError: sizes the schedule cannot have, or arguments that do not fit it.
+        PipelineError: a message did not come, or was not taken, within config.pipeline_timeout.
+    """
+    _check_kind(config, "gpipe, 1f1b or zb-h1")
+    received, sent = infer_tensor_shapes(seq_length, micro_batch_size, config)
+    if adjust_tensor_shapes_fn is not None:
+        received, sent = adjust_tensor_shapes_fn(received, sent)
+    return _run(
+        (forward_step_func, data_iterator, model, num_microbatches, config),
+        [(received, sent)],
+        forward_only,
+        collect_non_loss_data,
+        p2p_communicator,
+        pg_collection,
+        trace,
+    )
+
+
+def forward_backward_pipelining_with_interleaving(
+    *,
+    forward_step_func: ForwardStep,
+    data_iterator: DataIterator,
+    model: nn.Module | Sequence[nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    config: TransformerConfig,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    p2p_communicator: P2PCommunicator | None = None,
+    pg_collection: ProcessGroups | None = None,
+    trace: list[Action] | None = None,
+) -> list[Any]:
+    """A step with several virtual stages a rank.
+
+    Arguments and result as forward_backward_pipelining_without_interleaving, but ``data_iterator`` and ``model`` are
+    lists, one entry a virtual stage.
+    """
+    _check_kind(config, "interleaved")
+    shapes = infer_tensor_shapes(seq_length, micro_batch_size, config)
+    return _run(
+        (forward_step_func, data_iterator, model, num_microbatches, config),
+        [shapes] * (config.virtual_pipeline_model_parallel_size or 1),
+        forward_only,
+        collect_non_loss_data,
+        p2p_communicator,
+        pg_collection,
+        trace,
+    )
+
+
+def infer_tensor_shapes(
+    seq_length: int, micro_batch_size: int, config: TransformerConfig
+) -> tuple[list[Shape], list[Shape]]:
+    """Shapes of what a stage receives and sends: one tensor [B, T, S * D], all residual streams side by side."""
+    shape = (micro_batch_size, seq_length, config.residual_streams * config.hidden_size)
+    return [shape], [shape]
+
+
+def get_pp_rank_microbatches(
+    num_microbatches: int, config: TransformerConfig, pp_rank: int, forward_only: bool = False
+) -> tuple[int, bool, int, int]:
+    """A rank's forwards: all of them, whether all are warm-up, how many are, and how many are not."""
+    p, v = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    total = num_microbatches * v
+    group = config.microbatch_group_size_per_vp_stage
+    warmup = num_warmup_microbatches(pp_rank, p, num_microbatches, v, group, forward_only)
+    return total, warmup == total, warmup, total - warmup
+
+
+def _run(
+    step: tuple[ForwardStep, DataIterator, nn.Module | Sequence[nn.Module], int, TransformerConfig],
+    shapes: Sequence[tuple[Sequence[Shape], Sequence[Shape]]],
+    forward_only: bool,
+    collect_non_loss_data: bool,
+    communicator: P2PCommunicator | None,
+    groups: ProcessGroups | None,
+    trace: list[Action] | None,
+) -> list[Any]:
+    forward_step_func, data_iterator, model, num_microbatches, config = step
+    schedule = schedule_for(config, num_microbatches, forward_only)
+    models = [*model] if isinstance(model, Sequence) else [model]
+    iterators = [*data_iterator] if isinstance(data_iterator, Sequence) else [data_iterator]
+    for name, given in (("model", models), ("data_iterator", iterators)):
+        if len(given) != schedule.stages_per_rank:
+            raise ValueError(
+                f"{name}: expected {schedule.stages_per_rank}, one a virtual stage of the rank, got {len(given)}"
+            )
+    groups = groups or ProcessGroups()
+    made = _make_communicator(config, groups, models) if communicator is None else None
+    sums = GradientSums(groups.dp)
+    inputs = StepInputs(forward_step_func, iterators, models, config, shapes, collect_non_loss_data)
+    executor = Executor(schedule, inputs, communicator or made, sums, trace)
+    executor.run()
+    if made is not None:
+        made.close()
+    if not forward_only:
+        sums.finish()
+        finalize_model_grads(models, config, groups, executor.num_tokens)
+    return executor.reports
+
+
+def _make_communicator(
+    config: TransformerConfig, groups: ProcessGroups, models: Sequence[nn.Module]
+) -> P2PCommunicator | None:
+    if config.pipeline_model_parallel_size == 1:
+        return None
+    if groups.pp is None:
+        raise ValueError(
+            "pg_collection: expected this rank's groups with pipeline_model_parallel_size="
+            f"{config.pipeline_model_parallel_size}, got none; make them by reference_torch.groups.make_groups"
+        )
+    device = next((parameter.device for parameter in models[0].parameters()), "cpu")
+    return P2PCommunicator(groups.pp, config, device)
+
+
+def _check_kind(config: TransformerConfig, expected: str) -> None:
+    name = schedule_name(config)
+    if name not in expected:
+        raise ValueError(
+            f"config: expected a schedule of this function ({expected}), got {name!r}; choose the function by "
+            "get_forward_backward_func(config)"
+        )

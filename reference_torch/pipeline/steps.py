@@ -1,0 +1,225 @@
+"""What a stage does with one microbatch: forward with its loss, backward, and freeing what was sent.
+
+Reference: Megatron-core, pipeline_parallel/schedules.py, whose names and contracts stand here.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from plans.config import TransformerConfig
+
+Tensors = Tensor | Sequence[Tensor]
+ForwardStep = Callable[[Any, Any], tuple[Any, Callable[..., Any]]]
+"""``forward_step_func(data_iterator, model) -> (output, reducer)``."""
+
+
+def forward_step(
+    forward_step_func: ForwardStep,
+    data_iterator: Iterator[Any] | None,
+    model: nn.Module,
+    num_microbatches: int,
+    input_tensor: Tensors | None,
+    forward_data_store: list[Any],
+    config: TransformerConfig,
+    cp_group_size: int = 1,
+    collect_non_loss_data: bool = False,
+    vp_stage: int | None = None,
+    is_last_stage: bool = True,
+) -> tuple[Any, Tensor]:
+    """Run one microbatch through a stage.
+
+    Args:
+        forward_step_func: the user's: takes the microbatch from the iterator, runs the model, and returns its output
+            and what makes a loss of it.
+        data_iterator: of this stage; every stage takes its microbatches from its own.
+        model: the stage; gets its input by ``set_input_tensor`` where it is not the first.
+        num_microbatches: of the step.
+        input_tensor: from the stage before; None on the first.
+        forward_data_store: what the last stage reports is appended.
+        config: the model's.
+        cp_group_size: ranks that share each sequence.
+        collect_non_loss_data: the reducer gives no loss, but anything to be collected.
+        vp_stage: of the model within its rank.
+        is_last_stage: whether there is a loss.
+
+    Returns:
+        The output, on the last stage the loss to be differentiated; the tokens it is a sum over, 0 where it is a mean.
+    """
+    if input_tensor is not None:
+        model.set_input_tensor(input_tensor)  # pyright: ignore[reportCallIssue]
+    output, reducer = forward_step_func(data_iterator, model)
+    if not is_last_stage:
+        return output, torch.zeros((), dtype=torch.int64)
+    return forward_step_calc_loss(
+        model,
+        output,
+        reducer,
+        config,
+        vp_stage,
+        collect_non_loss_data,
+        num_microbatches,
+        forward_data_store,
+        cp_group_size,
+        is_last_stage,
+    )
+
+
+def forward_step_calc_loss(
+    model: nn.Module,
+    output_tensor: Any,
+    loss_func: Callable[..., Any],
+    config: TransformerConfig,
+    vp_stage: int | None,
+    collect_non_loss_data: bool,
+    num_microbatches: int,
+    forward_data_store: list[Any],
+    cp_group_size: int | None = None,
+    is_last_stage: bool | None = None,
+) -> tuple[Any, Tensor]:
+    """Make the loss of the last stage, and report what the reducer says.
+
+    The reducer returns one of
+
+        (loss, report)                 loss a mean; divided by the number of microbatches
+        (loss, num_tokens, report)     loss a sum over so many tokens; with ``calculate_per_token_loss`` it stays one,
+                                       and gradients are divided once by the tokens of the whole step; without, it
+                                       is divided by both numbers
+        anything                       with collect_non_loss_data: called as ``loss_func(output, non_loss_data=True)``
+
+    What is reported is copied, so that nothing done to the loss later changes it.
+
+    Raises:
+        ValueError: the reducer returned something else, or two values where tokens are to be counted.
+    """
+    none = torch.zeros((), dtype=torch.int64)
+    if collect_non_loss_data:
+        forward_data_store.append(loss_func(output_tensor, non_loss_data=True))
+        return output_tensor, none
+    result = loss_func(output_tensor)
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        raise ValueError(
+            "forward_step_func: expected a reducer that returns (loss, report) or (loss, num_tokens, report), got "
+            f"{type(result).__name__}{f' of {len(result)}' if isinstance(result, tuple) else ''}; use "
+            "collect_non_loss_data=True for anything else"
+        )
+    forward_data_store.append(_copied(result[-1]))
+    scale = cp_group_size or 1
+    if len(result) == 2:
+        if config.calculate_per_token_loss:
+            raise ValueError(
+                "forward_step_func: expected a reducer that returns (loss, num_tokens, report) with "
+                "calculate_per_token_loss, got 2 values"
+            )
+        return result[0] * (scale / num_microbatches), none
+    loss, tokens = result[0], torch.as_tensor(result[1])
+    if config.calculate_per_token_loss:
+        return loss * scale, tokens.detach().clone()
+    return loss * (scale / num_microbatches) / tokens.clamp(min=1), none
+
+
+def backward_step(
+    input_tensor: Tensors | None,
+    output_tensor: Tensors,
+    output_tensor_grad: Tensors | None,
+    model_type: object = None,
+    config: TransformerConfig | None = None,
+) -> Any:
+    """Run one microbatch back through a stage; parameters' gradients are added up.
+
+    Args:
+        input_tensor: what the stage read; None on the first stage.
+        output_tensor: what it gave, freed or not; on the last stage the loss.
+        output_tensor_grad: from the stage after; None on the last.
+        model_type, config: of no effect; Megatron-core's callers pass them.
+
+    Returns:
+        The gradient of input_tensor, of the same kind (a tensor or a list); None on the first stage.
+    """
+    custom_backward(output_tensor, output_tensor_grad)
+    if input_tensor is None:
+        return None
+    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in listed(input_tensor)]
+    return gradients[0] if isinstance(input_tensor, Tensor) else gradients
+
+
+def custom_backward(output: Tensors, grad_output: Tensors | None) -> None:
+    """Backward from outputs that may have been freed.
+
+    ``torch.autograd.backward`` compares each gradient with the tensor it belongs to, whose memory and with it whose
+    shape is gone; the engine below it only needs the node that made the tensor.
+
+    Args:
+        output: one tensor or several; those without a graph are left out.
+        grad_output: as many gradients; None: the outputs are scalars, each with gradient 1.
+
+    Raises:
+        ValueError: counts differ, or an output without gradient is no scalar.
+    """
+    outputs = listed(output)
+    gradients = [None] * len(outputs) if grad_output is None else listed(grad_output)
+    if len(gradients) != len(outputs):
+        raise ValueError(f"grad_output: expected {len(outputs)} gradients, one an output, got {len(gradients)}")
+    roots, seeds = [], []
+    for root, seed in zip(outputs, gradients, strict=True):
+        if root.grad_fn is None:
+            continue
+        if seed is None and root.numel() != 1:
+            raise ValueError(f"grad_output: expected a gradient for an output of shape {[*root.shape]}, got None")
+        roots.append(root)
+        seeds.append(torch.ones_like(root, memory_format=torch.preserve_format) if seed is None else seed)
+    if roots:
+        Variable._execution_engine.run_backward(  # pyright: ignore[reportAttributeAccessIssue]
+            tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+
+
+def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
+    """Free what a stage has sent: its bytes go, the node that made it stays, and backward can start there.
+
+    Whatever backward reads was saved by the operations that read it, so the output's own bytes are of no more use.
+
+    Args:
+        out: a tensor, or a list or dict of tensors; None does nothing.
+        deallocate_pipeline_outputs: False does nothing.
+
+    Raises:
+        ValueError: a tensor is a view: its bytes belong to another tensor, and would stay.
+    """
+    if out is None or not deallocate_pipeline_outputs:
+        return
+    for tensor in out.values() if isinstance(out, dict) else listed(out):
+        if not isinstance(tensor, Tensor):
+            continue
+        if tensor._base is not None:
+            raise ValueError(
+                f"out: expected tensors that own their memory, got a view of shape {[*tensor.shape]} of another of "
+                f"shape {[*tensor._base.shape]}, whose bytes would stay; send a copy (own_memory)"
+            )
+        tensor.data = torch.empty((1,), device=tensor.device, dtype=tensor.dtype)
+
+
+def own_memory(out: Any) -> Any:
+    """The tensor, or list of tensors, with a copy in place of every view, so that sending can free it."""
+    if isinstance(out, Tensor):
+        return out.clone() if out._base is not None else out
+    return [own_memory(tensor) for tensor in out]
+
+
+def listed(tensors: Tensors) -> list[Tensor]:
+    """One tensor or several, as a list."""
+    return [tensors] if isinstance(tensors, Tensor) else [*tensors]
+
+
+def _copied(report: Any) -> Any:
+    """A report with every tensor copied, cut off from its graph."""
+    if isinstance(report, Tensor):
+        return report.detach().clone()
+    if isinstance(report, dict):
+        return {name: _copied(value) for name, value in report.items()}
+    if isinstance(report, list | tuple):
+        return type(report)(_copied(value) for value in report)
+    return report
