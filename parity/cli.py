@@ -7,24 +7,23 @@ PyTorch is not installed, and the other way round.
 import contextlib
 import importlib
 import io
-import math
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import tyro
 from rich.console import Console
 
+from parity.commands import Command, Compare, Curves, Info, Plan, Sample, Train, TrainingRun
 from parity.config_file import with_config_file
 from parity.driver import SavePlan, run_training
+from parity.launch import check_processes, is_one_of_several, join_processes, rank, start_processes
 from parity.memory_report import block_words, print_plan
 from plans.checkpoint import MODEL, read_checkpoint, split_arrays
-from plans.config import DataConfig, TrainConfig, TransformerConfig
+from plans.communication import PipelineError
 from plans.data import load_corpus
 from plans.sampling import next_token
 from plans.training import NonFiniteLossError
@@ -41,151 +40,6 @@ PLAIN_WIDTH = 100
 PACKAGES = {"torch": "reference_torch", "jax": "jax_impl"}
 
 
-def _demo_model() -> TransformerConfig:
-    return TransformerConfig(hidden_size=128, num_layers=2, num_attention_heads=4, enable_hyper_connections=True)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What every training run is made of."""
-
-    model: tyro.conf.OmitArgPrefixes[TransformerConfig] = field(default_factory=_demo_model)
-    train: tyro.conf.OmitArgPrefixes[TrainConfig] = field(default_factory=TrainConfig)
-    data: tyro.conf.OmitArgPrefixes[DataConfig] = field(default_factory=DataConfig)
-    num_threads: int = 1
-    """CPU threads of PyTorch (XLA takes the cores the process may use)."""
-    log_interval: int = 20
-    """Steps between rows of the table."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_threads", "log_interval"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.num_threads > (os.cpu_count() or 1):
-            raise ValueError(
-                f"num_threads: expected at most this machine's {os.cpu_count()} cores, got {self.num_threads}"
-            )
-
-
-@dataclass(frozen=True)
-class Compare(_Run):
-    """Train one model in both backends side by side, from one start on the same batches.
-
-    Shows each step's losses, then the gradient differences, worst first; writes report.json and
-    compare.png. Ends with exit code 1 if a loss or gradient differs by more than its tolerance.
-    """
-
-    output_dir: Path = Path("runs/compare")
-    """Folder for report.json and compare.png."""
-    loss_tolerance: float | None = None
-    """Largest difference of two losses, nats per token; None: 1e-5 in float32, 1e-10 in float64, 2e-2
-    with bf16."""
-    gradient_tolerance: float | None = None
-    """Largest relative difference of a parameter's gradients; None: 1e-5 in float32, 1e-12 in
-    float64, 2e-2 with bf16."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("loss_tolerance", "gradient_tolerance"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= 0.0):
-                raise ValueError(f"{name}: expected a finite number >= 0, got {value}")
-
-
-@dataclass(frozen=True)
-class Train(_Run):
-    """Train a model in one backend and report its validation loss."""
-
-    backend: Literal["torch", "jax"] = "torch"
-    """Which implementation trains."""
-    save: Path | None = None
-    """Folder for checkpoints and metrics.jsonl; None: nothing is written."""
-    save_interval: int = 0
-    """Steps between checkpoints; 0: only at the end, or when stopped."""
-    resume: bool = False
-    """Go on from the newest checkpoint in the save folder, whichever backend wrote it."""
-    exit_step: int | None = None
-    """Stop after so many steps of the whole run, to go on later with resume."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.save_interval < 0:
-            raise ValueError(f"save_interval: expected at least 0, got {self.save_interval}")
-        if self.exit_step is not None and self.exit_step < 1:
-            raise ValueError(f"exit_step: expected at least 1, got {self.exit_step}")
-        if self.save is None and (self.resume or self.save_interval):
-            raise ValueError("save: expected a folder with resume or save_interval, got none; give --save FOLDER")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Predict what a training step keeps and needs, for any size, also one no machine here could run."""
-
-    model: tyro.conf.OmitArgPrefixes[TransformerConfig] = field(default_factory=_demo_model)
-    micro_batch_size: int = 8
-    """Sequences computed at a time."""
-
-    def __post_init__(self) -> None:
-        if self.micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size: expected at least 1, got {self.micro_batch_size}")
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Continue a text with a trained model, in either backend, whichever trained it."""
-
-    checkpoint: tyro.conf.Positional[Path]
-    """A checkpoint, or a run's folder, whose newest is taken."""
-    backend: Literal["torch", "jax"] = "torch"
-    """Which implementation computes."""
-    prompt: str = "def "
-    """What the text begins with."""
-    length: int = 200
-    """Tokens (bytes) to add."""
-    temperature: float = 0.8
-    """0 takes the likeliest token each time."""
-    seed: int = 0
-    """The same seed draws the same text."""
-
-    def __post_init__(self) -> None:
-        if not self.prompt:
-            raise ValueError("prompt: expected at least one character, got none")
-        if self.length < 1:
-            raise ValueError(f"length: expected at least 1, got {self.length}")
-        if not self.temperature >= 0.0:
-            raise ValueError(f"temperature: expected at least 0, got {self.temperature}")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed: expected 0 <= seed < 2**32, got {self.seed}")
-
-
-@dataclass(frozen=True)
-class Info:
-    """Verify a checkpoint and say what is in it."""
-
-    checkpoint: tyro.conf.Positional[Path]
-    """A checkpoint, or a run's folder, whose newest is taken."""
-
-
-@dataclass(frozen=True)
-class Curves:
-    """Draw loss, gradient norm and learning rate of runs."""
-
-    runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Folders given to train --save."""
-    output: Path = Path("runs/curves.png")
-    """Picture to write."""
-
-
-Command = tyro.conf.OmitSubcommandPrefixes[
-    Annotated[Compare, tyro.conf.subcommand("compare")]
-    | Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Plan, tyro.conf.subcommand("plan")]
-    | Annotated[Sample, tyro.conf.subcommand("sample")]
-    | Annotated[Info, tyro.conf.subcommand("info")]
-    | Annotated[Curves, tyro.conf.subcommand("curves")]
-]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``diptych``.
 
@@ -193,14 +47,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0: done; 1: over tolerance or training failed; 2: the user's input was refused; 130: interrupted.
         Other than 0 comes with one line on standard error that says why, or the report of what differs.
     """
-    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    console = Console(quiet=rank() > 0) if sys.stdout.isatty() else Console(quiet=rank() > 0, width=PLAIN_WIDTH)
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        command = _parse(sys.argv[1:] if arguments is None else list(arguments))
+        command = _parse(arguments)
+        if isinstance(command, Train):
+            check_processes(command)
+            if command.nproc > 1 and not is_one_of_several():
+                return start_processes(command.nproc, f"{PACKAGES[command.backend]}.train", _after_train(arguments))
         return _ACTIONS[type(command)](command, console)
     except (ValueError, ModuleNotFoundError) as error:
-        print(f"diptych: {error}", file=sys.stderr)
+        if rank() == 0:  # the others say the same
+            print(f"diptych: {error}", file=sys.stderr)
         return USER_ERROR
-    except (NonFiniteLossError, NotImplementedError, OSError) as error:
+    except (NonFiniteLossError, NotImplementedError, OSError, PipelineError) as error:
         print(f"diptych: {error}", file=sys.stderr)
         return FAILURE
     except (MemoryError, RuntimeError) as error:
@@ -229,6 +89,12 @@ def _parse(arguments: list[str]) -> Compare | Train | Plan | Sample | Info | Cur
         if stop.code in (0, None):
             raise
         raise ValueError(_first_message(captured.getvalue())) from None
+
+
+def _after_train(arguments: Sequence[str]) -> list[str]:
+    """What was said to ``diptych train`` beside its name, which the module that is started adds again."""
+    name = [*arguments].index("train")
+    return [*arguments[:name], *arguments[name + 1 :]]
 
 
 def _first_message(box: str) -> str:
@@ -303,10 +169,22 @@ def _train(command: Train, console: Console) -> int:
     if command.save is not None:
         _check_output(command.save, ())
     _print_setting(command, corpus, console)
-    trainer = module.Trainer(command.model, command.train, corpus)
+    trainer = module.Trainer(command.model, command.train, corpus, **_place(command))
     plan = SavePlan(command.save, command.save_interval, command.exit_step)
     run_training(trainer, plan, console, command.log_interval, command.resume, command.backend)
     return 0
+
+
+def _place(command: Train) -> dict[str, Any]:
+    """Where the trainer computes, and with whom: its arguments beside the settings."""
+    if command.backend != "torch" or not is_one_of_several():
+        return {}
+    import torch
+
+    from reference_torch.groups import make_mesh
+
+    device = join_processes("cuda" if torch.cuda.is_available() else "cpu")
+    return {"device": device, "mesh": make_mesh(command.model, device.type)}
 
 
 def _plan(command: Plan, console: Console) -> int:
@@ -372,7 +250,7 @@ def _check_output(folder: Path, names: tuple[str, ...]) -> None:
         raise ValueError(f"{folder}: expected a folder to write to, got {error}") from None
 
 
-def _print_setting(run: _Run, corpus, console: Console) -> None:
+def _print_setting(run: TrainingRun, corpus, console: Console) -> None:
     model, train = run.model, run.train
     mhc = f"mHC with {model.num_residual_streams} streams" if model.enable_hyper_connections else "no mHC"
     console.print(

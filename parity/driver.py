@@ -38,6 +38,15 @@ class Trainer(Protocol):
         """Mean loss of the validation split."""
         ...
 
+    @property
+    def reports(self) -> bool:
+        """Whether this process writes files and talks to the user."""
+        ...
+
+    def any_process(self, flag: bool) -> bool:
+        """Whether the flag is set on any process of the run."""
+        ...
+
     def save(self, folder: Path, keep: int = 2) -> Path:
         """Write a checkpoint."""
         ...
@@ -92,14 +101,15 @@ def run_training(
         console.print(f"resumed at step {trainer.resume(plan.folder)} from {plan.folder}")
     end = trainer.train_config.train_iters
     stop = min(end, plan.exit_step or end)
-    metrics = Metrics(plan.folder, trainer.steps_taken, backend)
+    metrics = Metrics(plan.folder if trainer.reports else None, trainer.steps_taken, backend)
     with Interruption() as interruption:
         steps = _steps(trainer, stop, plan, metrics, interruption)
         training_progress(console, steps, stop - trainer.steps_taken, log_interval)
     if plan.folder is not None:
         console.print(f"saved: {trainer.save(plan.folder)}")
-    if interruption.signal is not None:
-        console.print(f"stopped by {interruption.signal.name} after step {trainer.steps_taken - 1}")
+    if trainer.any_process(interruption.signal is not None):
+        cause = "another process" if interruption.signal is None else interruption.signal.name
+        console.print(f"stopped by {cause} after step {trainer.steps_taken - 1}")
     elif trainer.steps_taken < end:
         console.print(f"stopped after step {trainer.steps_taken - 1} of {end} as asked; go on with --resume")
     else:
@@ -121,7 +131,7 @@ def _steps(
         if plan.folder is not None and plan.interval and taken % plan.interval == 0 and taken < stop:
             trainer.save(plan.folder)
         yield result
-        if interruption.signal is not None:
+        if trainer.any_process(interruption.signal is not None):
             return
 
 

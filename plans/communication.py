@@ -10,6 +10,10 @@ from typing import Literal, NamedTuple
 from plans.schedule import Action, Schedule
 
 
+class PipelineError(RuntimeError):
+    """A message between ranks did not come, was not taken, or is not the one expected."""
+
+
 class Message(NamedTuple):
     """One end of a message."""
 

@@ -176,7 +176,7 @@ def _check_actions(schedule: Schedule) -> None:
         for action, count in Counter(actions).items():
             if action not in expected:
                 raise ScheduleError(
-                    f"rank {rank}, {action}: expected {' and '.join(kinds)} of stages 0 to "
+                    f"rank {rank}, {action}: expected {_listed(kinds)} of stages 0 to "
                     f"{schedule.num_stages - 1} and microbatches 0 to {schedule.num_microbatches - 1}"
                 )
             home = schedule.rank_of(action.stage)
@@ -188,6 +188,10 @@ def _check_actions(schedule: Schedule) -> None:
     if missing:
         action = min(missing, key=lambda a: (a.microbatch, a.stage, a.kind))
         raise ScheduleError(f"rank {schedule.rank_of(action.stage)}, {action}: expected once, got none")
+
+
+def _listed(kinds: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:

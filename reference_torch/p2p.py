@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from plans.communication import Message, Program
+from plans.communication import Message, PipelineError, Program
 from plans.config import TransformerConfig
 from plans.schedule import Action
 
@@ -33,10 +33,6 @@ Shape = tuple[int, ...]
 STEPS, MESSAGES, SHAPES = 1 << 5, 1 << 14, 1 << 12
 """Values a tag has room for: 31 bits. Step and message number wrap around, far beyond what can be under way."""
 HEADER_LENGTH, MAX_DIMENSIONS = 16, 8
-
-
-class PipelineError(RuntimeError):
-    """A message did not come, was not taken, or is not the one expected."""
 
 
 class P2PCommunicator:

@@ -8,6 +8,7 @@ the same for both backends; here it is carried out in PyTorch, on one process or
 takes the arguments of ``diptych train``.
 """
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -381,4 +382,7 @@ def train(config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) 
 if __name__ == "__main__":
     from parity.cli import main
 
-    sys.exit(main(["train", "--backend", "torch", *sys.argv[1:]]))
+    code = main(["train", "--backend", "torch", *sys.argv[1:]])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a process group whose other ranks are gone may not let an interpreter end

@@ -1,0 +1,161 @@
+"""The commands of ``diptych``: what each is told, and what its settings must obey."""
+
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from plans.config import DataConfig, TrainConfig, TransformerConfig
+
+
+def _demo_model() -> TransformerConfig:
+    return TransformerConfig(hidden_size=128, num_layers=2, num_attention_heads=4, enable_hyper_connections=True)
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """What every training run is made of."""
+
+    model: tyro.conf.OmitArgPrefixes[TransformerConfig] = field(default_factory=_demo_model)
+    train: tyro.conf.OmitArgPrefixes[TrainConfig] = field(default_factory=TrainConfig)
+    data: tyro.conf.OmitArgPrefixes[DataConfig] = field(default_factory=DataConfig)
+    num_threads: int = 1
+    """CPU threads of PyTorch (XLA takes the cores the process may use)."""
+    log_interval: int = 20
+    """Steps between rows of the table."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_threads", "log_interval"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.num_threads > (os.cpu_count() or 1):
+            raise ValueError(
+                f"num_threads: expected at most this machine's {os.cpu_count()} cores, got {self.num_threads}"
+            )
+
+
+@dataclass(frozen=True)
+class Compare(TrainingRun):
+    """Train one model in both backends side by side, from one start on the same batches.
+
+    Shows each step's losses, then the gradient differences, worst first; writes report.json and
+    compare.png. Ends with exit code 1 if a loss or gradient differs by more than its tolerance.
+    """
+
+    output_dir: Path = Path("runs/compare")
+    """Folder for report.json and compare.png."""
+    loss_tolerance: float | None = None
+    """Largest difference of two losses, nats per token; None: 1e-5 in float32, 1e-10 in float64, 2e-2
+    with bf16."""
+    gradient_tolerance: float | None = None
+    """Largest relative difference of a parameter's gradients; None: 1e-5 in float32, 1e-12 in
+    float64, 2e-2 with bf16."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("loss_tolerance", "gradient_tolerance"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0.0):
+                raise ValueError(f"{name}: expected a finite number >= 0, got {value}")
+
+
+@dataclass(frozen=True)
+class Train(TrainingRun):
+    """Train a model in one backend and report its validation loss."""
+
+    backend: Literal["torch", "jax"] = "torch"
+    """Which implementation trains."""
+    save: Path | None = None
+    """Folder for checkpoints and metrics.jsonl; None: nothing is written."""
+    save_interval: int = 0
+    """Steps between checkpoints; 0: only at the end, or when stopped."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the save folder, whichever backend wrote it."""
+    exit_step: int | None = None
+    """Stop after so many steps of the whole run, to go on later with resume."""
+    nproc: int = 1
+    """Processes to start on this machine, with PyTorch: pipeline ranks times replicas. JAX serves all devices from
+    one; torchrun starts processes on several machines."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.save_interval < 0:
+            raise ValueError(f"save_interval: expected at least 0, got {self.save_interval}")
+        if self.exit_step is not None and self.exit_step < 1:
+            raise ValueError(f"exit_step: expected at least 1, got {self.exit_step}")
+        if self.nproc < 1:
+            raise ValueError(f"nproc: expected at least 1, got {self.nproc}")
+        if self.save is None and (self.resume or self.save_interval):
+            raise ValueError("save: expected a folder with resume or save_interval, got none; give --save FOLDER")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Predict what a training step keeps and needs, for any size, also one no machine here could run."""
+
+    model: tyro.conf.OmitArgPrefixes[TransformerConfig] = field(default_factory=_demo_model)
+    micro_batch_size: int = 8
+    """Sequences computed at a time."""
+
+    def __post_init__(self) -> None:
+        if self.micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size: expected at least 1, got {self.micro_batch_size}")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Continue a text with a trained model, in either backend, whichever trained it."""
+
+    checkpoint: tyro.conf.Positional[Path]
+    """A checkpoint, or a run's folder, whose newest is taken."""
+    backend: Literal["torch", "jax"] = "torch"
+    """Which implementation computes."""
+    prompt: str = "def "
+    """What the text begins with."""
+    length: int = 200
+    """Tokens (bytes) to add."""
+    temperature: float = 0.8
+    """0 takes the likeliest token each time."""
+    seed: int = 0
+    """The same seed draws the same text."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("prompt: expected at least one character, got none")
+        if self.length < 1:
+            raise ValueError(f"length: expected at least 1, got {self.length}")
+        if not self.temperature >= 0.0:
+            raise ValueError(f"temperature: expected at least 0, got {self.temperature}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed: expected 0 <= seed < 2**32, got {self.seed}")
+
+
+@dataclass(frozen=True)
+class Info:
+    """Verify a checkpoint and say what is in it."""
+
+    checkpoint: tyro.conf.Positional[Path]
+    """A checkpoint, or a run's folder, whose newest is taken."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Draw loss, gradient norm and learning rate of runs."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders given to train --save."""
+    output: Path = Path("runs/curves.png")
+    """Picture to write."""
+
+
+Command = tyro.conf.OmitSubcommandPrefixes[
+    Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Plan, tyro.conf.subcommand("plan")]
+    | Annotated[Sample, tyro.conf.subcommand("sample")]
+    | Annotated[Info, tyro.conf.subcommand("info")]
+    | Annotated[Curves, tyro.conf.subcommand("curves")]
+]

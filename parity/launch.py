@@ -1,0 +1,156 @@
+"""The processes of a training run: this one, those that torchrun started, or those started here.
+
+A process that is one of several knows it from its environment, which is torchrun's: RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR and MASTER_PORT.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from parity.commands import Train
+from plans.training import check_trainable
+
+GRACE = 10.0
+"""Seconds the other processes get to end by themselves after one has failed."""
+CHILD = "DIPTYCH_CHILD"
+"""Set where start_processes started this process, whose standard input then ends with its parent."""
+
+
+def is_one_of_several() -> bool:
+    """Whether this process was started as one of several."""
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def rank() -> int:
+    """Global rank of this process."""
+    return int(os.environ["RANK"]) if is_one_of_several() else 0
+
+
+def check_processes(command: Train) -> None:
+    """Refuse a number of processes, or a batch, that the pipeline cannot have; before any process is started.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    p = command.model.pipeline_model_parallel_size
+    if command.backend == "jax":
+        if command.nproc > 1:
+            raise ValueError(
+                f"nproc: expected 1 with backend 'jax', which serves all devices from one process, got {command.nproc}"
+            )
+        check_trainable(command.model, command.train)
+        return
+    several = is_one_of_several()
+    size = int(os.environ["WORLD_SIZE"]) if several else command.nproc
+    if size % p:
+        raise ValueError(
+            f"nproc: expected a multiple of pipeline_model_parallel_size={p} processes, got {size}; give --nproc {p}, "
+            f"or start a multiple of {p} by torchrun"
+        )
+    check_trainable(command.model, command.train, size // p)
+
+
+def start_processes(count: int, module: str, arguments: Sequence[str]) -> int:
+    """Run a module in several processes on this machine, and wait for all of them.
+
+    Signals go on to every process. When one fails, the others get a moment to say what they missed, and are ended. When
+    this process dies, however it does, they end too.
+
+    Returns:
+        The exit code of the first to fail, or 0.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), CHILD: "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            env={**os.environ, **shared, "RANK": str(number), "LOCAL_RANK": str(number)},
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # a terminal's Ctrl-C comes here, and goes on once
+        )
+        for number in range(count)
+    ]
+    with _forwarded(processes):
+        try:
+            return _wait(processes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+                if process.stdin is not None:
+                    process.stdin.close()
+
+
+def _wait(processes: list[subprocess.Popen]) -> int:
+    """Until all have ended, or one has failed and the others had their time."""
+    failed, end = 0, float("inf")
+    while any(process.poll() is None for process in processes) and time.monotonic() < end:
+        time.sleep(0.05)
+        codes = [process.returncode for process in processes if process.returncode]
+        if codes and not failed:
+            failed, end = codes[0], time.monotonic() + GRACE
+    codes = [process.poll() for process in processes]
+    for number, code in enumerate(codes):
+        if code is not None and code < 0:
+            print(f"diptych: rank {number} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+            failed = failed if failed > 0 else 1
+        elif code is None:
+            print(f"diptych: rank {number} did not end by itself, and was stopped", file=sys.stderr)
+    return failed or max((code for code in codes if code), default=0)
+
+
+@contextmanager
+def _forwarded(processes: list[subprocess.Popen]):
+    """SIGINT and SIGTERM go to every process instead of ending this one."""
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def end_with_parent() -> None:
+    """Where start_processes started this process: end it when the parent is gone."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os._exit(1)
+
+    if os.environ.get(CHILD):
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def join_processes(device_type: str):
+    """Make the process group of all processes, and their mesh's device.
+
+    Returns:
+        The device this process computes on.
+    """
+    import torch
+    import torch.distributed as dist
+
+    end_with_parent()
+    if device_type == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        torch.cuda.set_device(local)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", local))
+        return torch.device("cuda", local)
+    dist.init_process_group("gloo")
+    return torch.device("cpu")
