@@ -1,11 +1,18 @@
 """Training: AdamW steps over deterministic batches.
 
-What is decided (batches, initial values, learning rate, decay, clipping) stands in plans/ and is
-the same for both backends; here it is carried out in JAX, one compiled program a step.
+What is decided (batches, initial values, learning rate, decay, clipping, schedule) stands in plans/ and is
+the same for both backends; here it is carried out in JAX, one compiled program a step, on one device or on one a
+pipeline rank and replica:
+
+    python -m jax_impl.train --pipeline-model-parallel-size 4 ...
+
+takes the arguments of ``diptych train``.
 """
 
+import os
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +23,15 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh
 
+from jax_impl.pipeline import make_pipeline_step
 from jax_impl.saving import export_arrays, export_parameters, import_arrays, import_parameters
 from jax_impl.transformer import GPTModel
 from plans.checkpoint import Checkpoint, check_settings, read_checkpoint, run_settings, write_checkpoint
 from plans.config import TrainConfig, TransformerConfig
 from plans.data import Batch, Corpus
+from plans.partition import undivided
 from plans.training import (
     CLIP_EPSILON,
     StepResult,
@@ -30,7 +40,12 @@ from plans.training import (
     check_trainable,
     has_weight_decay,
     learning_rate,
+    microbatches,
 )
+
+Parameters = Any
+"""Of the undivided model (nnx.State), or laid out over the pipeline's ranks (StagedParameters); gradients and moments
+too."""
 
 
 class Trainer:
@@ -40,33 +55,60 @@ class Trainer:
         config: the model's.
         train_config: the optimisation's.
         corpus: what to learn.
+        mesh: devices with an axis "pp" as long as the pipeline, and possibly an axis "dp" of replicas; None: the first
+            devices there are.
 
     Raises:
-        ValueError: the corpus is too short for the model, or has bytes it has no token for.
-        NotImplementedError: the model is cut into pipeline stages.
+        ValueError: the corpus is too short for the model, or has bytes it has no token for; the batch does not fit
+            schedule and replicas; there are fewer devices than pipeline ranks.
     """
 
-    def __init__(self, config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) -> None:
-        check_trainable(config)
+    def __init__(
+        self, config: TransformerConfig, train_config: TrainConfig, corpus: Corpus, mesh: Mesh | None = None
+    ) -> None:
         corpus.check(config.seq_length, config.vocab_size)
         self.config, self.train_config, self.corpus = config, train_config, corpus
         self.steps_taken = 0
-        self._graph, self._params = nnx.split(GPTModel(config), nnx.Param)
+        self._replicas = 1 if mesh is None else mesh.shape.get("dp", 1)
+        check_trainable(config, train_config, self._replicas)
+        whole = GPTModel(undivided(config) if config.pipeline_model_parallel_size > 1 else config)
+        self._graph, params = nnx.split(whole, nnx.Param)
+        self._pipeline = self._forwards = None
+        if config.pipeline_model_parallel_size > 1 or mesh is not None:
+            door = "pmap" if self._replicas == 1 else "shard_map"
+            self._pipeline = make_pipeline_step(whole, config, mesh, door)
+            self._forwards = make_pipeline_step(whole, config, mesh, door, training=False, forward_only=True)
         self._optimizer = optax.chain(
             optax.scale_by_adam(train_config.adam_beta1, train_config.adam_beta2, train_config.adam_eps),
-            optax.add_decayed_weights(
-                train_config.weight_decay, mask=partial(jax.tree.map, lambda p: has_weight_decay(p.shape))
-            ),
+            optax.add_decayed_weights(train_config.weight_decay, mask=self._decays),
         )
+        self._params = self._staged(params)
         self._optimizer_state = self._optimizer.init(self._params)
+        if self._pipeline is not None:
+            shardings = self._pipeline.shardings
+            self._optimizer_state = self._moments(lambda m: jax.device_put(m, shardings(m)))
         self._update = jax.jit(self._update_step, donate_argnums=(0, 1))
+        self._apply = jax.jit(self._apply_gradients, donate_argnums=(0, 1))
         self._value_and_grad = jax.jit(jax.value_and_grad(self._loss))
         self._evaluate = jax.jit(partial(self._loss, training=False))
 
     @property
     def model(self) -> GPTModel:
-        """The model with its present parameters."""
-        return nnx.merge(self._graph, self._params)
+        """The model with its present parameters, undivided."""
+        return nnx.merge(self._graph, self._joined(self._params))
+
+    @property
+    def reports(self) -> bool:
+        """Whether this process is the one that writes files and talks to the user."""
+        return jax.process_index() == 0
+
+    def any_process(self, flag: bool) -> bool:
+        """Whether the flag is set on any process; all of them have to ask."""
+        if jax.process_count() == 1:
+            return flag
+        from jax.experimental import multihost_utils
+
+        return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
     def train_step(self, step: int) -> StepResult:
         """Learn from the batch of one step.
@@ -78,9 +120,15 @@ class Trainer:
         train = self.train_config
         batch = self.corpus.batch(step, train.global_batch_size, self.config.seq_length)
         rate = learning_rate(train, step)
-        self._params, self._optimizer_state, loss, norm = self._update(
-            self._params, self._optimizer_state, batch, np.uint32(step), rate
-        )
+        if self._pipeline is None:
+            self._params, self._optimizer_state, loss, norm = self._update(
+                self._params, self._optimizer_state, batch, np.uint32(step), rate
+            )
+        else:
+            loss, gradients = self._pipeline(self._params, *self._parts(batch), step, self._samples())
+            self._params, self._optimizer_state, norm = self._apply(
+                self._params, self._optimizer_state, loss, gradients, rate
+            )
         tokens = train.global_batch_size * self.config.seq_length
         result = StepResult(step, loss.item(), norm.item(), rate, tokens, time.perf_counter() - start)
         check_finite(result)
@@ -89,8 +137,11 @@ class Trainer:
 
     def loss_and_gradients(self, batch: Batch, step: int = 0) -> tuple[float, dict[str, np.ndarray]]:
         """Loss of a batch and its gradient for every parameter, by canonical name; nothing is updated."""
-        loss, gradients = self._value_and_grad(self._params, batch, np.uint32(step))
-        return loss.item(), export_parameters(gradients)
+        if self._pipeline is None:
+            loss, gradients = self._value_and_grad(self._params, batch, np.uint32(step))
+        else:
+            loss, gradients = self._pipeline(self._params, *self._parts(batch), step, self._samples())
+        return loss.item(), export_parameters(self._joined(gradients))
 
     def validation_loss(self) -> float:
         """Mean loss over ``eval_iters`` batches of the validation split, without dropout.
@@ -101,14 +152,17 @@ class Trainer:
         train, losses = self.train_config, []
         for index in range(train.eval_iters):
             batch = self.corpus.validation_batch(index, train.global_batch_size, self.config.seq_length)
-            losses.append(self._evaluate(self._params, batch).item())
+            if self._forwards is None:
+                losses.append(self._evaluate(self._params, batch).item())
+            else:
+                losses.append(np.mean(self._forwards(self._params, *self._parts(batch))))
         loss = float(np.mean(losses))
         check_finite_validation(loss, self.steps_taken)
         return loss
 
     def parameters(self) -> dict[str, np.ndarray]:
         """A copy of every parameter, by canonical name."""
-        return export_parameters(self._params)
+        return export_parameters(self._joined(self._params))
 
     def set_parameters(self, values: Mapping[str, np.ndarray]) -> None:
         """Overwrite every parameter; the optimizer's state stays.
@@ -116,7 +170,7 @@ class Trainer:
         Raises:
             ValueError: names or shapes are not exactly the model's.
         """
-        self._params = import_parameters(self._params, values)
+        self._params = self._staged(import_parameters(self._joined(self._params), values))
 
     def save(self, folder: Path, keep: int = 2) -> Path:
         """Write a checkpoint of the run as it is between two steps; all but the newest ``keep`` are removed.
@@ -127,11 +181,12 @@ class Trainer:
         Raises:
             CheckpointError: see plans.checkpoint.write_checkpoint.
         """
-        arrays = export_arrays(self._params, self._optimizer_state)
-        return write_checkpoint(folder, Checkpoint(self.steps_taken, arrays, self._settings()), keep)
+        arrays = export_arrays(self._joined(self._params), self._moments(self._joined))
+        checkpoint = Checkpoint(self.steps_taken, arrays, self._settings())
+        return write_checkpoint(folder, checkpoint, keep)
 
     def resume(self, path: Path) -> int:
-        """Go on from a checkpoint of either backend.
+        """Go on from a checkpoint of either backend, of any number of pipeline stages.
 
         Args:
             path: a checkpoint file, or a folder whose newest is taken.
@@ -144,9 +199,10 @@ class Trainer:
         """
         checkpoint = read_checkpoint(path)
         check_settings(checkpoint, self._settings())
-        self._params, self._optimizer_state = import_arrays(
-            self._params, self._optimizer_state, checkpoint.arrays, checkpoint.step
+        params, self._optimizer_state = import_arrays(
+            self._joined(self._params), self._moments(self._joined), checkpoint.arrays, checkpoint.step
         )
+        self._params, self._optimizer_state = self._staged(params), self._moments(self._staged)
         self.steps_taken = checkpoint.step
         return checkpoint.step
 
@@ -185,6 +241,12 @@ class Trainer:
         self, params: nnx.State, optimizer_state: optax.OptState, batch: Batch, step: Array, rate: Array
     ) -> tuple[nnx.State, optax.OptState, Array, Array]:
         loss, gradients = self._accumulate_gradients(params, batch, step)
+        params, optimizer_state, norm = self._apply_gradients(params, optimizer_state, loss, gradients, rate)
+        return params, optimizer_state, loss, norm
+
+    def _apply_gradients(
+        self, params: Parameters, optimizer_state: optax.OptState, loss: Array, gradients: Parameters, rate: Array
+    ) -> tuple[Parameters, optax.OptState, Array]:
         norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradients)))
         if self.train_config.clip_grad > 0.0:
             scale = jnp.minimum(1.0, self.train_config.clip_grad / (norm + CLIP_EPSILON))
@@ -193,7 +255,37 @@ class Trainer:
         new_params = jax.tree.map(lambda p, u: p - rate.astype(p.dtype) * u, params, updates)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)  # a broken step changes nothing
         keep = partial(jax.tree.map, partial(jnp.where, finite))
-        return keep(new_params, params), keep(new_state, optimizer_state), loss, norm
+        return keep(new_params, params), keep(new_state, optimizer_state), norm
+
+    def _decays(self, params: Parameters) -> Parameters:
+        """Which leaves have weight decay: by their shape in the undivided model."""
+        shapes = params if self._pipeline is None else self._pipeline.shapes(params)
+        return jax.tree.map(lambda p: has_weight_decay(p.shape), shapes)
+
+    def _staged(self, params: nnx.State) -> Parameters:
+        """Parameters, gradients or moments of the undivided model, as they are held."""
+        return params if self._pipeline is None else self._pipeline.stage_parameters(params)
+
+    def _joined(self, params: Parameters) -> nnx.State:
+        """The inverse."""
+        return params if self._pipeline is None else self._pipeline.join_parameters(params)
+
+    def _moments(self, change: Callable[[Any], Any]) -> optax.OptState:
+        """The optimizer's state with both moments changed."""
+        state = self._optimizer_state
+        first, second = (change(optax.tree_utils.tree_get(state, name)) for name in ("mu", "nu"))
+        return optax.tree_utils.tree_set(state, mu=first, nu=second)
+
+    def _parts(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and targets of the microbatches, those of all replicas side by side. [m, b, T]"""
+        count = microbatches(self.train_config, self._replicas)[1]
+        tokens, targets = (x.reshape(count, -1, x.shape[-1]) for x in batch)
+        return tokens, targets
+
+    def _samples(self) -> np.ndarray:
+        """Numbers of the sequences within the global batch. [m, b]"""
+        count = microbatches(self.train_config, self._replicas)[1]
+        return np.arange(self.train_config.global_batch_size, dtype=np.int32).reshape(count, -1)
 
 
 def next_logits(model: GPTModel, tokens: np.ndarray) -> np.ndarray:
@@ -227,3 +319,12 @@ def train(config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) 
     trainer = Trainer(config, train_config, corpus)
     for step in range(train_config.train_iters):
         yield trainer.train_step(step)
+
+
+if __name__ == "__main__":
+    from parity.cli import main
+
+    code = main(["train", "--backend", "jax", *sys.argv[1:]])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # other processes of the run may be gone, and not let an interpreter end

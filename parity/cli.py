@@ -111,7 +111,7 @@ def _first_message(box: str) -> str:
     return f"{message} (diptych --help lists what there is)"
 
 
-def _load_backend(backend: str, params_dtype: str, num_threads: int = 1):
+def _load_backend(backend: str, params_dtype: str, num_threads: int = 1, pp_size: int = 1):
     """The train module of a backend, with threads and types set as asked.
 
     Raises:
@@ -127,10 +127,14 @@ def _load_backend(backend: str, params_dtype: str, num_threads: int = 1):
         import torch
 
         torch.set_num_threads(num_threads)
-    elif params_dtype == "float64":
+    else:
         import jax
 
-        jax.config.update("jax_enable_x64", True)
+        if params_dtype == "float64":
+            jax.config.update("jax_enable_x64", True)
+        if pp_size > 1 and not is_one_of_several():
+            # As many CPU devices as pipeline ranks; of no effect on a machine with accelerators.
+            jax.config.update("jax_num_cpu_devices", pp_size)
     return module
 
 
@@ -164,7 +168,8 @@ def _compare(command: Compare, console: Console) -> int:
 
 
 def _train(command: Train, console: Console) -> int:
-    module = _load_backend(command.backend, command.model.params_dtype, command.num_threads)
+    pp_size = command.model.pipeline_model_parallel_size
+    module = _load_backend(command.backend, command.model.params_dtype, command.num_threads, pp_size)
     corpus = load_corpus(command.data)
     if command.save is not None:
         _check_output(command.save, ())

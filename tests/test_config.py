@@ -11,6 +11,7 @@ from plans.partition import get_num_layers_to_build, get_transformer_layer_offse
 
 MODEL = {"hidden_size": 32, "num_layers": 4, "num_attention_heads": 4}
 
+TWO_RANKS = {"pipeline_model_parallel_size": 2}
 FULL_BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3}
 SELECTIVE = {"recompute_granularity": "selective"}
 MHC = {**SELECTIVE, "enable_hyper_connections": True, "recompute_hyper_connections": True}
@@ -69,7 +70,44 @@ BROKEN = {
     ),
     (TransformerConfig, "stages divide layers"): (
         {"pipeline_model_parallel_size": 3},
-        r"num_layers: expected a multiple of the 3 pipeline stages .* got 4",
+        r"num_layers: expected layers that divide evenly over 3 pipeline ranks .* got 4 of 4 left for them; change",
+    ),
+    (TransformerConfig, "num_layers_in_first_pipeline_stage"): (
+        {"num_layers_in_first_pipeline_stage": 0},
+        r"num_layers_in_first_pipeline_stage: .* >= 1, got 0",
+    ),
+    (TransformerConfig, "num_layers_in_last_pipeline_stage"): (
+        {"num_layers_in_last_pipeline_stage": 1.5},
+        r"num_layers_in_last_pipeline_stage: .* got 1\.5",
+    ),
+    (TransformerConfig, "pipeline_model_parallel_layout"): (
+        {"pipeline_model_parallel_layout": 3},
+        r"pipeline_model_parallel_layout: expected stages as a string, .* got 3",
+    ),
+    (TransformerConfig, "pipeline_schedule"): (
+        {"pipeline_schedule": "2f2b"},
+        r"pipeline_schedule: expected one of .* got '2f2b'",
+    ),
+    (TransformerConfig, "microbatch_group_size_per_vp_stage"): (
+        {"microbatch_group_size_per_vp_stage": 0},
+        r"microbatch_group_size_per_vp_stage: .* >= 1, got 0",
+    ),
+    (TransformerConfig, "pipeline_timeout"): ({"pipeline_timeout": 0.0}, r"pipeline_timeout: .*\(0, inf\), got 0\.0"),
+    (TransformerConfig, "uneven splits need a pipeline"): (
+        {"num_layers_in_first_pipeline_stage": 2},
+        r"num_layers_in_first_pipeline_stage=2: expected a pipeline to split, got pipeline_model_parallel_size=1",
+    ),
+    (TransformerConfig, "a layout is the whole split"): (
+        {**TWO_RANKS, "pipeline_model_parallel_layout": "Ett|ttL", "account_for_loss_in_pipeline_split": True},
+        r"pipeline_model_parallel_layout: expected None beside account_for_loss_in_pipeline_split=True, got 'Ett\|ttL'",
+    ),
+    (TransformerConfig, "counted ends have no number of their own"): (
+        {**TWO_RANKS, "account_for_loss_in_pipeline_split": True, "num_layers_in_last_pipeline_stage": 1},
+        r"expected False where that stage's number of layers is given, got num_layers_in_last_pipeline_stage=1",
+    ),
+    (TransformerConfig, "schedule fits the stages"): (
+        {**TWO_RANKS, "pipeline_schedule": "none"},
+        r"pipeline_schedule: expected one of .* with 2 pipeline ranks, got 'none'",
     ),
     (TransformerConfig, "recompute_granularity"): (
         {"recompute_granularity": "some"},
@@ -168,6 +206,12 @@ BROKEN = {
             "recompute_pre_mlp_layernorm",
             "recompute_mlp",
             "recompute_activation_function",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+            "deallocate_pipeline_outputs",
+            "overlap_p2p_comm",
+            "variable_seq_lengths",
+            "calculate_per_token_loss",
             "untie_embeddings_and_output_weights",
         )
     },
@@ -272,23 +316,6 @@ def test_layer_pattern_repeats_over_the_depth():
     assert [config.layer(n).ffn_hidden_size for n in range(4)] == [88, 128, 24, 88]
     with pytest.raises(ValueError, match=r"layer_number: expected 0 <= layer_number < num_layers=4, got 4"):
         config.layer(4)
-
-
-@pytest.mark.parametrize(("pipeline", "virtual"), [(1, None), (2, None), (2, 2), (4, None), (2, 3), (3, 4)])
-def test_stages_partition_the_layers_in_order(pipeline, virtual):
-    config = TransformerConfig(
-        32,
-        24,
-        4,
-        pipeline_model_parallel_size=pipeline,
-        virtual_pipeline_model_parallel_size=virtual,
-    )
-    found = []
-    for chunk in range(virtual or 1):
-        for rank in range(pipeline):
-            first = get_transformer_layer_offset(config, chunk, rank)
-            found += range(first, first + get_num_layers_to_build(config, chunk, rank))
-    assert found == list(range(24))
 
 
 @pytest.mark.parametrize(("chunk", "rank", "name"), [(2, 0, "vp_stage"), (0, 2, "pp_rank"), (-1, 0, "vp_stage")])

@@ -21,6 +21,8 @@ from jax import Array
 from jax.extend.core import Literal
 
 from jax_impl.pipeline.stages import Batch, Program, StagedParameters
+from jax_impl.recompute import recompute_policy
+from plans.recompute import RecomputeBlock
 
 
 class Task(NamedTuple):
@@ -89,7 +91,7 @@ class InputsKeeper:
 class ResidualsKeeper:
     """Keeps the residuals of jax.vjp, for one tracing of the executor."""
 
-    runs_last_forward = True
+    runs_last_forward = True  # it is where the residuals come from
 
     def __init__(self) -> None:
         self._layouts: dict[Program, _Layout] = {}
@@ -105,7 +107,7 @@ class ResidualsKeeper:
 
     def forward(self, program: Program, task: Task, x: Array) -> tuple[Array, Any]:
         """The stage, and its residuals."""
-        y, pull_back = jax.vjp(_function(program, task), program.take(task.params, task.vp_stage), x)
+        y, pull_back = jax.vjp(_named(program, task), program.take(task.params, task.vp_stage), x)
         leaves, layout = jax.tree.leaves(pull_back), self._layouts[program]
         kept = {}
         for dtype, length in self._lengths.items():
@@ -117,7 +119,7 @@ class ResidualsKeeper:
     def backward(self, program: Program, task: Task, x: Array, kept: Any, gradient: Array) -> Backward:
         """The pull-back, with its leaves from the slot."""
         # What is traced here for other leaves than these comes from parameters; that x is not theirs does not show.
-        pull_back = jax.vjp(_function(program, task), program.take(task.params, task.vp_stage), jnp.zeros_like(x))[1]
+        pull_back = jax.vjp(_named(program, task), program.take(task.params, task.vp_stage), jnp.zeros_like(x))[1]
         leaves, structure = jax.tree.flatten(pull_back)
         for dtype, parts in self._layouts[program].items():
             ends = np.cumsum([math.prod(leaf.shape) for leaf in parts]).tolist()
@@ -144,7 +146,7 @@ def _layout(program: Program, task: Task, x: Array) -> _Layout:
     """Which leaves of a pull-back have to be kept: those that a microbatch's values went into."""
 
     def residuals(task: Task, x: Array) -> list[Array]:
-        pull_back = jax.vjp(_function(program, task), program.take(task.params, task.vp_stage), x)[1]
+        pull_back = jax.vjp(_named(program, task), program.take(task.params, task.vp_stage), x)[1]
         return jax.tree.leaves(pull_back)
 
     traced = jax.make_jaxpr(residuals)(task, x).jaxpr
@@ -171,3 +173,17 @@ def _layout(program: Program, task: Task, x: Array) -> _Layout:
 def _function(program: Program, task: Task) -> Callable[[Mapping[str, Array], Array], Array]:
     """The stage as a function of its parameters and its input."""
     return lambda parameters, x: program(parameters, x, task.batch, task.first_layer)
+
+
+def _named(program: Program, task: Task) -> Callable[[Mapping[str, Array], Array], Array]:
+    """The same, keeping named values alone where nothing is recomputed.
+
+    Without a policy JAX keeps whatever the derivative of any operation reads, expecting XLA to fuse most of it away; in
+    a slot it would all be stored. What lies between named values costs no matrix product. Where blocks are recomputed,
+    their own policies stand.
+    """
+    function = _function(program, task)
+    if program.recomputes:
+        return function
+    policy = recompute_policy(program.config, RecomputeBlock("none", ()))
+    return jax.checkpoint(function, policy=policy)  # pyright: ignore[reportPrivateImportUsage]

@@ -71,6 +71,8 @@ class Program:
     """Of the layers in the stage the program was made from."""
     config: TransformerConfig
     training: bool
+    recomputes: bool
+    """Whether blocks of layers are recomputed."""
     numbered: bool
     """Layers keep the numbers they were made with; else they are told."""
     graph: nnx.GraphDef = field(repr=False)
@@ -212,7 +214,10 @@ def cut(model_class: Callable[..., nnx.Module], config: TransformerConfig, sched
             place = tuple(LayerPlace(kinds.index(kind), layers[:i].count(kind)) for i, kind in enumerate(layers))
             numbers = tuple(range(first, first + count))
             structure, names = jax.tree.structure(state), names_of(state)
-            programs[build] = Program(*ends, place, numbers, config, training, numbered, graph, structure, names)
+            recomputes = any(block.kind != "none" for block in blocks)
+            programs[build] = Program(
+                *ends, place, numbers, config, training, recomputes, numbered, graph, structure, names
+            )
         places.append((rank, vp_stage))
         program_of.append([*programs].index(build))
         first_layers.append(first)
