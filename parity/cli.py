@@ -26,7 +26,7 @@ from plans.checkpoint import MODEL, read_checkpoint, split_arrays
 from plans.communication import PipelineError
 from plans.data import load_corpus
 from plans.sampling import next_token
-from plans.training import NonFiniteLossError
+from plans.training import NonFiniteLossError, check_trainable
 
 DESCRIPTION = """One training system in PyTorch and in JAX: compare both, train either, look into runs.
 
@@ -139,8 +139,10 @@ def _load_backend(backend: str, params_dtype: str, num_threads: int = 1, pp_size
 
 
 def _compare(command: Compare, console: Console) -> int:
+    check_trainable(command.model, command.train)
     for backend in PACKAGES:
-        _load_backend(backend, command.model.params_dtype, command.num_threads)
+        pp_size = command.model.pipeline_model_parallel_size
+        _load_backend(backend, command.model.params_dtype, command.num_threads, pp_size)
     from parity import compare, report
 
     corpus = load_corpus(command.data)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -9,11 +10,12 @@ import jax
 import numpy as np
 
 import jax_impl.train
-import reference_torch.train
 from parity.memory_report import MeasuredMemory, measure_torch
+from parity.ranks import torch_trainer
 from parity.tolerances import GRADIENT, GRADIENT_FLOOR, LOSS
 from plans.config import TrainConfig, TransformerConfig
 from plans.data import Batch, Corpus
+from plans.partition import undivided
 from plans.training import StepResult
 
 
@@ -133,23 +135,23 @@ def compare(
     Raises:
         NonFiniteLossError: a loss is not finite in either backend; names the step.
     """
-    ours = reference_torch.train.Trainer(config, train_config, corpus)
     theirs = jax_impl.train.Trainer(config, train_config, corpus)
     result = Comparison(
         config.compute_dtype,
         LOSS[config.compute_dtype] if loss_tolerance is None else loss_tolerance,
         GRADIENT[config.compute_dtype] if gradient_tolerance is None else gradient_tolerance,
     )
-    gradients = compare_gradients(ours.parameters(), 0, config, train_config, corpus)
-    with ThreadPoolExecutor(max_workers=1) as other_thread:
+    with torch_trainer(config, train_config, corpus) as ours, ThreadPoolExecutor(max_workers=1) as other_thread:
+        gradients = compare_gradients(ours.parameters(), 0, config, train_config, corpus)
         for step in range(train_config.train_iters):
             their_step = other_thread.submit(theirs.train_step, step)
             pair = StepPair(ours.train_step(step), their_step.result())
             result.steps.append(pair)
             on_step(pair)
-    result.validation = {"torch": ours.validation_loss(), "jax": theirs.validation_loss()}
-    gradients += compare_gradients(ours.parameters(), train_config.train_iters, config, train_config, corpus)
-    result.memory = measure_torch(config, corpus.batch(0, train_config.microbatch, config.seq_length))
+        result.validation = {"torch": ours.validation_loss(), "jax": theirs.validation_loss()}
+        parameters = ours.parameters()
+    gradients += compare_gradients(parameters, train_config.train_iters, config, train_config, corpus)
+    result.memory = measure_torch(undivided(config), corpus.batch(0, train_config.microbatch, config.seq_length))
     result.gradients = sorted(gradients, key=lambda g: g.relative, reverse=True)
     return result
 
@@ -191,10 +193,10 @@ def _differences(
 ) -> tuple[dict[str, float], dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Relative difference of each parameter's gradient in the configuration's type, and both gradients."""
     gradients = []
-    for package in (reference_torch.train, jax_impl.train):
-        trainer = package.Trainer(config, train_config, corpus)
-        trainer.set_parameters(parameters)
-        gradients.append(trainer.loss_and_gradients(batch, step)[1])
+    for make in (torch_trainer, lambda *run: nullcontext(jax_impl.train.Trainer(*run))):
+        with make(config, train_config, corpus) as trainer:
+            trainer.set_parameters(parameters)
+            gradients.append(trainer.loss_and_gradients(batch, step)[1])
     ours, theirs = gradients
     if ours.keys() != theirs.keys():
         raise AssertionError(f"parameters differ: {sorted(ours.keys() ^ theirs.keys())}")

@@ -1,0 +1,327 @@
+"""A pipeline before it runs: where layers lie, in which order ranks work, what that costs in time and memory."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from parity.timeline import draw_timelines, timeline_of
+from plans.config import TransformerConfig
+from plans.config.pipeline import SCHEDULES
+from plans.memory.graph import GraphBuilder, Layer, Node, Value
+from plans.memory.simulate import Simulation as MemorySimulation
+from plans.partition import get_transformer_layer_offset, layers_by_stage, num_stages, undivided
+from plans.recompute import recompute_blocks
+from plans.schedule import Schedule, num_warmup_microbatches, schedule_for
+from plans.simulate import Costs, Simulation, simulate
+
+MIB = 2**20
+DEFAULT_VIRTUAL_STAGES = 2
+"""Of the interleaved schedule a configuration without virtual stages is compared with."""
+
+
+class StageMemory(NamedTuple):
+    """Bytes one microbatch keeps on a stage, in PyTorch."""
+
+    saved: int
+    """From the end of F to the end of B, or of I."""
+    weight_gradients: int
+    """From the end of I to the end of W: what linear maps read, and the gradients of what they gave."""
+
+
+class PipelinePlan(NamedTuple):
+    """A configuration's schedule and its predicted course."""
+
+    config: TransformerConfig
+    schedule: Schedule
+    costs: Costs
+    course: Simulation
+
+
+class OtherSchedule(NamedTuple):
+    """A schedule beside the chosen one."""
+
+    name: str
+    plan: PipelinePlan | None
+    """None: it does not fit."""
+    reason: str
+    """Why it does not fit."""
+
+
+def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, length: int | None = None) -> StageMemory:
+    """What one microbatch keeps on a stage, by simulating the allocations of its layers under its recompute settings.
+
+    The same simulation as plans.memory.predict_memory, of a part of the model: the first stage has the embedding, the
+    last the head and the loss. To these come a stage's input, which is kept for its gradient, and its output where
+    sending does not free it. Approximated: token ids and messages under way are left out, and so is what an action
+    needs only while it runs; the gradients that wait for W are taken to lie in memory of their own. With recompute,
+    more can wait for W than was kept for I.
+
+    Args:
+        config: the whole model, with its pipeline.
+        stage: global number.
+        batch: sequences of a microbatch.
+        length: tokens of each; None: config.seq_length.
+    """
+    p, last = config.pipeline_model_parallel_size, num_stages(config) - 1
+    builder = _StageBuilder(undivided(config), batch, length or config.seq_length)
+    if stage == 0:
+        begin, x = builder.embedding()
+    else:
+        x = builder.hidden()
+        begin = [Node([], [x], [x])]
+    layers: dict[int, Layer] = {}
+    offset = get_transformer_layer_offset(config, stage // p, stage % p)
+    for number in range(offset, offset + layers_by_stage(config)[stage]):
+        layers[number], x = builder.layer(number, x)
+    sent = Node([x], [], [] if config.deallocate_pipeline_outputs else [x])
+    end = builder.head(x) if stage == last else [sent]
+    memory = MemorySimulation()
+    memory.run(begin, layers, recompute_blocks(config, stage // p, stage % p), end)
+    waiting = {id(value): value.size for value in builder.multiplied}
+    return StageMemory(sum(memory.kept.values()), sum(waiting.values()) + builder.gradients)
+
+
+class _StageBuilder(GraphBuilder):
+    """Notes down what every linear map reads, and the bytes of what it gives.
+
+    Attributes:
+        multiplied: what linear maps read.
+        gradients: bytes of the gradients of what they give.
+    """
+
+    def __init__(self, config: TransformerConfig, batch: int, length: int) -> None:
+        super().__init__(config, batch, length)
+        self.multiplied: list[Value] = []
+        self.gradients = 0
+
+    def _linear(self, x: Value, y: Value, name: str, region: tuple[str, ...]) -> list[Node]:
+        self.multiplied.append(x)
+        self.gradients += y.size
+        return super()._linear(x, y, name, region)
+
+
+def plan_pipeline(
+    config: TransformerConfig,
+    micro_batch_size: int,
+    num_microbatches: int,
+    costs: Costs | None = None,
+    head: float = 0.0,
+) -> PipelinePlan:
+    """A configuration's schedule, simulated.
+
+    Args:
+        config: the model's, with its pipeline.
+        micro_batch_size: sequences of a microbatch.
+        num_microbatches: of a step.
+        costs: times of actions and messages; None: F, I and W of a stage each take its number of layers. Its bytes are
+            not used: they are predicted.
+        head: without costs, how many layers the final norm, the output layer and the loss are worth.
+
+    Raises:
+        ValueError: the schedule cannot have so many microbatches, or costs are for another number of stages.
+    """
+    schedule, stages = schedule_for(config, num_microbatches), range(num_stages(config))
+    if costs is None:
+        times = [float(count) for count in layers_by_stage(config)]
+        times[-1] += head
+        costs = Costs(times, times, times)
+    for name in ("forward", "input_gradient", "weight_gradient"):
+        given = getattr(costs, name)
+        if isinstance(given, Sequence) and len(given) != len(stages):
+            raise ValueError(f"costs: expected {name} of {len(stages)} stages, got {len(given)}")
+    memory = [predict_stage_memory(config, stage, micro_batch_size) for stage in stages]
+    costs = replace(
+        costs,
+        activation_bytes=[float(stage.saved) for stage in memory],
+        weight_gradient_bytes=[float(stage.weight_gradients) if schedule.splits_backward else 0.0 for stage in memory],
+    )
+    return PipelinePlan(config, schedule, costs, simulate(schedule, costs))
+
+
+def other_schedules(
+    plan: PipelinePlan, micro_batch_size: int, costs: Costs | None = None, head: float = 0.0
+) -> list[OtherSchedule]:
+    """Every other schedule for the same model, ranks and microbatches; without a pipeline, one rank has it all.
+
+    Those of another number of stages divide the layers anew, by the same options. Arguments as plan_pipeline's; times
+    given for stages cannot serve others.
+    """
+    config, num_microbatches = plan.config, plan.schedule.num_microbatches
+    found = []
+    for name in SCHEDULES:
+        if name == plan.schedule.name:
+            continue
+        try:
+            other = _with_schedule(config, name)
+            if costs is not None and num_stages(other) != num_stages(config):
+                raise ValueError(f"times were given for {num_stages(config)} stages, it has {num_stages(other)}")
+            planned = plan_pipeline(other, micro_batch_size, num_microbatches, costs, head)
+            found.append(OtherSchedule(name, planned, ""))
+        except ValueError as error:
+            found.append(OtherSchedule(name, None, str(error)))
+    return found
+
+
+def _with_schedule(config: TransformerConfig, name: str) -> TransformerConfig:
+    if name == "none":
+        return undivided(config)
+    virtual = (config.virtual_pipeline_model_parallel_size or DEFAULT_VIRTUAL_STAGES) if name == "interleaved" else None
+    return replace(
+        config,
+        pipeline_schedule=name,
+        virtual_pipeline_model_parallel_size=virtual,
+        microbatch_group_size_per_vp_stage=None,
+    )
+
+
+def print_schedule(
+    console: Console,
+    config: TransformerConfig,
+    micro_batch_size: int,
+    num_microbatches: int,
+    costs: Costs | None = None,
+    picture: Path | str | None = None,
+    head: float = 0.0,
+) -> None:
+    """Say where layers lie, what every rank does in which order, what it costs, and what other schedules would.
+
+    Args:
+        console: to print to.
+        config, micro_batch_size, num_microbatches, costs, head: as plan_pipeline takes them.
+        picture: a .png or .svg to draw this schedule into, above those of the others that fit; None: none.
+
+    Raises:
+        ValueError: as plan_pipeline; or a picture of another kind.
+    """
+    plan = plan_pipeline(config, micro_batch_size, num_microbatches, costs, head)
+    others = other_schedules(plan, micro_batch_size, costs, head)
+    schedule = plan.schedule
+    stages = f" of {schedule.stages_per_rank} virtual stages" if schedule.stages_per_rank > 1 else ""
+    console.print(
+        f"pipeline: {schedule.name}, {schedule.pp_size} rank{'s' * (schedule.pp_size > 1)}{stages}, "
+        f"{num_microbatches} microbatches of {micro_batch_size} sequences\n"
+    )
+    console.print(_stage_table(plan))
+    console.print("\norder of work, as torch.distributed.pipelining writes it (stage, kind, microbatch)")
+    for rank, row in enumerate(schedule_rows(schedule)):
+        label = f"rank {rank:>{len(str(schedule.pp_size - 1))}}  "
+        console.print(label + shortened(row, console.width - len(label)), highlight=False, no_wrap=True)
+    console.print()
+    console.print(_rank_table(plan))
+    console.print()
+    console.print(_comparison(plan, others))
+    for name, other, reason in others:
+        if other is None:
+            console.print(f"{name} does not fit: {reason}", highlight=False)
+    unit = "as given" if costs is not None else "in forwards of one layer; I and W each take as long as F"
+    console.print(f"time: {unit}. Memory: kept for backward, without what an action needs only while it runs.")
+    if picture is not None:
+        drawn = [plan, *(other.plan for other in others if other.plan is not None and other.name != "none")]
+        unit = "as given" if costs is not None else "a layer's forward is 1"
+        draw_timelines([timeline_of(p.schedule, p.costs) for p in drawn], picture, unit)
+        console.print(f"written: {picture}")
+
+
+def schedule_rows(schedule: Schedule) -> list[str]:
+    """A schedule in torch.distributed.pipelining's CSV spelling, a row a rank: ``0F0,0F1,0B0,0B1``."""
+    return [",".join(map(str, actions)) for actions in schedule.actions]
+
+
+def shortened(row: str, width: int) -> str:
+    """A row of a table cut down to a width, whole entries of its middle replaced by dots."""
+    if len(row) <= width:
+        return row
+    entries = row.split(",")
+    start, end = [], []
+    while entries:
+        grown = [*start, entries[0]], [entries[-1], *end]
+        side = 0 if len(",".join(start)) <= len(",".join(end)) else 1
+        parts = (grown[0], end) if side == 0 else (start, grown[1])
+        if len(",".join([*parts[0], "...", *parts[1]])) > width:
+            break
+        start, end = parts
+        entries = entries[1:] if side == 0 else entries[:-1]
+    return ",".join([*start, "...", *end])
+
+
+def warmup(plan: PipelinePlan, rank: int) -> int:
+    """Forwards a rank runs before it takes turns between forward and backward."""
+    schedule, group = plan.schedule, plan.config.microbatch_group_size_per_vp_stage
+    p, m, v = schedule.pp_size, schedule.num_microbatches, schedule.stages_per_rank
+    if schedule.name in ("none", "gpipe"):
+        return 0 if schedule.name == "none" else m
+    return num_warmup_microbatches(rank, p, m, v, group)
+
+
+def _stage_table(plan: PipelinePlan) -> Table:
+    """What lies on every stage, and what a microbatch keeps there."""
+    config, schedule = plan.config, plan.schedule
+    table = Table(box=None, title="stages", title_justify="left")
+    virtual, split = schedule.stages_per_rank > 1, schedule.splits_backward
+    headings = ["rank", *(["virtual stage"] if virtual else []), "stage", "holds", "kept for backward, MiB"]
+    for heading in [*headings, *(["from I to W, MiB"] if split else [])]:
+        table.add_column(heading, justify="left" if heading == "holds" else "right")
+    for rank in range(schedule.pp_size):
+        for stage in range(rank, schedule.num_stages, schedule.pp_size):
+            place = [str(rank), *([str(stage // schedule.pp_size)] if virtual else []), str(stage)]
+            sizes = [plan.costs.of("activation_bytes", stage), plan.costs.of("weight_gradient_bytes", stage)]
+            shown = [f"{size / MIB:,.1f}" for size in sizes[: 1 + split]]
+            table.add_row(*place, _held(config, stage), *shown)
+    return table
+
+
+def _held(config: TransformerConfig, stage: int) -> str:
+    """Embedding, layers and head of a stage, in words."""
+    p = config.pipeline_model_parallel_size
+    count, first = layers_by_stage(config)[stage], get_transformer_layer_offset(config, stage // p, stage % p)
+    parts = ["embedding"] if stage == 0 else []
+    if count:
+        parts.append(f"layer {first}" if count == 1 else f"layers {first} to {first + count - 1}")
+    if stage == num_stages(config) - 1:
+        tied = not config.untie_embeddings_and_output_weights and stage > 0
+        parts.append("norm, tied head, loss" if tied else "norm, head, loss")
+    return " + ".join(parts) or "nothing"
+
+
+def _rank_table(plan: PipelinePlan) -> Table:
+    """Warm-up, idle time and memory of every rank."""
+    schedule, course = plan.schedule, plan.course
+    table = Table(box=None, title=f"ranks; makespan {course.makespan:g}", title_justify="left")
+    for heading in ("rank", "warm-up forwards", "idle", "share", "peak in flight", "peak kept, MiB"):
+        table.add_column(heading, justify="right")
+    for rank in range(schedule.pp_size):
+        table.add_row(
+            str(rank),
+            str(warmup(plan, rank)),
+            f"{course.bubble[rank]:g}",
+            f"{course.bubble[rank] / course.makespan:.1%}",
+            str(course.peak_in_flight[rank]),
+            f"{course.peak_bytes[rank] / MIB:,.1f}",
+        )
+    return table
+
+
+def _comparison(plan: PipelinePlan, others: Sequence[OtherSchedule]) -> Table:
+    """The chosen schedule above all others that fit."""
+    table = Table(box=None, title="schedules", title_justify="left")
+    for heading in ("", "makespan", "relative", "idle", "peak in flight", "peak kept, MiB", ""):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, other, _ in (OtherSchedule(plan.schedule.name, plan, ""), *others):
+        if other is None:
+            continue
+        course, schedule = other.course, other.schedule
+        note = "chosen" if other is plan else "one rank" if name == "none" else ""
+        table.add_row(
+            f"{name}, v={schedule.stages_per_rank}" if schedule.stages_per_rank > 1 else name,
+            f"{course.makespan:g}",
+            f"{course.makespan / plan.course.makespan:.3f}",
+            f"{sum(course.bubble) / (schedule.pp_size * course.makespan):.1%}",
+            str(max(course.peak_in_flight)),
+            f"{max(course.peak_bytes) / MIB:,.1f}",
+            note,
+        )
+    return table
