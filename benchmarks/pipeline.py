@@ -1,0 +1,201 @@
+"""What a pipeline step takes, beside what its table predicts and beside torch.distributed.pipelining.
+
+    python -m benchmarks.pipeline             (make bench-pipeline)
+
+Stages that sleep, on 4 gloo ranks of this machine: what is over the predicted makespan is the executor's own. All runs
+take turns, so that neighbours in time are compared; medians are quoted. Then: bytes freed by
+``deallocate_pipeline_outputs``, overlap over a slow link, the cost of splitting a backward, and in JAX the compiled
+program's temporary bytes against the number of microbatches.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what a rank frees goes back at once, and can be measured
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch.utils.flop_counter import FlopCounterMode
+
+from parity.report import environment
+from plans.config import TransformerConfig
+from plans.schedule import build_schedule
+from plans.simulate import Costs, simulate
+from reference_torch.pipeline import DeferredWeightGradients
+from reference_torch.rank_pool import RankPool
+from reference_torch.transformer import GPTModel
+
+RANKS, MICROBATCHES, UNIT = 4, 8, 0.1
+STEPS, ROUNDS = 2, 2
+RESULT = Path("benchmarks/results/pipeline-cpu.json")
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Case:
+    """One schedule over sleeping stages."""
+
+    name: str
+    stages_per_rank: int = 1
+    delay: float = 0.0
+    overlap: bool = True
+
+    @property
+    def config(self) -> TransformerConfig:
+        """Stages that sleep have no layers that matter; width and length are those of what is sent."""
+        return TransformerConfig(
+            16,
+            RANKS * self.stages_per_rank,
+            1,
+            seq_length=1,
+            pipeline_model_parallel_size=RANKS,
+            virtual_pipeline_model_parallel_size=self.stages_per_rank if self.stages_per_rank > 1 else None,
+            pipeline_schedule=self.name,  # pyright: ignore[reportArgumentType]
+            overlap_p2p_comm=self.overlap,
+        )
+
+    @property
+    def costs(self) -> Costs:
+        """Of one stage: a rank's time is the same however many stages it has."""
+        unit = UNIT / self.stages_per_rank
+        return Costs(unit, unit, unit, self.delay)
+
+    @property
+    def predicted(self) -> float:
+        """Makespan of the table, seconds."""
+        return simulate(build_schedule(self.name, RANKS, MICROBATCHES, self.stages_per_rank), self.costs).makespan
+
+
+CASES = (Case("gpipe"), Case("1f1b"), Case("interleaved", 2), Case("zb-h1"))
+PEERS = ("gpipe", "1f1b", "interleaved")
+DELAYED = (Case("1f1b", delay=0.03), Case("1f1b", delay=0.03, overlap=False))
+
+
+def main() -> None:
+    """Measure, print, and write the JSON file."""
+    console = Console()
+    results: dict[str, Any] = {"environment": environment(), "unit_seconds": UNIT, "microbatches": MICROBATCHES}
+    with RankPool(RANKS, 300.0, ("benchmarks.pipeline_jobs",)) as pool:
+        results["time"] = measure_times(pool, console)
+        results["memory"] = measure_peaks(pool)
+    results["split_backward"] = measure_split()
+    results["jax"] = json.loads(
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.pipeline_jax"], check=True, stdout=subprocess.PIPE, text=True
+        ).stdout.splitlines()[-1]
+    )
+    show(console, results)
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    RESULT.write_text(json.dumps(results, indent=1) + "\n")
+    console.print(f"written: {RESULT}")
+
+
+def measure_times(pool: RankPool, console: Console) -> list[dict]:
+    """Median step of every case and peer, and how far it is over the table's makespan."""
+    seconds: dict[tuple[str, Case], list[float]] = {}
+    for _ in track(range(ROUNDS), "rounds of sleeping stages", console=console, transient=True):
+        for case in (*CASES, *DELAYED):
+            job = ("benchmarks.pipeline_jobs:time_ours", case.config, MICROBATCHES, case.costs, case.delay, STEPS)
+            seconds.setdefault(("diptych", case), []).extend(np.max(pool.run(*job), axis=0).tolist())
+            if case in CASES and case.name in PEERS:
+                job = ("benchmarks.pipeline_jobs:time_peer", case.name, case.stages_per_rank, MICROBATCHES, case.costs)
+                times = np.max(pool.run(*job, STEPS), axis=0).tolist()
+                seconds.setdefault(("torch.distributed.pipelining", case), []).extend(times)
+    return [
+        {
+            "executor": executor,
+            "schedule": case.name,
+            "stages_per_rank": case.stages_per_rank,
+            "link_delay": case.delay,
+            "overlap": case.overlap,
+            "predicted_seconds": case.predicted,
+            "seconds": float(np.median(times)),
+            "all_seconds": times,
+            "excess": float(np.median(times)) / case.predicted - 1.0,
+        }
+        for (executor, case), times in seconds.items()
+    ]
+
+
+def measure_peaks(pool: RankPool) -> dict:
+    """Bytes of a step on every rank, with what was sent freed and kept."""
+    config = TransformerConfig(
+        128,
+        8,
+        4,
+        enable_hyper_connections=True,
+        seq_length=256,
+        pipeline_model_parallel_size=RANKS,
+        use_flash_attn=True,
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=2,
+    )
+    peaks = pool.run("benchmarks.pipeline_jobs:peak_bytes", config, 4, MICROBATCHES)
+    boundary = 4 * config.seq_length * config.residual_streams * config.hidden_size * 4
+    return {
+        "boundary_bytes": boundary,
+        "freed": [freed for freed, _ in peaks],
+        "kept": [kept for _, kept in peaks],
+    }
+
+
+def measure_split() -> dict:
+    """Multiplications of I and W together, relative to B's, of one layer at D=512."""
+    model = GPTModel(TransformerConfig(512, 1, 8, seq_length=64, vocab_size=512))
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+
+    def flops(run) -> int:
+        with FlopCounterMode(display=False) as counter:
+            run()
+        return counter.get_total_flops()
+
+    loss = model(tokens, tokens)
+    whole = flops(loss.backward)
+    deferred = DeferredWeightGradients()
+    with deferred:
+        loss = model(tokens, tokens)
+        inputs = flops(loss.backward)
+    weights = flops(deferred.run)
+    return {"B": whole, "I": inputs, "W": weights, "ratio": (inputs + weights) / whole}
+
+
+def show(console: Console, results: dict) -> None:
+    """Tables, and whether the targets are met."""
+    title = f"{RANKS} ranks, {MICROBATCHES} microbatches, stages that sleep"
+    table = Table(box=None, title=title, title_justify="left")
+    for heading in ("schedule", "executor", "predicted s", "median s", "over"):
+        table.add_column(heading, justify="right" if " s" in heading or heading == "over" else "left")
+    for row in results["time"]:
+        link = f", link {row['link_delay'] * 1000:g} ms late" if row["link_delay"] else ""
+        link += "" if row["overlap"] else ", no overlap"
+        table.add_row(
+            f"{row['schedule']}{link}",
+            row["executor"],
+            f"{row['predicted_seconds']:.2f}",
+            f"{row['seconds']:.3f}",
+            f"{row['excess']:+.1%}",
+        )
+    console.print(table)
+    memory = results["memory"]
+    for rank, (freed, kept) in enumerate(zip(memory["freed"], memory["kept"], strict=True)):
+        console.print(
+            f"rank {rank}: peak {freed / MIB:.1f} MiB with what was sent freed, {kept / MIB:.1f} kept "
+            f"({(kept - freed) / memory['boundary_bytes']:.1f} boundary tensors)"
+        )
+    console.print(f"(I + W) / B, multiplications of PyTorch at D=512: {results['split_backward']['ratio']:.3f}")
+    for line in results["jax"]["lines"]:
+        console.print(line)
+
+
+if __name__ == "__main__":
+    main()
