@@ -3,6 +3,7 @@
 # make test-all  everything, notebooks included   make bench     speed ratios
 # make install   only the environment             make clean     remove what was made
 # make bench-recompute  memory and time of every way of recomputing
+# make bench-pipeline   pipeline steps beside what their tables predict and beside PyTorch's own
 # make kernels-report   registers, spills and shared memory of every kernel, compiled without a GPU
 # make test-gpu         kernels compiled and run        make bench-gpu  and measured; both need one GPU
 #
@@ -46,7 +47,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_INSTALLED := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
 ON_GPU := JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON)
 
-.PHONY: install demo check test test-all test-gpu bench bench-recompute bench-gpu kernels-report clean
+.PHONY: install demo check test test-all test-gpu bench bench-recompute bench-pipeline bench-gpu kernels-report clean
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@echo "making $(VENV): about a minute, 2 GB"
@@ -83,6 +84,9 @@ bench: $(INSTALLED)
 
 bench-recompute: $(INSTALLED)
 	$(BIN)/python -m benchmarks.recompute
+
+bench-pipeline: $(INSTALLED)
+	$(BIN)/python -m benchmarks.pipeline
 
 kernels-report: $(INSTALLED)
 	$(BIN)/python -m benchmarks.kernels_report

@@ -22,6 +22,7 @@ from parity.config_file import with_config_file
 from parity.driver import SavePlan, run_training
 from parity.launch import check_processes, is_one_of_several, join_processes, rank, start_processes
 from parity.memory_report import block_words, print_plan
+from parity.schedule_report import print_schedule
 from plans.checkpoint import MODEL, read_checkpoint, split_arrays
 from plans.communication import PipelineError
 from plans.data import load_corpus
@@ -195,7 +196,12 @@ def _place(command: Train) -> dict[str, Any]:
 
 
 def _plan(command: Plan, console: Console) -> int:
-    print_plan(console, command.model, command.micro_batch_size)
+    if command.model.pipeline_model_parallel_size > 1:
+        print_schedule(
+            console, command.model, command.micro_batch_size, command.num_microbatches, picture=command.picture
+        )
+    else:
+        print_plan(console, command.model, command.micro_batch_size)
     return 0
 
 

@@ -2,7 +2,7 @@
 
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -94,15 +94,30 @@ class Train(TrainingRun):
 
 @dataclass(frozen=True)
 class Plan:
-    """Predict what a training step keeps and needs, for any size, also one no machine here could run."""
+    """Predict what a training step keeps and needs, for any size, also one no machine here could run.
+
+    With pipeline_model_parallel_size above 1: where layers lie, the schedule's table, its bubble, and what every rank
+    keeps, beside all other schedules.
+    """
 
     model: tyro.conf.OmitArgPrefixes[TransformerConfig] = field(default_factory=_demo_model)
     micro_batch_size: int = 8
     """Sequences computed at a time."""
+    schedule: Literal["none", "gpipe", "1f1b", "interleaved", "zb-h1"] | None = None
+    """The model's pipeline_schedule, in short."""
+    num_microbatches: int = 8
+    """Microbatches of a step, of a pipeline."""
+    picture: Path | None = None
+    """Timeline of a pipeline to draw, .png or .svg."""
 
     def __post_init__(self) -> None:
-        if self.micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size: expected at least 1, got {self.micro_batch_size}")
+        for name in ("micro_batch_size", "num_microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.schedule is not None:
+            object.__setattr__(self, "model", replace(self.model, pipeline_schedule=self.schedule))
+        if self.picture is not None and self.model.pipeline_model_parallel_size == 1:
+            raise ValueError("picture: expected pipeline_model_parallel_size above 1 to draw, got 1")
 
 
 @dataclass(frozen=True)

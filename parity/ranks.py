@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,14 @@ class RankTrainer:
     def set_parameters(self, values: Mapping[str, np.ndarray]) -> None:
         """See Trainer."""
         self._call("set_parameters", values)
+
+    def save(self, folder: Path, keep: int = 2) -> Path:
+        """See Trainer."""
+        return self._call("save", folder, keep)
+
+    def resume(self, path: Path) -> int:
+        """See Trainer."""
+        return self._call("resume", path)
 
     def _call(self, method: str, *arguments: Any) -> Any:
         return self._pool.call(method, *arguments)[0]  # every rank knows the whole result

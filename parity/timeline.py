@@ -118,7 +118,7 @@ def draw_timelines(
     rows = sum(timeline.schedule.pp_size for timeline in timelines)
     row = min(ROW, (TALLEST - LEGEND - BOTTOM - TITLE * len(timelines)) / rows)
     height = LEGEND + BOTTOM + TITLE * len(timelines) + row * rows
-    figure = Figure(figsize=(WIDTH, height))
+    figure = Figure(figsize=(WIDTH, height), layout="none")
     end, top, width = max(timeline.end for timeline in timelines), LEGEND, WIDTH - LEFT - RIGHT
     for place, timeline in enumerate(timelines):
         tall = row * timeline.schedule.pp_size
@@ -164,6 +164,7 @@ def _draw(axes: "Axes", timeline: Timeline, end: float, width: float, height: fl
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=8, colors=INK)
     axes.spines[:].set_visible(False)
+    axes.grid(visible=False)
     axes.set_title(timeline.title, loc="left", fontsize=9.5, color=INK, pad=5)
 
 

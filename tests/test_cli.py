@@ -179,11 +179,32 @@ def test_help_names_the_seeds_flags(capsys):
         assert flag in shown
 
 
-@pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_pipeline_stages_are_refused(backend, corpus, capsys):
-    command = f"train --backend {backend} {SMALL.replace('--num-layers 1', '--num-layers 2')} --data-path"
-    assert diptych(command, corpus, "--pipeline-model-parallel-size", 2) == 1
-    assert "pipeline_model_parallel_size: expected 1, got 2" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", r"nproc: expected a multiple of pipeline_model_parallel_size=2 processes, got 1; give --nproc 2"),
+        ("--nproc 3", r"nproc: expected a multiple of pipeline_model_parallel_size=2 processes, got 3"),
+        ("--nproc 0", r"nproc: expected at least 1, got 0"),
+        ("--backend jax --nproc 2", r"nproc: expected 1 with backend 'jax', which serves all devices from one process"),
+        ("--nproc 2 --pipeline-model-parallel-layout Ettt|L", r"pipeline_model_parallel_layout: expected num_layers=2"),
+        ("--nproc 4 --global-batch-size 3", r"global_batch_size: expected a multiple of the 2 replicas, got 3"),
+        ("--nproc 4 --micro-batch-size 4", r"micro_batch_size: expected a divisor of the 2 sequences each of 2 replic"),
+        (
+            "--nproc 2 --num-layers 4 --virtual-pipeline-model-parallel-size 2",
+            r"num_microbatches: expected at least pp_size=2 with schedule 'interleaved', got 1",
+        ),
+        (
+            "--nproc 2 --num-layers 4 --virtual-pipeline-model-parallel-size 2 --micro-batch-size 1 "
+            "--microbatch-group-size-per-vp-stage 5",
+            r"group_size: expected from pp_size=2 to num_microbatches=4, got 5",
+        ),
+    ],
+)
+def test_what_no_pipeline_can_have_is_refused_before_a_process_starts(arguments, message, corpus, capsys, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    command = f"train {SMALL.replace('--num-layers 1', '--num-layers 2')} --global-batch-size 4 {arguments}"
+    assert diptych(command, "--pipeline-model-parallel-size", 2, "--data-path", corpus) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
