@@ -118,7 +118,8 @@ def draw_timelines(
     rows = sum(timeline.schedule.pp_size for timeline in timelines)
     row = min(ROW, (TALLEST - LEGEND - BOTTOM - TITLE * len(timelines)) / rows)
     height = LEGEND + BOTTOM + TITLE * len(timelines) + row * rows
-    figure = Figure(figsize=(WIDTH, height), layout="none")
+    figure = Figure(figsize=(WIDTH, height))
+    figure.set_layout_engine("none")
     end, top, width = max(timeline.end for timeline in timelines), LEGEND, WIDTH - LEFT - RIGHT
     for place, timeline in enumerate(timelines):
         tall = row * timeline.schedule.pp_size
