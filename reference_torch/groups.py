@@ -3,6 +3,7 @@
 Global ranks count through a pipeline before they come to the next replica: rank = dp_rank * pp_size + pp_rank.
 """
 
+import datetime
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from plans.communication import PipelineError
 from plans.config import TransformerConfig
 
 Result = TypeVar("Result")
@@ -86,12 +88,35 @@ def check_world_size(config: TransformerConfig, size: int) -> None:
         )
 
 
-def sum_over(value: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
-    """The sum of every rank's value, on every rank; the value itself without a group."""
-    if group is not None:
-        value = value.clone()
-        dist.all_reduce(value, group=group)
+def sum_over(value: torch.Tensor, group: ProcessGroup | None, what: str, timeout: float) -> torch.Tensor:
+    """The sum of every rank's value, on every rank; the value itself without a group.
+
+    Args:
+        value: this rank's.
+        group: the ranks.
+        what: it is, for the error.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        PipelineError: some rank did not come in time.
+    """
+    if group is None:
+        return value
+    value = value.clone()
+    wait_for(dist.all_reduce(value, group=group, async_op=True), what, timeout)
     return value
+
+
+def wait_for(work: dist.Work | None, what: str, timeout: float) -> None:
+    """Wait for a sum as long as for a message: a rank that met a fault does not come."""
+    assert work is not None, "this rank is in its own groups"
+    try:
+        work.wait(datetime.timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise PipelineError(
+            f"rank {dist.get_rank()}: expected {what} within pipeline_timeout={timeout:g} s, and it did not come "
+            f"({str(error).splitlines()[0]}); look at what the other ranks say, or raise pipeline_timeout"
+        ) from None
 
 
 def gather(mapping: dict[str, Any], group: ProcessGroup | None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import queue
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ Shape = tuple[int, ...]
 
 STEPS, MESSAGES, SHAPES = 1 << 5, 1 << 14, 1 << 12
 """Values a tag has room for: 31 bits. Step and message number wrap around, far beyond what can be under way."""
-HEADER_LENGTH, MAX_DIMENSIONS = 16, 8
+HEADER_LENGTH, MAX_DIMENSIONS, MAX_TENSORS = 16, 8, 8
 
 
 class P2PCommunicator:
@@ -88,7 +89,9 @@ class P2PCommunicator:
             message: its receiving end.
             shapes: of its tensors; without effect where shapes are announced.
         """
-        self._posted[message] = [self._expect(message, place, shape) for place, shape in enumerate(shapes)]
+        self._expect_all(message, shapes)
+        if not self.config.overlap_p2p_comm:
+            self._complete(message)
 
     def receive(self, message: Message) -> list[Tensor]:
         """The tensors of a message that was posted; waits for it.
@@ -97,20 +100,20 @@ class P2PCommunicator:
             PipelineError: it did not come in time, its sender is gone, or another one came.
         """
         self._senders.check()
-        return [self._finish(message, place, receive) for place, receive in enumerate(self._posted.pop(message))]
+        if self._ordered and self.config.variable_seq_lengths:
+            for earlier in takewhile(lambda posted: posted != message, self._posted):
+                if earlier.peer == message.peer:
+                    self._complete(earlier)
+        return self._complete(message, self._posted.pop(message))
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Send tensors; returns at once, and keeps what it needs of them until they have left.
 
         Raises:
             PipelineError: an earlier message was not received in time.
+            ValueError: a tensor is of another type than the receiver expects, or there are too many.
         """
-        self._senders.check()
-        for place, tensor in enumerate(tensors):
-            content = tensor.detach().contiguous()
-            if self._announces:
-                self._depart(message, place, self._header(message, content), "header")
-            self._depart(message, place, content, tuple(content.shape))
+        self._depart_all(message, tensors)
         if not self.config.overlap_p2p_comm:
             self._senders.wait()
 
@@ -139,20 +142,28 @@ class P2PCommunicator:
         self, output_tensors: Sequence[Tensor], tensor_shapes: Sequence[Shape], is_last_stage: bool
     ) -> list[Tensor] | None:
         """Both at once: activations to, and the next gradient from, the rank after."""
-        self.send_forward(output_tensors, is_last_stage)
-        return self.recv_backward(tensor_shapes, is_last_stage)
+        return None if is_last_stage else self._exchange("F", output_tensors, "B", tensor_shapes)
 
     def send_backward_recv_forward(
         self, input_tensor_grads: Sequence[Tensor], tensor_shapes: Sequence[Shape], is_first_stage: bool
     ) -> list[Tensor] | None:
         """Both at once: a gradient to, and the next activations from, the rank before."""
-        self.send_backward(input_tensor_grads, is_first_stage)
-        return self.recv_forward(tensor_shapes, is_first_stage)
+        return None if is_first_stage else self._exchange("B", input_tensor_grads, "F", tensor_shapes)
 
     def _receive_next(self, kind: str, shapes: Sequence[Shape]) -> list[Tensor]:
         message = self._next_message("RECV", kind)
         self.post_receive(message, shapes)
         return self.receive(message)
+
+    def _exchange(self, sent: str, tensors: Sequence[Tensor], received: str, shapes: Sequence[Shape]) -> list[Tensor]:
+        """Neither is waited for before both are under way: the neighbour does the same."""
+        message = self._next_message("RECV", received)
+        self._expect_all(message, shapes)
+        self._depart_all(self._next_message("SEND", sent), tensors)
+        came = self.receive(message)
+        if not self.config.overlap_p2p_comm:
+            self._senders.wait()
+        return came
 
     def _next_message(self, direction: str, kind: str) -> Message:
         number = self._counted.get((direction, kind), 0)
@@ -164,21 +175,35 @@ class P2PCommunicator:
         self._numbers[message.peer, action] = 2 * number + (kind == "B")
         return message
 
+    def _expect_all(self, message: Message, shapes: Sequence[Shape]) -> None:
+        self._posted[message] = [self._expect(message, place, shape) for place, shape in enumerate(shapes)]
+
     def _expect(self, message: Message, place: int, shape: Shape) -> "_Receive":
         dtype = getattr(torch, self.config.compute_dtype)
         header = content = None
-        if self._announces:
-            buffer = torch.empty(HEADER_LENGTH, dtype=torch.int64, device=self.device)
-            header = self._arrive(message, place, buffer, "header"), buffer
-        if not self.config.variable_seq_lengths:  # else its size is not known yet
+        if self._announces and not (self._ordered and self.config.variable_seq_lengths):
+            # In order, a header cannot be received before the content in front of it, whose size is not known yet.
+            header = self._expect_header(message, place)
+        if not self.config.variable_seq_lengths:
             buffer = torch.empty(shape, dtype=dtype, device=self.device)
             content = self._arrive(message, place, buffer, shape), buffer
-        receive = _Receive(header, content, shape)
-        if not self.config.overlap_p2p_comm:
-            receive.content = None, self._finish(message, place, receive)
-        return receive
+        return _Receive(header, content, shape)
+
+    def _expect_header(self, message: Message, place: int) -> tuple[dist.Work, Tensor]:
+        buffer = torch.empty(HEADER_LENGTH, dtype=torch.int64, device=self.device)
+        return self._arrive(message, place, buffer, "header"), buffer
+
+    def _complete(self, message: Message, receives: "list[_Receive] | None" = None) -> list[Tensor]:
+        """Wait for a message's tensors; None: it stays posted."""
+        tensors = []
+        for place, receive in enumerate(self._posted[message] if receives is None else receives):
+            tensors.append(self._finish(message, place, receive))
+            receive.content = None, tensors[-1]
+        return tensors
 
     def _finish(self, message: Message, place: int, receive: "_Receive") -> Tensor:
+        if receive.content is None and receive.header is None:
+            receive.header = self._expect_header(message, place)
         if receive.header is not None:
             work, header = receive.header
             self._wait(work, message, receive.shape)
@@ -212,6 +237,21 @@ class P2PCommunicator:
         assert work is not None, "this rank is in its own pipeline"
         return work
 
+    def _depart_all(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        self._senders.check()
+        if len(tensors) > MAX_TENSORS:
+            raise ValueError(f"tensors: expected at most {MAX_TENSORS} in {message}, got {len(tensors)}")
+        for place, tensor in enumerate(tensors):
+            if tensor.dtype != getattr(torch, self.config.compute_dtype):
+                raise ValueError(
+                    f"tensors: expected {self.config.compute_dtype} in {message}, got {tensor.dtype}; stages exchange "
+                    "what the model computes in: cast the stage's output"
+                )
+            content = tensor.detach().contiguous()
+            if self._announces:
+                self._depart(message, place, self._header(message, content), "header")
+            self._depart(message, place, content, tuple(content.shape))
+
     def _depart(self, message: Message, place: int, content: Tensor, shape: Shape | str) -> None:
         group, peer = self._route(message)
         tag = self._tag(message, place, shape)
@@ -230,7 +270,7 @@ class P2PCommunicator:
             raise PipelineError(f"rank {self.rank}, step {self.step}: {message} failed: {_cause(error)}") from None
 
     def _tag(self, message: Message, place: int, shape: Shape | str) -> int:
-        number = self._numbers[message.peer, message.produced_by] * 8 + place
+        number = self._numbers[message.peer, message.produced_by] * MAX_TENSORS + place
         checksum = zlib.crc32(repr((str(message.produced_by), self.config.compute_dtype, shape)).encode())
         return ((self.step % STEPS) * MESSAGES + number % MESSAGES) * SHAPES + checksum % SHAPES
 
@@ -261,20 +301,24 @@ class P2PCommunicator:
         """The group a message travels in, and its other end's rank there."""
         if not self._ordered:
             return self._group, message.peer
-        sending = message.direction == "SEND"
-        pair = (self.rank, message.peer) if sending else (message.peer, self.rank)
-        return self._channels[pair], pair[sending]
+        pair = (self.rank, message.peer) if message.direction == "SEND" else (message.peer, self.rank)
+        channel = self._channels[pair]
+        return channel, dist.get_group_rank(channel, dist.get_global_rank(self._group, message.peer))
 
     def _make_channels(self) -> dict[tuple[int, int], ProcessGroup]:
-        """A group for each direction between two ranks: NCCL runs a group's messages one after the other."""
-        ranks, channels = dist.get_process_group_ranks(self._group), {}
-        for first in range(self.size):
-            second = (first + 1) % self.size
-            for pair in ((first, second), (second, first)):
-                # The ranks of a pair alone make their group, each in the same order.
-                if self.rank in pair and pair not in channels:
-                    members = [ranks[pair[0]], ranks[pair[1]]]
-                    channels[pair] = dist.new_group(members, use_local_synchronization=True, group_desc=str(pair))
+        """A group for each direction between two ranks: NCCL runs a group's messages one after the other.
+
+        Every process of the job makes the groups of every pipeline, in the same order, as new_group demands.
+        """
+        own, channels = dist.get_process_group_ranks(self._group), {}
+        pipelines: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(pipelines, own)
+        pairs = [(a, (a + step) % self.size) for step in (1, -1) for a in range(self.size)]
+        for ranks in sorted({tuple(ranks) for ranks in pipelines}):
+            for pair in dict.fromkeys(pairs):
+                group = dist.new_group([ranks[place] for place in pair], group_desc=str(pair))
+                if list(ranks) == own and self.rank in pair:
+                    channels[pair] = group
         return channels
 
 

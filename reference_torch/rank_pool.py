@@ -5,6 +5,7 @@ a second. What a rank raises, that it died, and that it does not answer all reac
 outlives the pool, nor the process that made it.
 """
 
+import contextlib
 import datetime
 import importlib
 import multiprocessing
@@ -59,11 +60,15 @@ class RankPool:
             RankError: a rank raised, died or did not answer in time. All ranks are gone then; the next call starts
                 new ones.
         """
-        if not self._ranks:
-            self._start()
-        for rank in self._ranks:
-            rank.jobs.send((function, args))
-        return self._collect(timeout or self.timeout)
+        return self._send(("run", function, args), timeout)
+
+    def hold(self, function: str, *args: Any, timeout: float | None = None) -> None:
+        """As run, but every rank keeps what the function returned; ``call`` uses it."""
+        self._send(("hold", function, args), timeout)
+
+    def call(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
+        """Call a method of what every rank holds. Arguments, result and errors as run's."""
+        return self._send(("call", method, args), timeout)
 
     def process_ids(self) -> list[int]:
         """Of the ranks, for tests that kill one."""
@@ -77,6 +82,14 @@ class RankPool:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+    def _send(self, job: tuple[str, str, tuple], timeout: float | None) -> list[Any]:
+        if not self._ranks:
+            self._start()
+        for rank in self._ranks:
+            with contextlib.suppress(BrokenPipeError):  # it is gone, as its missing answer will tell
+                rank.jobs.send(job)
+        return self._collect(timeout or self.timeout)
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -149,14 +162,21 @@ def _serve(rank: int, size: int, store: str, jobs: Connection, life: Connection,
         timeout=datetime.timedelta(seconds=timeout),
     )
     jobs.send((True, None))
+    held: Any = None
     while True:
         try:
-            function, args = jobs.recv()
+            job, name, args = jobs.recv()
         except EOFError:
             os._exit(0)  # no tidying up: that may wait for ranks that are gone
-        module, _, name = function.partition(":")
         try:
-            jobs.send((True, getattr(importlib.import_module(module), name)(*args)))
+            if job == "call":
+                value = getattr(held, name)(*args)
+            else:
+                module, _, function = name.partition(":")
+                value = getattr(importlib.import_module(module), function)(*args)
+            if job == "hold":
+                held, value = value, None
+            jobs.send((True, value))
         except BaseException as error:  # whatever it is, the parent has to hear of it
             told = "".join(traceback.format_exception(error))
             jobs.send((False, f"rank {rank}: {type(error).__name__}: {error}\n{told}"))

@@ -66,6 +66,13 @@ class PipelineStage(GPTModel):
 
     input_tensor: Tensor | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """Where it computes: with its parameters, or if it has none, where its input lies."""
+        place = next(self.parameters(), self.input_tensor)
+        assert place is not None, "a stage without parameters has an input"
+        return place.device
+
     def set_input_tensor(self, input_tensor: Tensor) -> None:
         """What the next call reads; from the stage before."""
         self.input_tensor = input_tensor
@@ -97,9 +104,8 @@ def forward_step(
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
     """One microbatch through one stage, as the schedules call it: what the stage gives, and what makes a loss of it."""
     (tokens, targets), step, first, training = next(data_iterator)
-    device = next(model.parameters()).device
-    samples = torch.arange(first, first + len(tokens), device=device)
-    inputs, answers = (torch.from_numpy(ids).to(device) for ids in (tokens, targets))
+    samples = torch.arange(first, first + len(tokens), device=model.device)
+    inputs, answers = (torch.from_numpy(ids).to(model.device) for ids in (tokens, targets))
     output = model(inputs, answers, step=step, samples=samples, training=training)
 
     def reduce(loss: Tensor) -> tuple[Tensor, ...]:
@@ -172,7 +178,7 @@ class Trainer:
     def any_process(self, flag: bool) -> bool:
         """Whether the flag is set on any process; all of them have to ask."""
         told = torch.tensor(float(flag), device=self.device)
-        return sum_over(sum_over(told, self._groups.pp), self._groups.dp).item() > 0.0
+        return self._over_all(told, "a flag of every process").item() > 0.0
 
     def train_step(self, step: int) -> StepResult:
         """Learn from the batch of one step.
@@ -306,7 +312,13 @@ class Trainer:
         loss = torch.zeros((), device=self.device, dtype=getattr(torch, self.config.params_dtype))
         for report in reports:
             loss += report * (1 / count)
-        return sum_over(sum_over(loss, self._groups.pp), self._groups.dp) / self._groups.dp_size
+        return self._over_all(loss, "the loss") / self._groups.dp_size
+
+    def _over_all(self, value: Tensor, what: str) -> Tensor:
+        """The sum over all processes."""
+        for group in (self._groups.pp, self._groups.dp):
+            value = sum_over(value, group, what, self.config.pipeline_timeout)
+        return value
 
     def _own(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The arrays of this rank's parameters, by canonical name with or without a checkpoint's prefix."""
@@ -325,9 +337,9 @@ class Trainer:
         # The last stage's copy of a tied embedding is counted on the first.
         copies = set() if self._groups.embedding is None or self._groups.pp_rank == 0 else {"embedding.weight"}
         counted = [p.grad for name, p in named.items() if name not in copies and p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(counted)
+        norm = torch.nn.utils.get_total_norm(counted).to(self.device, getattr(torch, self.config.params_dtype))
         if self._groups.pp is not None:
-            norm = sum_over(norm**2, self._groups.pp) ** 0.5
+            norm = sum_over(norm**2, self._groups.pp, "the norm of the gradients", self.config.pipeline_timeout) ** 0.5
         if self.train_config.clip_grad > 0.0:
             torch.nn.utils.clip_grads_with_norm_(named.values(), self.train_config.clip_grad, norm)
         return norm

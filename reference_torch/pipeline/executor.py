@@ -71,7 +71,7 @@ class Executor:
         self._deferred: defaultdict[tuple[int, int], DeferredWeightGradients] = defaultdict(DeferredWeightGradients)
         self._backward_left = dict.fromkeys(range(schedule.stages_per_rank), schedule.num_microbatches)
         self.reports: list[Any] = []
-        self.num_tokens = torch.zeros((), dtype=torch.int64)
+        self.num_tokens = torch.zeros((), dtype=torch.float64)  # exact, and a mask may be summed in any type
 
     def run(self) -> None:
         """Run the rank's program to its end.
@@ -151,9 +151,10 @@ class Executor:
                 vp_stage,
                 last,
             )
-        self.num_tokens += tokens.cpu()
+        self.num_tokens = self.num_tokens.to(tokens.device) + tokens
         if not last:
-            output = own_memory(output)
+            if inputs.config.deallocate_pipeline_outputs:
+                output = own_memory(output)
             self._results[action] = listed(output)
         if not self._schedule.forward_only:
             self._entered[key], self._left[key] = entered, output
@@ -190,4 +191,6 @@ class Executor:
         sent = self._results.pop(message.produced_by)
         self._communicator.send(message, sent)
         if message.produced_by.kind == "F":
-            deallocate_output_tensor(sent, self._inputs.config.deallocate_pipeline_outputs)
+            # What has no graph is the stage's own input, or the user's data, handed on.
+            freed = [tensor for tensor in sent if tensor.grad_fn is not None]
+            deallocate_output_tensor(freed, self._inputs.config.deallocate_pipeline_outputs)

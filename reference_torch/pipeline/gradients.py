@@ -8,21 +8,26 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from plans.config import TransformerConfig
-from reference_torch.groups import ProcessGroups, sum_over
+from reference_torch.groups import ProcessGroups, wait_for
 
 
 class GradientSums:
-    """Starts summing a stage's gradients over replicas as soon as they are complete, once a step."""
+    """Starts summing a stage's gradients over replicas as soon as they are complete, once a step.
 
-    def __init__(self, group: ProcessGroup | None) -> None:
-        self._group = group
+    Args:
+        group: the replicas; None: there is one.
+        timeout: seconds a sum may take.
+    """
+
+    def __init__(self, group: ProcessGroup | None, timeout: float) -> None:
+        self._group, self._timeout = group, timeout
         self._under_way: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
 
     def start(self, model: nn.Module) -> None:
         """Sum all gradients of a stage; its last backward is over."""
-        gradients = [_gradient(parameter) for parameter in model.parameters() if parameter.requires_grad]
-        if self._group is None or not gradients:
+        if self._group is None:
             return
+        gradients = [_gradient(parameter) for parameter in model.parameters() if parameter.requires_grad]
         for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
             alike = [gradient for gradient in gradients if gradient.dtype == dtype]
             flat = torch.cat([gradient.flatten() for gradient in alike])
@@ -31,9 +36,13 @@ class GradientSums:
             self._under_way.append((work, flat, alike))
 
     def finish(self) -> None:
-        """Wait for the sums, and write them back."""
+        """Wait for the sums, and write them back.
+
+        Raises:
+            PipelineError: some replica did not come to its sum in time.
+        """
         for work, flat, gradients in self._under_way:
-            work.wait()
+            wait_for(work, "the sum of gradients over replicas", self._timeout)
             parts = flat.split([gradient.numel() for gradient in gradients])
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
@@ -53,14 +62,22 @@ def finalize_model_grads(
         config: the model's.
         groups: this rank's.
         num_tokens: counted on this rank; only the last stage's count.
+
+    Raises:
+        PipelineError: some rank did not come to a sum in time.
     """
+    timeout = config.pipeline_timeout
     if groups.embedding is not None:
         for model in models:
             if (tied := tied_copy(model)) is not None:
-                dist.all_reduce(_gradient(tied), group=groups.embedding)
+                _sum_over(_gradient(tied), groups.embedding, "the sum of a tied embedding's gradients", timeout)
     divisor: float | Tensor = float(groups.dp_size)
     if config.calculate_per_token_loss:
-        divisor = sum_over(sum_over(num_tokens, groups.pp), groups.dp).clamp(min=1)
+        device = next((parameter.device for model in models for parameter in model.parameters()), num_tokens.device)
+        divisor = num_tokens.to(device, copy=True)
+        for group in (groups.pp, groups.dp):
+            _sum_over(divisor, group, "the number of tokens", timeout)
+        divisor.clamp_(min=1)
     if isinstance(divisor, Tensor) or divisor != 1.0:
         for model in models:
             for parameter in model.parameters():
@@ -68,10 +85,30 @@ def finalize_model_grads(
                     parameter.grad /= divisor
 
 
+def set_aside(models: Sequence[nn.Module]) -> Sequence[tuple[Tensor, Tensor]]:
+    """Take the gradients of earlier steps from the parameters: this step's sums and divisions are not theirs."""
+    earlier = [(p, p.grad) for model in models for p in model.parameters() if p.grad is not None]
+    for parameter, _ in earlier:
+        parameter.grad = None
+    return earlier
+
+
+def add_back(earlier: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Add this step's gradients to what was set aside, in its memory."""
+    for parameter, gradient in earlier:
+        parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+
+
 def tied_copy(model: nn.Module) -> Tensor | None:
     """The embedding's weight on a stage that shares it with another: ``embedding.weight``; None: it has none."""
     embedding = getattr(model, "embedding", None)
     return None if embedding is None else embedding.weight
+
+
+def _sum_over(tensor: Tensor, group: ProcessGroup | None, what: str, timeout: float) -> None:
+    """Replace a tensor by its sum over a group."""
+    if group is not None:
+        wait_for(dist.all_reduce(tensor, group=group, async_op=True), what, timeout)
 
 
 def _gradient(parameter: Tensor) -> Tensor:

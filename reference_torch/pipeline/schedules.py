@@ -16,7 +16,7 @@ from plans.schedule import Action, num_warmup_microbatches, schedule_for
 from reference_torch.groups import ProcessGroups
 from reference_torch.p2p import P2PCommunicator, Shape
 from reference_torch.pipeline.executor import Executor, StepInputs
-from reference_torch.pipeline.gradients import GradientSums, finalize_model_grads
+from reference_torch.pipeline.gradients import GradientSums, add_back, finalize_model_grads, set_aside
 from reference_torch.pipeline.steps import ForwardStep
 
 AdjustShapes = Callable[[list[Shape], list[Shape]], tuple[list[Shape], list[Shape]]]
@@ -213,15 +213,17 @@ def _run(
             )
     groups = groups or ProcessGroups()
     made = _make_communicator(config, groups, models) if communicator is None else None
-    sums = GradientSums(groups.dp)
+    sums = GradientSums(groups.dp, config.pipeline_timeout)
     inputs = StepInputs(forward_step_func, iterators, models, config, shapes, collect_non_loss_data)
     executor = Executor(schedule, inputs, communicator or made, sums, trace)
+    earlier = [] if forward_only else set_aside(models)
     executor.run()
     if made is not None:
         made.close()
     if not forward_only:
         sums.finish()
         finalize_model_grads(models, config, groups, executor.num_tokens)
+    add_back(earlier)
     return executor.reports
 
 

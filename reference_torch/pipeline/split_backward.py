@@ -32,10 +32,10 @@ class DeferredWeightGradients(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace a linear map; leave everything else as it is."""
-        if func is torch.nn.functional.linear and not torch.is_autocast_enabled():
+        if func is torch.nn.functional.linear and torch.is_grad_enabled():
             x, weight, bias = _linear_arguments(*args, **(kwargs or {}))
             parameter = _parameter_behind(weight)
-            if parameter is not None and torch.is_grad_enabled():
+            if parameter is not None and not torch.is_autocast_enabled(x.device.type):
                 return _Linear.apply(x, weight, bias, parameter, self._noted)
         return func(*args, **(kwargs or {}))
 
@@ -64,7 +64,7 @@ class _Linear(torch.autograd.Function):
         return (
             gradient @ weight if ctx.needs_input_grad[0] else None,
             None,  # the weight's
-            gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None,
+            gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None,
             None,
             None,
         )

@@ -153,7 +153,7 @@ def custom_backward(output: Tensors, grad_output: Tensors | None) -> None:
     shape is gone; the engine below it only needs the node that made the tensor.
 
     Args:
-        output: one tensor or several; those without a graph are left out.
+        output: one tensor or several; those that want no gradient are left out.
         grad_output: as many gradients; None: the outputs are scalars, each with gradient 1.
 
     Raises:
@@ -165,7 +165,7 @@ def custom_backward(output: Tensors, grad_output: Tensors | None) -> None:
         raise ValueError(f"grad_output: expected {len(outputs)} gradients, one an output, got {len(gradients)}")
     roots, seeds = [], []
     for root, seed in zip(outputs, gradients, strict=True):
-        if root.grad_fn is None:
+        if not root.requires_grad:
             continue
         if seed is None and root.numel() != 1:
             raise ValueError(f"grad_output: expected a gradient for an output of shape {[*root.shape]}, got None")
@@ -203,10 +203,13 @@ def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False
 
 
 def own_memory(out: Any) -> Any:
-    """The tensor, or list of tensors, with a copy in place of every view, so that sending can free it."""
+    """A stage's output, with a copy in place of whatever has other users, so that sending can free it.
+
+    Those are views; and of several tensors all, since what made one of them may have saved another.
+    """
     if isinstance(out, Tensor):
         return out.clone() if out._base is not None else out
-    return [own_memory(tensor) for tensor in out]
+    return [tensor.clone() for tensor in out] if len(out) > 1 else [own_memory(tensor) for tensor in out]
 
 
 def listed(tensors: Tensors) -> list[Tensor]:
@@ -221,5 +224,6 @@ def _copied(report: Any) -> Any:
     if isinstance(report, dict):
         return {name: _copied(value) for name, value in report.items()}
     if isinstance(report, list | tuple):
-        return type(report)(_copied(value) for value in report)
+        copies = [_copied(value) for value in report]
+        return type(report)(*copies) if hasattr(report, "_fields") else type(report)(copies)
     return report
