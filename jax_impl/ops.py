@@ -4,7 +4,8 @@ Twin of ``reference_torch/ops.py``: same names, same order, same signatures. Not
 parameters or state; randomness comes in as a counter (:class:`DropoutState`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -103,9 +104,7 @@ def dropout_state(
     return DropoutState(seed, step, row_low, high + (row_low < low))
 
 
-def dropout(
-    x: Float[Array, "b t *rest"], rate: float, state: DropoutState, site: int | Integer[Array, ""]
-) -> Array:
+def dropout(x: Float[Array, "b t *rest"], rate: float, state: DropoutState, site: int | Integer[Array, ""]) -> Array:
     """Zero elements with probability ``rate`` and scale the others by 1 / (1 - rate).
 
     The mask is a function of (seed, site, step, row, column) alone: it is the same in PyTorch and in
@@ -144,7 +143,68 @@ def linear(
     x: Float[Array, "*b i"], weight: Float[Array, "o i"], bias: Float[Array, " o"] | None = None
 ) -> Float[Array, "*b o"]:
     """``x @ weight.T + bias``, in the type of x."""
-    return add_bias(x @ weight.T.astype(x.dtype), bias)
+    taps = _TAPS.get()
+    product = _product if taps is None else taps.product
+    return add_bias(product(x, weight), bias)
+
+
+def _product(x: Array, weight: Array) -> Array:
+    return x @ weight.T.astype(x.dtype)
+
+
+class _LinearTaps:
+    """While active, hands out what the gradients of some linear maps' weights are made of, not the gradients.
+
+    A tap is a pair of zeros of the shapes of a map's input and output. The map does not read it, but gives as its
+    gradient the map's input and the gradient of its output, which is all that the weight's gradient is made of. So a
+    backward with taps costs no weight gradient, and these are computed later: weight.T's is x.T @ g. As the tap goes
+    through jax.vjp like any argument, this works under jax.checkpoint too.
+
+    Args:
+        weights: by name; the very arrays that linear will be given.
+        taps: by name; None: none are given, shapes are only noted.
+    """
+
+    def __init__(self, weights: Mapping[str, Array], taps: Mapping[str, tuple[Array, Array]] | None = None) -> None:
+        self.shapes: dict[str, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]] = {}
+        self._names, self._taps = {id(weight): name for name, weight in weights.items()}, taps
+
+    def __enter__(self) -> "_LinearTaps":
+        self._before = _TAPS.set(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _TAPS.reset(self._before)
+
+    def product(self, x: Array, weight: Array) -> Array:
+        """x @ weight.T, with the weight's tap if it has one."""
+        name = self._names.get(id(weight))
+        if name is None:
+            return _product(x, weight)
+        assert name not in self.shapes, f"{name} is the weight of two linear maps, but has one tap"
+        out = (*x.shape[:-1], weight.shape[0])
+        self.shapes[name] = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(out, x.dtype)
+        return _product(x, weight) if self._taps is None else _tapped_product(x, weight, *self._taps[name])
+
+
+_TAPS: ContextVar[_LinearTaps | None] = ContextVar("linear taps", default=None)
+
+
+@jax.custom_vjp
+def _tapped_product(x: Array, weight: Array, input_tap: Array, output_tap: Array) -> Array:
+    return _product(x, weight)
+
+
+def _tapped_forward(x: Array, weight: Array, *taps: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _product(x, weight), (x, weight)
+
+
+def _tapped_backward(kept: tuple[Array, Array], grad: Array) -> tuple[Array, None, Array, Array]:
+    x, weight = kept
+    return grad @ weight.astype(x.dtype), None, x, grad
+
+
+_tapped_product.defvjp(_tapped_forward, _tapped_backward)
 
 
 def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, " d"], epsilon: float) -> Float[Array, "*b d"]:

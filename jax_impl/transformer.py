@@ -210,7 +210,7 @@ class TransformerLayer(nnx.Module):
         h_post: Array | None,
         mixed: Array | DeferredMix,
         state: DropoutState | None,
-        site: int,
+        site: int | Array,
     ) -> Array:
         """Add a sublayer's output back: by its hyper-connection, or plainly, to every stream alike."""
         if connection is not None and h_post is not None:

@@ -2,8 +2,8 @@
 
 A program that all ranks run alike cannot follow a list of its own on each; it reads what to do from a table, one row a
 tick. A tick stores what arrived, runs at most one action of a kind, and sends the results on, so that they arrive at
-the next tick. Values wait in slots of a buffer; two values share a slot where their lives do not meet, so a buffer is as
-long as the most values alive at once, whatever the number of microbatches.
+the next tick. Values wait in slots of a buffer; two values share a slot where their lives do not meet, so a buffer is
+as long as the most values alive at once, whatever the number of microbatches.
 
 Ticks are canonical, one action each and every rank's actions in the schedule's own order, or fused: a forward and then
 a backward in one tick. As every rank waits for the slowest, a canonical tick costs max(F, B) and 1F1B takes
@@ -12,12 +12,13 @@ a backward in one tick. As every rank waits for the slowest, a canonical tick co
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from plans.communication import dependencies
-from plans.schedule import Action, Schedule
+from plans.schedule import Action, Kind, Schedule
 from plans.simulate import validate_schedule
 
 Keep = Literal["inputs", "residuals"]
@@ -83,7 +84,7 @@ class Ticks:
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """What each rank does, in order, read back from the table."""
         rows, backward = self.rows, "I" if self.schedule.splits_backward else "B"
-        columns = (
+        columns: tuple[tuple[Kind, np.ndarray, np.ndarray], ...] = (
             ("F", rows.forward_stage, rows.forward_microbatch),
             (backward, rows.backward_stage, rows.backward_microbatch),
             ("W", rows.weights_stage, rows.weights_microbatch),
@@ -127,24 +128,24 @@ def _times(schedule: Schedule, fused: bool) -> dict[Action, int]:
     tick = 0
     while any(waiting):
         before = len(times)
-        for rank, left in enumerate(waiting):
-            used: set[str] = set()
-            while left and left[-1].kind not in used and (fused or not used):
-                action = left[-1]
-                if not all(_ready(schedule, times, needed, rank, tick) for needed in dependencies(schedule, action)):
-                    break
-                times[left.pop()] = tick
-                used.add(action.kind)
-                if action.kind == "B":
-                    break
+        for left in waiting:
+            # Canonical: one action. Fused: also two, if they are a forward and then a backward.
+            for expected in ("F", "B") if fused else ("FBIW",):
+                action = left[-1] if left else None
+                if action is not None and action.kind in expected and _can_run(schedule, times, action, tick):
+                    times[left.pop()] = tick
         assert len(times) > before, f"every rank of {schedule.name!r} waits at tick {tick}"
         tick += 1
     return times
 
 
-def _ready(schedule: Schedule, times: dict[Action, int], needed: Action, rank: int, tick: int) -> bool:
-    """Done: earlier, or, on the same rank, before in the same tick."""
-    return needed in times and times[needed] < tick + (schedule.rank_of(needed.stage) == rank)
+def _can_run(schedule: Schedule, times: dict[Action, int], action: Action, tick: int) -> bool:
+    """All it needs is done: at an earlier tick, or on the same rank before in this one."""
+    rank = schedule.rank_of(action.stage)
+    return all(
+        needed in times and times[needed] < tick + (schedule.rank_of(needed.stage) == rank)
+        for needed in dependencies(schedule, action)
+    )
 
 
 def _fused_order(schedule: Schedule) -> list[list[Action]]:
@@ -155,8 +156,8 @@ def _fused_order(schedule: Schedule) -> list[list[Action]]:
     """
     if schedule.name not in FUSED:
         raise ValueError(
-            f"fused: expected False with schedule {schedule.name!r} (of {FUSED}, forwards and backwards alternate), got "
-            "True"
+            f"fused: expected False with schedule {schedule.name!r} (forwards and backwards alternate in {FUSED}), "
+            "got True"
         )
     p, v = schedule.pp_size, schedule.stages_per_rank
     orders = []
@@ -208,7 +209,7 @@ def _colour(intervals: Iterable[Interval]) -> dict[tuple[int, int], int]:
 
 def _shifts(schedule: Schedule) -> tuple[int, ...]:
     ranks = [schedule.rank_of(stage) for stage in range(schedule.num_stages)]
-    return tuple(sorted({(b - a) % schedule.pp_size for a, b in zip(ranks, ranks[1:], strict=False)}))
+    return tuple(sorted({(b - a) % schedule.pp_size for a, b in pairwise(ranks)}))
 
 
 def _fill(schedule: Schedule, times: dict[Action, int], places: list[dict[str, dict]], slots: Slots) -> Rows:

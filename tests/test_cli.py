@@ -252,7 +252,7 @@ def test_installed_command_runs_in_32_bit_jax(corpus, tmp_path):
     assert (tmp_path / "runs" / "compare" / "report.json").exists()
 
 
-@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_training_with_recompute_is_training(backend, capsys):
     small = f"train --backend {backend} --hidden-size 16 --num-layers 3 --seq-length 8 --train-iters 3 --eval-iters 1"
     losses = []

@@ -151,7 +151,7 @@ FAULTS = {
     "duplicated": Scenario(fault=Fault("duplicated", 1, "1F2"), says={1: "SEND 1F2 to rank 2"}),
     "longer": Scenario(fault=Fault("longer", 1, "1F2"), says={2: "RECV 1F2 from rank 1"}),
     "shorter": Scenario(fault=Fault("shorter", 1, "1F2"), says={2: "RECV 1F2 from rank 1"}),
-    "longer than it says": Scenario(fault=Fault("longer than it says", 1, "1F2"), says={1: "rank 2", 3: "from rank 2"}),
+    "longer than it says": Scenario(fault=Fault("longer than it says", 1, "1F2"), says={1: "rank 2", 3: "rank 2"}),
     "late of a step": Scenario(fault=Fault("late of a step", 1, "1F2"), says={2: "RECV 1F2 from rank 1"}),
     "behind by a step": Scenario(fault=Fault("behind by a step", 2), says={2: "RECV 1F0 from rank 1"}),
     "in order, dropped": Scenario(

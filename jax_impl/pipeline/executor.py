@@ -14,7 +14,6 @@ the gradient over ranks where it is taken, inside the branch. Everything is ther
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from jax import Array, lax
 
 from jax_impl.pipeline.kept import Keeper, Task
 from jax_impl.pipeline.stages import Batch, Program, StagedParameters, Stages
-from plans.ticks import Rows, Ticks
+from plans.ticks import Keep, Ticks
 
 PIPELINE_AXIS, DATA_AXIS = "pp", "dp"
 """Mesh axes: over stages; over parts of every microbatch."""
@@ -47,128 +46,153 @@ class _State(NamedTuple):
     """[m]"""
 
 
-@dataclass(frozen=True)
-class Executor:
-    """What runs on every rank alike, each with its own rows of the table."""
+def run_ticks(
+    stages: Stages, ticks: Ticks, keep: Keep, axes: tuple[str, ...], params: StagedParameters, batch: Batch
+) -> tuple[Array, StagedParameters]:
+    """Losses of the microbatches and the gradients of their mean, on one rank among all that run this alike.
 
-    stages: Stages
-    keeper: Keeper
-    ticks: Ticks
-    axes: tuple[str, ...]
-    """Of the mesh."""
+    Args:
+        stages: how the model is cut.
+        ticks: the schedule.
+        keep: as ticks were compiled with.
+        axes: of the mesh this runs under.
+        params: the rank's, layers [v, layers, ...].
+        batch: all microbatches, the same on every rank.
 
-    def __call__(self, params: StagedParameters, batch: Batch) -> tuple[Array, StagedParameters]:
-        """Losses of the microbatches, and the gradients of their mean.
+    Returns:
+        Losses [m], the same on every rank. Gradients as params, those of the ends the same on every rank; without
+        leaves where the schedule is forward only.
+    """
+    params, batch = _vary((params, batch), axes)
+    run = _Run(stages, ticks, keep, axes, params, batch)
+    rank = lax.axis_index(PIPELINE_AXIS)
+    rows = jax.tree.map(lambda column: jnp.asarray(column)[rank], ticks.rows)
+    state = lax.scan(run.tick, run.start(), rows)[0]
+    # Only the last stage has losses; first and last stage both add to a tied embedding.
+    losses, ends = lax.psum((state.losses, state.sums.ends), PIPELINE_AXIS)
+    result = losses, state.sums._replace(ends=ends)
+    return lax.pmean(result, DATA_AXIS) if DATA_AXIS in axes else result
 
-        Args:
-            params: the rank's, layers [v, layers, ...].
-            batch: all microbatches, the same on every rank.
 
-        Returns:
-            Losses [m], the same on every rank. Gradients as params, those of the ends the same on every rank; without
-            leaves where the schedule is forward only.
-        """
-        rank = lax.axis_index(PIPELINE_AXIS)
-        params, batch = _vary((params, batch), self.axes)
-        rows = jax.tree.map(lambda column: jnp.asarray(column)[rank], self.ticks.rows)
-        state, _ = lax.scan(partial(self._tick, params, batch), self._start(params, batch), rows)
-        # Only the last stage has losses; first and last both add to a tied embedding.
-        losses, ends = lax.psum((state.losses, state.sums.ends), PIPELINE_AXIS)
-        result = losses, state.sums._replace(ends=ends)
-        return lax.pmean(result, DATA_AXIS) if DATA_AXIS in self.axes else result
+class _Run:
+    """A rank's course through the table. Arguments as run_ticks', parameters and batch made to vary."""
 
-    def _start(self, params: StagedParameters, batch: Batch) -> _State:
-        config, slots = self.stages.config, self.ticks.slots
+    def __init__(
+        self,
+        stages: Stages,
+        ticks: Ticks,
+        keep: Keep,
+        axes: tuple[str, ...],
+        params: StagedParameters,
+        batch: Batch,
+    ) -> None:
+        self._stages, self._ticks, self._axes, self._params, self._batch = stages, ticks, axes, params, batch
+        self._forward_only, self._splits = ticks.schedule.forward_only, ticks.schedule.splits_backward
+        config = stages.config
         hidden = (*batch.tokens.shape[1:], config.residual_streams * config.hidden_size)
-        payload = jnp.zeros(hidden, config.compute_dtype)
-        task = self._task(params, batch, jnp.int32(0), jnp.int32(0))
-        arrived = (payload,) * len(self.ticks.shifts)
-        kept, weights = self.keeper.shapes(self.stages.programs, task, _vary(payload, self.axes))
-        sums = StagedParameters((), {}) if self._forward_only else jax.tree.map(jnp.zeros_like, params)
+        self._payload = _vary(jnp.zeros(hidden, config.compute_dtype), axes)
+        task = self._task(jnp.int32(0), jnp.int32(0))
+        keep = "inputs" if self._forward_only else keep
+        self._keeper = Keeper(stages.programs, task, self._payload, keep, self._splits)
+
+    def start(self) -> _State:
+        """Empty buffers and sums."""
+        slots, arrived = self._ticks.slots, (self._payload,) * len(self._ticks.shifts)
+        nothing = StagedParameters((), {})
 
         def buffer(length: int, like: Any) -> Any:
             return jax.tree.map(lambda x: jnp.zeros((length + 1, *x.shape), x.dtype), like)
 
         state = _State(
-            inputs=buffer(slots.inputs, payload),
-            gradients=buffer(slots.gradients, payload),
-            kept=buffer(slots.kept, kept),
-            weights=buffer(slots.weights, weights),
+            inputs=buffer(slots.inputs, self._payload),
+            gradients=buffer(slots.gradients, self._payload),
+            kept=buffer(slots.kept, self._keeper.kept),
+            weights=buffer(slots.weights, self._keeper.weights),
             arrived_inputs=arrived,
             arrived_gradients=arrived,
-            sums=sums,
-            losses=jnp.zeros(len(batch.tokens), config.params_dtype),
+            sums=nothing if self._forward_only else jax.tree.map(jnp.zeros_like, self._params),
+            losses=jnp.zeros(len(self._batch.tokens), self._stages.config.params_dtype),
         )
-        return _vary(state, self.axes)
+        return _vary(state, self._axes)
 
-    def _tick(self, params: StagedParameters, batch: Batch, state: _State, row: Rows) -> tuple[_State, None]:
+    def tick(self, state: _State, row: Any) -> tuple[_State, None]:
+        """One row of the table: plans.ticks.Rows, of arrays."""
         inputs, gradients = state.inputs, state.gradients
         for shift, (x, gradient) in enumerate(zip(state.arrived_inputs, state.arrived_gradients, strict=True)):
             inputs = inputs.at[row.input_arrivals[shift]].set(x)
             gradients = gradients.at[row.gradient_arrivals[shift]].set(gradient)
         state = state._replace(inputs=inputs, gradients=gradients)
-        y, state = self._forward(params, batch, state, row)
+        y, state = self._forward(state, row)
         state = state._replace(arrived_inputs=self._send(y, 1))
-        if self._forward_only:
-            return state, None
-        dx, state = self._backward(params, batch, state, row)
-        return state._replace(arrived_gradients=self._send(dx, -1)), None
+        if not self._forward_only:
+            dx, state = self._backward(state, row)
+            state = state._replace(arrived_gradients=self._send(dx, -1))
+        if self._splits:
+            state = self._weight_gradients(state, row)
+        return state, None
 
-    def _forward(self, params: StagedParameters, batch: Batch, state: _State, row: Rows) -> tuple[Array, _State]:
-        task = self._task(params, batch, row.forward_stage, row.forward_microbatch)
+    def _forward(self, state: _State, row: Any) -> tuple[Array, _State]:
+        task = self._task(row.forward_stage, row.forward_microbatch)
         x = state.inputs[row.forward_input]
         nothing = jnp.zeros_like(x), jnp.zeros_like(state.losses[0]), _empty(state.kept)
 
         def run(program: Program) -> tuple:
-            if program.last and not self._forward_only and not self.keeper.runs_last_forward:
+            if program.last and not self._forward_only and self._keeper.skips_last_forward:
                 return nothing
-            y, kept = self.keeper.forward(program, task, x)
+            y, kept = self._keeper.forward(program, task, x)
             return (nothing[0], y, kept) if program.last else (y, nothing[1], kept)
 
         y, loss, kept = self._switch(row.forward_stage, run, nothing)
-        kept = jax.tree.map(lambda buffer, value: buffer.at[row.forward_kept].set(value), state.kept, kept)
-        return y, state._replace(kept=kept, losses=_add_loss(state.losses, row.forward_microbatch, loss))
+        losses = _add_loss(state.losses, row.forward_microbatch, loss)
+        return y, state._replace(kept=_store(state.kept, row.forward_kept, kept), losses=losses)
 
-    def _backward(self, params: StagedParameters, batch: Batch, state: _State, row: Rows) -> tuple[Array, _State]:
-        task = self._task(params, batch, row.backward_stage, row.backward_microbatch)
+    def _backward(self, state: _State, row: Any) -> tuple[Array, _State]:
+        task = self._task(row.backward_stage, row.backward_microbatch)
         x, gradient = state.inputs[row.backward_input], state.gradients[row.backward_gradient]
         kept = jax.tree.map(lambda buffer: buffer[row.backward_kept], state.kept)
-        share = _vary(jnp.full_like(state.losses[0], 1 / len(state.losses)), self.axes)
+        share = _vary(jnp.full_like(state.losses[0], 1 / len(state.losses)), self._axes)
         nothing = jnp.zeros_like(x), jnp.zeros_like(share), _empty(state.weights), state.sums
 
         def run(program: Program) -> tuple:
-            result = self.keeper.backward(program, task, x, kept, share if program.last else gradient)
+            result = self._keeper.backward(program, task, x, kept, share if program.last else gradient)
             sums = program.add(state.sums, task.vp_stage, result.gradients)
             return result.input_gradient, nothing[1] if result.loss is None else result.loss, result.weights, sums
 
         dx, loss, weights, sums = self._switch(row.backward_stage, run, nothing)
-        weights = jax.tree.map(lambda buffer, value: buffer.at[row.backward_weights].set(value), state.weights, weights)
+        weights = _store(state.weights, row.backward_weights, weights)
         losses = _add_loss(state.losses, row.backward_microbatch, loss)
         return dx, state._replace(weights=weights, sums=sums, losses=losses)
 
-    @property
-    def _forward_only(self) -> bool:
-        return self.ticks.schedule.forward_only
+    def _weight_gradients(self, state: _State, row: Any) -> _State:
+        task = self._task(row.weights_stage, row.weights_microbatch)
+        weights = jax.tree.map(lambda buffer: buffer[row.weights_kept], state.weights)
 
-    def _task(self, params: StagedParameters, batch: Batch, stage: Array, microbatch: Array) -> Task:
-        part = Batch(*(array[microbatch] for array in batch[:-1]), step=batch.step)
-        vp_stages = jnp.asarray([vp_stage for _, vp_stage in self.stages.places])
-        return Task(params, part, vp_stages[stage], jnp.asarray(self.stages.first_layers)[stage])
+        def run(program: Program) -> StagedParameters:
+            return program.add(state.sums, task.vp_stage, self._keeper.weight_gradients(program, weights))
 
-    def _switch(self, stage: Array, run: Callable[[Program], tuple], nothing: tuple) -> tuple:
+        return state._replace(sums=self._switch(row.weights_stage, run, state.sums))
+
+    def _task(self, stage: Array, microbatch: Array) -> Task:
+        *arrays, step = self._batch
+        vp_stages = jnp.asarray([vp_stage for _, vp_stage in self._stages.places], jnp.int32)
+        first_layers = jnp.asarray(self._stages.first_layers, jnp.int32)
+        part = Batch(*(array[microbatch] for array in arrays), step=step)
+        return Task(self._params, part, vp_stages[stage], first_layers[stage])
+
+    def _switch(self, stage: Array, run: Callable[[Program], Any], nothing: Any) -> Any:
         """What the program of a stage gives, or nothing for stage -1."""
-        branches = [lambda: nothing, *(partial(run, program) for program in self.stages.programs)]
-        choice = jnp.asarray([1 + program for program in self.stages.program_of])[stage]
-        return lax.switch(jnp.where(stage < 0, 0, choice), [lambda b=b: _vary(b(), self.axes) for b in branches])
+        branches = [lambda: nothing, *(partial(run, program) for program in self._stages.programs)]
+        choice = jnp.asarray([1 + program for program in self._stages.program_of])[stage]
+        return lax.switch(jnp.where(stage < 0, 0, choice), [lambda b=b: _vary(b(), self._axes) for b in branches])
 
     def _send(self, x: Array, direction: int) -> tuple[Array, ...]:
-        """To the rank so far ahead (1) or behind (-1), for each shift; on every rank, at every tick."""
-        p = self.ticks.schedule.pp_size
+        """To the rank so far ahead (1) or behind (-1), for each shift; by every rank, at every tick."""
+        p = self._ticks.schedule.pp_size
         return tuple(
             lax.ppermute(x, PIPELINE_AXIS, [(rank, (rank + direction * shift) % p) for rank in range(p)])
             if shift
             else x
-            for shift in self.ticks.shifts
+            for shift in self._ticks.shifts
         )
 
 
@@ -185,6 +209,10 @@ def _vary(tree: Any, axes: tuple[str, ...]) -> Any:
 def _empty(buffers: Any) -> Any:
     """Zeros of the shape of one slot."""
     return jax.tree.map(lambda buffer: jnp.zeros(buffer.shape[1:], buffer.dtype), buffers)
+
+
+def _store(buffers: Any, slot: Array, values: Any) -> Any:
+    return jax.tree.map(lambda buffer, value: buffer.at[slot].set(value), buffers, values)
 
 
 def _add_loss(losses: Array, microbatch: Array, loss: Array) -> Array:

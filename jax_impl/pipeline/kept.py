@@ -1,28 +1,33 @@
 """What a stage keeps from its forward to its backward, and how backward goes on from there.
 
-InputsKeeper keeps nothing but the stage's input, and runs the stage again. ResidualsKeeper keeps what jax.vjp would,
-which is what the recompute settings leave: nothing is run again but what they say.
+With keep="inputs" a stage keeps its input alone, and backward runs the stage again. With keep="residuals" it keeps what
+jax.vjp would, as the recompute settings leave it, and nothing is run again but what they say.
 
-The residuals lie in slots. A pull-back of JAX's is a tree whose leaves are arrays: those computed from parameters
-alone (a weight, its cast to bfloat16) are there anyway and not kept; the others are laid end to end in one vector a
-type, as long as the longest of any stage, so that stages of unlike build share a buffer. Backward traces the stage a
-second time to have a pull-back of the same tree, and puts the kept leaves in; what only led to the leaves it replaces
-is dead, and compiled away.
+The residuals lie in slots. A pull-back of JAX's is a tree whose leaves are arrays: those computed from parameters alone
+(a weight, its cast to bfloat16) are there anyway and not kept; the others are laid end to end, in one vector a type, as
+long as the longest of any stage, so that stages of unlike build share a buffer. Backward traces the stage a second time
+to have a pull-back of the same tree, and puts the kept leaves in; what led only to the leaves it replaces is dead, and
+compiled away.
+
+Where the schedule splits the backward, I takes all gradients but those of linear maps' weights. In their place it
+keeps each map's input and the gradient of its output (ops._LinearTaps), and W multiplies the two: together as much
+work as B, each matrix product once.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.extend.core import Literal
 
+from jax_impl.ops import _LinearTaps
 from jax_impl.pipeline.stages import Batch, Program, StagedParameters
 from jax_impl.recompute import recompute_policy
 from plans.recompute import RecomputeBlock
+from plans.ticks import Keep
 
 
 class Task(NamedTuple):
@@ -40,150 +45,169 @@ class Backward(NamedTuple):
     """What a backward gives."""
 
     gradients: Mapping[str, Array]
-    """By the program's names; with a split backward, without the weights of linear maps."""
+    """By the program's names; where backwards are split, without the weights that W is for."""
     input_gradient: Array
     """0 in the first stage."""
     loss: Array | None
-    """Where this computed it."""
-    weights: Any
-    """Kept for the gradients of weights; () without a split."""
+    """Of the last stage, where forward left it to backward."""
+    weights: "Packed"
+    """Kept for W."""
 
 
-class Keeper(Protocol):
-    """Runs forwards and backwards of stages, and says what lies between them."""
-
-    runs_last_forward: bool
-    """Whether the last stage's forward does anything; else it is left to its backward."""
-
-    def shapes(self, programs: tuple[Program, ...], task: Task, x: Array) -> tuple[Any, Any]:
-        """Shapes and types of what a forward keeps, and of what I keeps for W; the same for every program."""
-        ...
-
-    def forward(self, program: Program, task: Task, x: Array) -> tuple[Array, Any]:
-        """Output (or loss), and what is kept."""
-        ...
-
-    def backward(self, program: Program, task: Task, x: Array, kept: Any, gradient: Array) -> Backward:
-        """Gradients, given that of the output."""
-        ...
+Packed = dict[str, Array]
+"""By type: arrays laid end to end."""
 
 
-class InputsKeeper:
-    """Keeps the stage's input; backward runs the stage again."""
+class Keeper:
+    """Runs forwards and backwards of stages, for one tracing of the executor.
 
-    runs_last_forward = False  # nobody waits for its output, and backward computes it anyway
-
-    def shapes(self, programs: tuple[Program, ...], task: Task, x: Array) -> tuple[Any, Any]:
-        """Nothing: the input lies in its own buffer."""
-        return (), ()
-
-    def forward(self, program: Program, task: Task, x: Array) -> tuple[Array, Any]:
-        """The stage itself."""
-        return _function(program, task)(program.take(task.params, task.vp_stage), x), ()
-
-    def backward(self, program: Program, task: Task, x: Array, kept: Any, gradient: Array) -> Backward:
-        """Forward and backward of the stage."""
-        y, pull_back = jax.vjp(_function(program, task), program.take(task.params, task.vp_stage), x)
-        gradients, dx = pull_back(gradient)
-        return Backward(gradients, dx, y if program.last else None, ())
-
-
-class ResidualsKeeper:
-    """Keeps the residuals of jax.vjp, for one tracing of the executor."""
-
-    runs_last_forward = True  # it is where the residuals come from
-
-    def __init__(self) -> None:
-        self._layouts: dict[Program, _Layout] = {}
-        self._lengths: dict[str, int] = {}
-
-    def shapes(self, programs: tuple[Program, ...], task: Task, x: Array) -> tuple[Any, Any]:
-        """A vector a type, as long as the longest of any program."""
-        self._layouts = {program: _layout(program, task, x) for program in programs}
-        for layout in self._layouts.values():
-            for dtype, leaves in layout.items():
-                self._lengths[dtype] = max(self._lengths.get(dtype, 0), sum(math.prod(leaf.shape) for leaf in leaves))
-        return {dtype: jax.ShapeDtypeStruct((length,), dtype) for dtype, length in self._lengths.items()}, ()
-
-    def forward(self, program: Program, task: Task, x: Array) -> tuple[Array, Any]:
-        """The stage, and its residuals."""
-        y, pull_back = jax.vjp(_named(program, task), program.take(task.params, task.vp_stage), x)
-        leaves, layout = jax.tree.leaves(pull_back), self._layouts[program]
-        kept = {}
-        for dtype, length in self._lengths.items():
-            parts = [leaves[leaf.places[0]].reshape(-1) for leaf in layout.get(dtype, [])]
-            used = sum(map(len, parts))
-            kept[dtype] = jnp.concatenate([*parts, jnp.zeros(length - used, dtype)])
-        return y, kept
-
-    def backward(self, program: Program, task: Task, x: Array, kept: Any, gradient: Array) -> Backward:
-        """The pull-back, with its leaves from the slot."""
-        # What is traced here for other leaves than these comes from parameters; that x is not theirs does not show.
-        pull_back = jax.vjp(_named(program, task), program.take(task.params, task.vp_stage), jnp.zeros_like(x))[1]
-        leaves, structure = jax.tree.flatten(pull_back)
-        for dtype, parts in self._layouts[program].items():
-            ends = np.cumsum([math.prod(leaf.shape) for leaf in parts]).tolist()
-            for leaf, start, end in zip(parts, [0, *ends], ends, strict=False):
-                for place in leaf.places:
-                    leaves[place] = kept[dtype][start:end].reshape(leaf.shape)
-        gradients, dx = jax.tree.unflatten(structure, leaves)(gradient)
-        return Backward(gradients, dx, None, ())
-
-
-class _Leaf(NamedTuple):
-    """A residual that is kept."""
-
-    places: tuple[int, ...]
-    """Of equal leaves in the pull-back."""
-    shape: tuple[int, ...]
-
-
-_Layout = dict[str, list[_Leaf]]
-"""By type: the residuals of a program, in the order in which they are laid end to end."""
-
-
-def _layout(program: Program, task: Task, x: Array) -> _Layout:
-    """Which leaves of a pull-back have to be kept: those that a microbatch's values went into."""
-
-    def residuals(task: Task, x: Array) -> list[Array]:
-        pull_back = jax.vjp(_named(program, task), program.take(task.params, task.vp_stage), x)[1]
-        return jax.tree.leaves(pull_back)
-
-    traced = jax.make_jaxpr(residuals)(task, x).jaxpr
-    fixed, read = (jax.tree.map(lambda _, v=value: v, task) for value in (False, True))
-    batch = fixed.batch._replace(tokens=read.batch.tokens, targets=read.batch.targets)
-    tainted = {
-        variable
-        for variable, varies in zip(traced.invars, jax.tree.leaves((fixed._replace(batch=batch), True)), strict=True)
-        if varies
-    }
-    for equation in traced.eqns:
-        if any(not isinstance(variable, Literal) and variable in tainted for variable in equation.invars):
-            tainted.update(equation.outvars)
-    places: dict[Any, list[int]] = {}
-    for place, variable in enumerate(traced.outvars):
-        if not isinstance(variable, Literal) and variable in tainted:
-            places.setdefault(variable, []).append(place)
-    layout: _Layout = {}
-    for variable, equal in places.items():
-        layout.setdefault(str(variable.aval.dtype), []).append(_Leaf(tuple(equal), variable.aval.shape))
-    return layout
-
-
-def _function(program: Program, task: Task) -> Callable[[Mapping[str, Array], Array], Array]:
-    """The stage as a function of its parameters and its input."""
-    return lambda parameters, x: program(parameters, x, task.batch, task.first_layer)
-
-
-def _named(program: Program, task: Task) -> Callable[[Mapping[str, Array], Array], Array]:
-    """The same, keeping named values alone where nothing is recomputed.
-
-    Without a policy JAX keeps whatever the derivative of any operation reads, expecting XLA to fuse most of it away; in
-    a slot it would all be stored. What lies between named values costs no matrix product. Where blocks are recomputed,
-    their own policies stand.
+    Args:
+        programs: of all stages.
+        task, x: any stage's, for their shapes.
+        keep: see plans.ticks.
+        split: whether backwards are split in I and W.
     """
-    function = _function(program, task)
-    if program.recomputes:
-        return function
-    policy = recompute_policy(program.config, RecomputeBlock("none", ()))
-    return jax.checkpoint(function, policy=policy)  # pyright: ignore[reportPrivateImportUsage]
+
+    def __init__(self, programs: Sequence[Program], task: Task, x: Array, keep: Keep, split: bool) -> None:
+        self._keep = keep
+        self._taps = {program: _tap_shapes(program, task, x) if split else {} for program in programs}
+        self._residuals = {
+            program: self._find_residuals(program, task, x) if keep == "residuals" else [] for program in programs
+        }
+        self.kept = _longest([[leaf.like for leaf in leaves] for leaves in self._residuals.values()])
+        """Shapes of what a forward keeps."""
+        self.weights = _longest([jax.tree.leaves(taps) for taps in self._taps.values()])
+        """Shapes of what I keeps for W."""
+
+    @property
+    def skips_last_forward(self) -> bool:
+        """Whether the last stage's forward has nothing to do: nobody waits for its output, and backward runs it."""
+        return self._keep == "inputs"
+
+    def forward(self, program: Program, task: Task, x: Array) -> tuple[Array, Packed]:
+        """Output (or loss) of a stage, and what is kept."""
+        if self._keep == "inputs":
+            return program(program.take(task.params, task.vp_stage), x, task.batch, task.first_layer), {}
+        y, pull_back = self._pull_back(program, task, x)
+        leaves = jax.tree.leaves(pull_back)
+        return y, _pack([leaves[leaf.places[0]] for leaf in self._residuals[program]], self.kept)
+
+    def backward(self, program: Program, task: Task, x: Array, kept: Packed, gradient: Array) -> Backward:
+        """Gradients, given that of the output: B, or I.
+
+        Args:
+            x: the stage's input; read with keep="inputs".
+            kept: by forward.
+        """
+        y, pull_back = self._pull_back(program, task, x)
+        if self._keep == "residuals":
+            leaves, structure = jax.tree.flatten(pull_back)
+            residuals = self._residuals[program]
+            for leaf, value in zip(residuals, _unpack(kept, [leaf.like for leaf in residuals]), strict=True):
+                for place in leaf.places:
+                    leaves[place] = value
+            pull_back = jax.tree.unflatten(structure, leaves)
+        gradients, dx, taps = pull_back(gradient)
+        loss = y if program.last and self.skips_last_forward else None
+        return Backward(gradients, dx, loss, _pack(jax.tree.leaves(taps), self.weights))
+
+    def weight_gradients(self, program: Program, weights: Packed) -> dict[str, Array]:
+        """W: gradients of the weights that I left out."""
+        likes, structure = jax.tree.flatten(self._taps[program])
+        taps = jax.tree.unflatten(structure, _unpack(weights, likes))
+        return {name: jnp.einsum("bto,bti->oi", grad, x) for name, (x, grad) in taps.items()}
+
+    def _pull_back(self, program: Program, task: Task, x: Array) -> tuple[Array, Callable[[Array], tuple]]:
+        """A stage's output, and what takes the output's gradient to those of parameters, input and taps."""
+        parameters = program.take(task.params, task.vp_stage)
+        likes = self._taps[program]
+        tapped = {name: parameters.pop(name) for name in likes}
+
+        def run(parameters: dict[str, Array], x: Array, taps: dict[str, tuple[Array, Array]]) -> Array:
+            parameters = parameters | tapped
+            with _LinearTaps({name: parameters[name] for name in taps}, taps):
+                return program(parameters, x, task.batch, task.first_layer)
+
+        if self._keep == "residuals" and not program.recomputes:
+            # Without a policy JAX keeps whatever any derivative reads, for XLA to fuse most of it away; in a slot it
+            # would all be stored. Between named values there is no matrix product, so those alone are kept.
+            policy = recompute_policy(program.config, RecomputeBlock("none", ()))
+            run = jax.checkpoint(run, policy=policy)  # pyright: ignore[reportPrivateImportUsage]
+        zeros = jax.tree.map(lambda like: jnp.zeros_like(x, shape=like.shape, dtype=like.dtype), likes)
+        return jax.vjp(run, parameters, x, zeros)
+
+    def _find_residuals(self, program: Program, task: Task, x: Array) -> "list[_Residual]":
+        """Leaves of a pull-back that are made of what a microbatch brings."""
+
+        def leaves(task: Task, x: Array) -> list[Any]:
+            return jax.tree.leaves(self._pull_back(program, task, x)[1])
+
+        traced = jax.make_jaxpr(leaves)(task, x).jaxpr
+        brought = jax.tree.map(lambda _: False, task)
+        brought = brought._replace(batch=brought.batch._replace(tokens=True, targets=True))  # and x
+        varying = {v for v, varies in zip(traced.invars, jax.tree.leaves((brought, True)), strict=True) if varies}
+        for equation in traced.eqns:
+            if any(not isinstance(v, Literal) and v in varying for v in equation.invars):
+                varying.update(equation.outvars)
+        places: dict[Any, list[int]] = {}
+        for place, variable in enumerate(traced.outvars):
+            if not isinstance(variable, Literal) and variable in varying:
+                places.setdefault(variable, []).append(place)
+        return [
+            _Residual(jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype), tuple(equal))
+            for variable, equal in places.items()
+        ]
+
+
+class _Residual(NamedTuple):
+    """A kept leaf of a pull-back."""
+
+    like: jax.ShapeDtypeStruct
+    places: tuple[int, ...]
+    """Of the leaves equal to it."""
+
+
+def _tap_shapes(program: Program, task: Task, x: Array) -> dict[str, tuple]:
+    """By name of a linear map's weight: shapes of the map's input and output."""
+
+    def run(task: Task, x: Array) -> Array:
+        nonlocal taps
+        parameters = program.take(task.params, task.vp_stage)
+        taps = _LinearTaps({name: value for name, value in parameters.items() if not program.looks_up(name)})
+        with taps:
+            return program(parameters, x, task.batch, task.first_layer)
+
+    taps = _LinearTaps({})
+    jax.eval_shape(run, task, x)
+    return taps.shapes
+
+
+def _longest(programs: Sequence[Sequence[jax.ShapeDtypeStruct]]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Vectors, one a type, that hold the arrays of any program."""
+    lengths: dict[str, int] = {}
+    for likes in programs:
+        for dtype in {str(like.dtype) for like in likes}:
+            length = sum(math.prod(like.shape) for like in likes if like.dtype == dtype)
+            lengths[dtype] = max(lengths.get(dtype, 0), length)
+    return {dtype: jax.ShapeDtypeStruct((length,), dtype) for dtype, length in lengths.items()}
+
+
+def _pack(arrays: Sequence[Array], vectors: Mapping[str, jax.ShapeDtypeStruct]) -> Packed:
+    """Lay arrays end to end, by type, and fill up with zeros."""
+    packed = {}
+    for dtype, vector in vectors.items():
+        parts = [array.reshape(-1) for array in arrays if array.dtype == dtype]
+        used = sum(part.size for part in parts)
+        packed[dtype] = jnp.concatenate([*parts, jnp.zeros(vector.size - used, dtype)])
+    return packed
+
+
+def _unpack(packed: Packed, likes: Sequence[jax.ShapeDtypeStruct]) -> list[Array]:
+    """The inverse of _pack."""
+    starts = dict.fromkeys(packed, 0)
+    arrays = []
+    for like in likes:
+        dtype, size = str(like.dtype), math.prod(like.shape)
+        arrays.append(packed[dtype][starts[dtype] : starts[dtype] + size].reshape(like.shape))
+        starts[dtype] += size
+    return arrays

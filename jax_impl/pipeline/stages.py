@@ -29,6 +29,9 @@ from plans.schedule import Schedule
 LAYERS = "decoder.layers."
 """Beginning of the canonical name of every layer's parameter; the layer's number follows."""
 
+EMBEDDING = "embedding.weight"
+"""Canonical name of the input embedding, and of a tied head."""
+
 
 class StagedParameters(NamedTuple):
     """Parameters (or gradients, or moments) as the pipeline holds them."""
@@ -56,7 +59,7 @@ class LayerPlace(NamedTuple):
     """Where the parameters of one layer lie."""
 
     kind: int
-    index: int
+    position: int
     """Among the stage's layers of the kind."""
 
 
@@ -80,7 +83,13 @@ class Program:
     names: tuple[str, ...] = field(repr=False)
     """Of the parameters, in the structure's order."""
 
-    def __call__(self, parameters: Mapping[str, Array], x: Array, batch: Batch, first_layer: Array) -> Array:
+    def __call__(
+        self,
+        parameters: Mapping[str, Array],
+        x: Array,
+        batch: Batch,
+        first_layer: Array,
+    ) -> Array:
         """Run a stage on one microbatch.
 
         Args:
@@ -107,7 +116,9 @@ class Program:
         found = {}
         for name in self.names:
             place, rest = self._place(name)
-            found[name] = params.ends[name] if place is None else params.layers[place.kind][rest][vp_stage, place.index]
+            found[name] = (
+                params.ends[name] if place is None else params.layers[place.kind][rest][vp_stage, place.position]
+            )
         return found
 
     def add(self, params: StagedParameters, vp_stage: Array, gradients: Mapping[str, Array]) -> StagedParameters:
@@ -119,8 +130,12 @@ class Program:
                 ends[name] += gradient.astype(ends[name].dtype)
             else:
                 stack = layers[place.kind][rest]
-                layers[place.kind][rest] = stack.at[vp_stage, place.index].add(gradient.astype(stack.dtype))
+                layers[place.kind][rest] = stack.at[vp_stage, place.position].add(gradient.astype(stack.dtype))
         return StagedParameters(tuple(layers), ends)
+
+    def looks_up(self, name: str) -> bool:
+        """Whether a parameter is the table of the input embedding, which is read by no linear map."""
+        return self.first and name == EMBEDDING
 
     def _place(self, name: str) -> tuple[LayerPlace | None, str]:
         if not name.startswith(LAYERS):
@@ -156,7 +171,7 @@ class Stages:
         by_layer = self.by_layer()
         ranks, virtual = (1 + max(place[i] for place in self.places) for i in (0, 1))
         lengths = [
-            1 + max((place.index for *_, place in by_layer.values() if place.kind == kind), default=-1)
+            1 + max((place.position for *_, place in by_layer.values() if place.kind == kind), default=-1)
             for kind in range(len(self.kinds))
         ]
         layers: list[dict[str, Any]] = [{} for _ in self.kinds]
@@ -166,23 +181,25 @@ class Stages:
                 ends[name] = np.asarray(value)
                 continue
             number, rest = split_name(name)
-            rank, vp_stage, (kind, index) = by_layer[number]
+            rank, vp_stage, (kind, position) = by_layer[number]
             value = np.asarray(value)
             if rest not in layers[kind]:
                 layers[kind][rest] = array((ranks, virtual, lengths[kind], *value.shape), value.dtype)
-            layers[kind][rest][rank, vp_stage, index] = value
+            layers[kind][rest][rank, vp_stage, position] = value
         return StagedParameters(tuple(layers), ends)
 
     def unstack(self, staged: StagedParameters) -> dict[str, Any]:
         """The inverse of stack; padding is dropped."""
         found = dict(staged.ends)
-        for number, (rank, vp_stage, (kind, index)) in self.by_layer().items():
+        for number, (rank, vp_stage, (kind, position)) in self.by_layer().items():
             for rest, value in staged.layers[kind].items():
-                found[f"{LAYERS}{number}.{rest}"] = value[rank, vp_stage, index]
+                found[f"{LAYERS}{number}.{rest}"] = value[rank, vp_stage, position]
         return found
 
 
-def cut(model_class: Callable[..., nnx.Module], config: TransformerConfig, schedule: Schedule, training: bool) -> Stages:
+def cut(
+    model_class: Callable[..., nnx.Module], config: TransformerConfig, schedule: Schedule, training: bool
+) -> Stages:
     """Cut a model into the stages of a configuration.
 
     Args:
