@@ -11,6 +11,8 @@ the shape of leaves: ``step.shapes(staged)`` has each leaf's own, by which weigh
 over staged trees as they are: padding has gradient 0, and ends are there once. ``make_pipeline_step(...,
 training=False, forward_only=True)`` takes the same staged parameters and gives the losses [m] alone.
 
+Ranks may lie in several processes (jax.distributed), all of which give every step the same arguments.
+
 PyTorch's executor is one process a rank, each with a list of its own; here the list is a table and the ranks are
 devices of one program (``executor.py``). What ranks keep, and how a backward is split, lies in ``kept.py``; how
 parameters of unlike stages are stacked, in ``stages.py``.

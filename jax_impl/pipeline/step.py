@@ -46,8 +46,9 @@ def make_pipeline_step(
             "residuals" that the recompute settings leave. With full recompute, too, residuals cost less time: blocks
             are run again, but not the stage before them.
         ticks: "canonical": one action a tick, in the schedule's own order, which holds as many microbatches as the
-            schedule promises; "fused": a forward and a backward in one tick, less time (1.1 to 1.7 times faster with
-            keep="inputs" on four CPU devices) for up to 2 p - 1 microbatches in flight instead of p.
+            schedule promises; "fused": a forward and a backward in one tick, which takes less time, and with
+            keep="inputs" hardly more memory, but has up to 2 p - 1 microbatches in flight instead of p. Canonical is
+            the default since residuals are, whose slots are long.
         training: with dropout.
         forward_only: losses without gradients.
 
@@ -172,14 +173,25 @@ class PipelineStep:
         return Batch(tokens, targets, samples, jnp.asarray(step, jnp.uint32))
 
 
-def _pmap_door(local: Callable, mesh: Mesh) -> Callable:
+def _pmap_door(local: Callable, mesh: Mesh) -> Any:
     """The function on every device of the mesh, by jax.pmap: layers divided by rank, all else whole."""
     by_rank = StagedParameters(layers=0, ends=None)  # pyright: ignore[reportArgumentType]
     devices = list(mesh.devices.flat)
-    return jax.pmap(local, PIPELINE_AXIS, in_axes=(by_rank, None), out_axes=(None, by_rank), devices=devices)
+    run = jax.pmap(local, PIPELINE_AXIS, in_axes=(by_rank, None), out_axes=(None, by_rank), devices=devices)
+    if jax.process_count() == 1:
+        return run
+    from jax.experimental.multihost_utils import host_local_array_to_global_array as to_global
+
+    def run_and_gather(params: StagedParameters, batch: Batch) -> tuple[Array, StagedParameters]:
+        """As the other door: pmap gives a process its own ranks' gradients alone."""
+        losses, (layers, ends) = run(params, batch)
+        layers = to_global(layers, mesh, PartitionSpec(PIPELINE_AXIS))
+        return losses, StagedParameters(layers, to_global(ends, mesh, PartitionSpec()))
+
+    return run_and_gather
 
 
-def _shard_map_door(local: Callable, mesh: Mesh) -> Callable:
+def _shard_map_door(local: Callable, mesh: Mesh) -> Any:
     """The same by jax.shard_map, which can also divide the samples of every microbatch."""
     by_rank, whole = PartitionSpec(PIPELINE_AXIS), PartitionSpec()
     params = StagedParameters(by_rank, whole)  # pyright: ignore[reportArgumentType]
