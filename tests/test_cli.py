@@ -47,7 +47,7 @@ def test_compare_prints_writes_and_succeeds(corpus, tmp_path, capsys):
     assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_compare_in_float64(corpus, tmp_path, capsys):
     command = f"compare {SMALL} --params-dtype float64 --train-iters 3 --hidden-dropout 0.2 --data-path"
     assert diptych(command, corpus, "--output-dir", tmp_path) == 0

@@ -158,7 +158,7 @@ HARD_CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
 def test_backends_agree_on_logits_and_every_gradient(dtype):
     drawn = Counter()
 

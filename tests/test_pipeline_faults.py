@@ -223,6 +223,7 @@ def test_a_rank_that_runs_something_else_is_found_out(monkeypatch):
 # Overlap.
 
 
+@pytest.mark.slow  # two cores that others share cannot keep its time
 def test_messages_travel_while_ranks_compute():
     """Stages that sleep, a link that delays: near the simulated makespan, unless messages are waited for."""
     forward, backward, link = 0.03, 0.06, 0.015

@@ -87,7 +87,7 @@ def test_recipes_load_and_train_the_same_model(tmp_path, monkeypatch):
     assert relative_difference(ours, theirs) < 1e-5
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_commands_run_in_order_when_made_small(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_text").mkdir()

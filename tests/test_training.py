@@ -154,11 +154,19 @@ def test_parameters_are_set_whole_or_not_at_all(backend):
         np.testing.assert_array_equal(p, values[k])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_model_in_stages_is_not_trained_in_part(backend):
-    config = replace(CONFIG, pipeline_model_parallel_size=2)
-    with pytest.raises(NotImplementedError, match="pipeline_model_parallel_size: expected 1, got 2"):
-        room(backend, "train").Trainer(config, TRAIN, tiny_corpus())
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("torch", "mesh: expected 64 processes on axis pp"),
+        ("jax", "pipeline_model_parallel_size: expected at most the"),
+    ],
+)
+def test_a_model_in_stages_is_not_trained_in_part(backend, message):
+    layout = "E|" + "|" * 61 + f"t*{CONFIG.num_layers}|L"
+    config = replace(CONFIG, pipeline_model_parallel_size=64, pipeline_model_parallel_layout=layout)
+    train = replace(TRAIN, micro_batch_size=1)
+    with pytest.raises(ValueError, match=message):
+        room(backend, "train").Trainer(config, train, tiny_corpus())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
