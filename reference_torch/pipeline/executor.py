@@ -8,12 +8,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plans.communication import Message, dependencies, lower, receiver
+from plans.communication import Message, Program, dependencies, lower, receiver
 from plans.config import TransformerConfig
 from plans.schedule import Action, Schedule
 from reference_torch.p2p import P2PCommunicator, Shape
@@ -79,7 +80,7 @@ class Executor:
         Raises:
             PipelineError: a message did not come, or was not taken.
         """
-        program = lower(self._schedule)
+        program = _program(self._schedule)
         steps = program[self._rank]
         if self._communicator is not None:
             self._communicator.begin_step(program)
@@ -194,3 +195,9 @@ class Executor:
             # What has no graph is the stage's own input, or the user's data, handed on.
             freed = [tensor for tensor in sent if tensor.grad_fn is not None]
             deallocate_output_tensor(freed, self._inputs.config.deallocate_pipeline_outputs)
+
+
+@lru_cache(maxsize=32)
+def _program(schedule: Schedule) -> Program:
+    """The messages of a table, which are the same at every step."""
+    return lower(schedule)
