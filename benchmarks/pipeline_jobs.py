@@ -18,7 +18,7 @@ from plans.simulate import Costs
 from reference_torch.groups import make_groups, make_mesh
 from reference_torch.p2p import P2PCommunicator
 from reference_torch.pipeline import get_forward_backward_func, get_model, split_backward
-from reference_torch.train import Microbatch, forward_step, model_provider
+from reference_torch.stage import Microbatch, forward_step, model_provider
 
 WIDTH = 16
 PEERS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1BOfTorch, "interleaved": ScheduleInterleaved1F1B}

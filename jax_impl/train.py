@@ -35,6 +35,7 @@ from plans.partition import undivided
 from plans.training import (
     CLIP_EPSILON,
     StepResult,
+    check_batch,
     check_finite,
     check_finite_validation,
     check_trainable,
@@ -136,10 +137,15 @@ class Trainer:
         return result
 
     def loss_and_gradients(self, batch: Batch, step: int = 0) -> tuple[float, dict[str, np.ndarray]]:
-        """Loss of a batch and its gradient for every parameter, by canonical name; nothing is updated."""
-        if self._pipeline is None:
+        """Loss of a batch and its gradient for every parameter, by canonical name; nothing is updated.
+
+        Raises:
+            ValueError: several devices share the batch, and it is not of global_batch_size.
+        """
+        if self._pipeline is None:  # any number of sequences, at once
             loss, gradients = self._value_and_grad(self._params, batch, np.uint32(step))
         else:
+            check_batch(batch, self.train_config)
             loss, gradients = self._pipeline(self._params, *self._parts(batch), step, self._samples())
         return loss.item(), export_parameters(self._joined(gradients))
 

@@ -9,7 +9,7 @@ from plans.data import Batch
 from plans.schedule import Action
 from reference_torch.groups import make_groups, make_mesh
 from reference_torch.pipeline import get_forward_backward_func, get_model
-from reference_torch.train import Microbatch, forward_step, model_provider
+from reference_torch.stage import Microbatch, forward_step, model_provider
 
 
 class Outcome(NamedTuple):

@@ -29,6 +29,10 @@ class Batch(NamedTuple):
     targets: np.ndarray
     """[B, T] int32: the token after each of tokens."""
 
+    def part(self, first: int, size: int) -> "Batch":
+        """So many of its sequences, from one on."""
+        return Batch(self.tokens[first : first + size], self.targets[first : first + size])
+
 
 @dataclass(frozen=True)
 class Corpus:

@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 from plans.config import TrainConfig, TransformerConfig
+from plans.data import Batch
 from plans.schedule import schedule_for
 
 CLIP_EPSILON = 1e-6
@@ -74,6 +75,19 @@ def microbatches(train: TrainConfig, dp_size: int = 1) -> tuple[int, int]:
             f"got {train.micro_batch_size}"
         )
     return size, share // size
+
+
+def check_batch(batch: Batch, train: TrainConfig) -> None:
+    """Refuse a batch that is not cut into the microbatches of a step.
+
+    Raises:
+        ValueError: it has another number of sequences than a step's.
+    """
+    if len(batch.tokens) != train.global_batch_size:
+        raise ValueError(
+            f"batch: expected global_batch_size={train.global_batch_size} sequences, got {len(batch.tokens)}; ask the "
+            "corpus for a batch of that size"
+        )
 
 
 def check_trainable(config: TransformerConfig, train: TrainConfig, dp_size: int = 1) -> None:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from plans.parameters import check_values, parameter_specs
 from plans.partition import undivided
 from plans.training import (
     StepResult,
+    check_batch,
     check_finite,
     check_finite_validation,
     check_trainable,
@@ -43,77 +44,12 @@ from plans.training import (
     learning_rate,
     microbatches,
 )
-from reference_torch.groups import gather, make_groups, on_first_rank, sum_over
+from reference_torch.groups import ProcessGroups, gather, make_groups, on_first_rank, sum_over
 from reference_torch.p2p import P2PCommunicator
 from reference_torch.pipeline import get_forward_backward_func, get_model
 from reference_torch.saving import export_arrays, export_parameters, import_arrays, import_parameters
+from reference_torch.stage import Microbatch, PipelineStage, forward_step, model_provider
 from reference_torch.transformer import GPTModel
-
-
-class Microbatch(NamedTuple):
-    """What every stage is given of a microbatch."""
-
-    batch: Batch
-    step: int
-    """Training step, for dropout."""
-    first: int
-    """Number of its first sequence within the global batch, for dropout."""
-    training: bool
-
-
-class PipelineStage(GPTModel):
-    """A stage that is handed its input before it is called, residual streams side by side [B, T, S * D]."""
-
-    input_tensor: Tensor | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes: with its parameters, or if it has none, where its input lies."""
-        place = next(self.parameters(), self.input_tensor)
-        assert place is not None, "a stage without parameters has an input"
-        return place.device
-
-    def set_input_tensor(self, input_tensor: Tensor) -> None:
-        """What the next call reads; from the stage before."""
-        self.input_tensor = input_tensor
-
-    def forward(self, inputs: Tensor, targets: Tensor | None = None, **arguments: Any) -> Tensor:
-        """As GPTModel, but only the first stage reads ``inputs``, and streams leave side by side."""
-        streams = self.config.num_residual_streams if self.config.enable_hyper_connections else None
-        if not self.pre_process:
-            assert self.input_tensor is not None, "the schedule sets a stage's input before it calls it"
-            inputs, self.input_tensor = self.input_tensor, None
-            inputs = inputs if streams is None else inputs.unflatten(-1, (streams, -1))
-        output = super().forward(inputs, targets, **arguments)
-        return output if self.post_process or streams is None else output.flatten(-2)
-
-
-def model_provider(
-    config: TransformerConfig,
-    pre_process: bool = True,
-    post_process: bool = True,
-    vp_stage: int | None = None,
-    pp_rank: int | None = None,
-) -> PipelineStage:
-    """Build one stage; see GPTModel."""
-    return PipelineStage(config, pre_process, post_process, vp_stage, pp_rank)
-
-
-def forward_step(
-    data_iterator: Iterator[Microbatch], model: PipelineStage
-) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
-    """One microbatch through one stage, as the schedules call it: what the stage gives, and what makes a loss of it."""
-    (tokens, targets), step, first, training = next(data_iterator)
-    samples = torch.arange(first, first + len(tokens), device=model.device)
-    inputs, answers = (torch.from_numpy(ids).to(model.device) for ids in (tokens, targets))
-    output = model(inputs, answers, step=step, samples=samples, training=training)
-
-    def reduce(loss: Tensor) -> tuple[Tensor, ...]:
-        if model.config.calculate_per_token_loss:
-            return loss * targets.size, torch.tensor(targets.size), loss
-        return loss, loss
-
-    return output, reduce
 
 
 class Trainer:
@@ -202,9 +138,18 @@ class Trainer:
         return result._replace(seconds=time.perf_counter() - start)
 
     def loss_and_gradients(self, batch: Batch, step: int = 0) -> tuple[float, dict[str, np.ndarray]]:
-        """Loss of a batch and its gradient for every parameter, by canonical name; nothing is updated."""
+        """Loss of a batch and its gradient for every parameter, by canonical name; nothing is updated.
+
+        Raises:
+            ValueError: several processes share the batch, and it is not of global_batch_size.
+        """
         self._optimizer.zero_grad(set_to_none=True)
-        loss = self._run(self._microbatches(lambda size, first: _part(batch, size, first), step))
+        if self._groups == ProcessGroups():  # any number of sequences, at once
+            loss = forward_step(iter([Microbatch(batch, step, 0, True)]), self.model)[0]
+            loss.backward()
+        else:
+            check_batch(batch, self.train_config)
+            loss = self._run(self._microbatches(lambda size, first: batch.part(first, size), step))
         gradients = {}
         for name, parameter in self._named_parameters().items():
             assert parameter.grad is not None, f"no gradient has reached {name}"
@@ -222,7 +167,7 @@ class Trainer:
         with torch.no_grad():
             for index in range(train.eval_iters):
                 batch = self.corpus.validation_batch(index, train.global_batch_size, self.config.seq_length)
-                parts = self._microbatches(lambda size, first, whole=batch: _part(whole, size, first), training=False)
+                parts = self._microbatches(lambda size, first, whole=batch: whole.part(first, size), training=False)
                 losses.append(self._run(parts, forward_only=True).item())
         loss = float(np.mean(losses))
         check_finite_validation(loss, self.steps_taken)
@@ -357,10 +302,6 @@ def check_mesh(config: TransformerConfig, mesh: DeviceMesh | None) -> None:
             f"mesh: expected {p} processes on axis pp, as many as pipeline_model_parallel_size, got {size}; make it by "
             "reference_torch.groups.make_mesh in processes started by torchrun"
         )
-
-
-def _part(batch: Batch, size: int, first: int) -> Batch:
-    return Batch(batch.tokens[first : first + size], batch.targets[first : first + size])
 
 
 def next_logits(model: GPTModel, tokens: np.ndarray) -> np.ndarray:

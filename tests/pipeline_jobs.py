@@ -21,7 +21,8 @@ from plans.schedule import Action
 from reference_torch.groups import ProcessGroups, make_groups, make_mesh
 from reference_torch.p2p import P2PCommunicator
 from reference_torch.pipeline import get_forward_backward_func, get_model, steps
-from reference_torch.train import Microbatch, PipelineStage, Trainer, model_provider
+from reference_torch.stage import Microbatch, PipelineStage, model_provider
+from reference_torch.train import Trainer
 from reference_torch.transformer import GPTModel
 
 TINY = TransformerConfig(

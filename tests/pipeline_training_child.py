@@ -10,11 +10,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import Mesh
 
 from jax_impl.train import Trainer
 from tests.backends import tiny_corpus
-from tests.test_pipeline_training import CONFIG, CUTS, TRAIN, course, worst
+from tests.test_pipeline_training import CONFIG, CUTS, TRAIN, WRONG_BATCH, course, worst
 
 
 def main(folder: Path, cut: str) -> None:
@@ -31,6 +32,8 @@ def main(folder: Path, cut: str) -> None:
     alone, trainer = Trainer(CONFIG, TRAIN, corpus), Trainer(config, TRAIN, corpus, mesh)
     whole, found = course(alone, corpus), course(trainer, corpus)
     told: dict[str, object] = {"whole course": worst(found, whole)}
+    with pytest.raises(ValueError, match=WRONG_BATCH):
+        trainer.loss_and_gradients(corpus.batch(0, 3, CONFIG.seq_length))
 
     trainer.resume(folder / "torch")  # two steps of PyTorch's, in other stages
     trainer.train_step(2)

@@ -30,12 +30,13 @@ ROOMS = {
     "p2p": set(),
     "rank_pool": set(),
     "pipeline": {"ops", "recompute", "groups", "p2p"},
-    "train": {"ops", "transformer", "saving", "groups", "p2p", "pipeline"},
+    "stage": {"transformer"},
+    "train": {"ops", "transformer", "saving", "groups", "p2p", "pipeline", "stage"},
 }
 """Rooms of a backend, and the rooms of the same backend each may import."""
 
-TORCH_ONLY = {"groups", "p2p", "rank_pool"}
-"""Rooms for processes, of which JAX needs only one."""
+TORCH_ONLY = {"groups", "p2p", "rank_pool", "stage"}
+"""Rooms for processes, of which JAX needs only one, and for what they call; JAX's step takes the model whole."""
 
 TWINS = ("ops", "hyper_connections", "transformer", "saving", "train")
 
@@ -43,7 +44,6 @@ SHARED = {"recompute": ("name_value", "residual_report", "KeptValue")}
 """Rooms that are no twins, and the names both have."""
 
 _POLICY = "PyTorch hands its recompute manager on; JAX recomputes by the policy of jax.checkpoint around the layers"
-_PROCESS = "what the seed's schedule functions are given; JAX's step takes the model whole"
 ALLOWED_DIFFERENCES = {
     "hyper_connections.HyperConnectionModule.__call__(mhc_recompute_manager)": _POLICY,
     "hyper_connections.HyperConnectionModule.apply_h_post_with_checkpoint": _POLICY,
@@ -52,10 +52,6 @@ ALLOWED_DIFFERENCES = {
     "transformer.MLP.__call__(recompute)": _POLICY,
     "transformer.TransformerLayer.__call__(recompute)": _POLICY,
     "train.Trainer.__init__(device)": "JAX places arrays by its own default device",
-    "train.Microbatch": _PROCESS,
-    "train.PipelineStage": _PROCESS,
-    "train.model_provider": _PROCESS,
-    "train.forward_step": _PROCESS,
     "train.check_mesh": "JAX's step checks its mesh itself",
     "train.Trainer.model": "an attribute in PyTorch; in JAX put together from graph and parameters",
 }

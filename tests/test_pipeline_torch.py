@@ -35,7 +35,7 @@ from reference_torch.pipeline import (
     own_memory,
 )
 from reference_torch.rank_pool import RankPool
-from reference_torch.train import PipelineStage
+from reference_torch.stage import PipelineStage
 from tests.pipeline_jobs import TINY, Case, Outcome, Passing, Toy, toy_outcome, undivided_outcome
 
 PRELOAD = ("torch.distributed", "reference_torch.train")

@@ -40,6 +40,7 @@ TRAIN = TrainConfig(
     train_iters=8, global_batch_size=4, micro_batch_size=1, lr=3e-3, min_lr=3e-4, lr_warmup_iters=2, eval_iters=2
 )
 STEPS = 3
+WRONG_BATCH = "batch: expected global_batch_size=4 sequences, got 3; ask the corpus"
 CUTS = {
     "1f1b": {"pipeline_model_parallel_size": 4},
     "interleaved": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
@@ -145,11 +146,11 @@ def test_what_only_one_rank_meets_is_raised_on_all(tmp_path):
     blocked = tmp_path / "file"
     blocked.touch()
     message = r"rank 0: CheckpointError: .*\n[\s\S]*rank 1: CheckpointError: checkpoint: expected to write"
-    with (
-        RankTrainer(replace(CONFIG, pipeline_model_parallel_size=2), TRAIN, tiny_corpus()) as trainer,
-        pytest.raises(RankError, match=message),
-    ):
-        trainer.save(blocked)
+    with RankTrainer(replace(CONFIG, pipeline_model_parallel_size=2), TRAIN, tiny_corpus()) as trainer:
+        with pytest.raises(RankError, match=message):
+            trainer.save(blocked)
+        with pytest.raises(RankError, match=WRONG_BATCH):
+            trainer.loss_and_gradients(tiny_corpus().batch(0, 3, CONFIG.seq_length))
 
 
 def test_a_mesh_that_does_not_fit_is_refused():

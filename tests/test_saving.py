@@ -434,14 +434,14 @@ def test_killed_fifteen_times_resumes_and_ends_the_same(backend, corpus, tmp_pat
 
 
 def test_a_broken_step_keeps_the_last_checkpoint(corpus, tmp_path, capsys, monkeypatch):
-    import reference_torch.train
+    import reference_torch.stage
 
-    right = reference_torch.train.PipelineStage.forward
+    right = reference_torch.stage.PipelineStage.forward
 
     def broken(self, *arguments, step=0, **more):
         return right(self, *arguments, step=step, **more) * (float("nan") if step == 7 else 1.0)
 
-    monkeypatch.setattr(reference_torch.train.PipelineStage, "forward", broken)
+    monkeypatch.setattr(reference_torch.stage.PipelineStage, "forward", broken)
     run = tmp_path / "run"
     assert diptych(f"train {SMALL} --backend torch --save-interval 5 --data-path {corpus} --save", run) == 1
     assert "step 7: expected a finite loss and gradient norm, got loss nan" in capsys.readouterr().err

@@ -169,6 +169,21 @@ def test_a_model_in_stages_is_not_trained_in_part(backend, message):
         room(backend, "train").Trainer(config, train, tiny_corpus())
 
 
+def test_gradients_of_a_batch_of_any_size():
+    """Whatever a step's batch and microbatches are, the whole of what is handed over counts."""
+    corpus = tiny_corpus()
+    batch = corpus.batch(3, 5, CONFIG.seq_length)
+    train = replace(TRAIN, micro_batch_size=2)
+    (loss, gradients), jax_side = (trainer.loss_and_gradients(batch, 7) for trainer in trainers(CONFIG, train))
+    alone = replace(CONFIG, hidden_dropout=0.0)
+    for trainer in trainers(alone, train):
+        mean = np.mean([trainer.loss_and_gradients(batch.part(i, 1))[0] for i in range(5)])
+        assert trainer.loss_and_gradients(batch)[0] == pytest.approx(mean, rel=1e-12)
+    assert loss == pytest.approx(jax_side[0], rel=1e-12)
+    for name, gradient in gradients.items():
+        assert relative_difference(gradient, jax_side[1][name]) <= 1e-12, name
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_steps_count_to_32_bits(backend):
     import jax

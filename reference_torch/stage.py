@@ -1,0 +1,77 @@
+"""A pipeline stage as the schedules call it: the model's part, one microbatch, and the function that runs both."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from plans.config import TransformerConfig
+from plans.data import Batch
+from reference_torch.transformer import GPTModel
+
+
+class Microbatch(NamedTuple):
+    """What every stage is given of a microbatch."""
+
+    batch: Batch
+    step: int
+    """Training step, for dropout."""
+    first: int
+    """Number of its first sequence within the global batch, for dropout."""
+    training: bool
+
+
+class PipelineStage(GPTModel):
+    """A stage that is handed its input before it is called, residual streams side by side [B, T, S * D]."""
+
+    input_tensor: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes: with its parameters, or if it has none, where its input lies."""
+        place = next(self.parameters(), self.input_tensor)
+        assert place is not None, "a stage without parameters has an input"
+        return place.device
+
+    def set_input_tensor(self, input_tensor: Tensor) -> None:
+        """What the next call reads; from the stage before."""
+        self.input_tensor = input_tensor
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, **arguments: Any) -> Tensor:
+        """As GPTModel, but only the first stage reads ``inputs``, and streams leave side by side."""
+        streams = self.config.num_residual_streams if self.config.enable_hyper_connections else None
+        if not self.pre_process:
+            assert self.input_tensor is not None, "the schedule sets a stage's input before it calls it"
+            inputs, self.input_tensor = self.input_tensor, None
+            inputs = inputs if streams is None else inputs.unflatten(-1, (streams, -1))
+        output = super().forward(inputs, targets, **arguments)
+        return output if self.post_process or streams is None else output.flatten(-2)
+
+
+def model_provider(
+    config: TransformerConfig,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> PipelineStage:
+    """Build one stage; see GPTModel."""
+    return PipelineStage(config, pre_process, post_process, vp_stage, pp_rank)
+
+
+def forward_step(
+    data_iterator: Iterator[Microbatch], model: PipelineStage
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
+    """One microbatch through one stage, as the schedules call it: what the stage gives, and what makes a loss of it."""
+    (tokens, targets), step, first, training = next(data_iterator)
+    samples = torch.arange(first, first + len(tokens), device=model.device)
+    inputs, answers = (torch.from_numpy(ids).to(model.device) for ids in (tokens, targets))
+    output = model(inputs, answers, step=step, samples=samples, training=training)
+
+    def reduce(loss: Tensor) -> tuple[Tensor, ...]:
+        if model.config.calculate_per_token_loss:
+            return loss * targets.size, torch.tensor(targets.size), loss
+        return loss, loss
+
+    return output, reduce
