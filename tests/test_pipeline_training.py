@@ -146,11 +146,20 @@ def test_what_only_one_rank_meets_is_raised_on_all(tmp_path):
     blocked = tmp_path / "file"
     blocked.touch()
     message = r"rank 0: CheckpointError: .*\n[\s\S]*rank 1: CheckpointError: checkpoint: expected to write"
-    with RankTrainer(replace(CONFIG, pipeline_model_parallel_size=2), TRAIN, tiny_corpus()) as trainer:
-        with pytest.raises(RankError, match=message):
-            trainer.save(blocked)
-        with pytest.raises(RankError, match=WRONG_BATCH):
-            trainer.loss_and_gradients(tiny_corpus().batch(0, 3, CONFIG.seq_length))
+    with (
+        RankTrainer(replace(CONFIG, pipeline_model_parallel_size=2), TRAIN, tiny_corpus()) as trainer,
+        pytest.raises(RankError, match=message),
+    ):
+        trainer.save(blocked)
+
+
+@pytest.mark.multiprocess
+def test_a_batch_that_is_not_a_steps_is_refused():
+    with (
+        RankTrainer(replace(CONFIG, pipeline_model_parallel_size=2), TRAIN, tiny_corpus()) as trainer,
+        pytest.raises(RankError, match=WRONG_BATCH),
+    ):
+        trainer.loss_and_gradients(tiny_corpus().batch(0, 3, CONFIG.seq_length))
 
 
 def test_a_mesh_that_does_not_fit_is_refused():
