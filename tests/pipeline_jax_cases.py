@@ -3,7 +3,7 @@
 tests/test_pipeline_jax.py runs this file in a process with eight devices, whose number JAX fixes on its first use.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import cache, partial
 
@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh
 
@@ -26,6 +28,7 @@ from parity.tolerances import GRADIENT
 from plans.config import TransformerConfig
 from plans.partition import undivided
 from plans.schedule import schedule_for
+from tests.pipeline_draws import any_cut
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -217,6 +220,43 @@ def test_equals_the_undivided_model(case):
 @pytest.mark.parametrize("case", SLOW)
 def test_equals_the_undivided_model_in_more_ways(case):
     SLOW[case]()
+
+
+SMALL_HYPER = {
+    "enable_hyper_connections": True,
+    "num_residual_streams": 2,
+    "sinkhorn_iterations": 3,
+    "mhc_init_gating_factor": 0.5,
+}
+
+
+@st.composite
+def any_case(draw) -> tuple[TransformerConfig, int, dict[str, str]]:
+    """A configuration, a number of microbatches, and options of the step."""
+    cut = draw(any_cut())
+    config = replace(PLAIN, hidden_dropout=0.1, **cut.settings, **(SMALL_HYPER if draw(st.booleans()) else {}))
+    options = {
+        "keep": draw(st.sampled_from(["inputs", "residuals"])),
+        "door": draw(st.sampled_from(["pmap", "shard_map"])),
+        "ticks": "canonical" if config.pipeline_schedule == "gpipe" else draw(st.sampled_from(["canonical", "fused"])),
+    }
+    return config, cut.num_microbatches, options
+
+
+@pytest.mark.parametrize("examples", [pytest.param(4, id="few"), pytest.param(30, marks=pytest.mark.slow, id="many")])
+def test_any_schedule_over_any_split_computes_what_one_device_does(examples):
+    drawn: Counter[str] = Counter()
+
+    @settings(max_examples=examples, phases=(Phase.explicit, Phase.generate))
+    @given(any_case())
+    def compute(case):
+        config, m, options = case
+        drawn.update([str(config.pipeline_schedule), *options.values()])
+        check(config, m, **options)
+
+    compute()
+    if examples > 4:
+        assert drawn.keys() >= {"gpipe", "1f1b", "interleaved", "zb-h1", "inputs", "pmap", "fused"}
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ from reference_torch.pipeline import (
 )
 from reference_torch.rank_pool import RankPool
 from reference_torch.stage import PipelineStage
+from tests.pipeline_draws import any_cut
 from tests.pipeline_jobs import TINY, Case, Outcome, Passing, Toy, toy_outcome, undivided_outcome
 
 PRELOAD = ("torch.distributed", "reference_torch.train")
@@ -342,30 +343,10 @@ def test_the_trainer_takes_stages_without_layers(four):
 
 @st.composite
 def any_case(draw) -> Case:
-    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1"]))
-    p = draw(st.integers(2, 4))
-    v = draw(st.integers(2, 3)) if name == "interleaved" else None
-    if v is None:
-        group, count = None, draw(st.integers(1, 6))
-    else:
-        group = draw(st.integers(p, p + 1))
-        count = group * draw(st.integers(1, 2)) + draw(st.sampled_from([0, *range(p, group)]))
-    layers = draw(st.lists(st.integers(0, 2), min_size=p * (v or 1), max_size=p * (v or 1)).filter(any))
-    stages = [*map("t".__mul__, layers)]
-    config = divided(
-        p,
-        name,
-        v,
-        num_layers=sum(layers),
-        pipeline_model_parallel_layout="E" + "|".join(stages) + "L",
-        microbatch_group_size_per_vp_stage=group,
-        enable_hyper_connections=draw(st.booleans()),
-        untie_embeddings_and_output_weights=draw(st.booleans()),
-        overlap_p2p_comm=draw(st.booleans()),
-        deallocate_pipeline_outputs=draw(st.booleans()),
-        variable_seq_lengths=draw(st.booleans()),
-    )
-    lengths = None
+    cut = draw(any_cut())
+    names = ("enable_hyper_connections", "overlap_p2p_comm", "deallocate_pipeline_outputs", "variable_seq_lengths")
+    config = replace(TINY, **cut.settings, **{name: draw(st.booleans()) for name in names})
+    count, lengths = cut.num_microbatches, None
     if config.variable_seq_lengths:
         lengths = tuple(draw(st.lists(st.integers(1, 6), min_size=count, max_size=count)))
     return Case(config, count, lengths=lengths)
