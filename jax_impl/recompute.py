@@ -6,7 +6,9 @@ here. What is dropped is decided in ``plans/recompute.py``: every block of layer
 computed again where the names kept around them allow it; they cost no matrix product.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +30,8 @@ def name_value(x: Array, name: str) -> Array:
     """
     if name not in VALUES:
         raise ValueError(f"name: expected one of {VALUES}, got {name!r}")
-    return checkpoint_name(x, name)
+    x, listener = checkpoint_name(x, name), _LISTENER.get()
+    return x if listener is None else listener(x, name)
 
 
 def recompute_policy(config: TransformerConfig, block: RecomputeBlock | None = None) -> Callable[..., Any]:
@@ -135,3 +138,115 @@ def _origins(program: Any, known: Mapping[Any, tuple[Any, str]]) -> dict[Any, tu
                 handed = zip(equation.outvars, inner.outvars, strict=True)
                 origins |= {o: within[i] for o, i in handed if not isinstance(i, Literal) and i in within}
     return origins
+
+
+# For those who cut a backward open themselves: what is kept, by hand.
+
+_LISTENER: ContextVar[Callable[[Array, str], Array] | None] = ContextVar("listener of named values", default=None)
+
+
+@contextlib.contextmanager
+def _listening(listener: Callable[[Array, str], Array]) -> Iterator[None]:
+    before = _LISTENER.set(listener)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(before)
+
+
+def run_keeping(function: Callable[..., Array], dropped: frozenset[str], *args: Any) -> tuple[Array, list[Array]]:
+    """``function(*args)``, and its named values but the dropped ones, in the order in which they are named."""
+    kept: list[Array] = []
+
+    def keep(x: Array, name: str) -> Array:
+        if name not in dropped:
+            kept.append(x)
+        return x
+
+    with _listening(keep):
+        return function(*args), kept
+
+
+def run_given(
+    function: Callable[..., Array], dropped: frozenset[str], values: Sequence[Array], *args: Any
+) -> tuple[Array, Callable[[Array], Any]]:
+    """``function(*args)`` again, and its pull-back, from named values that were kept.
+
+    What only led to a kept value is not computed; its derivative is that of the value it stands for.
+
+    Args:
+        function: as given to run_keeping.
+        dropped: names whose values are computed again.
+        values: by run_keeping.
+        args: of the function; the pull-back gives the gradient of each.
+    """
+
+    def run(*args: Any) -> Array:
+        left = iter(values)
+        with _listening(lambda x, name: x if name in dropped else _stand_in(x, next(left))):
+            return function(*args)
+
+    return jax.vjp(run, *args)
+
+
+@jax.custom_jvp
+def _stand_in(computed: Array, kept: Array) -> Array:
+    """The value that was kept, in the place of one computed again."""
+    return kept
+
+
+@_stand_in.defjvp
+def _stand_in_derivative(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    return primals[1], tangents[0]
+
+
+class VaryingLeaf(NamedTuple):
+    """A result that is made of what varies."""
+
+    like: jax.ShapeDtypeStruct
+    places: tuple[int, ...]
+    """Of the results equal to it."""
+
+
+def varying_leaves(function: Callable[..., Sequence[Any]], args: Any, varies: Any) -> list[VaryingLeaf]:
+    """Those results of ``function(*args)`` that are made of what varies; the others follow from the rest of args.
+
+    Of a pull-back's leaves these are what has to be kept where parameters are there anyway.
+
+    Args:
+        function: gives arrays.
+        args: its arguments, or their shapes.
+        varies: of the same structure, True or False for each array.
+    """
+    traced = jax.make_jaxpr(function)(*args).jaxpr
+    varying = {v for v, moves in zip(traced.invars, jax.tree.leaves(varies), strict=True) if moves}
+    for equation in traced.eqns:
+        if any(not isinstance(v, Literal) and v in varying for v in equation.invars):
+            varying.update(equation.outvars)
+    places: dict[Any, list[int]] = {}
+    for place, variable in enumerate(traced.outvars):
+        if not isinstance(variable, Literal) and variable in varying:
+            places.setdefault(variable, []).append(place)
+    return [
+        VaryingLeaf(jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype), tuple(equal))
+        for variable, equal in places.items()
+    ]
+
+
+def with_leaves(pull_back: Any, leaves: Sequence[VaryingLeaf], values: Sequence[Array]) -> Any:
+    """A pull-back with other leaves: those that vary, in the order of varying_leaves."""
+    found, structure = jax.tree.flatten(pull_back)
+    for leaf, value in zip(leaves, values, strict=True):
+        for place in leaf.places:
+            found[place] = value
+    return jax.tree.unflatten(structure, found)
+
+
+def places_read(function: Callable[..., Any], *args: Any) -> list[bool]:
+    """For every array of args, whether a result of ``function(*args)`` is made of it."""
+    program = jax.make_jaxpr(function)(*args).jaxpr
+    read = {v for v in program.outvars if not isinstance(v, Literal)}
+    for equation in reversed(program.eqns):
+        if not read.isdisjoint(equation.outvars):
+            read.update(v for v in equation.invars if not isinstance(v, Literal))
+    return [v in read for v in program.invars]

@@ -23,12 +23,14 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_impl.pipeline import make_pipeline_step
+from jax_impl.groups import on_first_rank, said_on_all_ranks
+from jax_impl.offload import Layers, OffloadedStep
+from jax_impl.pipeline import PipelineStep, make_pipeline_step
 from jax_impl.saving import export_arrays, export_parameters, import_arrays, import_parameters
 from jax_impl.transformer import GPTModel
-from plans.checkpoint import Checkpoint, check_settings, read_checkpoint, run_settings, write_checkpoint
+from plans.checkpoint import Checkpoint, read_alike, run_settings, write_checkpoint
 from plans.config import TrainConfig, TransformerConfig
 from plans.data import Batch, Corpus
 from plans.partition import undivided
@@ -74,20 +76,25 @@ class Trainer:
         check_trainable(config, train_config, self._replicas)
         whole = GPTModel(undivided(config) if config.pipeline_model_parallel_size > 1 else config)
         self._graph, params = nnx.split(whole, nnx.Param)
-        self._pipeline = self._forwards = None
+        self._pipeline: PipelineStep | None = None
+        self._forwards: PipelineStep | None = None
         if config.pipeline_model_parallel_size > 1 or mesh is not None:
-            door = "pmap" if self._replicas == 1 else "shard_map"
+            door = "pmap" if mesh is None or len(mesh.axis_names) == 1 else "shard_map"
             self._pipeline = make_pipeline_step(whole, config, mesh, door)
             self._forwards = make_pipeline_step(whole, config, mesh, door, training=False, forward_only=True)
         self._optimizer = optax.chain(
             optax.scale_by_adam(train_config.adam_beta1, train_config.adam_beta2, train_config.adam_eps),
             optax.add_decayed_weights(train_config.weight_decay, mask=self._decays),
         )
-        self._params = self._staged(params)
+        self._params: Parameters = self._staged(params)
         self._optimizer_state = self._optimizer.init(self._params)
+        self.offload: OffloadedStep | None = None
+        if config.enable_tensor_offload:
+            self.offload = OffloadedStep(config, params, microbatches(train_config)[1])
+            self._params = self.offload.place(self._params)
         if self._pipeline is not None:
             shardings = self._pipeline.shardings
-            self._optimizer_state = self._moments(lambda m: jax.device_put(m, shardings(m)))
+            self._optimizer_state = self._counted(self._moments(lambda m: jax.device_put(m, shardings(m))))
         self._update = jax.jit(self._update_step, donate_argnums=(0, 1))
         self._apply = jax.jit(self._apply_gradients, donate_argnums=(0, 1))
         self._value_and_grad = jax.jit(jax.value_and_grad(self._loss))
@@ -176,7 +183,7 @@ class Trainer:
         Raises:
             ValueError: names or shapes are not exactly the model's.
         """
-        self._params = self._staged(import_parameters(self._joined(self._params), values))
+        self._params = self._placed(import_parameters(self._joined(self._params), values))
 
     def save(self, folder: Path, keep: int = 2) -> Path:
         """Write a checkpoint of the run as it is between two steps; all but the newest ``keep`` are removed.
@@ -189,7 +196,7 @@ class Trainer:
         """
         arrays = export_arrays(self._joined(self._params), self._moments(self._joined))
         checkpoint = Checkpoint(self.steps_taken, arrays, self._settings())
-        return write_checkpoint(folder, checkpoint, keep)
+        return Path(on_first_rank(lambda: str(write_checkpoint(folder, checkpoint, keep))))
 
     def resume(self, path: Path) -> int:
         """Go on from a checkpoint of either backend, of any number of pipeline stages.
@@ -201,34 +208,43 @@ class Trainer:
             The next step.
 
         Raises:
-            CheckpointError: it is damaged, or of a run with other settings, which are named.
+            CheckpointError: it is damaged, or of a run with other settings, which are named; or processes found
+                different ones.
         """
-        checkpoint = read_checkpoint(path)
-        check_settings(checkpoint, self._settings())
+        checkpoint = read_alike(path, self._settings(), said_on_all_ranks)
         params, self._optimizer_state = import_arrays(
             self._joined(self._params), self._moments(self._joined), checkpoint.arrays, checkpoint.step
         )
-        self._params, self._optimizer_state = self._staged(params), self._moments(self._staged)
+        self._params, self._optimizer_state = self._placed(params), self._counted(self._moments(self._staged))
         self.steps_taken = checkpoint.step
         return checkpoint.step
 
     def _settings(self) -> dict[str, Any]:
         return run_settings(self.config, self.train_config, self.corpus)
 
-    def _accumulate_gradients(self, params: nnx.State, batch: Batch, step: Array) -> tuple[Array, nnx.State]:
-        """Mean loss of the step and its gradients, added up over microbatches."""
+    def _accumulate_gradients(self, params: nnx.State, batch: Batch, step: Array) -> tuple[Array, nnx.State, Layers]:
+        """Mean loss of the step, its gradients, added up over microbatches, and offloaded layers left on the device."""
         size, total = self.train_config.microbatch, self.train_config.global_batch_size
+        here = {} if self.offload is None else self.offload.begin(params)
         if size == total:
-            return jax.value_and_grad(self._loss)(params, batch, step)
+            shares, here = self._gradients(params, here, batch, step)
+            return *shares, here
 
-        def add_microbatch(sums: tuple, microbatch: tuple) -> tuple[tuple, None]:
-            first, part = microbatch
-            shares = jax.value_and_grad(self._loss)(params, part, step, first=first)
-            return jax.tree.map(lambda total_, share: total_ + share * (size / total), sums, shares), None
+        def add_microbatch(carry: tuple, microbatch: tuple) -> tuple[tuple, None]:
+            (sums, here), (first, part) = carry, microbatch
+            shares, here = self._gradients(params, here, part, step, first=first)
+            return (jax.tree.map(lambda total_, share: total_ + share * (size / total), sums, shares), here), None
 
-        zero = jnp.zeros((), self.config.params_dtype), jax.tree.map(jnp.zeros_like, params)
+        zero = jnp.zeros((), self.config.params_dtype), jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params)
         parts = jax.tree.map(lambda x: x.reshape(total // size, size, -1), batch)
-        return jax.lax.scan(add_microbatch, zero, (jnp.arange(0, total, size), parts))[0]
+        (shares, here), _ = jax.lax.scan(add_microbatch, (zero, here), (jnp.arange(0, total, size), parts))
+        return *shares, here
+
+    def _gradients(self, params: nnx.State, here: Layers, *args: Any, **kwargs: Any) -> tuple[tuple, Layers]:
+        """Loss and gradients of a microbatch, given and giving the offloaded layers that are on the device."""
+        if self.offload is None:
+            return jax.value_and_grad(self._loss)(params, *args, **kwargs), here
+        return self.offload.value_and_grad(self._loss, params, here, *args, **kwargs)
 
     def _loss(
         self,
@@ -246,22 +262,34 @@ class Trainer:
     def _update_step(
         self, params: nnx.State, optimizer_state: optax.OptState, batch: Batch, step: Array, rate: Array
     ) -> tuple[nnx.State, optax.OptState, Array, Array]:
-        loss, gradients = self._accumulate_gradients(params, batch, step)
-        params, optimizer_state, norm = self._apply_gradients(params, optimizer_state, loss, gradients, rate)
+        loss, gradients, here = self._accumulate_gradients(params, batch, step)
+        params, optimizer_state, norm = self._apply_gradients(params, optimizer_state, loss, gradients, rate, here)
         return params, optimizer_state, loss, norm
 
     def _apply_gradients(
-        self, params: Parameters, optimizer_state: optax.OptState, loss: Array, gradients: Parameters, rate: Array
+        self,
+        params: Parameters,
+        optimizer_state: optax.OptState,
+        loss: Array,
+        gradients: Parameters,
+        rate: Array,
+        here: Layers | None = None,
     ) -> tuple[Parameters, optax.OptState, Array]:
         norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradients)))
         if self.train_config.clip_grad > 0.0:
             scale = jnp.minimum(1.0, self.train_config.clip_grad / (norm + CLIP_EPSILON))
             gradients = jax.tree.map(lambda g: g * scale, gradients)
-        updates, new_state = self._optimizer.update(gradients, optimizer_state, params)
-        new_params = jax.tree.map(lambda p, u: p - rate.astype(p.dtype) * u, params, updates)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)  # a broken step changes nothing
         keep = partial(jax.tree.map, partial(jnp.where, finite))
-        return keep(new_params, params), keep(new_state, optimizer_state), norm
+
+        def change(params: Any, state: optax.OptState, gradients: Any) -> tuple[Any, optax.OptState]:
+            updates, new_state = self._optimizer.update(gradients, state, params)
+            new_params = jax.tree.map(lambda p, u: p - rate.astype(p.dtype) * u, params, updates)
+            return keep(new_params, params), keep(new_state, state)
+
+        if self.offload is None:
+            return *change(params, optimizer_state, gradients), norm
+        return *self.offload.update(change, params, optimizer_state, gradients, here or {}), norm
 
     def _decays(self, params: Parameters) -> Parameters:
         """Which leaves have weight decay: by their shape in the undivided model."""
@@ -272,6 +300,10 @@ class Trainer:
         """Parameters, gradients or moments of the undivided model, as they are held."""
         return params if self._pipeline is None else self._pipeline.stage_parameters(params)
 
+    def _placed(self, params: nnx.State) -> Parameters:
+        """Parameters of the undivided model, where they are between steps."""
+        return self._staged(params) if self.offload is None else self.offload.place(params)
+
     def _joined(self, params: Parameters) -> nnx.State:
         """The inverse."""
         return params if self._pipeline is None else self._pipeline.join_parameters(params)
@@ -281,6 +313,14 @@ class Trainer:
         state = self._optimizer_state
         first, second = (change(optax.tree_utils.tree_get(state, name)) for name in ("mu", "nu"))
         return optax.tree_utils.tree_set(state, mu=first, nu=second)
+
+    def _counted(self, state: optax.OptState) -> optax.OptState:
+        """An optimizer's state whose number of steps lies where parameters do: on all devices, of all processes."""
+        if self._pipeline is None:
+            return state
+        count = np.asarray(optax.tree_utils.tree_get(state, "count"))
+        everywhere = NamedSharding(self._pipeline.mesh, PartitionSpec())
+        return optax.tree_utils.tree_set(state, count=jax.device_put(count, everywhere))
 
     def _parts(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and targets of the microbatches, those of all replicas side by side. [m, b, T]"""

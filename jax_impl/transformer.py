@@ -15,6 +15,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, Integer
 
 from jax_impl.hyper_connections import DeferredMix, HyperConnectionModule
+from jax_impl.offload import run_offloaded
 from jax_impl.ops import (
     DropoutState,
     add_bias,
@@ -260,16 +261,30 @@ class TransformerBlock(nnx.Module):
         if hyper and self.pre_process:
             hidden_states = HyperConnectionModule.input_expand(hidden_states, streams)
 
-        def run(number: int, hidden_states: Array) -> Array:
-            return self.layers[str(number)](hidden_states, positions, state, attention_mask)
-
         hidden_states = name_value(hidden_states, "residual_streams")
-        hidden_states = checkpoint_blocks(run, self.config, self.vp_stage, self.pp_rank)(hidden_states)
+        if self.config.enable_tensor_offload:
+            hidden_states = self._run_offloaded(hidden_states, (positions, state, attention_mask))
+        else:
+
+            def run(number: int, hidden_states: Array) -> Array:
+                return self.layers[str(number)](hidden_states, positions, state, attention_mask)
+
+            hidden_states = checkpoint_blocks(run, self.config, self.vp_stage, self.pp_rank)(hidden_states)
         if self.final_layernorm is None:
             return hidden_states
         if hyper:
             hidden_states = HyperConnectionModule.output_contract(hidden_states, streams)
         return self.final_layernorm(hidden_states)
+
+    def _run_offloaded(self, hidden_states: Array, inputs: tuple) -> Array:
+        """The layers, each fetched when the plan says so."""
+        split = {int(number): nnx.split(layer, nnx.Param) for number, layer in self.layers.items()}
+
+        def run(number: int, parameters: nnx.State, hidden_states: Array, inputs: tuple) -> Array:
+            return nnx.merge(split[number][0], parameters)(hidden_states, *inputs)
+
+        parameters = {number: params for number, (_, params) in sorted(split.items())}
+        return run_offloaded(run, self.config, parameters, hidden_states, inputs)
 
 
 class Embedding(nnx.Module):

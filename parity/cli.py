@@ -7,8 +7,10 @@ PyTorch is not installed, and the other way round.
 import contextlib
 import importlib
 import io
+import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,13 @@ from rich.console import Console
 from parity.commands import Command, Compare, Curves, Info, Plan, Sample, Train, TrainingRun
 from parity.config_file import with_config_file
 from parity.driver import SavePlan, run_training
-from parity.launch import check_processes, is_one_of_several, join_processes, rank, start_processes
+from parity.launch import check_processes, is_one_of_several, join_processes, rank, speaks, start_processes
 from parity.memory_report import block_words, print_plan
 from parity.schedule_report import print_schedule
 from plans.checkpoint import MODEL, read_checkpoint, split_arrays
 from plans.communication import PipelineError
 from plans.data import load_corpus
+from plans.implementation import callback_threads
 from plans.sampling import next_token
 from plans.training import NonFiniteLossError, check_trainable
 
@@ -58,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return start_processes(command.nproc, f"{PACKAGES[command.backend]}.train", _after_train(arguments))
         return _ACTIONS[type(command)](command, console)
     except (ValueError, ModuleNotFoundError) as error:
-        if rank() == 0:  # the others say the same
+        if speaks():  # the others say the same
             print(f"diptych: {error}", file=sys.stderr)
         return USER_ERROR
     except (NonFiniteLossError, NotImplementedError, OSError, PipelineError) as error:
@@ -112,8 +115,8 @@ def _first_message(box: str) -> str:
     return f"{message} (diptych --help lists what there is)"
 
 
-def _load_backend(backend: str, params_dtype: str, num_threads: int = 1, pp_size: int = 1):
-    """The train module of a backend, with threads and types set as asked.
+def _load_backend(backend: str, params_dtype: str, num_threads: int = 1, pp_size: int = 1, impl: str = "auto"):
+    """The train module of a backend, with threads, devices and types set as asked.
 
     Raises:
         ModuleNotFoundError: the backend's framework is not installed.
@@ -133,17 +136,24 @@ def _load_backend(backend: str, params_dtype: str, num_threads: int = 1, pp_size
 
         if params_dtype == "float64":
             jax.config.update("jax_enable_x64", True)
-        if pp_size > 1 and not is_one_of_several():
+        if pp_size > 1 and impl == "triton":
+            os.environ.setdefault("NPROC", str(callback_threads(pp_size)))  # read when JAX is first used
+        if pp_size > 1:
             # As many CPU devices as pipeline ranks; of no effect on a machine with accelerators.
             jax.config.update("jax_num_cpu_devices", pp_size)
     return module
 
 
+def _demands(run: TrainingRun) -> tuple[str, int, int, str]:
+    """What a run asks of a backend, as _load_backend takes it."""
+    model = run.model
+    return model.params_dtype, run.num_threads, model.pipeline_model_parallel_size, model.impl
+
+
 def _compare(command: Compare, console: Console) -> int:
     check_trainable(command.model, command.train)
     for backend in PACKAGES:
-        pp_size = command.model.pipeline_model_parallel_size
-        _load_backend(backend, command.model.params_dtype, command.num_threads, pp_size)
+        _load_backend(backend, *_demands(command))
     from parity import compare, report
 
     corpus = load_corpus(command.data)
@@ -171,8 +181,7 @@ def _compare(command: Compare, console: Console) -> int:
 
 
 def _train(command: Train, console: Console) -> int:
-    pp_size = command.model.pipeline_model_parallel_size
-    module = _load_backend(command.backend, command.model.params_dtype, command.num_threads, pp_size)
+    module = _load_backend(command.backend, *_demands(command))
     corpus = load_corpus(command.data)
     if command.save is not None:
         _check_output(command.save, ())
@@ -196,6 +205,8 @@ def _place(command: Train) -> dict[str, Any]:
 
 
 def _plan(command: Plan, console: Console) -> int:
+    if command.picture is not None:
+        _check_output(command.picture.parent, (command.picture.name,))
     if command.model.pipeline_model_parallel_size > 1:
         print_schedule(
             console, command.model, command.micro_batch_size, command.num_microbatches, picture=command.picture
@@ -253,9 +264,8 @@ def _check_output(folder: Path, names: tuple[str, ...]) -> None:
     """Make the output folder, and see that the files named can be written, before any time is spent."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder):  # of a name of its own: the run's other processes do the same
+            pass
         for name in names:
             if (folder / name).is_dir():
                 raise IsADirectoryError(f"a folder named {folder / name}")

@@ -118,6 +118,8 @@ class Plan:
             object.__setattr__(self, "model", replace(self.model, pipeline_schedule=self.schedule))
         if self.picture is not None and self.model.pipeline_model_parallel_size == 1:
             raise ValueError("picture: expected pipeline_model_parallel_size above 1 to draw, got 1")
+        if self.picture is not None and self.picture.suffix not in (".png", ".svg"):
+            raise ValueError(f"picture: expected a name that ends in .png or .svg, got {str(self.picture)!r}")
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from parity.progress import training_progress
 from plans.config import TrainConfig
+from plans.offload import describe_statistics
 from plans.training import StepResult
 
 METRICS = "metrics.jsonl"
@@ -41,6 +42,11 @@ class Trainer(Protocol):
     @property
     def reports(self) -> bool:
         """Whether this process writes files and talks to the user."""
+        ...
+
+    @property
+    def offload_statistics(self) -> dict[str, Any] | None:
+        """What offload has moved; None without offload."""
         ...
 
     def any_process(self, flag: bool) -> bool:
@@ -116,6 +122,9 @@ def run_training(
         loss = trainer.validation_loss()
         metrics.write({"step": trainer.steps_taken, "validation_loss": loss})
         console.print(f"validation loss: {loss:.6f} nats per token")
+    if trainer.offload_statistics is not None:
+        metrics.write({"step": trainer.steps_taken, "offload": trainer.offload_statistics})
+        console.print(describe_statistics(trainer.offload_statistics), highlight=False)
 
 
 def _steps(

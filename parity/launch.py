@@ -34,6 +34,11 @@ def rank() -> int:
     return int(os.environ["RANK"]) if is_one_of_several() else 0
 
 
+def speaks() -> bool:
+    """Whether this process says what all would say alike: one on every machine, since each sees its own files."""
+    return not is_one_of_several() or int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
 def check_processes(command: Train) -> None:
     """Refuse a number of processes, or a batch, that the pipeline cannot have; before any process is started.
 
@@ -41,15 +46,15 @@ def check_processes(command: Train) -> None:
         ValueError: naming the setting.
     """
     p = command.model.pipeline_model_parallel_size
+    size = int(os.environ["WORLD_SIZE"]) if is_one_of_several() else command.nproc
     if command.backend == "jax":
-        if command.nproc > 1:
+        if size > 1:
             raise ValueError(
-                f"nproc: expected 1 with backend 'jax', which serves all devices from one process, got {command.nproc}"
+                f"nproc: expected 1 with backend 'jax', which serves all devices from one process, got {size}; start "
+                "it by itself, without torchrun"
             )
         check_trainable(command.model, command.train)
         return
-    several = is_one_of_several()
-    size = int(os.environ["WORLD_SIZE"]) if several else command.nproc
     if size % p:
         raise ValueError(
             f"nproc: expected a multiple of pipeline_model_parallel_size={p} processes, got {size}; give --nproc {p}, "

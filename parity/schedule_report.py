@@ -122,7 +122,7 @@ def plan_pipeline(
         head: without costs, how many layers the final norm, the output layer and the loss are worth.
 
     Raises:
-        ValueError: the schedule cannot have so many microbatches, or costs are for another number of stages.
+        ValueError: the schedule cannot have so many microbatches, or costs are for another number of stages, or all 0.
     """
     schedule, stages = schedule_for(config, num_microbatches), range(num_stages(config))
     if costs is None:
@@ -139,7 +139,12 @@ def plan_pipeline(
         activation_bytes=[float(stage.saved) for stage in memory],
         weight_gradient_bytes=[float(stage.weight_gradients) if schedule.splits_backward else 0.0 for stage in memory],
     )
-    return PipelinePlan(config, schedule, costs, simulate(schedule, costs))
+    course = simulate(schedule, costs)
+    if course.makespan <= 0:
+        raise ValueError(
+            f"costs: expected an action that takes time, got a step of {course.makespan:g}; give F, I or W"
+        )
+    return PipelinePlan(config, schedule, costs, course)
 
 
 def other_schedules(

@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +48,8 @@ class Checkpoint(NamedTuple):
     """Parameters and both moments of AdamW, by prefixed canonical name."""
     settings: dict[str, Any]
     """``model``, ``train`` and ``data``: what the run was started with."""
+    checksum: str = ""
+    """Of one that was read: over all of it."""
 
 
 def run_settings(model: TransformerConfig, train: TrainConfig, corpus: Corpus) -> dict[str, Any]:
@@ -132,7 +134,41 @@ def read_checkpoint(path: Path | str) -> Checkpoint:
     checksum = record.pop("checksum", None)
     if checksum != _checksum(arrays, record):
         raise CheckpointError(f"checkpoint: expected {path} as it was written, got another checksum; {remedy}")
-    return Checkpoint(record["step"], arrays, record["settings"])
+    return Checkpoint(record["step"], arrays, record["settings"], checksum)
+
+
+def read_alike(path: Path | str, settings: Mapping[str, Any], tell: Callable[[str], Sequence[str]]) -> Checkpoint:
+    """Read the checkpoint of a run on all its processes, which have to find the same one.
+
+    A folder may lie on each machine's own disk, and its newest checkpoint differ; ranks would go on from both.
+
+    Args:
+        path: as read_checkpoint takes it.
+        settings: of the run; see check_settings.
+        tell: gives every process what all of them said, in order of their ranks.
+
+    Raises:
+        CheckpointError: on every process alike: one of them cannot read it, or found another than the rest.
+    """
+    checkpoint = failure = None
+    try:
+        checkpoint = read_checkpoint(path)
+        check_settings(checkpoint, settings)
+        found = f"step {checkpoint.step}, checksum {checkpoint.checksum[:12]}"
+    except Exception as error:  # whatever it is: the other processes wait to be told
+        failure, found = error, str(error) or repr(error)
+    said = tell(found)
+    if len(set(said)) > 1:
+        ranks = {text: [rank for rank, other in enumerate(said) if other == text] for text in dict.fromkeys(said)}
+        raise CheckpointError(
+            f"checkpoint: expected the same one of {path} on every process, got "
+            + "; ".join(f"on rank {', '.join(map(str, of))}: {text}" for text, of in ranks.items())
+            + "; give a folder that all machines share, or the same file to each"
+        )
+    if failure is not None:
+        raise failure
+    assert checkpoint is not None, "what was not read has a reason"
+    return checkpoint
 
 
 def check_settings(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
@@ -154,7 +190,7 @@ def check_settings(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
 
 def _decides_steps(name: str) -> bool:
     """Whether a model's setting decides what every step does, and not only where and how it is computed."""
-    return name not in _EXECUTION and "recompute" not in name and "pipeline" not in name
+    return name not in _EXECUTION and "recompute" not in name and "pipeline" not in name and "offload" not in name
 
 
 _EXECUTION = frozenset({"impl", "microbatch_group_size_per_vp_stage", "overlap_p2p_comm", "variable_seq_lengths"})

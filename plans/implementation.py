@@ -7,6 +7,15 @@ MAX_KERNEL_STREAMS = 8
 """Residual streams kernels are written for."""
 
 
+def callback_threads(devices: int) -> int:
+    """Threads JAX needs on a CPU where a program interprets kernels on several devices and exchanges data between them.
+
+    An interpreted kernel holds a device's thread and waits for another that copies its arrays. With too few, all wait
+    for ever. JAX has as many as the machine has cores, or as the environment variable NPROC says when it is first used.
+    """
+    return 4 * devices
+
+
 def uses_kernels(impl: str, on_cuda: bool) -> bool:
     """Whether kernels compute.
 

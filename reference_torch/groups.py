@@ -128,6 +128,15 @@ def gather(mapping: dict[str, Any], group: ProcessGroup | None) -> dict[str, Any
     return {name: value for part in reversed(parts) for name, value in part.items()}
 
 
+def said_on_all_ranks(text: str, groups: ProcessGroups) -> list[str]:
+    """What every process says, in order of their ranks, on every process."""
+    if groups.pp is None and groups.dp is None:
+        return [text]
+    said: list[Any] = [None] * world_size()
+    dist.all_gather_object(said, text)
+    return said
+
+
 def on_first_rank(write: Callable[[], Result], groups: ProcessGroups) -> Result:
     """Call a function on the first process alone; every process gets what it returned, or raises what it raised."""
     if groups.pp is None and groups.dp is None:

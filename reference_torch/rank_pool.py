@@ -57,8 +57,8 @@ class RankPool:
             What it returned, by rank.
 
         Raises:
-            RankError: a rank raised, died or did not answer in time. All ranks are gone then; the next call starts
-                new ones.
+            RankError: a rank raised, died or did not answer in time. After this or any other error all ranks are gone;
+                the next call starts new ones.
         """
         return self._send(("run", function, args), timeout)
 
@@ -84,12 +84,16 @@ class RankPool:
             self._folder = None
 
     def _send(self, job: tuple[str, str, tuple], timeout: float | None) -> list[Any]:
-        if not self._ranks:
-            self._start()
-        for rank in self._ranks:
-            with contextlib.suppress(BrokenPipeError):  # it is gone, as its missing answer will tell
-                rank.jobs.send(job)
-        return self._collect(timeout or self.timeout)
+        try:
+            if not self._ranks:
+                self._start()
+            for rank in self._ranks:
+                with contextlib.suppress(BrokenPipeError):  # it is gone, as its missing answer will tell
+                    rank.jobs.send(job)
+            return self._collect(timeout or self.timeout)
+        except BaseException:  # whatever it is: an answer that nobody read would be taken for the next call's
+            self.close()
+            raise
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -114,7 +118,6 @@ class RankPool:
         if errors or waiting:
             for number in waiting.values():
                 errors[number] = f"rank {number}: no answer" + ("" if len(errors) else f" in {timeout:g} s")
-            self.close()
             raise RankError("\n".join(errors[number] for number in sorted(errors)))
         return [answers[number] for number in range(self.size)]
 

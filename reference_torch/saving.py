@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from plans.checkpoint import FIRST_MOMENT, MODEL, SECOND_MOMENT, read_checkpoint, split_arrays
 from plans.config import TransformerConfig
 from plans.parameters import ParameterSpec, check_values
+from reference_torch.offload import host_value
 from reference_torch.transformer import GPTModel
 
 Model = nn.Module | Sequence[nn.Module]
@@ -38,7 +39,7 @@ def import_parameters(model: Model, values: Mapping[str, np.ndarray]) -> Model:
     check_values(values, _specs(model))
     with torch.no_grad():
         for name, parameter in _named_parameters(model):
-            parameter.copy_(torch.from_numpy(values[name]))
+            host_value(parameter).copy_(torch.from_numpy(values[name]))
     return model
 
 
@@ -77,8 +78,8 @@ def import_arrays(
     for name, parameter in _named_parameters(model):
         optimizer.state[parameter] = {
             "step": torch.tensor(float(step), device=parameter.device),
-            "exp_avg": torch.from_numpy(first[name]).to(parameter),
-            "exp_avg_sq": torch.from_numpy(second[name]).to(parameter),
+            "exp_avg": torch.from_numpy(first[name]).to(parameter.device, parameter.dtype),
+            "exp_avg_sq": torch.from_numpy(second[name]).to(parameter.device, parameter.dtype),
         }
     return model, optimizer
 
@@ -108,4 +109,4 @@ def _specs(model: Model) -> dict[str, ParameterSpec]:
 
 
 def _array(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().cpu().numpy().copy()
+    return host_value(tensor).detach().cpu().numpy().copy()

@@ -1,6 +1,6 @@
 """A pipeline stage as the schedules call it: the model's part, one microbatch, and the function that runs both."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from plans.config import TransformerConfig
 from plans.data import Batch
+from reference_torch.offload import TensorOffloadManager
 from reference_torch.transformer import GPTModel
 
 
@@ -47,6 +48,18 @@ class PipelineStage(GPTModel):
             inputs = inputs if streams is None else inputs.unflatten(-1, (streams, -1))
         output = super().forward(inputs, targets, **arguments)
         return output if self.post_process or streams is None else output.flatten(-2)
+
+
+def offload_layers(stages: Sequence[PipelineStage], config: TransformerConfig) -> TensorOffloadManager:
+    """A manager of all layers of some stages, which have left the device; without offload it does nothing."""
+    manager = TensorOffloadManager(
+        config.enable_tensor_offload, config.tensor_offload_pin_memory, config.tensor_offload_num_prefetch_layers
+    )
+    for stage in stages:
+        for number, layer in stage.decoder.layers.items():
+            manager.register_layer(int(number), layer)
+    manager.offload_all_layers()
+    return manager
 
 
 def model_provider(

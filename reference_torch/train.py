@@ -25,13 +25,13 @@ from plans.checkpoint import (
     MODEL,
     SECOND_MOMENT,
     Checkpoint,
-    check_settings,
-    read_checkpoint,
+    read_alike,
     run_settings,
     write_checkpoint,
 )
 from plans.config import TrainConfig, TransformerConfig
 from plans.data import Batch, Corpus
+from plans.offload import rank_uses
 from plans.parameters import check_values, parameter_specs
 from plans.partition import undivided
 from plans.training import (
@@ -44,11 +44,11 @@ from plans.training import (
     learning_rate,
     microbatches,
 )
-from reference_torch.groups import ProcessGroups, gather, make_groups, on_first_rank, sum_over
+from reference_torch.groups import ProcessGroups, gather, make_groups, on_first_rank, said_on_all_ranks, sum_over
 from reference_torch.p2p import P2PCommunicator
 from reference_torch.pipeline import get_forward_backward_func, get_model
 from reference_torch.saving import export_arrays, export_parameters, import_arrays, import_parameters
-from reference_torch.stage import Microbatch, PipelineStage, forward_step, model_provider
+from reference_torch.stage import Microbatch, PipelineStage, forward_step, model_provider, offload_layers
 from reference_torch.transformer import GPTModel
 
 
@@ -91,6 +91,7 @@ class Trainer:
         built = get_model(lambda **ends: model_provider(config, **ends).to(self.device), config, self._groups.pp_rank)
         self.stages: list[PipelineStage] = built if isinstance(built, list) else [built]
         self.model = self.stages[0]
+        self.offload = offload_layers(self.stages, config)
         parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
         self._optimizer = torch.optim.AdamW(
             [
@@ -105,6 +106,11 @@ class Trainer:
             eps=train_config.adam_eps,
             fused=True,
         )
+
+    @property
+    def offload_statistics(self) -> dict[str, Any] | None:
+        """What offload has moved on this process; None without offload."""
+        return self.offload.stats if self.offload.enabled else None
 
     @property
     def reports(self) -> bool:
@@ -133,7 +139,7 @@ class Trainer:
         check_finite(result)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        self._optimizer.step()
+        self.offload.step(self._optimizer)
         self.steps_taken = step + 1
         return result._replace(seconds=time.perf_counter() - start)
 
@@ -145,6 +151,7 @@ class Trainer:
         """
         self._optimizer.zero_grad(set_to_none=True)
         if self._groups == ProcessGroups():  # any number of sequences, at once
+            self._expect_uses(1)
             loss = forward_step(iter([Microbatch(batch, step, 0, True)]), self.model)[0]
             loss.backward()
         else:
@@ -209,10 +216,10 @@ class Trainer:
             The next step.
 
         Raises:
-            CheckpointError: it is damaged, or of a run with other settings, which are named.
+            CheckpointError: it is damaged, or of a run with other settings, which are named; or processes found
+                different ones.
         """
-        checkpoint = read_checkpoint(path)
-        check_settings(checkpoint, self._settings())
+        checkpoint = read_alike(path, self._settings(), lambda text: said_on_all_ranks(text, self._groups))
         import_arrays(self.stages, self._optimizer, self._own(checkpoint.arrays), checkpoint.step)
         self.steps_taken = checkpoint.step
         return checkpoint.step
@@ -242,6 +249,7 @@ class Trainer:
         """Run the schedule; the mean loss, on every process."""
         size, count = microbatches(self.train_config, self._groups.dp_size)
         several = len(self.stages) > 1
+        self._expect_uses(count, forward_only)
         reports = get_forward_backward_func(self.config)(
             forward_step_func=forward_step,
             data_iterator=[parts() for _ in self.stages] if several else parts(),
@@ -258,6 +266,10 @@ class Trainer:
         for report in reports:
             loss += report * (1 / count)
         return self._over_all(loss, "the loss") / self._groups.dp_size
+
+    def _expect_uses(self, num_microbatches: int, forward_only: bool = False) -> None:
+        """Tell offload in which order layers are used until the optimizer's step."""
+        self.offload.expect(rank_uses(self.config, num_microbatches, self._groups.pp_rank, forward_only))
 
     def _over_all(self, value: Tensor, what: str) -> Tensor:
         """The sum over all processes."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 from flax import nnx
 
@@ -15,6 +16,8 @@ from plans.config import DataConfig, TransformerConfig
 from plans.data import Corpus
 
 BACKENDS = ("torch", "jax")
+TORCH_FIRST = ("torch", pytest.param("jax", marks=pytest.mark.thorough))
+"""Where JAX compiles so long that make check leaves it out."""
 PACKAGES = {"torch": "reference_torch", "jax": "jax_impl"}
 
 

@@ -3,6 +3,7 @@
 tests/test_pipeline_jax.py runs this file in a process with eight devices, whose number JAX fixes on its first use.
 """
 
+import os
 from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import cache, partial
@@ -26,12 +27,15 @@ from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT
 from plans.config import TransformerConfig
+from plans.implementation import callback_threads
 from plans.partition import undivided
 from plans.schedule import schedule_for
 from tests.pipeline_draws import any_cut
 
 jax.config.update("jax_num_cpu_devices", 8)
+os.environ["NPROC"] = str(callback_threads(8))
 
+ROUNDS = ops.ROUNDS
 STEP = 3
 """Training step of every dropout mask."""
 
@@ -276,6 +280,31 @@ def test_mixed_precision(schedule, keep):
     )
     assert far <= 1.5 * undivided_far
     assert loss == pytest.approx(losses.mean(), rel=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_kernels_drop_out_and_recompute_in_stages_as_in_the_undivided_model(schedule, monkeypatch):
+    """Interpreted; their masks are made with all rounds, and have a place in the model that is no variable."""
+    monkeypatch.setattr(ops, "ROUNDS", ROUNDS)
+    plain = replace(
+        HYPER, hidden_size=8, ffn_hidden_size=8, seq_length=8, recompute_modules=("mhc", "activation"), impl="reference"
+    )
+    config = replace(plain, impl="triton", pipeline_model_parallel_size=2, pipeline_schedule=schedule)
+    losses, expected = reference(plain, 2)
+    loss, gradients, step = run_step(config, 2)
+    assert loss == pytest.approx(losses.mean(), rel=GRADIENT["float64"])
+    for name, ours, theirs in zip(step.names, gradients, expected, strict=True):
+        assert relative_difference(ours, theirs) <= GRADIENT["float64"], name
+
+
+def test_kernels_are_not_interpreted_by_too_few_threads(monkeypatch):
+    config = replace(HYPER, impl="triton", pipeline_model_parallel_size=2)
+    monkeypatch.setenv("NPROC", "7")
+    message = r"impl: expected at least 8 threads .* on 2 devices, got 7; set the environment variable NPROC=8 before"
+    with pytest.raises(ValueError, match=message):
+        make_pipeline_step(model_of(config), config)
+    make_pipeline_step(model_of(config), replace(config, impl="reference"))
 
 
 def test_both_doors_run_the_same_function():

@@ -564,6 +564,19 @@ def rank_number() -> int:
     return dist.get_rank()
 
 
+def resume_each(config: TransformerConfig, train: TrainConfig, corpus: Corpus, paths: Sequence[Any]) -> int:
+    """Every rank goes on from a path of its own, as where a folder lies on each machine's disk."""
+    trainer = Trainer(config, train, corpus, device="cpu", mesh=make_mesh(config))
+    return trainer.resume(paths[dist.get_rank()])
+
+
+class Unreadable:
+    """An answer that can be sent, but not taken."""
+
+    def __reduce__(self) -> tuple:
+        return int, ("unreadable",)
+
+
 def misbehave(how: str, rank: int) -> int:
     """What a rank may do besides answering."""
     if dist.get_rank() == rank:
@@ -577,6 +590,8 @@ def misbehave(how: str, rank: int) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "unpicklable":
             return lambda: None  # type: ignore[return-value]
+        if how == "unreadable":
+            return Unreadable()  # type: ignore[return-value]
     return dist.get_rank()
 
 

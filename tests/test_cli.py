@@ -5,11 +5,13 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 import pytest
 
-from parity.cli import _parse, main
+from parity.cli import _check_output, _load_backend, _parse, main
 
 ROOT = Path(__file__).parent.parent
 SMALL = "--hidden-size 16 --num-layers 1 --num-attention-heads 2 --seq-length 8 --eval-iters 1 --global-batch-size 2"
@@ -26,6 +28,7 @@ def diptych(command: str, *more: object) -> int:
     return main([*command.split(), *map(str, more)])
 
 
+@pytest.mark.thorough
 def test_compare_prints_writes_and_succeeds(corpus, tmp_path, capsys):
     out = tmp_path / "out"
     code = diptych(f"compare {SMALL} --train-iters 5 --log-interval 2 --data-path", corpus, "--output-dir", out)
@@ -134,6 +137,14 @@ WRONG = {
     ),
     "vocabulary": ("compare --vocab-size 100", "vocab_size: expected more than the corpus's largest byte"),
     "output": ("compare --output-dir {empty}/below", "expected a folder to write to"),
+    "picture": (
+        "plan --pipeline-model-parallel-size 2 --picture {out}.pdf",
+        "picture: expected a name that ends in .png or .svg, got",
+    ),
+    "picture's folder": (
+        "plan --pipeline-model-parallel-size 2 --picture {empty}/below.png",
+        "expected a folder to write to",
+    ),
 }
 
 
@@ -250,6 +261,61 @@ def test_installed_command_runs_in_32_bit_jax(corpus, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert (tmp_path / "runs" / "compare" / "report.json").exists()
+
+
+def test_jax_is_not_one_of_several_processes(corpus, capsys, monkeypatch):
+    """Each would train the whole model, and write the same files. Of every machine's processes one says so."""
+    message = "nproc: expected 1 with backend 'jax', which .* one process, got 4; start it by itself, without torchrun"
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for rank, local_rank, speaks in (("0", "0", True), ("1", "1", False), ("2", "0", True), ("3", "1", False)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert diptych(f"train --backend jax {SMALL} --data-path", corpus) == 2
+        assert bool(re.search(message, capsys.readouterr().err)) == speaks
+
+
+def test_processes_look_at_one_folder_at_once(tmp_path):
+    """Each sees that it can be written to, and takes no other's file for its own."""
+    with ThreadPoolExecutor(8) as pool:
+        assert [*pool.map(lambda _: _check_output(tmp_path / "run", ()), range(2000))] == [None] * 2000
+    assert not [*(tmp_path / "run").iterdir()]
+
+
+def test_interpreted_kernels_have_threads_to_wait_in(monkeypatch):
+    monkeypatch.setattr(jax.config, "update", lambda *setting: None)  # JAX is in use here
+    monkeypatch.setenv("NPROC", "64")
+    _load_backend("jax", "float32", 1, 2, "triton")
+    assert os.environ["NPROC"] == "64"
+    monkeypatch.delenv("NPROC")
+    for impl, expected in (("auto", None), ("triton", "8")):
+        _load_backend("jax", "float32", 1, 2, impl)
+        assert os.environ.get("NPROC") == expected
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_interpreted_kernels_run_in_a_pipeline(corpus):
+    """With arrays so long that callbacks of two devices and the exchange between them want a thread each."""
+    sizes = "--hidden-size 64 --ffn-hidden-size 16 --num-attention-heads 2 --seq-length 64 --num-layers 2"
+    training = "--train-iters 1 --eval-iters 1 --global-batch-size 4 --micro-batch-size 2"
+    command = f"train --backend jax --impl triton --pipeline-model-parallel-size 2 {sizes} {training} --data-path"
+    done = subprocess.run(
+        [sys.executable, "-m", "parity.cli", *command.split(), str(corpus)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env={**{name: value for name, value in os.environ.items() if name != "NPROC"}, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "validation loss" in done.stdout
+
+
+def test_plan_makes_the_folder_of_its_picture(tmp_path, capsys):
+    picture = tmp_path / "new" / "plan.svg"
+    assert diptych("plan --pipeline-model-parallel-size 2 --picture", picture) == 0
+    assert f"written: {picture}" in capsys.readouterr().out.replace("\n", "")
+    assert picture.read_text().startswith("<?xml")
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])

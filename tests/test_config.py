@@ -236,6 +236,18 @@ BROKEN = {
     (TrainConfig, "weight_decay"): ({"weight_decay": -0.1}, r"weight_decay: .*\[0, inf\)"),
     (TrainConfig, "clip_grad"): ({"clip_grad": float("inf")}, r"clip_grad: .*\[0, inf\), got inf"),
     (TrainConfig, "eval_interval"): ({"eval_interval": -1}, r"eval_interval: .* >= 0, got -1"),
+    (TransformerConfig, "enable_tensor_offload"): (
+        {"enable_tensor_offload": 1},
+        r"enable_tensor_offload: expected True or False, got 1",
+    ),
+    (TransformerConfig, "tensor_offload_pin_memory"): (
+        {"tensor_offload_pin_memory": "no"},
+        r"tensor_offload_pin_memory: expected True or False, got 'no'",
+    ),
+    (TransformerConfig, "tensor_offload_num_prefetch_layers"): (
+        {"tensor_offload_num_prefetch_layers": -1},
+        r"tensor_offload_num_prefetch_layers: expected an integer >= 0, got -1",
+    ),
     (TrainConfig, "eval_iters"): ({"eval_iters": 0}, r"eval_iters: .* got 0"),
     (TrainConfig, "min_lr below lr"): ({"lr": 1e-5}, r"min_lr: expected at most lr=1e-05, got 0\.0001; lower min_lr"),
 }

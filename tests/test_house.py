@@ -25,18 +25,19 @@ ROOMS = {
     "ops": {"recompute"},
     "hyper_connections": {"ops", "recompute"},
     "transformer": {"ops", "hyper_connections", "recompute"},
-    "saving": {"transformer"},
+    "offload": {"recompute"},
+    "saving": {"transformer", "offload"},
     "groups": set(),
     "p2p": set(),
     "rank_pool": set(),
     "pipeline": {"ops", "recompute", "groups", "p2p"},
-    "stage": {"transformer"},
-    "train": {"ops", "transformer", "saving", "groups", "p2p", "pipeline", "stage"},
+    "stage": {"transformer", "offload"},
+    "train": {"ops", "transformer", "saving", "groups", "p2p", "pipeline", "stage", "offload"},
 }
 """Rooms of a backend, and the rooms of the same backend each may import."""
 
-TORCH_ONLY = {"groups", "p2p", "rank_pool", "stage"}
-"""Rooms for processes, of which JAX needs only one, and for what they call; JAX's step takes the model whole."""
+TORCH_ONLY = {"p2p", "rank_pool", "stage"}
+"""Rooms for processes that send each other messages, and for what they call; JAX's step takes the model whole."""
 
 TWINS = ("ops", "hyper_connections", "transformer", "saving", "train")
 

@@ -285,6 +285,18 @@ def test_what_a_rank_does_instead_of_answering_reaches_the_caller():
             pool.run(f"{JOBS}:nowhere")
 
 
+def test_an_answer_that_cannot_be_taken_leaves_none_behind():
+    """Those of the other ranks would be taken for answers to the next call."""
+    with RankPool(2, preload=PRELOAD) as pool:
+        pool.hold(f"{JOBS}:Held", 10)
+        pids = pool.process_ids()
+        with pytest.raises(ValueError, match=r"invalid literal for int.*'unreadable'"):
+            pool.run(f"{JOBS}:misbehave", "unreadable", 0)
+        wait_until_gone(pids)
+        pool.hold(f"{JOBS}:Held", 10)
+        assert pool.call("add", 5) == [15, 16]
+
+
 def test_a_rank_that_died_between_two_calls_is_named():
     with RankPool(2, preload=PRELOAD) as pool:
         pool.run(f"{JOBS}:rank_number")

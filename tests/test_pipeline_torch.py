@@ -426,6 +426,12 @@ def test_models_and_iterators_are_one_a_virtual_stage():
         plain(**step_arguments(divided(2), model=[model] * 2))
 
 
+@pytest.mark.parametrize("config", [TINY, divided(2), divided(2, v=2)], ids=schedule_name)
+def test_what_is_no_loss_has_no_backward(config):
+    with pytest.raises(ValueError, match=r"collect_non_loss_data: expected False .*, got True; give forward_only=True"):
+        get_forward_backward_func(config)(**step_arguments(config, collect_non_loss_data=True))
+
+
 def test_a_pipeline_needs_its_groups():
     with pytest.raises(ValueError, match=r"pg_collection: expected this rank's groups .*=2, got none; make them by"):
         forward_backward_pipelining_without_interleaving(**step_arguments(divided(2)))

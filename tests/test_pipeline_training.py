@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +16,9 @@ import pytest
 from parity.compare import relative_difference
 from parity.driver import read_metrics
 from parity.ranks import RankTrainer
-from plans.checkpoint import list_checkpoints, read_checkpoint
+from plans.checkpoint import list_checkpoints, read_checkpoint, write_checkpoint
 from plans.config import TrainConfig, TransformerConfig
-from reference_torch.rank_pool import RankError
+from reference_torch.rank_pool import RankError, RankPool
 from reference_torch.train import Trainer
 from tests.backends import tiny_corpus
 
@@ -151,6 +152,25 @@ def test_what_only_one_rank_meets_is_raised_on_all(tmp_path):
         pytest.raises(RankError, match=message),
     ):
         trainer.save(blocked)
+
+
+@pytest.mark.multiprocess
+def test_ranks_go_on_from_one_checkpoint_alone(checkpoints, tmp_path):
+    ours, other = checkpoints / "torch", tmp_path / "other"
+    found = read_checkpoint(ours)
+    write_checkpoint(other, found._replace(arrays={name: array + 1.0 for name, array in found.arrays.items()}))
+    same = tmp_path / "same"
+    shutil.copytree(ours, same)
+    told = r"CheckpointError: checkpoint: expected the same one of .* on every process, got on rank 0: step 2, .*"
+    settings = replace(CONFIG, pipeline_model_parallel_size=2), TRAIN, tiny_corpus()
+    with RankPool(2, preload=("reference_torch.train",)) as pool:
+        assert pool.run("tests.pipeline_jobs:resume_each", *settings, (ours, same)) == [2, 2]
+        for path, theirs in ((other, "step 2, checksum"), (tmp_path / "none", "checkpoint: expected a file or folder")):
+            message = "".join(rf"rank {rank}: {told}; on rank 1: {theirs}.*; give a folder[\s\S]*" for rank in (0, 1))
+            with pytest.raises(RankError, match=message):
+                pool.run("tests.pipeline_jobs:resume_each", *settings, (ours, path))
+        with pytest.raises(RankError, match=r"rank 1: CheckpointError: checkpoint: expected a file or folder, got"):
+            pool.run("tests.pipeline_jobs:resume_each", *settings, (tmp_path / "none",) * 2)
 
 
 @pytest.mark.multiprocess

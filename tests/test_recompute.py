@@ -17,7 +17,7 @@ from parity.tolerances import GRADIENT
 from plans.config import TransformerConfig
 from plans.memory import predict_memory
 from plans.recompute import MODULES, VALUES, block_length, recompute_blocks
-from tests.backends import model_gradients, normal, room
+from tests.backends import TORCH_FIRST, model_gradients, normal, room
 
 MODEL = TransformerConfig(
     hidden_size=24,
@@ -204,6 +204,7 @@ def test_both_backends_keep_the_same_values(mode, variant):
         assert {"residual_streams", "input_layernorm", "q", "k", "v", "core_attn", "fc1", "activation"} <= set(ours)
 
 
+@pytest.mark.thorough
 def test_streams_are_kept_at_block_boundaries_only():
     stream_bytes = 2 * MODEL.seq_length * MODEL.num_residual_streams * MODEL.hidden_size * 8
     for mode, flags in MODES.items():
@@ -257,7 +258,7 @@ def test_gradients_do_not_change_and_agree_between_the_backends(dtype):
     assert len(drawn) >= examples // 3, drawn
 
 
-@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize("backend", TORCH_FIRST)
 def test_evaluation_and_inference_recompute_nothing(backend):
     config = replace(MODEL, **MODES["all modules"])
     tokens = np.arange(12)[None]
@@ -283,6 +284,7 @@ def test_jax_drops_by_one_checkpoint_a_block():
     assert checkpoints(replace(MODEL, **MODES["full, block, activation"])) == 3
 
 
+@pytest.mark.thorough
 def test_table_in_the_docs_is_what_both_backends_keep():
     from benchmarks.kept_values import BEGIN, END, PAGE, table
 

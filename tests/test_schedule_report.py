@@ -309,6 +309,8 @@ def test_given_times():
     assert others["interleaved"].reason == "times were given for 4 stages, it has 8"
     with pytest.raises(ValueError, match="costs: expected forward of 4 stages, got 2"):
         plan_pipeline(CONFIG, 1, 8, Costs(forward=[1.0, 2.0]))
+    with pytest.raises(ValueError, match="costs: expected an action that takes time, got a step of 0; give F, I or W"):
+        plan_pipeline(CONFIG, 1, 8, Costs(0.0, 0.0, 0.0))
 
 
 def test_microbatches_a_schedule_cannot_have():

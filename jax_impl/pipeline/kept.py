@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import Literal
 
 from jax_impl.ops import _LinearTaps
 from jax_impl.pipeline.stages import Batch, Program, StagedParameters
-from jax_impl.recompute import recompute_policy
+from jax_impl.recompute import VaryingLeaf, recompute_policy, varying_leaves, with_leaves
 from plans.recompute import RecomputeBlock
 from plans.ticks import Keep
 
@@ -101,12 +100,8 @@ class Keeper:
         """
         y, pull_back = self._pull_back(program, task, x)
         if self._keep == "residuals":
-            leaves, structure = jax.tree.flatten(pull_back)
             residuals = self._residuals[program]
-            for leaf, value in zip(residuals, _unpack(kept, [leaf.like for leaf in residuals]), strict=True):
-                for place in leaf.places:
-                    leaves[place] = value
-            pull_back = jax.tree.unflatten(structure, leaves)
+            pull_back = with_leaves(pull_back, residuals, _unpack(kept, [leaf.like for leaf in residuals]))
         gradients, dx, taps = pull_back(gradient)
         loss = y if program.last and self.skips_last_forward else None
         return Backward(gradients, dx, loss, _pack(jax.tree.leaves(taps), self.weights))
@@ -136,35 +131,15 @@ class Keeper:
         zeros = jax.tree.map(lambda like: jnp.zeros_like(x, shape=like.shape, dtype=like.dtype), likes)
         return jax.vjp(run, parameters, x, zeros)
 
-    def _find_residuals(self, program: Program, task: Task, x: Array) -> "list[_Residual]":
+    def _find_residuals(self, program: Program, task: Task, x: Array) -> list[VaryingLeaf]:
         """Leaves of a pull-back that are made of what a microbatch brings."""
 
         def leaves(task: Task, x: Array) -> list[Any]:
             return jax.tree.leaves(self._pull_back(program, task, x)[1])
 
-        traced = jax.make_jaxpr(leaves)(task, x).jaxpr
         brought = jax.tree.map(lambda _: False, task)
         brought = brought._replace(batch=brought.batch._replace(tokens=True, targets=True))  # and x
-        varying = {v for v, varies in zip(traced.invars, jax.tree.leaves((brought, True)), strict=True) if varies}
-        for equation in traced.eqns:
-            if any(not isinstance(v, Literal) and v in varying for v in equation.invars):
-                varying.update(equation.outvars)
-        places: dict[Any, list[int]] = {}
-        for place, variable in enumerate(traced.outvars):
-            if not isinstance(variable, Literal) and variable in varying:
-                places.setdefault(variable, []).append(place)
-        return [
-            _Residual(jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype), tuple(equal))
-            for variable, equal in places.items()
-        ]
-
-
-class _Residual(NamedTuple):
-    """A kept leaf of a pull-back."""
-
-    like: jax.ShapeDtypeStruct
-    places: tuple[int, ...]
-    """Of the leaves equal to it."""
+        return varying_leaves(leaves, (task, x), (brought, True))
 
 
 def _tap_shapes(program: Program, task: Task, x: Array) -> dict[str, tuple]:

@@ -1,5 +1,6 @@
 """The step: an executor behind a door, with parameters staged and joined."""
 
+import os
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_impl.pipeline.executor import DATA_AXIS, PIPELINE_AXIS, run_ticks
 from jax_impl.pipeline.stages import Batch, StagedParameters, cut, names_of
 from plans.config import TransformerConfig
+from plans.implementation import callback_threads, uses_kernels
 from plans.parameters import parameter_specs
 from plans.partition import undivided
 from plans.schedule import Action, schedule_for
@@ -53,10 +55,12 @@ def make_pipeline_step(
         forward_only: losses without gradients.
 
     Raises:
-        ValueError: the mesh, the devices or an option does not fit; the message says what would.
+        ValueError: the mesh, the devices or an option does not fit, or JAX has too few threads to interpret kernels on
+            so many devices; the message says what would.
     """
     _check_options(model, config, door, keep, ticks)
     mesh = _mesh(config, mesh, door)
+    _check_threads(config, mesh)
     return PipelineStep(model, config, mesh, door, cast("Keep", keep), ticks == "fused", training, forward_only)
 
 
@@ -186,7 +190,8 @@ def _pmap_door(local: Callable, mesh: Mesh) -> Any:
         """As the other door: pmap gives a process its own ranks' gradients alone."""
         losses, (layers, ends) = run(params, batch)
         layers = to_global(layers, mesh, PartitionSpec(PIPELINE_AXIS))
-        return losses, StagedParameters(layers, to_global(ends, mesh, PartitionSpec()))
+        losses, ends = to_global((losses, ends), mesh, PartitionSpec())
+        return losses, StagedParameters(layers, ends)
 
     return run_and_gather
 
@@ -236,6 +241,18 @@ def _mesh(config: TransformerConfig, mesh: Mesh | None, door: str) -> Mesh:
             "'shard_map'"
         )
     return mesh
+
+
+def _check_threads(config: TransformerConfig, mesh: Mesh) -> None:
+    """Refuse a program whose callbacks would wait for each other for ever."""
+    if mesh.size == 1 or mesh.devices.flat[0].platform != "cpu" or not uses_kernels(config.impl, on_cuda=False):
+        return
+    needed, found = callback_threads(mesh.size), int(os.environ.get("NPROC") or os.cpu_count() or 1)
+    if found < needed:
+        raise ValueError(
+            f"impl: expected at least {needed} threads to interpret kernels on {mesh.size} devices, got {found}; set "
+            f"the environment variable NPROC={needed} before JAX is used, or take impl='reference'"
+        )
 
 
 def _check_options(model: nnx.Module, config: TransformerConfig, door: str, keep: str, ticks: str) -> None:

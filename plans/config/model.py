@@ -125,6 +125,12 @@ class TransformerConfig:
     """Recompute activation functions; beside full recompute of method block, in layers not fully recomputed."""
     recompute_activation_function_num_layers: int | None = None
     """Layers per pipeline rank whose activation function is recomputed; None: all the rest, 0: none."""
+    enable_tensor_offload: bool = False
+    """Keep layers' parameters in host memory; each comes to the device for its forward, backward and update."""
+    tensor_offload_pin_memory: bool = True
+    """PyTorch, on a GPU: lock the host's copies in place, for copies that run beside the computation."""
+    tensor_offload_num_prefetch_layers: int = 1
+    """Layers fetched ahead of the one in use; 0: each when it is used."""
     seed: int = 0
     """Seed of initial parameters and dropout."""
 
@@ -264,4 +270,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     Rule("layer_pattern", lambda c: not _pattern_error(c), _pattern_error),
     *PIPELINE_RULES,
     *RECOMPUTE_RULES,
+    flag("enable_tensor_offload"),
+    flag("tensor_offload_pin_memory"),
+    count("tensor_offload_num_prefetch_layers", least=0),
 )

@@ -113,7 +113,7 @@ def forward_backward_pipelining_without_interleaving(
         micro_batch_size: sequences of a microbatch, B.
         config: the model's.
         forward_only: no backward; run it under torch.no_grad.
-        collect_non_loss_data: collect what reducers return instead of losses.
+        collect_non_loss_data: collect what reducers return instead of losses; with forward_only.
         adjust_tensor_shapes_fn: changes what infer_tensor_shapes says: (received, sent) -> (received, sent).
         p2p_communicator: kept from step to step; None: made for this one.
         pg_collection: this rank's groups; None: only without a pipeline.
@@ -203,6 +203,11 @@ def _run(
     trace: list[Action] | None,
 ) -> list[Any]:
     forward_step_func, data_iterator, model, num_microbatches, config = step
+    if collect_non_loss_data and not forward_only:
+        raise ValueError(
+            "collect_non_loss_data: expected False without forward_only, since it leaves no loss to start a backward "
+            "from, got True; give forward_only=True"
+        )
     schedule = schedule_for(config, num_microbatches, forward_only)
     models = [*model] if isinstance(model, Sequence) else [model]
     iterators = [*data_iterator] if isinstance(data_iterator, Sequence) else [data_iterator]

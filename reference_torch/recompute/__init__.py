@@ -19,6 +19,7 @@ from reference_torch.recompute.guards import (
     RecomputeUsageError,
 )
 from reference_torch.recompute.memory import MemoryUse, measure_memory
+from reference_torch.recompute.region import before_replay
 from reference_torch.recompute.report import KeptValue, name_value, residual_report
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "MindSpeedCheckpointWithoutOutput",
     "MHCBlockRecomputeManager",
     "lazy_restore",
+    "before_replay",
     "BlockRecomputation",
     "KEEP_ALL",
     "run_block",

@@ -35,12 +35,20 @@ class RecomputeUsageError(RecomputeError):
     """A call that recompute cannot replay, or an object used in a way it is not made for."""
 
 
-_METADATA = frozenset(
+METADATA = frozenset(
     {"shape", "dtype", "device", "requires_grad", "grad_fn", "is_leaf", "ndim", "layout", "names", "grad"}
     | {"size", "dim", "numel", "stride", "storage_offset", "untyped_storage", "element_size", "nbytes"}
     | {"is_contiguous", "is_floating_point", "register_hook", "retain_grad", "_version", "_base", "__class__"}
 )
-"""What may be asked of a discarded tensor: all that does not read its elements."""
+"""What may be asked of a tensor whose memory is not there: all that does not read its elements."""
+
+
+def function_name(func) -> str:
+    """What ``__torch_function__`` is asked for, by name."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):  # a property: its own name stands one object further
+        name = func.__self__.__name__  # pyright: ignore[reportFunctionMemberAccess]
+    return name
 
 
 class DiscardedTensor(torch.Tensor):
@@ -48,10 +56,8 @@ class DiscardedTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        name = getattr(func, "__name__", str(func))
-        if name in ("__get__", "__set__"):  # a property: its own name stands one object further
-            name = func.__self__.__name__  # pyright: ignore[reportFunctionMemberAccess]
-        if name in _METADATA:
+        name = function_name(func)
+        if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         discarded = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is DiscardedTensor]
@@ -82,8 +88,12 @@ def mark_restored(tensor: Tensor) -> None:
             vars(tensor).pop(attribute)
 
 
-def empty_storage(storage: torch.UntypedStorage, region_name: str) -> None:
-    """Give a storage's memory back; its size stays only where it is pointed at NaN."""
+def empty_storage(storage: torch.UntypedStorage, message: str) -> None:
+    """Give a storage's memory back; its size stays only where it is pointed at NaN.
+
+    Args:
+        message: what a read in C++ raises, where this build can.
+    """
     if internals.HAS_SWAP and not internals.HAS_READ_MESSAGE:
         size = storage.nbytes()
         poison = _nan_buffer(storage.device, 1 << (size - 1).bit_length()).data_ptr()
@@ -91,8 +101,7 @@ def empty_storage(storage: torch.UntypedStorage, region_name: str) -> None:
         return
     storage.resize_(0)
     if internals.HAS_READ_MESSAGE:
-        message = f"the output of recompute region {region_name!r} was read before it was restored"
-        internals.set_read_message(storage, f"DiscardedActivationError: {message}")
+        internals.set_read_message(storage, message)
 
 
 def refill_storage(storage: torch.UntypedStorage, source: torch.UntypedStorage, exclusive: bool) -> None:

@@ -10,6 +10,7 @@ only weakly. So everything is freed by reference counting as backward passes.
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from reference_torch.recompute.slots import (
     slot_of,
 )
 from reference_torch.recompute.state import ReplayState
+
+before_replay: ContextVar[Callable[[list[Tensor]], None] | None] = ContextVar("before_replay", default=None)
+"""Told, before each replay of a region made now, the parameters that the replay will read."""
 
 
 class _SaveInputs(torch.autograd.Function):
@@ -75,6 +79,7 @@ class Region:
         self._saved: list[tuple] = []
         self._recorded: dict[int, Tensor] = {}
         self._parameters: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._before_replay = before_replay.get()
         self._slots: list[weakref.ref[Slot]] = []
         self._output_layout: list[tuple | None] = []
         self.node = _SaveInputs.apply(torch.empty(0, requires_grad=True), *inputs).grad_fn  # pyright: ignore
@@ -165,6 +170,9 @@ class Region:
             RecomputeUsageError: an input was modified in place since.
         """
         self.replays += 1
+        if self._before_replay is not None:
+            read = [reference() for reference, _ in self._parameters.values()]
+            self._before_replay([parameter for parameter in read if parameter is not None])
         args, kwargs = self._inputs()
         recorded: dict[int, Tensor] = {}
         count = 0

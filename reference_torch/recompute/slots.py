@@ -114,7 +114,8 @@ class Slot:
         is_ours = _times_saved(tensors) <= replayers and is_held_only_by(storage, [*tensors, *aliases])
         if not force and not is_ours:
             return
-        empty_storage(storage, region.name)
+        message = f"the output of recompute region {region.name!r} was read before it was restored"
+        empty_storage(storage, f"DiscardedActivationError: {message}")
         self.is_full = False
         for tensor in tensors:
             mark_discarded(tensor, region.name, self._restore_in_replay)

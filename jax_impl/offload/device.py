@@ -1,0 +1,106 @@
+"""Which layers are on the device while a plan is walked, and what a pass through the layers is told by its step."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+from jax import Array
+
+from plans.offload import Step
+
+Layers = dict[int, list[Array]]
+"""By number: a layer's arrays, in the order of its tree."""
+
+State = TypeVar("State")
+
+
+class Device:
+    """The layers that are on the device, while a plan's steps are traced one by one.
+
+    Args:
+        hosts: every layer's parameters where they lie between steps.
+        here: layers that are there already.
+        trace: gets every move and use, as the PyTorch manager's trace does; None: nobody reads it.
+    """
+
+    def __init__(self, hosts: Mapping[int, list[Array]], here: Mapping[int, list[Array]], trace: list[str] | None):
+        self.hosts, self.here = dict(hosts), dict(here)
+        self._trace = [] if trace is None else trace
+
+    def begin(self, step: Step, state: State) -> State:
+        """Issue what a use fetches.
+
+        Args:
+            step: the use and its moves.
+            state: the arrays the use begins from. A copy starts when they are there: not before, when its memory is
+                still another layer's, and not after, for nothing else has to be waited for.
+
+        Returns:
+            The state, to be used from now on.
+        """
+        asked = {layer: self.hosts[layer] for layer in step.fetches}
+        if asked:
+            asked, state = jax.lax.optimization_barrier((asked, state))
+        for layer, arrays in asked.items():
+            assert layer not in self.here, f"the plan fetches layer {layer} at {step.use}, where it is on the device"
+            self.here[layer] = jax.device_put(arrays, jax.memory.Space.Device)
+            self._trace.append(f"+{layer}")
+        assert step.use.layer in self.here, f"the plan uses layer {step.use.layer} at {step.use} before it fetches it"
+        self._trace.append(str(step.use))
+        return state
+
+    def end(self, step: Step, changed: bool = False) -> None:
+        """Let go what a use evicts.
+
+        Args:
+            step: the use and its moves.
+            changed: whether what leaves has new values, which go to the host.
+        """
+        for layer in step.evictions:
+            arrays = self.here.pop(layer)
+            if changed:
+                self.hosts[layer] = jax.device_put(arrays, jax.memory.Space.Host)
+            self._trace.append(f"-{layer}")
+
+
+class Pass(NamedTuple):
+    """One microbatch's way through the layers, as part of a training step."""
+
+    forward: Sequence[Step]
+    backward: Sequence[Step]
+    here: Layers
+    """Layers that are on the device when forward begins."""
+    gradients: Layers
+    """Zeros of the shapes of all layers' parameters. Their gradients are the parameters', and on the device, where a
+    gradient for what lies on the host would have to lie there too."""
+    stay: Layers
+    """Zeros of the shapes of the layers that the plan leaves on the device after backward. Their "gradients" are those
+    layers: the only way out of a backward."""
+    trace: list[str] | None = None
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """While active, this is how layers are run that offload is asked to run."""
+        token = _ACTIVE.set(self)
+        try:
+            yield
+        finally:
+            _ACTIVE.reset(token)
+
+
+def active_pass() -> Pass | None:
+    """The pass that a training step has begun, if one has."""
+    return _ACTIVE.get()
+
+
+_ACTIVE: ContextVar[Pass | None] = ContextVar("pass through offloaded layers", default=None)
+
+
+def storages_of(layers: Mapping[int, Sequence[Any]]) -> dict[int, dict[str, int]]:
+    """Bytes of every array of every layer, as plan_offload wants them."""
+    return {
+        number: {f"{number}.{place}": array.size * array.dtype.itemsize for place, array in enumerate(arrays)}
+        for number, arrays in layers.items()
+    }

@@ -1,0 +1,190 @@
+"""What one registered layer has: its memories, and how its state is read and loaded while it is away."""
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, UntypedStorage, nn
+from torch.utils.hooks import RemovableHandle
+
+from reference_torch.offload.link import Link, OffloadError
+from reference_torch.offload.memory import OffloadedMemory, OffloadedParameter, OffloadedTensor
+from reference_torch.recompute.slots import is_held_only_by
+
+if TYPE_CHECKING:
+    from reference_torch.offload.observe import LayerObserver
+
+
+class OffloadedLayer:
+    """A layer's tensors and the memories behind them.
+
+    Args:
+        layer_id: its number.
+        module: the layer.
+        known: memories of other layers, by address of their storage; those it shares are taken from there.
+        link: to the host.
+        expose: called with the number when a tensor is used while the layer is not.
+
+    Raises:
+        OffloadError: the host has no room.
+    """
+
+    def __init__(
+        self,
+        layer_id: int,
+        module: nn.Module,
+        known: Mapping[int, OffloadedMemory],
+        link: Link,
+        expose: Callable[[int], None],
+    ) -> None:
+        self.layer_id, self.module, self.is_here = layer_id, module, True
+        self.observer: LayerObserver | None = None
+        self.parameters = list(module.parameters())
+        self.kept: list[str] = []
+        """Names of tensors that stay on the device, and why."""
+        self.memories: list[OffloadedMemory] = []
+        self._handles: list[RemovableHandle] = []
+        self._ids = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
+        self._memory_of: dict[int, OffloadedMemory] = {}
+        for address, (storage, tensors) in self._by_storage().items():
+            memory = known.get(address)
+            reason = _reason_to_keep(storage, list(tensors.values())) if memory is None else None
+            if reason is not None:
+                self.kept.append(f"{next(iter(tensors))}: {reason}")
+                continue
+            if memory is None:
+                name = f"{next(iter(tensors))} of layer {layer_id}"
+                memory = OffloadedMemory(name, tensors.values(), link, lambda: expose(layer_id))
+            else:
+                memory.add(tensors.values())
+            self.memories.append(memory)
+            self._memory_of.update(dict.fromkeys(map(id, tensors.values()), memory))
+        shared = {id(tensor) for memory in known.values() for tensor in memory.tensors}
+        self.own_parameters = [p for p in self.parameters if id(p) not in shared]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that move, those it shares included."""
+        return sum(memory.nbytes for memory in self.memories)
+
+    @property
+    def is_home(self) -> bool:
+        """Whether all its bytes are on the device."""
+        return all(memory.is_home for memory in self.memories)
+
+    def has_any(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether one of the tensors is this layer's."""
+        return any(id(tensor) in self._ids for tensor in tensors)
+
+    def devices(self) -> list[str]:
+        """Where each parameter can be read."""
+        away = {i for i, memory in self._memory_of.items() if not memory.is_home}
+        return ["cpu" if id(p) in away else p.device.type for p in self.parameters]
+
+    def arrive(self) -> None:
+        """Wait for all that is on its way.
+
+        Raises:
+            OffloadError: a copy failed; it is made again when the layer is next asked for.
+        """
+        _for_each(self.memories, OffloadedMemory.arrive)
+
+    def finish_leaving(self) -> None:
+        """Wait for what is being written back, and give its memory back.
+
+        Raises:
+            OffloadError: a copy failed; the layer stays, and is written back when it next leaves.
+        """
+        try:
+            _for_each(self.memories, OffloadedMemory.finish_leaving)
+        except OffloadError:
+            self.is_here = True
+            raise
+
+    def show(self) -> None:
+        """It is in use."""
+        for memory in self.memories:
+            memory.show()
+
+    def note_change(self) -> None:
+        """The optimizer has written the parameters."""
+        for memory in self.memories:
+            memory.note_change()
+
+    def watch_state(self, require: Callable[[int], None], settle: Callable[[], None]) -> None:
+        """Have ``state_dict`` and ``load_state_dict`` find the layer whole.
+
+        Args:
+            require: called before it is loaded.
+            settle: called after.
+        """
+        for part in self.module.modules():
+            self._handles += [
+                part.register_state_dict_pre_hook(lambda *_: self._let_detach(True)),
+                part.register_state_dict_post_hook(lambda *arguments: self._give_host_copies(*arguments)),
+                part.register_load_state_dict_pre_hook(lambda part, *_: self._if_mine(part, require)),
+            ]
+        self._handles.append(self.module.register_load_state_dict_post_hook(lambda *_: settle()))
+
+    def close(self) -> None:
+        """Bring it back for good."""
+        if self.observer is not None:
+            self.observer.close()
+        for handle in self._handles:
+            handle.remove()
+        for memory in self.memories:
+            memory.release()
+        self.is_here = True
+
+    def _give_host_copies(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Put what is on the host in the place of tensors that are away, or will be before they are read."""
+        self._let_detach(False)
+        for name, tensor in chain(
+            module.named_parameters(prefix[:-1], recurse=False), module.named_buffers(prefix[:-1], recurse=False)
+        ):
+            memory = self._memory_of.get(id(tensor))
+            if memory is not None and name in state and not isinstance(state[name], nn.Parameter):
+                state[name] = memory.host_view(tensor)
+
+    def _if_mine(self, part: nn.Module, require: Callable[[int], None]) -> None:
+        """A copied module takes the hooks along."""
+        if any(part is mine for mine in self.module.modules()):
+            require(self.layer_id)
+
+    def _let_detach(self, allowed: bool) -> None:
+        for memory in self.memories:
+            memory.may_be_detached = allowed
+
+    def _by_storage(self) -> dict[int, tuple[UntypedStorage, dict[str, Tensor]]]:
+        """Tensors by the address of their storage."""
+        found: dict[int, tuple[UntypedStorage, dict[str, Tensor]]] = {}
+        for name, tensor in chain(self.module.named_parameters(), self.module.named_buffers()):
+            if type(tensor) not in (Tensor, nn.Parameter, OffloadedParameter, OffloadedTensor):
+                self.kept.append(f"{name}: a tensor subclass, {type(tensor).__name__}")
+                continue
+            storage = tensor.untyped_storage()
+            found.setdefault(storage._cdata, (storage, {}))[1][name] = tensor
+        return found
+
+
+def _for_each(memories: Iterable[OffloadedMemory], act: Callable[[OffloadedMemory], object]) -> None:
+    """Act on every memory, also where it fails for some; then raise the first error."""
+    errors = []
+    for memory in memories:
+        try:
+            act(memory)
+        except OffloadError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _reason_to_keep(storage: UntypedStorage, tensors: list[Tensor]) -> str | None:
+    """Why a memory must stay where it is."""
+    if storage.nbytes() == 0:
+        return "no memory"
+    if any(tensor.nbytes != storage.nbytes() for tensor in tensors):
+        return "a view of part of a memory"
+    if not is_held_only_by(storage, tensors):
+        return "its memory is used by others"
+    return None

@@ -1,0 +1,138 @@
+"""The link between host and device: copies that run beside the computation, one after the other.
+
+On a GPU the link is one stream of its own, and memory changes hands by events. Elsewhere it is one thread, and the
+"device" is a second place in the same memory, so that order, counts, bytes and numbers are those of the GPU.
+"""
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+
+class OffloadError(RuntimeError):
+    """Offload cannot go on; what it holds is still whole."""
+
+
+class Copy:
+    """A copy under way on a link's thread."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self.error: BaseException | None = None
+
+    def finish(self, error: BaseException | None) -> None:
+        """Called by the thread."""
+        self.error = error
+        self._done.set()
+
+    def wait(self) -> None:
+        """Let the computation go on only after the copy.
+
+        Raises:
+            OffloadError: it failed.
+        """
+        self._done.wait()
+        if self.error is not None:
+            raise OffloadError(f"copy: expected to move bytes between host and device, got {self.error}")
+
+    def synchronize(self) -> None:
+        """Let this thread go on only after the copy."""
+        self.wait()
+
+
+class StreamCopy(Copy):
+    """A copy queued on a link's stream; waiting for it makes the current stream wait, not this thread."""
+
+    def __init__(self, event: Any) -> None:
+        super().__init__()
+        self._event = event
+
+    def wait(self) -> None:
+        """Let what the current stream is given from now on run after the copy."""
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Let this thread go on only after the copy."""
+        self._event.synchronize()
+
+
+class Link:
+    """Copies between host and device in the order in which they are asked for.
+
+    Args:
+        device: where layers are computed.
+        pin_memory: lock host memory in place, for copies that need no help of the processor; on a GPU.
+    """
+
+    delay: Callable[[int], float] | None = None
+    """Seconds that a copy of so many bytes takes longer; to see what a slow link does."""
+
+    def __init__(self, device: torch.device, pin_memory: bool = True) -> None:
+        self.device = device
+        self.pins = pin_memory and device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._queue: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
+        if self.stream is None:
+            threading.Thread(target=_serve, args=(self._queue,), daemon=True, name="offload link").start()
+            weakref.finalize(self, self._queue.put, None)
+
+    def host_copy(self, storage: UntypedStorage) -> UntypedStorage:
+        """New host memory with a storage's bytes.
+
+        Raises:
+            OffloadError: the host has no room.
+        """
+        try:
+            master = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self.pins).untyped_storage()
+        except RuntimeError as error:
+            kind = "pinned " if self.pins else ""
+            raise OffloadError(
+                f"offload: expected {storage.nbytes()} bytes of {kind}host memory, got: {str(error).splitlines()[0]}; "
+                "offload fewer layers, or take --no-tensor-offload-pin-memory"
+            ) from error
+        master.copy_(storage)
+        return master
+
+    def copy(self, target: UntypedStorage, source: UntypedStorage) -> Copy:
+        """Copy all bytes of one storage to another of the same size, after what has been computed so far.
+
+        Both must live until somebody has waited for the copy.
+        """
+        seconds = 0.0 if self.delay is None else self.delay(source.nbytes())
+        if self.stream is None:
+            copy = Copy()
+            self._queue.put((copy, _as_bytes(target), _as_bytes(source), seconds))
+            return copy
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            if seconds:
+                torch.cuda._sleep(int(seconds * _CYCLES))
+            _as_bytes(target).copy_(_as_bytes(source), non_blocking=True)
+            return StreamCopy(self.stream.record_event())
+
+
+_CYCLES = 1.5e9
+"""Of a GPU in a second, about."""
+
+
+def _as_bytes(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore
+
+
+def _serve(jobs: queue.SimpleQueue) -> None:
+    """Carry copies out until told to stop."""
+    while (job := jobs.get()) is not None:
+        copy, target, source, seconds = job
+        try:
+            time.sleep(seconds)
+            target.copy_(source)
+            copy.finish(None)
+        except BaseException as error:
+            copy.finish(error)
+        del job, copy, target, source

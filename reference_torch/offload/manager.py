@@ -1,0 +1,399 @@
+"""Who decides what is on the device: the layers of a window over the order of their uses, by plans/offload.py."""
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from plans.offload import Use, check_num_prefetch_layers, describe_statistics
+from reference_torch.offload.layer import OffloadedLayer
+from reference_torch.offload.link import Link, OffloadError
+from reference_torch.offload.memory import OffloadedMemory
+from reference_torch.offload.observe import LayerObserver
+from reference_torch.offload.order import UseOrder
+from reference_torch.offload.saved import guard_saved
+from reference_torch.offload.statistics import OffloadStatistics
+from reference_torch.recompute import internals
+
+
+class TensorOffloadManager:
+    """Keeps most layers' parameters on the host, and brings each to the device in time for its use.
+
+    Register the layers, then train as before::
+
+        manager = TensorOffloadManager(num_prefetch_layers=1)
+        for number, layer in enumerate(model.layers):
+            manager.register_layer(number, layer)
+        ...
+        loss.backward()
+        manager.step(optimizer)  # instead of optimizer.step(): layer by layer
+
+    A layer is there while its forward runs and while its backward runs, with the next ``num_prefetch_layers`` in the
+    order of uses; its gradients stay on the device, beside the optimizer's state. Whatever else reads a parameter
+    brings its layer back first. What is not registered (embedding, final norm, head) stays.
+
+    Args:
+        enabled: False: nothing is moved, and nothing registered.
+        pin_memory: lock the host's copies in place; on a GPU.
+        num_prefetch_layers: layers fetched ahead of the one in use; 0: each when it is used. As many as there are
+            layers, or more: all stay.
+
+    Raises:
+        ValueError: num_prefetch_layers is negative.
+    """
+
+    def __init__(self, enabled: bool = True, pin_memory: bool = True, num_prefetch_layers: int = 1) -> None:
+        check_num_prefetch_layers(num_prefetch_layers)
+        self.enabled, self.pin_memory, self.num_prefetch_layers = enabled, pin_memory, num_prefetch_layers
+        self.statistics = OffloadStatistics()
+        self.trace: list[str] | None = None
+        """Every move and use, where somebody makes it a list: ``+3`` fetched, ``F3`` used, ``-3`` evicted."""
+        self._link: Link | None = None
+        self._closed = False
+        self._layers: dict[int, OffloadedLayer] = {}
+        self._memories: dict[int, OffloadedMemory] = {}
+        self._order = UseOrder(num_prefetch_layers)
+        self._open: dict[int, str] = {}
+        self._pending: int | None = None
+        self._task: int | None = None
+        self._leaving: list[int] = []
+        self._pinned: set[int] = set()
+
+    # What the seed names.
+
+    @property
+    def layer_params(self) -> dict[int, list[nn.Parameter]]:
+        """The parameters of every layer."""
+        return {number: layer.parameters for number, layer in self._layers.items()}
+
+    @property
+    def layer_param_devices(self) -> dict[int, list[str]]:
+        """Where each of a layer's parameters can be read now: its device, or ``cpu`` while it is away."""
+        return {number: layer.devices() for number, layer in self._layers.items()}
+
+    @property
+    def prefetch_stream(self) -> torch.cuda.Stream | None:
+        """The stream that copies; None without a GPU, where a thread does."""
+        return None if self._link is None else self._link.stream
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """What has been moved and waited for; see OffloadStatistics."""
+        return self.statistics.as_dict()
+
+    def print_stats(self) -> None:
+        """Print a table of what has been moved and waited for."""
+        print(describe_statistics(self.stats))
+
+    def register_layer(self, layer_id: int, module: nn.Module) -> None:
+        """Offload a layer's parameters and buffers from now on; it stays on the device until another needs the room.
+
+        What is kept on the device, since its memory is not the layer's own to give away: a view of part of a memory, a
+        tensor subclass, a tensor without memory.
+
+        Args:
+            layer_id: its place in the order of forward; layers may be registered in any order.
+            module: the layer, on its device.
+
+        Raises:
+            ValueError: the number or the module is registered already; its parameters lie on no device, or on another
+                than the other layers'.
+            OffloadError: the manager is closed; the host has no room. Nothing is registered then.
+        """
+        if not self.enabled:
+            return
+        self._check_open()
+        self._check_new(layer_id, module)
+        device = self._device_of(layer_id, module)
+        link = self._link or Link(device, self.pin_memory)
+        layer = OffloadedLayer(layer_id, module, self._memories, link, self._expose)
+        layer.observer = LayerObserver(layer_id, module, layer.own_parameters, self)
+        layer.watch_state(self.require, lambda: self._settle(self._order.next_window()))
+        self._link = link
+        self._layers[layer_id] = layer
+        self._memories.update({memory.home._cdata: memory for memory in layer.memories})
+        self._order.add(layer_id)
+        self._hide()
+        self._note_bytes()
+
+    def prefetch_layer(self, layer_id: int) -> None:
+        """Begin to bring a layer to the device; nothing where it is there."""
+        layer = self._layer(layer_id)
+        moved = [memory.fetch() for memory in layer.memories]
+        if not layer.is_here:
+            layer.is_here = True
+            self._record(f"+{layer_id}")
+        self.statistics.note_copies("in", moved)
+        self._note_bytes()
+
+    def offload_layer(self, layer_id: int) -> None:
+        """Let a layer go to the host; nothing where it is there already, or is used at the moment."""
+        layer = self._layer(layer_id)
+        if not layer.is_here or layer_id in self._open or layer_id in self._pinned:
+            return
+        layer.is_here = False
+        shared = {id(m) for other in self._layers.values() if other.is_here for m in other.memories}
+        moved = [memory.leave() for memory in layer.memories if id(memory) not in shared]
+        self._leaving.append(layer_id)
+        self._record(f"-{layer_id}")
+        self.statistics.note_copies("out", moved)
+
+    def prefetch_next_layers(self, current_layer_id: int) -> None:
+        """Begin to bring what the uses after the present one need, as far as num_prefetch_layers reaches."""
+        self._layer(current_layer_id)
+        for layer_id in self._order.next_window()[: self.num_prefetch_layers]:
+            self.prefetch_layer(layer_id)
+
+    def on_forward_pre_hook(self, layer_id: int) -> None:
+        """Before a layer's forward: it is there, and the next ones are on their way."""
+        if not self.enabled:
+            return
+        if internals.runs_in_backward():
+            self._replay(layer_id)
+            return
+        self._close_stale()
+        self._order.training = torch.is_grad_enabled()
+        self._begin(Use("F", layer_id))
+
+    def on_forward_post_hook(self, layer_id: int) -> None:
+        """After a layer's forward: it leaves, unless it is one of the next that are needed."""
+        if self.enabled:
+            self._end(layer_id, ("F", "R"))
+
+    def on_backward_pre_hook(self, layer_id: int) -> None:
+        """A gradient of the layer's output has arrived: it is there again, and those before it are on their way."""
+        if not self.enabled:
+            return
+        self._end_with_backward()
+        if torch.is_grad_enabled():  # create_graph: the gradients' own graph reads what no hook of ours announces
+            self._pinned.add(layer_id)
+        if self._order.expects_replay:
+            self._pending = layer_id
+        else:
+            self._begin(Use("B", layer_id))
+
+    def on_backward_post_hook(self, layer_id: int) -> None:
+        """The gradients of the layer's inputs and parameters exist: it leaves."""
+        if self.enabled:
+            self._end(layer_id, ("B",))
+
+    def on_replay(self, parameters: list[Tensor]) -> None:
+        """A recomputed region is about to be run again, and reads these."""
+        numbers = [number for number, layer in self._layers.items() if layer.has_any(parameters)]
+        for number in numbers:
+            self._replay(number)
+
+    # Beyond the seed.
+
+    @property
+    def resident_layers(self) -> tuple[int, ...]:
+        """Layers that are on the device or on their way there."""
+        return tuple(number for number, layer in self._layers.items() if layer.is_here)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that registered layers take on the device now."""
+        return sum(memory.device_bytes for memory in self._memories.values())
+
+    def expect(self, uses: Iterable[Use]) -> None:
+        """Say in which order layers will be used next, e.g. in a pipeline's step.
+
+        What is used differs: the rest is forgotten, and the order of forward is followed, back in backward.
+        """
+        self._order.expect(uses)
+
+    def offload_all_layers(self) -> None:
+        """Let every layer go, e.g. before the first step."""
+        for layer_id in self._order.layers:
+            self.offload_layer(layer_id)
+        self._finish_leaving()
+        self.statistics.restart_peak(self.device_bytes, len(self.resident_layers))
+
+    def require(self, layer_id: int) -> None:
+        """Bring a layer back now, and wait for it; until the next use ends it is there."""
+        if layer_id == self._pending:
+            self._pending = None
+            self._begin(Use("B", layer_id))
+            return
+        layer = self._layer(layer_id)
+        if not layer.is_here:
+            self.statistics.note_use(layer_id, hit=False)
+        self.prefetch_layer(layer_id)
+        self._arrive(layer)
+
+    def _expose(self, layer_id: int) -> None:
+        """Somebody reads or writes a parameter whom no hook has announced."""
+        self.require(layer_id)
+        self._layers[layer_id].show()
+        if layer_id not in self._open:
+            self._layers[layer_id].note_change()
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step: first of what is not offloaded, then layer by layer, each written back as it leaves.
+
+        The optimizer must treat each parameter by itself, as PyTorch's do, all but LBFGS.
+        """
+        if not self.enabled or not self._layers:
+            optimizer.step()
+            return
+        self._close_stale()
+        self._pinned.clear()
+        groups = optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        order = self._order.layers
+        mine = {id(p): n for n in reversed(order) for p in self._layers[n].parameters}
+
+        def update(layer_id: int | None) -> None:
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = [p for p in params if mine.get(id(p)) == layer_id]
+            optimizer.step()
+
+        try:
+            update(None)
+            for layer_id in order:
+                self._begin(Use("S", layer_id))
+                update(layer_id)
+                self._layers[layer_id].note_change()
+                self._end(layer_id, ("S",))
+        finally:
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = params
+
+    def close(self) -> None:
+        """Bring everything back and take every hook away; a second time does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._open = {}
+        for layer in self._layers.values():
+            layer.close()
+        self._layers = {}
+        self._memories.clear()
+
+    def saved_tensor_hooks(self, layer_id: int) -> saved_tensors_hooks:
+        """What a layer's forward runs in, so that no operation's backward reads a parameter that is away."""
+        return guard_saved(self._memories, self.require_memory)
+
+    def require_memory(self, memory: OffloadedMemory) -> None:
+        """As ``require``, of the layer that has the memory."""
+        if not memory.is_home or self._pending is not None:
+            self.require(next(n for n, layer in self._layers.items() if memory in layer.memories))
+
+    # How a use goes.
+
+    def _begin(self, use: Use) -> None:
+        layer = self._layer(use.layer)
+        if self._open.get(use.layer) == use.kind:
+            return
+        for number in [number for number, kind in self._open.items() if kind == "R"]:
+            self._end(number, ("R",))
+        self._open[use.layer] = use.kind
+        self.statistics.note_use(use.layer, hit=layer.is_here)
+        window = self._order.begin(use)
+        self._settle(window)
+        self._finish_leaving()
+        for layer_id in window:
+            self.prefetch_layer(layer_id)
+        self._record(str(use))
+        self._arrive(layer)
+        self._hide()
+        layer.show()
+
+    def _hide(self) -> None:
+        """Have uses noticed of what is not in use."""
+        shown = {id(memory) for number in self._open for memory in self._layers[number].memories}
+        for memory in self._memories.values():
+            if id(memory) not in shown:
+                memory.hide()
+
+    def _end(self, layer_id: int, kinds: tuple[str, ...]) -> None:
+        if self._open.get(layer_id) not in kinds:
+            return
+        del self._open[layer_id]
+        self._hide()
+        self._settle(self._order.next_window())
+
+    def _settle(self, keep: tuple[int, ...]) -> None:
+        """Let go what is outside a window."""
+        for other in self.resident_layers:
+            if other not in keep:
+                self.offload_layer(other)
+
+    def _replay(self, layer_id: int) -> None:
+        """A layer's forward, or a part of it, runs again in backward."""
+        if layer_id in self._open:
+            return
+        if layer_id == self._pending:
+            self._pending = None
+            self._begin(Use("B", layer_id))
+        else:
+            self._begin(Use("R", layer_id))
+
+    def _end_with_backward(self) -> None:
+        """Have everything closed that is still open when the backward that is running ends."""
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._task):
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._close_stale)  # pyright: ignore
+
+    def _close_stale(self) -> None:
+        """End uses that nobody has ended: parts of a graph that were not run, exceptions."""
+        self._pending = None
+        for layer in self._layers.values():
+            if layer.observer is not None:
+                layer.observer.backward = None
+        for number, kind in list(self._open.items()):
+            self._end(number, (kind,))
+
+    def _arrive(self, layer: OffloadedLayer) -> None:
+        if self._link is not None and not layer.is_home:
+            with self.statistics.waiting(self._link.device):
+                layer.arrive()
+
+    def _finish_leaving(self) -> None:
+        leaving, self._leaving = self._leaving, []
+        for layer_id in leaving:
+            self._layers[layer_id].finish_leaving()
+
+    # What is refused.
+
+    def _layer(self, layer_id: int) -> OffloadedLayer:
+        if layer_id not in self._layers:
+            self._check_open()
+            raise ValueError(f"layer_id: expected a registered layer of {sorted(self._layers)}, got {layer_id!r}")
+        return self._layers[layer_id]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise OffloadError("manager: expected an open one, got one that close() has ended; make a new one")
+
+    def _check_new(self, layer_id: int, module: nn.Module) -> None:
+        if layer_id in self._layers:
+            raise ValueError(f"layer_id: expected one not registered yet, got {layer_id!r} a second time")
+        theirs = {id(m): n for n, layer in self._layers.items() for m in layer.module.modules()}
+        for part in module.modules():
+            if id(part) in theirs:
+                raise ValueError(
+                    f"module: expected one not registered yet, got {type(part).__name__}, which is in layer "
+                    f"{theirs[id(part)]}"
+                )
+
+    def _device_of(self, layer_id: int, module: nn.Module) -> torch.device:
+        devices = {tensor.device for tensor in chain(module.parameters(), module.buffers())}
+        allowed = devices if self._link is None else {self._link.device}
+        if any(d.type not in ("cpu", "cuda") for d in devices) or len(devices | allowed) > 1:
+            expected = "one device, cpu or cuda" if self._link is None else f"{self._link.device}, as the other layers"
+            raise ValueError(
+                f"layer {layer_id}: expected its parameters on {expected}, got {sorted(map(str, devices))}"
+            )
+        return devices.pop() if devices else torch.device("cpu") if self._link is None else self._link.device
+
+    def _note_bytes(self) -> None:
+        self.statistics.note_bytes(self.device_bytes, len(self.resident_layers))
+
+    def _record(self, event: str) -> None:
+        if self.trace is not None:
+            self.trace.append(event)

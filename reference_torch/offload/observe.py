@@ -1,0 +1,170 @@
+"""When a layer is used: what hooks on a module and on its tensors tell of forward, backward and replays.
+
+A gradient of a layer's output arrives before the layer's own gradients are computed, so it can only say that the
+layer's backward begins. It has ended when the gradients of the layer's inputs exist, and those of its parameters.
+"""
+
+import weakref
+from collections.abc import Callable
+from contextvars import Token
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from reference_torch.recompute import before_replay
+
+if TYPE_CHECKING:
+    from reference_torch.offload.manager import TensorOffloadManager
+
+
+class LayerObserver:
+    """Tells a manager of every use of a module.
+
+    Args:
+        layer_id: what the listener calls it.
+        module: the layer.
+        parameters: whose gradients its backward waits for: its own, and nobody else's.
+        listener: who is told.
+    """
+
+    def __init__(
+        self, layer_id: int, module: nn.Module, parameters: list[nn.Parameter], listener: "TensorOffloadManager"
+    ) -> None:
+        self.layer_id, self.listener = layer_id, listener
+        self.parameters, self._module = parameters, weakref.ref(module)
+        self._running: list[tuple[_Call, saved_tensors_hooks, Token]] = []
+        self.backward: _Call | None = None
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            module.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
+        ]
+        self.nodes: dict[int, Node] = {}
+        """By place among the parameters: what adds its gradient up."""
+
+    def close(self) -> None:
+        """Take every hook away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def __deepcopy__(self, memo: dict) -> "LayerObserver":
+        return self  # a copied module takes the hooks along, and does not answer to them
+
+    def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if module is not self._module():
+            return
+        self.listener.on_forward_pre_hook(self.layer_id)
+        call = _Call(self)
+        if torch.is_grad_enabled():
+            self._watch_parameters()
+            for tensor in _with_gradient((args, kwargs)):
+                call.inputs += 1
+                _boundary(tensor).add_consumer(call)
+        hooks = self.listener.saved_tensor_hooks(self.layer_id)
+        hooks.__enter__()
+        self._running.append((call, hooks, before_replay.set(self.listener.on_replay)))
+
+    def _after_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        """Also where forward has raised, the call's own hooks before it included."""
+        if not self._running or module is not self._module():
+            return
+        call, hooks, token = self._running.pop()
+        before_replay.reset(token)
+        hooks.__exit__(None, None, None)
+        if torch.is_grad_enabled():
+            for tensor in _with_gradient(output):
+                _boundary(tensor).producers.append(call)
+        self.listener.on_forward_post_hook(self.layer_id)
+
+    def _watch_parameters(self) -> None:
+        """Also those that were frozen until now."""
+        for place, parameter in enumerate(self.parameters):
+            if parameter.requires_grad and place not in self.nodes:
+                self.nodes[place] = get_gradient_edge(parameter).node
+                self._handles.append(parameter.register_hook(self._note_gradient(place)))
+
+    def _note_gradient(self, place: int) -> Callable[[Tensor], None]:
+        def note(_: Any) -> None:
+            if self.backward is not None:
+                self.backward.missing.discard(place)
+                self.backward.end_if_complete()
+
+        return note
+
+
+class _Call:
+    """One forward call of a layer, and its backward."""
+
+    def __init__(self, observer: LayerObserver) -> None:
+        self.observer = observer
+        self.inputs = 0
+        self.inputs_left = 0
+        self.missing: set[int] = set()
+        """Places of the parameters whose gradients are still to come."""
+
+    def begin(self) -> None:
+        """A gradient of the output has arrived."""
+        if self.observer.backward is self:
+            return
+        self.observer.backward = self
+        self.inputs_left = self.inputs
+        self.missing = {place for place, node in self.observer.nodes.items() if _is_reached(node)}
+        self.observer.listener.on_backward_pre_hook(self.observer.layer_id)
+
+    def input_done(self) -> None:
+        """The gradient of one more input is there."""
+        if self.observer.backward is self:
+            self.inputs_left -= 1
+            self.end_if_complete()
+
+    def end_if_complete(self) -> None:
+        """Tell, once, that everything this call computes is there."""
+        if self.inputs_left <= 0 and not self.missing:
+            self.observer.backward = None
+            self.observer.listener.on_backward_post_hook(self.observer.layer_id)
+
+
+class _Boundary:
+    """Hook of a tensor between layers: its gradient ends backwards and begins others, in this order."""
+
+    def __init__(self) -> None:
+        self._consumers: list[weakref.ref[_Call]] = []  # weak: an input may live longer than what is made of it
+        self.producers: list[_Call] = []
+
+    def add_consumer(self, call: _Call) -> None:
+        """A call reads the tensor."""
+        self._consumers = [reference for reference in self._consumers if reference() is not None]
+        self._consumers.append(weakref.ref(call))
+
+    def __call__(self, gradient: Tensor) -> None:
+        for call in filter(None, [reference() for reference in self._consumers]):
+            call.input_done()
+        for call in self.producers:
+            call.begin()
+
+
+def _boundary(tensor: Tensor) -> _Boundary:
+    """A tensor's, made on first need."""
+    found = vars(tensor).get("_offload_boundary")
+    if found is None:
+        found = vars(tensor)["_offload_boundary"] = _Boundary()
+        tensor.register_hook(found)
+    return found
+
+
+def _with_gradient(values: Any) -> list[Tensor]:
+    """Every tensor of a nest that wants a gradient, once."""
+    found = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad)
+    return list({id(tensor): tensor for tensor in found}.values())
+
+
+def _is_reached(node: Node) -> bool:
+    """Whether the backward that is running comes to a node; False where PyTorch does not say."""
+    try:
+        return torch._C._will_engine_execute_node(node)  # pyright: ignore[reportAttributeAccessIssue]
+    except RuntimeError:  # torch.autograd.grad
+        return False

@@ -1,0 +1,69 @@
+"""In which order layers are used: what was said, else what the last forward showed."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+from plans.offload import Use, expected_uses, next_layers
+
+
+class UseOrder:
+    """Past and expected uses.
+
+    Args:
+        num_prefetch_layers: how many layers ahead a window reaches.
+    """
+
+    def __init__(self, num_prefetch_layers: int) -> None:
+        self.layers: list[int] = []
+        """Registered layers in the order of forward."""
+        self.training = True
+        """Whether backward follows forward."""
+        self._num_prefetch_layers = num_prefetch_layers
+        self._pass: list[int] = []
+        self._expected: deque[Use] = deque()
+        self._last: Use | None = None
+
+    @property
+    def expects_replay(self) -> bool:
+        """Whether the next use that was announced is a replay."""
+        return bool(self._expected) and self._expected[0].kind == "R"
+
+    def add(self, layer_id: int) -> None:
+        """A layer is registered: it comes where its number says, until a forward shows otherwise."""
+        self.layers = sorted([*self.layers, layer_id])
+
+    def expect(self, uses: Iterable[Use]) -> None:
+        """Announce the next uses."""
+        self._expected = deque(uses)
+
+    def begin(self, use: Use) -> tuple[int, ...]:
+        """A use begins; returns the layers that must be there or on their way, in the order they are needed."""
+        self._last = use
+        if not self._expected:
+            self._learn(use)
+        elif self._expected.popleft() != use:
+            self._expected.clear()
+        return self._window(chain([use], self._upcoming()))
+
+    def next_window(self) -> tuple[int, ...]:
+        """The layers that the uses after the last one need first."""
+        return self._window(self._upcoming())
+
+    def _upcoming(self) -> Iterator[Use]:
+        last = self._expected[-1] if self._expected else self._last
+        if last is None or last.layer not in self.layers:
+            last = Use("S", self.layers[-1])
+        return chain(self._expected, expected_uses(self.layers, last, self.training))
+
+    def _window(self, uses: Iterable[Use]) -> tuple[int, ...]:
+        return next_layers(uses, min(self._num_prefetch_layers + 1, len(self.layers)))
+
+    def _learn(self, use: Use) -> None:
+        """Remember in which order forward goes through the layers."""
+        if use.kind == "F" and use.layer not in self._pass:
+            self._pass.append(use.layer)
+            return
+        if len(self._pass) > 1:
+            self.layers = self._pass + [number for number in self.layers if number not in self._pass]
+        self._pass = [use.layer] if use.kind == "F" else []

@@ -1,0 +1,57 @@
+"""What operations keep for backward while a layer's forward runs: parameters that may be away when it is read."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from reference_torch.offload.link import OffloadError
+from reference_torch.offload.memory import OffloadedMemory
+from reference_torch.recompute import internals
+
+
+class _Saved:
+    """A value kept for backward: a parameter's, somebody else's (``unpack``), or plainly itself."""
+
+    __slots__ = ("memory", "tensor", "unpack", "version")
+
+    def __init__(self, tensor: Any, memory: OffloadedMemory | None, unpack: Callable[[Any], Tensor] | None) -> None:
+        self.tensor, self.memory, self.unpack = tensor, memory, unpack
+        self.version = None if unpack is not None else tensor._version
+
+
+def guard_saved(
+    memories: Mapping[int, OffloadedMemory], require: Callable[[OffloadedMemory], None]
+) -> saved_tensors_hooks:
+    """Hooks under which every saved parameter is brought back before its reader reads it.
+
+    Hooks that are in force already get every other tensor.
+
+    Args:
+        memories: those that move, by the address of their storage.
+        require: brings one back.
+    """
+    outer = internals.outer_saved_tensor_hooks()
+
+    def keep(tensor: Tensor) -> _Saved:
+        memory = memories.get(internals.storage_address(tensor) or 0)
+        if memory is None and outer is not None:
+            return _Saved(outer[0](tensor), None, outer[1])
+        # Detached: a saved output that held its own graph node would be a cycle.
+        return _Saved(tensor.detach() if tensor.grad_fn is not None else tensor, memory, None)
+
+    def take(saved: _Saved) -> Tensor:
+        if saved.unpack is not None:
+            return saved.unpack(saved.tensor)
+        if saved.memory is not None:
+            require(saved.memory)
+        if saved.tensor._version != saved.version:  # PyTorch leaves this check to the hooks
+            raise OffloadError(
+                "backward: expected values kept for backward unchanged, got one modified in place (one of the "
+                f"variables needed for gradient computation is at version {saved.tensor._version}; expected version "
+                f"{saved.version})"
+            )
+        return saved.tensor
+
+    return saved_tensors_hooks(keep, take)

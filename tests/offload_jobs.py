@@ -1,0 +1,43 @@
+"""What the offload tests run on ranks."""
+
+from typing import Any
+
+import numpy as np
+
+from plans.config import TrainConfig, TransformerConfig
+from plans.offload import OffloadPlan, Use, plan_offload, rank_layers, rank_uses
+from plans.training import microbatches
+from reference_torch.groups import make_mesh
+from reference_torch.offload import TensorOffloadManager
+from reference_torch.train import Trainer
+from tests.backends import tiny_corpus
+
+
+def sizes(manager: TensorOffloadManager) -> dict[int, dict[str, int]]:
+    """Bytes of every memory of a manager's layers."""
+    return {n: {m.name: m.nbytes for m in layer.memories} for n, layer in manager._layers.items()}
+
+
+def events(plan: OffloadPlan) -> list[str]:
+    """A plan as a manager traces it."""
+    return " ".join(map(str, plan.steps)).split()
+
+
+def train_a_step(config: TransformerConfig, train: TrainConfig) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Train and validate on this rank: what came out and what differs from the plan; all parameters."""
+    mesh = make_mesh(config) if config.pipeline_model_parallel_size > 1 else None
+    trainer = Trainer(config, train, tiny_corpus(), device="cpu", mesh=mesh)
+    manager = trainer.offload
+    manager.trace = []
+    result = trainer.train_step(0)
+    told: dict[str, Any] = {"loss": result.loss, "norm": result.grad_norm, "validation": trainer.validation_loss()}
+    if manager.enabled:
+        rank, count = trainer._groups.pp_rank, microbatches(train, trainer._groups.dp_size)[1]
+        validation = rank_uses(config, count, rank, forward_only=True)
+        uses = rank_uses(config, count, rank) + [Use("S", layer) for layer in rank_layers(config, rank)] + validation
+        plan = plan_offload(uses, sizes(manager), manager.num_prefetch_layers, then=validation)
+        stats = manager.stats
+        told |= {"trace": manager.trace, "plan": events(plan)}
+        told["bytes"] = [stats["bytes_in"], stats["bytes_out"], stats["peak_bytes"], stats["misses"]]
+        told["planned bytes"] = [plan.bytes_in, plan.bytes_out, plan.peak_bytes, len(plan.late)]
+    return told, trainer.parameters()
