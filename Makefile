@@ -3,6 +3,7 @@
 # make test-all  everything, notebooks included   make bench     speed ratios
 # make install   only the environment             make clean     remove what was made
 # make bench-recompute  memory and time of every way of recomputing
+# make bench-offload    what offload moves, keeps and hides
 # make bench-pipeline   pipeline steps beside what their tables predict and beside PyTorch's own
 # make kernels-report   registers, spills and shared memory of every kernel, compiled without a GPU
 # make test-gpu         kernels compiled and run        make bench-gpu  and measured; both need one GPU
@@ -47,7 +48,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_INSTALLED := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
 ON_GPU := JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON)
 
-.PHONY: install demo check test test-all test-gpu bench bench-recompute bench-pipeline bench-gpu kernels-report clean
+.PHONY: install demo check test test-all test-gpu bench bench-recompute bench-pipeline bench-offload bench-gpu kernels-report clean
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@echo "making $(VENV): about a minute, 2 GB"
@@ -88,6 +89,9 @@ bench-recompute: $(INSTALLED)
 bench-pipeline: $(INSTALLED)
 	$(BIN)/python -m benchmarks.pipeline
 
+bench-offload: $(INSTALLED)
+	$(BIN)/python -m benchmarks.offload
+
 kernels-report: $(INSTALLED)
 	$(BIN)/python -m benchmarks.kernels_report
 
@@ -96,6 +100,7 @@ test-gpu: $(GPU_INSTALLED)
 
 bench-gpu: $(GPU_INSTALLED)
 	$(ON_GPU) -m benchmarks.kernels
+	$(ON_GPU) -m benchmarks.offload
 
 clean:
 	rm -rf $(VENV) runs build .jax_cache .pytest_cache .hypothesis .ruff_cache *.egg-info

@@ -129,6 +129,9 @@ def _origins(program: Any, known: Mapping[Any, tuple[Any, str]]) -> dict[Any, tu
             origins[equation.outvars[0]] = origins[source]
         elif kind in _SAME_VALUE and not isinstance(source, Literal) and source in origins:
             origins |= dict.fromkeys(equation.outvars, origins[source])
+        elif kind == "optimization_barrier":
+            passed = zip(equation.invars, equation.outvars, strict=True)
+            origins |= {o: origins[i] for i, o in passed if not isinstance(i, Literal) and i in origins}
         for inner in jaxprs_in_params(equation.params):  # a call: what it hands through, or names
             if len(inner.invars) == len(equation.invars) and len(inner.outvars) == len(equation.outvars):
                 passed = zip(inner.invars, equation.invars, strict=True)

@@ -76,6 +76,8 @@ class Trainer:
         check_trainable(config, train_config, self._replicas)
         whole = GPTModel(undivided(config) if config.pipeline_model_parallel_size > 1 else config)
         self._graph, params = nnx.split(whole, nnx.Param)
+        count = microbatches(train_config, self._replicas)[1]
+        self.offload = OffloadedStep(config, params, count, 1 if mesh is None else mesh.size)
         self._pipeline: PipelineStep | None = None
         self._forwards: PipelineStep | None = None
         if config.pipeline_model_parallel_size > 1 or mesh is not None:
@@ -88,10 +90,7 @@ class Trainer:
         )
         self._params: Parameters = self._staged(params)
         self._optimizer_state = self._optimizer.init(self._params)
-        self.offload: OffloadedStep | None = None
-        if config.enable_tensor_offload:
-            self.offload = OffloadedStep(config, params, microbatches(train_config)[1])
-            self._params = self.offload.place(self._params)
+        self._params = self.offload.place(self._params)
         if self._pipeline is not None:
             shardings = self._pipeline.shardings
             self._optimizer_state = self._counted(self._moments(lambda m: jax.device_put(m, shardings(m))))
@@ -104,6 +103,11 @@ class Trainer:
     def model(self) -> GPTModel:
         """The model with its present parameters, undivided."""
         return nnx.merge(self._graph, self._joined(self._params))
+
+    @property
+    def offload_statistics(self) -> dict[str, Any] | None:
+        """What offload has moved on this process; None without offload."""
+        return self.offload.stats if self.offload.enabled else None
 
     @property
     def reports(self) -> bool:
@@ -139,6 +143,7 @@ class Trainer:
             )
         tokens = train.global_batch_size * self.config.seq_length
         result = StepResult(step, loss.item(), norm.item(), rate, tokens, time.perf_counter() - start)
+        self.offload.steps_run += 1
         check_finite(result)
         self.steps_taken = step + 1
         return result
@@ -183,7 +188,7 @@ class Trainer:
         Raises:
             ValueError: names or shapes are not exactly the model's.
         """
-        self._params = self._placed(import_parameters(self._joined(self._params), values))
+        self._params = self.offload.place(self._staged(import_parameters(self._joined(self._params), values)))
 
     def save(self, folder: Path, keep: int = 2) -> Path:
         """Write a checkpoint of the run as it is between two steps; all but the newest ``keep`` are removed.
@@ -215,7 +220,8 @@ class Trainer:
         params, self._optimizer_state = import_arrays(
             self._joined(self._params), self._moments(self._joined), checkpoint.arrays, checkpoint.step
         )
-        self._params, self._optimizer_state = self._placed(params), self._counted(self._moments(self._staged))
+        self._params = self.offload.place(self._staged(params))
+        self._optimizer_state = self._counted(self._moments(self._staged))
         self.steps_taken = checkpoint.step
         return checkpoint.step
 
@@ -225,26 +231,20 @@ class Trainer:
     def _accumulate_gradients(self, params: nnx.State, batch: Batch, step: Array) -> tuple[Array, nnx.State, Layers]:
         """Mean loss of the step, its gradients, added up over microbatches, and offloaded layers left on the device."""
         size, total = self.train_config.microbatch, self.train_config.global_batch_size
-        here = {} if self.offload is None else self.offload.begin(params)
+        here = self.offload.begin(params)
         if size == total:
-            shares, here = self._gradients(params, here, batch, step)
+            shares, here = self.offload.value_and_grad(self._loss, params, here, batch, step)
             return *shares, here
 
         def add_microbatch(carry: tuple, microbatch: tuple) -> tuple[tuple, None]:
             (sums, here), (first, part) = carry, microbatch
-            shares, here = self._gradients(params, here, part, step, first=first)
+            shares, here = self.offload.value_and_grad(self._loss, params, here, part, step, first=first)
             return (jax.tree.map(lambda total_, share: total_ + share * (size / total), sums, shares), here), None
 
         zero = jnp.zeros((), self.config.params_dtype), jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params)
         parts = jax.tree.map(lambda x: x.reshape(total // size, size, -1), batch)
         (shares, here), _ = jax.lax.scan(add_microbatch, (zero, here), (jnp.arange(0, total, size), parts))
         return *shares, here
-
-    def _gradients(self, params: nnx.State, here: Layers, *args: Any, **kwargs: Any) -> tuple[tuple, Layers]:
-        """Loss and gradients of a microbatch, given and giving the offloaded layers that are on the device."""
-        if self.offload is None:
-            return jax.value_and_grad(self._loss)(params, *args, **kwargs), here
-        return self.offload.value_and_grad(self._loss, params, here, *args, **kwargs)
 
     def _loss(
         self,
@@ -287,8 +287,6 @@ class Trainer:
             new_params = jax.tree.map(lambda p, u: p - rate.astype(p.dtype) * u, params, updates)
             return keep(new_params, params), keep(new_state, state)
 
-        if self.offload is None:
-            return *change(params, optimizer_state, gradients), norm
         return *self.offload.update(change, params, optimizer_state, gradients, here or {}), norm
 
     def _decays(self, params: Parameters) -> Parameters:
@@ -299,10 +297,6 @@ class Trainer:
     def _staged(self, params: nnx.State) -> Parameters:
         """Parameters, gradients or moments of the undivided model, as they are held."""
         return params if self._pipeline is None else self._pipeline.stage_parameters(params)
-
-    def _placed(self, params: nnx.State) -> Parameters:
-        """Parameters of the undivided model, where they are between steps."""
-        return self._staged(params) if self.offload is None else self.offload.place(params)
 
     def _joined(self, params: Parameters) -> nnx.State:
         """The inverse."""

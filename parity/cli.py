@@ -24,6 +24,7 @@ from parity.config_file import with_config_file
 from parity.driver import SavePlan, run_training
 from parity.launch import check_processes, is_one_of_several, join_processes, rank, speaks, start_processes
 from parity.memory_report import block_words, print_plan
+from parity.offload_report import print_offload
 from parity.schedule_report import print_schedule
 from plans.checkpoint import MODEL, read_checkpoint, split_arrays
 from plans.communication import PipelineError
@@ -213,6 +214,8 @@ def _plan(command: Plan, console: Console) -> int:
         )
     else:
         print_plan(console, command.model, command.micro_batch_size)
+    if command.model.enable_tensor_offload:
+        print_offload(console, command)
     return 0
 
 

@@ -109,8 +109,15 @@ class Plan:
     """Microbatches of a step, of a pipeline."""
     picture: Path | None = None
     """Timeline of a pipeline to draw, .png or .svg."""
+    link_bandwidth: float = 50.0
+    """Between host and device, in GB/s; for offload."""
+    compute_rate: float = 300.0
+    """Of the device in matrix products, in TFLOP/s; for offload."""
 
     def __post_init__(self) -> None:
+        for name in ("link_bandwidth", "compute_rate"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: expected a number above 0, got {getattr(self, name)}")
         for name in ("micro_batch_size", "num_microbatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")

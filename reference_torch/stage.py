@@ -53,7 +53,12 @@ class PipelineStage(GPTModel):
 def offload_layers(stages: Sequence[PipelineStage], config: TransformerConfig) -> TensorOffloadManager:
     """A manager of all layers of some stages, which have left the device; without offload it does nothing."""
     manager = TensorOffloadManager(
-        config.enable_tensor_offload, config.tensor_offload_pin_memory, config.tensor_offload_num_prefetch_layers
+        config.enable_tensor_offload or config.enable_activation_offload,
+        config.tensor_offload_pin_memory,
+        config.tensor_offload_num_prefetch_layers,
+        parameters=config.enable_tensor_offload,
+        activations=config.enable_activation_offload,
+        activation_min_bytes=config.activation_offload_min_bytes,
     )
     for stage in stages:
         for number, layer in stage.decoder.layers.items():

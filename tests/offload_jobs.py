@@ -1,26 +1,32 @@
 """What the offload tests run on ranks."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from plans.config import TrainConfig, TransformerConfig
-from plans.offload import OffloadPlan, Use, plan_offload, rank_layers, rank_uses
+from plans.offload import OffloadPlan, Use, plan_activations, plan_offload, rank_layers, rank_uses
 from plans.training import microbatches
 from reference_torch.groups import make_mesh
-from reference_torch.offload import TensorOffloadManager
 from reference_torch.train import Trainer
 from tests.backends import tiny_corpus
-
-
-def sizes(manager: TensorOffloadManager) -> dict[int, dict[str, int]]:
-    """Bytes of every memory of a manager's layers."""
-    return {n: {m.name: m.nbytes for m in layer.memories} for n, layer in manager._layers.items()}
 
 
 def events(plan: OffloadPlan) -> list[str]:
     """A plan as a manager traces it."""
     return " ".join(map(str, plan.steps)).split()
+
+
+def activation_events(
+    uses: Sequence[Use], n: int, then: Sequence[Use] | None = None, dropped: Sequence[int] = ()
+) -> list[str]:
+    """A plan of activations as a manager traces it."""
+    found = []
+    for step in plan_activations(uses, n, then, dropped):
+        found += [f"+a{use.layer}.{use.microbatch}" for use in step.fetches]
+        found += [f"-a{step.use.layer}.{step.use.microbatch}"] if step.leaves else []
+    return found
 
 
 def train_a_step(config: TransformerConfig, train: TrainConfig) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -35,9 +41,16 @@ def train_a_step(config: TransformerConfig, train: TrainConfig) -> tuple[dict[st
         rank, count = trainer._groups.pp_rank, microbatches(train, trainer._groups.dp_size)[1]
         validation = rank_uses(config, count, rank, forward_only=True)
         uses = rank_uses(config, count, rank) + [Use("S", layer) for layer in rank_layers(config, rank)] + validation
-        plan = plan_offload(uses, sizes(manager), manager.num_prefetch_layers, then=validation)
+        plan = plan_offload(uses, manager.storages(), manager.num_prefetch_layers, then=validation)
         stats = manager.stats
-        told |= {"trace": manager.trace, "plan": events(plan)}
+        parameters = [event for event in manager.trace if "a" not in event]
+        told |= {"trace": parameters, "plan": events(plan)}
+        if config.enable_activation_offload:
+            told["activations"] = [event for event in manager.trace if "a" in event]
+            blocks = [block for stage in trainer.stages for block in stage.decoder.blocks if block.kind == "full"]
+            whole = [layer for block in blocks for layer in block.layers]
+            told["planned activations"] = activation_events(uses, manager.num_prefetch_layers, validation, whole)
+            return told, trainer.parameters()
         told["bytes"] = [stats["bytes_in"], stats["bytes_out"], stats["peak_bytes"], stats["misses"]]
         told["planned bytes"] = [plan.bytes_in, plan.bytes_out, plan.peak_bytes, len(plan.late)]
     return told, trainer.parameters()

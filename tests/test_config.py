@@ -248,6 +248,14 @@ BROKEN = {
         {"tensor_offload_num_prefetch_layers": -1},
         r"tensor_offload_num_prefetch_layers: expected an integer >= 0, got -1",
     ),
+    (TransformerConfig, "enable_activation_offload"): (
+        {"enable_activation_offload": None},
+        r"enable_activation_offload: expected True or False, got None",
+    ),
+    (TransformerConfig, "activation_offload_min_bytes"): (
+        {"activation_offload_min_bytes": -1},
+        r"activation_offload_min_bytes: expected an integer >= 0, got -1",
+    ),
     (TrainConfig, "eval_iters"): ({"eval_iters": 0}, r"eval_iters: .* got 0"),
     (TrainConfig, "min_lr below lr"): ({"lr": 1e-5}, r"min_lr: expected at most lr=1e-05, got 0\.0001; lower min_lr"),
 }

@@ -24,7 +24,7 @@ ROOMS = {
     "recompute": set(),
     "ops": {"recompute"},
     "hyper_connections": {"ops", "recompute"},
-    "transformer": {"ops", "hyper_connections", "recompute"},
+    "transformer": {"ops", "hyper_connections", "recompute", "offload"},
     "offload": {"recompute"},
     "saving": {"transformer", "offload"},
     "groups": set(),

@@ -2,7 +2,10 @@
 
 import copy
 import gc
+import os
 import pickle
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Sequence
@@ -14,10 +17,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from parity.cli import main
 from parity.compare import relative_difference
+from parity.driver import read_metrics
 from parity.tolerances import PARAMETERS
 from plans.config import TrainConfig, TransformerConfig
-from plans.offload import Use, plan_offload, step_uses
+from plans.offload import Use, layer_storages, pass_uses, plan_offload, step_uses
 from plans.partition import undivided
 from reference_torch.offload import (
     OffloadError,
@@ -29,8 +34,8 @@ from reference_torch.offload import (
 from reference_torch.offload.link import Link
 from reference_torch.offload.memory import OffloadedParameter
 from reference_torch.rank_pool import RankPool
-from reference_torch.recompute import CheckpointWithoutOutput, lazy_restore
-from tests.offload_jobs import events, sizes, train_a_step
+from reference_torch.recompute import CheckpointWithoutOutput, lazy_restore, measure_memory
+from tests.offload_jobs import activation_events, events, train_a_step
 
 LAYERS, WIDTH = 5, 8
 
@@ -76,8 +81,8 @@ def managers():
     """Makes managers, and closes them."""
     made: list[TensorOffloadManager] = []
 
-    def make(model: nn.Module | Sequence[nn.Module], n: int = 1, away: bool = True) -> TensorOffloadManager:
-        manager = TensorOffloadManager(num_prefetch_layers=n)
+    def make(model: nn.Module | Sequence[nn.Module], n: int = 1, away: bool = True, **more) -> TensorOffloadManager:
+        manager = TensorOffloadManager(num_prefetch_layers=n, **more)
         made.append(manager)
         for number, layer in enumerate(getattr(model, "layers", model)):
             manager.register_layer(number, layer)
@@ -92,7 +97,7 @@ def managers():
 
 
 def assert_as_planned(manager: TensorOffloadManager, uses, then=None, peak: bool = True) -> None:
-    plan = plan_offload(uses, sizes(manager), manager.num_prefetch_layers, then=then)
+    plan = plan_offload(uses, manager.storages(), manager.num_prefetch_layers, then=then)
     assert manager.trace == events(plan)
     stats = manager.stats
     assert (stats["bytes_in"], stats["bytes_out"]) == (plan.bytes_in, plan.bytes_out)
@@ -253,7 +258,7 @@ def test_o4_order_is_the_one_recorded(managers):
     train(plain, 1)
     train(plain, 2)
     assert_equal_state(ours, plain)
-    plan = plan_offload(step_uses((3, 0, 4, 1, 2)) * 2, sizes(manager), 1, resident=(3,))
+    plan = plan_offload(step_uses((3, 0, 4, 1, 2)) * 2, manager.storages(), 1, resident=(3,))
     assert manager.trace == events(plan)
     assert manager.stats["misses"] == before["misses"]
 
@@ -327,7 +332,7 @@ def test_o7_shared_memory_moves_once(managers):
     train(ours, 3, manager)
     train(plain, 3)
     assert_equal_state(ours, plain)
-    plan = plan_offload(step_uses(range(LAYERS)) * 3, sizes(manager), 1)
+    plan = plan_offload(step_uses(range(LAYERS)) * 3, manager.storages(), 1)
     assert manager.stats["bytes_in"] == plan.bytes_in
     assert manager.stats["peak_bytes"] == plan.peak_bytes
     assert len(manager._memories) == LAYERS * 6 - 2
@@ -631,7 +636,7 @@ def test_o10_constructor_attributes_and_door(capsys):
     train(model, 2, first)
     first.print_stats()
     text = capsys.readouterr().out
-    plan = plan_offload(step_uses(range(LAYERS)) * 2, sizes(first), 0)
+    plan = plan_offload(step_uses(range(LAYERS)) * 2, first.storages(), 0)
     assert f"{plan.bytes_in / 2**20:.1f}" in text
     assert f"{len(plan.late)} of {len(plan.steps)} uses of a layer came before it was asked for" in text
     assert "at most 1 layers" in text
@@ -724,7 +729,8 @@ def check_a_step(config: TransformerConfig, pool: RankPool | None = None) -> Non
     told = [train_a_step(config, TRAIN)] if pool is None else pool.run(job, config, TRAIN)
     for found, values in told:
         assert found["trace"] == found["plan"]
-        assert found["bytes"] == found["planned bytes"]
+        assert found.get("bytes") == found.get("planned bytes")
+        assert found.get("activations") == found.get("planned activations")
         for name in ("loss", "norm", "validation"):
             assert found[name] == pytest.approx(expected[name], rel=0 if pool is None else 1e-12, abs=0)
         for name, value in parameters.items():
@@ -734,12 +740,13 @@ def check_a_step(config: TransformerConfig, pool: RankPool | None = None) -> Non
                 assert relative_difference(values[name], value) <= PARAMETERS["float64"], name
 
 
+ACTIVATIONS = {"enable_activation_offload": True, "activation_offload_min_bytes": 256}
 PIPELINES = {
     "1f1b": {"pipeline_model_parallel_layout": "Ettt|ttL"},
     "interleaved": {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|tt|t|tL"},
     "zb-h1, full recompute": {"pipeline_schedule": "zb-h1", "pipeline_model_parallel_layout": "Ettt|ttL"}
     | MODES["full"],
-    "1f1b, mhc recomputed": {"pipeline_model_parallel_layout": "Ettt|ttL"} | MODES["mhc"],
+    "1f1b, mhc recomputed": {"pipeline_model_parallel_layout": "Ettt|ttL"} | MODES["mhc"] | ACTIVATIONS,
 }
 
 
@@ -817,6 +824,187 @@ def test_o11_saved_tensor_hooks_outside_get_everything_else(managers):
     assert len(packed) > 4 * LAYERS
     for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
+
+
+# Activations.
+
+MOVED = {"activations": True, "activation_min_bytes": 1}
+
+
+@pytest.mark.parametrize("parameters", [True, False])
+@pytest.mark.parametrize("n", [0, 1, 2, LAYERS])
+def test_activations_leave_and_come_back_as_planned(n, parameters, managers):
+    plain, ours = build(), build()
+    manager = managers(ours, n, parameters=parameters, **MOVED)
+    for a, b in zip(train(ours, 3, manager), train(plain, 3), strict=True):
+        assert torch.equal(a, b)
+    assert_equal_state(ours, plain)
+    assert [event for event in manager.trace if "a" in event] == activation_events(step_uses(range(LAYERS)) * 3, n)
+    if n >= LAYERS:
+        assert manager._activations.pool.allocated == 0
+
+
+def test_activations_are_moved_once_and_parameters_never(managers):
+    """Views leave with their base; what is small stays; the pool is full after one step."""
+
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16, 16))
+
+        def forward(self, x):
+            wide = torch.tanh(x)
+            left, right = wide[:, :8], wide[:, 8:]
+            return (left * right).exp().repeat(1, 2) @ self.weight + (wide * wide) + wide[:2, :2].square().sum().sin()
+
+    x = torch.randn(64, 16)
+    layers = nn.ModuleList(Views() for _ in range(3))
+    manager = managers(layers, 0, parameters=False, activations=True, activation_min_bytes=64)
+    allocated = []
+    for _ in range(3):
+        out = x
+        for layer in layers:
+            out = layer(out)
+        out.sum().backward()
+        allocated.append(manager._activations.pool.allocated)
+    whole, half = x.nbytes, x.nbytes // 2
+    # Of the layers that leave, all but the last: what the weight is multiplied by, and where the input wants a
+    # gradient, tanh's result and exp's.
+    assert manager.stats["bytes_out"] == manager.stats["bytes_in"] == 3 * (whole + (whole + whole + half))
+    assert allocated[1:] == allocated[:1] * 2
+
+
+def test_activations_really_leave(managers):
+    """Counted by PyTorch's allocator: what is held after forward is two groups and the boundaries."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x):
+            y = x @ self.weight
+            for _ in range(4):
+                y = torch.tanh(y)
+            return y + x
+
+    x = torch.randn(2**14, 4)
+    layers = nn.ModuleList(Wide() for _ in range(8))
+
+    def forward() -> torch.Tensor:
+        out = x
+        for layer in layers:
+            out = layer(out)
+        return out.sum()
+
+    kept = measure_memory(forward, lambda loss: loss.backward()).saved
+    managers(layers, 0, parameters=False, activations=True, activation_min_bytes=1024)
+    forward().backward()  # fills the pool
+    left = measure_memory(forward, lambda loss: loss.backward()).saved
+    assert kept >= 7 * 5 * x.nbytes
+    assert left <= 2 * 5 * x.nbytes + x.nbytes
+
+
+def test_activations_of_several_microbatches(managers):
+    """In flight together, backwards in another order, announced or not."""
+    uses = [use for m in range(3) for use in pass_uses(range(LAYERS), False, microbatch=m)]
+    for place in (1, 2, 0):
+        uses += pass_uses(range(LAYERS), True, forward=False, microbatch=place)
+    results = []
+    for announced in (None, True, False):
+        model = build()
+        if announced is not None:
+            manager = managers(model, 1, **MOVED)
+            if announced:
+                manager.expect(uses)
+        losses = [model(batch(step)).square().mean() for step in range(3)]
+        for place in (1, 2, 0):
+            losses[place].backward()
+        if announced:
+            step = [Use("S", n) for n in range(LAYERS)]
+            assert [event for event in manager.trace if "a" in event] == activation_events(uses, 1, step)
+        results.append([p.grad for p in model.parameters()])
+    for plain, *others in zip(*results, strict=True):
+        assert all(torch.equal(plain, other) for other in others)
+
+
+def test_activations_of_a_graph_that_is_kept(managers):
+    """Run through twice, in part, and differentiated again."""
+    results = []
+    for model in (build(), build()):
+        if results:
+            managers(model, 0, **MOVED)
+        x = batch().requires_grad_()
+        out = model(x).square().sum()
+        found = [*torch.autograd.grad(out, [x], retain_graph=True)]
+        out.backward(retain_graph=True)
+        out.backward()
+        (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        results.append([*found, x.grad, *(p.grad for p in model.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("when", ["in forward", "while it leaves"])
+def test_an_activation_written_after_it_was_kept_is_named(when, managers, monkeypatch):
+    class Writing(nn.Module):
+        def forward(self, x):
+            self.kept = torch.exp(x)
+            out = self.kept * 1.0
+            if when == "in forward":
+                self.kept.mul_(2.0)
+            return out
+
+    layers = nn.ModuleList([Writing(), nn.Linear(4, 4)])
+    managers(layers, 0, parameters=False, **MOVED)
+    monkeypatch.setattr(Link, "delay", lambda self, nbytes: 0.02 if when == "while it leaves" else 0.0)
+    x = torch.randn(3, 4, requires_grad=True)
+
+    def run() -> None:
+        out = layers[0](x)
+        if when == "while it leaves":
+            layers[0].kept.mul_(2.0)
+        layers[1](out).sum().backward()
+
+    with pytest.raises(OffloadError, match=r"backward: expected values kept for backward unchanged, got one modified"):
+        run()
+
+
+def test_what_a_checkpoint_drops_stays_dropped(managers):
+    """Neither PyTorch's nor ours is defeated by offload inside it."""
+
+    class Checkpointed(Net):
+        def forward(self, x):
+            x = checkpoint(self.layers[0], self.first(x), use_reentrant=False)
+            region = CheckpointWithoutOutput()
+            x = region.checkpoint(self.layers[1], x)
+            x = self.layers[2](x)
+            region.discard_output_and_register_recompute(x)
+            return self.head(self.layers[4](self.layers[3](x)))
+
+    plain, ours = build(kind=Checkpointed), build(kind=Checkpointed)
+    manager = managers(ours, 0, **MOVED)
+    train(ours, 3, manager)
+    train(plain, 3)
+    assert_equal_state(ours, plain)
+    assert not {"-a0.0", "-a1.0"} & set(manager.trace)
+    assert "-a2.0" in manager.trace
+
+
+def test_hooks_of_a_caller_get_the_activations(managers):
+    ours, packed = build(), []
+    manager = managers(ours, 0, **MOVED)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        out = ours(batch())
+    out.sum().backward()
+    assert packed
+    assert not [event for event in manager.trace if "a" in event]
+
+
+@pytest.mark.parametrize("mode", [m if m == "mhc" else pytest.param(m, marks=pytest.mark.slow) for m in MODES])
+def test_activations_and_parameters_in_training(mode):
+    check_a_step(replace(CONFIG, **MODES[mode], **ACTIVATIONS))
 
 
 # A slow link.
@@ -934,3 +1122,39 @@ def test_a_copy_that_fails_is_named(managers, monkeypatch):
     train(model, 2, manager)
     train(plain, 2)
     assert_equal_state(model, plain)
+
+
+def test_the_example_runs(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "examples/tensor_offload/simple_test.py"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"PYTHONPATH": "."},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("equal, bit for bit\n")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_the_command_ends_with_the_statistics(backend, tmp_path, capsys):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    command = (
+        f"train --backend {backend} --hidden-size 16 --num-layers 3 --num-attention-heads 2 --seq-length 8 "
+        "--train-iters 2 --eval-iters 1 --global-batch-size 2 --enable-tensor-offload --save"
+    )
+    assert main([*command.split(), str(tmp_path / "run"), "--data-path", str(corpus)]) == 0
+    (line,) = (line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "offload" in line)
+    plan = plan_offload(step_uses(range(3)), layer_storages(TransformerConfig(**MODEL)), 1)
+    assert line["offload"]["peak_bytes"] == plan.peak_bytes
+    assert line["offload"]["peak_layers"] == 2
+    assert line["step"] == 2
+    text = capsys.readouterr().out
+    assert f"{line['offload']['copies_in']:,}" in text
+    assert "at most 2 layers" in text
+
+
+MODEL = {"hidden_size": 16, "num_layers": 3, "num_attention_heads": 2, "enable_hyper_connections": True}

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 from jax import Array
@@ -96,11 +96,3 @@ def active_pass() -> Pass | None:
 
 
 _ACTIVE: ContextVar[Pass | None] = ContextVar("pass through offloaded layers", default=None)
-
-
-def storages_of(layers: Mapping[int, Sequence[Any]]) -> dict[int, dict[str, int]]:
-    """Bytes of every array of every layer, as plan_offload wants them."""
-    return {
-        number: {f"{number}.{place}": array.size * array.dtype.itemsize for place, array in enumerate(arrays)}
-        for number, arrays in layers.items()
-    }

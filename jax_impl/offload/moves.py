@@ -1,5 +1,6 @@
 """What a program moves between host and device, read from its jaxpr: not what was asked for, but what is compiled."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,17 +12,14 @@ LAYERS = ("decoder", "layers")
 
 
 class Move(NamedTuple):
-    """A copy of an array of a layer."""
+    """A copy of a layer, or a use of it."""
 
-    direction: str
-    """``+`` to the device, ``-`` to the host."""
-    layer: int | None
-    """None: of what is no layer's."""
-    products: int
-    """The longest chain of matrix products that the copy waits for."""
-
-    def __str__(self) -> str:
-        return f"{self.direction}{self.layer}"
+    event: str
+    """``+3`` copied to the device, ``F3`` used, ``-3`` copied to the host, as in a trace; ``+None`` of no layer."""
+    arrays: int
+    """Copied one after the other; 0 of a use."""
+    waits_for: int
+    """The longest chain of equations that lead to what the first copy reads; of a use, 0."""
 
 
 def layer_numbers(tree: Any) -> list[int | None]:
@@ -35,19 +33,24 @@ def layer_numbers(tree: Any) -> list[int | None]:
 
 
 def moves_of(program: Any, arguments: Any, results: Any) -> list[Move]:
-    """Every copy between host and device, in the order of the program; what a loop repeats, as often as it does.
+    """Every copy between host and device, and every use, in the order of the program; loops are rolled out.
+
+    What leaves the device without being copied leaves no mark in a program.
 
     Args:
         program: by jax.make_jaxpr.
         arguments: of the function, as one tree; for their paths.
         results: the function's, or their shapes.
     """
-    inner = program.jaxpr
-    reader = _Reader()
-    origins = dict(zip(inner.invars, layer_numbers(arguments), strict=True))
-    targets = {v: n for v, n in zip(inner.outvars, layer_numbers(results), strict=True) if not isinstance(v, Literal)}
-    reader.read(inner, origins, targets, {})
+    inner, reader = program.jaxpr, _Reader()
+    layers = dict(zip(inner.invars, layer_numbers(arguments), strict=True))
+    targets = dict(_pairs(inner.outvars, layer_numbers(results)))
+    reader.read(inner, layers, targets, {})
     return reader.moves
+
+
+_USE = re.compile(r"\b[FRBS]\d+\b")
+"""Name of a scope that is a use."""
 
 
 class _Reader:
@@ -56,63 +59,66 @@ class _Reader:
     def __init__(self) -> None:
         self.moves: list[Move] = []
 
-    def read(self, program: Any, origins: dict, targets: dict, depths: dict) -> dict:
+    def read(self, program: Any, layers: dict, targets: dict, chains: dict) -> int:
         """Note a program's moves.
 
         Args:
             program: a jaxpr.
-            origins: of inputs: the layer they are parameters of.
+            layers: of inputs: the layer they are parameters of; gets those of other variables.
             targets: of results: the layer they are parameters of.
-            depths: of inputs: the longest chain of matrix products they are made by.
+            chains: of inputs: the longest chain of equations that lead to them; gets those of other variables.
 
         Returns:
-            The depths of all variables.
+            The longest chain of all.
         """
-        targets = _behind_barriers(program, targets)
+        for equation in reversed(program.eqns):  # what becomes a result by a barrier
+            if equation.primitive.name == "optimization_barrier":
+                targets.update({i: targets[o] for i, o in _pairs(equation.invars, equation.outvars) if o in targets})
         for equation in program.eqns:
             kind = equation.primitive.name
-            ins = [v for v in equation.invars if not isinstance(v, Literal)]
-            depth = max((depths.get(v, 0) for v in ins), default=0)
+            used = _USE.search(str(equation.source_info.name_stack))
+            if used and (not self.moves or self.moves[-1].event != used.group()):
+                self.moves.append(Move(used.group(), 0, 0))
+            chain = 1 + max((chains.get(v, 0) for v in equation.invars if not isinstance(v, Literal)), default=0)
             if kind == "optimization_barrier":
-                origins.update({o: origins.get(i) for i, o in _pairs(equation.invars, equation.outvars)})
+                layers.update({o: layers[i] for i, o in _pairs(equation.invars, equation.outvars) if i in layers})
             elif kind == "device_put":
-                self._note(equation, origins, targets, depths)
-            depth = max([depth + (kind == "dot_general"), *self._inside(equation, origins, targets, depths)])
-            depths.update(dict.fromkeys(equation.outvars, depth))
-        return depths
+                self._note(equation, layers, targets, chains)
+            chain = max(chain, self._inside(equation, layers, targets, chains))
+            chains.update(dict.fromkeys(equation.outvars, chain))
+        return max(chains.values(), default=0)
 
-    def _inside(self, equation: Any, origins: dict, targets: dict, depths: dict) -> list[int]:
-        """Read the programs an equation calls; their depths."""
-        found, before = [], len(self.moves)
+    def _inside(self, equation: Any, layers: Mapping, targets: Mapping, chains: Mapping) -> int:
+        """Read the programs that an equation calls; their longest chain."""
+        longest, before = 0, len(self.moves)
         for inner in jaxprs_in_params(equation.params):
-            if len(inner.invars) != len(equation.invars):
-                continue
-            pairs = _pairs(equation.invars, inner.invars)
-            within = {i: origins.get(o) for o, i in pairs}
-            onto = {i: targets.get(o) for i, o in _pairs(inner.outvars, equation.outvars)}
-            known = self.read(inner, within, onto, {i: depths.get(o, 0) for o, i in pairs})
-            found += known.values()
+            if len(inner.invars) == len(equation.invars):
+                inputs = _pairs(equation.invars, inner.invars)
+                outputs = _pairs(inner.outvars, equation.outvars)
+                within, onto, known = (
+                    {b: names[a] for a, b in pairs if a in names}
+                    for pairs, names in ((inputs, layers), ([(o, i) for i, o in outputs], targets), (inputs, chains))
+                )
+                longest = max(longest, self.read(inner, within, onto, known))
         self.moves += self.moves[before:] * (equation.params.get("length", 1) - 1)
-        return found
+        return longest
 
-    def _note(self, equation: Any, origins: Mapping, targets: Mapping, depths: Mapping) -> None:
+    def _note(self, equation: Any, layers: Mapping, targets: Mapping, chains: Mapping) -> None:
+        host, device = jax.memory.Space.Host, jax.memory.Space.Device
         for source, target in _pairs(equation.invars, equation.outvars):
             spaces = source.aval.memory_space, target.aval.memory_space
-            if spaces == (jax.memory.Space.Host, jax.memory.Space.Device):
-                self.moves.append(Move("+", origins.get(source), depths.get(source, 0)))
-            elif spaces == (jax.memory.Space.Device, jax.memory.Space.Host):
-                self.moves.append(Move("-", targets.get(target), depths.get(source, 0)))
-
-
-def _behind_barriers(program: Any, targets: Mapping) -> dict:
-    """Targets, and what becomes one by a barrier."""
-    found = dict(targets)
-    for equation in reversed(program.eqns):
-        if equation.primitive.name == "optimization_barrier":
-            found.update({i: found[o] for i, o in _pairs(equation.invars, equation.outvars) if o in found})
-    return found
+            if spaces == (host, device):
+                event = f"+{layers.get(source)}"
+            elif spaces == (device, host):
+                event = f"-{targets.get(target)}"
+            else:
+                continue
+            if self.moves and self.moves[-1].event == event:
+                self.moves[-1] = self.moves[-1]._replace(arrays=self.moves[-1].arrays + 1)
+            else:
+                self.moves.append(Move(event, 1, chains.get(source, 0)))
 
 
 def _pairs(first: Sequence, second: Sequence) -> list[tuple]:
-    """Two lists side by side, without what is no variable."""
-    return [(a, b) for a, b in zip(first, second, strict=False) if not isinstance(a, Literal)]
+    """Two lists side by side, without what is a constant in the first."""
+    return [(a, b) for a, b in zip(first, second, strict=True) if not isinstance(a, Literal)]

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
-from jax_impl.offload.device import Device, Layers, Pass, active_pass, storages_of
+from jax_impl.offload.device import Device, Layers, Pass, active_pass
 from jax_impl.offload.layer import Kept, LayerRule
 from plans.config import TransformerConfig
-from plans.offload import Step, Use, pass_uses, plan_offload, replays_layers
+from plans.offload import Step, Use, layer_storages, pass_uses, plan_offload, replays_layers
 from plans.recompute import recompute_blocks
 
 LayerFunction = Callable[[int, Any, Array, Any], Array]
@@ -59,22 +59,22 @@ def run_offloaded(
         return layer_fn(number, jax.tree.unflatten(structures[number], layer), hidden_states, whole)
 
     found = active_pass()
-    stack = _Stack(run, config, tuple(parameters), found or _lone_pass(config, leaves), found is not None)
+    numbers = tuple(parameters)
+    stack = _Stack(run, config, numbers, found or _lone_pass(config, numbers), found is not None)
     through = jax.custom_vjp(stack.infer)
     through.defvjp(stack.forward, stack.backward)
     taps = _Taps(stack.told.gradients, stack.told.stay)
     return through(leaves, stack.told.here, taps, hidden_states, arrays)
 
 
-def _lone_pass(config: TransformerConfig, layers: Layers) -> Pass:
+def _lone_pass(config: TransformerConfig, numbers: tuple[int, ...]) -> Pass:
     """A forward and backward after which nothing is said to come."""
-    uses = pass_uses([*layers], True, recompute_blocks(config))
-    steps = _plan(config, uses, layers)
-    return Pass(steps[: len(layers)], steps[len(layers) :], {}, {}, {})
+    steps = _plan(config, pass_uses(numbers, True, recompute_blocks(config)))
+    return Pass(steps[: len(numbers)], steps[len(numbers) :], {}, {}, {})
 
 
-def _plan(config: TransformerConfig, uses: Sequence[Use], layers: Layers) -> tuple[Step, ...]:
-    return plan_offload(uses, storages_of(layers), config.tensor_offload_num_prefetch_layers, then=()).steps
+def _plan(config: TransformerConfig, uses: Sequence[Use]) -> tuple[Step, ...]:
+    return plan_offload(uses, layer_storages(config), config.tensor_offload_num_prefetch_layers, then=()).steps
 
 
 class _Taps(NamedTuple):
@@ -123,10 +123,11 @@ class _Stack:
     def infer(self, hosts: Layers, here: Layers, taps: _Taps, x: Array, arrays: dict[int, Array]) -> Array:
         """Forward that no backward follows."""
         device = Device(hosts, {}, self.told.trace)
-        for step in _plan(self._config, pass_uses(self._numbers, False), hosts):
+        for step in _plan(self._config, pass_uses(self._numbers, False)):
             number = step.use.layer
             x = device.begin(step, x)
-            x = self._run(number, arrays, device.here[number], x)
+            with jax.named_scope(str(step.use)):
+                x = self._run(number, arrays, device.here[number], x)
             device.end(step)
         return x
 
@@ -139,7 +140,8 @@ class _Stack:
             number = step.use.layer
             x = device.begin(step, x)
             run = partial(self._run, number, arrays)
-            x, kept[number] = self._rules[number].forward(run, device.here[number], x)
+            with jax.named_scope(str(step.use)):
+                x, kept[number] = self._rules[number].forward(run, device.here[number], x)
             device.end(step)
         return x, _Residuals(hosts, device.here, kept, arrays)
 
@@ -155,10 +157,11 @@ class _Stack:
                 layer = layer if layer.x is not None else layer._replace(x=x)
                 layer, grad = jax.lax.optimization_barrier((layer, grad))
             grad = device.begin(step, grad)
-            if step.use.kind == "R":
-                x, kept[number] = rule.replay(run, device.here[number], layer)
-            else:
-                gradients[number], grad = rule.backward(run, device.here[number], layer, grad)
+            with jax.named_scope(str(step.use)):
+                if step.use.kind == "R":
+                    x, kept[number] = rule.replay(run, device.here[number], layer)
+                else:
+                    gradients[number], grad = rule.backward(run, device.here[number], layer, grad)
             device.end(step)
         if not self._has_taps:
             return jax.tree.map(_into_memory_of, residuals.hosts, gradients), None, _Taps({}, {}), grad, None

@@ -131,6 +131,10 @@ class TransformerConfig:
     """PyTorch, on a GPU: lock the host's copies in place, for copies that run beside the computation."""
     tensor_offload_num_prefetch_layers: int = 1
     """Layers fetched ahead of the one in use; 0: each when it is used."""
+    enable_activation_offload: bool = False
+    """Move what layers keep for backward to host memory between their forward and their backward."""
+    activation_offload_min_bytes: int = 2**20
+    """PyTorch: what takes fewer bytes stays on the device."""
     seed: int = 0
     """Seed of initial parameters and dropout."""
 
@@ -273,4 +277,6 @@ MODEL_RULES: tuple[Rule, ...] = (
     flag("enable_tensor_offload"),
     flag("tensor_offload_pin_memory"),
     count("tensor_offload_num_prefetch_layers", least=0),
+    flag("enable_activation_offload"),
+    count("activation_offload_min_bytes", least=0),
 )

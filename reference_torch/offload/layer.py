@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -24,6 +25,7 @@ class OffloadedLayer:
         known: memories of other layers, by address of their storage; those it shares are taken from there.
         link: to the host.
         expose: called with the number when a tensor is used while the layer is not.
+        moves: whether its memories move.
 
     Raises:
         OffloadError: the host has no room.
@@ -36,6 +38,7 @@ class OffloadedLayer:
         known: Mapping[int, OffloadedMemory],
         link: Link,
         expose: Callable[[int], None],
+        moves: bool = True,
     ) -> None:
         self.layer_id, self.module, self.is_here = layer_id, module, True
         self.observer: LayerObserver | None = None
@@ -46,7 +49,7 @@ class OffloadedLayer:
         self._handles: list[RemovableHandle] = []
         self._ids = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
         self._memory_of: dict[int, OffloadedMemory] = {}
-        for address, (storage, tensors) in self._by_storage().items():
+        for address, (storage, tensors) in self._by_storage().items() if moves else ():
             memory = known.get(address)
             reason = _reason_to_keep(storage, list(tensors.values())) if memory is None else None
             if reason is not None:
@@ -165,6 +168,38 @@ class OffloadedLayer:
             storage = tensor.untyped_storage()
             found.setdefault(storage._cdata, (storage, {}))[1][name] = tensor
         return found
+
+
+def check_new(layer_id: int, module: nn.Module, layers: Mapping[int, OffloadedLayer]) -> None:
+    """Refuse what is registered already.
+
+    Raises:
+        ValueError: the number, the module or a part of it is.
+    """
+    if layer_id in layers:
+        raise ValueError(f"layer_id: expected one not registered yet, got {layer_id!r} a second time")
+    theirs = {id(part): number for number, layer in layers.items() for part in layer.module.modules()}
+    for part in module.modules():
+        if id(part) in theirs:
+            raise ValueError(
+                f"module: expected one not registered yet, got {type(part).__name__}, which is in layer "
+                f"{theirs[id(part)]}"
+            )
+
+
+def device_of(layer_id: int, module: nn.Module, of_others: torch.device | None = None) -> torch.device:
+    """Where a layer is computed.
+
+    Raises:
+        ValueError: on no device, on several, or on another than the other layers.
+    """
+    devices = {tensor.device for tensor in chain(module.parameters(), module.buffers())}
+    allowed = devices if of_others is None else {of_others}
+    if any(device.type not in ("cpu", "cuda") for device in devices) or len(devices | allowed) > 1:
+        expected = "one device, cpu or cuda" if of_others is None else f"{of_others}, as the other layers"
+        found = sorted(map(str, devices))
+        raise ValueError(f"layer {layer_id}: expected its parameters on {expected}, got {found}")
+    return next(iter(devices | allowed), torch.device("cpu"))
 
 
 def _for_each(memories: Iterable[OffloadedMemory], act: Callable[[OffloadedMemory], object]) -> None:

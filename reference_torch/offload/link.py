@@ -88,16 +88,24 @@ class Link:
         Raises:
             OffloadError: the host has no room.
         """
+        memory = self.host_memory(storage.nbytes())
+        memory.copy_(storage)
+        return memory
+
+    def host_memory(self, nbytes: int) -> UntypedStorage:
+        """New host memory.
+
+        Raises:
+            OffloadError: the host has no room.
+        """
         try:
-            master = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self.pins).untyped_storage()
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pins).untyped_storage()
         except RuntimeError as error:
             kind = "pinned " if self.pins else ""
             raise OffloadError(
-                f"offload: expected {storage.nbytes()} bytes of {kind}host memory, got: {str(error).splitlines()[0]}; "
+                f"offload: expected {nbytes} bytes of {kind}host memory, got: {str(error).splitlines()[0]}; "
                 "offload fewer layers, or take --no-tensor-offload-pin-memory"
             ) from error
-        master.copy_(storage)
-        return master
 
     def copy(self, target: UntypedStorage, source: UntypedStorage) -> Copy:
         """Copy all bytes of one storage to another of the same size, after what has been computed so far.

@@ -1,7 +1,6 @@
 """Who decides what is on the device: the layers of a window over the order of their uses, by plans/offload.py."""
 
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -9,10 +8,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from plans.offload import Use, check_num_prefetch_layers, describe_statistics
-from reference_torch.offload.layer import OffloadedLayer
+from reference_torch.offload.activations import ActivationGroup, ActivationOffload
+from reference_torch.offload.layer import OffloadedLayer, check_new, device_of
 from reference_torch.offload.link import Link, OffloadError
 from reference_torch.offload.memory import OffloadedMemory
 from reference_torch.offload.observe import LayerObserver
+from reference_torch.offload.optimizer import OptimizerParts
 from reference_torch.offload.order import UseOrder
 from reference_torch.offload.saved import guard_saved
 from reference_torch.offload.statistics import OffloadStatistics
@@ -40,17 +41,33 @@ class TensorOffloadManager:
         pin_memory: lock the host's copies in place; on a GPU.
         num_prefetch_layers: layers fetched ahead of the one in use; 0: each when it is used. As many as there are
             layers, or more: all stay.
+        parameters: offload layers' parameters.
+        activations: offload what layers keep for backward, but for the ``num_prefetch_layers + 1`` layers whose
+            backwards come next.
+        activation_min_bytes: what takes less stays.
 
     Raises:
         ValueError: num_prefetch_layers is negative.
     """
 
-    def __init__(self, enabled: bool = True, pin_memory: bool = True, num_prefetch_layers: int = 1) -> None:
+    def __init__(
+        self,
+        enabled: bool = True,
+        pin_memory: bool = True,
+        num_prefetch_layers: int = 1,
+        *,
+        parameters: bool = True,
+        activations: bool = False,
+        activation_min_bytes: int = 2**20,
+    ) -> None:
         check_num_prefetch_layers(num_prefetch_layers)
         self.enabled, self.pin_memory, self.num_prefetch_layers = enabled, pin_memory, num_prefetch_layers
         self.statistics = OffloadStatistics()
         self.trace: list[str] | None = None
         """Every move and use, where somebody makes it a list: ``+3`` fetched, ``F3`` used, ``-3`` evicted."""
+        self._parameters, self._wants_activations = parameters, activations
+        self._activation_min_bytes = activation_min_bytes
+        self._activations: ActivationOffload | None = None
         self._link: Link | None = None
         self._closed = False
         self._layers: dict[int, OffloadedLayer] = {}
@@ -61,8 +78,6 @@ class TensorOffloadManager:
         self._task: int | None = None
         self._leaving: list[int] = []
         self._pinned: set[int] = set()
-
-    # What the seed names.
 
     @property
     def layer_params(self) -> dict[int, list[nn.Parameter]]:
@@ -85,7 +100,7 @@ class TensorOffloadManager:
         return self.statistics.as_dict()
 
     def print_stats(self) -> None:
-        """Print a table of what has been moved and waited for."""
+        """Print what has been moved and waited for."""
         print(describe_statistics(self.stats))
 
     def register_layer(self, layer_id: int, module: nn.Module) -> None:
@@ -106,18 +121,20 @@ class TensorOffloadManager:
         if not self.enabled:
             return
         self._check_open()
-        self._check_new(layer_id, module)
-        device = self._device_of(layer_id, module)
-        link = self._link or Link(device, self.pin_memory)
-        layer = OffloadedLayer(layer_id, module, self._memories, link, self._expose)
+        check_new(layer_id, module, self._layers)
+        link = self._link or Link(device_of(layer_id, module), self.pin_memory)
+        device_of(layer_id, module, link.device)
+        layer = OffloadedLayer(layer_id, module, self._memories, link, self._expose, self._parameters)
         layer.observer = LayerObserver(layer_id, module, layer.own_parameters, self)
         layer.watch_state(self.require, lambda: self._settle(self._order.next_window()))
         self._link = link
+        if self._wants_activations and self._activations is None:
+            self._activations = ActivationOffload(link, self.statistics, self._activation_min_bytes, self._record)
         self._layers[layer_id] = layer
         self._memories.update({memory.home._cdata: memory for memory in layer.memories})
         self._order.add(layer_id)
         self._hide()
-        self._note_bytes()
+        self.statistics.note_bytes(self.device_bytes, len(self.resident_layers))
 
     def prefetch_layer(self, layer_id: int) -> None:
         """Begin to bring a layer to the device; nothing where it is there."""
@@ -127,7 +144,7 @@ class TensorOffloadManager:
             layer.is_here = True
             self._record(f"+{layer_id}")
         self.statistics.note_copies("in", moved)
-        self._note_bytes()
+        self.statistics.note_bytes(self.device_bytes, len(self.resident_layers))
 
     def offload_layer(self, layer_id: int) -> None:
         """Let a layer go to the host; nothing where it is there already, or is used at the moment."""
@@ -160,8 +177,7 @@ class TensorOffloadManager:
 
     def on_forward_post_hook(self, layer_id: int) -> None:
         """After a layer's forward: it leaves, unless it is one of the next that are needed."""
-        if self.enabled:
-            self._end(layer_id, ("F", "R"))
+        self._end(layer_id, ("F", "R"))
 
     def on_backward_pre_hook(self, layer_id: int) -> None:
         """A gradient of the layer's output has arrived: it is there again, and those before it are on their way."""
@@ -177,16 +193,13 @@ class TensorOffloadManager:
 
     def on_backward_post_hook(self, layer_id: int) -> None:
         """The gradients of the layer's inputs and parameters exist: it leaves."""
-        if self.enabled:
-            self._end(layer_id, ("B",))
+        self._end(layer_id, ("B",))
 
     def on_replay(self, parameters: list[Tensor]) -> None:
         """A recomputed region is about to be run again, and reads these."""
         numbers = [number for number, layer in self._layers.items() if layer.has_any(parameters)]
         for number in numbers:
             self._replay(number)
-
-    # Beyond the seed.
 
     @property
     def resident_layers(self) -> tuple[int, ...]:
@@ -197,6 +210,15 @@ class TensorOffloadManager:
     def device_bytes(self) -> int:
         """Bytes that registered layers take on the device now."""
         return sum(memory.device_bytes for memory in self._memories.values())
+
+    def storages(self) -> dict[int, dict[str, int]]:
+        """Bytes of every memory of every layer; as plans.offload.plan_offload takes them."""
+        return {n: {memory.name: memory.nbytes for memory in layer.memories} for n, layer in self._layers.items()}
+
+    def set_link_delay(self, seconds: Callable[[int], float] | None) -> None:
+        """Have every copy of so many bytes take longer, to see what a slow link does; None: as fast as it is."""
+        if self._link is not None:
+            self._link.delay = seconds
 
     def expect(self, uses: Iterable[Use]) -> None:
         """Say in which order layers will be used next, e.g. in a pipeline's step.
@@ -241,26 +263,16 @@ class TensorOffloadManager:
             return
         self._close_stale()
         self._pinned.clear()
-        groups = optimizer.param_groups
-        whole = [group["params"] for group in groups]
-        order = self._order.layers
-        mine = {id(p): n for n in reversed(order) for p in self._layers[n].parameters}
-
-        def update(layer_id: int | None) -> None:
-            for group, params in zip(groups, whole, strict=True):
-                group["params"] = [p for p in params if mine.get(id(p)) == layer_id]
-            optimizer.step()
-
+        parts = OptimizerParts(optimizer, {n: self._layers[n].parameters for n in reversed(self._order.layers)})
         try:
-            update(None)
-            for layer_id in order:
+            parts.step(None)
+            for layer_id in self._order.layers:
                 self._begin(Use("S", layer_id))
-                update(layer_id)
+                parts.step(layer_id)
                 self._layers[layer_id].note_change()
                 self._end(layer_id, ("S",))
         finally:
-            for group, params in zip(groups, whole, strict=True):
-                group["params"] = params
+            parts.join()
 
     def close(self) -> None:
         """Bring everything back and take every hook away; a second time does nothing."""
@@ -273,9 +285,20 @@ class TensorOffloadManager:
         self._layers = {}
         self._memories.clear()
 
-    def saved_tensor_hooks(self, layer_id: int) -> saved_tensors_hooks:
-        """What a layer's forward runs in, so that no operation's backward reads a parameter that is away."""
-        return guard_saved(self._memories, self.require_memory)
+    def saved_tensor_hooks(self, group: ActivationGroup | None) -> saved_tensors_hooks:
+        """What a layer's forward runs in, so that no operation's backward reads what is away."""
+        return guard_saved(self._memories, self.require_memory, self._activations, group)
+
+    def new_group(self) -> ActivationGroup | None:
+        """What the forward that has begun keeps for backward; None: it keeps nothing that moves."""
+        if self._activations is None or not torch.is_grad_enabled() or internals.runs_in_backward():
+            return None
+        return ActivationGroup(self._order.current, self._order.current in self._order.next_backwards())
+
+    def end_group(self, group: ActivationGroup) -> None:
+        """The forward has ended: what it keeps may leave."""
+        if self._activations is not None:
+            self._activations.leave(group)
 
     def require_memory(self, memory: OffloadedMemory) -> None:
         """As ``require``, of the layer that has the memory."""
@@ -297,6 +320,9 @@ class TensorOffloadManager:
         self._finish_leaving()
         for layer_id in window:
             self.prefetch_layer(layer_id)
+        if self._activations is not None and use.kind in ("B", "R"):
+            replayed = (self._order.current._replace(kind="F"),)
+            self._activations.fetch(replayed if use.kind == "R" else self._order.next_backwards(with_current=True))
         self._record(str(use))
         self._arrive(layer)
         self._hide()
@@ -318,9 +344,8 @@ class TensorOffloadManager:
 
     def _settle(self, keep: tuple[int, ...]) -> None:
         """Let go what is outside a window."""
-        for other in self.resident_layers:
-            if other not in keep:
-                self.offload_layer(other)
+        for other in [number for number in self.resident_layers if number not in keep]:
+            self.offload_layer(other)
 
     def _replay(self, layer_id: int) -> None:
         """A layer's forward, or a part of it, runs again in backward."""
@@ -369,30 +394,6 @@ class TensorOffloadManager:
     def _check_open(self) -> None:
         if self._closed:
             raise OffloadError("manager: expected an open one, got one that close() has ended; make a new one")
-
-    def _check_new(self, layer_id: int, module: nn.Module) -> None:
-        if layer_id in self._layers:
-            raise ValueError(f"layer_id: expected one not registered yet, got {layer_id!r} a second time")
-        theirs = {id(m): n for n, layer in self._layers.items() for m in layer.module.modules()}
-        for part in module.modules():
-            if id(part) in theirs:
-                raise ValueError(
-                    f"module: expected one not registered yet, got {type(part).__name__}, which is in layer "
-                    f"{theirs[id(part)]}"
-                )
-
-    def _device_of(self, layer_id: int, module: nn.Module) -> torch.device:
-        devices = {tensor.device for tensor in chain(module.parameters(), module.buffers())}
-        allowed = devices if self._link is None else {self._link.device}
-        if any(d.type not in ("cpu", "cuda") for d in devices) or len(devices | allowed) > 1:
-            expected = "one device, cpu or cuda" if self._link is None else f"{self._link.device}, as the other layers"
-            raise ValueError(
-                f"layer {layer_id}: expected its parameters on {expected}, got {sorted(map(str, devices))}"
-            )
-        return devices.pop() if devices else torch.device("cpu") if self._link is None else self._link.device
-
-    def _note_bytes(self) -> None:
-        self.statistics.note_bytes(self.device_bytes, len(self.resident_layers))
 
     def _record(self, event: str) -> None:
         if self.trace is not None:

@@ -15,6 +15,7 @@ from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from reference_torch.offload.activations import ActivationGroup
 from reference_torch.recompute import before_replay
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class LayerObserver:
     ) -> None:
         self.layer_id, self.listener = layer_id, listener
         self.parameters, self._module = parameters, weakref.ref(module)
-        self._running: list[tuple[_Call, saved_tensors_hooks, Token]] = []
+        self._running: list[tuple[_Call, ActivationGroup | None, saved_tensors_hooks, Token]] = []
         self.backward: _Call | None = None
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -59,26 +60,29 @@ class LayerObserver:
             return
         self.listener.on_forward_pre_hook(self.layer_id)
         call = _Call(self)
+        group = self.listener.new_group()
         if torch.is_grad_enabled():
             self._watch_parameters()
             for tensor in _with_gradient((args, kwargs)):
                 call.inputs += 1
                 _boundary(tensor).add_consumer(call)
-        hooks = self.listener.saved_tensor_hooks(self.layer_id)
+        hooks = self.listener.saved_tensor_hooks(group)
         hooks.__enter__()
-        self._running.append((call, hooks, before_replay.set(self.listener.on_replay)))
+        self._running.append((call, group, hooks, before_replay.set(self.listener.on_replay)))
 
     def _after_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Also where forward has raised, the call's own hooks before it included."""
         if not self._running or module is not self._module():
             return
-        call, hooks, token = self._running.pop()
+        call, group, hooks, token = self._running.pop()
         before_replay.reset(token)
         hooks.__exit__(None, None, None)
         if torch.is_grad_enabled():
             for tensor in _with_gradient(output):
                 _boundary(tensor).producers.append(call)
         self.listener.on_forward_post_hook(self.layer_id)
+        if group is not None:
+            self.listener.end_group(group)
 
     def _watch_parameters(self) -> None:
         """Also those that were frozen until now."""

@@ -2,9 +2,9 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import chain, islice
 
-from plans.offload import Use, expected_uses, next_layers
+from plans.offload import Use, expected_uses, next_backwards, next_layers
 
 
 class UseOrder:
@@ -23,6 +23,8 @@ class UseOrder:
         self._pass: list[int] = []
         self._expected: deque[Use] = deque()
         self._last: Use | None = None
+        self.current = Use("S", -1)
+        """The use that began last; its microbatch is known where uses were announced."""
 
     @property
     def expects_replay(self) -> bool:
@@ -39,12 +41,20 @@ class UseOrder:
 
     def begin(self, use: Use) -> tuple[int, ...]:
         """A use begins; returns the layers that must be there or on their way, in the order they are needed."""
-        self._last = use
+        self._last = self.current = use
         if not self._expected:
             self._learn(use)
-        elif self._expected.popleft() != use:
-            self._expected.clear()
+        else:
+            self.current = expected = self._expected.popleft()
+            if expected[:2] != use[:2]:
+                self._expected.clear()
+                self.current = use
         return self._window(chain([use], self._upcoming()))
+
+    def next_backwards(self, with_current: bool = False) -> tuple[Use, ...]:
+        """The forwards whose backwards come next, as far as a window reaches."""
+        uses = chain([self.current] if with_current else [], islice(self._upcoming(), 4096))
+        return next_backwards(uses, self._num_prefetch_layers + 1)
 
     def next_window(self) -> tuple[int, ...]:
         """The layers that the uses after the last one need first."""

@@ -1,4 +1,4 @@
-"""What operations keep for backward while a layer's forward runs: parameters that may be away when it is read."""
+"""What operations keep for backward while a layer's forward runs: parameters and activations that may be away then."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,9 +6,10 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from reference_torch.offload.activations import ActivationGroup, ActivationOffload, SavedActivation
 from reference_torch.offload.link import OffloadError
 from reference_torch.offload.memory import OffloadedMemory
-from reference_torch.recompute import internals
+from reference_torch.recompute import internals, lazy_restore
 
 
 class _Saved:
@@ -22,26 +23,41 @@ class _Saved:
 
 
 def guard_saved(
-    memories: Mapping[int, OffloadedMemory], require: Callable[[OffloadedMemory], None]
+    memories: Mapping[int, OffloadedMemory],
+    require: Callable[[OffloadedMemory], None],
+    activations: ActivationOffload | None,
+    group: ActivationGroup | None,
 ) -> saved_tensors_hooks:
-    """Hooks under which every saved parameter is brought back before its reader reads it.
+    """Hooks under which every saved parameter is brought back before its reader reads it, and activations leave.
 
-    Hooks that are in force already get every other tensor.
+    Hooks that are in force already get every other tensor; those of a checkpoint, which drops what it is given, and
+    those of a caller get all activations.
 
     Args:
-        memories: those that move, by the address of their storage.
+        memories: those of parameters that move, by the address of their storage.
         require: brings one back.
+        activations: moves activations; None: they stay.
+        group: where activations are taken into.
     """
     outer = internals.outer_saved_tensor_hooks()
+    if group is None or not lazy_restore.is_alone(outer):
+        activations = None
 
-    def keep(tensor: Tensor) -> _Saved:
+    def keep(tensor: Tensor) -> _Saved | SavedActivation:
         memory = memories.get(internals.storage_address(tensor) or 0)
+        if memory is None and activations is not None and group is not None:
+            kept = activations.keep(group, tensor)
+            if kept is not None:
+                return kept
         if memory is None and outer is not None:
             return _Saved(outer[0](tensor), None, outer[1])
         # Detached: a saved output that held its own graph node would be a cycle.
         return _Saved(tensor.detach() if tensor.grad_fn is not None else tensor, memory, None)
 
-    def take(saved: _Saved) -> Tensor:
+    def take(saved: _Saved | SavedActivation) -> Tensor:
+        if isinstance(saved, SavedActivation):
+            assert activations is not None, "who has kept it takes it out"
+            return activations.take(saved)
         if saved.unpack is not None:
             return saved.unpack(saved.tensor)
         if saved.memory is not None:

@@ -298,6 +298,11 @@ class lazy_restore:
         """Whether operations that run now restore on first use."""
         return getattr(_scopes, "depth", 0) > 0
 
+    @staticmethod
+    def is_alone(hooks: tuple[Callable, Callable] | None) -> bool:
+        """Whether saved-tensor hooks are none, or this context's with none outside: nobody else keeps or drops."""
+        return hooks is None or (isinstance(hooks[0], _Keep) and hooks[0].outer is None)
+
     def __enter__(self) -> "lazy_restore":
         if getattr(self, "_hooks", None) is not None:
             raise RecomputeUsageError("lazy_restore: expected a context that is not entered yet, got it entered again")

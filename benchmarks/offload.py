@@ -1,0 +1,242 @@
+"""What tensor offload moves, keeps on the device and costs, beside its plan and torch.autograd.graph.save_on_cpu.
+
+    python -m benchmarks.offload              (make bench-offload)
+
+On a GPU: bytes, waits, memory and time of a training step. Without one the "device" is a second place in the same
+memory, so only counts and bytes mean anything, and they are all that is shown. What prefetch hides is shown with a link
+that is slowed down until a layer's copy takes as long as its forward, beside the time that the plan predicts.
+"""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import contextlib
+import gc
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from parity.report import environment
+from plans.config import TransformerConfig
+from plans.offload import OffloadPlan, Use, plan_offload, rank_layers, rank_uses, simulate_offload
+from reference_torch.offload import TensorOffloadManager
+from reference_torch.recompute import measure_memory
+from reference_torch.transformer import GPTModel
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CONFIG = TransformerConfig(
+    hidden_size=2048 if DEVICE == "cuda" else 256,
+    num_layers=16 if DEVICE == "cuda" else 8,
+    num_attention_heads=16 if DEVICE == "cuda" else 4,
+    seq_length=2048 if DEVICE == "cuda" else 256,
+    use_flash_attn=True,
+    bf16=DEVICE == "cuda",
+)
+BATCH, STEPS, AHEAD, MIN_BYTES = 4, 5, range(5), 2**16
+RESULT = Path(f"benchmarks/results/offload-{DEVICE}.json")
+MIB = 2**20
+MODES = {
+    "parameters": {"parameters": True},
+    "activations": {"parameters": False, "activations": True},
+    "both": {"parameters": True, "activations": True},
+}
+
+
+@dataclass
+class Row:
+    """One way, and what a step of it was seen to do."""
+
+    way: str
+    ahead: int | None
+    bytes_in: int
+    bytes_out: int
+    copies: int
+    late: int | None
+    parameter_peak: int | None
+    """Bytes of offloaded layers on the device at most."""
+    planned_peak: int | None
+    saved: int
+    """Bytes held after forward, of all that forward and backward allocate."""
+    seconds: float | None
+    waited: float | None
+
+
+class Step:
+    """A model, an optimizer and a batch."""
+
+    def __init__(self, **offload: Any) -> None:
+        torch.manual_seed(0)
+        self.model = GPTModel(CONFIG).to(DEVICE)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.tokens = torch.randint(0, CONFIG.vocab_size, (BATCH, CONFIG.seq_length + 1), device=DEVICE)
+        self.manager = TensorOffloadManager(enabled=bool(offload), activation_min_bytes=MIN_BYTES, **offload)
+        for number, layer in self.model.decoder.layers.items():
+            self.manager.register_layer(int(number), layer)
+        self.manager.offload_all_layers()
+
+    def forward(self) -> torch.Tensor:
+        """The loss."""
+        self.manager.expect(rank_uses(CONFIG, 1))
+        return self.model(self.tokens[:, :-1], self.tokens[:, 1:])
+
+    def finish(self, loss: torch.Tensor) -> None:
+        """Backward and update."""
+        loss.backward()
+        self.manager.step(self.optimizer)
+
+    def __call__(self) -> float:
+        """A whole training step; its seconds."""
+        _synchronize()
+        begin = time.perf_counter()
+        self.optimizer.zero_grad()
+        self.finish(self.forward())
+        _synchronize()
+        return time.perf_counter() - begin
+
+
+def _synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def _counted_save_on_cpu(moved: list[int]) -> Iterator[None]:
+    """PyTorch's own: on a GPU it is run; without one, what it would copy is counted."""
+
+    def pack(tensor: torch.Tensor) -> Any:
+        moved.append(tensor.nbytes)
+        return (tensor.device, tensor.cpu()) if DEVICE == "cuda" else (tensor.device, tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[1].to(packed[0], non_blocking=True)):
+        yield
+
+
+def measure(way: str, ahead: int | None, **offload: Any) -> Row:
+    """Steady state: what one step moves and keeps once every buffer exists."""
+    gc.collect()
+    step, moved = Step(**offload), []
+    manager = step.manager
+    with _counted_save_on_cpu(moved) if way == "save_on_cpu" else contextlib.nullcontext():
+        step()
+        before, moved[:] = manager.stats, []
+        step()
+        after, packed = manager.stats, [*moved]
+        seconds = [step() for _ in range(STEPS)] if DEVICE == "cuda" else None
+        waited = (manager.stats["seconds_waited"] - after["seconds_waited"]) / STEPS
+        saved = measure_memory(step.forward, step.finish).saved
+    found = {
+        name: after[name] - before[name] for name in ("bytes_in", "bytes_out", "copies_in", "copies_out", "misses")
+    }
+    if packed:
+        found |= {
+            "bytes_in": sum(packed),
+            "bytes_out": sum(packed),
+            "copies_in": len(packed),
+            "copies_out": len(packed),
+        }
+    moves_parameters = bool(offload.get("parameters"))
+    row = Row(
+        way,
+        ahead,
+        found["bytes_in"],
+        found["bytes_out"],
+        found["copies_in"] + found["copies_out"],
+        found["misses"] if moves_parameters else None,
+        after["peak_bytes"] if moves_parameters else None,
+        plan_of(manager).peak_bytes if moves_parameters else None,
+        saved,
+        None if seconds is None else statistics.median(seconds),
+        waited if DEVICE == "cuda" and offload else None,
+    )
+    manager.close()
+    return row
+
+
+def plan_of(manager: TensorOffloadManager) -> OffloadPlan:
+    """What the manager is to do in a step."""
+    uses = rank_uses(CONFIG, 1) + [Use("S", layer) for layer in rank_layers(CONFIG)]
+    return plan_offload(uses, manager.storages(), manager.num_prefetch_layers)
+
+
+def slow_link() -> list[dict[str, Any]]:
+    """Steps over a link on which a layer takes as long as its forward, beside the time that the plan predicts."""
+    plain = Step()
+    plain()
+    whole = statistics.median(plain() for _ in range(3))
+    layer = whole / (3 * CONFIG.num_layers)  # a backward takes two forwards
+    rows: list[dict[str, Any]] = [{"ahead": None, "seconds": whole}]
+    for ahead in track(range(3), "slow link", transient=True):
+        step = Step(parameters=True, num_prefetch_layers=ahead)
+        manager, plan = step.manager, plan_of(step.manager)
+        storages = manager.storages()
+        bandwidth = sum(storages[0].values()) / layer
+        step()
+        manager.set_link_delay(lambda nbytes, bandwidth=bandwidth: nbytes / bandwidth)
+        seconds = statistics.median(step() for _ in range(3))
+        times = simulate_offload(plan, lambda use: {"F": layer, "B": 2 * layer}.get(use.kind, 0.0), storages, bandwidth)
+        rows.append({"ahead": ahead, "seconds": seconds, "predicted": times.makespan, "transfer": times.transfer})
+        manager.set_link_delay(None)
+        manager.close()
+    return rows
+
+
+def show(console: Console, rows: list[Row], slow: list[dict[str, Any]]) -> None:
+    """The tables."""
+    table = Table(
+        box=None, title=f"one step on {DEVICE}: {CONFIG.num_layers} layers, D={CONFIG.hidden_size}, B={BATCH}"
+    )
+    for heading in ("offload", "ahead", "to device, MiB", "to host, MiB", "copies", "late", "layers there, MiB (plan)"):
+        table.add_column(heading, justify="right")
+    for heading in ("held after forward, MiB", "step, s", "waited, s"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        peak = "" if row.parameter_peak is None else f"{row.parameter_peak / MIB:.1f} ({row.planned_peak / MIB:.1f})"  # pyright: ignore
+        table.add_row(
+            row.way,
+            "" if row.ahead is None else str(row.ahead),
+            f"{row.bytes_in / MIB:.1f}",
+            f"{row.bytes_out / MIB:.1f}",
+            str(row.copies),
+            "" if row.late is None else str(row.late),
+            peak,
+            f"{row.saved / MIB:.1f}",
+            "" if row.seconds is None else f"{row.seconds:.3f}",
+            "" if row.waited is None else f"{row.waited:.3f}",
+        )
+    console.print(table)
+    table = Table(box=None, title="a link on which a layer's copy takes as long as its forward")
+    for heading in ("layers ahead", "step, s", "predicted, s", "copies alone, s"):
+        table.add_column(heading, justify="right")
+    for row in slow:
+        name = "no offload" if row["ahead"] is None else str(row["ahead"])
+        table.add_row(name, *(f"{row[key]:.3f}" if key in row else "" for key in ("seconds", "predicted", "transfer")))
+    console.print(table)
+
+
+def main() -> None:
+    """Measure every way, print the tables, write JSON."""
+    torch.set_num_threads(1)
+    console = Console(width=150)
+    rows = [measure("none", None), measure("save_on_cpu", None)]
+    for way, what in MODES.items():
+        for ahead in track(AHEAD, way, console=console):
+            rows.append(measure(way, ahead, num_prefetch_layers=ahead, **what))
+    slow = slow_link()
+    show(console, rows, slow)
+    content = {"environment": environment(), "model": asdict(CONFIG), "batch": BATCH}
+    RESULT.write_text(json.dumps(content | {"ways": [asdict(row) for row in rows], "slow link": slow}, indent=1) + "\n")
+    console.print(f"written: {RESULT}")
+
+
+if __name__ == "__main__":
+    main()

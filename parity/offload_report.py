@@ -1,0 +1,61 @@
+"""Tensor offload before it runs: what moves, what lies on the device, and whether copies hide behind computation."""
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from parity.commands import Plan
+from plans.offload import (
+    Use,
+    hiding_tokens,
+    layer_storages,
+    plan_offload,
+    rank_layers,
+    rank_uses,
+    simulate_offload,
+    use_seconds,
+)
+
+MIB = 2**20
+
+
+def print_offload(console: Console, command: Plan) -> None:
+    """A table over the number of layers fetched ahead, for the first rank, and the criterion for hiding."""
+    config, asked = command.model, command.model.tensor_offload_num_prefetch_layers
+    tokens = command.micro_batch_size * config.seq_length
+    bandwidth, rate = command.link_bandwidth * 1e9, command.compute_rate * 1e12
+    storages = layer_storages(config)
+    layers = rank_layers(config)
+    count = 1 if config.pipeline_model_parallel_size == 1 else command.num_microbatches
+    uses = rank_uses(config, count) + [Use("S", layer) for layer in layers]
+    table = Table(
+        box=None,
+        title=f"offloaded parameters of {len(layers)} layers, a step of {count} x {tokens:,} tokens on rank 0; "
+        f"{command.link_bandwidth:g} GB/s, {command.compute_rate:g} TFLOP/s",
+        title_justify="left",
+    )
+    for heading in ("layers ahead", "on device, MiB", "to device, MiB", "to host, MiB", "late uses", "step, s", "over"):
+        table.add_column(heading, justify="right")
+    for ahead in sorted({*range(5), asked}):
+        plan = plan_offload(uses, storages, ahead)
+        times = simulate_offload(plan, use_seconds(config, tokens, rate), storages, bandwidth)
+        table.add_row(
+            f"{ahead}{' *' if ahead == asked else ''}",
+            *(f"{size / MIB:,.1f}" for size in (plan.peak_bytes, plan.bytes_in, plan.bytes_out)),
+            f"{len(plan.late)} of {len(uses)}",
+            f"{times.makespan:.3g}",
+            f"{times.makespan / max(times.compute, times.transfer):.2f}x",
+        )
+    console.print(table)
+    console.print(_criterion(storages, layers, tokens, hiding_tokens(config, bandwidth, rate)))
+
+
+def _criterion(storages: Mapping[int, Mapping[str, int]], layers: list[int], tokens: int, needed: float) -> str:
+    whole = sum(sum(storages[layer].values()) for layer in layers) / MIB
+    verdict = "does" if tokens >= needed else "does not"
+    return (
+        f"over: of the longer of computing and copying. Without offload {whole:,.1f} MiB on the device. "
+        f"A layer's copy hides behind its forward from {needed:,.0f} tokens a microbatch on: with {tokens:,} it "
+        f"{verdict}."
+    )

@@ -1,0 +1,156 @@
+"""What moves when layers are used in a given order."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from plans.config import TransformerConfig
+from plans.offload.uses import Use, next_layers
+from plans.parameters import parameter_specs
+from plans.partition import undivided
+
+
+class Step(NamedTuple):
+    """A use, and what moves around it."""
+
+    use: Use
+    fetches: tuple[int, ...]
+    """Layers whose copy to the device is issued when the use begins, in this order."""
+    evictions: tuple[int, ...]
+    """Layers that leave the device when the use has ended."""
+
+    def __str__(self) -> str:
+        return " ".join([*(f"+{layer}" for layer in self.fetches), str(self.use), *(f"-{x}" for x in self.evictions)])
+
+
+@dataclass(frozen=True)
+class OffloadPlan:
+    """The moves of a sequence of uses, and what they cost."""
+
+    steps: tuple[Step, ...]
+    peak_bytes: int
+    """Most bytes of offloaded layers on the device at once."""
+    bytes_in: int
+    """Bytes copied from host to device."""
+    bytes_out: int
+    """Bytes copied from device to host: those of layers the optimizer has changed."""
+    late: tuple[int, ...]
+    """Places in ``steps`` of uses that have to wait for their whole copy: it was issued when they began."""
+
+
+def plan_offload(
+    uses: Sequence[Use],
+    storages: Mapping[int, Mapping[str, int]],
+    num_prefetch_layers: int = 1,
+    resident: Iterable[int] = (),
+    then: Sequence[Use] | None = None,
+) -> OffloadPlan:
+    """What moves when layers are used in an order that is known.
+
+    Args:
+        uses: in order.
+        storages: bytes of every memory that a layer has; layers that share one name it alike, and it moves once.
+        num_prefetch_layers: layers fetched ahead of the one in use.
+        resident: layers that are there before the first use.
+        then: what comes after the last use; None: the same again.
+
+    Raises:
+        ValueError: a use of an unknown layer; fewer than 0 layers ahead.
+    """
+    check_num_prefetch_layers(num_prefetch_layers)
+    unknown = {use.layer for use in uses} - storages.keys()
+    if unknown:
+        raise ValueError(f"uses: expected layers of {sorted(storages)}, got {sorted(unknown)}")
+    place = _Place(storages, resident)
+    steps: list[Step] = []
+    late = []
+    ahead = [*uses, *(uses if then is None else then)]
+    for number, use in enumerate(uses):
+        if use.layer not in place.layers:
+            late.append(number)
+        window = next_layers(ahead[number:], num_prefetch_layers + 1)
+        fetches = tuple(layer for layer in window if layer not in place.layers)
+        for layer in fetches:
+            place.fetch(layer)
+        if use.kind == "S":
+            place.changed |= storages[use.layer].keys()
+        keep = next_layers(ahead[number + 1 :], num_prefetch_layers + 1)
+        evictions = tuple(layer for layer in place.layers if layer not in keep)
+        for layer in evictions:
+            place.evict(layer)
+        steps.append(Step(use, fetches, evictions))
+    return OffloadPlan(tuple(steps), place.peak_bytes, place.bytes_in, place.bytes_out, tuple(late))
+
+
+def check_num_prefetch_layers(number: int) -> None:
+    """Refuse what is no number of layers.
+
+    Raises:
+        ValueError: negative, or no integer.
+    """
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise ValueError(f"num_prefetch_layers: expected an integer >= 0, got {number!r}")
+
+
+def layer_storages(config: TransformerConfig) -> dict[int, dict[str, int]]:
+    """Bytes of every parameter of every layer, by the layer's number and the parameter's name."""
+    storages: dict[int, dict[str, int]] = {layer: {} for layer in range(config.num_layers)}
+    width = np.dtype(config.params_dtype).itemsize
+    for name, spec in parameter_specs(undivided(config)).items():
+        if name.startswith("decoder.layers."):
+            storages[int(name.split(".")[2])][name] = math.prod(spec.shape) * width
+    return storages
+
+
+def describe_statistics(stats: Mapping[str, Any]) -> str:
+    """What has been moved, as a table of text.
+
+    Args:
+        stats: ``copies_in``, ``copies_out``, ``bytes_in``, ``bytes_out``, ``hits``, ``misses``, ``peak_layers``,
+            ``peak_bytes``, and ``seconds_waited`` where it was measured.
+    """
+    mib = {name: f"{stats[name] / 2**20:,.1f}" for name in ("bytes_in", "bytes_out", "peak_bytes")}
+    uses, waited = stats["hits"] + stats["misses"], stats.get("seconds_waited")
+    return "\n".join(
+        [
+            f"{'offload':10}{'to device':>14}{'to host':>14}",
+            f"{'copies':10}{stats['copies_in']:>14,}{stats['copies_out']:>14,}",
+            f"{'MiB':10}{mib['bytes_in']:>14}{mib['bytes_out']:>14}",
+            f"{stats['misses']:,} of {uses:,} uses of a layer came before it was asked for",
+            f"at most {stats['peak_layers']} layers, {mib['peak_bytes']} MiB of them on the device"
+            + ("" if waited is None else f"; waited {waited:.3f} s for copies"),
+        ]
+    )
+
+
+class _Place:
+    """The device, as far as offloaded layers go."""
+
+    def __init__(self, storages: Mapping[int, Mapping[str, int]], resident: Iterable[int]) -> None:
+        self._storages = storages
+        self.layers = list(resident)
+        self.changed: set[str] = set()
+        self.bytes_in = self.bytes_out = 0
+        self.peak_bytes = self._bytes_here()
+
+    def fetch(self, layer: int) -> None:
+        here = self._here()
+        self.bytes_in += sum(size for name, size in self._storages[layer].items() if name not in here)
+        self.layers.append(layer)
+        self.peak_bytes = max(self.peak_bytes, self._bytes_here())
+
+    def evict(self, layer: int) -> None:
+        self.layers.remove(layer)
+        gone = self._storages[layer].keys() - self._here().keys()
+        self.bytes_out += sum(self._storages[layer][name] for name in gone & self.changed)
+        self.changed -= gone
+
+    def _here(self) -> dict[str, int]:
+        return dict(chain.from_iterable(self._storages[layer].items() for layer in self.layers))
+
+    def _bytes_here(self) -> int:
+        return sum(self._here().values())
