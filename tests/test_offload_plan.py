@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity.cli import main
+from parity.offload_picture import draw_offload
 from plans.config import TransformerConfig
 from plans.offload import (
     Use,
@@ -173,6 +174,21 @@ def test_tokens_that_hide_a_layer_are_where_copy_and_forward_are_equal():
         assert use_seconds(config, int(tokens), 1e12)(Use("F", layer)) == pytest.approx(
             sum(sizes.values()) / 3e9, rel=0.01
         )
+
+
+def test_the_picture_has_every_use_and_every_dot(tmp_path):
+    plan = plan_offload(step_uses(range(3)), {layer: {str(layer): 1} for layer in range(3)}, 1)
+    trace = " ".join(map(str, plan.steps)).split()
+    figure = draw_offload(plan, trace, "three layers", tmp_path / "plan.svg")
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == [str(step.use) for step in plan.steps]
+    dots = [line for line in axes.lines if line.get_marker() == "o"]
+    assert len(dots) == len(plan.steps)
+    assert len([line for line in axes.lines if line.get_marker() == ">"]) == sum("+" in event for event in trace)
+    assert len([line for line in axes.lines if line.get_marker() == "4"]) == sum("-" in event for event in trace)
+    assert "three layers" in (tmp_path / "plan.svg").read_text()
+    with pytest.raises(ValueError, match=r"trace: expected events as \+3, F3, -3, got 'x1'"):
+        draw_offload(plan, ["+0", "x1"])
 
 
 def test_refused():
