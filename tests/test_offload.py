@@ -150,6 +150,20 @@ def test_o1_a_layer_leaves_backward_only_after_all_its_gradients(managers):
     assert manager.trace[-3:] == ["+0", "B0", "-0"] or manager.trace[-2:] == ["+0", "B0"]
 
 
+def test_o1_the_gradient_of_the_input_may_come_first(managers):
+    """As that of a leaf does, which the engine serves at once: the weights' gradients are still under way."""
+    layers = build(2).layers
+    manager, seen = managers(layers, 0), []
+    for name, parameter in layers[1].named_parameters():
+        parameter.register_hook(lambda gradient, name=name: seen.append((name, manager.trace[-1])))
+    x = torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True)
+    layers[1](x).sum().backward()
+    assert x.grad is not None
+    assert manager.trace[-1] == "-1"
+    assert {name for name, _ in seen} == dict(layers[1].named_parameters()).keys()
+    assert not [name for name, last in seen if last == "-1"], "left before its last gradient"
+
+
 def test_o1_without_a_gradient_of_the_input_and_for_frozen_layers(managers):
     plain, ours = build(), build()
     for model in (plain, ours):

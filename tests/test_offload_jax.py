@@ -13,9 +13,11 @@ from jax.sharding import Mesh
 
 from jax_impl import ops
 from jax_impl.offload import layer_numbers, moves_of
+from jax_impl.pipeline import make_pipeline_step
 from jax_impl.recompute import residual_report
 from jax_impl.saving import load_model
 from jax_impl.train import Trainer, next_logits
+from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
 from parity.tolerances import LOSS, PARAMETERS
 from plans.config import TrainConfig, TransformerConfig
@@ -86,8 +88,8 @@ def kinds(params) -> dict[bool, set[str]]:
 # What moves.
 
 
-@pytest.mark.parametrize("mode", ["none", "layernorm", "full, blocks of 2"])
-@pytest.mark.parametrize(("ahead", "size"), [(0, None), (1, 1), (2, None), (9, 1), (0, 1)])
+@pytest.mark.parametrize("mode", ["none", "full, blocks of 2", pytest.param("layernorm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("ahead", "size"), [(0, None), (1, 1), (2, None), (9, 1)])
 def test_the_program_moves_what_the_plan_says(mode, ahead, size):
     trainer = trainer_of(offloaded(replace(PLAIN, **MODES[mode]), ahead), global_batch_size=3, micro_batch_size=size)
     trainer.offload.trace = trace = []
@@ -148,7 +150,12 @@ def test_forward_alone_moves_forwards():
 
 
 @pytest.mark.parametrize(
-    ("mode", "ahead"), [("none", 0), ("none", 1), ("mhc, blocks of 2", 0), ("all modules", 1), ("full, blocks of 2", 0)]
+    ("mode", "ahead"),
+    [
+        ("none", 1),
+        ("all modules", 1),
+        *(pytest.param(mode, 0, marks=pytest.mark.slow) for mode in ("none", "mhc, blocks of 2", "full, blocks of 2")),
+    ],
 )
 def test_what_recompute_keeps_is_kept_and_no_parameters(mode, ahead):
     """Of parameters, those alone that the plan leaves on the device through the turn."""
@@ -164,7 +171,7 @@ def test_what_recompute_keeps_is_kept_and_no_parameters(mode, ahead):
     assert kept_of_layers_alone(partial(moved._loss, batch=batch), moved._params) == there
 
 
-@pytest.mark.parametrize("mode", ["all modules", "full, blocks of 2"])
+@pytest.mark.parametrize("mode", ["all modules", pytest.param("full, blocks of 2", marks=pytest.mark.slow)])
 def test_a_replay_waits_for_its_gradient(mode):
     """Else the compiler finds that forward has computed the same, and keeps all of it."""
     config = replace(PLAIN, num_layers=3, untie_embeddings_and_output_weights=True, **STREAMS, **MODES[mode])
@@ -325,5 +332,9 @@ def test_pipelines_and_replicas_are_refused_for_now():
     with pytest.raises(NotImplementedError, match=r"enable_tensor_offload or pipeline_model_parallel_size"):
         trainer_of(config, micro_batch_size=1)
     mesh = Mesh(np.array(jax.devices()[:1] * 2).reshape(1, 2), ("pp", "dp"))
+    with pytest.raises(NotImplementedError, match=r"a pipeline without enable_tensor_offload"):
+        make_pipeline_step(GPTModel(PLAIN), config)
+    with pytest.raises(NotImplementedError, match=r"offload: expected enable_activation_offload=False in JAX, .* True"):
+        trainer_of(replace(PLAIN, enable_activation_offload=True))
     with pytest.raises(NotImplementedError, match=r"one device with enable_tensor_offload .* a mesh of 2"):
         Trainer(offloaded(PLAIN), TRAIN, tiny_corpus(), mesh)

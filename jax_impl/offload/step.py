@@ -36,7 +36,7 @@ class OffloadedStep:
         devices: that share the model.
 
     Raises:
-        NotImplementedError: the model is cut into a pipeline, or there are several devices.
+        NotImplementedError: the model is cut into a pipeline, there are several devices, or activations are to move.
     """
 
     def __init__(
@@ -48,6 +48,11 @@ class OffloadedStep:
         self.enabled, self.steps_run = config.enable_tensor_offload, 0
         self.plan = plan_offload((), {}, then=())
         """What moves in a step; at its end every layer has left."""
+        if config.enable_activation_offload:
+            raise NotImplementedError(
+                "offload: expected enable_activation_offload=False in JAX, which moves parameters alone, got True; leave "
+                "it out, or recompute what is to be kept away from the device"
+            )
         if not self.enabled:
             return
         _check_devices(config, devices)

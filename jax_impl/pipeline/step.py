@@ -57,6 +57,7 @@ def make_pipeline_step(
     Raises:
         ValueError: the mesh, the devices or an option does not fit, or JAX has too few threads to interpret kernels on
             so many devices; the message says what would.
+        NotImplementedError: with enable_tensor_offload.
     """
     _check_options(model, config, door, keep, ticks)
     mesh = _mesh(config, mesh, door)
@@ -256,6 +257,10 @@ def _check_threads(config: TransformerConfig, mesh: Mesh) -> None:
 
 
 def _check_options(model: nnx.Module, config: TransformerConfig, door: str, keep: str, ticks: str) -> None:
+    if config.enable_tensor_offload:
+        raise NotImplementedError(
+            "offload: expected a pipeline without enable_tensor_offload in JAX, got one with it; leave it out"
+        )
     for name, value, choices in (("door", door, DOORS), ("ticks", ticks, TICKS), ("keep", keep, KEEPS)):
         if value not in choices:
             raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
