@@ -50,8 +50,8 @@ class OffloadedStep:
         """What moves in a step; at its end every layer has left."""
         if config.enable_activation_offload:
             raise NotImplementedError(
-                "offload: expected enable_activation_offload=False in JAX, which moves parameters alone, got True; leave "
-                "it out, or recompute what is to be kept away from the device"
+                "offload: expected enable_activation_offload=False in JAX, which moves parameters alone, got True; "
+                "leave it out, or recompute what is to be kept away from the device"
             )
         if not self.enabled:
             return
