@@ -729,6 +729,7 @@ MODES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2, 9)), 1])
 @pytest.mark.parametrize("mode", MODES)
 def test_o11_training_with_recompute_and_microbatches(mode, n):
@@ -1016,6 +1017,7 @@ def test_hooks_of_a_caller_get_the_activations(managers):
     assert not [event for event in manager.trace if "a" in event]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", [m if m == "mhc" else pytest.param(m, marks=pytest.mark.slow) for m in MODES])
 def test_activations_and_parameters_in_training(mode):
     check_a_step(replace(CONFIG, **MODES[mode], **ACTIVATIONS))
@@ -1138,6 +1140,7 @@ def test_a_copy_that_fails_is_named(managers, monkeypatch):
     assert_equal_state(model, plain)
 
 
+@pytest.mark.thorough
 def test_the_example_runs(tmp_path):
     done = subprocess.run(
         [sys.executable, "examples/tensor_offload/simple_test.py"],

@@ -5,6 +5,7 @@ however many views of them are kept, and by however many layers. Parameters, sma
 discard anyway are left alone.
 """
 
+import contextlib
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -58,9 +59,11 @@ class KeptMemory:
         self._coming: Copy | None = None
 
     def __del__(self) -> None:
+        for copied in (self._leaving, self._coming):  # what it reads or writes is about to be somebody else's
+            if copied is not None:
+                with contextlib.suppress(OffloadError):
+                    copied.wait()
         if self._host is not None:
-            if self._leaving is not None:
-                self._leaving.synchronize()
             self._pool.give_back(self._host)
 
     @property

@@ -1,6 +1,6 @@
 """What one registered layer has: its memories, and how its state is read and loaded while it is away."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -168,6 +168,33 @@ class OffloadedLayer:
             storage = tensor.untyped_storage()
             found.setdefault(storage._cdata, (storage, {}))[1][name] = tensor
         return found
+
+
+class ShownLayers:
+    """The layers whose tensors are as any others: those in use, and what somebody has reached for since the last use.
+
+    Args:
+        layers: all, by number.
+        used: numbers of those in use.
+    """
+
+    def __init__(self, layers: Mapping[int, OffloadedLayer], used: Collection[int]) -> None:
+        self._layers, self._used = layers, used
+        self._shown: set[int] = set()
+
+    def show(self, number: int) -> None:
+        """A layer is in use, or reached for."""
+        self._shown.add(number)
+        self._layers[number].show()
+
+    def hide_unused(self) -> None:
+        """Have uses noticed of every layer that is not in use."""
+        used = {id(memory) for number in self._used for memory in self._layers[number].memories}
+        for number in self._shown.difference(self._used):
+            for memory in self._layers[number].memories:
+                if id(memory) not in used:
+                    memory.hide()
+        self._shown.intersection_update(self._used)
 
 
 def check_new(layer_id: int, module: nn.Module, layers: Mapping[int, OffloadedLayer]) -> None:

@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from plans.offload import Use, check_num_prefetch_layers, describe_statistics
 from reference_torch.offload.activations import ActivationGroup, ActivationOffload
-from reference_torch.offload.layer import OffloadedLayer, check_new, device_of
+from reference_torch.offload.layer import OffloadedLayer, ShownLayers, check_new, device_of
 from reference_torch.offload.link import Link, OffloadError
 from reference_torch.offload.memory import OffloadedMemory
 from reference_torch.offload.observe import LayerObserver
@@ -78,6 +78,7 @@ class TensorOffloadManager:
         self._task: int | None = None
         self._leaving: list[int] = []
         self._pinned: set[int] = set()
+        self._shown = ShownLayers(self._layers, self._open)
 
     @property
     def layer_params(self) -> dict[int, list[nn.Parameter]]:
@@ -133,7 +134,8 @@ class TensorOffloadManager:
         self._layers[layer_id] = layer
         self._memories.update({memory.home._cdata: memory for memory in layer.memories})
         self._order.add(layer_id)
-        self._hide()
+        self._shown.show(layer_id)
+        self._shown.hide_unused()
         self.statistics.note_bytes(self.device_bytes, len(self.resident_layers))
 
     def prefetch_layer(self, layer_id: int) -> None:
@@ -209,7 +211,8 @@ class TensorOffloadManager:
     @property
     def device_bytes(self) -> int:
         """Bytes that registered layers take on the device now."""
-        return sum(memory.device_bytes for memory in self._memories.values())
+        there = [self._layers[number] for number in {*self.resident_layers, *self._leaving}]
+        return sum({id(memory): memory.device_bytes for layer in there for memory in layer.memories}.values())
 
     def storages(self) -> dict[int, dict[str, int]]:
         """Bytes of every memory of every layer; as plans.offload.plan_offload takes them."""
@@ -249,7 +252,7 @@ class TensorOffloadManager:
     def _expose(self, layer_id: int) -> None:
         """Somebody reads or writes a parameter whom no hook has announced."""
         self.require(layer_id)
-        self._layers[layer_id].show()
+        self._shown.show(layer_id)
         if layer_id not in self._open:
             self._layers[layer_id].note_change()
 
@@ -279,10 +282,10 @@ class TensorOffloadManager:
         if self._closed:
             return
         self._closed = True
-        self._open = {}
+        self._open.clear()
         for layer in self._layers.values():
             layer.close()
-        self._layers = {}
+        self._layers.clear()
         self._memories.clear()
 
     def saved_tensor_hooks(self, group: ActivationGroup | None) -> saved_tensors_hooks:
@@ -325,21 +328,14 @@ class TensorOffloadManager:
             self._activations.fetch(replayed if use.kind == "R" else self._order.next_backwards(with_current=True))
         self._record(str(use))
         self._arrive(layer)
-        self._hide()
-        layer.show()
-
-    def _hide(self) -> None:
-        """Have uses noticed of what is not in use."""
-        shown = {id(memory) for number in self._open for memory in self._layers[number].memories}
-        for memory in self._memories.values():
-            if id(memory) not in shown:
-                memory.hide()
+        self._shown.show(use.layer)
+        self._shown.hide_unused()
 
     def _end(self, layer_id: int, kinds: tuple[str, ...]) -> None:
         if self._open.get(layer_id) not in kinds:
             return
         del self._open[layer_id]
-        self._hide()
+        self._shown.hide_unused()
         self._settle(self._order.next_window())
 
     def _settle(self, keep: tuple[int, ...]) -> None:
