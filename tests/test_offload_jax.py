@@ -242,9 +242,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "variant", [v if v == "microbatches" else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS]
-)
+@pytest.mark.parametrize("variant", [pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS])
 def test_training_is_that_without_offload(variant, tmp_path):
     """Ten steps; then validation, sampling, and each goes on from the other's checkpoint."""
     flags, train, ahead = VARIANTS[variant]

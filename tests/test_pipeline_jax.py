@@ -28,9 +28,9 @@ def test_pipelines_of_several_devices():
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(2700)
 def test_more_pipelines_of_several_devices():
-    run_cases("slow", 1780)
+    run_cases("slow", 2680)
 
 
 JOIN = """
