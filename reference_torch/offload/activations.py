@@ -66,11 +66,6 @@ class KeptMemory:
         if self._host is not None:
             self._pool.give_back(self._host)
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes it takes on the device because of offload; what others hold as well counts too."""
-        return 0 if self._home is None else self._home.nbytes()
-
     def leave(self) -> int:
         """Begin to copy it to the host, where it is not already; returns the bytes copied."""
         if self._home is None or self._leaving is not None:

@@ -66,11 +66,6 @@ class OffloadedLayer:
         self.own_parameters = [p for p in self.parameters if id(p) not in shared]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that move, those it shares included."""
-        return sum(memory.nbytes for memory in self.memories)
-
-    @property
     def is_home(self) -> bool:
         """Whether all its bytes are on the device."""
         return all(memory.is_home for memory in self.memories)
