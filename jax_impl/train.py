@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_impl.groups import on_first_rank, said_on_all_ranks
 from jax_impl.offload import Layers, OffloadedStep
-from jax_impl.pipeline import PipelineStep, make_pipeline_step
+from jax_impl.pipeline import OffloadedPipeline, PipelineStep, make_pipeline_step
 from jax_impl.saving import export_arrays, export_parameters, import_arrays, import_parameters
 from jax_impl.transformer import GPTModel
 from plans.checkpoint import Checkpoint, read_alike, run_settings, write_checkpoint
@@ -77,11 +77,11 @@ class Trainer:
         whole = GPTModel(undivided(config) if config.pipeline_model_parallel_size > 1 else config)
         self._graph, params = nnx.split(whole, nnx.Param)
         count = microbatches(train_config, self._replicas)[1]
-        self.offload = OffloadedStep(config, params, count, 1 if mesh is None else mesh.size)
         self._pipeline: PipelineStep | None = None
         self._forwards: PipelineStep | None = None
         if config.pipeline_model_parallel_size > 1 or mesh is not None:
-            door = "pmap" if mesh is None or len(mesh.axis_names) == 1 else "shard_map"
+            by_rank = (mesh is None or len(mesh.axis_names) == 1) and not config.enable_tensor_offload
+            door = "pmap" if by_rank else "shard_map"
             self._pipeline = make_pipeline_step(whole, config, mesh, door)
             self._forwards = make_pipeline_step(whole, config, mesh, door, training=False, forward_only=True)
         self._optimizer = optax.chain(
@@ -89,6 +89,11 @@ class Trainer:
             optax.add_decayed_weights(train_config.weight_decay, mask=self._decays),
         )
         self._params: Parameters = self._staged(params)
+        self.offload = (
+            OffloadedStep(config, params, count)
+            if self._pipeline is None
+            else OffloadedPipeline(self._pipeline, self._params, count)
+        )
         self._optimizer_state = self._optimizer.init(self._params)
         self._params = self.offload.place(self._params)
         if self._pipeline is not None:
@@ -231,14 +236,16 @@ class Trainer:
     def _accumulate_gradients(self, params: nnx.State, batch: Batch, step: Array) -> tuple[Array, nnx.State, Layers]:
         """Mean loss of the step, its gradients, added up over microbatches, and offloaded layers left on the device."""
         size, total = self.train_config.microbatch, self.train_config.global_batch_size
-        here = self.offload.begin(params)
+        offload = self.offload
+        assert isinstance(offload, OffloadedStep), "pipelines accumulate in their own step"
+        here = offload.begin(params)
         if size == total:
-            shares, here = self.offload.value_and_grad(self._loss, params, here, batch, step)
+            shares, here = offload.value_and_grad(self._loss, params, here, batch, step)
             return *shares, here
 
         def add_microbatch(carry: tuple, microbatch: tuple) -> tuple[tuple, None]:
             (sums, here), (first, part) = carry, microbatch
-            shares, here = self.offload.value_and_grad(self._loss, params, here, part, step, first=first)
+            shares, here = offload.value_and_grad(self._loss, params, here, part, step, first=first)
             return (jax.tree.map(lambda total_, share: total_ + share * (size / total), sums, shares), here), None
 
         zero = jnp.zeros((), self.config.params_dtype), jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params)

@@ -15,7 +15,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, Integer
 
 from jax_impl.hyper_connections import DeferredMix, HyperConnectionModule
-from jax_impl.offload import run_offloaded
+from jax_impl.offload import offloads_layers, run_offloaded
 from jax_impl.ops import (
     DropoutState,
     add_bias,
@@ -262,7 +262,7 @@ class TransformerBlock(nnx.Module):
             hidden_states = HyperConnectionModule.input_expand(hidden_states, streams)
 
         hidden_states = name_value(hidden_states, "residual_streams")
-        if self.config.enable_tensor_offload:
+        if offloads_layers(self.config):
             hidden_states = self._run_offloaded(hidden_states, (positions, state, attention_mask))
         else:
 
@@ -284,7 +284,7 @@ class TransformerBlock(nnx.Module):
             return nnx.merge(split[number][0], parameters)(hidden_states, *inputs)
 
         parameters = {number: params for number, (_, params) in sorted(split.items())}
-        return run_offloaded(run, self.config, parameters, hidden_states, inputs)
+        return run_offloaded(run, self.config, parameters, hidden_states, inputs, self.vp_stage, self.pp_rank)
 
 
 class Embedding(nnx.Module):

@@ -27,6 +27,21 @@ hypothesis.settings.register_profile("all", max_examples=100, **_common)
 hypothesis.settings.load_profile("test")
 
 
+@pytest.fixture(scope="module")
+def few_rounds():
+    """Three rounds of random numbers, not ten, in both backends: masks still depend on all they should.
+
+    Ten of them take JAX half its compiling. That they are right is tested where this is not used.
+    """
+    import jax_impl.ops
+    import reference_torch.ops
+
+    with pytest.MonkeyPatch.context() as patch:
+        for room in (jax_impl.ops, reference_torch.ops):
+            patch.setattr(room, "ROUNDS", 3)
+        yield
+
+
 def pytest_collection_modifyitems(items):
     """Tests that need a GPU are skipped, by name, where there is none."""
     if not torch.cuda.is_available():

@@ -22,11 +22,8 @@ def activation_events(
     uses: Sequence[Use], n: int, then: Sequence[Use] | None = None, dropped: Sequence[int] = ()
 ) -> list[str]:
     """A plan of activations as a manager traces it."""
-    found = []
-    for step in plan_activations(uses, n, then, dropped):
-        found += [f"+a{use.layer}.{use.microbatch}" for use in step.fetches]
-        found += [f"-a{step.use.layer}.{step.use.microbatch}"] if step.leaves else []
-    return found
+    steps = plan_activations(uses, n, then, dropped)
+    return [event for event in " ".join(map(str, steps)).split() if "a" in event]
 
 
 def train_a_step(config: TransformerConfig, train: TrainConfig) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -59,7 +59,7 @@ def test_compare_in_float64(corpus, tmp_path, capsys):
     assert all(abs(s["loss"]["torch"] - s["loss"]["jax"]) < 1e-10 for s in report["steps"])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_compare_over_tolerance_names_parameter_and_step(corpus, tmp_path, capsys, monkeypatch):
     import jax_impl.transformer
 

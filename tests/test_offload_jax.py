@@ -9,20 +9,20 @@ import jax
 import numpy as np
 import pytest
 from jax.extend.core import Literal, jaxprs_in_params
-from jax.sharding import Mesh
 
 from jax_impl import ops
 from jax_impl.offload import layer_numbers, moves_of
-from jax_impl.pipeline import make_pipeline_step
 from jax_impl.recompute import residual_report
 from jax_impl.saving import load_model
 from jax_impl.train import Trainer, next_logits
-from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
 from parity.tolerances import LOSS, PARAMETERS
 from plans.config import TrainConfig, TransformerConfig
-from plans.offload import describe_statistics
+from plans.offload import describe_statistics, step_uses
+from plans.recompute import recompute_blocks
 from tests.backends import _Unoptimised, room, tiny_corpus
+from tests.offload_jobs import activation_events
+from tests.test_pipeline_jax import run_cases
 
 PLAIN = TransformerConfig(
     hidden_size=8,
@@ -98,7 +98,7 @@ def test_the_program_moves_what_the_plan_says(mode, ahead, size):
     steps = trainer.offload.plan.steps
     assert " ".join(trace) == " ".join(map(str, steps))
 
-    moves = moves_of(program, arguments, results)
+    moves = moves_of(program, layer_numbers(arguments), layer_numbers(results))
     copied = [step if step.use.kind == "S" else step._replace(evictions=()) for step in steps]
     assert " ".join(move.event for move in moves) == " ".join(map(str, copied))
     assert {move.arrays for move in moves if move.event[0] in "+-"} == {6}, "a layer has six parameters"
@@ -142,8 +142,73 @@ def test_forward_alone_moves_forwards():
     trainer = trainer_of(offloaded(PLAIN))
     arguments = trainer._params, trainer.corpus.validation_batch(0, 2, 8)
     program, results = jax.make_jaxpr(partial(trainer._loss, training=False), return_shape=True)(*arguments)
-    events = [move.event for move in moves_of(program, arguments, results)]
+    events = [move.event for move in moves_of(program, layer_numbers(arguments), layer_numbers(results))]
     assert events == ["+0", "+1", "F0", "+2", "F1", "+3", "F2", "F3"]
+
+
+MOVED = {"enable_activation_offload": True, "activation_offload_min_bytes": 1}
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "ahead", "size"),
+    [
+        ("none", 0, 1),
+        ("mhc, blocks of 2", 1, None),
+        *(pytest.param(mode, ahead, None, marks=pytest.mark.slow) for mode in MODES for ahead in (0, 1, 2, 9)),
+    ],
+)
+def test_activations_move_as_the_plan_says(parameters, mode, ahead, size):
+    config = replace(PLAIN, num_layers=5, **STREAMS, **MODES[mode])
+    config = replace(offloaded(config, ahead), enable_tensor_offload=parameters, **MOVED)
+    trainer = trainer_of(config, global_batch_size=3, micro_batch_size=size)
+    trainer.offload.trace = trace = []
+    arguments = step_arguments(trainer)
+    program, results = jax.make_jaxpr(trainer._update_step, return_shape=True)(*arguments)
+    blocks = recompute_blocks(config)
+    count = 3 if size else 1
+    dropped = [layer for block in blocks if block.kind == "full" for layer in block.layers]
+    expected = activation_events(step_uses(range(5), count, blocks), ahead, (), dropped)
+    assert [event for event in trace if "a" in event] == expected
+
+    moves = moves_of(program, layer_numbers(arguments), layer_numbers(results))
+    kept = [move for move in moves if move.event in ("+None", "-None")]
+    stats = trainer.offload_statistics
+    trainer.offload.steps_run = 1
+    out, back = (sum(move.arrays for move in kept if move.event == event) for event in ("-None", "+None"))
+    assert out == back == trainer.offload._moved.times(count).arrays
+    assert (out > 0) == bool(expected)
+    plan = trainer.offload.plan
+    stats = trainer.offload_statistics
+    assert stats["bytes_in"] - plan.bytes_in == stats["bytes_out"] - plan.bytes_out > 0 or not expected
+    places = [next(i for i, move in enumerate(moves) if move.event == f"B{layer}") for layer in range(5)]
+    for place, layer in zip(places, range(5), strict=True):  # what comes back does before its layer's backward
+        if f"+a{layer}.0" in expected:
+            assert any(move.event == "+None" for move in moves[:place])
+
+
+@pytest.mark.parametrize(
+    ("mode", "ahead", "parameters"),
+    [
+        ("mhc, blocks of 2", 0, True),
+        *(pytest.param(mode, 1, parameters, marks=pytest.mark.slow) for mode in MODES for parameters in (False, True)),
+    ],
+)
+def test_gradients_are_those_without_offload_of_activations(mode, ahead, parameters):
+    """What comes back is what was kept, of the same layer; the smallest stay on the device."""
+    config = replace(DROPPED, **STREAMS, **MODES[mode])
+    flags = {"enable_tensor_offload": parameters, "enable_activation_offload": True}
+    moved = replace(offloaded(config, ahead), **flags, activation_offload_min_bytes=300)
+    assert_same_gradients(trainer_of(moved), trainer_of(config))
+
+
+def assert_same_gradients(moved: Trainer, plain: Trainer) -> None:
+    batch = plain.corpus.batch(0, 2, plain.config.seq_length)
+    (expected_loss, expected), (loss, found) = (t.loss_and_gradients(batch, 3) for t in (plain, moved))
+    assert abs(loss - expected_loss) <= 1e-13
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert relative_difference(found[name], gradient) <= 1e-13, name
 
 
 # What is kept from forward to backward.
@@ -223,13 +288,7 @@ def kept_of_layers_alone(loss, params) -> set[int]:
 )
 def test_gradients_are_those_without_offload(mode, ahead):
     config = replace(DROPPED, **STREAMS, **MIXED, **MODES[mode])
-    plain, moved = trainer_of(config), trainer_of(offloaded(config, ahead))
-    batch = plain.corpus.batch(0, 2, config.seq_length)
-    (expected_loss, expected), (loss, found) = (t.loss_and_gradients(batch, 3) for t in (plain, moved))
-    assert abs(loss - expected_loss) <= 1e-13
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert relative_difference(found[name], gradient) <= 1e-13, name
+    assert_same_gradients(trainer_of(offloaded(config, ahead)), trainer_of(config))
 
 
 VARIANTS = {
@@ -238,6 +297,7 @@ VARIANTS = {
     "none ahead, recomputed": ({**STREAMS, **MIXED, **MODES["mhc, blocks of 2"]}, {"micro_batch_size": 1}, 0),
     "full": ({**STREAMS, **MODES["full, blocks of 2"]}, {}, 1),
     "clipped": ({"num_layers": 5}, {"clip_grad": 0.05, "micro_batch_size": 1}, 2),
+    "activations": ({**STREAMS, **MODES["all modules"], **MOVED, "num_layers": 4}, {"micro_batch_size": 1}, 1),
     "bf16": ({**STREAMS, "params_dtype": "float32", "bf16": True}, {"micro_batch_size": 1}, 1),
 }
 
@@ -247,8 +307,9 @@ def test_training_is_that_without_offload(variant, tmp_path):
     """Ten steps; then validation, sampling, and each goes on from the other's checkpoint."""
     flags, train, ahead = VARIANTS[variant]
     config = replace(DROPPED, **flags)
+    without = replace(config, enable_activation_offload=False)
     tolerance = {"float64": 1e-13, "float32": 1e-5}[config.params_dtype]
-    plain, moved = trainer_of(config, **train), trainer_of(offloaded(config, ahead), **train)
+    plain, moved = trainer_of(without, **train), trainer_of(offloaded(config, ahead), **train)
     assert kinds(moved._params) == {True: {"pinned_host"}, False: {"device"}}
     for step in range(10):
         a, b = plain.train_step(step), moved.train_step(step)
@@ -259,7 +320,9 @@ def test_training_is_that_without_offload(variant, tmp_path):
     assert_same_parameters(moved, plain, tolerance)
     stats, plan = moved.offload_statistics, moved.offload.plan
     assert plain.offload_statistics is None
-    assert (stats["bytes_in"], stats["bytes_out"]) == (10 * plan.bytes_in, 10 * plan.bytes_out)
+    kept = 10 * moved.offload._moved.bytes * (2 // train.get("micro_batch_size", 2))
+    assert (kept > 0) == config.enable_activation_offload
+    assert (stats["bytes_in"], stats["bytes_out"]) == (10 * plan.bytes_in + kept, 10 * plan.bytes_out + kept)
     assert stats["hits"] + stats["misses"] == 10 * len(plan.steps)
     assert stats["peak_layers"] == min(ahead + 1, config.num_layers)
     assert "MiB" in describe_statistics(stats)
@@ -309,7 +372,7 @@ def test_a_refused_step_changes_nothing_and_leaves_layers_on_the_host():
     assert kinds(trainer._params)[True] == {"pinned_host"}
 
 
-# Where it runs, and where not yet.
+# Where it runs.
 
 
 def test_lowered_for_a_gpu_it_copies_from_pinned_memory():
@@ -325,14 +388,17 @@ def test_lowered_for_a_gpu_it_copies_from_pinned_memory():
     assert main.count('mhlo.memory_kind = "pinned_host"') >= 6 * 4
 
 
-def test_pipelines_and_replicas_are_refused_for_now():
-    config = offloaded(replace(PLAIN, pipeline_model_parallel_size=2))
-    with pytest.raises(NotImplementedError, match=r"enable_tensor_offload or pipeline_model_parallel_size"):
-        trainer_of(config, micro_batch_size=1)
-    mesh = Mesh(np.array(jax.devices()[:1] * 2).reshape(1, 2), ("pp", "dp"))
-    with pytest.raises(NotImplementedError, match=r"a pipeline without enable_tensor_offload"):
-        make_pipeline_step(GPTModel(PLAIN), config)
-    with pytest.raises(NotImplementedError, match=r"offload: expected enable_activation_offload=False in JAX, .* True"):
-        trainer_of(replace(PLAIN, enable_activation_offload=True))
-    with pytest.raises(NotImplementedError, match=r"one device with enable_tensor_offload .* a mesh of 2"):
-        Trainer(offloaded(PLAIN), TRAIN, tiny_corpus(), mesh)
+# Pipelines and replicas: tests/offload_jax_cases.py, in a process that has a device for every rank.
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(600)
+def test_pipelines_of_several_devices():
+    run_cases("tests/offload_jax_cases.py", "not slow", 580)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(1500)
+def test_more_pipelines_of_several_devices():
+    run_cases("tests/offload_jax_cases.py", "slow", 1480)

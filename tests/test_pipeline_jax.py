@@ -10,9 +10,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def run_cases(marked: str, seconds: int) -> None:
-    """All cases of a mark; what fails there is told here."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/pipeline_jax_cases.py"]
+def run_cases(path: str, marked: str, seconds: int) -> None:
+    """All cases of a file that have a mark; what fails there is told here."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path]
     done = subprocess.run(
         [*command, "-m", marked], capture_output=True, text=True, timeout=seconds, cwd=ROOT, check=False
     )
@@ -23,14 +23,14 @@ def run_cases(marked: str, seconds: int) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.timeout(900)
 def test_pipelines_of_several_devices():
-    run_cases("not slow", 880)
+    run_cases("tests/pipeline_jax_cases.py", "not slow", 880)
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(2700)
 def test_more_pipelines_of_several_devices():
-    run_cases("slow", 2680)
+    run_cases("tests/pipeline_jax_cases.py", "slow", 2680)
 
 
 JOIN = """

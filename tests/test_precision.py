@@ -17,6 +17,8 @@ from plans.checkpoint import read_checkpoint
 from plans.config import KEPT_IN_FLOAT32, TrainConfig, TransformerConfig
 from tests.backends import BACKENDS, TORCH_FIRST, normal, room, tiny_corpus, trainers
 
+pytestmark = pytest.mark.usefixtures("few_rounds")
+
 CONFIG = TransformerConfig(
     hidden_size=32,
     num_layers=2,

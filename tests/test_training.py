@@ -12,6 +12,8 @@ from plans.config import TrainConfig, TransformerConfig
 from plans.training import NonFiniteLossError, StepResult, check_finite, has_weight_decay, learning_rate
 from tests.backends import BACKENDS, TORCH_FIRST, room, tiny_corpus, trainers
 
+pytestmark = pytest.mark.usefixtures("few_rounds")
+
 CONFIG = TransformerConfig(
     hidden_size=16,
     num_layers=2,
@@ -203,7 +205,7 @@ def test_float64_needs_jax_in_64_bits():
         room("jax", "transformer").GPTModel(CONFIG)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_comparison_of_equal_backends_has_no_failures():
     result = compare(replace(CONFIG, params_dtype="float32"), replace(TRAIN, train_iters=5), tiny_corpus())
     assert result.failures == []

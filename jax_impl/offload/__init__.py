@@ -14,9 +14,27 @@ A model whose configuration enables offload calls ``run_offloaded`` where it wou
 parameters that are on the device already, its moves do nothing.
 """
 
-from jax_impl.offload.device import Layers, Pass
-from jax_impl.offload.moves import Move, layer_numbers, moves_of
-from jax_impl.offload.stack import run_offloaded
-from jax_impl.offload.step import OffloadedStep
+from jax_impl.offload.device import Layers, Moved, Pass, is_on_host, offloads_layers, without_offload
+from jax_impl.offload.moves import Move, branch_moves, layer_numbers, moves_of
+from jax_impl.offload.stack import lone_pass, run_offloaded
+from jax_impl.offload.step import OffloadedStep, plan_statistics
+from jax_impl.offload.update import Change, OffloadedParameters
 
-__all__ = ["Layers", "Move", "OffloadedStep", "Pass", "layer_numbers", "moves_of", "run_offloaded"]
+__all__ = [
+    "run_offloaded",
+    "offloads_layers",
+    "without_offload",
+    "OffloadedStep",
+    "OffloadedParameters",
+    "Change",
+    "Pass",
+    "lone_pass",
+    "Layers",
+    "Moved",
+    "is_on_host",
+    "plan_statistics",
+    "Move",
+    "layer_numbers",
+    "moves_of",
+    "branch_moves",
+]

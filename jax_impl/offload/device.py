@@ -3,12 +3,14 @@
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax import Array
 
-from plans.offload import Step
+from plans.config import TransformerConfig
+from plans.offload import ActivationStep, Step, Use
 
 Layers = dict[int, list[Array]]
 """By number: a layer's arrays, in the order of its tree."""
@@ -40,10 +42,10 @@ class Device:
         Returns:
             The state, to be used from now on.
         """
-        asked = {layer: self.hosts[layer] for layer in step.fetches}
+        asked = [self.hosts[layer] for layer in step.fetches]  # a dictionary would come back in another order
         if asked:
             asked, state = jax.lax.optimization_barrier((asked, state))
-        for layer, arrays in asked.items():
+        for layer, arrays in zip(step.fetches, asked, strict=True):
             assert layer not in self.here, f"the plan fetches layer {layer} at {step.use}, where it is on the device"
             self.here[layer] = jax.device_put(arrays, jax.memory.Space.Device)
             self._trace.append(f"+{layer}")
@@ -65,19 +67,42 @@ class Device:
             self._trace.append(f"-{layer}")
 
 
+@dataclass
+class Moved:
+    """Activations that go to the host and come back."""
+
+    arrays: int = 0
+    bytes: int = 0
+
+    def note(self, nbytes: int) -> None:
+        """One more."""
+        self.arrays, self.bytes = self.arrays + 1, self.bytes + nbytes
+
+    def times(self, count: int) -> "Moved":
+        """So often."""
+        return Moved(self.arrays * count, self.bytes * count)
+
+
 class Pass(NamedTuple):
     """One microbatch's way through the layers, as part of a training step."""
 
     forward: Sequence[Step]
     backward: Sequence[Step]
-    here: Layers
+    here: Layers = {}  # noqa: RUF012
     """Layers that are on the device when forward begins."""
-    gradients: Layers
-    """Zeros of the shapes of all layers' parameters. Their gradients are the parameters', and on the device, where a
-    gradient for what lies on the host would have to lie there too."""
-    stay: Layers
+    gradients: dict[int, list[Any]] | None = None
+    """By layer: of each parameter, zeros of its shape, whose gradient is the parameter's, and on the device, where a
+    gradient for what lies on the host would have to lie there too; or the pair of an ops._LinearTaps. None: gradients
+    belong to the parameters and lie where they do."""
+    stay: Layers = {}  # noqa: RUF012
     """Zeros of the shapes of the layers that the plan leaves on the device after backward. Their "gradients" are those
     layers: the only way out of a backward."""
+    activations: Mapping[Use, ActivationStep] = {}
+    """When what is kept of a layer leaves and comes back; a use without a step moves none."""
+    moved: Moved | None = None
+    """Told what activations leave."""
+    named: bool = False
+    """Whether named values alone are kept, also where nothing is recomputed."""
     trace: list[str] | None = None
 
     @contextlib.contextmanager
@@ -96,3 +121,26 @@ def active_pass() -> Pass | None:
 
 
 _ACTIVE: ContextVar[Pass | None] = ContextVar("pass through offloaded layers", default=None)
+
+
+def offloads_layers(config: TransformerConfig) -> bool:
+    """Whether a model runs its layers by run_offloaded."""
+    return (config.enable_tensor_offload or config.enable_activation_offload) and not _SUSPENDED.get()
+
+
+@contextlib.contextmanager
+def without_offload() -> Iterator[None]:
+    """While active, layers are run as if nothing were offloaded: for looking at what they compute."""
+    token = _SUSPENDED.set(True)
+    try:
+        yield
+    finally:
+        _SUSPENDED.reset(token)
+
+
+_SUSPENDED: ContextVar[bool] = ContextVar("layers run without offload", default=False)
+
+
+def is_on_host(array: Array) -> bool:
+    """Whether an array lies in host memory, as its type says."""
+    return jax.typeof(array).memory_space == jax.memory.Space.Host

@@ -32,25 +32,58 @@ def layer_numbers(tree: Any) -> list[int | None]:
     return numbers
 
 
-def moves_of(program: Any, arguments: Any, results: Any) -> list[Move]:
+def moves_of(program: Any, arguments: Sequence[int | None], results: Sequence[int | None]) -> list[Move]:
     """Every copy between host and device, and every use, in the order of the program; loops are rolled out.
 
-    What leaves the device without being copied leaves no mark in a program.
+    What leaves the device without being copied leaves no mark in a program. What no result is made of is compiled
+    away, and not noted.
 
     Args:
         program: by jax.make_jaxpr.
-        arguments: of the function, as one tree; for their paths.
-        results: the function's, or their shapes.
+        arguments: of every argument's leaves, the layer whose it is; see layer_numbers.
+        results: of the results'.
     """
-    inner, reader = program.jaxpr, _Reader()
-    layers = dict(zip(inner.invars, layer_numbers(arguments), strict=True))
-    targets = dict(_pairs(inner.outvars, layer_numbers(results)))
-    reader.read(inner, layers, targets, {})
+    reader = _Reader()
+    _read(reader, program, arguments, results)
     return reader.moves
+
+
+def branch_moves(program: Any, arguments: Sequence[int | None]) -> list[list[Move]]:
+    """What moves_of does not tell: the moves of every branch of every condition.
+
+    Args: as moves_of's.
+    """
+    reader = _Reader()
+    _read(reader, program, arguments, [None] * len(program.jaxpr.outvars))
+    return reader.branches
+
+
+def _read(reader: "_Reader", program: Any, arguments: Sequence[int | None], results: Sequence[int | None]) -> None:
+    layers = dict(zip(program.jaxpr.invars, arguments, strict=True))
+    targets = dict(_pairs(program.jaxpr.outvars, results))
+    reader.read(program.jaxpr, layers, targets, {})
 
 
 _USE = re.compile(r"\b[FRBS]\d+\b")
 """Name of a scope that is a use."""
+
+
+_SAME_LAYER = frozenset({"squeeze", "slice", "reshape", "pvary", "pcast"})
+"""Operations whose result is of the layer that their first input is of."""
+
+
+def live_equations(program: Any) -> list[Any]:
+    """Those equations of a jaxpr that a result is made of."""
+    needed, live = {v for v in program.outvars if not isinstance(v, Literal)}, []
+    for equation in reversed(program.eqns):
+        if equation.primitive.name == "optimization_barrier":  # value by value
+            read = [i for i, o in _pairs(equation.invars, equation.outvars) if o in needed]
+        else:
+            read = [] if needed.isdisjoint(equation.outvars) else equation.invars
+        if read or equation.effects:
+            live.append(equation)
+            needed.update(v for v in read if not isinstance(v, Literal))
+    return live[::-1]
 
 
 class _Reader:
@@ -58,6 +91,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.moves: list[Move] = []
+        self.branches: list[list[Move]] = []
 
     def read(self, program: Any, layers: dict, targets: dict, chains: dict) -> int:
         """Note a program's moves.
@@ -74,7 +108,7 @@ class _Reader:
         for equation in reversed(program.eqns):  # what becomes a result by a barrier
             if equation.primitive.name == "optimization_barrier":
                 targets.update({i: targets[o] for i, o in _pairs(equation.invars, equation.outvars) if o in targets})
-        for equation in program.eqns:
+        for equation in live_equations(program):
             kind = equation.primitive.name
             used = _USE.search(str(equation.source_info.name_stack))
             if used and (not self.moves or self.moves[-1].event != used.group()):
@@ -82,6 +116,8 @@ class _Reader:
             chain = 1 + max((chains.get(v, 0) for v in equation.invars if not isinstance(v, Literal)), default=0)
             if kind == "optimization_barrier":
                 layers.update({o: layers[i] for i, o in _pairs(equation.invars, equation.outvars) if i in layers})
+            elif kind in _SAME_LAYER:
+                layers.update({o: layers[i] for i, o in _pairs(equation.invars[:1], equation.outvars) if i in layers})
             elif kind == "device_put":
                 self._note(equation, layers, targets, chains)
             chain = max(chain, self._inside(equation, layers, targets, chains))
@@ -90,6 +126,13 @@ class _Reader:
 
     def _inside(self, equation: Any, layers: Mapping, targets: Mapping, chains: Mapping) -> int:
         """Read the programs that an equation calls; their longest chain."""
+        if equation.primitive.name == "cond":
+            for branch in equation.params["branches"]:
+                pairs = _pairs(equation.invars[1:], branch.jaxpr.invars)
+                inside = _Reader()
+                inside.read(branch.jaxpr, {b: layers[a] for a, b in pairs if a in layers}, {}, {})
+                self.branches += [inside.moves, *inside.branches]
+            return 0
         longest, before = 0, len(self.moves)
         for inner in jaxprs_in_params(equation.params):
             if len(inner.invars) == len(equation.invars):

@@ -1,113 +1,78 @@
 """A training step with offload: microbatches' passes through the layers, and the optimizer's, as one plan has them."""
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jax_impl.offload.device import Device, Layers, Pass
+from jax_impl.offload.device import Layers, Moved, Pass
 from jax_impl.offload.moves import layer_numbers
+from jax_impl.offload.stack import plan_kept
+from jax_impl.offload.update import Change, OffloadedParameters, Parts
 from plans.config import TransformerConfig
-from plans.offload import Step, layer_storages, plan_offload, step_uses
+from plans.offload import OffloadPlan, Step, layer_storages, plan_offload, step_uses, unmoved
 from plans.recompute import recompute_blocks
 
 
-class _Parts(NamedTuple):
-    """A tree like the parameters', taken apart."""
-
-    rest: dict[int, Any]
-    """By place among the tree's leaves: those of no layer."""
-    layers: dict[int, list[Any]]
-
-
 class OffloadedStep:
-    """Moves and computation of a training step whose layers' parameters lie on the host before and after it.
+    """Moves and computation of a training step whose layers' parameters lie on the host before and after it, or whose
+    activations do between forward and backward.
 
     Where the configuration does not enable offload, the same calls compute the same and move nothing.
 
     Args:
-        config: the model's.
+        config: the model's, of one device.
         params: its parameters, or their shapes.
         num_microbatches: passes of one step.
-        devices: that share the model.
-
-    Raises:
-        NotImplementedError: the model is cut into a pipeline, there are several devices, or activations are to move.
     """
 
-    def __init__(
-        self, config: TransformerConfig, params: nnx.State, num_microbatches: int = 1, devices: int = 1
-    ) -> None:
+    def __init__(self, config: TransformerConfig, params: nnx.State, num_microbatches: int = 1) -> None:
         self.trace: list[str] | None = None
         """Every move and use of a step, in the order of the program, as it is traced, where somebody makes it a list;
         see TensorOffloadManager.trace."""
-        self.enabled, self.steps_run = config.enable_tensor_offload, 0
+        self.moves_parameters = config.enable_tensor_offload
+        self.enabled, self.steps_run = self.moves_parameters or config.enable_activation_offload, 0
         self.plan = plan_offload((), {}, then=())
         """What moves in a step; at its end every layer has left."""
-        if config.enable_activation_offload:
-            raise NotImplementedError(
-                "offload: expected enable_activation_offload=False in JAX, which moves parameters alone, got True; "
-                "leave it out, or recompute what is to be kept away from the device"
-            )
+        self._parameters = OffloadedParameters(params, layer_numbers(params))
+        self._num_microbatches, self._moved = num_microbatches, Moved()
+        self._update: Sequence[Step] = ()
         if not self.enabled:
             return
-        _check_devices(config, devices)
-        self._numbers, self._structure = layer_numbers(params), jax.tree.structure(params)
-        layers = self._split(params).layers
-        self._num_microbatches = num_microbatches
-        uses = step_uses(sorted(layers), num_microbatches, recompute_blocks(config))
-        self.plan = plan_offload(uses, layer_storages(config), config.tensor_offload_num_prefetch_layers, then=())
-        steps = self.plan.steps
+        layers, blocks = sorted(self._parameters.split(params).layers), recompute_blocks(config)
+        self._kept = plan_kept(config, step_uses(layers, 1, blocks), blocks)
+        uses = step_uses(layers, num_microbatches, blocks)
+        if self.moves_parameters:
+            self.plan = plan_offload(uses, layer_storages(config), config.tensor_offload_num_prefetch_layers, then=())
+        steps = self.plan.steps or unmoved(uses)
         length = (len(steps) - len(layers)) // num_microbatches
         passes = [steps[k * length : (k + 1) * length] for k in range(num_microbatches)]
-        self._begin, self._pass = _first_and_every(passes)
-        self._forward, self._update = len(layers), steps[num_microbatches * length :]
-        self._stay = _here_after(self._pass, self._begin)
+        begin, every = _first_and_every(passes)
+        self._begin, self._pass = begin, (every[: len(layers)], every[len(layers) :])
+        self._update = steps[num_microbatches * length :]
+        self._stay = _here_after(every, begin)
 
     @property
     def stats(self) -> dict[str, Any]:
-        """What has been moved in the ``steps_run`` so far, by the plan; see TensorOffloadManager.stats.
-
-        How long a step waits for copies is not known inside a compiled program.
-        """
-        steps, late, here, peak = self.plan.steps, Counter(), 0, 0
-        arrays = Counter(self._numbers)
-        for step in steps:
-            peak = max(peak, here := here + len(step.fetches))
-            here -= len(step.evictions)
-        for place in self.plan.late:
-            late[str(steps[place].use.layer)] += self.steps_run
-        return {
-            "bytes_in": self.plan.bytes_in * self.steps_run,
-            "bytes_out": self.plan.bytes_out * self.steps_run,
-            "copies_in": sum(arrays[layer] for step in steps for layer in step.fetches) * self.steps_run,
-            "copies_out": sum(arrays[step.use.layer] for step in steps if step.use.kind == "S") * self.steps_run,
-            "hits": len(steps) * self.steps_run - late.total(),
-            "misses": late.total(),
-            "misses_by_layer": dict(sorted(late.items())),
-            "peak_bytes": self.plan.peak_bytes,
-            "peak_layers": peak,
-        }
+        """What has been moved in the ``steps_run`` so far, by the plan; see plan_statistics."""
+        arrays = Counter(self._parameters.numbers)
+        moved = self._moved.times(self._num_microbatches)
+        return plan_statistics([self.plan], arrays, moved, self.steps_run)
 
     def place(self, params: Any) -> Any:
         """The parameters where a step finds and leaves them: the layers' in pinned host memory."""
-        if not self.enabled:
-            return params
-
-        def to_host(number: int | None, array: Array) -> Array:
-            return array if number is None else jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
-
-        return self._structure.unflatten(map(to_host, self._numbers, jax.tree.leaves(params)))
+        return self._parameters.place(params) if self.moves_parameters else params
 
     def begin(self, params: Any) -> Layers:
         """What the step's first use fetches, where all passes are one loop, whose every turn begins with it there."""
-        if not self.enabled:
+        if not self.moves_parameters:
             return {}
-        hosts = self._split(params).layers
+        hosts = self._parameters.split(params).layers
         self._record(f"+{number}" for number in self._begin)
         return {number: jax.device_put(hosts[number], jax.memory.Space.Device) for number in self._begin}
 
@@ -127,104 +92,77 @@ class OffloadedStep:
         """
         if not self.enabled:
             return jax.value_and_grad(loss_fn)(params, *args, **kwargs), here
-        parts, trace = self._split(params), []
-        zeros = self._split(jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params)).layers
+        trace: list[str] = []
+        self._moved = Moved()
+        told = Pass(*self._pass, here, activations=self._kept, moved=self._moved, trace=trace)
+        if not self.moves_parameters:
+            with told.active():
+                found = jax.value_and_grad(loss_fn)(params, *args, **kwargs)
+            self._record_passes(trace)
+            return found, here
+        parts = self._parameters.split(params)
+        zeros = self._parameters.split(jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params)).layers
         stay = {number: zeros[number] for number in self._stay}
 
         def run(rest: dict[int, Array], gradients: Layers, stay: Layers) -> Array:
-            steps = self._pass[: self._forward], self._pass[self._forward :]
-            with Pass(*steps, here, gradients, stay, trace).active():
-                return loss_fn(self._join(_Parts(rest, parts.layers)), *args, **kwargs)
+            with told._replace(gradients=gradients, stay=stay).active():
+                return loss_fn(self._parameters.join(Parts(rest, parts.layers)), *args, **kwargs)
 
         loss, found = jax.value_and_grad(run, argnums=(0, 1, 2))(parts.rest, zeros, stay)
-        self._record(trace * self._num_microbatches)
-        return (loss, self._join(_Parts(*found[:2]))), found[2]
+        self._record_passes(trace)
+        return (loss, self._parameters.join(Parts(*found[:2]))), found[2]
 
-    def update(
-        self,
-        change: Callable[[Any, Any, Any], tuple[Any, Any]],
-        params: Any,
-        state: Any,
-        gradients: Any,
-        here: Layers,
-    ) -> tuple[Any, Any]:
-        """The optimizer's update: of what is not offloaded, then layer by layer, each of which goes to the host.
-
-        Args:
-            change: ``change(params, state, gradients)`` gives new parameters and state, of any part of the parameters,
-                leaf by leaf.
-            params: the layers' on the host.
-            state: the optimizer's; every nnx.State in it is like the parameters, the rest belongs to all of them.
-            gradients: on the device.
-            here: by value_and_grad.
-        """
-        if not self.enabled:
+    def update(self, change: Change, params: Any, state: Any, gradients: Any, here: Layers) -> tuple[Any, Any]:
+        """New parameters and optimizer's state; see OffloadedParameters.update."""
+        if not self.moves_parameters:
             return change(params, state, gradients)
-        parts, grads = self._split(params), self._split(gradients)
-        items, structure = jax.tree.flatten(state, is_leaf=_is_state)
-        moments = {place: self._split(item) for place, item in enumerate(items) if _is_state(item)}
-
-        def change_part(part: Any, grad: Any, own: dict[int, Any]) -> tuple[Any, list[Any]]:
-            whole = structure.unflatten([own.get(place, item) for place, item in enumerate(items)])
-            new, changed = change(part, whole, grad)
-            return new, structure.flatten_up_to(changed)
-
-        rest, found = change_part(parts.rest, grads.rest, {place: m.rest for place, m in moments.items()})
-        device = Device(parts.layers, here, self.trace)
-        new = {place: _Parts(found[place], {}) for place in moments}
-        before: tuple[list[Array], dict[int, list[Array]]] = [], {}
-        last = -1
-        for step in self._update:
-            number = step.use.layer
-            own = grads.layers[number], {place: m.layers[number] for place, m in moments.items()}
-            own, before = device.begin(step, (own, before))  # also after the update before it: one at a time
-            for place, values in before[1].items():
-                new[place].layers[last] = values
-            with jax.named_scope(str(step.use)):
-                device.here[number], changed = change_part(device.here[number], *own)
-            last, before = number, (device.here[number], {place: changed[place] for place in moments})
-            for place, values in before[1].items():
-                new[place].layers[last] = values
-            device.end(step, changed=True)
-        assert not device.here, f"the plan ends with {[*device.here]} on the device"
-        joined = [self._join(new[place]) if place in new else item for place, item in enumerate(found)]
-        return self._join(_Parts(rest, device.hosts)), structure.unflatten(joined)
-
-    def _split(self, params: nnx.State) -> _Parts:
-        parts = _Parts({}, {})
-        for place, (number, leaf) in enumerate(zip(self._numbers, jax.tree.leaves(params), strict=True)):
-            if number is None:
-                parts.rest[place] = leaf
-            else:
-                parts.layers.setdefault(number, []).append(leaf)
-        return parts
-
-    def _join(self, parts: _Parts) -> nnx.State:
-        """The inverse."""
-        left = {number: iter(leaves) for number, leaves in parts.layers.items()}
-        return self._structure.unflatten(
-            parts.rest[place] if number is None else next(left[number]) for place, number in enumerate(self._numbers)
-        )
+        return self._parameters.update(self._update, change, params, state, gradients, here, self.trace)
 
     def _record(self, events: Iterable[str]) -> None:
         if self.trace is not None:
             self.trace.extend(events)
 
-
-def _check_devices(config: TransformerConfig, devices: int) -> None:
-    if config.pipeline_model_parallel_size > 1:
-        raise NotImplementedError(
-            "offload: expected enable_tensor_offload or pipeline_model_parallel_size above 1 in JAX, got both (with "
-            f"{config.pipeline_model_parallel_size}); leave one out"
-        )
-    if devices > 1:
-        raise NotImplementedError(
-            f"offload: expected one device with enable_tensor_offload in JAX, got a mesh of {devices}; leave one out"
-        )
+    def _record_passes(self, trace: list[str]) -> None:
+        """The events of one pass, for every microbatch: activations are each one's own."""
+        for microbatch in range(self._num_microbatches):
+            self._record(re.sub(r"(a\d+)\.0$", rf"\1.{microbatch}", event) for event in trace)
 
 
-def _is_state(item: Any) -> bool:
-    return isinstance(item, nnx.State)
+def plan_statistics(
+    plans: Sequence[OffloadPlan], arrays: Mapping[Any, int], activations: Moved, steps_run: int
+) -> dict[str, Any]:
+    """What steps have moved, by their plans; see TensorOffloadManager.stats.
+
+    How long a step waits for copies is not known inside a compiled program.
+
+    Args:
+        plans: of one step, of every device.
+        arrays: by layer, how many it has.
+        activations: moved in one step.
+        steps_run: how often.
+    """
+    late, copies, peak_layers = Counter(), Counter(), 0
+    for plan in plans:
+        here = 0
+        for step in plan.steps:
+            peak_layers = max(peak_layers, here := here + len(step.fetches))
+            here -= len(step.evictions)
+            copies["in"] += sum(arrays[layer] for layer in step.fetches)
+            copies["out"] += arrays[step.use.layer] if step.use.kind == "S" else 0
+        for place in plan.late:
+            late[str(plan.steps[place].use.layer)] += steps_run
+    uses = sum(len(plan.steps) for plan in plans)
+    return {
+        "bytes_in": (sum(plan.bytes_in for plan in plans) + activations.bytes) * steps_run,
+        "bytes_out": (sum(plan.bytes_out for plan in plans) + activations.bytes) * steps_run,
+        "copies_in": (copies["in"] + activations.arrays) * steps_run,
+        "copies_out": (copies["out"] + activations.arrays) * steps_run,
+        "hits": uses * steps_run - late.total(),
+        "misses": late.total(),
+        "misses_by_layer": dict(sorted(late.items())),
+        "peak_bytes": max(plan.peak_bytes for plan in plans),
+        "peak_layers": peak_layers,
+    }
 
 
 def _first_and_every(passes: Sequence[tuple[Step, ...]]) -> tuple[tuple[int, ...], tuple[Step, ...]]:

@@ -18,7 +18,8 @@ devices of one program (``executor.py``). What ranks keep, and how a backward is
 parameters of unlike stages are stacked, in ``stages.py``.
 """
 
+from jax_impl.pipeline.offload import OffloadedPipeline
 from jax_impl.pipeline.stages import StagedParameters
 from jax_impl.pipeline.step import PipelineStep, make_pipeline_step
 
-__all__ = ["make_pipeline_step", "PipelineStep", "StagedParameters"]
+__all__ = ["make_pipeline_step", "PipelineStep", "OffloadedPipeline", "StagedParameters"]

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jax_impl.offload import Moved, is_on_host
 from jax_impl.pipeline.kept import Keeper, Task
 from jax_impl.pipeline.stages import Batch, Program, StagedParameters, Stages
 from plans.ticks import Keep, Ticks
@@ -47,7 +48,13 @@ class _State(NamedTuple):
 
 
 def run_ticks(
-    stages: Stages, ticks: Ticks, keep: Keep, axes: tuple[str, ...], params: StagedParameters, batch: Batch
+    stages: Stages,
+    ticks: Ticks,
+    keep: Keep,
+    axes: tuple[str, ...],
+    params: StagedParameters,
+    batch: Batch,
+    moved: Moved,
 ) -> tuple[Array, StagedParameters]:
     """Losses of the microbatches and the gradients of their mean, on one rank among all that run this alike.
 
@@ -58,13 +65,14 @@ def run_ticks(
         axes: of the mesh this runs under.
         params: the rank's, layers [v, layers, ...].
         batch: all microbatches, the same on every rank.
+        moved: told what of a forward's waits on the host for its backward.
 
     Returns:
         Losses [m], the same on every rank. Gradients as params, those of the ends the same on every rank; without
         leaves where the schedule is forward only.
     """
     params, batch = _vary((params, batch), axes)
-    run = _Run(stages, ticks, keep, axes, params, batch)
+    run = _Run(stages, ticks, keep, axes, params, batch, moved)
     rank = lax.axis_index(PIPELINE_AXIS)
     rows = jax.tree.map(lambda column: jnp.asarray(column)[rank], ticks.rows)
     state = lax.scan(run.tick, run.start(), rows)[0]
@@ -85,8 +93,10 @@ class _Run:
         axes: tuple[str, ...],
         params: StagedParameters,
         batch: Batch,
+        moved: Moved,
     ) -> None:
         self._stages, self._ticks, self._axes, self._params, self._batch = stages, ticks, axes, params, batch
+        self._moved = moved
         self._forward_only, self._splits = ticks.schedule.forward_only, ticks.schedule.splits_backward
         config = stages.config
         hidden = (*batch.tokens.shape[1:], config.residual_streams * config.hidden_size)
@@ -110,10 +120,11 @@ class _Run:
             weights=buffer(slots.weights, self._keeper.weights),
             arrived_inputs=arrived,
             arrived_gradients=arrived,
-            sums=nothing if self._forward_only else jax.tree.map(jnp.zeros_like, self._params),
+            sums=nothing if self._forward_only else jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), self._params),
             losses=jnp.zeros(len(self._batch.tokens), self._stages.config.params_dtype),
         )
-        return _vary(state, self._axes)
+        state = _vary(state, self._axes)
+        return state._replace(kept={dtype: self._away(buffer) for dtype, buffer in state.kept.items()})
 
     def tick(self, state: _State, row: Any) -> tuple[_State, None]:
         """One row of the table: plans.ticks.Rows, of arrays."""
@@ -144,16 +155,16 @@ class _Run:
 
         y, loss, kept = self._switch(row.forward_stage, run, nothing)
         losses = _add_loss(state.losses, row.forward_microbatch, loss)
-        return y, state._replace(kept=_store(state.kept, row.forward_kept, kept), losses=losses)
+        return y, state._replace(kept=self._keep(state.kept, row.forward_kept, kept), losses=losses)
 
     def _backward(self, state: _State, row: Any) -> tuple[Array, _State]:
         task = self._task(row.backward_stage, row.backward_microbatch)
         x, gradient = state.inputs[row.backward_input], state.gradients[row.backward_gradient]
-        kept = jax.tree.map(lambda buffer: buffer[row.backward_kept], state.kept)
         share = _vary(jnp.full_like(state.losses[0], 1 / len(state.losses)), self._axes)
         nothing = jnp.zeros_like(x), jnp.zeros_like(share), _empty(state.weights), state.sums
 
         def run(program: Program) -> tuple:
+            kept = jax.tree.map(lambda buffer: _on_device(buffer[row.backward_kept]), state.kept)
             result = self._keeper.backward(program, task, x, kept, share if program.last else gradient)
             sums = program.add(state.sums, task.vp_stage, result.gradients)
             return result.input_gradient, nothing[1] if result.loss is None else result.loss, result.weights, sums
@@ -171,6 +182,26 @@ class _Run:
             return program.add(state.sums, task.vp_stage, self._keeper.weight_gradients(program, weights))
 
         return state._replace(sums=self._switch(row.weights_stage, run, state.sums))
+
+    def _away(self, buffer: Array) -> Array:
+        """A buffer where what is kept in it waits: on the host with activation offload, if a slot is large enough."""
+        config, slot_bytes = self._stages.config, buffer[0].size * buffer.dtype.itemsize
+        if not config.enable_activation_offload or slot_bytes < config.activation_offload_min_bytes:
+            return buffer
+        self._moved.note(slot_bytes)
+        return jax.device_put(buffer, jax.memory.Space.Host)
+
+    def _keep(self, buffers: dict[str, Array], slot: Array, values: dict[str, Array]) -> dict[str, Array]:
+        """Buffers with a forward's values stored; ticks without a forward move nothing."""
+        if not any(map(is_on_host, buffers.values())):
+            return _store(buffers, slot, values)
+
+        def store() -> dict[str, Array]:
+            host = jax.memory.Space.Host
+            moved = {name: jax.device_put(x, host) if is_on_host(buffers[name]) else x for name, x in values.items()}
+            return _store(buffers, slot, moved)
+
+        return lax.cond(slot < self._ticks.slots.kept, store, lambda: buffers)
 
     def _task(self, stage: Array, microbatch: Array) -> Task:
         *arrays, step = self._batch
@@ -204,6 +235,10 @@ def _vary(tree: Any, axes: tuple[str, ...]) -> Any:
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(vary, tree)
+
+
+def _on_device(x: Array) -> Array:
+    return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
 
 
 def _empty(buffers: Any) -> Any:

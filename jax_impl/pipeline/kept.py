@@ -14,6 +14,7 @@ keeps each map's input and the gradient of its output (ops._LinearTaps), and W m
 work as B, each matrix product once.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jax_impl.offload import is_on_host, lone_pass, without_offload
 from jax_impl.ops import _LinearTaps
 from jax_impl.pipeline.stages import Batch, Program, StagedParameters
 from jax_impl.recompute import VaryingLeaf, recompute_policy, varying_leaves, with_leaves
@@ -113,23 +115,47 @@ class Keeper:
         return {name: jnp.einsum("bto,bti->oi", grad, x) for name, (x, grad) in taps.items()}
 
     def _pull_back(self, program: Program, task: Task, x: Array) -> tuple[Array, Callable[[Array], tuple]]:
-        """A stage's output, and what takes the output's gradient to those of parameters, input and taps."""
-        parameters = program.take(task.params, task.vp_stage)
-        likes = self._taps[program]
-        tapped = {name: parameters.pop(name) for name in likes}
+        """A stage's output, and what takes the output's gradient to those of parameters, input and taps.
 
-        def run(parameters: dict[str, Array], x: Array, taps: dict[str, tuple[Array, Array]]) -> Array:
-            parameters = parameters | tapped
-            with _LinearTaps({name: parameters[name] for name in taps}, taps):
-                return program(parameters, x, task.batch, task.first_layer)
+        Layers' parameters that lie on the host have stand-ins on the device, whose gradients are theirs.
+        """
+        parameters = program.take(task.params, task.vp_stage)
+        taps = jax.tree.map(lambda like: _zeros(like, x), self._taps[program])
+        away = {name: value for name, value in parameters.items() if is_on_host(value)}
+        wanted = {
+            name: _zeros(value, x) if name in away else value for name, value in parameters.items() if name not in taps
+        }
+
+        def run(wanted: dict[str, Array], x: Array, taps: dict[str, tuple[Array, Array]]) -> Array:
+            given = parameters | wanted | away
+            here = {name: given[name] for name in taps if name not in away}
+            with _LinearTaps(here, taps), self._offloaded(program, wanted | taps):
+                return program(given, x, task.batch, task.first_layer)
 
         if self._keep == "residuals" and not program.recomputes:
             # Without a policy JAX keeps whatever any derivative reads, for XLA to fuse most of it away; in a slot it
             # would all be stored. Between named values there is no matrix product, so those alone are kept.
             policy = recompute_policy(program.config, RecomputeBlock("none", ()))
             run = jax.checkpoint(run, policy=policy)  # pyright: ignore[reportPrivateImportUsage]
-        zeros = jax.tree.map(lambda like: jnp.zeros_like(x, shape=like.shape, dtype=like.dtype), likes)
-        return jax.vjp(run, parameters, x, zeros)
+        return jax.vjp(run, wanted, x, taps)
+
+    def _offloaded(self, program: Program, gradients: Mapping[str, Any]) -> contextlib.AbstractContextManager:
+        """While active, a stage's layers are fetched as the plan of one of its actions says.
+
+        Args:
+            program: of the stage.
+            gradients: of every layer's parameters: a stand-in, or taps.
+        """
+        if not program.config.enable_tensor_offload:
+            return contextlib.nullcontext()
+        by_layer: dict[int, list[Any]] = {number: [] for number in program.numbers}
+        for name in program.names:
+            number = program.layer_of(name)
+            if number is not None:
+                by_layer[number].append(gradients[name])
+        again = self._keep == "inputs"
+        told = lone_pass(program.config, program.blocks, turns=again)
+        return told._replace(gradients=by_layer, activations={}, named=not again).active()
 
     def _find_residuals(self, program: Program, task: Task, x: Array) -> list[VaryingLeaf]:
         """Leaves of a pull-back that are made of what a microbatch brings."""
@@ -147,14 +173,19 @@ def _tap_shapes(program: Program, task: Task, x: Array) -> dict[str, tuple]:
 
     def run(task: Task, x: Array) -> Array:
         nonlocal taps
-        parameters = program.take(task.params, task.vp_stage)
+        parameters = jax.device_put(program.take(task.params, task.vp_stage), jax.memory.Space.Device)
         taps = _LinearTaps({name: value for name, value in parameters.items() if not program.looks_up(name)})
-        with taps:
+        with taps, without_offload():
             return program(parameters, x, task.batch, task.first_layer)
 
     taps = _LinearTaps({})
     jax.eval_shape(run, task, x)
     return taps.shapes
+
+
+def _zeros(like: Any, beside: Array) -> Array:
+    """On the device, of a shape and type; differing by rank where their neighbour does."""
+    return jnp.zeros_like(beside, shape=like.shape, dtype=like.dtype)
 
 
 def _longest(programs: Sequence[Sequence[jax.ShapeDtypeStruct]]) -> dict[str, jax.ShapeDtypeStruct]:

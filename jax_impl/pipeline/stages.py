@@ -8,8 +8,13 @@ final norm and head are whole on every rank, and read where they belong.
 Stages of equal build share a program (class Program): the model's own module for such a stage, whose layers are told
 their numbers when it runs. A dropout mask is a function of the layer's number in the whole model, hence the same in any
 stage.
+
+With offload a layer's parameters move by themselves, so they are arrays of their own: in the place of a stack lists of
+lists, by virtual stage and place in the stage, of [p, ...]. Every stage then has a program of its own, which knows its
+virtual stage: what a program moves it has to name when it is compiled.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,11 +24,12 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from jax_impl.offload import without_offload
 from plans.config import TransformerConfig
 from plans.implementation import uses_kernels
 from plans.layers import LayerConfig
 from plans.partition import layers_by_stage
-from plans.recompute import recompute_blocks
+from plans.recompute import RecomputeBlock, recompute_blocks
 from plans.schedule import Schedule
 
 LAYERS = "decoder.layers."
@@ -37,7 +43,7 @@ class StagedParameters(NamedTuple):
     """Parameters (or gradients, or moments) as the pipeline holds them."""
 
     layers: tuple[dict[str, Any], ...]
-    """By kind of layer: name within the layer to [p, v, layers, ...]."""
+    """By kind of layer: name within the layer to [p, v, layers, ...], or with offload to v lists of layers [p, ...]."""
     ends: dict[str, Any]
     """Canonical name to the parameter, of embedding, final norm and head."""
 
@@ -74,10 +80,12 @@ class Program:
     """Of the layers in the stage the program was made from."""
     config: TransformerConfig
     training: bool
-    recomputes: bool
-    """Whether blocks of layers are recomputed."""
+    blocks: tuple[RecomputeBlock, ...]
+    """What is recomputed, of layers in the stage the program was made from."""
     numbered: bool
     """Layers keep the numbers they were made with; else they are told."""
+    vp_stage: int | None
+    """Where parameters are not stacked: the only one that runs it."""
     graph: nnx.GraphDef = field(repr=False)
     structure: Any = field(repr=False)
     names: tuple[str, ...] = field(repr=False)
@@ -101,6 +109,11 @@ class Program:
         Returns:
             Hidden states, streams side by side [b, T, S*D], or in the last stage the mean loss in nats per token.
         """
+        offloads = self.config.enable_tensor_offload
+        with contextlib.nullcontext() if offloads else without_offload():  # activations wait in slots of the executor's
+            return self._run(parameters, x, batch, first_layer)
+
+    def _run(self, parameters: Mapping[str, Array], x: Array, batch: Batch, first_layer: Array) -> Array:
         model = nnx.merge(self.graph, jax.tree.unflatten(self.structure, [parameters[name] for name in self.names]))
         if not self.numbered:
             for offset, number in enumerate(self.numbers):
@@ -116,26 +129,41 @@ class Program:
         found = {}
         for name in self.names:
             place, rest = self._place(name)
-            found[name] = (
-                params.ends[name] if place is None else params.layers[place.kind][rest][vp_stage, place.position]
-            )
+            if place is None:
+                found[name] = params.ends[name]
+            elif self.vp_stage is None:
+                found[name] = params.layers[place.kind][rest][vp_stage, place.position]
+            else:
+                found[name] = params.layers[place.kind][rest][self.vp_stage][place.position]
         return found
 
     def add(self, params: StagedParameters, vp_stage: Array, gradients: Mapping[str, Array]) -> StagedParameters:
         """A rank's sums with a stage's gradients added, in the sums' type."""
-        layers, ends = [dict(kind) for kind in params.layers], dict(params.ends)
+        layers, ends = jax.tree.map(lambda x: x, (list(params.layers), params.ends))
         for name, gradient in gradients.items():
             place, rest = self._place(name)
             if place is None:
                 ends[name] += gradient.astype(ends[name].dtype)
-            else:
+            elif self.vp_stage is None:
                 stack = layers[place.kind][rest]
                 layers[place.kind][rest] = stack.at[vp_stage, place.position].add(gradient.astype(stack.dtype))
+            else:
+                own = layers[place.kind][rest][self.vp_stage]
+                own[place.position] += gradient.astype(own[place.position].dtype)
         return StagedParameters(tuple(layers), ends)
 
     def looks_up(self, name: str) -> bool:
         """Whether a parameter is the table of the input embedding, which is read by no linear map."""
         return self.first and name == EMBEDDING
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether blocks of layers are recomputed."""
+        return any(block.kind != "none" for block in self.blocks)
+
+    def layer_of(self, name: str) -> int | None:
+        """The layer whose parameter a name is, by its number in the stage the program was made from."""
+        return split_name(name)[0] if name.startswith(LAYERS) else None
 
     def _place(self, name: str) -> tuple[LayerPlace | None, str]:
         if not name.startswith(LAYERS):
@@ -186,6 +214,8 @@ class Stages:
             if rest not in layers[kind]:
                 layers[kind][rest] = array((ranks, virtual, lengths[kind], *value.shape), value.dtype)
             layers[kind][rest][rank, vp_stage, position] = value
+        if self.config.enable_tensor_offload:
+            layers = jax.tree.map(lambda x: [[x[:, v, i] for i in range(x.shape[2])] for v in range(virtual)], layers)
         return StagedParameters(tuple(layers), ends)
 
     def unstack(self, staged: StagedParameters) -> dict[str, Any]:
@@ -193,7 +223,8 @@ class Stages:
         found = dict(staged.ends)
         for number, (rank, vp_stage, (kind, position)) in self.by_layer().items():
             for rest, value in staged.layers[kind].items():
-                found[f"{LAYERS}{number}.{rest}"] = value[rank, vp_stage, position]
+                own = value[vp_stage][position][rank] if isinstance(value, list) else value[rank, vp_stage, position]
+                found[f"{LAYERS}{number}.{rest}"] = own
         return found
 
 
@@ -211,7 +242,8 @@ def cut(
     counts = layers_by_stage(config)
     kinds = tuple(dict.fromkeys(config.layer(number) for number in range(config.num_layers)))
     # Kernels take a mask's place in the model as a constant, so there every stage needs a program of its own.
-    numbered = training and config.hidden_dropout > 0.0 and uses_kernels(config.impl, jax.default_backend() == "gpu")
+    masked = training and config.hidden_dropout > 0.0 and uses_kernels(config.impl, jax.default_backend() == "gpu")
+    offloads = config.enable_tensor_offload
     programs: dict[Any, Program] = {}
     places, program_of, first_layers = [], [], []
     for stage, count in enumerate(counts):
@@ -220,21 +252,17 @@ def cut(
         first = sum(counts[:stage])
         ends = stage == 0, stage == len(counts) - 1
         layers = tuple(config.layer(first + offset) for offset in range(count))
-        blocks = tuple(
-            block._replace(layers=tuple(number - first for number in block.layers))
-            for block in recompute_blocks(config, vp_stage, rank)
-        )
-        build = (*ends, layers, blocks, first if numbered else None)
+        blocks = recompute_blocks(config, vp_stage, rank)
+        moved = tuple(block._replace(layers=tuple(number - first for number in block.layers)) for block in blocks)
+        build = (*ends, layers, moved, first if masked else None, stage if offloads else None)
         if build not in programs:
             module = nnx.eval_shape(lambda e=ends, v=vp_stage, r=rank: model_class(config, *e, vp_stage=v, pp_rank=r))
             graph, state = nnx.split(module, nnx.Param)
             place = tuple(LayerPlace(kinds.index(kind), layers[:i].count(kind)) for i, kind in enumerate(layers))
             numbers = tuple(range(first, first + count))
             structure, names = jax.tree.structure(state), names_of(state)
-            recomputes = any(block.kind != "none" for block in blocks)
-            programs[build] = Program(
-                *ends, place, numbers, config, training, recomputes, numbered, graph, structure, names
-            )
+            told = masked or offloads, vp_stage if offloads else None
+            programs[build] = Program(*ends, place, numbers, config, training, blocks, *told, graph, structure, names)
         places.append((rank, vp_stage))
         program_of.append([*programs].index(build))
         first_layers.append(first)

@@ -11,6 +11,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_impl.offload import Moved
 from jax_impl.pipeline.executor import DATA_AXIS, PIPELINE_AXIS, run_ticks
 from jax_impl.pipeline.stages import Batch, StagedParameters, cut, names_of
 from plans.config import TransformerConfig
@@ -43,7 +44,8 @@ def make_pipeline_step(
         config: how it is cut: ranks, virtual stages, layers by stage, schedule, recompute.
         mesh: with an axis "pp" as long as the pipeline, and with door shard_map possibly an axis "dp" that divides the
             samples of every microbatch; None: the first devices there are.
-        door: how the program is put on devices: jax.pmap or jax.shard_map. Both run the same function.
+        door: how the program is put on devices: jax.pmap or jax.shard_map. Both run the same function; parameters on
+            the host are taken by shard_map alone.
         keep: what waits from a stage's forward to its backward: its "inputs" (backward runs the stage again) or the
             "residuals" that the recompute settings leave. With full recompute, too, residuals cost less time: blocks
             are run again, but not the stage before them.
@@ -57,7 +59,6 @@ def make_pipeline_step(
     Raises:
         ValueError: the mesh, the devices or an option does not fit, or JAX has too few threads to interpret kernels on
             so many devices; the message says what would.
-        NotImplementedError: with enable_tensor_offload.
     """
     _check_options(model, config, door, keep, ticks)
     mesh = _mesh(config, mesh, door)
@@ -81,6 +82,8 @@ class PipelineStep:
     ) -> None:
         self.config, self.mesh, self.door = config, mesh, door
         self.keep: Keep = keep
+        self.moved = Moved()
+        """What of one forward waits on the host for its backward; known once a step has been traced."""
         self._fused, self._forward_only = fused, forward_only
         params = nnx.split(model, nnx.Param)[1]
         self.names, self._structure = names_of(params), jax.tree.structure(params)
@@ -139,7 +142,8 @@ class PipelineStep:
 
     def shapes(self, staged: StagedParameters) -> StagedParameters:
         """Every leaf's shape and type in the undivided model, as jax.ShapeDtypeStruct."""
-        own = [jax.tree.map(lambda x, n=n: jax.ShapeDtypeStruct(x.shape[n:], x.dtype), staged) for n in (3, 0)]
+        stacked = 1 if self.config.enable_tensor_offload else 3
+        own = [jax.tree.map(lambda x, n=n: jax.ShapeDtypeStruct(x.shape[n:], x.dtype), staged) for n in (stacked, 0)]
         return StagedParameters(own[0].layers, own[1].ends)
 
     def ticks(self, num_microbatches: int) -> Ticks:
@@ -152,8 +156,8 @@ class PipelineStep:
         return self.ticks(num_microbatches).actions()
 
     def _local(self, params: StagedParameters, batch: Batch) -> tuple[Array, StagedParameters]:
-        ticks = self.ticks(len(batch.tokens))
-        return run_ticks(self.stages, ticks, self.keep, tuple(self.mesh.axis_names), params, batch)
+        ticks, self.moved = self.ticks(len(batch.tokens)), Moved()
+        return run_ticks(self.stages, ticks, self.keep, tuple(self.mesh.axis_names), params, batch, self.moved)
 
     def _batch(self, tokens: Any, targets: Any, step: int | Array = 0, samples: Any = None) -> Batch:
         """Arrays of agreed shapes and types."""
@@ -257,13 +261,18 @@ def _check_threads(config: TransformerConfig, mesh: Mesh) -> None:
 
 
 def _check_options(model: nnx.Module, config: TransformerConfig, door: str, keep: str, ticks: str) -> None:
-    if config.enable_tensor_offload:
-        raise NotImplementedError(
-            "offload: expected a pipeline without enable_tensor_offload in JAX, got one with it; leave it out"
-        )
     for name, value, choices in (("door", door, DOORS), ("ticks", ticks, TICKS), ("keep", keep, KEEPS)):
         if value not in choices:
             raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
+    if config.enable_tensor_offload and door == "pmap":
+        raise ValueError(
+            "door: expected 'shard_map' with enable_tensor_offload, got 'pmap', which takes nothing from host memory"
+        )
+    if config.enable_activation_offload and keep == "inputs":
+        raise ValueError(
+            "keep: expected 'residuals' with enable_activation_offload, got 'inputs', which keeps no activations; "
+            "leave one out"
+        )
     state = nnx.split(model, nnx.Param)[1]
     found = dict(zip(names_of(state), map(jnp.shape, jax.tree.leaves(state)), strict=True))
     expected = {name: spec.shape for name, spec in parameter_specs(undivided(config)).items()}

@@ -12,18 +12,22 @@ Both backends move what ``next_layers`` says; ``plan_offload`` is the same, ahea
 ``simulate_offload`` adds time.
 """
 
-from plans.offload.activations import ActivationStep, next_backwards, plan_activations
+from plans.offload.activations import ActivationStep, activation_event, next_backwards, plan_activations
 from plans.offload.moves import (
     OffloadPlan,
     Step,
     check_num_prefetch_layers,
     describe_statistics,
+    join_plans,
     layer_storages,
+    plan_actions,
     plan_offload,
+    unmoved,
 )
 from plans.offload.times import OffloadTimes, hiding_tokens, simulate_offload, use_seconds
 from plans.offload.uses import (
     Use,
+    action_uses,
     expected_uses,
     next_layers,
     pass_uses,
@@ -41,16 +45,21 @@ __all__ = [
     "replays_layers",
     "step_uses",
     "rank_uses",
+    "action_uses",
     "rank_layers",
     "stage_layers",
     "expected_uses",
     "Step",
     "OffloadPlan",
     "plan_offload",
+    "plan_actions",
+    "join_plans",
+    "unmoved",
     "check_num_prefetch_layers",
     "layer_storages",
     "describe_statistics",
     "ActivationStep",
+    "activation_event",
     "next_backwards",
     "plan_activations",
     "OffloadTimes",

@@ -16,6 +16,15 @@ class ActivationStep(NamedTuple):
     leaves: bool
     """Whether the forward's own activations leave when it has ended."""
 
+    def __str__(self) -> str:
+        fetched = [activation_event("+", forward) for forward in self.fetches]
+        return " ".join([*fetched, str(self.use), *([activation_event("-", self.use)] if self.leaves else [])])
+
+
+def activation_event(sign: str, forward: Use) -> str:
+    """How a trace tells that a forward's activations come (+) or leave (-): ``-a3.0``, of layer 3, microbatch 0."""
+    return f"{sign}a{forward.layer}.{forward.microbatch}"
+
 
 def next_backwards(upcoming: Iterable[Use], count: int) -> tuple[Use, ...]:
     """The forwards whose backwards come next."""

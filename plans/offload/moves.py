@@ -3,15 +3,16 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from plans.config import TransformerConfig
-from plans.offload.uses import Use, next_layers
+from plans.offload.uses import Use, action_uses, next_layers
 from plans.parameters import parameter_specs
 from plans.partition import undivided
+from plans.schedule import schedule_for
 
 
 class Step(NamedTuple):
@@ -84,6 +85,40 @@ def plan_offload(
             place.evict(layer)
         steps.append(Step(use, fetches, evictions))
     return OffloadPlan(tuple(steps), place.peak_bytes, place.bytes_in, place.bytes_out, tuple(late))
+
+
+def unmoved(uses: Iterable[Use]) -> tuple[Step, ...]:
+    """The plan of layers that are on the device all the time."""
+    return tuple(Step(use, (), ()) for use in uses)
+
+
+def join_plans(plans: Sequence[OffloadPlan]) -> OffloadPlan:
+    """Plans that are carried out one after the other, at whose ends nothing is on the device."""
+    begins = accumulate((len(plan.steps) for plan in plans), initial=0)
+    return OffloadPlan(
+        tuple(step for plan in plans for step in plan.steps),
+        max((plan.peak_bytes for plan in plans), default=0),
+        sum(plan.bytes_in for plan in plans),
+        sum(plan.bytes_out for plan in plans),
+        tuple(begin + place for begin, plan in zip(begins, plans, strict=False) for place in plan.late),
+    )
+
+
+def plan_actions(
+    config: TransformerConfig, num_microbatches: int, pp_rank: int = 0, forward_only: bool = False
+) -> OffloadPlan:
+    """What moves on a rank where no copy reaches from one action of its schedule into the next.
+
+    So it is where an action is a branch of a compiled program, which ends with nothing under way: the first layer of
+    every action is late, and the others come ahead of their uses as everywhere.
+
+    Args: as rank_uses'.
+    """
+    storages, ahead = layer_storages(config), config.tensor_offload_num_prefetch_layers
+    actions = schedule_for(config, num_microbatches, forward_only).actions[pp_rank]
+    return join_plans(
+        [plan_offload(action_uses(config, action, pp_rank), storages, ahead, then=()) for action in actions]
+    )
 
 
 def check_num_prefetch_layers(number: int) -> None:

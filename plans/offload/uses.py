@@ -6,7 +6,7 @@ from typing import NamedTuple
 from plans.config import TransformerConfig
 from plans.partition import get_num_layers_to_build, get_transformer_layer_offset
 from plans.recompute import RecomputeBlock, recompute_blocks
-from plans.schedule import schedule_for
+from plans.schedule import Action, schedule_for
 
 
 class Use(NamedTuple):
@@ -77,24 +77,24 @@ def rank_uses(
 ) -> list[Use]:
     """Uses of one rank's layers in a step's forwards and backwards, in the order of the pipeline's schedule.
 
-    The gradients of weights alone (W) need no weights.
-
     Args:
         config: the model's; without a pipeline its only rank runs one microbatch after the other.
         num_microbatches: of a step.
         pp_rank: the rank.
         forward_only: evaluation.
     """
-    uses = []
-    for action in schedule_for(config, num_microbatches, forward_only).actions[pp_rank]:
-        vp_stage = action.stage // config.pipeline_model_parallel_size
-        layers = stage_layers(config, vp_stage, pp_rank)
-        if action.kind == "F":
-            uses += pass_uses(layers, backward=False, microbatch=action.microbatch)
-        elif action.kind in ("B", "I"):
-            blocks = recompute_blocks(config, vp_stage, pp_rank)
-            uses += pass_uses(layers, True, blocks, forward=False, microbatch=action.microbatch)
-    return uses
+    actions = schedule_for(config, num_microbatches, forward_only).actions[pp_rank]
+    return [use for action in actions for use in action_uses(config, action, pp_rank)]
+
+
+def action_uses(config: TransformerConfig, action: Action, pp_rank: int = 0) -> list[Use]:
+    """Uses of one action of a rank. The gradients of weights alone (W) need no weights."""
+    if action.kind == "W":
+        return []
+    vp_stage = action.stage // config.pipeline_model_parallel_size
+    layers, forward = stage_layers(config, vp_stage, pp_rank), action.kind == "F"
+    blocks = recompute_blocks(config, vp_stage, pp_rank)
+    return pass_uses(layers, not forward, blocks, forward, action.microbatch)
 
 
 def rank_layers(config: TransformerConfig, pp_rank: int = 0) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from plans.offload import Use
+from plans.offload import Use, activation_event
 from reference_torch.offload.link import Copy, Link, OffloadError
 from reference_torch.offload.statistics import OffloadStatistics
 from reference_torch.recompute.slots import slot_of
@@ -211,7 +211,7 @@ class ActivationOffload:
         self.finish_leaving()
         if group.stays or not group.alive:
             return
-        self._record(f"-a{group.use.layer}.{group.use.microbatch}")
+        self._record(activation_event("-", group.use))
         self._statistics.note_copies("out", [memory.leave() for memory in group.alive])
         self._away[group.use] = self._leaving = group
 
@@ -227,7 +227,7 @@ class ActivationOffload:
             group = self._away.pop(use, None)
             if group is None or not group.alive:
                 continue
-            self._record(f"+a{use.layer}.{use.microbatch}")
+            self._record(activation_event("+", use))
             self._statistics.note_copies("in", [memory.fetch() for memory in group.alive])
             if group is self._leaving:
                 self._leaving = None
