@@ -1,6 +1,7 @@
 """Tensor offload before it runs: what moves, what lies on the device, and whether copies hide behind computation."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -9,7 +10,9 @@ from parity.commands import Plan
 from plans.offload import (
     Use,
     hiding_tokens,
+    join_plans,
     layer_storages,
+    plan_actions,
     plan_offload,
     rank_layers,
     rank_uses,
@@ -21,14 +24,19 @@ MIB = 2**20
 
 
 def print_offload(console: Console, command: Plan) -> None:
-    """A table over the number of layers fetched ahead, for the first rank, and the criterion for hiding."""
+    """A table over the number of layers fetched ahead, for the first rank, and the criterion for hiding.
+
+    In a pipeline JAX has a column of its own: its copies do not reach from one action into the next.
+    """
     config, asked = command.model, command.model.tensor_offload_num_prefetch_layers
     tokens = command.micro_batch_size * config.seq_length
     bandwidth, rate = command.link_bandwidth * 1e9, command.compute_rate * 1e12
     storages = layer_storages(config)
     layers = rank_layers(config)
     count = 1 if config.pipeline_model_parallel_size == 1 else command.num_microbatches
-    uses = rank_uses(config, count) + [Use("S", layer) for layer in layers]
+    updates = [Use("S", layer) for layer in layers]
+    uses = rank_uses(config, count) + updates
+    in_pipeline = config.pipeline_model_parallel_size > 1
     table = Table(
         box=None,
         title=f"offloaded parameters of {len(layers)} layers, a step of {count} x {tokens:,} tokens on rank 0; "
@@ -37,15 +45,24 @@ def print_offload(console: Console, command: Plan) -> None:
     )
     for heading in ("layers ahead", "on device, MiB", "to device, MiB", "to host, MiB", "late uses", "step, s", "over"):
         table.add_column(heading, justify="right")
+    if in_pipeline:
+        table.add_column("in JAX, s", justify="right")
     for ahead in sorted({*range(5), asked}):
         plan = plan_offload(uses, storages, ahead)
-        times = simulate_offload(plan, use_seconds(config, tokens, rate), storages, bandwidth)
+        seconds = use_seconds(config, tokens, rate)
+        times = simulate_offload(plan, seconds, storages, bandwidth)
+        in_jax = []
+        if in_pipeline:
+            actions = plan_actions(replace(config, tensor_offload_num_prefetch_layers=ahead), count)
+            joined = join_plans([actions, plan_offload(updates, storages, ahead, then=())])
+            in_jax = [f"{simulate_offload(joined, seconds, storages, bandwidth).makespan:.3g}"]
         table.add_row(
             f"{ahead}{' *' if ahead == asked else ''}",
             *(f"{size / MIB:,.1f}" for size in (plan.peak_bytes, plan.bytes_in, plan.bytes_out)),
             f"{len(plan.late)} of {len(uses)}",
             f"{times.makespan:.3g}",
             f"{times.makespan / max(times.compute, times.transfer):.2f}x",
+            *in_jax,
         )
     console.print(table)
     console.print(_criterion(storages, layers, tokens, hiding_tokens(config, bandwidth, rate)))

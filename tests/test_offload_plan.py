@@ -9,11 +9,13 @@ from parity.offload_picture import draw_offload
 from plans.config import TransformerConfig
 from plans.offload import (
     Use,
+    action_uses,
     describe_statistics,
     expected_uses,
     hiding_tokens,
     layer_storages,
     pass_uses,
+    plan_actions,
     plan_activations,
     plan_offload,
     rank_uses,
@@ -22,6 +24,7 @@ from plans.offload import (
     use_seconds,
 )
 from plans.recompute import RecomputeBlock
+from plans.schedule import schedule_for
 
 
 @st.composite
@@ -113,6 +116,41 @@ def test_a_rank_uses_its_stages_in_the_schedules_order():
     assert told == "F0 F1 F0 F1 F4 F5 F4 F5 B5 B4 B5 B4 B1 B0 B1 B0"
     assert [use.microbatch for use in rank_uses(config, 2, 0)][:8] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert " ".join(map(str, rank_uses(config, 2, 1, forward_only=True))) == "F2 F3 F2 F3 F6 F7 F6 F7"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
+@pytest.mark.parametrize("ahead", [0, 1, 9])
+def test_plans_of_actions_end_with_them(schedule, ahead):
+    """The same uses as the whole plan's; between two actions nothing is on the device."""
+    config = TransformerConfig(
+        hidden_size=8,
+        num_layers=8,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2 if schedule == "interleaved" else None,
+        pipeline_schedule=schedule,
+        tensor_offload_num_prefetch_layers=ahead,
+    )
+    storages = layer_storages(config)
+    for rank in range(2):
+        plan = plan_actions(config, 4, rank)
+        assert [step.use for step in plan.steps] == rank_uses(config, 4, rank)
+        around = list(walk(plan, storages))
+        at, late = 0, set(plan.late)
+        for action in schedule_for(config, 4).actions[rank]:
+            uses = action_uses(config, action, rank)
+            if uses:
+                assert at in late
+                assert around[at][1] == set(around[at][0].fetches), "nothing is there before"
+                at += len(uses)
+                assert around[at - 1][2] == set()
+        assert at == len(plan.steps)
+        assert (len(late) == at) == (ahead == 0)
+        one = sum(storages[0].values())
+        fetched = sum(len(step.fetches) for step in plan.steps)
+        assert (plan.bytes_in, plan.bytes_out) == (fetched * one, 0)
+        stage = 4 if schedule != "interleaved" else 2
+        assert plan.peak_bytes == min(ahead + 1, stage) * one
 
 
 @pytest.mark.parametrize(
@@ -228,5 +266,8 @@ def test_the_command_prints_plan_and_criterion(capsys):
     (row,) = (line for line in text.splitlines() if line.split()[:2] == ["1", "*"])
     assert f"{plan.bytes_in / 2**20:,.1f}" in row.split()
     assert f"{len(plan.late)} of 12" in row
+    assert "in JAX" not in text
+    assert main([*PLAN.split(), "--pipeline-model-parallel-size", "2"]) == 0
+    assert "in JAX, s" in capsys.readouterr().out
     assert main([*PLAN.split(), "--link-bandwidth", "0"]) == 2
     assert "link_bandwidth: expected a number above 0, got 0" in capsys.readouterr().err
