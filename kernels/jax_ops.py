@@ -2,7 +2,7 @@
 
 Lowered for CUDA, a launch is a jax-triton call; lowered for the CPU, a callback to the interpreter. One traced function
 holds both. Callbacks run in float64 too if jax_enable_x64 is set, which nothing here asks for. With collectives in the
-same program on many forced CPU devices, set NPROC=32 in the environment before importing jax: callbacks of
+same program on many forced CPU devices, set NPROC=32 in the environment before JAX is used: callbacks of
 more devices than JAX has threads wait for each other.
 """
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -66,6 +66,8 @@ class Comparison:
     """Of one forward and backward pass in PyTorch."""
     validation: dict[str, float] = field(default_factory=dict)
     """Validation loss by backend, nats per token."""
+    offload: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By backend, what offload moved while training; empty without it. See plans.offload.describe_statistics."""
 
     @property
     def worst_step(self) -> StepPair:
@@ -148,6 +150,8 @@ def compare(
             pair = StepPair(ours.train_step(step), their_step.result())
             result.steps.append(pair)
             on_step(pair)
+        moved = {"torch": ours.offload_statistics, "jax": theirs.offload_statistics}
+        result.offload = {backend: stats for backend, stats in moved.items() if stats is not None}
         result.validation = {"torch": ours.validation_loss(), "jax": theirs.validation_loss()}
         parameters = ours.parameters()
     gradients += compare_gradients(parameters, train_config.train_iters, config, train_config, corpus)

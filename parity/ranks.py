@@ -9,6 +9,7 @@ import numpy as np
 
 from plans.config import TrainConfig, TransformerConfig
 from plans.data import Batch, Corpus
+from plans.offload import total_statistics
 from plans.training import StepResult
 from reference_torch.groups import make_mesh
 from reference_torch.rank_pool import RankPool
@@ -41,6 +42,12 @@ class RankTrainer:
     def loss_and_gradients(self, batch: Batch, step: int = 0) -> tuple[float, dict[str, np.ndarray]]:
         """See Trainer."""
         return self._call("loss_and_gradients", batch, step)
+
+    @property
+    def offload_statistics(self) -> dict[str, Any] | None:
+        """Of all ranks together; see Trainer and total_statistics."""
+        ranks = self._pool.call("__getattribute__", "offload_statistics")
+        return None if ranks[0] is None else total_statistics(ranks)
 
     def validation_loss(self) -> float:
         """See Trainer."""

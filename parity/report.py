@@ -22,6 +22,7 @@ from parity.memory_report import MIB, MeasuredMemory
 from parity.tolerances import GRADIENT, GRADIENT_FLOOR
 from plans.config import TrainConfig, TransformerConfig
 from plans.data import Corpus
+from plans.offload import describe_statistics
 
 RECENT_STEPS = 10
 """Steps a displayed speed is the median of."""
@@ -141,6 +142,8 @@ def print_summary(console: Console, comparison: Comparison, most: int = 8) -> No
         "validation loss, nats per token: "
         + ", ".join(f"{backend} {loss:.6f}" for backend, loss in comparison.validation.items())
     )
+    for backend, stats in comparison.offload.items():
+        console.print(f"in {backend}:\n{describe_statistics(stats)}", highlight=False)
     for failure in comparison.failures:
         console.print(f"[red]over tolerance[/red] {failure}")
     if not comparison.failures:
@@ -194,6 +197,7 @@ def write_json(
             for pair in comparison.steps
         ],
         "memory_bytes": comparison.memory._asdict() if comparison.memory is not None else None,
+        "offload": comparison.offload or None,
         "failures": comparison.failures,
     }
     path.write_text(json.dumps(finite_json(content), indent=1, allow_nan=False) + "\n")

@@ -181,7 +181,10 @@ def _check(name: str, p: int, m: int, v: int, g: int | None) -> None:
     if p == 1:
         raise ValueError("pp_size: expected at least 2 with schedule 'interleaved', got 1; choose 'none'")
     if v == 1:
-        raise ValueError("stages_per_rank: expected at least 2 with schedule 'interleaved', got 1; choose '1f1b'")
+        raise ValueError(
+            "stages_per_rank: expected at least 2 with schedule 'interleaved', got 1; set "
+            "virtual_pipeline_model_parallel_size, or choose '1f1b'"
+        )
     if m < p:
         raise ValueError(f"num_microbatches: expected at least pp_size={p} with schedule 'interleaved', got {m}")
     g = p if g is None else g

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 import os
 import pickle
 import subprocess
@@ -10,6 +11,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from parity.compare import relative_difference
 from parity.driver import read_metrics
 from parity.tolerances import PARAMETERS
 from plans.config import TrainConfig, TransformerConfig
-from plans.offload import Use, layer_storages, pass_uses, plan_offload, step_uses
+from plans.offload import Use, layer_storages, pass_uses, plan_offload, step_uses, total_statistics
 from plans.partition import undivided
 from reference_torch.offload import (
     OffloadError,
@@ -1172,6 +1174,48 @@ def test_the_command_ends_with_the_statistics(backend, tmp_path, capsys):
     text = capsys.readouterr().out
     assert f"{line['offload']['copies_in']:,}" in text
     assert "at most 2 layers" in text
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_comparison_shows_what_both_backends_moved(ranks, tmp_path):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    command = (
+        "compare --hidden-size 16 --num-layers 4 --num-attention-heads 2 --seq-length 8 --train-iters 2 --eval-iters 1 "
+        "--no-enable-hyper-connections "  # whose smallest gradients are sums that nearly cancel
+        f"--global-batch-size 2 --micro-batch-size 1 --pipeline-model-parallel-size {ranks} --enable-tensor-offload "
+        f"--enable-activation-offload --activation-offload-min-bytes 1 --data-path {corpus} --output-dir {tmp_path}"
+    )
+    diptych = Path(sys.executable).parent / "diptych"
+    done = subprocess.run([diptych, *command.split()], capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["failures"] == []
+    assert report["offload"].keys() == {"torch", "jax"}
+    for backend, stats in report["offload"].items():
+        assert f"in {backend}:" in done.stdout
+        assert stats["peak_layers"] == 2
+        assert stats["bytes_in"] > 0
+    assert report["offload"]["torch"]["peak_bytes"] == report["offload"]["jax"]["peak_bytes"]
+    assert "equal within tolerance" in done.stdout
+
+
+def test_statistics_of_ranks_add_up():
+    ranks = [
+        {"bytes_in": 3, "hits": 1, "misses_by_layer": {"0": 1}, "peak_bytes": 5, "seconds_waited": 0.5},
+        {"bytes_in": 4, "hits": 2, "misses_by_layer": {"0": 1, "2": 3}, "peak_bytes": 4, "seconds_waited": 0.7},
+    ]
+    assert total_statistics(ranks) == {
+        "bytes_in": 7,
+        "hits": 3,
+        "misses_by_layer": {"0": 2, "2": 3},
+        "peak_bytes": 5,
+        "seconds_waited": 0.7,
+    }
+    assert total_statistics(ranks[:1]) == ranks[0]
 
 
 MODEL = {"hidden_size": 16, "num_layers": 3, "num_attention_heads": 2, "enable_hyper_connections": True}

@@ -17,13 +17,13 @@ from plans.offload.moves import (
     OffloadPlan,
     Step,
     check_num_prefetch_layers,
-    describe_statistics,
     join_plans,
     layer_storages,
     plan_actions,
     plan_offload,
     unmoved,
 )
+from plans.offload.statistics import describe_statistics, total_statistics
 from plans.offload.times import OffloadTimes, hiding_tokens, simulate_offload, use_seconds
 from plans.offload.uses import (
     Use,
@@ -58,6 +58,7 @@ __all__ = [
     "check_num_prefetch_layers",
     "layer_storages",
     "describe_statistics",
+    "total_statistics",
     "ActivationStep",
     "activation_event",
     "next_backwards",

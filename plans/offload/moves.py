@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -139,27 +139,6 @@ def layer_storages(config: TransformerConfig) -> dict[int, dict[str, int]]:
         if name.startswith("decoder.layers."):
             storages[int(name.split(".")[2])][name] = math.prod(spec.shape) * width
     return storages
-
-
-def describe_statistics(stats: Mapping[str, Any]) -> str:
-    """What has been moved, as a table of text.
-
-    Args:
-        stats: ``copies_in``, ``copies_out``, ``bytes_in``, ``bytes_out``, ``hits``, ``misses``, ``peak_layers``,
-            ``peak_bytes``, and ``seconds_waited`` where it was measured.
-    """
-    mib = {name: f"{stats[name] / 2**20:,.1f}" for name in ("bytes_in", "bytes_out", "peak_bytes")}
-    uses, waited = stats["hits"] + stats["misses"], stats.get("seconds_waited")
-    return "\n".join(
-        [
-            f"{'offload':10}{'to device':>14}{'to host':>14}",
-            f"{'copies':10}{stats['copies_in']:>14,}{stats['copies_out']:>14,}",
-            f"{'MiB':10}{mib['bytes_in']:>14}{mib['bytes_out']:>14}",
-            f"{stats['misses']:,} of {uses:,} uses of a layer came before it was asked for",
-            f"at most {stats['peak_layers']} layers, {mib['peak_bytes']} MiB of them on the device"
-            + ("" if waited is None else f"; waited {waited:.3f} s for copies"),
-        ]
-    )
 
 
 class _Place:
