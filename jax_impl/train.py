@@ -179,6 +179,7 @@ class Trainer:
                 losses.append(self._evaluate(self._params, batch).item())
             else:
                 losses.append(np.mean(self._forwards(self._params, *self._parts(batch))))
+            self.offload.forwards_run += 1
         loss = float(np.mean(losses))
         check_finite_validation(loss, self.steps_taken)
         return loss

@@ -42,6 +42,28 @@ def few_rounds():
         yield
 
 
+@pytest.fixture
+def managers():
+    """Makes managers of a model's layers, or of a list of layers, and closes them."""
+    from reference_torch.offload import TensorOffloadManager
+
+    made: list[TensorOffloadManager] = []
+
+    def make(model, n: int = 1, away: bool = True, **more) -> TensorOffloadManager:
+        manager = TensorOffloadManager(num_prefetch_layers=n, **more)
+        made.append(manager)
+        for number, layer in enumerate(getattr(model, "layers", model)):
+            manager.register_layer(number, layer)
+        if away:
+            manager.offload_all_layers()
+        manager.trace = []
+        return manager
+
+    yield make
+    for manager in made:
+        manager.close()
+
+
 def pytest_collection_modifyitems(items):
     """Tests that need a GPU are skipped, by name, where there is none."""
     if not torch.cuda.is_available():

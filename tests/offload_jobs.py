@@ -42,12 +42,13 @@ def train_a_step(config: TransformerConfig, train: TrainConfig) -> tuple[dict[st
         stats = manager.stats
         parameters = [event for event in manager.trace if "a" not in event]
         told |= {"trace": parameters, "plan": events(plan)}
+        told["bytes"], told["planned bytes"] = [stats["peak_bytes"], stats["misses"]], [plan.peak_bytes, len(plan.late)]
         if config.enable_activation_offload:
             told["activations"] = [event for event in manager.trace if "a" in event]
             blocks = [block for stage in trainer.stages for block in stage.decoder.blocks if block.kind == "full"]
             whole = [layer for block in blocks for layer in block.layers]
             told["planned activations"] = activation_events(uses, manager.num_prefetch_layers, validation, whole)
             return told, trainer.parameters()
-        told["bytes"] = [stats["bytes_in"], stats["bytes_out"], stats["peak_bytes"], stats["misses"]]
-        told["planned bytes"] = [plan.bytes_in, plan.bytes_out, plan.peak_bytes, len(plan.late)]
+        told["bytes"] += [stats["bytes_in"], stats["bytes_out"]]
+        told["planned bytes"] += [plan.bytes_in, plan.bytes_out]
     return told, trainer.parameters()

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,26 +75,6 @@ def build(layers: int = LAYERS, kind=Net) -> Net:
 
 def batch(step: int = 0) -> torch.Tensor:
     return torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-
-
-@pytest.fixture
-def managers():
-    """Makes managers, and closes them."""
-    made: list[TensorOffloadManager] = []
-
-    def make(model: nn.Module | Sequence[nn.Module], n: int = 1, away: bool = True, **more) -> TensorOffloadManager:
-        manager = TensorOffloadManager(num_prefetch_layers=n, **more)
-        made.append(manager)
-        for number, layer in enumerate(getattr(model, "layers", model)):
-            manager.register_layer(number, layer)
-        if away:
-            manager.offload_all_layers()
-        manager.trace = []
-        return manager
-
-    yield make
-    for manager in made:
-        manager.close()
 
 
 def assert_as_planned(manager: TensorOffloadManager, uses, then=None, peak: bool = True) -> None:
@@ -728,6 +707,12 @@ MODES = {
     "core attention": {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm")},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
     "first layers": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+    "full, without streams": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 2,
+        "enable_hyper_connections": False,
+    },
 }
 
 
@@ -746,7 +731,7 @@ def check_a_step(config: TransformerConfig, pool: RankPool | None = None) -> Non
     told = [train_a_step(config, TRAIN)] if pool is None else pool.run(job, config, TRAIN)
     for found, values in told:
         assert found["trace"] == found["plan"]
-        assert found.get("bytes") == found.get("planned bytes")
+        assert found["bytes"] == found["planned bytes"]
         assert found.get("activations") == found.get("planned activations")
         for name in ("loss", "norm", "validation"):
             assert found[name] == pytest.approx(expected[name], rel=0 if pool is None else 1e-12, abs=0)

@@ -18,7 +18,7 @@ from jax_impl.train import Trainer, next_logits
 from parity.compare import relative_difference
 from parity.tolerances import LOSS, PARAMETERS
 from plans.config import TrainConfig, TransformerConfig
-from plans.offload import describe_statistics, step_uses
+from plans.offload import describe_statistics, layer_storages, step_uses
 from plans.recompute import recompute_blocks
 from tests.backends import _Unoptimised, room, tiny_corpus
 from tests.offload_jobs import activation_events
@@ -327,6 +327,9 @@ def test_training_is_that_without_offload(variant, tmp_path):
     assert stats["peak_layers"] == min(ahead + 1, config.num_layers)
     assert "MiB" in describe_statistics(stats)
     assert moved.validation_loss() == pytest.approx(plain.validation_loss(), rel=tolerance)
+    whole = sum(sum(sizes.values()) for sizes in layer_storages(config).values())
+    assert moved.offload_statistics["bytes_in"] == stats["bytes_in"] + whole
+    assert moved.offload_statistics["bytes_out"] == stats["bytes_out"]
     text = np.frombuffer(b"the quick", np.uint8)
     logits = next_logits(moved.model, text)
     assert relative_difference(logits, next_logits(plain.model, text)) <= tolerance

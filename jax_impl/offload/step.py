@@ -15,7 +15,16 @@ from jax_impl.offload.moves import layer_numbers
 from jax_impl.offload.stack import plan_kept
 from jax_impl.offload.update import Change, OffloadedParameters, Parts
 from plans.config import TransformerConfig
-from plans.offload import OffloadPlan, Step, layer_storages, plan_offload, step_uses, unmoved
+from plans.offload import (
+    OffloadPlan,
+    Step,
+    layer_storages,
+    pass_uses,
+    plan_offload,
+    step_uses,
+    total_statistics,
+    unmoved,
+)
 from plans.recompute import recompute_blocks
 
 
@@ -36,12 +45,15 @@ class OffloadedStep:
         """Every move and use of a step, in the order of the program, as it is traced, where somebody makes it a list;
         see TensorOffloadManager.trace."""
         self.moves_parameters = config.enable_tensor_offload
-        self.enabled, self.steps_run = self.moves_parameters or config.enable_activation_offload, 0
+        self.enabled = self.moves_parameters or config.enable_activation_offload
+        self.steps_run = self.forwards_run = 0
+        """Training steps, and batches of evaluation; for stats."""
         self.plan = plan_offload((), {}, then=())
         """What moves in a step; at its end every layer has left."""
         self._parameters = OffloadedParameters(params, layer_numbers(params))
         self._num_microbatches, self._moved = num_microbatches, Moved()
         self._update: Sequence[Step] = ()
+        self._evaluation = self.plan
         if not self.enabled:
             return
         layers, blocks = sorted(self._parameters.split(params).layers), recompute_blocks(config)
@@ -49,6 +61,10 @@ class OffloadedStep:
         uses = step_uses(layers, num_microbatches, blocks)
         if self.moves_parameters:
             self.plan = plan_offload(uses, layer_storages(config), config.tensor_offload_num_prefetch_layers, then=())
+            forward = pass_uses(layers, backward=False)
+            self._evaluation = plan_offload(
+                forward, layer_storages(config), config.tensor_offload_num_prefetch_layers, then=()
+            )
         steps = self.plan.steps or unmoved(uses)
         length = (len(steps) - len(layers)) // num_microbatches
         passes = [steps[k * length : (k + 1) * length] for k in range(num_microbatches)]
@@ -59,10 +75,12 @@ class OffloadedStep:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """What has been moved in the ``steps_run`` so far, by the plan; see plan_statistics."""
+        """What has been moved in the ``steps_run`` and ``forwards_run`` so far, by the plan; see plan_statistics."""
         arrays = Counter(self._parameters.numbers)
         moved = self._moved.times(self._num_microbatches)
-        return plan_statistics([self.plan], arrays, moved, self.steps_run)
+        training = plan_statistics([self.plan], arrays, moved, self.steps_run)
+        evaluation = plan_statistics([self._evaluation], arrays, Moved(), self.forwards_run)
+        return total_statistics([training, evaluation])
 
     def place(self, params: Any) -> Any:
         """The parameters where a step finds and leaves them: the layers' in pinned host memory."""

@@ -1,6 +1,7 @@
 """The optimizer's update, layer by layer, of parameters whose layers lie on the host before and after it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -94,16 +95,7 @@ class OffloadedParameters:
         items, structure = jax.tree.flatten(state, is_leaf=self._is_alike)
         moments = {place: self.split(item) for place, item in enumerate(items) if self._is_alike(item)}
 
-        def change_part(
-            part: list[Any], grad: list[Any], own: Mapping[int, list[Any]], is_layer: bool
-        ) -> tuple[list[Any], list[Any]]:
-            """New leaves, and the new state's items, their leaves of what is like the parameters."""
-            part, grad = self._part_of(part, is_layer), self._part_of(grad, is_layer)
-            whole = [self._part_of(own[p], is_layer) if p in own else item for p, item in enumerate(items)]
-            new, changed = change(part, structure.unflatten(whole), grad)
-            found = structure.flatten_up_to(changed)
-            return jax.tree.leaves(new), [jax.tree.leaves(x) if p in own else x for p, x in enumerate(found)]
-
+        change_part = partial(self._change_part, change, items, structure)
         places = list(parts.rest)
         rest, found = change_part(
             [*parts.rest.values()],
@@ -131,3 +123,28 @@ class OffloadedParameters:
         joined = [self.join(new[place]) if place in new else item for place, item in enumerate(found)]
         parameters = Parts(dict(zip(places, rest, strict=True)), device.hosts)
         return self.join(parameters), structure.unflatten(joined)
+
+    def _change_part(
+        self,
+        change: Change,
+        items: Sequence[Any],
+        structure: Any,
+        part: list[Any],
+        grad: list[Any],
+        own: Mapping[int, list[Any]],
+        is_layer: bool,
+    ) -> tuple[list[Any], list[Any]]:
+        """New leaves of a part, and the state's new items: leaves of those that are like the parameters.
+
+        Args:
+            change: see Change.
+            items, structure: the state, taken apart.
+            part, grad: leaves of parameters and gradients.
+            own: by place among the items: the part's leaves in what is like the parameters.
+            is_layer: whether the part is a layer.
+        """
+        part, grad = self._part_of(part, is_layer), self._part_of(grad, is_layer)
+        whole = [self._part_of(own[p], is_layer) if p in own else item for p, item in enumerate(items)]
+        new, changed = change(part, structure.unflatten(whole), grad)
+        found = structure.flatten_up_to(changed)
+        return jax.tree.leaves(new), [jax.tree.leaves(x) if p in own else x for p, x in enumerate(found)]

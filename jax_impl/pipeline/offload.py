@@ -16,7 +16,7 @@ import jax
 from jax_impl.offload import Change, OffloadedParameters, plan_statistics
 from jax_impl.pipeline.stages import StagedParameters
 from jax_impl.pipeline.step import PipelineStep
-from plans.offload import OffloadPlan, Use, join_plans, plan_actions, plan_offload
+from plans.offload import OffloadPlan, Use, join_plans, plan_actions, plan_offload, total_statistics
 from plans.schedule import schedule_for
 
 
@@ -34,12 +34,13 @@ class OffloadedPipeline:
     def __init__(self, step: PipelineStep, staged: StagedParameters, num_microbatches: int) -> None:
         self.trace: list[str] | None = None
         """Moves and uses of the optimizer's update, as it is traced, where somebody makes it a list."""
-        config, self.steps_run = step.config, 0
+        config, self.steps_run, self.forwards_run = step.config, 0, 0
         self.moves_parameters = config.enable_tensor_offload
         self.enabled = self.moves_parameters or config.enable_activation_offload
         self._step, self._num_microbatches = step, num_microbatches
         self.plans: list[OffloadPlan] = [plan_offload((), {}, then=())] * config.pipeline_model_parallel_size
         """By rank, what moves in a step; at its end every layer has left."""
+        self._evaluations = self.plans
         if not self.moves_parameters:
             return
         slots = slots_of(staged)
@@ -55,11 +56,14 @@ class OffloadedPipeline:
             join_plans([plan_actions(config, num_microbatches, rank), self._plan_update(of_rank)])
             for rank, of_rank in enumerate(layers)
         ]
+        self._evaluations = [
+            plan_actions(config, num_microbatches, rank, forward_only=True) for rank in range(len(layers))
+        ]
         self._update = self._plan_update(range(len(self._slots))).steps
 
     @property
     def stats(self) -> dict[str, Any]:
-        """What has been moved in the ``steps_run`` so far on all devices, by the plan; see plan_statistics.
+        """What has been moved in the ``steps_run`` and ``forwards_run`` so far on all devices; see plan_statistics.
 
         Peaks are those of one device.
         """
@@ -71,7 +75,9 @@ class OffloadedPipeline:
         schedule = schedule_for(self._step.config, self._num_microbatches)
         forwards = sum(action.kind == "F" for actions in schedule.actions for action in actions)
         moved = self._step.moved.times(forwards * replicas)
-        return plan_statistics(self.plans * replicas, arrays, moved, self.steps_run)
+        training = plan_statistics(self.plans * replicas, arrays, moved, self.steps_run)
+        evaluation = plan_statistics(self._evaluations * replicas, arrays, Moved(), self.forwards_run)
+        return total_statistics([training, evaluation])
 
     def place(self, params: StagedParameters) -> StagedParameters:
         """The parameters where a step finds and leaves them: the layers' in pinned host memory."""

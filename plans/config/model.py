@@ -132,9 +132,9 @@ class TransformerConfig:
     tensor_offload_num_prefetch_layers: int = 1
     """Layers fetched ahead of the one in use; 0: each when it is used."""
     enable_activation_offload: bool = False
-    """PyTorch: move what layers keep for backward to host memory between their forward and their backward."""
+    """Move what layers keep for backward to host memory between their forward and their backward."""
     activation_offload_min_bytes: int = 2**20
-    """PyTorch: what takes fewer bytes stays on the device."""
+    """What takes fewer bytes stays on the device."""
     seed: int = 0
     """Seed of initial parameters and dropout."""
 

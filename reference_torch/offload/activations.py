@@ -1,8 +1,8 @@
 """Activations on the host: what a layer keeps for backward leaves after its forward, and comes back for its backward.
 
-Everything that operations of one forward of a layer keep is a group, and moves together; memories are moved once,
-however many views of them are kept, and by however many layers. Parameters, small tensors, and what recompute will
-discard anyway are left alone.
+Everything that operations of one forward of a layer keep is a group, and moves together; a memory is moved once for
+each layer, however many views of it are kept. Parameters, small tensors, and what recompute will discard anyway are
+left alone.
 """
 
 import contextlib
@@ -40,6 +40,10 @@ class HostPool:
         self.allocated += 1
         return self._link.host_memory(nbytes)
 
+    def clear(self) -> None:
+        """Let go what nobody uses now."""
+        self._free.clear()
+
     def give_back(self, memory: UntypedStorage) -> None:
         """Nobody reads it any more."""
         self._free[memory.nbytes()].append(memory)
@@ -48,12 +52,11 @@ class HostPool:
 class KeptMemory:
     """One memory behind saved tensors; on the device, on its way, or on the host."""
 
-    def __init__(self, tensor: Tensor, link: Link, pool: HostPool) -> None:
-        self._home: UntypedStorage | None = tensor.untyped_storage()
-        self.nbytes = self._home.nbytes()
+    def __init__(self, storage: UntypedStorage, link: Link, pool: HostPool) -> None:
+        self._home: UntypedStorage | None = storage
+        self.nbytes = storage.nbytes()
         self._link, self._pool = link, pool
-        self._alias: Tensor | None = tensor.detach()  # shares the version counter
-        self._version = tensor._version
+        self._watched: list[tuple[Tensor, int]] = []
         self._host: UntypedStorage | None = None
         self._leaving: Copy | None = None
         self._coming: Copy | None = None
@@ -65,6 +68,14 @@ class KeptMemory:
                     copied.wait()
         if self._host is not None:
             self._pool.give_back(self._host)
+
+    def watch(self, tensor: Tensor) -> int:
+        """Remember a tensor in it and the version it has; returns a number for check_unchanged.
+
+        Each has its own: aliases by ``.data`` count their versions apart.
+        """
+        self._watched.append((tensor.detach(), tensor._version))  # shares the version counter
+        return len(self._watched) - 1
 
     def leave(self) -> int:
         """Begin to copy it to the host, where it is not already; returns the bytes copied."""
@@ -89,7 +100,7 @@ class KeptMemory:
             self._host = None
             raise
         self._check_unchanged()
-        self._home = self._alias = None
+        self._home, self._watched = None, []
 
     def fetch(self) -> int:
         """Begin to bring it back; returns the bytes copied."""
@@ -114,21 +125,27 @@ class KeptMemory:
         assert self._home is not None, "what is read has been fetched"
         return self._home
 
-    def check_unchanged(self, version: int) -> None:
+    def check_unchanged(self, place: int) -> None:
         """Refuse a tensor that was written after it was kept, as autograd does.
+
+        Args:
+            place: by watch. What has left since is as it was when it left.
 
         Raises:
             OffloadError: it was.
         """
-        if self._alias is not None and self._alias._version != version:
+        if place >= len(self._watched):
+            return
+        alias, version = self._watched[place]
+        if alias._version != version:
             raise OffloadError(
                 "backward: expected values kept for backward unchanged, got one modified in place (one of the "
-                f"variables needed for gradient computation is at version {self._alias._version}; expected version "
-                f"{version})"
+                f"variables needed for gradient computation is at version {alias._version}; expected version {version})"
             )
 
     def _check_unchanged(self) -> None:
-        self.check_unchanged(self._version)
+        for place in range(len(self._watched)):
+            self.check_unchanged(place)
 
 
 class ActivationGroup:
@@ -152,10 +169,10 @@ class ActivationGroup:
 class SavedActivation:
     """What the graph keeps instead of a tensor."""
 
-    __slots__ = ("dtype", "memory", "offset", "shape", "stride", "version")
+    __slots__ = ("dtype", "memory", "offset", "place", "shape", "stride")
 
     def __init__(self, tensor: Tensor, memory: KeptMemory) -> None:
-        self.memory, self.version = memory, tensor._version
+        self.memory, self.place = memory, memory.watch(tensor)
         self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
         self.offset = tensor.storage_offset()
 
@@ -183,14 +200,15 @@ class ActivationOffload:
         """Take a tensor into a group; None: it is left alone."""
         owner = tensor if tensor._base is None else tensor._base
         is_plain = tensor.layout is torch.strided and type(tensor) is Tensor and tensor.device == self._link.device
-        if not is_plain or isinstance(owner, nn.Parameter) or slot_of(tensor) is not None:
+        is_lazy = tensor.is_conj() or tensor.is_neg()  # bits of the tensor, not of its bytes
+        if not is_plain or is_lazy or isinstance(owner, nn.Parameter) or slot_of(tensor) is not None:
             return None
         storage = tensor.untyped_storage()
         if storage.nbytes() < self.min_bytes:
             return None
         memory = self._known.get(storage._cdata)
         if memory is None or memory._home is None or memory._home._cdata != storage._cdata:
-            memory = KeptMemory(tensor, self._link, self.pool)
+            memory = KeptMemory(tensor.untyped_storage(), self._link, self.pool)
             self._known[storage._cdata] = memory
         if not any(reference() is memory for reference in group.memories):
             group.memories.append(weakref.ref(memory))
@@ -199,7 +217,7 @@ class ActivationOffload:
     def take(self, saved: SavedActivation) -> Tensor:
         """The tensor again; waits for its memory, and fetches it where nobody has."""
         memory = saved.memory
-        memory.check_unchanged(saved.version)
+        memory.check_unchanged(saved.place)
         self._statistics.note_copies("in", [memory.fetch()])
         with self._statistics.waiting(self._link.device):
             storage = memory.arrive()

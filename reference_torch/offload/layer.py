@@ -1,5 +1,6 @@
 """What one registered layer has: its memories, and how its state is read and loaded while it is away."""
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,10 @@ from reference_torch.recompute.slots import is_held_only_by
 
 if TYPE_CHECKING:
     from reference_torch.offload.observe import LayerObserver
+
+
+_REGISTERED: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+"""Parts of layers that some manager has registered, and their layers' numbers."""
 
 
 class OffloadedLayer:
@@ -109,6 +114,21 @@ class OffloadedLayer:
         for memory in self.memories:
             memory.note_change()
 
+    def note_unseen_writes(self, kind: str) -> None:
+        """A use has ended that may have written what no version counter tells.
+
+        So do the statistics of a batch norm in its forward, and fused optimizers that run in backward, by hooks on
+        parameters.
+        """
+        for memory in self.memories:
+            for tensor in memory.tensors:
+                if isinstance(tensor, nn.Parameter):
+                    written = kind == "B" and bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+                else:
+                    written = kind in ("F", "R") and self.module.training
+                if written:
+                    memory.note_change()
+
     def watch_state(self, require: Callable[[int], None], settle: Callable[[], None]) -> None:
         """Have ``state_dict`` and ``load_state_dict`` find the layer whole.
 
@@ -123,6 +143,7 @@ class OffloadedLayer:
                 part.register_load_state_dict_pre_hook(lambda part, *_: self._if_mine(part, require)),
             ]
         self._handles.append(self.module.register_load_state_dict_post_hook(lambda *_: settle()))
+        _REGISTERED.update(dict.fromkeys(self.module.modules(), self.layer_id))
 
     def close(self) -> None:
         """Bring it back for good."""
@@ -130,8 +151,9 @@ class OffloadedLayer:
             self.observer.close()
         for handle in self._handles:
             handle.remove()
-        for memory in self.memories:
-            memory.release()
+        _for_each(self.memories, OffloadedMemory.release)
+        for part in self.module.modules():
+            _REGISTERED.pop(part, None)
         self.is_here = True
 
     def _give_host_copies(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -196,17 +218,39 @@ def check_new(layer_id: int, module: nn.Module, layers: Mapping[int, OffloadedLa
     """Refuse what is registered already.
 
     Raises:
-        ValueError: the number, the module or a part of it is.
+        ValueError: the number, the module or a part of it is, also by another manager.
     """
     if layer_id in layers:
         raise ValueError(f"layer_id: expected one not registered yet, got {layer_id!r} a second time")
     theirs = {id(part): number for number, layer in layers.items() for part in layer.module.modules()}
     for part in module.modules():
+        if part in _REGISTERED and id(part) not in theirs:
+            raise ValueError(
+                f"module: expected one of no other manager, got {type(part).__name__}, which is in layer "
+                f"{_REGISTERED[part]} of another; close() that one before"
+            )
         if id(part) in theirs:
             raise ValueError(
                 f"module: expected one not registered yet, got {type(part).__name__}, which is in layer "
                 f"{theirs[id(part)]}"
             )
+
+
+def close_layers(layers: dict[int, OffloadedLayer]) -> None:
+    """Bring layers back for good, and take them out of the dictionary.
+
+    Raises:
+        OffloadError: the device has no room for some, which stay in it.
+    """
+    errors: list[RuntimeError] = []
+    for number, layer in list(layers.items()):
+        try:
+            layer.close()
+            del layers[number]
+        except RuntimeError as error:
+            errors.append(error)
+    if errors:
+        raise OffloadError(f"close: expected room for all layers, got: {errors[0]}; close() again") from errors[0]
 
 
 def device_of(layer_id: int, module: nn.Module, of_others: torch.device | None = None) -> torch.device:
@@ -230,7 +274,7 @@ def _for_each(memories: Iterable[OffloadedMemory], act: Callable[[OffloadedMemor
     for memory in memories:
         try:
             act(memory)
-        except OffloadError as error:
+        except RuntimeError as error:  # an OffloadError, or no room
             errors.append(error)
     if errors:
         raise errors[0]

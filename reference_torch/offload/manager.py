@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from plans.offload import Use, check_num_prefetch_layers, describe_statistics
 from reference_torch.offload.activations import ActivationGroup, ActivationOffload
-from reference_torch.offload.layer import OffloadedLayer, ShownLayers, check_new, device_of
+from reference_torch.offload.layer import OffloadedLayer, ShownLayers, check_new, close_layers, device_of
 from reference_torch.offload.link import Link, OffloadError
 from reference_torch.offload.memory import OffloadedMemory
 from reference_torch.offload.observe import LayerObserver
@@ -183,7 +183,7 @@ class TensorOffloadManager:
 
     def on_backward_pre_hook(self, layer_id: int) -> None:
         """A gradient of the layer's output has arrived: it is there again, and those before it are on their way."""
-        if not self.enabled:
+        if not self.enabled or self._closed:
             return
         self._end_with_backward()
         if torch.is_grad_enabled():  # create_graph: the gradients' own graph reads what no hook of ours announces
@@ -278,15 +278,19 @@ class TensorOffloadManager:
             parts.join()
 
     def close(self) -> None:
-        """Bring everything back and take every hook away; a second time does nothing."""
+        """Bring everything back and take every hook away; a second time does nothing.
+
+        Raises:
+            OffloadError: the device has no room for some of it, which can still be read and closed again.
+        """
         if self._closed:
             return
-        self._closed = True
         self._open.clear()
-        for layer in self._layers.values():
-            layer.close()
-        self._layers.clear()
+        close_layers(self._layers)
+        self._closed = True
         self._memories.clear()
+        if self._activations is not None:
+            self._activations.pool.clear()
 
     def saved_tensor_hooks(self, group: ActivationGroup | None) -> saved_tensors_hooks:
         """What a layer's forward runs in, so that no operation's backward reads what is away."""
@@ -334,7 +338,7 @@ class TensorOffloadManager:
     def _end(self, layer_id: int, kinds: tuple[str, ...]) -> None:
         if self._open.get(layer_id) not in kinds:
             return
-        del self._open[layer_id]
+        self._layers[layer_id].note_unseen_writes(self._open.pop(layer_id))
         self._shown.hide_unused()
         self._settle(self._order.next_window())
 

@@ -134,7 +134,12 @@ class OffloadedMemory:
         self._copied_at = ()
 
     def host_view(self, tensor: Tensor) -> Tensor:
-        """The copy on the host, up to date, in a tensor's shape."""
+        """The copy on the host, up to date, in a tensor's shape.
+
+        Raises:
+            OffloadError: the tensor has been given another memory.
+        """
+        self._check_place()
         written = self.write_back() if self.is_changed else self._leaving
         if written is not None:
             written.synchronize()
@@ -146,7 +151,11 @@ class OffloadedMemory:
         if self._is_home or self._coming is not None:
             return 0
         if self._leaving is not None:  # has not left yet
-            self._leaving, self._is_home = None, True
+            written, self._leaving, self._is_home = self._leaving, None, True
+            try:
+                written.wait()
+            except OffloadError:
+                self._copied_at = ()  # it is written back when it next leaves
             return 0
         if internals.HAS_SWAP:
             target = UntypedStorage(self.nbytes, device=self._link.device)
@@ -171,11 +180,7 @@ class OffloadedMemory:
         self.arrive()
         if not self._is_home:
             return 0
-        if any(tensor.untyped_storage()._cdata != self.home._cdata for tensor in self.tensors):
-            raise OffloadError(
-                f"{self.name}: expected to stay in its memory, got another (by .data = or Module.to); close() the "
-                "manager before, and register the layer with a new one after"
-            )
+        self._check_place()
         written = self.write_back() if self.is_changed else None
         self.hide()
         self._is_home = False
@@ -226,6 +231,13 @@ class OffloadedMemory:
                 vars(tensor)["_memory"] = self
                 guarded = OffloadedParameter if isinstance(tensor, nn.Parameter) else OffloadedTensor
                 object.__setattr__(tensor, "__class__", guarded)
+
+    def _check_place(self) -> None:
+        if any(tensor.untyped_storage()._cdata != self.home._cdata for tensor in self.tensors):
+            raise OffloadError(
+                f"{self.name}: expected to stay in its memory, got another (by .data = or Module.to); close() the "
+                "manager before, and register the layer with a new one after"
+            )
 
     def _empty(self) -> None:
         empty_storage(self.home, f"OffloadError: {self.name} was read while its memory was on the host")

@@ -31,7 +31,8 @@ def guard_saved(
     """Hooks under which every saved parameter is brought back before its reader reads it, and activations leave.
 
     Hooks that are in force already get every other tensor; those of a checkpoint, which drops what it is given, and
-    those of a caller get all activations.
+    those of a caller get all activations. PyTorch's checkpoint gets parameters too: so whoever reads one begins its
+    replay, and the layers that are replayed come first.
 
     Args:
         memories: those of parameters that move, by the address of their storage.
@@ -49,8 +50,8 @@ def guard_saved(
             kept = activations.keep(group, tensor)
             if kept is not None:
                 return kept
-        if memory is None and outer is not None:
-            return _Saved(outer[0](tensor), None, outer[1])
+        if outer is not None and (memory is None or outer[1].__module__ == "torch.utils.checkpoint"):
+            return _Saved(outer[0](tensor), memory, outer[1])
         # Detached: a saved output that held its own graph node would be a cycle.
         return _Saved(tensor.detach() if tensor.grad_fn is not None else tensor, memory, None)
 
@@ -58,10 +59,11 @@ def guard_saved(
         if isinstance(saved, SavedActivation):
             assert activations is not None, "who has kept it takes it out"
             return activations.take(saved)
-        if saved.unpack is not None:
-            return saved.unpack(saved.tensor)
+        value = saved.tensor if saved.unpack is None else saved.unpack(saved.tensor)
         if saved.memory is not None:
             require(saved.memory)
+        if saved.unpack is not None:
+            return value
         if saved.tensor._version != saved.version:  # PyTorch leaves this check to the hooks
             raise OffloadError(
                 "backward: expected values kept for backward unchanged, got one modified in place (one of the "
