@@ -110,7 +110,7 @@ def run_training(
     metrics = Metrics(plan.folder if trainer.reports else None, trainer.steps_taken, backend)
     with Interruption() as interruption:
         steps = _steps(trainer, stop, plan, metrics, interruption)
-        training_progress(console, steps, stop - trainer.steps_taken, log_interval)
+        training_progress(console, steps, stop - trainer.steps_taken, log_interval, _OffloadNote(trainer))
     if plan.folder is not None:
         console.print(f"saved: {trainer.save(plan.folder)}")
     if trainer.any_process(interruption.signal is not None):
@@ -125,6 +125,22 @@ def run_training(
     if trainer.offload_statistics is not None:
         metrics.write({"step": trainer.steps_taken, "offload": trainer.offload_statistics})
         console.print(describe_statistics(trainer.offload_statistics), highlight=False)
+
+
+class _OffloadNote:
+    """What offload has moved a step, for those who watch."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._before = trainer, trainer.offload_statistics
+
+    def __call__(self, steps: int) -> str:
+        """Since it was last asked, so many steps ago."""
+        before, now = self._before, self._trainer.offload_statistics
+        self._before = now
+        if before is None or now is None:
+            return ""
+        moved = [(now[name] - before[name]) / steps / 2**20 for name in ("bytes_in", "bytes_out")]
+        return f"  offload {moved[0]:,.1f} MiB in, {moved[1]:,.1f} out a step"
 
 
 def _steps(

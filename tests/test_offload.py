@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -1158,6 +1159,10 @@ def test_the_command_ends_with_the_statistics(backend, tmp_path, capsys):
     assert line["step"] == 2
     text = capsys.readouterr().out
     assert f"{line['offload']['copies_in']:,}" in text
+    steps = [row for row in text.splitlines() if row.startswith("step ")]
+    assert len(steps) == 2
+    for row in steps:
+        assert re.search(r"tok/s  offload \d+\.\d MiB in, \d+\.\d out a step$", row)
     assert "at most 2 layers" in text
 
 
