@@ -136,7 +136,11 @@ def test_gradients_are_those_without_offload_in_more_ways(case):
     ("flags", "ahead"),
     [
         ({**TWICE, "num_layers": 6, "pipeline_model_parallel_layout": "Ett|t|t|ttL", **MIXED}, 1),
-        ({**SPLIT, **STREAMS, **RECOMPUTED, "num_layers": 5, "pipeline_model_parallel_layout": "Ettt|ttL"}, 0),
+        pytest.param(
+            {**SPLIT, **STREAMS, **RECOMPUTED, "num_layers": 5, "pipeline_model_parallel_layout": "Ettt|ttL"},
+            0,
+            marks=pytest.mark.slow,
+        ),
         *(
             pytest.param({**STREAMS, **flags}, ahead, marks=pytest.mark.slow)
             for flags in ({}, RECOMPUTED, SPLIT, {**TWICE, **RECOMPUTED, "num_layers": 8})
@@ -211,6 +215,22 @@ def test_slots_of_activations_lie_on_the_host():
     step, params, batch = made(few, 3)
     step.lower(params, *batch)
     assert step.moved.arrays == 0
+
+
+def test_lowered_for_a_gpu_it_copies_from_pinned_memory():
+    """Copies of parameters are in branches, slots of activations on the host are handed from tick to tick."""
+    config = offloaded(replace(PLAIN, num_layers=2, hidden_dropout=0.0), 1, True)
+    step, params, batch = made(config, 2)
+    traced = step._run.trace(params, step._batch(*batch))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    copies = [line for line in text.splitlines() if "annotate_device_placement" in line]
+    to_host = [line for line in copies if "pinned_host" in line]
+    stored = 2 * step.moved.arrays  # empty slots, and a forward's
+    assert len(to_host) == stored
+    fetched = 6 * 2 * config.num_layers  # every layer's six parameters, for forward and for backward
+    assert len(copies) >= stored + fetched
+    main = next(line for line in text.splitlines() if "@main" in line)
+    assert main.count('mhlo.memory_kind = "pinned_host"') >= 6
 
 
 @pytest.mark.timeout(600)

@@ -1,14 +1,17 @@
 """What the offload tests run on ranks."""
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from plans.config import TrainConfig, TransformerConfig
 from plans.offload import OffloadPlan, Use, plan_activations, plan_offload, rank_layers, rank_uses
 from plans.training import microbatches
 from reference_torch.groups import make_mesh
+from reference_torch.offload import TensorOffloadManager
 from reference_torch.train import Trainer
 from tests.backends import tiny_corpus
 
@@ -24,6 +27,30 @@ def activation_events(
     """A plan of activations as a manager traces it."""
     steps = plan_activations(uses, n, then, dropped)
     return [event for event in " ".join(map(str, steps)).split() if "a" in event]
+
+
+def pages_freed_and_taken(size: int) -> tuple[int, int]:
+    """Bytes of this process's pages that go when three layers of so many bytes leave, and come when one is fetched."""
+
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    layers = [nn.Linear(1, size // 4, bias=False) for _ in range(3)]
+    manager = TensorOffloadManager(num_prefetch_layers=0)
+    for number, layer in enumerate(layers):
+        manager.register_layer(number, layer)
+    manager.offload_all_layers()  # the buffer of NaN behind empty storages has been made
+    for number in range(3):
+        manager.require(number)
+    gc.collect()
+    full = resident()
+    manager.offload_all_layers()
+    away = resident()
+    manager.require(1)
+    taken = resident() - away
+    manager.close()
+    return full - away, taken
 
 
 def train_a_step(config: TransformerConfig, train: TrainConfig) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -32,7 +32,7 @@ from plans.checkpoint import (
 from plans.config import TrainConfig, TransformerConfig
 from plans.parameters import parameter_specs
 from plans.sampling import next_token
-from tests.backends import BACKENDS, TORCH_FIRST, room, tiny_corpus, trainers
+from tests.backends import BACKENDS, room, tiny_corpus, trainers
 
 CONFIG = TransformerConfig(
     hidden_size=16,
@@ -64,8 +64,15 @@ def saved(tmp_path) -> Path:
     return trainer.save(tmp_path / "run")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("backend", TORCH_FIRST)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("torch", "float32"),
+        ("torch", "float64"),
+        pytest.param("jax", "float32", marks=pytest.mark.slow),
+        pytest.param("jax", "float64", marks=pytest.mark.thorough),
+    ],
+)
 def test_resumed_run_is_bitwise_the_uninterrupted_one(backend, dtype, tmp_path):
     config = replace(CONFIG, params_dtype=dtype)
     whole, first = new_trainer(backend, config), new_trainer(backend, config)
