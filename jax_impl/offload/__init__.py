@@ -1,6 +1,6 @@
-"""Tensor offload: layers' parameters that lie in host memory until their layer is used.
+"""Tensor offload: parameters that lie in host memory until their layer is used, and activations until its backward.
 
-What moves when is decided in ``plans/offload.py``; twin of ``reference_torch/offload``, which follows hooks while the
+What moves when is decided in ``plans/offload/``; twin of ``reference_torch/offload``, which follows hooks while the
 program runs. Here the plan is walked when the step is traced, so what comes out is one program with every copy in its
 place, and XLA runs the copies beside the computation:
 
@@ -11,7 +11,8 @@ place, and XLA runs the copies beside the computation:
     params, state = offload.update(change, params, state, gradients, here)
 
 A model whose configuration enables offload calls ``run_offloaded`` where it would run its layers one by one; with
-parameters that are on the device already, its moves do nothing.
+parameters that are on the device already, its moves do nothing. In a pipeline every action is a pass of its own:
+``jax_impl/pipeline/offload.py``.
 """
 
 from jax_impl.offload.device import Layers, Moved, Pass, is_on_host, offloads_layers, without_offload

@@ -90,7 +90,8 @@ def lone_pass(config: TransformerConfig, blocks: Sequence[RecomputeBlock], turns
     Args:
         config: the model's.
         blocks: the layers.
-        turns: whether backward follows at once; else nothing stays on the device between them.
+        turns: whether backward follows at once; else nothing stays on the device between them, activations do not move,
+            and it is for the caller to say where gradients go.
     """
     numbers = [number for block in blocks for number in block.layers]
     uses = pass_uses(numbers, True, blocks)
