@@ -28,7 +28,7 @@ def diptych(command: str, *more: object) -> int:
     return main([*command.split(), *map(str, more)])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_compare_prints_writes_and_succeeds(corpus, tmp_path, capsys):
     out = tmp_path / "out"
     code = diptych(f"compare {SMALL} --train-iters 5 --log-interval 2 --data-path", corpus, "--output-dir", out)

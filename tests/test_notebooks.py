@@ -7,9 +7,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-IN_MAKE_TEST = ("03_kernels",)
 NOTEBOOKS = [
-    pytest.param(path, id=path.stem, marks=[] if path.stem in IN_MAKE_TEST else [pytest.mark.slow])
+    pytest.param(path, id=path.stem, marks=pytest.mark.slow)
     for path in sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 ]
 
