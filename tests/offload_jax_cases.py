@@ -279,6 +279,28 @@ def test_training_is_that_without_offload(flags, ahead, activations, tmp_path):
     assert_same(moved, plain)
 
 
+def test_statistics_are_what_the_plans_say_times_the_steps():
+    """Of all devices: parameters by the plans, activations by what the traced program moves, peaks of one device."""
+    config, replicas = offloaded(replace(PLAIN, **UNEVEN), 1, True), 2
+    step, params, batch = made(config, 4, meshes(2, replicas))
+    offload = OffloadedPipeline(step, params, 4)
+    assert offload.stats["bytes_in"] == offload.stats["bytes_out"] == 0
+    step.lower(params, *batch)
+    offload.steps_run = 3
+    forwards = sum(action.kind == "F" for actions in schedule_for(config, 4).actions for action in actions)
+    kept = replicas * forwards * step.moved.bytes
+    assert kept > 0
+    trained = offload.stats
+    assert trained["bytes_in"] == 3 * (replicas * sum(plan.bytes_in for plan in offload.plans) + kept)
+    assert trained["bytes_out"] == 3 * (replicas * sum(plan.bytes_out for plan in offload.plans) + kept)
+    assert trained["hits"] + trained["misses"] == 3 * replicas * sum(len(plan.steps) for plan in offload.plans)
+    offload.forwards_run = 2
+    evaluations = [plan_actions(config, 4, rank, forward_only=True) for rank in range(2)]
+    assert offload.stats["bytes_in"] == trained["bytes_in"] + 2 * replicas * sum(p.bytes_in for p in evaluations)
+    assert offload.stats["bytes_out"] == trained["bytes_out"]
+    assert OffloadedPipeline(made(PLAIN, 4)[0], params, 4).stats["bytes_in"] == 0
+
+
 def kinds(trainer: Trainer) -> dict[bool, set[str]]:
     """Memory kinds of parameters, by whether they are a layer's; moments and everything else is on the device."""
     layers, ends = trainer._params
@@ -291,9 +313,16 @@ def kinds(trainer: Trainer) -> dict[bool, set[str]]:
 
 
 def assert_same(moved: Trainer, plain: Trainer) -> None:
+    """Every parameter within 1e-13 of the larger of its own norm and a hundredth of the whole model's.
+
+    The mHC biases need the second: what is left of their gradients where they cancel differs by rounding between two
+    programs, and AdamW makes every gradient large.
+    """
     theirs = plain.parameters()
+    whole = np.sqrt(sum(np.sum(np.square(array)) for array in theirs.values()))
     for name, ours in moved.parameters().items():
-        assert relative_difference(ours, theirs[name]) <= 1e-13, name
+        scale = max(np.linalg.norm(theirs[name]), 1e-2 * whole)
+        assert np.linalg.norm(ours - theirs[name]) <= 1e-13 * scale, name
 
 
 def test_what_does_not_go_together_is_refused():

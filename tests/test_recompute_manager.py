@@ -909,7 +909,7 @@ def test_r28_nothing_is_left_of_a_step_that_raised(trace):
         with MHCBlockRecomputeManager() as manager:
             y = manager.checkpoint(torch.tanh, x)
             watched.extend([weakref.ref(y), weakref.ref(manager)])
-            manager.checkpoint(lambda y: y / 0 if y.any() else no_such_name, y)
+            manager.checkpoint(lambda y: y / 0 if y.any() else no_such_name, y)  # noqa: F821
             manager.discard_consumed()
             raise ArithmeticError("in the middle")
 

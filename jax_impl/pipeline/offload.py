@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jax_impl.offload import Change, OffloadedParameters, plan_statistics
+from jax_impl.offload import Change, Moved, OffloadedParameters, plan_statistics
 from jax_impl.pipeline.stages import StagedParameters
 from jax_impl.pipeline.step import PipelineStep
 from plans.offload import OffloadPlan, Use, join_plans, plan_actions, plan_offload, total_statistics
@@ -50,7 +50,7 @@ class OffloadedPipeline:
         self._sizes = {number: dict[str, int]() for number in range(len(self._slots))}
         for place, (number, leaf) in enumerate(zip(numbers, jax.tree.leaves(staged), strict=True)):
             if number is not None:
-                self._sizes[number][str(place)] = leaf[0].size * leaf.dtype.itemsize
+                self._sizes[number][str(place)] = leaf.nbytes // leaf.shape[0]
         layers = self._layers_of_slots()
         self.plans = [
             join_plans([plan_actions(config, num_microbatches, rank), self._plan_update(of_rank)])
