@@ -222,11 +222,17 @@ def test_memories_on_the_host_go_when_it_closes(managers):
     assert not any(pool._free.values())
 
 
-def test_torch_checkpoints_replay_begins_before_its_layer_does(managers):
-    """Of several layers in one checkpoint, the last one's weight is read first, the replay comes before it."""
+@pytest.mark.parametrize("frozen", [False, True])
+def test_torch_checkpoints_replay_begins_before_its_layer_does(managers, frozen):
+    """Of several layers in one checkpoint the last is read first, if frozen its weight; the replay comes before it."""
     from torch.utils.checkpoint import checkpoint
 
     class Blocks(Net):
+        def __init__(self, layers: int) -> None:
+            super().__init__(layers)
+            for layer in self.layers:
+                layer.narrow.weight.requires_grad_(not frozen)
+
         def forward(self, x):
             x = self.first(x)
             for k in range(0, LAYERS - 1, 2):
@@ -242,8 +248,86 @@ def test_torch_checkpoints_replay_begins_before_its_layer_does(managers):
     plain(batch()).square().mean().backward()
     ours(batch()).square().mean().backward()
     for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)
+        assert torch.equal(a.grad, b.grad) if b.requires_grad else a.grad is None
     plan = plan_offload(uses, manager.storages(), 0, then=[Use("S", 0)])
     used = [event for event in manager.trace if event[0] in "FRBS"]
     assert used == [str(use) for use in uses]
     assert manager.stats["peak_bytes"] == plan.peak_bytes
+
+
+class Answer:
+    """What no hook looks into."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Answering(Layer):
+    def forward(self, x):
+        return Answer(super().forward(x.value))
+
+
+class AnsweringNet(OfLayers):
+    kind = Answering
+
+    def forward(self, x):
+        x = Answer(self.first(x))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.value)
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_a_backward_that_no_hook_announces_finds_its_weights(managers, n):
+    plain, ours = build(kind=AnsweringNet), build(kind=AnsweringNet)
+    manager = managers(ours, n)
+    for a, b in zip(train(ours, 2, manager), train(plain, 2), strict=True):
+        assert torch.equal(a, b)
+    assert_equal_state(ours, plain)
+
+
+def test_views_of_weights_are_no_activations(managers):
+    layers, x = [nn.Linear(16, 16) for _ in range(3)], torch.randn(4, 16)
+    manager = managers(layers, 0, **ALL)
+    out = x
+    for layer in layers:
+        out = layer(out)
+    out.sum().backward()
+    assert manager.stats["bytes_out"] == 2 * x.nbytes, "the inputs of all layers but the last"
+
+
+class Scaled(nn.Module):
+    """Keeps a value for a backward that never comes, and writes it before it is kept for one that does."""
+
+    def forward(self, x):
+        value = x * 2.0
+        size = value.square().sum()
+        value.div_(size.item())
+        return value.sin()
+
+
+def test_a_value_written_within_a_forward_is_kept_anew(managers):
+    gradients = []
+    for offload in (False, True):
+        layers, x = [Scaled() for _ in range(3)], torch.arange(1.0, 5.0, requires_grad=True)
+        if offload:
+            managers(layers, 0, **ALL)
+        layers[2](layers[1](layers[0](x))).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+def test_a_value_written_between_two_forwards_is_kept_anew(managers):
+    """Though the first one's graph still holds it as it was, and has a copy of that on the host."""
+    gradients = []
+    for offload in (False, True):
+        layers, x = [nn.GELU() for _ in range(3)], torch.arange(1.0, 5.0, requires_grad=True)
+        if offload:
+            managers(layers, 0, **ALL)
+        first = layers[0](x)
+        first.sum().backward(retain_graph=True)
+        with torch.no_grad():
+            x.mul_(0.5)
+        layers[2](layers[1](x)).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)

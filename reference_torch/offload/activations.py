@@ -77,6 +77,11 @@ class KeptMemory:
         self._watched.append((tensor.detach(), tensor._version))  # shares the version counter
         return len(self._watched) - 1
 
+    def is_still(self, storage: UntypedStorage) -> bool:
+        """Whether it is a storage's, with what was there when it was kept: the host may have a copy of that."""
+        is_there = self._home is not None and self._home._cdata == storage._cdata
+        return is_there and all(alias._version == version for alias, version in self._watched)
+
     def leave(self) -> int:
         """Begin to copy it to the host, where it is not already; returns the bytes copied."""
         if self._home is None or self._leaving is not None:
@@ -207,7 +212,7 @@ class ActivationOffload:
         if storage.nbytes() < self.min_bytes:
             return None
         memory = self._known.get(storage._cdata)
-        if memory is None or memory._home is None or memory._home._cdata != storage._cdata:
+        if memory is None or not memory.is_still(storage):
             memory = KeptMemory(tensor.untyped_storage(), self._link, self.pool)
             self._known[storage._cdata] = memory
         if not any(reference() is memory for reference in group.memories):
