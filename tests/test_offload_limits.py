@@ -163,6 +163,18 @@ def test_another_memory_is_never_saved_silently(managers):
         model.state_dict()
 
 
+@pytest.mark.parametrize("n", [0, 9])
+def test_parameters_are_not_replaced_while_they_move(managers, n):
+    """assign=True would leave the manager with the old ones, and host copies as the model's own."""
+    model, plain = build(), build()
+    manager = managers(model, n)
+    with pytest.raises(OffloadError, match=r"load_state_dict: expected assign=False while layer 0 is registered"):
+        model.load_state_dict(model.state_dict(), assign=True)
+    assert_equal_state(model, plain)
+    manager.close()
+    model.load_state_dict(plain.state_dict(), assign=True)
+
+
 class KeptByData(nn.Module):
     """Keeps two aliases of a memory, whose versions are counted apart."""
 

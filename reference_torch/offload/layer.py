@@ -140,7 +140,7 @@ class OffloadedLayer:
             self._handles += [
                 part.register_state_dict_pre_hook(lambda *_: self._let_detach(True)),
                 part.register_state_dict_post_hook(lambda *arguments: self._give_host_copies(*arguments)),
-                part.register_load_state_dict_pre_hook(lambda part, *_: self._if_mine(part, require)),
+                part.register_load_state_dict_pre_hook(lambda part, _, __, how, *___: self._before_load(part, how, require)),
             ]
         self._handles.append(self.module.register_load_state_dict_post_hook(lambda *_: settle()))
         _REGISTERED.update(dict.fromkeys(self.module.modules(), self.layer_id))
@@ -166,10 +166,15 @@ class OffloadedLayer:
             if memory is not None and name in state and not isinstance(state[name], nn.Parameter):
                 state[name] = memory.host_view(tensor)
 
-    def _if_mine(self, part: nn.Module, require: Callable[[int], None]) -> None:
-        """A copied module takes the hooks along."""
-        if any(part is mine for mine in self.module.modules()):
-            require(self.layer_id)
+    def _before_load(self, part: nn.Module, how: dict[str, Any], require: Callable[[int], None]) -> None:
+        if not any(part is mine for mine in self.module.modules()):  # a copied module takes the hooks along
+            return
+        if how.get("assign_to_params_buffers", False):
+            raise OffloadError(
+                f"load_state_dict: expected assign=False while layer {self.layer_id} is registered, got assign=True, "
+                "which puts other parameters in the place of those that move; close() the manager before"
+            )
+        require(self.layer_id)
 
     def _let_detach(self, allowed: bool) -> None:
         for memory in self.memories:
