@@ -24,6 +24,7 @@ ROOMS = {
     "recompute": set(),
     "ops": {"recompute"},
     "hyper_connections": {"ops", "recompute"},
+    "delta_rule": {"ops"},
     "transformer": {"ops", "hyper_connections", "recompute", "offload"},
     "offload": {"ops", "recompute"},
     "saving": {"transformer", "offload"},
@@ -39,7 +40,14 @@ ROOMS = {
 TORCH_ONLY = {"p2p", "rank_pool", "stage"}
 """Rooms for processes that send each other messages, and for what they call; JAX's step takes the model whole."""
 
-TWINS = ("ops", "hyper_connections", "transformer", "saving", "train")
+TWINS = (
+    "ops",
+    "hyper_connections",
+    *(f"delta_rule/{name}" for name in ("calls", "gates", "intra", "recurrent", "scan")),
+    "transformer",
+    "saving",
+    "train",
+)
 
 SHARED = {"recompute": ("name_value", "residual_report", "KeptValue")}
 """Rooms that are no twins, and the names both have."""

@@ -1,0 +1,190 @@
+"""The public functions: arguments, what is asked of them, and who computes."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+from jax_impl.delta_rule.chunked import Arguments, chunked
+from jax_impl.delta_rule.gates import gated
+from jax_impl.delta_rule.recurrent import recurrent
+from plans.delta_rule import (
+    CHUNK_SIZE,
+    ArrayInfo,
+    DeltaRuleOptions,
+    check_arguments,
+    check_chunked_call,
+    refuse_unknown_keywords,
+)
+
+
+@refuse_unknown_keywords
+def recurrent_kda(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Array | np.ndarray | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
+    use_gate_in_kernel: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | int | None = None,
+) -> tuple[Array, Array | None]:
+    """Kimi delta attention, a token at a time; arguments and results as chunk_kda's."""
+    options = DeltaRuleOptions(True, scale, 1, use_qk_l2norm_in_kernel, use_gate_in_kernel, safe_gate, lower_bound)
+    arguments = Arguments(q, k, v, g, beta, A_log, dt_bias)
+    return _recurrent(arguments, initial_state, cu_seqlens, options, output_final_state)
+
+
+@refuse_unknown_keywords
+def chunk_kda(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Array | np.ndarray | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
+    use_gate_in_kernel: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | int | None = None,
+    chunk_size: int = CHUNK_SIZE,
+    cp_context: Any = None,
+    disable_recompute: bool = False,
+    impl: str = "auto",
+) -> tuple[Array, Array | None]:
+    """Kimi delta attention, a chunk at a time: the gated delta rule with a decay for every channel.
+
+    Args:
+        q: queries. [B, T, H, K] float16, bfloat16, float32 or float64; k and v are of the same type
+        k: keys; beyond length one the rule can diverge, see use_qk_l2norm_in_kernel. [B, T, H, K]
+        v: values; HV / H neighbours share a head of q and k. [B, T, HV, V]
+        g: log decay, natural log, <= 0; with use_gate_in_kernel what kda_gate takes. [B, T, HV, K]
+        beta: the share of an error that is corrected, in [0, 2]. [B, T, HV]
+        scale: of the queries; None for K ** -0.5.
+        initial_state: None for zeros. [N, HV, K, V] float32 (float64 for float64)
+        cu_seqlens: where the sequences that B = 1 holds begin, and T; they may be empty. [N + 1] int32
+        A_log, dt_bias, lower_bound: of kda_gate, with use_gate_in_kernel. [HV], [HV * K]
+        safe_gate: the caller's word that decays are above -5; nothing here needs it.
+        chunk_size: tokens, a power of two.
+        cp_context: None; sequences are not split over ranks.
+        disable_recompute: keep for backward what it would compute again.
+
+    Returns:
+        Outputs [B, T, HV, V] in v's type; with output_final_state the states after, as initial_state, else None.
+
+    Raises:
+        ValueError: arguments that do not belong together, or an unknown one: what was expected, what came.
+
+    Reference: Kimi Team, arXiv 2510.26692, section 3. A cu_seqlens that jit traces is not
+    looked into: that it is right is the caller's word, and every sequence may cost a chunk of padding.
+    """
+    options = DeltaRuleOptions(
+        True, scale, chunk_size, use_qk_l2norm_in_kernel, use_gate_in_kernel, safe_gate, lower_bound
+    )
+    check_chunked_call("chunk_kda", cp_context, impl)
+    arguments = Arguments(q, k, v, g, beta, A_log, dt_bias)
+    return _chunked(arguments, initial_state, cu_seqlens, options, output_final_state, not disable_recompute)
+
+
+@refuse_unknown_keywords
+def recurrent_gated_delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Array | np.ndarray | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Array, Array | None]:
+    """The gated delta rule of GDN, a token at a time; arguments and results as chunk_gated_delta_rule's."""
+    options = DeltaRuleOptions(False, scale, 1, use_qk_l2norm_in_kernel)
+    arguments = Arguments(q, k, v, g, beta, None, None)
+    return _recurrent(arguments, initial_state, cu_seqlens, options, output_final_state)
+
+
+@refuse_unknown_keywords
+def chunk_gated_delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Array | np.ndarray | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    chunk_size: int = CHUNK_SIZE,
+    cp_context: Any = None,
+    disable_recompute: bool = False,
+    impl: str = "auto",
+) -> tuple[Array, Array | None]:
+    """The gated delta rule of GDN, a chunk at a time: one decay for a head's channels.
+
+    Args, results and errors as chunk_kda's, but for g: log decay, natural log, <= 0, [B, T, HV].
+
+    Reference: Yang, Kautz and Hatamizadeh, arXiv 2412.06464, section 3.
+    """
+    options = DeltaRuleOptions(False, scale, chunk_size, use_qk_l2norm_in_kernel)
+    check_chunked_call("chunk_gated_delta_rule", cp_context, impl)
+    arguments = Arguments(q, k, v, g, beta, None, None)
+    return _chunked(arguments, initial_state, cu_seqlens, options, output_final_state, not disable_recompute)
+
+
+def _check(arguments: Arguments, initial: Array | None, cu_seqlens: Any, options: DeltaRuleOptions) -> None:
+    infos = {name: None if x is None else _info(x) for name, x in arguments._asdict().items()}
+    infos["initial_state"] = None if initial is None else _info(initial)
+    if cu_seqlens is not None:
+        values = None if isinstance(cu_seqlens, Tracer) else np.asarray(cu_seqlens)
+        infos["cu_seqlens"] = _info(cu_seqlens)._replace(values=values)
+    check_arguments(options, infos)
+
+
+def _info(x: Array | np.ndarray) -> ArrayInfo:
+    return ArrayInfo(tuple(x.shape), str(x.dtype))
+
+
+def _recurrent(
+    arguments: Arguments,
+    initial: Array | None,
+    cu_seqlens: Array | np.ndarray | None,
+    options: DeltaRuleOptions,
+    output_final_state: bool,
+) -> tuple[Array, Array | None]:
+    _check(arguments, initial, cu_seqlens, options)
+    o, finals = recurrent(*gated(*arguments, options), initial, None if cu_seqlens is None else jnp.asarray(cu_seqlens))
+    return o.astype(arguments.v.dtype), finals if output_final_state else None
+
+
+def _chunked(
+    arguments: Arguments,
+    initial: Array | None,
+    cu_seqlens: Array | np.ndarray | None,
+    options: DeltaRuleOptions,
+    output_final_state: bool,
+    recompute: bool,
+) -> tuple[Array, Array | None]:
+    _check(arguments, initial, cu_seqlens, options)
+    o, finals = chunked(arguments, initial, options, cu_seqlens, recompute)
+    return o, finals if output_final_state else None

@@ -1,0 +1,194 @@
+"""The delta rule over whole sequences, chunk by chunk, and its backward by segments.
+
+Forward keeps the arguments and one state a segment (plans.delta_rule.SAVED). Backward takes the segments from the last,
+computes a segment's chunks and states again, and leaves the part without states to jax.vjp. So memory beside the
+arguments is one segment's, whatever the length, and time grows with the length.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+from jax_impl.delta_rule.gates import gated
+from jax_impl.delta_rule.intra import ChunkTerms, chunk_terms
+from jax_impl.delta_rule.scan import Scanned, outputs, scan_chunks, scan_chunks_backward
+from plans.delta_rule import SEGMENT_SIZE, Chunking, DeltaRuleOptions, cut_into_chunks, most_chunks
+
+
+class Arguments(NamedTuple):
+    """Of a call, or of a segment: its tokens and the gate's parameters whole."""
+
+    q: Array
+    k: Array
+    v: Array
+    g: Array
+    beta: Array
+    A_log: Array | None
+    dt_bias: Array | None
+
+
+class Layout(NamedTuple):
+    """What a program is made for: sizes that no array holds.
+
+    Args:
+        options: of the call.
+        segments: how many.
+        is_dense: every slot holds the token of its number, so that nothing is moved.
+    """
+
+    options: DeltaRuleOptions
+    segments: int
+    is_dense: bool
+
+
+def chunked(
+    arguments: Arguments,
+    initial_state: Array | None,
+    options: DeltaRuleOptions,
+    cu_seqlens: Array | np.ndarray | None,
+    recompute: bool,
+) -> tuple[Array, Array]:
+    """Outputs and final states; arguments as the public functions' (calls.py), checked."""
+    (batch, length, heads, width), key = arguments.v.shape, arguments.q.shape[-1]
+    sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
+    offsets = np.array([0, length]) if cu_seqlens is None else cu_seqlens
+    is_traced = isinstance(offsets, Tracer)
+    size, step = options.chunk_size, max(1, SEGMENT_SIZE // options.chunk_size)
+    chunks = most_chunks(length, sequences, size) if is_traced else int(np.sum(-(-np.diff(offsets) // size)))
+    segments = -(-chunks // step) if recompute else 1
+    chunks = segments * -(-chunks // segments)
+    if not is_traced:
+        offsets = np.asarray(offsets)
+    cuts = cut_into_chunks(offsets, length, size, chunks, jnp if is_traced else np)
+    layout = Layout(options, segments, not is_traced and bool(np.all(cuts.filled)))
+    shape = (sequences, batch * heads, key, width)
+    dtype = jnp.promote_types(arguments.q.dtype, jnp.float32)
+    initial = jnp.zeros(shape, dtype) if initial_state is None else initial_state.reshape(shape)
+    cuts = jax.tree.map(jnp.asarray, cuts)
+    compute: Any = _replayed if recompute else _kept
+    o, finals = compute(layout, arguments, initial, cuts)
+    return o.astype(arguments.v.dtype), finals.reshape(-1, heads, key, width)
+
+
+def _with_gate(tokens: Sequence[Array], whole: Arguments) -> Arguments:
+    """A segment's arguments, of its tokens' q, k, v, g and beta."""
+    q, k, v, g, beta = tokens
+    return Arguments(q, k, v, g, beta, whole.A_log, whole.dt_bias)
+
+
+def _split(layout: Layout, x: Array, cuts: Chunking) -> Array:
+    """[B, T, ...] as [segments, B, slots of a segment, ...]; zeros where no token is."""
+    if not layout.is_dense:
+        x = jnp.where(cuts.filled.reshape(-1, *[1] * (x.ndim - 2)), x[:, cuts.token], 0)
+    return jnp.moveaxis(x.reshape(len(x), layout.segments, -1, *x.shape[2:]), 1, 0)
+
+
+def _split_all(layout: Layout, arguments: Arguments, cuts: Chunking) -> list[Array]:
+    return [_split(layout, x, cuts) for x in arguments[:5]]
+
+
+def _join(layout: Layout, x: Array, cuts: Chunking, batch: int) -> Array:
+    """Chunks [segments, n, B * H, C, D] as tokens [B, T, H, D]."""
+    x = x.reshape(-1, batch, x.shape[2] // batch, *x.shape[3:])
+    x = x.transpose(1, 0, 3, 2, 4)
+    x = x.reshape(batch, -1, *x.shape[3:])
+    return x if layout.is_dense else x[:, cuts.slot]
+
+
+def _to_chunks(x: Array, size: int) -> Array:
+    """[B, t, H, D] as [n, B * H, C, D]."""
+    batch, _, heads, width = x.shape
+    return x.reshape(batch, -1, size, heads, width).transpose(1, 0, 3, 2, 4).reshape(-1, batch * heads, size, width)
+
+
+def _terms(layout: Layout, arguments: Arguments, filled: Array) -> ChunkTerms:
+    """Of a segment's chunks. filled: [slots of a segment]"""
+    q, k, v, g, beta = gated(*arguments, layout.options)
+    if not layout.is_dense:
+        g = jnp.where(filled[:, None, None], g, 0)
+    q, k, v, g, beta = (_to_chunks(x, layout.options.chunk_size) for x in (q, k, v, g, beta))
+    return chunk_terms(q, k, v, g, beta)
+
+
+def _by_segment(layout: Layout, cuts: Chunking) -> tuple[Array, Array]:
+    """Of every segment: its chunks' owners and which slots are filled."""
+    return cuts.sequence.reshape(layout.segments, -1), cuts.filled.reshape(layout.segments, -1)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _replayed(layout: Layout, arguments: Arguments, initial: Array, cuts: Chunking) -> tuple[Array, Array]:
+    """All of it; keeps the arguments and a state a segment."""
+    return _replayed_forward(layout, arguments, initial, cuts)[0]
+
+
+def _replayed_forward(layout: Layout, arguments: Arguments, initial: Array, cuts: Chunking) -> tuple[Any, Any]:
+    def segment(states: Array, inputs: tuple) -> tuple[Array, tuple[Array, Array]]:
+        tokens, owners, filled = inputs
+        terms = _terms(layout, _with_gate(tokens, arguments), filled)
+        scanned, after = scan_chunks(terms, owners, states)
+        return after, (outputs(terms, scanned), states[owners[0]])
+
+    inputs = (_split_all(layout, arguments, cuts), *_by_segment(layout, cuts))
+    finals, (o, kept) = jax.lax.scan(segment, initial, inputs)
+    o = _join(layout, o, cuts, len(arguments.q))
+    return (o, finals), (arguments, initial, kept[1:], cuts)
+
+
+def _replayed_backward(layout: Layout, residuals: Any, gradients: tuple[Array, Array]) -> tuple[Any, ...]:
+    arguments, initial, kept, cuts = residuals
+    d_output, d_finals = gradients
+
+    def segment(carry: tuple, inputs: tuple) -> tuple[tuple, Any]:
+        d_states, d_gate = carry
+        tokens, d_output, start, owners, filled = inputs
+        terms, pull = jax.vjp(partial(_terms, layout, filled=filled), _with_gate(tokens, arguments))
+        scanned, _ = scan_chunks(terms, owners, initial.at[owners[0]].set(start))
+        d_output = _to_chunks(d_output, layout.options.chunk_size)
+        d_terms, d_states = scan_chunks_backward(terms, owners, scanned, d_output, d_states)
+        (d_arguments,) = pull(d_terms)
+        return (d_states, jax.tree.map(jnp.add, d_gate, d_arguments[5:])), d_arguments[:5]
+
+    tokens, join = jax.vjp(lambda x: _split_all(layout, x, cuts), arguments)
+    owners, filled = _by_segment(layout, cuts)
+    starts = jnp.concatenate([initial[owners[0, 0]][None], kept])
+    inputs = (tokens, _split(layout, d_output, cuts), starts, owners, filled)
+    zeros = jax.tree.map(jnp.zeros_like, arguments[5:])
+    (d_initial, d_gate), d_tokens = jax.lax.scan(segment, (d_finals, zeros), inputs, reverse=True)
+    (d_arguments,) = join(list(d_tokens))
+    return Arguments(*d_arguments[:5], *d_gate), d_initial, None
+
+
+_replayed.defvjp(_replayed_forward, _replayed_backward)
+
+
+def _kept(layout: Layout, arguments: Arguments, initial: Array, cuts: Chunking) -> tuple[Array, Array]:
+    """The same in one segment, of which backward computes nothing again."""
+    tokens = [x[0] for x in _split_all(layout, arguments, cuts)]
+    terms = _terms(layout, _with_gate(tokens, arguments), cuts.filled)
+    o, finals = _kept_scan(terms, initial, cuts.sequence)
+    return _join(layout, o[None], cuts, len(arguments.q)), finals
+
+
+@jax.custom_vjp
+def _kept_scan(terms: ChunkTerms, initial: Array, owners: Array) -> tuple[Array, Array]:
+    """The scan alone, which keeps its terms and states."""
+    return _kept_scan_forward(terms, initial, owners)[0]
+
+
+def _kept_scan_forward(terms: ChunkTerms, initial: Array, owners: Array) -> tuple[Any, Any]:
+    scanned, finals = scan_chunks(terms, owners, initial)
+    return (outputs(terms, scanned), finals), (terms, scanned, owners)
+
+
+def _kept_scan_backward(residuals: tuple[ChunkTerms, Scanned, Array], gradients: tuple[Array, Array]) -> tuple:
+    terms, scanned, owners = residuals
+    return *scan_chunks_backward(terms, owners, scanned, *gradients), None
+
+
+_kept_scan.defvjp(_kept_scan_forward, _kept_scan_backward)

@@ -1,0 +1,91 @@
+"""What becomes of projections before the delta rule sees them: decays in (-inf, 0], keys and queries of length one."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from jax_impl.ops import at_least_float32
+from plans.delta_rule import L2_NORM_EPSILON, DeltaRuleOptions, check_lower_bound
+
+
+def l2norm(x: Float[Array, "*b k"], epsilon: float = L2_NORM_EPSILON) -> Float[Array, "*b k"]:
+    """``x / sqrt(sum(x**2) + epsilon)`` over the last axis; zero stays zero."""
+    wide = at_least_float32(x)
+    return (wide * jax.lax.rsqrt(jnp.square(wide).sum(-1, keepdims=True) + epsilon)).astype(x.dtype)
+
+
+def gdn_gate(
+    a: Float[Array, "*b h"], A_log: Float[Array, " h"], dt_bias: Float[Array, " h"] | None = None
+) -> Float[Array, "*b h"]:
+    """The decay of GDN, ``-exp(A_log) * softplus(a + dt_bias)``.
+
+    Args:
+        a: projection of the token. [..., HV]
+        A_log: log of the decay's rate. [HV]
+        dt_bias: [HV]
+
+    Returns:
+        Natural-log decay, <= 0, float32 (float64 for float64). [..., HV]
+    """
+    a = at_least_float32(a)
+    if dt_bias is not None:
+        a = a + dt_bias.astype(a.dtype)
+    return -jnp.exp(A_log.astype(a.dtype)) * jax.nn.softplus(a)
+
+
+def kda_gate(
+    g: Float[Array, "*b h k"],
+    A_log: Float[Array, " h"],
+    dt_bias: Float[Array, " hk"] | None = None,
+    lower_bound: float | int | None = None,
+) -> Float[Array, "*b h k"]:
+    """The decay of KDA, ``-exp(A_log) * softplus(g + dt_bias)``; bounded, ``lb * sigmoid(exp(A_log) * (g + dt_bias))``.
+
+    Args:
+        g: projection of the token. [..., HV, K]
+        A_log: log of the decay's rate. [HV]
+        dt_bias: [HV * K]
+        lower_bound: lb, in [-5, 0).
+
+    Returns:
+        Natural-log decay, <= 0, float32 (float64 for float64). [..., HV, K]
+
+    Raises:
+        ValueError: lower_bound outside [-5, 0).
+    """
+    g = at_least_float32(g)
+    if dt_bias is not None:
+        g = g + dt_bias.astype(g.dtype).reshape(g.shape[-2:])
+    rate = jnp.exp(A_log.astype(g.dtype))[:, None]
+    if lower_bound is None:
+        return -rate * jax.nn.softplus(g)
+    check_lower_bound(lower_bound)
+    return lower_bound * jax.nn.sigmoid(rate * g)
+
+
+def gated(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    A_log: Array | None,
+    dt_bias: Array | None,
+    options: DeltaRuleOptions,
+) -> tuple[Array, Array, Array, Array, Array]:
+    """A call's arguments as the recurrence takes them: normed, scaled, gated, as wide as the state, a head of q per v.
+
+    Returns:
+        q, k [B, T, HV, K]; v [B, T, HV, V]; g [B, T, HV, K], for GDN [B, T, HV, 1]; beta [B, T, HV, 1].
+    """
+    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+    q, k, v, g, beta = (at_least_float32(x) for x in (q, k, v, g, beta))
+    if options.use_qk_l2norm_in_kernel:
+        q, k = l2norm(q), l2norm(k)
+    if options.use_gate_in_kernel:
+        assert A_log is not None, "checked with the arguments"
+        g = kda_gate(g, A_log, dt_bias, options.lower_bound)
+    group = v.shape[2] // q.shape[2]
+    q, k = (jnp.repeat(x, group, 2) if group > 1 else x for x in (q * scale, k))
+    return q, k, v, g if options.per_channel else g[..., None], beta[..., None]

@@ -1,0 +1,59 @@
+"""The delta rule as it is defined, a token at a time: the oracle of all other forms, and how a token is decoded."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Integer
+
+
+def recurrent(
+    q: Float[Array, "b t h k"],
+    k: Float[Array, "b t h k"],
+    v: Float[Array, "b t h v"],
+    g: Float[Array, "b t h g"],
+    beta: Float[Array, "b t h 1"],
+    initial: Float[Array, "n h k v"] | None,
+    offsets: Integer[Array, " n1"] | None,
+) -> tuple[Float[Array, "b t h v"], Float[Array, "n h k v"]]:
+    """Outputs and final states.
+
+    Args:
+        q: scaled queries.
+        k: keys.
+        v: values.
+        g: log decay by channel, or one for all.
+        beta: how much of an error is corrected.
+        initial: states before the sequences; None for zeros.
+        offsets: where packed sequences begin, and at last the end; None where every sequence is a row of the batch.
+    """
+    (batch, length, heads, key), width = k.shape, v.shape[-1]
+    sequences = batch if offsets is None else len(offsets) - 1
+    if initial is None:
+        initial = jnp.zeros((sequences, heads, key, width), q.dtype)
+    tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta))
+    rows = jnp.arange(batch)[None].repeat(length, 0)  # whose state a token changes
+    if offsets is not None:
+        rows = jnp.searchsorted(offsets, jnp.arange(length), side="right")[:, None] - 1
+
+    def one(states: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, k, v, g, beta, row = token
+        output, after = step(q, k, v, g, beta, states[row])
+        return states.at[row].set(after), output
+
+    finals, outputs = jax.lax.scan(one, initial, (*tokens, rows))
+    return jnp.moveaxis(outputs, 0, 1), finals
+
+
+def step(
+    q: Float[Array, "b h k"],
+    k: Float[Array, "b h k"],
+    v: Float[Array, "b h v"],
+    g: Float[Array, "b h g"],
+    beta: Float[Array, "b h 1"],
+    state: Float[Array, "b h k v"],
+) -> tuple[Float[Array, "b h v"], Float[Array, "b h k v"]]:
+    """One token: its output and the state after it."""
+    state = jnp.exp(g)[..., None] * state
+    error = beta * (v - (k[..., None] * state).sum(-2))
+    state = state + k[..., None] * error[..., None, :]
+    return (q[..., None] * state).sum(-2), state

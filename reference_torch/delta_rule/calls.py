@@ -1,0 +1,185 @@
+"""The public functions: arguments, what is asked of them, and who computes."""
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from plans.delta_rule import (
+    CHUNK_SIZE,
+    ArrayInfo,
+    DeltaRuleOptions,
+    check_arguments,
+    check_chunked_call,
+    refuse_unknown_keywords,
+)
+from reference_torch.delta_rule.chunked import chunked
+from reference_torch.delta_rule.gates import gated
+from reference_torch.delta_rule.recurrent import recurrent
+
+
+@refuse_unknown_keywords
+def recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_gate_in_kernel: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi delta attention, a token at a time; arguments and results as chunk_kda's."""
+    options = DeltaRuleOptions(True, scale, 1, use_qk_l2norm_in_kernel, use_gate_in_kernel, safe_gate, lower_bound)
+    arrays = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    return _recurrent(arrays, cu_seqlens, options, output_final_state)
+
+
+@refuse_unknown_keywords
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_gate_in_kernel: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | int | None = None,
+    chunk_size: int = CHUNK_SIZE,
+    cp_context: Any = None,
+    disable_recompute: bool = False,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi delta attention, a chunk at a time: the gated delta rule with a decay for every channel.
+
+    Args:
+        q: queries. [B, T, H, K] float16, bfloat16, float32 or float64; k and v are of the same type
+        k: keys; beyond length one the rule can diverge, see use_qk_l2norm_in_kernel. [B, T, H, K]
+        v: values; HV / H neighbours share a head of q and k. [B, T, HV, V]
+        g: log decay, natural log, <= 0; with use_gate_in_kernel what kda_gate takes. [B, T, HV, K]
+        beta: the share of an error that is corrected, in [0, 2]. [B, T, HV]
+        scale: of the queries; None for K ** -0.5.
+        initial_state: None for zeros. [N, HV, K, V] float32 (float64 for float64)
+        cu_seqlens: where the sequences that B = 1 holds begin, and T; they may be empty. [N + 1] int32
+        A_log, dt_bias, lower_bound: of kda_gate, with use_gate_in_kernel. [HV], [HV * K]
+        safe_gate: the caller's word that decays are above -5; nothing here needs it.
+        chunk_size: tokens, a power of two.
+        cp_context: None; sequences are not split over ranks.
+        disable_recompute: keep for backward what it would compute again.
+
+    Returns:
+        Outputs [B, T, HV, V] in v's type; with output_final_state the states after, as initial_state, else None.
+
+    Raises:
+        ValueError: arguments that do not belong together, or an unknown one: what was expected, what came.
+
+    Reference: Kimi Team, arXiv 2510.26692, section 3. Values of cu_seqlens are read on the host,
+    which waits for a device they lie on.
+    """
+    options = DeltaRuleOptions(
+        True, scale, chunk_size, use_qk_l2norm_in_kernel, use_gate_in_kernel, safe_gate, lower_bound
+    )
+    check_chunked_call("chunk_kda", cp_context, impl)
+    arrays = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    return _chunked(arrays, cu_seqlens, options, output_final_state, not disable_recompute)
+
+
+@refuse_unknown_keywords
+def recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule of GDN, a token at a time; arguments and results as chunk_gated_delta_rule's."""
+    options = DeltaRuleOptions(False, scale, 1, use_qk_l2norm_in_kernel)
+    arrays = (q, k, v, g, beta, None, None, initial_state)
+    return _recurrent(arrays, cu_seqlens, options, output_final_state)
+
+
+@refuse_unknown_keywords
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    chunk_size: int = CHUNK_SIZE,
+    cp_context: Any = None,
+    disable_recompute: bool = False,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule of GDN, a chunk at a time: one decay for a head's channels.
+
+    Args, results and errors as chunk_kda's, but for g: log decay, natural log, <= 0, [B, T, HV].
+
+    Reference: Yang, Kautz and Hatamizadeh, arXiv 2412.06464, section 3.
+    """
+    options = DeltaRuleOptions(False, scale, chunk_size, use_qk_l2norm_in_kernel)
+    check_chunked_call("chunk_gated_delta_rule", cp_context, impl)
+    arrays = (q, k, v, g, beta, None, None, initial_state)
+    return _chunked(arrays, cu_seqlens, options, output_final_state, not disable_recompute)
+
+
+Arrays = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""q, k, v, g, beta, A_log, dt_bias, initial_state."""
+
+
+def _offsets(arrays: Arrays, cu_seqlens: Tensor | None, options: DeltaRuleOptions) -> np.ndarray | None:
+    """The values of cu_seqlens, once all arguments are checked."""
+    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+    infos = {name: None if x is None else _info(x) for name, x in zip(names, arrays, strict=True)}
+    values = None if cu_seqlens is None else cu_seqlens.detach().cpu().numpy()
+    offsets = None if cu_seqlens is None or values is None else _info(cu_seqlens)._replace(values=values)
+    check_arguments(options, infos | {"cu_seqlens": offsets})
+    return values
+
+
+def _info(x: Tensor) -> ArrayInfo:
+    return ArrayInfo(tuple(x.shape), str(x.dtype).removeprefix("torch."))
+
+
+def _recurrent(
+    arrays: Arrays, cu_seqlens: Tensor | None, options: DeltaRuleOptions, output_final_state: bool
+) -> tuple[Tensor, Tensor | None]:
+    offsets = _offsets(arrays, cu_seqlens, options)
+    inputs = gated(*arrays[:7], options)
+    o, finals = recurrent(*inputs, arrays[7], None if offsets is None else offsets.tolist())
+    return o.to(arrays[2].dtype), finals if output_final_state else None
+
+
+def _chunked(
+    arrays: Arrays, cu_seqlens: Tensor | None, options: DeltaRuleOptions, output_final_state: bool, recompute: bool
+) -> tuple[Tensor, Tensor | None]:
+    offsets = _offsets(arrays, cu_seqlens, options)
+    o, finals = chunked(*arrays, options, offsets, recompute)
+    return o, finals if output_final_state else None

@@ -1,0 +1,199 @@
+"""The delta rule over whole sequences, chunk by chunk, and its backward by segments.
+
+Forward keeps the arguments and one state a segment (plans.delta_rule.SAVED). Backward takes the segments from the last,
+computes a segment's chunks and states again, and lets autograd have the part without states. So memory beside the
+arguments is one segment's, whatever the length, and time grows with the length.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from plans.delta_rule import SEGMENT_SIZE, Chunking, DeltaRuleOptions, cut_into_chunks
+from reference_torch.delta_rule.gates import gated
+from reference_torch.delta_rule.intra import ChunkTerms, chunk_terms
+from reference_torch.delta_rule.scan import Scanned, outputs, scan_chunks, scan_chunks_backward
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Chunks that are computed together.
+
+    Args:
+        tokens: of theirs, the first and the one after the last.
+        owners: the sequence every chunk is of.
+        chunk_size: tokens of a chunk.
+        token: what lies in every slot, from the segment's first token; None where chunks hold the tokens as they come.
+        filled: whether anything does.
+        slot: where every token lies.
+    """
+
+    tokens: tuple[int, int]
+    owners: list[int]
+    chunk_size: int
+    token: Tensor | None
+    filled: Tensor | None
+    slot: Tensor | None
+
+    def own(self, x: Tensor) -> Tensor:
+        """Its tokens [B, t, ...] of all [B, T, ...]."""
+        return x[:, slice(*self.tokens)]
+
+    def parts(self, arguments: Sequence[Any]) -> list[Any]:
+        """Of q, k, v, g, beta its tokens, A_log and dt_bias whole; None of what is None."""
+        return [None if x is None else self.own(x) if place < 5 else x for place, x in enumerate(arguments)]
+
+    def to_chunks(self, x: Tensor) -> Tensor:
+        """[B, t, H, D] as [n, B * H, chunk_size, D]; zeros where no token is."""
+        if self.token is not None and self.filled is not None:
+            x = torch.where(self.filled[:, None, None], x.index_select(1, self.token), 0)
+        batch, _, heads, width = x.shape
+        x = x.reshape(batch, -1, self.chunk_size, heads, width).permute(1, 0, 3, 2, 4)
+        return x.reshape(len(x), batch * heads, self.chunk_size, width)
+
+    def to_tokens(self, x: Tensor, batch: int) -> Tensor:
+        """The inverse."""
+        chunks, rows, size, width = x.shape
+        x = x.view(chunks, batch, rows // batch, size, width).permute(1, 0, 3, 2, 4)
+        x = x.reshape(batch, chunks * size, rows // batch, width)
+        return x if self.slot is None else x.index_select(1, self.slot)
+
+    def terms(self, arguments: Sequence[Any], options: DeltaRuleOptions) -> ChunkTerms:
+        """Of its chunks, from q, k, v, g, beta of its tokens, A_log and dt_bias."""
+        q, k, v, g, beta, A_log, dt_bias = arguments
+        q, k, v, g, beta = (self.to_chunks(x) for x in gated(q, k, v, g, beta, A_log, dt_bias, options))
+        return chunk_terms(q, k, v, g, beta)
+
+
+def make_segments(cuts: Chunking, chunk_size: int, segment_size: int, device: torch.device) -> list[Segment]:
+    """Segments of as many whole chunks as fit in segment_size, one at least."""
+    segments, step = [], max(1, segment_size // chunk_size)
+    for first in range(0, len(cuts.sequence), step):
+        chunks = slice(first, first + step)
+        slots = slice(first * chunk_size, (first + step) * chunk_size)
+        start, stop = (int(x) for x in np.searchsorted(cuts.slot, [slots.start, slots.stop]))
+        owners = cuts.sequence[chunks].tolist()
+        filled = cuts.filled[slots]
+        placed = [np.where(filled, cuts.token[slots] - start, 0), filled, cuts.slot[start:stop] - slots.start]
+        tensors = [None if filled.all() else torch.from_numpy(x).to(device) for x in placed]
+        segments.append(Segment((start, stop), owners, chunk_size, *tensors))
+    return segments
+
+
+def chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    options: DeltaRuleOptions,
+    cu_seqlens: np.ndarray | None,
+    recompute: bool,
+) -> tuple[Tensor, Tensor]:
+    """Outputs and final states; arguments as the public functions' (calls.py), checked."""
+    (batch, length, heads, width), key = v.shape, q.shape[-1]
+    sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
+    offsets = np.array([0, length]) if cu_seqlens is None else cu_seqlens
+    cuts = cut_into_chunks(offsets, length, options.chunk_size)
+    size = SEGMENT_SIZE if recompute else len(cuts.token)
+    segments = make_segments(cuts, options.chunk_size, size, q.device)
+    shape = (sequences, batch * heads, key, width)
+    initial = None if initial_state is None else initial_state.reshape(shape)
+    arguments = [q, k, v, g, beta, A_log, dt_bias]
+    if recompute:
+        o, finals = _Replayed.apply(segments, options, shape, *arguments, initial)
+    else:
+        (segment,) = segments
+        o, finals = _Kept.apply(segment.owners, shape, initial, *segment.terms(arguments, options))
+        o = segment.to_tokens(o, batch).to(v.dtype)
+    return o, finals.view(-1, heads, key, width)
+
+
+def _states(given: Tensor | None, shape: tuple[int, ...], like: Tensor) -> list[Tensor]:
+    """N states [R, K, V] as given, or zeros as wide as the state of such tokens."""
+    if given is not None:
+        return list(given)
+    return [like.new_zeros(shape[1:], dtype=torch.promote_types(like.dtype, torch.float32))] * shape[0]
+
+
+class _Kept(torch.autograd.Function):
+    """The scan alone, which keeps its terms and states; autograd keeps what the terms were made of."""
+
+    @staticmethod
+    def forward(ctx, owners, shape, initial, *terms):
+        terms = ChunkTerms(*terms)
+        scanned, finals = scan_chunks(terms, owners, _states(initial, shape, terms.u))
+        ctx.save_for_backward(*terms, *scanned)
+        ctx.owners, ctx.shape = owners, shape
+        ctx.set_materialize_grads(False)
+        return outputs(terms, scanned), torch.stack(finals)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_output, d_finals):  # pyright: ignore[reportIncompatibleMethodOverride]
+        *terms, states, errors = ctx.saved_tensors
+        d_output = torch.zeros_like(errors) if d_output is None else d_output
+        scanned, d_states = Scanned(states, errors), _states(d_finals, ctx.shape, errors)
+        gradients, d_states = scan_chunks_backward(ChunkTerms(*terms), ctx.owners, scanned, d_output, d_states)
+        return None, None, torch.stack(d_states) if ctx.needs_input_grad[2] else None, *gradients
+
+
+class _Replayed(torch.autograd.Function):
+    """All of it; keeps the arguments and a state a segment."""
+
+    @staticmethod
+    def forward(ctx, segments, options, shape, *inputs):
+        *arguments, initial = inputs
+        v = arguments[2]
+        o, states, kept = torch.empty_like(v, memory_format=torch.contiguous_format), _states(initial, shape, v), []
+        for segment in segments:
+            kept.append(states[segment.owners[0]])
+            terms = segment.terms(segment.parts(arguments), options)
+            scanned, states = scan_chunks(terms, segment.owners, states)
+            segment.own(o).copy_(segment.to_tokens(outputs(terms, scanned), len(v)))
+        ctx.save_for_backward(*inputs, torch.stack(kept[1:]) if kept[1:] else None)
+        ctx.segments, ctx.options, ctx.shape = segments, options, shape
+        ctx.set_materialize_grads(False)
+        return o, torch.stack(states)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_output, d_finals):  # pyright: ignore[reportIncompatibleMethodOverride]
+        *arguments, initial, kept = ctx.saved_tensors
+        wanted, v = ctx.needs_input_grad[3:-1], arguments[2]
+        gradients = [torch.zeros_like(x) if want else None for x, want in zip(arguments, wanted, strict=True)]
+        d_states = _states(d_finals, ctx.shape, v)
+        for number, segment in reversed(list(enumerate(ctx.segments))):
+            leaves = [
+                None if x is None else x.detach().requires_grad_(want)
+                for x, want in zip(segment.parts(arguments), wanted, strict=True)
+            ]
+            with torch.enable_grad():
+                connected = segment.terms(leaves, ctx.options)
+            terms, states = ChunkTerms(*(x.detach() for x in connected)), _states(initial, ctx.shape, v)
+            if number:
+                states[segment.owners[0]] = kept[number - 1]
+            scanned, _ = scan_chunks(terms, segment.owners, states)
+            own = torch.zeros_like(segment.own(v)) if d_output is None else segment.own(d_output)
+            own = segment.to_chunks(own.to(scanned.errors.dtype))
+            d_terms, d_states = scan_chunks_backward(terms, segment.owners, scanned, own, d_states)
+            _add_gradients(connected, d_terms, leaves, segment.parts(gradients))
+        return None, None, None, *gradients, torch.stack(d_states) if ctx.needs_input_grad[-1] else None
+
+
+def _add_gradients(terms: ChunkTerms, d_terms: ChunkTerms, leaves: list, gradients: list) -> None:
+    """Add to each gradient that is wanted what the terms of one segment give it."""
+    pairs = [(x, into) for x, into in zip(leaves, gradients, strict=True) if into is not None]
+    used = [(term, d) for term, d in zip(terms, d_terms, strict=True) if term.requires_grad]
+    if pairs and used:
+        found = torch.autograd.grad([x for x, _ in used], [x for x, _ in pairs], [d for _, d in used])
+        for (_, into), gradient in zip(pairs, found, strict=True):
+            into += gradient

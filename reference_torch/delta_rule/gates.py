@@ -1,0 +1,94 @@
+"""What becomes of projections before the delta rule sees them: decays in (-inf, 0], keys and queries of length one."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from plans.delta_rule import L2_NORM_EPSILON, DeltaRuleOptions, check_lower_bound
+from reference_torch.ops import at_least_float32
+
+SOFTPLUS_LINEAR = 40.0
+"""Above it softplus(x) is x to the last bit of a float64; PyTorch's own 20 shows in the tenth digit."""
+
+
+def l2norm(x: Float[Tensor, "*b k"], epsilon: float = L2_NORM_EPSILON) -> Float[Tensor, "*b k"]:
+    """``x / sqrt(sum(x**2) + epsilon)`` over the last axis; zero stays zero."""
+    wide = at_least_float32(x)
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + epsilon)).to(x.dtype)
+
+
+def gdn_gate(
+    a: Float[Tensor, "*b h"], A_log: Float[Tensor, " h"], dt_bias: Float[Tensor, " h"] | None = None
+) -> Float[Tensor, "*b h"]:
+    """The decay of GDN, ``-exp(A_log) * softplus(a + dt_bias)``.
+
+    Args:
+        a: projection of the token. [..., HV]
+        A_log: log of the decay's rate. [HV]
+        dt_bias: [HV]
+
+    Returns:
+        Natural-log decay, <= 0, float32 (float64 for float64). [..., HV]
+    """
+    a = at_least_float32(a)
+    if dt_bias is not None:
+        a = a + dt_bias.to(a.dtype)
+    return -A_log.to(a.dtype).exp() * F.softplus(a, threshold=SOFTPLUS_LINEAR)
+
+
+def kda_gate(
+    g: Float[Tensor, "*b h k"],
+    A_log: Float[Tensor, " h"],
+    dt_bias: Float[Tensor, " hk"] | None = None,
+    lower_bound: float | int | None = None,
+) -> Float[Tensor, "*b h k"]:
+    """The decay of KDA, ``-exp(A_log) * softplus(g + dt_bias)``; bounded, ``lb * sigmoid(exp(A_log) * (g + dt_bias))``.
+
+    Args:
+        g: projection of the token. [..., HV, K]
+        A_log: log of the decay's rate. [HV]
+        dt_bias: [HV * K]
+        lower_bound: lb, in [-5, 0).
+
+    Returns:
+        Natural-log decay, <= 0, float32 (float64 for float64). [..., HV, K]
+
+    Raises:
+        ValueError: lower_bound outside [-5, 0).
+    """
+    g = at_least_float32(g)
+    if dt_bias is not None:
+        g = g + dt_bias.to(g.dtype).view(g.shape[-2:])
+    rate = A_log.to(g.dtype).exp()[:, None]
+    if lower_bound is None:
+        return -rate * F.softplus(g, threshold=SOFTPLUS_LINEAR)
+    check_lower_bound(lower_bound)
+    return lower_bound * torch.sigmoid(rate * g)
+
+
+def gated(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    options: DeltaRuleOptions,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """A call's arguments as the recurrence takes them: normed, scaled, gated, as wide as the state, a head of q per v.
+
+    Returns:
+        q, k [B, T, HV, K]; v [B, T, HV, V]; g [B, T, HV, K], for GDN [B, T, HV, 1]; beta [B, T, HV, 1].
+    """
+    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+    q, k, v, g, beta = (at_least_float32(x) for x in (q, k, v, g, beta))
+    if options.use_qk_l2norm_in_kernel:
+        q, k = l2norm(q), l2norm(k)
+    if options.use_gate_in_kernel:
+        assert A_log is not None, "checked with the arguments"
+        g = kda_gate(g, A_log, dt_bias, options.lower_bound)
+    group = v.shape[2] // q.shape[2]
+    q, k = (x.repeat_interleave(group, 2) if group > 1 else x for x in (q * scale, k))
+    return q, k, v, g if options.per_channel else g[..., None], beta[..., None]
