@@ -217,6 +217,24 @@ def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, " d"], epsilon: float
     return (wide * inverse_rms * weight).astype(x.dtype)
 
 
+def short_convolution(
+    x: Float[Array, "b t c"], weight: Float[Array, "c w"], before: Int[Array, "*b t"]
+) -> Float[Array, "b t c"]:
+    """Convolve every channel over a token and those before it in its sequence, then SiLU.
+
+    Args:
+        x: [B, T, C]
+        weight: a channel's taps, the last one the token's own. [C, W]
+        before: how many tokens of its sequence come before each. [T] or [B, T]
+    """
+    width, weight = weight.shape[1], weight.astype(x.dtype)
+    mixed = x * weight[:, -1]
+    for back in range(1, min(width, x.shape[1])):
+        earlier = jnp.pad(x[:, :-back], ((0, 0), (back, 0), (0, 0)))
+        mixed = mixed + jnp.where((before >= back)[..., None], earlier, 0) * weight[:, -1 - back]
+    return jax.nn.silu(mixed)
+
+
 def rotary_embedding(x: Float[Array, "b t h d"], positions: Int[Array, " t"], base: float) -> Float[Array, "b t h d"]:
     """Turn the pairs (x[i], x[i + d/2]) by the angle position * base**(-2i/d).
 

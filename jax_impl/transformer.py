@@ -15,6 +15,8 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, Integer
 
 from jax_impl.hyper_connections import DeferredMix, HyperConnectionModule
+from jax_impl.linear_attention import GatedDeltaNet, KimiDeltaAttention
+from jax_impl.modules import Linear, RMSNorm, optional_value
 from jax_impl.offload import offloads_layers, run_offloaded
 from jax_impl.ops import (
     DropoutState,
@@ -28,55 +30,14 @@ from jax_impl.ops import (
     gelu,
     linear,
     parameter,
-    rms_norm,
     rotary_embedding,
     swiglu,
 )
 from jax_impl.recompute import checkpoint_blocks, name_value
 from plans.config import TransformerConfig
-from plans.parameters import ParameterSpec, attention_specs, embedding_spec, mlp_specs, norm_spec
+from plans.parameters import attention_specs, embedding_spec, mlp_specs
 from plans.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
 from plans.philox import attention_site, mlp_site
-
-
-class Linear(nnx.Module):
-    """A linear map that hands its bias on instead of adding it.
-
-    Args:
-        config: the model's.
-        name: canonical name.
-        specs: shapes of weight and, where there is one, bias.
-    """
-
-    def __init__(self, config: TransformerConfig, name: str, specs: dict[str, ParameterSpec]) -> None:
-        self.weight = parameter(config, f"{name}.weight", specs["weight"])
-        self.bias = parameter(config, f"{name}.bias", specs["bias"]) if "bias" in specs else None
-
-    def __call__(self, x: Float[Array, "b t i"]) -> tuple[Float[Array, "b t o"], Array | None]:
-        """x @ weight.T [B, T, O], and the bias [O] or None that the caller still has to add."""
-        return linear(x, self.weight[...]), _value(self.bias)
-
-
-class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation with a gain.
-
-    Args:
-        config: the model's.
-        name: canonical name.
-    """
-
-    def __init__(self, config: TransformerConfig, name: str) -> None:
-        self.epsilon = config.layernorm_epsilon
-        self.weight = parameter(config, f"{name}.weight", norm_spec(config)["weight"])
-
-    def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        """See ops.rms_norm."""
-        return rms_norm(x, self.weight[...], self.epsilon)
-
-
-def _value(bias: nnx.Param | None) -> Array | None:
-    """The array of a bias that may be absent."""
-    return None if bias is None else bias[...]
 
 
 class SelfAttention(nnx.Module):
@@ -103,7 +64,7 @@ class SelfAttention(nnx.Module):
         """Attended output [B, T, D] and the output projection's bias, not yet added."""
         batch, length, _ = hidden_states.shape
         heads, groups = self.config.num_attention_heads, self.config.query_groups
-        qkv = linear(hidden_states, self.linear_qkv.weight[...], _value(self.linear_qkv.bias))
+        qkv = linear(hidden_states, self.linear_qkv.weight[...], optional_value(self.linear_qkv.bias))
         qkv = qkv.reshape(batch, length, heads + 2 * groups, self.config.head_dim)
         q, k, v = jnp.split(qkv, (heads, heads + groups), axis=2)
         q = rotary_embedding(q, positions, self.config.rotary_base)
@@ -130,12 +91,14 @@ class MLP(nnx.Module):
 
     def __call__(self, hidden_states: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Array | None]:
         """Output [B, T, D] and the second map's bias, not yet added."""
-        inner = name_value(linear(hidden_states, self.linear_fc1.weight[...], _value(self.linear_fc1.bias)), "fc1")
+        inner = name_value(
+            linear(hidden_states, self.linear_fc1.weight[...], optional_value(self.linear_fc1.bias)), "fc1"
+        )
         activated = (swiglu if self.activation == "swiglu" else gelu)(inner, self.impl)
         return self.linear_fc2(name_value(activated, "activation"))
 
 
-MIXER_MODULES = {"attention": SelfAttention}
+MIXER_MODULES = {"attention": SelfAttention, "gdn": GatedDeltaNet, "kda": KimiDeltaAttention}
 """Mixer names of the layer pattern and their modules."""
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from plans.config import TransformerConfig
 
-MIXERS = ("attention",)
+MIXERS = ("attention", "gdn", "kda")
+"""Softmax attention, Gated DeltaNet, Kimi delta attention."""
 ACTIVATIONS = ("swiglu", "gelu")
 
 
@@ -27,7 +28,7 @@ def parse_layer(description: str, config: "TransformerConfig") -> LayerConfig:
 
     Grammar: ``mixer[+option]...`` where an option is an activation (``gelu``, ``swiglu``),
     ``ffn=<inner width>``, ``no-attention-hc`` or ``no-mlp-hc`` (both without effect where there is no
-    mHC); e.g. ``attention+gelu+no-mlp-hc``.
+    mHC); e.g. ``kda,kda,kda,attention+gelu+no-mlp-hc``.
     What an entry leaves out is taken from ``config``.
 
     Raises:

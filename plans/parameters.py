@@ -8,7 +8,7 @@ stage initialises exactly the values the undivided model would.
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -20,24 +20,32 @@ SINKHORN_FLOOR = 1e-30
 
 
 class ParameterSpec(NamedTuple):
-    """Shape and initial distribution of one parameter."""
+    """Shape and initial distribution of one parameter: normal(mean, std), or what ``drawn`` says."""
 
     shape: tuple[int, ...]
     mean: float = 0.0
     std: float = 0.0
+    drawn: Literal["normal", "log rate", "time step"] = "normal"
 
 
 def initial_value(seed: int, name: str, spec: ParameterSpec) -> np.ndarray:
-    """Initial value of one parameter: normal(mean, std), float64.
+    """Initial value of one parameter, float64.
+
+    Of a decay's gate: ``log rate`` is the logarithm of uniform(1, 16); ``time step`` is what softplus takes to a time
+    step that is log-uniform in (0.001, 0.1). Together decays begin between 0.1% and 80% a token.
 
     The generator is keyed by a hash of seed and name, so values do not depend on the order in which
     parameters are made, nor on which others exist.
     """
-    if spec.std == 0.0:
+    if spec.drawn == "normal" and spec.std == 0.0:
         return np.full(spec.shape, spec.mean)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     key = np.frombuffer(digest[:16], "<u8").astype(np.uint64)
     generator = np.random.Generator(np.random.Philox(key=key))
+    if spec.drawn == "log rate":
+        return np.log(generator.uniform(1.0, 16.0, spec.shape))
+    if spec.drawn == "time step":
+        return np.log(np.expm1(np.exp(generator.uniform(math.log(0.001), math.log(0.1), spec.shape))))
     return spec.mean + spec.std * generator.standard_normal(spec.shape)
 
 
@@ -69,6 +77,50 @@ def attention_specs(config: TransformerConfig) -> dict[str, dict[str, ParameterS
         "linear_qkv": linear_spec(config, queries + keys_values, config.hidden_size),
         "linear_proj": linear_spec(config, config.hidden_size, queries, is_output=True),
     }
+
+
+def delta_rule_specs(config: TransformerConfig, mixer: str) -> dict[str, dict[str, ParameterSpec]]:
+    """Linear maps and other parameters of a gdn or kda layer.
+
+    The short convolution's channels are those of q, k and v, in this order; a weight's last tap is the token's own.
+    kda's decay, one a channel, and its output gate come through a bottleneck as wide as a value head.
+    """
+    heads, value_heads, key, value = config.linear_heads
+    width, channels = config.hidden_size, 2 * heads * key + value_heads * value
+    specs = {
+        "linear_qkv": linear_spec(config, channels, width),
+        "conv1d": {
+            "weight": ParameterSpec((channels, config.linear_conv_kernel_dim), std=config.linear_conv_kernel_dim**-0.5)
+        },
+        "linear_beta": linear_spec(config, value_heads, width),
+    }
+    if mixer == "kda":
+        specs |= {
+            "linear_decay_down": linear_spec(config, value, width),
+            "linear_decay_up": linear_spec(config, value_heads * key, value),
+            "linear_gate_down": linear_spec(config, value, width),
+            "linear_gate_up": linear_spec(config, value_heads * value, value),
+        }
+    else:
+        specs |= {
+            "linear_decay": linear_spec(config, value_heads, width),
+            "linear_gate": linear_spec(config, value_heads * value, width),
+        }
+    decays = value_heads * key if mixer == "kda" else value_heads
+    return specs | {
+        "decay_gate": {
+            "A_log": ParameterSpec((value_heads,), drawn="log rate"),
+            "dt_bias": ParameterSpec((decays,), drawn="time step"),
+        },
+        "out_norm": {"weight": ParameterSpec((value,), mean=1.0)},
+        "linear_proj": linear_spec(config, width, value_heads * value, is_output=True),
+    }
+
+
+def mixer_specs(config: TransformerConfig, layer_number: int) -> dict[str, dict[str, ParameterSpec]]:
+    """Parameters of a layer's mixer, by submodule."""
+    mixer = config.layer(layer_number).mixer
+    return attention_specs(config) if mixer == "attention" else delta_rule_specs(config, mixer)
 
 
 def mlp_specs(config: TransformerConfig, layer_number: int) -> dict[str, dict[str, ParameterSpec]]:
@@ -145,7 +197,7 @@ def _walk(
         if layer.self_attention_hyper_connection:
             yield from prefixed(f"{prefix}.self_attention_hyper_connection", hyper_connection_spec(config))
         yield from prefixed(f"{prefix}.input_layernorm", norm_spec(config))
-        for name, specs in attention_specs(config).items():
+        for name, specs in mixer_specs(config, number).items():
             yield from prefixed(f"{prefix}.self_attention.{name}", specs)
         if layer.mlp_hyper_connection:
             yield from prefixed(f"{prefix}.mlp_hyper_connection", hyper_connection_spec(config))

@@ -150,6 +150,24 @@ def rms_norm(x: Float[Tensor, "*b d"], weight: Float[Tensor, " d"], epsilon: flo
     return F.rms_norm(at_least_float32(x), weight.shape, weight, epsilon).to(x.dtype)
 
 
+def short_convolution(
+    x: Float[Tensor, "b t c"], weight: Float[Tensor, "c w"], before: Int[Tensor, "*b t"]
+) -> Float[Tensor, "b t c"]:
+    """Convolve every channel over a token and those before it in its sequence, then SiLU.
+
+    Args:
+        x: [B, T, C]
+        weight: a channel's taps, the last one the token's own. [C, W]
+        before: how many tokens of its sequence come before each. [T] or [B, T]
+    """
+    width, weight = weight.shape[1], weight.to(x.dtype)
+    mixed = x * weight[:, -1]
+    for back in range(1, min(width, x.shape[1])):
+        earlier = F.pad(x[:, :-back], (0, 0, back, 0))
+        mixed = mixed + torch.where((before >= back)[..., None], earlier, 0) * weight[:, -1 - back]
+    return F.silu(mixed)
+
+
 def rotary_embedding(
     x: Float[Tensor, "b t h d"], positions: Int[Tensor, " t"], base: float
 ) -> Float[Tensor, "b t h d"]:

@@ -14,11 +14,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from plans.config import TransformerConfig
-from plans.parameters import ParameterSpec, attention_specs, embedding_spec, mlp_specs, norm_spec
+from plans.parameters import attention_specs, embedding_spec, mlp_specs
 from plans.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
 from plans.philox import attention_site, mlp_site
 from plans.recompute import RecomputeBlock, recompute_blocks
 from reference_torch.hyper_connections import DeferredMix, HyperConnectionModule
+from reference_torch.linear_attention import GatedDeltaNet, KimiDeltaAttention
+from reference_torch.modules import Linear, RMSNorm
 from reference_torch.ops import (
     DropoutState,
     add_bias,
@@ -31,48 +33,10 @@ from reference_torch.ops import (
     gelu,
     linear,
     parameter,
-    rms_norm,
     rotary_embedding,
     swiglu,
 )
 from reference_torch.recompute import KEEP_ALL, BlockRecomputation, name_value, run_block
-
-
-class Linear(nn.Module):
-    """A linear map that hands its bias on instead of adding it.
-
-    Args:
-        config: the model's.
-        name: canonical name.
-        specs: shapes of weight and, where there is one, bias.
-    """
-
-    def __init__(self, config: TransformerConfig, name: str, specs: dict[str, ParameterSpec]) -> None:
-        super().__init__()
-        self.weight = parameter(config, f"{name}.weight", specs["weight"])
-        self.bias = parameter(config, f"{name}.bias", specs["bias"]) if "bias" in specs else None
-
-    def forward(self, x: Float[Tensor, "b t i"]) -> tuple[Float[Tensor, "b t o"], Tensor | None]:
-        """x @ weight.T [B, T, O], and the bias [O] or None that the caller still has to add."""
-        return linear(x, self.weight), self.bias
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square normalisation with a gain.
-
-    Args:
-        config: the model's.
-        name: canonical name.
-    """
-
-    def __init__(self, config: TransformerConfig, name: str) -> None:
-        super().__init__()
-        self.epsilon = config.layernorm_epsilon
-        self.weight = parameter(config, f"{name}.weight", norm_spec(config)["weight"])
-
-    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        """See ops.rms_norm."""
-        return rms_norm(x, self.weight, self.epsilon)
 
 
 class SelfAttention(nn.Module):
@@ -138,7 +102,7 @@ class MLP(nn.Module):
         return self.linear_fc2(name_value(activated, "activation"))
 
 
-MIXER_MODULES = {"attention": SelfAttention}
+MIXER_MODULES = {"attention": SelfAttention, "gdn": GatedDeltaNet, "kda": KimiDeltaAttention}
 """Mixer names of the layer pattern and their modules."""
 
 

@@ -50,8 +50,22 @@ class TransformerConfig:
     activation: Literal["swiglu", "gelu"] = "swiglu"
     """Activation function of the MLP."""
     layer_pattern: str = "attention"
-    """Layers, separated by commas and repeated over the depth; each is a mixer (attention) and, after +,
+    """Layers, separated by commas and repeated over the depth; each is a mixer (attention, gdn, kda) and, after +,
     options: swiglu, gelu, ffn=<width>, no-attention-hc, no-mlp-hc."""
+    linear_num_key_heads: int | None = None
+    """Heads of queries and keys in gdn and kda layers; None: as many as num_attention_heads."""
+    linear_num_value_heads: int | None = None
+    """Heads of values there, a multiple of the key heads; None: as many."""
+    linear_key_head_dim: int | None = None
+    """Width of one of their key heads; None: as in attention."""
+    linear_value_head_dim: int | None = None
+    """Width of one of their value heads; None: as a key head's."""
+    linear_conv_kernel_dim: int = 4
+    """Tokens that their short convolution sees: one and those before it."""
+    linear_allow_neg_eigval: bool = False
+    """Let them correct an error up to twice, beta in (0, 2), so that states can change sign."""
+    kda_lower_bound: float | None = None
+    """Bound of kda's log decays, in [-5, 0); None: unbounded."""
     vocab_size: int = 256
     """Number of token ids; 256 for bytes."""
     seq_length: int = 128
@@ -173,6 +187,13 @@ class TransformerConfig:
         """Streams the hidden states really have: 1 without mHC."""
         return self.num_residual_streams if self.enable_hyper_connections else 1
 
+    @property
+    def linear_heads(self) -> tuple[int, int, int, int]:
+        """Of gdn and kda layers: key heads, value heads, width of a key head, of a value head."""
+        heads = self.linear_num_key_heads or self.num_attention_heads
+        width = self.linear_key_head_dim or self.head_dim
+        return heads, self.linear_num_value_heads or heads, width, self.linear_value_head_dim or width
+
     def layer(self, layer_number: int) -> LayerConfig:
         """Settings of one layer.
 
@@ -230,6 +251,25 @@ MODEL_RULES: tuple[Rule, ...] = (
         lambda c: (
             f"num_residual_streams: expected at most {MAX_KERNEL_STREAMS} with impl='triton', got "
             f"{c.num_residual_streams}; impl='reference' takes any number"
+        ),
+    ),
+    count("linear_num_key_heads"),
+    count("linear_num_value_heads"),
+    count("linear_key_head_dim"),
+    count("linear_value_head_dim"),
+    count("linear_conv_kernel_dim"),
+    flag("linear_allow_neg_eigval"),
+    Rule(
+        "kda_lower_bound",
+        lambda c: c.kda_lower_bound is None or -5 <= c.kda_lower_bound < 0,
+        lambda c: f"kda_lower_bound: expected None or a number in [-5, 0), got {c.kda_lower_bound!r}",
+    ),
+    Rule(
+        "key heads divide value heads",
+        lambda c: c.linear_heads[1] % c.linear_heads[0] == 0,
+        lambda c: (
+            f"linear_num_value_heads: expected a multiple of linear_num_key_heads={c.linear_heads[0]}, got "
+            f"{c.linear_heads[1]}"
         ),
     ),
     count("vocab_size"),

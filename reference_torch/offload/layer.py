@@ -140,7 +140,9 @@ class OffloadedLayer:
             self._handles += [
                 part.register_state_dict_pre_hook(lambda *_: self._let_detach(True)),
                 part.register_state_dict_post_hook(lambda *arguments: self._give_host_copies(*arguments)),
-                part.register_load_state_dict_pre_hook(lambda part, _, __, how, *___: self._before_load(part, how, require)),
+                part.register_load_state_dict_pre_hook(
+                    lambda part, _, __, how, *___: self._before_load(part, how, require)
+                ),
             ]
         self._handles.append(self.module.register_load_state_dict_post_hook(lambda *_: settle()))
         _REGISTERED.update(dict.fromkeys(self.module.modules(), self.layer_id))

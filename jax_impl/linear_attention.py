@@ -1,0 +1,182 @@
+"""Mixers whose state does not grow: Gated DeltaNet and Kimi delta attention, in the place of softmax attention.
+
+Queries, keys and values go through a short causal convolution, and the gated delta rule takes them from there; its
+output is normalised head by head and gated. Twin of ``reference_torch/linear_attention.py``.
+
+Reference: Yang, Kautz and Hatamizadeh, arXiv 2412.06464, section 3.4; Kimi Team, arXiv 2510.26692, section 4. Here one
+matrix makes q, k and v, and one convolution follows it; biases are where the model has biases.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from jax_impl.delta_rule import chunk_gated_delta_rule, chunk_kda, gdn_gate
+from jax_impl.modules import Linear, RMSNorm
+from jax_impl.ops import add_bias, at_least_float32, parameter, short_convolution
+from jax_impl.recompute import name_value
+from plans.config import TransformerConfig
+from plans.parameters import ParameterSpec, delta_rule_specs
+
+
+class ShortConvolution(nnx.Module):
+    """A causal convolution of each channel by itself, and SiLU.
+
+    Args:
+        config: the model's.
+        name: canonical name.
+        specs: shape of the weight.
+    """
+
+    def __init__(self, config: TransformerConfig, name: str, specs: dict[str, ParameterSpec]) -> None:
+        self.weight = parameter(config, f"{name}.weight", specs["weight"])
+
+    def __call__(self, x: Float[Array, "b t c"], before: Int[Array, "*b t"]) -> Float[Array, "b t c"]:
+        """See ops.short_convolution."""
+        return short_convolution(x, self.weight[...], before)
+
+
+class DecayGate(nnx.Module):
+    """Parameters of the gate that makes decays; see delta_rule.gdn_gate and kda_gate.
+
+    Args:
+        config: the model's.
+        name: canonical name.
+        specs: shapes of A_log and dt_bias.
+    """
+
+    def __init__(self, config: TransformerConfig, name: str, specs: dict[str, ParameterSpec]) -> None:
+        self.A_log = parameter(config, f"{name}.A_log", specs["A_log"])
+        self.dt_bias = parameter(config, f"{name}.dt_bias", specs["dt_bias"])
+
+
+class _DeltaRuleMixer(nnx.Module):
+    """What the two have in common; a subclass knows the rule and how decays and the output's gate are projected."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, name: str) -> None:
+        self.config, self.layer_number = config, layer_number
+        specs = delta_rule_specs(config, config.layer(layer_number).mixer)
+        self.linear_qkv = Linear(config, f"{name}.linear_qkv", specs["linear_qkv"])
+        self.conv1d = ShortConvolution(config, f"{name}.conv1d", specs["conv1d"])
+        self.linear_beta = Linear(config, f"{name}.linear_beta", specs["linear_beta"])
+        self._make_projections(name, specs)
+        self.decay_gate = DecayGate(config, f"{name}.decay_gate", specs["decay_gate"])
+        self.out_norm = RMSNorm(config, f"{name}.out_norm", specs["out_norm"])
+        self.linear_proj = Linear(config, f"{name}.linear_proj", specs["linear_proj"])
+
+    def __call__(
+        self,
+        hidden_states: Float[Array, "b t d"],
+        positions: Int[Array, " t"],
+        attention_mask: Bool[Array, "b t t"] | None = None,
+    ) -> tuple[Float[Array, "b t d"], Array | None]:
+        """Mixed output [B, T, D] and the output projection's bias, not yet added.
+
+        Raises:
+            ValueError: an attention_mask.
+        """
+        if attention_mask is not None:
+            raise ValueError(
+                "attention_mask: expected None in a model with gdn or kda layers, whose state has seen all tokens, got "
+                f"one of shape {list(attention_mask.shape)}"
+            )
+        heads, value_heads, key, _ = self.config.linear_heads
+        before = jnp.arange(hidden_states.shape[1])
+        qkv = self.conv1d(_apply(self.linear_qkv, hidden_states), before)
+        q, k, v = jnp.split(qkv, (heads * key, 2 * heads * key), axis=-1)
+        q, k = name_value(_by_head(q, heads), "q"), name_value(_by_head(k, heads), "k")
+        v = name_value(_by_head(v, value_heads), "v")
+        beta = jax.nn.sigmoid(at_least_float32(_apply(self.linear_beta, hidden_states)))
+        if self.config.linear_allow_neg_eigval:
+            beta = 2 * beta
+        attended = self._rule(q, k, v, self._decays(hidden_states), beta)
+        gate = _by_head(self._output_gate(hidden_states), value_heads)
+        normed = self.out_norm(name_value(attended, "core_attn")) * gate
+        return self.linear_proj(normed.reshape(*normed.shape[:2], -1))
+
+    def _make_projections(self, name: str, specs: dict[str, dict[str, ParameterSpec]]) -> None:
+        raise NotImplementedError
+
+    def _decays(self, hidden_states: Array) -> Array:
+        """As the rule takes them."""
+        raise NotImplementedError
+
+    def _rule(self, q: Array, k: Array, v: Array, g: Array, beta: Array) -> Array:
+        raise NotImplementedError
+
+    def _output_gate(self, hidden_states: Array) -> Array:
+        """What the output is multiplied by."""
+        raise NotImplementedError
+
+
+class GatedDeltaNet(_DeltaRuleMixer):
+    """Gated DeltaNet: a decay a head, and a SiLU gate on the output.
+
+    Args:
+        config: the model's.
+        layer_number: global number of the layer, from 0.
+        name: canonical name.
+    """
+
+    def _make_projections(self, name: str, specs: dict[str, dict[str, ParameterSpec]]) -> None:
+        self.linear_decay = Linear(self.config, f"{name}.linear_decay", specs["linear_decay"])
+        self.linear_gate = Linear(self.config, f"{name}.linear_gate", specs["linear_gate"])
+
+    def _decays(self, hidden_states: Array) -> Array:
+        return gdn_gate(
+            _apply(self.linear_decay, hidden_states), self.decay_gate.A_log[...], self.decay_gate.dt_bias[...]
+        )
+
+    def _rule(self, q: Array, k: Array, v: Array, g: Array, beta: Array) -> Array:
+        return chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0]
+
+    def _output_gate(self, hidden_states: Array) -> Array:
+        return jax.nn.silu(_apply(self.linear_gate, hidden_states))
+
+
+class KimiDeltaAttention(_DeltaRuleMixer):
+    """Kimi delta attention: a decay a channel, and a sigmoid gate on the output.
+
+    Args:
+        config: the model's.
+        layer_number: global number of the layer, from 0.
+        name: canonical name.
+    """
+
+    def _make_projections(self, name: str, specs: dict[str, dict[str, ParameterSpec]]) -> None:
+        self.linear_decay_down = Linear(self.config, f"{name}.linear_decay_down", specs["linear_decay_down"])
+        self.linear_decay_up = Linear(self.config, f"{name}.linear_decay_up", specs["linear_decay_up"])
+        self.linear_gate_down = Linear(self.config, f"{name}.linear_gate_down", specs["linear_gate_down"])
+        self.linear_gate_up = Linear(self.config, f"{name}.linear_gate_up", specs["linear_gate_up"])
+
+    def _decays(self, hidden_states: Array) -> Array:
+        """Before their gate, which is part of the rule."""
+        decays = _apply(self.linear_decay_up, _apply(self.linear_decay_down, hidden_states))
+        return _by_head(decays, self.config.linear_heads[1])
+
+    def _rule(self, q: Array, k: Array, v: Array, g: Array, beta: Array) -> Array:
+        return chunk_kda(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            use_qk_l2norm_in_kernel=True,
+            A_log=self.decay_gate.A_log[...],
+            dt_bias=self.decay_gate.dt_bias[...],
+            use_gate_in_kernel=True,
+            lower_bound=self.config.kda_lower_bound,
+        )[0]
+
+    def _output_gate(self, hidden_states: Array) -> Array:
+        return jax.nn.sigmoid(_apply(self.linear_gate_up, _apply(self.linear_gate_down, hidden_states)))
+
+
+def _apply(linear_map: Linear, x: Array) -> Array:
+    return add_bias(*linear_map(x))
+
+
+def _by_head(x: Array, heads: int) -> Array:
+    return x.reshape(*x.shape[:-1], heads, -1)
