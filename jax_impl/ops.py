@@ -227,12 +227,15 @@ def short_convolution(
         weight: a channel's taps, the last one the token's own. [C, W]
         before: how many tokens of its sequence come before each. [T] or [B, T]
     """
-    width, weight = weight.shape[1], weight.astype(x.dtype)
-    mixed = x * weight[:, -1]
-    for back in range(1, min(width, x.shape[1])):
-        earlier = jnp.pad(x[:, :-back], ((0, 0), (back, 0), (0, 0)))
-        mixed = mixed + jnp.where((before >= back)[..., None], earlier, 0) * weight[:, -1 - back]
-    return jax.nn.silu(mixed)
+
+    def convolved(x: Array, weight: Array) -> Array:
+        mixed = x * weight[:, -1]
+        for back in range(1, min(weight.shape[1], x.shape[1])):
+            earlier = jnp.pad(x[:, :-back], ((0, 0), (back, 0), (0, 0)))
+            mixed = mixed + jnp.where((before >= back)[..., None], earlier, 0) * weight[:, -1 - back]
+        return jax.nn.silu(mixed)
+
+    return jax.checkpoint(convolved)(x, weight.astype(x.dtype))  # shifted copies are made again in backward
 
 
 def rotary_embedding(x: Float[Array, "b t h d"], positions: Int[Array, " t"], base: float) -> Float[Array, "b t h d"]:

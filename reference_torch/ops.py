@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from plans.config import TransformerConfig
 from plans.implementation import uses_kernels
@@ -160,12 +161,33 @@ def short_convolution(
         weight: a channel's taps, the last one the token's own. [C, W]
         before: how many tokens of its sequence come before each. [T] or [B, T]
     """
-    width, weight = weight.shape[1], weight.to(x.dtype)
+    return _ShortConvolution.apply(x, weight.to(x.dtype), before)
+
+
+def _convolved(x: Tensor, weight: Tensor, before: Tensor) -> Tensor:
     mixed = x * weight[:, -1]
-    for back in range(1, min(width, x.shape[1])):
+    for back in range(1, min(weight.shape[1], x.shape[1])):
         earlier = F.pad(x[:, :-back], (0, 0, back, 0))
         mixed = mixed + torch.where((before >= back)[..., None], earlier, 0) * weight[:, -1 - back]
     return F.silu(mixed)
+
+
+class _ShortConvolution(torch.autograd.Function):
+    """Keeps what it reads; the shifted copies are made again in backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight, before):
+        ctx.save_for_backward(x, weight, before)
+        return _convolved(x, weight, before)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, before = ctx.saved_tensors
+        leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        with torch.enable_grad():
+            mixed = _convolved(*leaves, before)
+        return *torch.autograd.grad(mixed, leaves, grad), None
 
 
 def rotary_embedding(

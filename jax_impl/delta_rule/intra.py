@@ -66,9 +66,19 @@ def chunk_terms(
 
 @jax.custom_vjp
 def _inverse(a: Float[Array, "n r c c"]) -> Float[Array, "n r c c"]:
-    """(I + a)^-1 of strictly lower triangular a, by substitution; one solution serves forward and backward."""
-    identity = jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape)
-    return jax.lax.linalg.triangular_solve(a, identity, left_side=True, lower=True, unit_diagonal=True)
+    """(I + a)^-1 of strictly lower triangular a, by substitution; one solution serves forward and backward.
+
+    Block by block, of two that become one: [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]. On a CPU
+    jax.lax.linalg.triangular_solve can wait for ever in a program with much beside it (jaxlib 0.10.2, two threads).
+    """
+    found, size = jnp.ones((*a.shape[:-1], 1, 1), a.dtype), 1
+    while size < a.shape[-1]:
+        pairs = a.reshape(*a.shape[:-2], a.shape[-1] // (2 * size), 2, size, -1, 2, size)
+        below = jnp.moveaxis(jnp.diagonal(pairs[..., 1, :, :, 0, :], axis1=-4, axis2=-2), -1, -3)
+        first, second = _halves(found)
+        found = _joined(first, -(second @ below @ first), second)
+        size *= 2
+    return found.squeeze(-3)
 
 
 def _inverse_forward(a: Array) -> tuple[Array, Array]:
@@ -109,9 +119,7 @@ def _products_by_channel(q: Array, k: Array, g: Array) -> tuple[Array, Array]:
         keys, rows = _halves(_blocks(k, size))[0], _halves(_blocks(queries, size))[1]
         keys, rows = keys * jnp.exp(_sums_after(early)), rows * jnp.exp(jnp.cumsum(late, -2))[..., None, :, :, :]
         first, second = _halves(found)
-        above = jnp.concatenate([first, jnp.zeros_like(first)], -1)
-        below = jnp.concatenate([rows @ keys.mT[..., None, :, :, :], second], -1)
-        found = jnp.concatenate([above, below], -2)
+        found = _joined(first, rows @ keys.mT[..., None, :, :, :], second)
         size *= 2
     found = found.squeeze(-3)
     return found[..., 0, :, :], found[..., 1, :, :]
@@ -125,6 +133,12 @@ def _blocks(x: Array, size: int) -> Array:
 def _halves(x: Array) -> tuple[Array, Array]:
     """Of blocks [..., n, i, j] the even ones and the odd ones."""
     return x[..., ::2, :, :], x[..., 1::2, :, :]
+
+
+def _joined(first: Array, below: Array, second: Array) -> Array:
+    """[[first, 0], [below, second]]."""
+    above = jnp.concatenate([first, jnp.zeros_like(first)], -1)
+    return jnp.concatenate([above, jnp.concatenate([below, second], -1)], -2)
 
 
 def _products_in_blocks(q: Array, k: Array, g: Array) -> tuple[Array, Array]:

@@ -127,6 +127,10 @@ class GraphBuilder:
             if sublayer == "mlp":
                 output = self._mlp(nodes, normed, f"{prefix}.mlp", layer)
             else:
+                if layer.mixer != "attention":
+                    raise NotImplementedError(
+                        f"memory of layer_pattern with {layer.mixer!r}: only layers of attention are predicted"
+                    )
                 output = self._attention(nodes, normed, f"{prefix}.self_attention")
             x = self._write(nodes, output, mixed, h_post)
             ends.append(len(nodes))
