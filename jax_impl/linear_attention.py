@@ -84,10 +84,9 @@ class _DeltaRuleMixer(nnx.Module):
             )
         heads, value_heads, key, _ = self.config.linear_heads
         before = jnp.arange(hidden_states.shape[1])
-        qkv = self.conv1d(_apply(self.linear_qkv, hidden_states), before)
+        qkv = name_value(self.conv1d(_apply(self.linear_qkv, hidden_states), before), "short_conv")
         q, k, v = jnp.split(qkv, (heads * key, 2 * heads * key), axis=-1)
-        q, k = name_value(_by_head(q, heads), "q"), name_value(_by_head(k, heads), "k")
-        v = name_value(_by_head(v, value_heads), "v")
+        q, k, v = _by_head(q, heads), _by_head(k, heads), _by_head(v, value_heads)
         beta = jax.nn.sigmoid(at_least_float32(_apply(self.linear_beta, hidden_states)))
         if self.config.linear_allow_neg_eigval:
             beta = 2 * beta

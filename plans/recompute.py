@@ -23,6 +23,7 @@ VALUES = (
     "q",
     "k",
     "v",
+    "short_conv",
     "attention_weights",
     "core_attn",
     "attention_output",
@@ -34,7 +35,8 @@ VALUES = (
 """Names of a layer's values, the same in both backends, in kernels and in reports.
 
 residual_streams is what one sublayer hands the next, [B, T, S, D] or [B, T, D]; h_pre to expanded are the
-hyper-connections'; fc1 is what the activation function reads, activation what it gives.
+hyper-connections'; short_conv is q, k and v of a gdn or kda layer, side by side; fc1 is what the activation function
+reads, activation what it gives.
 """
 
 MODULES: dict[str, tuple[str, ...]] = {

@@ -87,10 +87,9 @@ class _DeltaRuleMixer(nn.Module):
             )
         heads, value_heads, key, value = self.config.linear_heads
         before = torch.arange(hidden_states.shape[1], device=hidden_states.device)
-        qkv = self.conv1d(_apply(self.linear_qkv, hidden_states), before)
+        qkv = name_value(self.conv1d(_apply(self.linear_qkv, hidden_states), before), "short_conv")
         q, k, v = qkv.split((heads * key, heads * key, value_heads * value), dim=-1)
-        q, k = name_value(_by_head(q, heads), "q"), name_value(_by_head(k, heads), "k")
-        v = name_value(_by_head(v, value_heads), "v")
+        q, k, v = _by_head(q, heads), _by_head(k, heads), _by_head(v, value_heads)
         beta = torch.sigmoid(at_least_float32(_apply(self.linear_beta, hidden_states)))
         if self.config.linear_allow_neg_eigval:
             beta = 2 * beta

@@ -172,7 +172,14 @@ CASES = {
     ),
 }
 
+HYBRID = replace(DROPPED, layer_pattern="kda,gdn,attention", linear_num_value_heads=4)
+
 SLOW = {
+    "delta rule": lambda: check(replace(HYBRID, **FOUR), 5),
+    "delta rule, zero bubble, inputs kept": lambda: check(
+        replace(HYBRID, **FOUR, pipeline_schedule="zb-h1"), 5, keep="inputs"
+    ),
+    "delta rule, zero bubble": lambda: check(replace(HYBRID, **FOUR, pipeline_schedule="zb-h1"), 5, door="shard_map"),
     "one rank": lambda: check(DROPPED, 3),
     "fewer microbatches than ranks": lambda: check(replace(DROPPED, **FOUR), 2, ticks="fused"),
     "interleaved": lambda: check(replace(DROPPED, **TWICE_TWO), 6, keep="inputs"),

@@ -29,6 +29,7 @@ VARIANTS = {
         "layer_pattern": "attention,attention+gelu+no-mlp-hc,attention+no-attention-hc",
         "untie_embeddings_and_output_weights": True,
     },
+    "delta rule": {"layer_pattern": "kda,gdn,attention", "linear_num_value_heads": 8},
     "no mhc": {"enable_hyper_connections": False},
 }
 
@@ -63,6 +64,17 @@ def test_prediction_within_two_percent(variant, mode):
     assert prediction.peak == pytest.approx(peak, rel=0.02)
     for name, value in report.items():
         assert prediction.kept[name] == value.bytes, name
+
+
+@pytest.mark.parametrize("mixer", ["kda", "gdn"])
+def test_peak_in_the_delta_rule_is_predicted_within_a_tenth(mixer):
+    """Where layers of it are all there is, the peak is in its backward; what is kept is exact as elsewhere."""
+    config = replace(CONFIG, layer_pattern=mixer, num_layers=2)
+    (saved, peak), report = measured(config, batch=4)
+    prediction = predict_memory(config, batch=4)
+    assert prediction.saved == pytest.approx(saved, rel=1e-3)
+    assert prediction.peak == pytest.approx(peak, rel=0.1)
+    assert {name: prediction.kept[name] for name in report} == {name: value.bytes for name, value in report.items()}
 
 
 def test_kept_terms_add_up_and_grow_with_the_batch():

@@ -137,6 +137,17 @@ ON_TWO = {
     "mhc and mlp recomputed, backward split": Case(
         divided(2, "zb-h1", recompute_granularity="selective", recompute_modules=("mhc", "mlp")), 3
     ),
+    "delta rule": Case(divided(2, "1f1b", layer_pattern="kda,gdn,attention"), 3),
+    "delta rule, backward split, recomputed": Case(
+        divided(
+            2,
+            "zb-h1",
+            layer_pattern="kda,gdn,attention",
+            recompute_granularity="selective",
+            recompute_modules=("mhc", "core_attn"),
+        ),
+        3,
+    ),
     "nothing overlaps": Case(divided(2, "1f1b", overlap_p2p_comm=False), 4),
     "nothing overlaps, interleaved": Case(divided(2, v=2, overlap_p2p_comm=False), 4),
     "nothing is freed": Case(divided(2, "1f1b", deallocate_pipeline_outputs=False), 3),

@@ -5,11 +5,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from plans.config import TransformerConfig
+from plans.delta_rule import CHUNK_SIZE, SEGMENT_SIZE
 from plans.layers import LayerConfig
 from plans.parameters import parameter_specs
 from plans.philox import TILE_ROWS
 
 ITEM_SIZES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+RULE_SCRATCH = {"kda": ((9, 3.5, 6), (37, 5.5, 6.5)), "gdn": ((3, 2, 7), (15, 6, 10))}
+"""What a segment of the delta rule needs at most in forward, and in backward, beside what it keeps and its gradients:
+numbers a token and head, in multiples of K, V and the chunk size. Fitted to what PyTorch allocates, within a tenth."""
 
 
 @dataclass(eq=False)
@@ -67,7 +72,9 @@ class GraphBuilder:
         self.item = ITEM_SIZES[config.compute_dtype]
         self.wide = max(self.item, 4)
         item = ITEM_SIZES[config.params_dtype]
-        self.weights = {name: int(np.prod(spec.shape)) * item for name, spec in parameter_specs(config).items()}
+        specs = parameter_specs(config)
+        self.weights = {name: int(np.prod(spec.shape)) * item for name, spec in specs.items()}
+        self.widths = {name: spec.shape[-1] for name, spec in specs.items()}
         self.streams = config.residual_streams
 
     def activation(self, name: str, width: int) -> Value:
@@ -127,11 +134,8 @@ class GraphBuilder:
             if sublayer == "mlp":
                 output = self._mlp(nodes, normed, f"{prefix}.mlp", layer)
             else:
-                if layer.mixer != "attention":
-                    raise NotImplementedError(
-                        f"memory of layer_pattern with {layer.mixer!r}: only layers of attention are predicted"
-                    )
-                output = self._attention(nodes, normed, f"{prefix}.self_attention")
+                mixer = self._attention if layer.mixer == "attention" else self._delta_rule
+                output = mixer(nodes, normed, f"{prefix}.self_attention")
             x = self._write(nodes, output, mixed, h_post)
             ends.append(len(nodes))
         nodes[-1].alive.append(layer_input)
@@ -203,12 +207,13 @@ class GraphBuilder:
     def _norm(self, x: Value, normed: Value, name: str, region: tuple[str, ...]) -> list[Node]:
         """x * rsqrt(mean(x**2)) * weight, one operation at a time, as PyTorch's composite norm."""
         nodes: list[Node] = []
+        width = self.widths[f"{name}.weight"]
         product = normed
         if self.item < self.wide:
             x = self._cast(nodes, x, self.wide, region)
             product = Value("product", x.size)
-        scaled = self.coefficient("normalised", self.config.hidden_size)
-        inverse = self.coefficient("norm statistics", 1)
+        scaled = Value("normalised", normed.size // self.item * self.wide)
+        inverse = Value("norm statistics", scaled.size // width)
         squared = Value("squares", scaled.size)
         weight = self.weights[f"{name}.weight"]
         nodes += [
@@ -252,6 +257,67 @@ class GraphBuilder:
         output = self.activation("attention_output", config.hidden_size)
         nodes += self._linear(attended, output, f"{name}.linear_proj", ())
         return self._biased(nodes, output, f"{name}.linear_proj", ())
+
+    def _delta_rule(self, nodes: list[Node], normed: Value, name: str) -> Value:
+        """A gdn or kda layer; its short convolution and its rule are one operation each."""
+        heads, value_heads, key, value = self.config.linear_heads
+        channels, is_kda = 2 * heads * key + value_heads * value, f"{name}.linear_decay_up.weight" in self.weights
+        qkv = self._mapped(nodes, normed, "qkv", channels, f"{name}.linear_qkv")
+        conv, ages = self.activation("short_conv", channels), Value("tokens before", 8 * self.length)
+        parameters = self.weights[f"{name}.conv1d.weight"]
+        nodes.append(Node([qkv], [conv, ages], [qkv, ages], (), parameters, 3 * conv.size, 8 * conv.size))
+        before = self._mapped(nodes, normed, "beta", value_heads, f"{name}.linear_beta")
+        beta = self.coefficient("beta", value_heads)
+        nodes.append(Node([self._cast(nodes, before, self.wide, ())], [beta], [beta]))
+        gate_parameters = self.weights[f"{name}.decay_gate.A_log"] + self.weights[f"{name}.decay_gate.dt_bias"]
+        if is_kda:
+            down = self._mapped(nodes, normed, "g", value, f"{name}.linear_decay_down")
+            g = self._mapped(nodes, down, "g", value_heads * key, f"{name}.linear_decay_up")
+        else:
+            a = self._cast(nodes, self._mapped(nodes, normed, "g", value_heads, f"{name}.linear_decay"), self.wide, ())
+            biased, positive, g = (self.coefficient("g", value_heads) for _ in range(3))
+            nodes.append(Node([a], [biased], []))
+            nodes.append(Node([biased], [positive], [biased]))
+            nodes.append(Node([positive], [g], [positive], (), gate_parameters))
+        attended = self._rule(nodes, [conv, beta, g], gate_parameters if is_kda else 0)
+        normed_out = self._norm_by_head(nodes, attended, name)
+        gate = normed
+        if is_kda:
+            gate = self._mapped(nodes, gate, "gate", value, f"{name}.linear_gate_down")
+        gate = self._mapped(
+            nodes, gate, "gate", attended.size // self.item // self.tokens, f"{name}.linear_gate{'_up' * is_kda}"
+        )
+        opened, product = Value("gate", attended.size), Value("gated", attended.size)
+        nodes.append(Node([gate], [opened], [opened if is_kda else gate]))
+        nodes.append(Node([normed_out, opened], [product], [normed_out, opened]))
+        return self._mapped(nodes, product, "attention_output", self.config.hidden_size, f"{name}.linear_proj")
+
+    def _rule(self, nodes: list[Node], inputs: list[Value], parameters: int) -> Value:
+        """The chunked delta rule: keeps what it reads and a state a segment."""
+        _, value_heads, key, value = self.config.linear_heads
+        state = self.batch * value_heads * key * value * self.wide
+        attended, finals = self.activation("core_attn", value_heads * value), Value("states", state)
+        chunks, step = -(-self.length // CHUNK_SIZE), max(1, SEGMENT_SIZE // CHUNK_SIZE)
+        kept = [*inputs, Value("states", (-(-chunks // step) - 1) * state)]
+        slots = min(chunks, step) * CHUNK_SIZE * self.batch * value_heads * self.wide
+        forward, backward = (
+            slots * round(sum(a * b for a, b in zip(arrays, (key, value, CHUNK_SIZE), strict=True)))
+            for arrays in RULE_SCRATCH["kda" if parameters else "gdn"]
+        )
+        writes = [attended, finals, *kept[3:]]
+        nodes.append(Node(inputs, writes, kept, ("core_attn",), parameters, forward, backward))
+        return attended
+
+    def _norm_by_head(self, nodes: list[Node], x: Value, name: str) -> Value:
+        normed = Value("out_norm", x.size)
+        nodes += self._norm(x, normed, f"{name}.out_norm", ())
+        return normed
+
+    def _mapped(self, nodes: list[Node], x: Value, called: str, width: int, name: str) -> Value:
+        """A linear map of x, its bias added."""
+        y = self.activation(called, width)
+        nodes += self._linear(x, y, name, ())
+        return self._biased(nodes, y, name, ())
 
     def _core_attention(self, nodes: list[Node], inputs: list[Value], attended: Value) -> None:
         config, region = self.config, ("core_attn",)
