@@ -21,6 +21,7 @@ from jax import Array
 from kernels import tuning
 from kernels.functions import Functions
 from kernels.launch import Launch
+from kernels.mesh_axes import varying_alike
 from kernels.operations import Operation, dtype_name
 
 
@@ -57,7 +58,7 @@ class JaxDoor(Functions):
 
     def apply(self, operation: Operation, static: Any, *inputs: Array | None) -> tuple[Array, ...]:
         """See Functions.apply."""
-        return _applied(operation, static, *_varying_alike(inputs))
+        return _applied(operation, static, *varying_alike(inputs))
 
     def alike(self, x: Array, residual: Array) -> Array:
         """See Functions.alike; JAX has no autocast."""
@@ -79,26 +80,7 @@ def run(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
     if 0 in launch.grid:
         return tuple(jnp.zeros(shape, dtype) for shape, dtype in launch.outputs)
     outputs = jax.custom_batching.sequential_vmap(partial(_dispatch, launch))(*inputs)
-    return tuple(_varying_alike((*outputs, *inputs))[: len(outputs)])
-
-
-def _varying_alike(arrays: tuple) -> list:
-    """Inside shard_map: arrays typed as varying over every mesh axis that one of them varies over.
-
-    What was replicated, such as a parameter, gets its gradient summed over the axis by the transpose of this.
-    """
-    axes = [frozenset() if x is None else _varying_axes(x) for x in arrays]
-    every = frozenset().union(*axes)
-    return [
-        x if x is None or own == every else jax.lax.pcast(x, tuple(sorted(every - own)), to="varying")
-        for x, own in zip(arrays, axes, strict=True)
-    ]
-
-
-def _varying_axes(x: Array) -> frozenset:
-    kind = jax.typeof(x)
-    manual = getattr(kind, "manual_axis_type", None)
-    return frozenset(getattr(manual, "varying", None) or getattr(kind, "vma", ()) or ())
+    return tuple(varying_alike((*outputs, *inputs))[: len(outputs)])
 
 
 def _dispatch(launch: Launch, *inputs: Array) -> tuple[Array, ...]:

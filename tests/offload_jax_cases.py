@@ -81,9 +81,10 @@ TORN = {"num_layers": 5, "pipeline_model_parallel_layout": "Ett|t|t|tL", **TWICE
 WHOLE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 
 CASES = {
-    "split, recomputed, all moved": (offloaded(replace(PLAIN, **STREAMS, **RECOMPUTED, **SPLIT), 0, True), 2, {}),
+    "all moved": (offloaded(replace(PLAIN, **UNEVEN, **MIXED), 0, True), 2, {}),
 }
 SLOW = {
+    "split, recomputed, all moved": (offloaded(replace(PLAIN, **STREAMS, **RECOMPUTED, **SPLIT), 0, True), 2, {}),
     "split, unlike": (offloaded(replace(PLAIN, **MIXED, **STREAMS, **RECOMPUTED, **SPLIT), 1, True), 3, {}),
     "stages twice, unlike": (offloaded(replace(PLAIN, **MIXED, **TORN)), 2, {}),
     "one after the other": (offloaded(replace(PLAIN, **STREAMS)), 3, {}),

@@ -181,7 +181,13 @@ def compiled(form: str, like: Case, **more):
 
 
 @pytest.mark.parametrize(
-    ("rule", "bucket"), [("kda", name) for name in BUCKETS] + [(RULES[1], name) for name in BUCKETS if name != "gate"]
+    ("rule", "bucket"),
+    [
+        pytest.param(rule, name, marks=[pytest.mark.slow] if name in ("one token", "zeros") else [])
+        for rule in RULES
+        for name in BUCKETS
+        if (rule, name) != ("gated_delta_rule", "gate")
+    ],
 )
 def test_jax_is_torch(rule, bucket):
     """Recurrent and chunked, data by data, in shapes that are compiled once."""

@@ -52,13 +52,16 @@ def dropped(backend: str, x: np.ndarray, rate: float, seed: int, site: int, step
 @pytest.mark.parametrize("backend", TORCH_FIRST)
 def test_dropout_is_the_numpy_mask(backend):
     drawn = Counter()
+    shapes = st.tuples(st.integers(1, 3), st.integers(1, 140), st.integers(1, 4), st.integers(1, 9))
+    if backend == "jax":  # which compiles for each
+        shapes = st.sampled_from([(1, 1, 1, 1), (3, 140, 4, 9), (2, 50, 2, 3), (1, 129, 1, 8)])
 
     @given(
         seed=WORD,
         step=WORD,
         site=st.integers(0, 4000),
         rate=st.floats(0.01, 0.99),
-        shape=st.tuples(st.integers(1, 3), st.integers(1, 140), st.integers(1, 4), st.integers(1, 9)),
+        shape=shapes,
         sample=st.sampled_from([0, 5, 2**20, 2**32 // 140, 2**31 - 9]),
         length=st.sampled_from([140, 4096, 2**20 - 3]),
     )

@@ -18,6 +18,7 @@ from jax.core import Tracer
 from jax_impl.delta_rule.gates import gated
 from jax_impl.delta_rule.intra import ChunkTerms, chunk_terms
 from jax_impl.delta_rule.scan import Scanned, outputs, scan_chunks, scan_chunks_backward
+from kernels.mesh_axes import varying_alike
 from plans.delta_rule import SEGMENT_SIZE, Chunking, DeltaRuleOptions, cut_into_chunks, most_chunks
 
 
@@ -71,8 +72,9 @@ def chunked(
     dtype = jnp.promote_types(arguments.q.dtype, jnp.float32)
     initial = jnp.zeros(shape, dtype) if initial_state is None else initial_state.reshape(shape)
     cuts = jax.tree.map(jnp.asarray, cuts)
+    initial, *alike = varying_alike((initial, *arguments))
     compute: Any = _replayed if recompute else _kept
-    o, finals = compute(layout, arguments, initial, cuts)
+    o, finals = compute(layout, Arguments(*alike), initial, cuts)
     return o.astype(arguments.v.dtype), finals.reshape(-1, heads, key, width)
 
 
@@ -158,8 +160,9 @@ def _replayed_backward(layout: Layout, residuals: Any, gradients: tuple[Array, A
     owners, filled = _by_segment(layout, cuts)
     starts = jnp.concatenate([initial[owners[0, 0]][None], kept])
     inputs = (tokens, _split(layout, d_output, cuts), starts, owners, filled)
-    zeros = jax.tree.map(jnp.zeros_like, arguments[5:])
-    (d_initial, d_gate), d_tokens = jax.lax.scan(segment, (d_finals, zeros), inputs, reverse=True)
+    zeros = [None if x is None else jnp.zeros_like(x) for x in arguments[5:]]
+    *zeros, _ = varying_alike((*zeros, arguments.q))
+    (d_initial, d_gate), d_tokens = jax.lax.scan(segment, (d_finals, tuple(zeros)), inputs, reverse=True)
     (d_arguments,) = join(list(d_tokens))
     return Arguments(*d_arguments[:5], *d_gate), d_initial, None
 

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Integer
 
+from kernels.mesh_axes import varying_alike
+
 
 def recurrent(
     q: Float[Array, "b t h k"],
@@ -28,8 +30,8 @@ def recurrent(
     """
     (batch, length, heads, key), width = k.shape, v.shape[-1]
     sequences = batch if offsets is None else len(offsets) - 1
-    if initial is None:
-        initial = jnp.zeros((sequences, heads, key, width), q.dtype)
+    before = jnp.zeros((sequences, heads, key, width), q.dtype) if initial is None else initial
+    before, q, k, v, g, beta = varying_alike((before, q, k, v, g, beta))
     tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta))
     rows = jnp.arange(batch)[None].repeat(length, 0)  # whose state a token changes
     if offsets is not None:
@@ -40,7 +42,7 @@ def recurrent(
         output, after = step(q, k, v, g, beta, states[row])
         return states.at[row].set(after), output
 
-    finals, outputs = jax.lax.scan(one, initial, (*tokens, rows))
+    finals, outputs = jax.lax.scan(one, before, (*tokens, rows))
     return jnp.moveaxis(outputs, 0, 1), finals
 
 
