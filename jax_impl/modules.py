@@ -27,7 +27,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "b t i"]) -> tuple[Float[Array, "b t o"], Array | None]:
         """x @ weight.T [B, T, O], and the bias [O] or None that the caller still has to add."""
-        return linear(x, self.weight[...]), optional_value(self.bias)
+        return linear(x, self.weight[...]), _value(self.bias)
 
 
 class RMSNorm(nnx.Module):
@@ -48,6 +48,6 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight[...], self.epsilon)
 
 
-def optional_value(bias: nnx.Param | None) -> Array | None:
+def _value(bias: nnx.Param | None) -> Array | None:
     """The array of a bias that may be absent."""
     return None if bias is None else bias[...]

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int, Integer
 
 from jax_impl.hyper_connections import DeferredMix, HyperConnectionModule
 from jax_impl.linear_attention import GatedDeltaNet, KimiDeltaAttention
-from jax_impl.modules import Linear, RMSNorm, optional_value
+from jax_impl.modules import Linear, RMSNorm
 from jax_impl.offload import offloads_layers, run_offloaded
 from jax_impl.ops import (
     DropoutState,
@@ -64,7 +64,7 @@ class SelfAttention(nnx.Module):
         """Attended output [B, T, D] and the output projection's bias, not yet added."""
         batch, length, _ = hidden_states.shape
         heads, groups = self.config.num_attention_heads, self.config.query_groups
-        qkv = linear(hidden_states, self.linear_qkv.weight[...], optional_value(self.linear_qkv.bias))
+        qkv = add_bias(*self.linear_qkv(hidden_states))
         qkv = qkv.reshape(batch, length, heads + 2 * groups, self.config.head_dim)
         q, k, v = jnp.split(qkv, (heads, heads + groups), axis=2)
         q = rotary_embedding(q, positions, self.config.rotary_base)
@@ -91,9 +91,7 @@ class MLP(nnx.Module):
 
     def __call__(self, hidden_states: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Array | None]:
         """Output [B, T, D] and the second map's bias, not yet added."""
-        inner = name_value(
-            linear(hidden_states, self.linear_fc1.weight[...], optional_value(self.linear_fc1.bias)), "fc1"
-        )
+        inner = name_value(add_bias(*self.linear_fc1(hidden_states)), "fc1")
         activated = (swiglu if self.activation == "swiglu" else gelu)(inner, self.impl)
         return self.linear_fc2(name_value(activated, "activation"))
 
