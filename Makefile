@@ -4,6 +4,7 @@
 # make install   only the environment             make clean     remove what was made
 # make bench-recompute  memory and time of every way of recomputing
 # make bench-offload    what offload moves, keeps and hides
+# make bench-delta-rule the chunked delta rule beside the recurrence
 # make bench-pipeline   pipeline steps beside what their tables predict and beside PyTorch's own
 # make kernels-report   registers, spills and shared memory of every kernel, compiled without a GPU
 # make test-gpu         kernels compiled and run        make bench-gpu  and measured; both need one GPU
@@ -48,7 +49,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_INSTALLED := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
 ON_GPU := JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON)
 
-.PHONY: install demo check test test-all test-gpu bench bench-recompute bench-pipeline bench-offload bench-gpu kernels-report clean
+.PHONY: install demo check test test-all test-gpu bench bench-recompute bench-pipeline bench-offload bench-delta-rule bench-gpu kernels-report clean
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@echo "making $(VENV): about a minute, 2 GB"
@@ -91,6 +92,9 @@ bench-pipeline: $(INSTALLED)
 
 bench-offload: $(INSTALLED)
 	$(BIN)/python -m benchmarks.offload
+
+bench-delta-rule: $(INSTALLED)
+	$(BIN)/python -m benchmarks.delta_rule
 
 kernels-report: $(INSTALLED)
 	$(BIN)/python -m benchmarks.kernels_report

@@ -1,0 +1,180 @@
+"""The chunked delta rule beside the recurrence: time, how it grows with the sequence, and what is kept for backward.
+
+    python -m benchmarks.delta_rule           (make bench-delta-rule)
+
+Forward and backward of one sequence of B=1, H=4, K=V=64 in float32, one thread. The recurrence is this project's own
+``recurrent_*``: in PyTorch a loop over unbound tokens, in JAX a scan. Turns of all ways alternate; medians.
+"""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import jax_impl.delta_rule
+import reference_torch.delta_rule
+from parity.report import environment
+
+HEADS, WIDTH, LENGTH, TURNS = 4, 64, 4096, 5
+LENGTHS = tuple(2**n for n in range(10, 16))
+RULES = {"KDA": "kda", "GDN": "gated_delta_rule"}
+RESULT, PICTURE = Path("benchmarks/results/delta_rule-cpu.json"), Path("docs/images/delta_rule.png")
+MIB = 2**20
+
+Step = Callable[[], Any]
+"""One forward and backward."""
+
+
+def arrays(rule: str, length: int) -> list[np.ndarray]:
+    """q, k, v, g and beta as a trained layer's might be: unit keys, decays of 0.1 to 2 a token, beta in (0, 1)."""
+    draw = np.random.default_rng(0)
+    q, k, v = draw.standard_normal((3, 1, length, HEADS, WIDTH))
+    g = -np.log1p(np.exp(draw.standard_normal((1, length, HEADS, WIDTH) if rule == "KDA" else (1, length, HEADS))))
+    beta = draw.uniform(size=(1, length, HEADS))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    return [x.astype(np.float32) for x in (q, k, v, g, beta)]
+
+
+def torch_step(rule: str, form: str, length: int, **options: Any) -> Step:
+    """In PyTorch."""
+    function = getattr(reference_torch.delta_rule, f"{form}_{RULES[rule]}")
+    inputs = [torch.from_numpy(x).requires_grad_() for x in arrays(rule, length)]
+    cotangent = torch.from_numpy(arrays(rule, length)[2])
+    return lambda: torch.autograd.grad(function(*inputs, **options)[0], inputs, cotangent)
+
+
+def jax_step(rule: str, form: str, length: int, **options: Any) -> Step:
+    """In JAX, compiled."""
+    function = getattr(jax_impl.delta_rule, f"{form}_{RULES[rule]}")
+
+    def both(inputs: list[jax.Array], cotangent: jax.Array) -> Any:
+        output, pull_back = jax.vjp(lambda *inputs: function(*inputs, **options)[0], *inputs)
+        return output, pull_back(cotangent)
+
+    inputs = [jax.numpy.asarray(x) for x in arrays(rule, length)]
+    compiled = jax.jit(both).lower(inputs, inputs[2]).compile()
+    return lambda: jax.block_until_ready(compiled(inputs, inputs[2]))
+
+
+STEPS = {"torch": torch_step, "jax": jax_step}
+
+
+def medians(steps: dict[str, Step], turns: int = TURNS) -> dict[str, float]:
+    """Seconds of each, in turns, after one that does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(turns + 1):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            if turn:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def beside_recurrence() -> list[dict[str, Any]]:
+    """At one length, chunked and recurrent."""
+    rows = []
+    for backend, make in STEPS.items():
+        for rule in RULES:
+            ways = {
+                "recurrent": make(rule, "recurrent", LENGTH),
+                "chunked": make(rule, "chunk", LENGTH),
+                "chunked, all kept": make(rule, "chunk", LENGTH, disable_recompute=True),
+                "chunks of 32": make(rule, "chunk", LENGTH, chunk_size=32),
+            }
+            seconds = medians(ways)
+            rows.append({"backend": backend, "rule": rule, "seconds": seconds})
+    return rows
+
+
+def growth(console: Console) -> list[dict[str, Any]]:
+    """Seconds at every length, and the exponent that fits them."""
+    rows = []
+    for backend, make in STEPS.items():
+        for rule in RULES:
+            steps = {
+                str(length): make(rule, "chunk", length)
+                for length in track(LENGTHS, f"{backend} {rule}", console=console)
+            }
+            seconds = list(medians(steps, 3).values())
+            exponent = float(np.polyfit(np.log(LENGTHS), np.log(seconds), 1)[0])
+            rows.append({"backend": backend, "rule": rule, "seconds": seconds, "exponent": exponent})
+    return rows
+
+
+def kept_bytes() -> list[dict[str, Any]]:
+    """What PyTorch keeps for backward: as it is, and by autodiff through the chunked forward."""
+
+    def saved(rule: str, **options: Any) -> int:
+        storages: dict[int, int] = {}
+        function = getattr(reference_torch.delta_rule, f"chunk_{RULES[rule]}")
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = function(*(torch.from_numpy(x).requires_grad_() for x in arrays(rule, LENGTH)), **options)
+        del output
+        return sum(storages.values())
+
+    return [{"rule": r, "kept": saved(r), "by autodiff": saved(r, disable_recompute=True)} for r in RULES]
+
+
+def show(console: Console, rows: list[dict], growing: list[dict], kept: list[dict]) -> None:
+    """Tables and picture."""
+    table = Table(title=f"Forward and backward, ms: T={LENGTH}, H={HEADS}, K=V={WIDTH}, float32")
+    ways = list(rows[0]["seconds"])
+    for name in ("", *ways, "recurrent / chunked"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        seconds = row["seconds"]
+        ratio = seconds["recurrent"] / seconds["chunked"]
+        name = f"{row['backend']} {row['rule']}"
+        table.add_row(name, *(f"{1000 * seconds[way]:.0f}" for way in ways), f"{ratio:.1f}x")
+    console.print(table)
+    for row in growing:
+        told = ", ".join(f"{1000 * s:.0f}" for s in row["seconds"])
+        lengths = f"T = {LENGTHS[0]} to {LENGTHS[-1]}"
+        console.print(f"{row['backend']} {row['rule']}: {told} ms at {lengths}, exponent {row['exponent']:.2f}")
+    for row in kept:
+        share = row["kept"] / row["by autodiff"]
+        sizes = f"{row['kept'] / MIB:.1f} MiB, by autodiff {row['by autodiff'] / MIB:.1f} MiB ({share:.1%})"
+        console.print(f"kept for backward in torch, {row['rule']}: {sizes}")
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    for row in growing:
+        label = f"{row['backend']} {row['rule']}, exponent {row['exponent']:.2f}"
+        axes.loglog(LENGTHS, row["seconds"], "o-" if row["backend"] == "torch" else "s--", label=label)
+    axes.set(xlabel="tokens T", ylabel="seconds, forward and backward", title="The chunked delta rule")
+    axes.legend()
+    figure.savefig(PICTURE, dpi=120)
+
+
+def main() -> None:
+    """Measure, print, draw, write JSON."""
+    torch.set_num_threads(1)
+    console = Console(width=150)
+    rows, growing, kept = beside_recurrence(), growth(console), kept_bytes()
+    show(console, rows, growing, kept)
+    content = {"environment": environment(), "beside the recurrence": rows, "growth": growing, "kept": kept}
+    RESULT.write_text(json.dumps(content, indent=1) + "\n")
+    console.print(f"written: {RESULT}, {PICTURE}")
+
+
+if __name__ == "__main__":
+    main()
