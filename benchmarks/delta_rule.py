@@ -3,7 +3,8 @@
     python -m benchmarks.delta_rule           (make bench-delta-rule)
 
 Forward and backward of one sequence of B=1, H=4, K=V=64 in float32, one thread. The recurrence is this project's own
-``recurrent_*``: in PyTorch a loop over unbound tokens, in JAX a scan. Turns of all ways alternate; medians.
+``recurrent_*``: in PyTorch a loop over unbound tokens, in JAX a scan. In PyTorch also the same loop with its products
+written as einsum. Turns of all ways alternate; medians.
 """
 
 import os
@@ -58,6 +59,26 @@ def torch_step(rule: str, form: str, length: int, **options: Any) -> Step:
     return lambda: torch.autograd.grad(function(*inputs, **options)[0], inputs, cotangent)
 
 
+def einsum_step(rule: str, length: int) -> Step:
+    """The recurrence in PyTorch, a loop over unbound tokens, products by torch.einsum."""
+    inputs = [torch.from_numpy(x).requires_grad_() for x in arrays(rule, length)]
+    cotangent = torch.from_numpy(arrays(rule, length)[2])
+
+    def step() -> Any:
+        q, k, v, g, beta = inputs
+        decay = (g if rule == "KDA" else g[..., None]).exp()
+        state, outputs = torch.zeros(1, HEADS, WIDTH, WIDTH), []
+        tokens = (x.unbind(1) for x in (q * WIDTH**-0.5, k, v, decay, beta))
+        for q_t, k_t, v_t, decay_t, beta_t in zip(*tokens, strict=True):
+            state = state * decay_t[..., None]
+            error = (v_t - torch.einsum("bhk,bhkv->bhv", k_t, state)) * beta_t[..., None]
+            state = state + torch.einsum("bhk,bhv->bhkv", k_t, error)
+            outputs.append(torch.einsum("bhk,bhkv->bhv", q_t, state))
+        return torch.autograd.grad(torch.stack(outputs, 1), inputs, cotangent)
+
+    return step
+
+
 def jax_step(rule: str, form: str, length: int, **options: Any) -> Step:
     """In JAX, compiled."""
     function = getattr(jax_impl.delta_rule, f"{form}_{RULES[rule]}")
@@ -97,6 +118,8 @@ def beside_recurrence() -> list[dict[str, Any]]:
                 "chunked, all kept": make(rule, "chunk", LENGTH, disable_recompute=True),
                 "chunks of 32": make(rule, "chunk", LENGTH, chunk_size=32),
             }
+            if backend == "torch":
+                ways["recurrent, einsum"] = einsum_step(rule, LENGTH)
             seconds = medians(ways)
             rows.append({"backend": backend, "rule": rule, "seconds": seconds})
     return rows
@@ -140,13 +163,16 @@ def show(console: Console, rows: list[dict], growing: list[dict], kept: list[dic
     """Tables and picture."""
     table = Table(title=f"Forward and backward, ms: T={LENGTH}, H={HEADS}, K=V={WIDTH}, float32")
     ways = list(rows[0]["seconds"])
-    for name in ("", *ways, "recurrent / chunked"):
+    for name in ("", *ways, "recurrent / chunked", "einsum / chunked"):
         table.add_column(name, justify="right")
     for row in rows:
         seconds = row["seconds"]
-        ratio = seconds["recurrent"] / seconds["chunked"]
-        name = f"{row['backend']} {row['rule']}"
-        table.add_row(name, *(f"{1000 * seconds[way]:.0f}" for way in ways), f"{ratio:.1f}x")
+        times = [f"{1000 * seconds[way]:.0f}" if way in seconds else "" for way in ways]
+        ratios = [
+            f"{seconds[way] / seconds['chunked']:.1f}x" if way in seconds else ""
+            for way in ("recurrent", "recurrent, einsum")
+        ]
+        table.add_row(f"{row['backend']} {row['rule']}", *times, *ratios)
     console.print(table)
     for row in growing:
         told = ", ".join(f"{1000 * s:.0f}" for s in row["seconds"])
