@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plans.delta_rule import SAVED, cut_into_chunks, most_chunks
-from tests.backends import BACKENDS, _Unoptimised, assert_close, normal, room, value_and_gradients
+from tests.backends import BACKENDS, TORCH_FIRST, _Unoptimised, assert_close, normal, room, value_and_gradients
 
 RULES = ("kda", "gated_delta_rule")
 TOLERANCE = 1e-10
@@ -173,6 +173,10 @@ BUCKETS = {
 }
 
 
+MARKS = {"batch": [pytest.mark.thorough], "gate": [pytest.mark.thorough]}
+MARKS |= dict.fromkeys(("one token", "zeros"), [pytest.mark.slow])
+
+
 def compiled(form: str, like: Case, **more):
     """A function of cases like this one to what ``run`` returns, in JAX, for any number of them compiled once."""
     function = getattr(room("jax", "delta_rule"), f"{form}_{like.rule}")
@@ -199,7 +203,7 @@ def compiled(form: str, like: Case, **more):
 @pytest.mark.parametrize(
     ("rule", "bucket"),
     [
-        pytest.param(rule, name, marks=[pytest.mark.slow] if name in ("one token", "zeros") else [])
+        pytest.param(rule, name, marks=MARKS.get(name, []))
         for rule in RULES
         for name in BUCKETS
         if (rule, name) != ("gated_delta_rule", "gate")
@@ -219,6 +223,7 @@ def test_jax_is_torch(rule, bucket):
                 assert_close(form(case, seed), expected, TOLERANCE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("keep", [False, True])
 def test_jax_is_torch_by_segments(keep, monkeypatch):
     """Several segments, the last of which is not full."""
@@ -231,6 +236,7 @@ def test_jax_is_torch_by_segments(keep, monkeypatch):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", RULES)
 def test_known_offsets_make_no_padding_and_compute_the_same(rule):
     """Where jit does not trace cu_seqlens, chunks are counted."""
@@ -255,7 +261,7 @@ def test_gradients_are_those_of_finite_differences(rule, keep):
     assert torch.autograd.gradcheck(call, [torch.tensor(x, requires_grad=True) for x in case.arrays.values()])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TORCH_FIRST)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("strength", [1.0, 50.0])
 def test_no_output_depends_on_later_tokens(backend, rule, strength):
@@ -279,7 +285,7 @@ def test_no_output_depends_on_later_tokens(backend, rule, strength):
         assert (changed[:, kept:] != whole[:, kept:]).any(), kept
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TORCH_FIRST)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_sequence_can_be_split_anywhere_and_its_state_passed_on(backend, rule):
     function = getattr(room(backend, "delta_rule"), f"chunk_{rule}")
@@ -304,7 +310,7 @@ def accuracy(actual: np.ndarray, expected: np.ndarray, floor: float) -> float:
     return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), floor))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TORCH_FIRST)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("strength", [0.001, 1.0, 50.0])
 def test_float32_stays_accurate_over_8192_tokens(backend, rule, strength):
@@ -320,7 +326,7 @@ def test_float32_stays_accurate_over_8192_tokens(backend, rule, strength):
         assert accuracy(actual, wanted, 1e-6 * largest) <= (1e-4 if place < 2 else 1e-3), place
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TORCH_FIRST)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("what", ["strong decay", "equal keys", "equal keys, twice corrected", "nothing corrected"])
 def test_nothing_overflows(backend, rule, what):
@@ -338,7 +344,7 @@ def test_nothing_overflows(backend, rule, what):
         assert accuracy(actual, expected, 1e-4) <= (1e-4 if place < 2 else 1e-3), place
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TORCH_FIRST)
 def test_a_strong_decay_costs_later_weak_ones_no_digits(backend):
     """Sums of decays, not differences of sums: after a decay of -2000 a chunk knows one of -0.01 to 6 digits."""
     case = make_case(length=64, key=8, width=8, strength=0.02, dtype=np.float32)
@@ -392,7 +398,7 @@ def test_what_is_saved_is_a_fifth_of_what_autodiff_keeps(rule):
     assert size_of(saved_by_torch(case)) <= 0.2 * size_of(saved_by_torch(case, disable_recompute=True))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TORCH_FIRST)
 def test_the_use_in_its_source_runs_as_written(backend):
     """Seed 002's example: keywords, bfloat16 and all, on one rank."""
     draw = np.random.default_rng(0)
@@ -438,7 +444,7 @@ def test_the_use_in_its_source_runs_as_written(backend):
     assert accuracy(o, expected, 0) < 1e-2
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TORCH_FIRST)
 def test_more_heads_of_sequences_than_a_grid_has_places(backend):
     """65,536 and more: a launch grid's second axis is no limit."""
     case = make_case(batch=8200, length=3, heads=8, key=1, width=1)

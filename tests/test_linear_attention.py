@@ -13,7 +13,7 @@ from parity.compare import relative_difference
 from parity.tolerances import GRADIENT
 from plans.config import TrainConfig, TransformerConfig
 from plans.parameters import delta_rule_specs, initial_value
-from tests.backends import BACKENDS, model_gradients, normal, room, tiny_corpus
+from tests.backends import BACKENDS, TORCH_FIRST, model_gradients, normal, room, tiny_corpus
 
 CONFIG = TransformerConfig(
     hidden_size=16,
@@ -89,6 +89,7 @@ def test_a_layer_is_what_it_says(number, variant):
     assert relative_difference(actual.detach().numpy(), expected.detach().numpy()) < 1e-12
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_backends_agree_on_a_hybrid_model_and_every_gradient(variant):
     config = replace(CONFIG, **VARIANTS[variant])
@@ -111,7 +112,7 @@ def test_recomputation_changes_no_gradient(backend, mode):
         assert relative_difference(gradient, others[name]) <= 1e-13, name
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TORCH_FIRST)
 def test_a_hybrid_model_is_causal(backend):
     config = replace(CONFIG, hidden_dropout=0.0)
     model = room(backend, "transformer").GPTModel(config)
