@@ -174,7 +174,7 @@ BUCKETS = {
 
 
 MARKS = {"batch": [pytest.mark.thorough], "gate": [pytest.mark.thorough]}
-MARKS |= dict.fromkeys(("one token", "zeros"), [pytest.mark.slow])
+MARKS |= {name: [pytest.mark.slow] for name in ("one token", "zeros")}
 
 
 def compiled(form: str, like: Case, **more):
