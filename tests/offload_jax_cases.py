@@ -18,6 +18,7 @@ from jax_impl.pipeline.offload import slots_of
 from jax_impl.train import Trainer
 from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
+from parity.tolerances import PARAMETERS
 from plans.config import TrainConfig, TransformerConfig
 from plans.offload import action_uses, layer_storages, plan_actions, plan_offload
 from plans.partition import undivided
@@ -314,16 +315,14 @@ def kinds(trainer: Trainer) -> dict[bool, set[str]]:
 
 
 def assert_same(moved: Trainer, plain: Trainer) -> None:
-    """Every parameter within 1e-13 of the larger of its own norm and a hundredth of the whole model's.
+    """Parameters after AdamW, as near as any two programs that compute one thing come (parity.tolerances).
 
-    The mHC biases need the second: what is left of their gradients where they cancel differs by rounding between two
-    programs, and AdamW makes every gradient large.
+    What is left of the gradients of alpha and bias where they cancel differs by rounding, and AdamW makes any gradient
+    large: the worst seen is 1.7e-12, an alpha's after three steps. The gradients themselves are within 1e-13, above.
     """
     theirs = plain.parameters()
-    whole = np.sqrt(sum(np.sum(np.square(array)) for array in theirs.values()))
     for name, ours in moved.parameters().items():
-        scale = max(np.linalg.norm(theirs[name]), 1e-2 * whole)
-        assert np.linalg.norm(ours - theirs[name]) <= 1e-13 * scale, name
+        assert relative_difference(ours, theirs[name]) <= PARAMETERS["float64"], name
 
 
 def test_what_does_not_go_together_is_refused():
