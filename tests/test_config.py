@@ -63,6 +63,32 @@ BROKEN = {
     ),
     (TransformerConfig, "head width is even"): ({"kv_channels": 3}, r"kv_channels: expected an even .* got 3"),
     (TransformerConfig, "groups divide heads"): ({"num_query_groups": 3}, r"num_query_groups: expected a divisor .* 3"),
+    (TransformerConfig, "linear_num_key_heads"): ({"linear_num_key_heads": 0}, r"linear_num_key_heads: .* >= 1, got 0"),
+    (TransformerConfig, "linear_num_value_heads"): (
+        {"linear_num_value_heads": 0},
+        r"linear_num_value_heads: .* >= 1, got 0",
+    ),
+    (TransformerConfig, "linear_key_head_dim"): ({"linear_key_head_dim": 0}, r"linear_key_head_dim: .* >= 1, got 0"),
+    (TransformerConfig, "linear_value_head_dim"): (
+        {"linear_value_head_dim": 0},
+        r"linear_value_head_dim: .* >= 1, got 0",
+    ),
+    (TransformerConfig, "linear_conv_kernel_dim"): (
+        {"linear_conv_kernel_dim": 0},
+        r"linear_conv_kernel_dim: .* >= 1, got 0",
+    ),
+    (TransformerConfig, "linear_allow_neg_eigval"): (
+        {"linear_allow_neg_eigval": 2},
+        r"linear_allow_neg_eigval: expected .* got 2",
+    ),
+    (TransformerConfig, "kda_lower_bound"): (
+        {"kda_lower_bound": 0.5},
+        r"kda_lower_bound: expected None or a number in \[-5, 0\), got 0.5",
+    ),
+    (TransformerConfig, "key heads divide value heads"): (
+        {"linear_num_key_heads": 2, "linear_num_value_heads": 5},
+        r"linear_num_value_heads: expected a multiple of linear_num_key_heads=2, got 5",
+    ),
     (TransformerConfig, "layer_pattern"): ({"layer_pattern": "mamba"}, r"layer_pattern: expected a mixer .* 'mamba'"),
     (TransformerConfig, "virtual stages need a pipeline"): (
         {"virtual_pipeline_model_parallel_size": 2},

@@ -261,7 +261,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     flag("linear_allow_neg_eigval"),
     Rule(
         "kda_lower_bound",
-        lambda c: c.kda_lower_bound is None or -5 <= c.kda_lower_bound < 0,
+        lambda c: c.kda_lower_bound is None or number("kda_lower_bound", "[-5, 0)").holds(c),
         lambda c: f"kda_lower_bound: expected None or a number in [-5, 0), got {c.kda_lower_bound!r}",
     ),
     Rule(
