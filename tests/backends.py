@@ -18,6 +18,8 @@ from plans.data import Corpus
 BACKENDS = ("torch", "jax")
 TORCH_FIRST = ("torch", pytest.param("jax", marks=pytest.mark.thorough))
 """Where JAX compiles so long that make check leaves it out."""
+TORCH_DAILY = ("torch", pytest.param("jax", marks=pytest.mark.slow))
+"""Where make test has seen JAX do nearly the same, and leaves it to make test-all."""
 PACKAGES = {"torch": "reference_torch", "jax": "jax_impl"}
 
 

@@ -148,7 +148,6 @@ def devices(*sizes: int) -> np.ndarray:
 
 
 CASES = {
-    "1f1b": lambda: check(replace(DROPPED, **FOUR), 5),
     "zero bubble": lambda: check(replace(DROPPED, **FOUR, pipeline_schedule="zb-h1"), 5, door="shard_map"),
     "interleaved, fused": lambda: check(
         replace(DROPPED, **TWICE_TWO, microbatch_group_size_per_vp_stage=3), 5, door="shard_map", ticks="fused"
@@ -164,6 +163,7 @@ CASES = {
 HYBRID = replace(DROPPED, layer_pattern="kda,gdn,attention", linear_num_value_heads=4)
 
 SLOW = {
+    "1f1b": lambda: check(replace(DROPPED, **FOUR), 5),
     "gpipe, inputs kept": lambda: check(replace(DROPPED, **FOUR, pipeline_schedule="gpipe"), 5, keep="inputs"),
     "seven layers on four stages, zero bubble, inputs kept": lambda: check(
         replace(

@@ -405,7 +405,7 @@ def test_every_candidate_computes_the_same():
             torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_benchmark_has_a_row_a_kernel_and_door(capsys):
     """What make bench-gpu does, interpreted: its times mean nothing, its rows must be there."""
     from rich.console import Console

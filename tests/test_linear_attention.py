@@ -90,7 +90,7 @@ def test_a_layer_is_what_it_says(number, variant):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [pytest.param("plain", marks=pytest.mark.slow), "mhc, biases, bounded"])
 def test_backends_agree_on_a_hybrid_model_and_every_gradient(variant):
     config = replace(CONFIG, **VARIANTS[variant])
     logits, gradients = model_gradients("torch", config, TOKENS, COTANGENT)

@@ -282,7 +282,6 @@ def kept_of_layers_alone(loss, params) -> set[int]:
 @pytest.mark.parametrize(
     ("mode", "ahead"),
     [
-        ("all modules", 0),
         *(pytest.param(mode, ahead, marks=pytest.mark.slow) for mode in MODES for ahead in (0, 1, 9)),
     ],
 )

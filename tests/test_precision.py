@@ -203,9 +203,9 @@ def test_loss_curves_stay_within_the_spread_of_two_seeds():
     assert 3 * LOSS["bfloat16"] < min(spread[0] for spread in seeds), "the tolerance is no longer a third of the spread"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.xdist_group("bf16 curves")
-@pytest.mark.parametrize("backend", [pytest.param("torch", marks=pytest.mark.slow), "jax"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_loss_curve_stays_close_to_float32(backend):
     largest, typical = apart(curve(backend, True, 0), curve(backend, False, 0))
     assert 0 < largest <= LOSS["bfloat16"] / 2

@@ -17,7 +17,7 @@ from parity.tolerances import GRADIENT
 from plans.config import TransformerConfig
 from plans.memory import predict_memory
 from plans.recompute import MODULES, VALUES, block_length, recompute_blocks
-from tests.backends import TORCH_FIRST, model_gradients, normal, room
+from tests.backends import TORCH_DAILY, model_gradients, normal, room
 
 pytestmark = pytest.mark.usefixtures("few_rounds")
 
@@ -260,7 +260,7 @@ def test_gradients_do_not_change_and_agree_between_the_backends(dtype):
     assert len(drawn) >= examples // 3, drawn
 
 
-@pytest.mark.parametrize("backend", TORCH_FIRST)
+@pytest.mark.parametrize("backend", TORCH_DAILY)
 def test_evaluation_and_inference_recompute_nothing(backend):
     config = replace(MODEL, **MODES["all modules"])
     tokens = np.arange(12)[None]

@@ -32,7 +32,7 @@ from plans.checkpoint import (
 from plans.config import TrainConfig, TransformerConfig
 from plans.parameters import parameter_specs
 from plans.sampling import next_token
-from tests.backends import BACKENDS, room, tiny_corpus, trainers
+from tests.backends import BACKENDS, TORCH_DAILY, room, tiny_corpus, trainers
 
 CONFIG = TransformerConfig(
     hidden_size=16,
@@ -70,7 +70,7 @@ def saved(tmp_path) -> Path:
         ("torch", "float32"),
         ("torch", "float64"),
         pytest.param("jax", "float32", marks=pytest.mark.slow),
-        pytest.param("jax", "float64", marks=pytest.mark.thorough),
+        pytest.param("jax", "float64", marks=pytest.mark.slow),
     ],
 )
 def test_resumed_run_is_bitwise_the_uninterrupted_one(backend, dtype, tmp_path):
@@ -427,7 +427,7 @@ def kill_and_resume(backend: str, kills: int, corpus: Path, folder: Path, seed: 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TORCH_DAILY)
 def test_killed_run_resumes_and_ends_the_same(backend, corpus, tmp_path):
     kill_and_resume(backend, 2, corpus, tmp_path, seed=0)
 
