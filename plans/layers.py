@@ -28,7 +28,7 @@ def parse_layer(description: str, config: "TransformerConfig") -> LayerConfig:
 
     Grammar: ``mixer[+option]...`` where an option is an activation (``gelu``, ``swiglu``),
     ``ffn=<inner width>``, ``no-attention-hc`` or ``no-mlp-hc`` (both without effect where there is no
-    mHC); e.g. ``kda,kda,kda,attention+gelu+no-mlp-hc``.
+    mHC); e.g. ``attention+gelu+no-mlp-hc``, ``kda``.
     What an entry leaves out is taken from ``config``.
 
     Raises:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from flax import nnx
 
 from parity.compare import relative_difference
-from parity.tolerances import GRADIENT
+from parity.tolerances import GRADIENT, PARAMETERS
 from plans.config import TrainConfig, TransformerConfig
 from plans.parameters import delta_rule_specs, initial_value
 from tests.backends import BACKENDS, TORCH_FIRST, model_gradients, normal, room, tiny_corpus
@@ -167,3 +167,18 @@ def test_a_hybrid_model_learns(backend):
     trainer = room(backend, "train").Trainer(config, train, tiny_corpus())
     losses = [trainer.train_step(step).loss for step in range(30)]
     assert losses[-1] < 0.75 * losses[0]
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_offload_changes_no_step(backend):
+    """Parameters and what the layers keep: equal in PyTorch to the last bit, in JAX after AdamW as two programs are."""
+    config = replace(CONFIG, vocab_size=128, hidden_dropout=0.0)
+    train = TrainConfig(train_iters=5, global_batch_size=2, lr=1e-2, min_lr=1e-3, lr_warmup_iters=1)
+    moved = replace(config, enable_tensor_offload=True, enable_activation_offload=True, activation_offload_min_bytes=1)
+    plain, moving = (room(backend, "train").Trainer(c, train, tiny_corpus()) for c in (config, moved))
+    for step in range(3):
+        assert moving.train_step(step).loss == pytest.approx(plain.train_step(step).loss, rel=1e-13, abs=0)
+    theirs = plain.parameters()
+    for name, ours in moving.parameters().items():
+        assert relative_difference(ours, theirs[name]) <= (0 if backend == "torch" else PARAMETERS["float64"]), name
+    assert moving.offload_statistics["bytes_in"] > 0
