@@ -68,7 +68,8 @@ class PlainTrainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=train.lr, betas=betas, fused=True)
 
     def train_step(self, step: int) -> float:
-        tokens, targets = (torch.from_numpy(x).long() for x in self.corpus.batch(step, *self.shape))
+        batch = self.corpus.batch(step, *self.shape)
+        tokens, targets = (torch.from_numpy(x).long() for x in (batch.tokens, batch.targets))
         loss = self.model(tokens, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)

@@ -7,13 +7,23 @@ Reference: Yang, Kautz and Hatamizadeh, arXiv 2412.06464, section 3.4; Kimi Team
 matrix makes q, k and v, and one convolution follows it; biases are where the model has biases.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.delta_rule import chunk_gated_delta_rule, chunk_kda, gdn_gate
+from jax_impl.cache import DecodingCache, DeltaRuleState, with_tail
+from jax_impl.delta_rule import (
+    chunk_gated_delta_rule,
+    chunk_kda,
+    gdn_gate,
+    recurrent_gated_delta_rule,
+    recurrent_kda,
+)
+from jax_impl.documents import PackedDocuments
 from jax_impl.modules import Linear, RMSNorm
 from jax_impl.ops import add_bias, at_least_float32, parameter, short_convolution
 from jax_impl.recompute import name_value
@@ -71,6 +81,8 @@ class _DeltaRuleMixer(nnx.Module):
         hidden_states: Float[Array, "b t d"],
         positions: Int[Array, " t"],
         attention_mask: Bool[Array, "b t t"] | None = None,
+        documents: PackedDocuments | None = None,
+        cache: DecodingCache | None = None,
     ) -> tuple[Float[Array, "b t d"], Array | None]:
         """Mixed output [B, T, D] and the output projection's bias, not yet added.
 
@@ -82,18 +94,45 @@ class _DeltaRuleMixer(nnx.Module):
                 "attention_mask: expected None in a model with gdn or kda layers, whose state has seen all tokens, got "
                 f"one of shape {list(attention_mask.shape)}"
             )
-        heads, value_heads, key, _ = self.config.linear_heads
-        before = jnp.arange(hidden_states.shape[1])
-        qkv = name_value(self.conv1d(_apply(self.linear_qkv, hidden_states), before), "short_conv")
-        q, k, v = jnp.split(qkv, (heads * key, 2 * heads * key), axis=-1)
-        q, k, v = _by_head(q, heads), _by_head(k, heads), _by_head(v, value_heads)
+        projected = _apply(self.linear_qkv, hidden_states)
         beta = jax.nn.sigmoid(at_least_float32(_apply(self.linear_beta, hidden_states)))
         if self.config.linear_allow_neg_eigval:
             beta = 2 * beta
-        attended = self._rule(q, k, v, self._decays(hidden_states), beta)
-        gate = _by_head(self._output_gate(hidden_states), value_heads)
+        decays = self._decays(hidden_states)
+        if cache is None:
+            before = jnp.arange(hidden_states.shape[1]) if documents is None else documents.before
+            qkv = name_value(self.conv1d(projected, before), "short_conv")
+            cu_seqlens = None if documents is None else documents.cu_seqlens
+            attended = self._over_sequences(*self._heads(qkv), decays, beta, cu_seqlens)
+        else:
+            attended = self._going_on(projected, decays, beta, cache)
+        gate = _by_head(self._output_gate(hidden_states), self.config.linear_heads[1])
         normed = self.out_norm(name_value(attended, "core_attn")) * gate
         return self.linear_proj(normed.reshape(*normed.shape[:2], -1))
+
+    def _heads(self, qkv: Array) -> tuple[Array, Array, Array]:
+        heads, value_heads, key, _ = self.config.linear_heads
+        q, k, v = jnp.split(qkv, (heads * key, 2 * heads * key), axis=-1)
+        return _by_head(q, heads), _by_head(k, heads), _by_head(v, value_heads)
+
+    def _over_sequences(self, q: Array, k: Array, v: Array, g: Array, beta: Array, cu_seqlens: Array | None) -> Array:
+        """The rule over whole sequences, or over the documents in them."""
+        if cu_seqlens is None:
+            return self._rule(q, k, v, g, beta)[0]
+        end_to_end = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v, g, beta))
+        return self._rule(*end_to_end, cu_seqlens=cu_seqlens)[0].reshape(v.shape)
+
+    def _going_on(self, projected: Array, decays: Array, beta: Array, cache: DecodingCache) -> Array:
+        """The rule over the next tokens of a text."""
+        past = cache.layers[self.layer_number]
+        assert isinstance(past, DeltaRuleState), "a cache is made for the model's own layers"
+        joined, tail = with_tail(projected, past)
+        qkv = self.conv1d(joined, jnp.arange(joined.shape[1]))[:, -projected.shape[1] :]
+        arrays, by_token = (*self._heads(qkv), decays, beta), projected.shape[1] == 1
+        attended, state = self._rule(*arrays, by_token=by_token, initial_state=past.state, output_final_state=True)
+        assert state is not None, "it was asked for"
+        cache.layers[self.layer_number] = DeltaRuleState(tail, state)
+        return attended
 
     def _make_projections(self, name: str, specs: dict[str, dict[str, ParameterSpec]]) -> None:
         raise NotImplementedError
@@ -102,7 +141,8 @@ class _DeltaRuleMixer(nnx.Module):
         """As the rule takes them."""
         raise NotImplementedError
 
-    def _rule(self, q: Array, k: Array, v: Array, g: Array, beta: Array) -> Array:
+    def _rule(self, *arrays: Array, by_token: bool = False, **options: Any) -> tuple[Array, Array | None]:
+        """Of q, k, v, decays and beta; a token at a time, or in chunks."""
         raise NotImplementedError
 
     def _output_gate(self, hidden_states: Array) -> Array:
@@ -128,8 +168,9 @@ class GatedDeltaNet(_DeltaRuleMixer):
             _apply(self.linear_decay, hidden_states), self.decay_gate.A_log[...], self.decay_gate.dt_bias[...]
         )
 
-    def _rule(self, q: Array, k: Array, v: Array, g: Array, beta: Array) -> Array:
-        return chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0]
+    def _rule(self, *arrays: Array, by_token: bool = False, **options: Any) -> tuple[Array, Array | None]:
+        rule = recurrent_gated_delta_rule if by_token else chunk_gated_delta_rule
+        return rule(*arrays, use_qk_l2norm_in_kernel=True, **options)
 
     def _output_gate(self, hidden_states: Array) -> Array:
         return jax.nn.silu(_apply(self.linear_gate, hidden_states))
@@ -155,19 +196,17 @@ class KimiDeltaAttention(_DeltaRuleMixer):
         decays = _apply(self.linear_decay_up, _apply(self.linear_decay_down, hidden_states))
         return _by_head(decays, self.config.linear_heads[1])
 
-    def _rule(self, q: Array, k: Array, v: Array, g: Array, beta: Array) -> Array:
-        return chunk_kda(
-            q,
-            k,
-            v,
-            g,
-            beta,
+    def _rule(self, *arrays: Array, by_token: bool = False, **options: Any) -> tuple[Array, Array | None]:
+        rule = recurrent_kda if by_token else chunk_kda
+        return rule(
+            *arrays,
             use_qk_l2norm_in_kernel=True,
             A_log=self.decay_gate.A_log[...],
             dt_bias=self.decay_gate.dt_bias[...],
             use_gate_in_kernel=True,
             lower_bound=self.config.kda_lower_bound,
-        )[0]
+            **options,
+        )
 
     def _output_gate(self, hidden_states: Array) -> Array:
         return jax.nn.sigmoid(_apply(self.linear_gate_up, _apply(self.linear_gate_down, hidden_states)))

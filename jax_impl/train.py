@@ -142,7 +142,7 @@ class Trainer:
                 self._params, self._optimizer_state, batch, np.uint32(step), rate
             )
         else:
-            loss, gradients = self._pipeline(self._params, *self._parts(batch), step, self._samples())
+            loss, gradients = self._pipeline(self._params, *self._parts(batch, step))
             self._params, self._optimizer_state, norm = self._apply(
                 self._params, self._optimizer_state, loss, gradients, rate
             )
@@ -163,7 +163,7 @@ class Trainer:
             loss, gradients = self._value_and_grad(self._params, batch, np.uint32(step))
         else:
             check_batch(batch, self.train_config)
-            loss, gradients = self._pipeline(self._params, *self._parts(batch), step, self._samples())
+            loss, gradients = self._pipeline(self._params, *self._parts(batch, step))
         return loss.item(), export_parameters(self._joined(gradients))
 
     def validation_loss(self) -> float:
@@ -263,9 +263,9 @@ class Trainer:
         first: int | Array = 0,
     ) -> Array:
         model = nnx.merge(self._graph, params)
-        tokens, targets = jnp.asarray(batch.tokens), jnp.asarray(batch.targets)
+        tokens, targets, starts = jax.tree.map(jnp.asarray, batch)
         samples = first + jnp.arange(len(tokens))
-        return model(tokens, targets, step=step, samples=samples, training=training)
+        return model(tokens, targets, step=step, samples=samples, document_starts=starts, training=training)
 
     def _update_step(
         self, params: nnx.State, optimizer_state: optax.OptState, batch: Batch, step: Array, rate: Array
@@ -324,35 +324,12 @@ class Trainer:
         everywhere = NamedSharding(self._pipeline.mesh, PartitionSpec())
         return optax.tree_utils.tree_set(state, count=jax.device_put(count, everywhere))
 
-    def _parts(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and targets of the microbatches, those of all replicas side by side. [m, b, T]"""
+    def _parts(self, batch: Batch, step: int = 0) -> tuple[Any, ...]:
+        """What a pipeline takes, by microbatch, those of all replicas side by side: see PipelineStep."""
         count = microbatches(self.train_config, self._replicas)[1]
-        tokens, targets = (x.reshape(count, -1, x.shape[-1]) for x in batch)
-        return tokens, targets
-
-    def _samples(self) -> np.ndarray:
-        """Numbers of the sequences within the global batch. [m, b]"""
-        count = microbatches(self.train_config, self._replicas)[1]
-        return np.arange(self.train_config.global_batch_size, dtype=np.int32).reshape(count, -1)
-
-
-def next_logits(model: GPTModel, tokens: np.ndarray) -> np.ndarray:
-    """Logits of the token after a text, without dropout.
-
-    Args:
-        tokens: at least one; the last seq_length of them are read. [T] integer
-
-    Returns:
-        [V]
-    """
-    window = tokens[-model.config.seq_length :].astype(np.int32)
-    padded = np.pad(window, (0, model.config.seq_length - len(window)))  # causal: what follows is not seen
-    return np.asarray(_logits(model, jnp.asarray(padded[None]))[0, len(window) - 1])
-
-
-@nnx.jit
-def _logits(model: GPTModel, tokens: Array) -> Array:
-    return model(tokens, training=False)
+        samples = np.arange(self.train_config.global_batch_size, dtype=np.int32)
+        tokens, targets, starts = jax.tree.map(lambda x: x.reshape(count, -1, x.shape[-1]), batch)
+        return tokens, targets, step, samples.reshape(count, -1), starts
 
 
 def train(config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) -> Iterator[StepResult]:

@@ -14,6 +14,8 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int, Integer
 
+from jax_impl.cache import AttentionState, DecodingCache, known_length, remembered_attention
+from jax_impl.documents import PackedDocuments, both_masks, pack_documents
 from jax_impl.hyper_connections import DeferredMix, HyperConnectionModule
 from jax_impl.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from jax_impl.modules import Linear, RMSNorm
@@ -38,6 +40,7 @@ from plans.config import TransformerConfig
 from plans.parameters import attention_specs, embedding_spec, mlp_specs
 from plans.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
 from plans.philox import attention_site, mlp_site
+from plans.sampling import check_inputs
 
 
 class SelfAttention(nnx.Module):
@@ -60,6 +63,8 @@ class SelfAttention(nnx.Module):
         hidden_states: Float[Array, "b t d"],
         positions: Int[Array, " t"],
         attention_mask: Bool[Array, "b t t"] | None = None,
+        documents: PackedDocuments | None = None,
+        cache: DecodingCache | None = None,
     ) -> tuple[Float[Array, "b t d"], Array | None]:
         """Attended output [B, T, D] and the output projection's bias, not yet added."""
         batch, length, _ = hidden_states.shape
@@ -70,7 +75,12 @@ class SelfAttention(nnx.Module):
         q = rotary_embedding(q, positions, self.config.rotary_base)
         k = rotary_embedding(k, positions, self.config.rotary_base)
         attend = fused_attention if self.config.use_flash_attn else causal_attention
-        attended = name_value(attend(q, k, v, attention_mask), "core_attn")
+        if cache is None:
+            attended = name_value(attend(q, k, v, both_masks(attention_mask, documents)), "core_attn")
+        else:
+            past = cache.layers[self.layer_number]
+            assert isinstance(past, AttentionState), "a cache is made for the model's own layers"
+            attended, cache.layers[self.layer_number] = remembered_attention(q, k, v, past, cache.length)
         return self.linear_proj(attended.reshape(batch, length, -1))
 
 
@@ -132,6 +142,8 @@ class TransformerLayer(nnx.Module):
         positions: Int[Array, " t"],
         state: DropoutState | None = None,
         attention_mask: Bool[Array, "b t t"] | None = None,
+        documents: PackedDocuments | None = None,
+        cache: DecodingCache | None = None,
     ) -> Float[Array, "b t *s d"]:
         """One layer.
 
@@ -140,11 +152,15 @@ class TransformerLayer(nnx.Module):
             positions: of the tokens within their sequence. [T]
             state: rows of the batch for dropout; None: no dropout.
             attention_mask: see ops.causal_attention.
+            documents: kept apart from each other; None: each sequence is one.
+            cache: of the tokens before.
         """
         connection = self.self_attention_hyper_connection
         aggregated, mixed, h_post = self._read(connection, hidden_states)
         normed = name_value(self.input_layernorm(aggregated), "input_layernorm")
-        output = name_value(add_bias(*self.self_attention(normed, positions, attention_mask)), "attention_output")
+        output = name_value(
+            add_bias(*self.self_attention(normed, positions, attention_mask, documents, cache)), "attention_output"
+        )
         site = attention_site(self.layer_number)
         hidden_states = self._write(connection, output, h_post, mixed, state, site)
 
@@ -216,6 +232,8 @@ class TransformerBlock(nnx.Module):
         positions: Int[Array, " t"],
         state: DropoutState | None = None,
         attention_mask: Bool[Array, "b t t"] | None = None,
+        documents: PackedDocuments | None = None,
+        cache: DecodingCache | None = None,
     ) -> Float[Array, "b t *streams d"]:
         """Run the stage's layers; expand to streams in the first stage, contract in the last."""
         streams, hyper = self.config.num_residual_streams, self.config.enable_hyper_connections
@@ -223,12 +241,16 @@ class TransformerBlock(nnx.Module):
             hidden_states = HyperConnectionModule.input_expand(hidden_states, streams)
 
         hidden_states = name_value(hidden_states, "residual_streams")
-        if offloads_layers(self.config):
-            hidden_states = self._run_offloaded(hidden_states, (positions, state, attention_mask))
+        told = positions, state, attention_mask, documents
+        if cache is not None:  # nothing is kept for a backward
+            for number in sorted(map(int, self.layers)):
+                hidden_states = self.layers[str(number)](hidden_states, *told, cache)
+        elif offloads_layers(self.config):
+            hidden_states = self._run_offloaded(hidden_states, told)
         else:
 
             def run(number: int, hidden_states: Array) -> Array:
-                return self.layers[str(number)](hidden_states, positions, state, attention_mask)
+                return self.layers[str(number)](hidden_states, *told)
 
             hidden_states = checkpoint_blocks(run, self.config, self.vp_stage, self.pp_rank)(hidden_states)
         if self.final_layernorm is None:
@@ -301,6 +323,8 @@ class GPTModel(nnx.Module):
         samples: Int[Array, " b"] | None = None,
         positions: Int[Array, " t"] | None = None,
         attention_mask: Bool[Array, "b t t"] | None = None,
+        document_starts: Array | None = None,
+        cache: DecodingCache | None = None,
         training: bool = True,
     ) -> Array:
         """The loss, the logits, or what the next stage takes.
@@ -312,6 +336,9 @@ class GPTModel(nnx.Module):
             samples: numbers of the sequences within the global batch; None: 0 .. B-1. [B]
             positions: of the tokens within their sequence; None: 0 .. T-1. [T]
             attention_mask: see ops.causal_attention.
+            document_starts: where documents begin that know nothing of each other, see plans.documents; None: each
+                sequence is one. [B, N] int32
+            cache: of the tokens before, see cache.empty_cache; left as after these.
             training: False turns dropout off.
 
         Returns:
@@ -322,10 +349,11 @@ class GPTModel(nnx.Module):
             ValueError: more than config.seq_length tokens.
         """
         batch, length = inputs.shape[:2]
-        if length > self.config.seq_length:
-            raise ValueError(f"inputs: expected at most seq_length={self.config.seq_length} tokens, got {length}")
+        unfit = {"attention_mask": attention_mask, "document_starts": document_starts}
+        check_inputs(self.config.seq_length, length, known_length(cache), **unfit)
         if positions is None:
-            positions = jnp.arange(length)
+            positions = jnp.add(jnp.arange(length), 0 if cache is None else cache.length)
+        documents = pack_documents(document_starts, inputs, "attention" in self.config.mixers)
         state = None
         if training and self.config.hidden_dropout > 0.0:
             if samples is None:
@@ -334,7 +362,9 @@ class GPTModel(nnx.Module):
         hidden_states = inputs
         if self.pre_process and self.embedding is not None:
             hidden_states = self.embedding(inputs).astype(self.config.compute_dtype)
-        hidden_states = self.decoder(hidden_states, positions, state, attention_mask)
+        hidden_states = self.decoder(hidden_states, positions, state, attention_mask, documents, cache)
+        if cache is not None:
+            cache.length += length
         head = self.output_layer or self.embedding
         if not self.post_process or head is None:
             return hidden_states

@@ -221,12 +221,13 @@ def _plan(command: Plan, console: Console) -> int:
 
 def _sample(command: Sample, console: Console) -> int:
     config = read_checkpoint(command.checkpoint).settings["model"]
-    module = _load_backend(command.backend, config["params_dtype"])
-    saving = importlib.import_module(f"{PACKAGES[command.backend]}.saving")
-    model = saving.load_model(command.checkpoint)
+    _load_backend(command.backend, config["params_dtype"])
+    package = PACKAGES[command.backend]
+    saving, decoding = (importlib.import_module(f"{package}.{name}") for name in ("saving", "decoding"))
+    decoder = decoding.Decoder(saving.load_model(command.checkpoint))
     tokens = list(command.prompt.encode())
     for index in range(command.length):
-        logits = module.next_logits(model, np.array(tokens))
+        logits = decoder.next_logits(np.array(tokens))
         tokens.append(next_token(logits, command.temperature, command.seed, index))
     sys.stdout.write(bytes(tokens).decode(errors="replace") + "\n")
     return 0

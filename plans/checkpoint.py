@@ -58,10 +58,11 @@ def run_settings(model: TransformerConfig, train: TrainConfig, corpus: Corpus) -
     What is recomputed and how the model is cut into stages decides memory and time only, and impl rounding besides;
     they may change when a run is resumed.
     """
+    packed = {} if corpus.training_documents is None else {"reset_attention_mask": True}
     return {
         "model": {name: value for name, value in asdict(model).items() if _decides_steps(name)},
         "train": asdict(train),
-        "data": {"corpus_digest": corpus.digest, "data_seed": corpus.seed},
+        "data": {"corpus_digest": corpus.digest, "data_seed": corpus.seed} | packed,
     }
 
 

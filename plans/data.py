@@ -15,10 +15,14 @@ from typing import NamedTuple
 import numpy as np
 
 from plans.config import DataConfig
+from plans.documents import documents_in_windows, most_documents
 from plans.philox import DATA_SITE, philox_4x32
 
 NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests"})
 """Folders below the standard library's that hold other people's code, or tests."""
+
+SEPARATOR = b"\n"
+"""Stands between the files of a folder; part of the file before."""
 
 
 class Batch(NamedTuple):
@@ -28,10 +32,14 @@ class Batch(NamedTuple):
     """[B, T] int32."""
     targets: np.ndarray
     """[B, T] int32: the token after each of tokens."""
+    document_starts: np.ndarray | None = None
+    """[B, N] int32: where documents begin, see plans.documents; None: each sequence is taken as one."""
 
     def part(self, first: int, size: int) -> "Batch":
         """So many of its sequences, from one on."""
-        return Batch(self.tokens[first : first + size], self.targets[first : first + size])
+        rows = slice(first, first + size)
+        starts = None if self.document_starts is None else self.document_starts[rows]
+        return Batch(self.tokens[rows], self.targets[rows], starts)
 
 
 @dataclass(frozen=True)
@@ -42,11 +50,15 @@ class Corpus:
     training: np.ndarray
     validation: np.ndarray
     seed: int
+    training_documents: np.ndarray | None = None
+    """Where documents begin in the training split, ascending int64; None: batches do not say."""
+    validation_documents: np.ndarray | None = None
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of training and validation bytes, first 16 hexadecimal digits."""
-        return hashlib.sha256(self.training.tobytes() + self.validation.tobytes()).hexdigest()[:16]
+        """SHA-256 of training and validation bytes and, if batches tell, of where documents begin; 16 hex digits."""
+        parts = (self.training, self.validation, self.training_documents, self.validation_documents)
+        return hashlib.sha256(b"".join(x.tobytes() for x in parts if x is not None)).hexdigest()[:16]
 
     def check(self, seq_length: int, vocab_size: int) -> None:
         """Refuse a model that cannot be trained on this corpus.
@@ -79,7 +91,7 @@ class Corpus:
         sample = np.arange(first, first + batch_size)
         words = philox_4x32((self.seed, DATA_SITE), (sample, 0, 0, step)).astype(np.uint64)
         starts = ((words[1] << np.uint64(32)) | words[0]) % np.uint64(places)
-        return _cut(self.training, starts.astype(np.int64), seq_length)
+        return self._cut(self.training, self.training_documents, starts.astype(np.int64), seq_length)
 
     def validation_batch(self, index: int, batch_size: int, seq_length: int) -> Batch:
         """Validation sequences number ``index * batch_size`` and following, spread evenly over the split.
@@ -93,7 +105,15 @@ class Corpus:
         places = _places("validation", self.validation, seq_length)
         stride = max(1, round(places * 0.6180339887498949))
         starts = (np.arange(index * batch_size, (index + 1) * batch_size, dtype=np.int64) * stride) % places
-        return _cut(self.validation, starts, seq_length)
+        return self._cut(self.validation, self.validation_documents, starts, seq_length)
+
+    def _cut(self, data: np.ndarray, documents: np.ndarray | None, starts: np.ndarray, seq_length: int) -> Batch:
+        window = data[starts[:, None] + np.arange(seq_length + 1)].astype(np.int32)
+        tokens, targets = np.ascontiguousarray(window[:, :-1]), np.ascontiguousarray(window[:, 1:])
+        if documents is None:
+            return Batch(tokens, targets)
+        most = most_documents(documents, seq_length)
+        return Batch(tokens, targets, documents_in_windows(documents, starts, seq_length, most))
 
 
 def load_corpus(config: DataConfig) -> Corpus:
@@ -104,36 +124,44 @@ def load_corpus(config: DataConfig) -> Corpus:
     """
     path = config.data_path
     if path is None:
-        content, name = _read_standard_library(), "Python standard library"
+        documents, name = _read_standard_library(), "Python standard library"
     else:
         if not path.exists():
             raise ValueError(f"data_path: expected an existing file or folder, got {str(path)!r}")
         if not (path.is_file() or path.is_dir()):
             raise ValueError(f"data_path: expected a file or folder, got {str(path)!r}, which is a device or pipe")
         try:
-            content = _read_folder(path) if path.is_dir() else path.read_bytes()
+            documents = _read_folder(path) if path.is_dir() else [path.read_bytes()]
         except OSError as error:
             raise ValueError(f"data_path: expected readable files, got {error}") from None
         name = str(path)
+    content = SEPARATOR.join(documents)
     if not content:
         raise ValueError(f"data_path: expected a corpus with text in it, got 0 bytes from {name!r}")
     data = np.frombuffer(content, np.uint8)
     training_length = len(data) - int(len(data) * config.validation_fraction)
-    return Corpus(name, data[:training_length], data[training_length:], config.data_seed)
+    training, validation = data[:training_length], data[training_length:]
+    if not config.reset_attention_mask:
+        return Corpus(name, training, validation, config.data_seed)
+    lengths = np.array([len(document) + len(SEPARATOR) for document in documents], np.int64)
+    starts = np.cumsum(lengths) - lengths
+    starts = starts[starts < len(data)]  # an empty last document has no byte
+    first = int(np.searchsorted(starts, training_length))
+    return Corpus(name, training, validation, config.data_seed, starts[:first], starts[first:] - training_length)
 
 
-def _read_standard_library() -> bytes:
+def _read_standard_library() -> list[bytes]:
     return _read_folder(Path(sysconfig.get_path("stdlib")), "*.py", NOT_STANDARD_LIBRARY)
 
 
-def _read_folder(folder: Path, pattern: str = "*", without: frozenset[str] = frozenset()) -> bytes:
+def _read_folder(folder: Path, pattern: str = "*", without: frozenset[str] = frozenset()) -> list[bytes]:
     """All files below a folder in sorted order, but hidden ones and those below the folders named."""
 
     def wanted(path: Path) -> bool:
         parts = path.relative_to(folder).parts
         return path.is_file() and not any(part in without or part.startswith(".") for part in parts)
 
-    return b"\n".join(path.read_bytes() for path in sorted(folder.rglob(pattern)) if wanted(path))
+    return [path.read_bytes() for path in sorted(folder.rglob(pattern)) if wanted(path)]
 
 
 def _places(split: str, data: np.ndarray, seq_length: int) -> int:
@@ -145,8 +173,3 @@ def _places(split: str, data: np.ndarray, seq_length: int) -> int:
             f"{len(data)}; give more text, a shorter seq_length or another validation_fraction"
         )
     return places
-
-
-def _cut(data: np.ndarray, starts: np.ndarray, seq_length: int) -> Batch:
-    window = data[starts[:, None] + np.arange(seq_length + 1)].astype(np.int32)
-    return Batch(np.ascontiguousarray(window[:, :-1]), np.ascontiguousarray(window[:, 1:]))

@@ -1,4 +1,6 @@
-"""Choosing the next token: one decision for both backends."""
+"""Choosing the next token, and what has to be read for it: decisions for both backends."""
+
+from typing import Any
 
 import numpy as np
 
@@ -27,3 +29,50 @@ def next_token(logits: np.ndarray, temperature: float, seed: int, index: int) ->
     weights = np.exp(scaled - scaled.max())
     uniform = float(philox_4x32((seed, SAMPLE_SITE), (index, 0, 0, 0))[0]) / 2**32
     return int(np.searchsorted(np.cumsum(weights) / weights.sum(), uniform, side="right"))
+
+
+def split_unread(read: np.ndarray, tokens: np.ndarray, seq_length: int) -> tuple[bool, np.ndarray]:
+    """What a model has to read before it says what follows a text.
+
+    Args:
+        read: what it has read and remembers. [R] integer
+        tokens: the text. [T] integer
+        seq_length: the most it remembers; of a longer text it reads the end, and nothing it remembers is of use.
+
+    Returns:
+        Whether the text goes on from what was read, and the tokens to read then, or from the beginning.
+
+    Raises:
+        ValueError: no tokens, or several texts.
+    """
+    if tokens.ndim != 1 or not len(tokens):
+        raise ValueError(f"tokens: expected at least one, of one text, got shape {list(tokens.shape)}")
+    if len(read) < len(tokens) <= seq_length and np.array_equal(tokens[: len(read)], read):
+        return True, tokens[len(read) :]
+    return False, tokens[-seq_length:]
+
+
+def check_inputs(seq_length: int, length: int, read: int | None, **of_whole_sequences: Any) -> None:
+    """Refuse more tokens than a model takes, and what it cannot do with a cache.
+
+    Args:
+        seq_length: the most tokens it takes and remembers.
+        length: tokens given.
+        read: tokens the cache holds; None: there is no cache.
+        of_whole_sequences: arguments that do not go with a cache.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if length > seq_length:
+        raise ValueError(f"inputs: expected at most seq_length={seq_length} tokens, got {length}")
+    if read is None:
+        return
+    for name, value in of_whole_sequences.items():
+        if value is not None:
+            raise ValueError(f"{name}: expected None with a cache, which reads on in one text, got one")
+    if read + length > seq_length:
+        raise ValueError(
+            f"inputs: expected at most {seq_length - read} tokens after the {read} in the cache, with "
+            f"seq_length={seq_length}, got {length}; begin again with an empty cache"
+        )

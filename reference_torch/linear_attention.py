@@ -7,6 +7,8 @@ Reference: Yang, Kautz and Hatamizadeh, arXiv 2412.06464, section 3.4; Kimi Team
 matrix makes q, k and v, and one convolution follows it; biases are where the model has biases.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -14,7 +16,15 @@ from torch import Tensor, nn
 
 from plans.config import TransformerConfig
 from plans.parameters import ParameterSpec, delta_rule_specs
-from reference_torch.delta_rule import chunk_gated_delta_rule, chunk_kda, gdn_gate
+from reference_torch.cache import DecodingCache, DeltaRuleState, with_tail
+from reference_torch.delta_rule import (
+    chunk_gated_delta_rule,
+    chunk_kda,
+    gdn_gate,
+    recurrent_gated_delta_rule,
+    recurrent_kda,
+)
+from reference_torch.documents import PackedDocuments
 from reference_torch.modules import Linear, RMSNorm
 from reference_torch.ops import add_bias, at_least_float32, parameter, short_convolution
 from reference_torch.recompute import KEEP_ALL, BlockRecomputation, name_value
@@ -74,6 +84,8 @@ class _DeltaRuleMixer(nn.Module):
         positions: Int[Tensor, " t"],
         attention_mask: Bool[Tensor, "b t t"] | None = None,
         recompute: BlockRecomputation = KEEP_ALL,
+        documents: PackedDocuments | None = None,
+        cache: DecodingCache | None = None,
     ) -> tuple[Float[Tensor, "b t d"], Tensor | None]:
         """Mixed output [B, T, D] and the output projection's bias, not yet added.
 
@@ -85,18 +97,48 @@ class _DeltaRuleMixer(nn.Module):
                 "attention_mask: expected None in a model with gdn or kda layers, whose state has seen all tokens, got "
                 f"one of shape {list(attention_mask.shape)}"
             )
-        heads, value_heads, key, value = self.config.linear_heads
-        before = torch.arange(hidden_states.shape[1], device=hidden_states.device)
-        qkv = name_value(self.conv1d(_apply(self.linear_qkv, hidden_states), before), "short_conv")
-        q, k, v = qkv.split((heads * key, heads * key, value_heads * value), dim=-1)
-        q, k, v = _by_head(q, heads), _by_head(k, heads), _by_head(v, value_heads)
+        projected = _apply(self.linear_qkv, hidden_states)
         beta = torch.sigmoid(at_least_float32(_apply(self.linear_beta, hidden_states)))
         if self.config.linear_allow_neg_eigval:
             beta = 2 * beta
-        attended = recompute("core_attn", self._rule, q, k, v, self._decays(hidden_states), beta)
-        gate = _by_head(self._output_gate(hidden_states), value_heads)
+        decays = self._decays(hidden_states)
+        if cache is None:
+            before = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+            qkv = self.conv1d(projected, before if documents is None else documents.before)
+            arrays = (*self._heads(name_value(qkv, "short_conv")), decays, beta)
+            cu_seqlens = None if documents is None else documents.cu_seqlens
+            attended = recompute("core_attn", self._over_sequences, *arrays, cu_seqlens)
+        else:
+            attended = self._going_on(projected, decays, beta, cache)
+        gate = _by_head(self._output_gate(hidden_states), self.config.linear_heads[1])
         normed = self.out_norm(name_value(attended, "core_attn")) * gate
         return self.linear_proj(normed.flatten(2))
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads, value_heads, key, value = self.config.linear_heads
+        q, k, v = qkv.split((heads * key, heads * key, value_heads * value), dim=-1)
+        return _by_head(q, heads), _by_head(k, heads), _by_head(v, value_heads)
+
+    def _over_sequences(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        """The rule over whole sequences, or over the documents in them."""
+        if cu_seqlens is None:
+            return self._rule(q, k, v, g, beta)[0]
+        end_to_end = (x.flatten(0, 1)[None] for x in (q, k, v, g, beta))
+        return self._rule(*end_to_end, cu_seqlens=cu_seqlens)[0].view(v.shape)
+
+    def _going_on(self, projected: Tensor, decays: Tensor, beta: Tensor, cache: DecodingCache) -> Tensor:
+        """The rule over the next tokens of a text."""
+        past = cache.layers[self.layer_number]
+        assert isinstance(past, DeltaRuleState), "a cache is made for the model's own layers"
+        joined, tail = with_tail(projected, past)
+        qkv = self.conv1d(joined, torch.arange(joined.shape[1], device=joined.device))[:, -projected.shape[1] :]
+        arrays, by_token = (*self._heads(qkv), decays, beta), projected.shape[1] == 1
+        attended, state = self._rule(*arrays, by_token=by_token, initial_state=past.state, output_final_state=True)
+        assert state is not None, "it was asked for"
+        cache.layers[self.layer_number] = DeltaRuleState(tail, state)
+        return attended
 
     def _make_projections(self, name: str, specs: dict[str, dict[str, ParameterSpec]]) -> None:
         raise NotImplementedError
@@ -105,7 +147,8 @@ class _DeltaRuleMixer(nn.Module):
         """As the rule takes them."""
         raise NotImplementedError
 
-    def _rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    def _rule(self, *arrays: Tensor, by_token: bool = False, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """Of q, k, v, decays and beta; a token at a time, or in chunks."""
         raise NotImplementedError
 
     def _output_gate(self, hidden_states: Tensor) -> Tensor:
@@ -129,8 +172,9 @@ class GatedDeltaNet(_DeltaRuleMixer):
     def _decays(self, hidden_states: Tensor) -> Tensor:
         return gdn_gate(_apply(self.linear_decay, hidden_states), self.decay_gate.A_log, self.decay_gate.dt_bias)
 
-    def _rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        return chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0]
+    def _rule(self, *arrays: Tensor, by_token: bool = False, **options: Any) -> tuple[Tensor, Tensor | None]:
+        rule = recurrent_gated_delta_rule if by_token else chunk_gated_delta_rule
+        return rule(*arrays, use_qk_l2norm_in_kernel=True, **options)
 
     def _output_gate(self, hidden_states: Tensor) -> Tensor:
         return F.silu(_apply(self.linear_gate, hidden_states))
@@ -156,19 +200,17 @@ class KimiDeltaAttention(_DeltaRuleMixer):
         decays = _apply(self.linear_decay_up, _apply(self.linear_decay_down, hidden_states))
         return _by_head(decays, self.config.linear_heads[1])
 
-    def _rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        return chunk_kda(
-            q,
-            k,
-            v,
-            g,
-            beta,
+    def _rule(self, *arrays: Tensor, by_token: bool = False, **options: Any) -> tuple[Tensor, Tensor | None]:
+        rule = recurrent_kda if by_token else chunk_kda
+        return rule(
+            *arrays,
             use_qk_l2norm_in_kernel=True,
             A_log=self.decay_gate.A_log,
             dt_bias=self.decay_gate.dt_bias,
             use_gate_in_kernel=True,
             lower_bound=self.config.kda_lower_bound,
-        )[0]
+            **options,
+        )
 
     def _output_gate(self, hidden_states: Tensor) -> Tensor:
         return torch.sigmoid(_apply(self.linear_gate_up, _apply(self.linear_gate_down, hidden_states)))

@@ -82,10 +82,11 @@ def forward_step(
     data_iterator: Iterator[Microbatch], model: PipelineStage
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
     """One microbatch through one stage, as the schedules call it: what the stage gives, and what makes a loss of it."""
-    (tokens, targets), step, first, training = next(data_iterator)
+    (tokens, targets, starts), step, first, training = next(data_iterator)
     samples = torch.arange(first, first + len(tokens), device=model.device)
     inputs, answers = (torch.from_numpy(ids).to(model.device) for ids in (tokens, targets))
-    output = model(inputs, answers, step=step, samples=samples, training=training)
+    documents = None if starts is None else torch.from_numpy(starts)  # read on the host
+    output = model(inputs, answers, step=step, samples=samples, document_starts=documents, training=training)
 
     def reduce(loss: Tensor) -> tuple[Tensor, ...]:
         if model.config.calculate_per_token_loss:

@@ -49,7 +49,6 @@ from reference_torch.p2p import P2PCommunicator
 from reference_torch.pipeline import get_forward_backward_func, get_model
 from reference_torch.saving import export_arrays, export_parameters, import_arrays, import_parameters
 from reference_torch.stage import Microbatch, PipelineStage, forward_step, model_provider, offload_layers
-from reference_torch.transformer import GPTModel
 
 
 class Trainer:
@@ -314,20 +313,6 @@ def check_mesh(config: TransformerConfig, mesh: DeviceMesh | None) -> None:
             f"mesh: expected {p} processes on axis pp, as many as pipeline_model_parallel_size, got {size}; make it by "
             "reference_torch.groups.make_mesh in processes started by torchrun"
         )
-
-
-def next_logits(model: GPTModel, tokens: np.ndarray) -> np.ndarray:
-    """Logits of the token after a text, without dropout.
-
-    Args:
-        tokens: at least one; the last seq_length of them are read. [T] integer
-
-    Returns:
-        [V]
-    """
-    window = torch.from_numpy(tokens[-model.config.seq_length :].astype(np.int64))
-    with torch.no_grad():
-        return model(window[None].to(next(model.parameters()).device), training=False)[0, -1].cpu().numpy()
 
 
 def train(config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) -> Iterator[StepResult]:

@@ -18,6 +18,9 @@ from plans.parameters import attention_specs, embedding_spec, mlp_specs
 from plans.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
 from plans.philox import attention_site, mlp_site
 from plans.recompute import RecomputeBlock, recompute_blocks
+from plans.sampling import check_inputs
+from reference_torch.cache import AttentionState, DecodingCache, known_length, remembered_attention
+from reference_torch.documents import PackedDocuments, both_masks, pack_documents
 from reference_torch.hyper_connections import DeferredMix, HyperConnectionModule
 from reference_torch.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from reference_torch.modules import Linear, RMSNorm
@@ -61,6 +64,8 @@ class SelfAttention(nn.Module):
         positions: Int[Tensor, " t"],
         attention_mask: Bool[Tensor, "b t t"] | None = None,
         recompute: BlockRecomputation = KEEP_ALL,
+        documents: PackedDocuments | None = None,
+        cache: DecodingCache | None = None,
     ) -> tuple[Float[Tensor, "b t d"], Tensor | None]:
         """Attended output [B, T, D] and the output projection's bias, not yet added."""
         batch, length, _ = hidden_states.shape
@@ -73,7 +78,12 @@ class SelfAttention(nn.Module):
         attend = fused_attention if self.config.use_flash_attn else causal_attention
         # A copy of v alone: as a view it would keep the projection of q, k and v for backward.
         q, k, v = name_value(q, "q"), name_value(k, "k"), name_value(v.contiguous(), "v")
-        attended = recompute("core_attn", attend, q, k, v, attention_mask)
+        if cache is None:
+            attended = recompute("core_attn", attend, q, k, v, both_masks(attention_mask, documents))
+        else:
+            past = cache.layers[self.layer_number]
+            assert isinstance(past, AttentionState), "a cache is made for the model's own layers"
+            attended, cache.layers[self.layer_number] = remembered_attention(q, k, v, past, cache.length)
         return self.linear_proj(name_value(attended, "core_attn").flatten(2))
 
 
@@ -140,6 +150,8 @@ class TransformerLayer(nn.Module):
         state: DropoutState | None = None,
         attention_mask: Bool[Tensor, "b t t"] | None = None,
         recompute: BlockRecomputation = KEEP_ALL,
+        documents: PackedDocuments | None = None,
+        cache: DecodingCache | None = None,
     ) -> Float[Tensor, "b t *s d"]:
         """One layer.
 
@@ -149,12 +161,15 @@ class TransformerLayer(nn.Module):
             state: rows of the batch for dropout; None: no dropout.
             attention_mask: see ops.causal_attention.
             recompute: which values are dropped, and who computes them again.
+            documents: kept apart from each other; None: each sequence is one.
+            cache: of the tokens before.
         """
         connection = self.self_attention_hyper_connection
         aggregated, mixed, h_post = self._read(connection, hidden_states, recompute)
         normed = name_value(recompute("input_layernorm", self.input_layernorm, aggregated), "input_layernorm")
         output = name_value(
-            add_bias(*self.self_attention(normed, positions, attention_mask, recompute)), "attention_output"
+            add_bias(*self.self_attention(normed, positions, attention_mask, recompute, documents, cache)),
+            "attention_output",
         )
         site = attention_site(self.layer_number)
         hidden_states = recompute("residual_streams", self._write, connection, output, h_post, mixed, state, site)
@@ -237,6 +252,8 @@ class TransformerBlock(nn.Module):
         positions: Int[Tensor, " t"],
         state: DropoutState | None = None,
         attention_mask: Bool[Tensor, "b t t"] | None = None,
+        documents: PackedDocuments | None = None,
+        cache: DecodingCache | None = None,
     ) -> Float[Tensor, "b t *streams d"]:
         """Run the stage's layers; expand to streams in the first stage, contract in the last."""
         streams, hyper = self.config.num_residual_streams, self.config.enable_hyper_connections
@@ -246,8 +263,9 @@ class TransformerBlock(nn.Module):
         for block in self.blocks:
 
             def run(hidden_states: Tensor, recompute: BlockRecomputation, block: RecomputeBlock = block) -> Tensor:
+                told = positions, state, attention_mask, recompute, documents, cache
                 for number in block.layers:
-                    hidden_states = self.layers[str(number)](hidden_states, positions, state, attention_mask, recompute)
+                    hidden_states = self.layers[str(number)](hidden_states, *told)
                 return hidden_states
 
             hidden_states = run_block(block, run, hidden_states, self.training)
@@ -315,6 +333,8 @@ class GPTModel(nn.Module):
         samples: Int[Tensor, " b"] | None = None,
         positions: Int[Tensor, " t"] | None = None,
         attention_mask: Bool[Tensor, "b t t"] | None = None,
+        document_starts: Tensor | None = None,
+        cache: DecodingCache | None = None,
         training: bool = True,
     ) -> Tensor:
         """The loss, the logits, or what the next stage takes.
@@ -326,6 +346,9 @@ class GPTModel(nn.Module):
             samples: numbers of the sequences within the global batch; None: 0 .. B-1. [B]
             positions: of the tokens within their sequence; None: 0 .. T-1. [T]
             attention_mask: see ops.causal_attention.
+            document_starts: where documents begin that know nothing of each other, see plans.documents; None: each
+                sequence is one. [B, N] int32
+            cache: of the tokens before, see cache.empty_cache; left as after these.
             training: False turns dropout off, as does ``model.eval()``.
 
         Returns:
@@ -336,10 +359,11 @@ class GPTModel(nn.Module):
             ValueError: more than config.seq_length tokens.
         """
         batch, length = inputs.shape[:2]
-        if length > self.config.seq_length:
-            raise ValueError(f"inputs: expected at most seq_length={self.config.seq_length} tokens, got {length}")
+        unfit = {"attention_mask": attention_mask, "document_starts": document_starts}
+        check_inputs(self.config.seq_length, length, known_length(cache), **unfit)
         if positions is None:
-            positions = torch.arange(length, device=inputs.device)
+            positions = torch.arange(length, device=inputs.device) + (0 if cache is None else cache.length)
+        documents = pack_documents(document_starts, inputs, "attention" in self.config.mixers)
         state = None
         if training and self.training and self.config.hidden_dropout > 0.0:
             if samples is None:
@@ -348,7 +372,9 @@ class GPTModel(nn.Module):
         hidden_states = inputs
         if self.pre_process and self.embedding is not None:
             hidden_states = self.embedding(inputs).to(getattr(torch, self.config.compute_dtype))
-        hidden_states = self.decoder(hidden_states, positions, state, attention_mask)
+        hidden_states = self.decoder(hidden_states, positions, state, attention_mask, documents, cache)
+        if cache is not None:
+            cache.length += length
         head = self.output_layer or self.embedding
         if not self.post_process or head is None:
             return hidden_states

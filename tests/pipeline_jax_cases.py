@@ -25,12 +25,13 @@ from jax_impl.pipeline.kept import Keeper, Task
 from jax_impl.pipeline.stages import Batch, StagedParameters, cut, names_of
 from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
-from parity.tolerances import GRADIENT
+from parity.tolerances import GRADIENT, PARAMETERS
 from plans.config import TransformerConfig
 from plans.implementation import callback_threads
 from plans.partition import undivided
 from plans.schedule import schedule_for
 from tests.pipeline_draws import any_cut
+from tests.test_documents import CONFIG, TRAIN, assert_alike, trained
 
 jax.config.update("jax_num_cpu_devices", 8)
 os.environ["NPROC"] = str(callback_threads(8))
@@ -231,6 +232,15 @@ def test_equals_the_undivided_model(case):
 @pytest.mark.parametrize("case", SLOW)
 def test_equals_the_undivided_model_in_more_ways(case):
     SLOW[case]()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [None, (("dp", 2), ("pp", 3))], ids=["pipeline", "and replicas"])
+def test_documents_of_the_corpus_reach_every_stage(mesh):
+    config = replace(CONFIG, pipeline_model_parallel_size=3)
+    train = replace(TRAIN, micro_batch_size=1 if mesh is None else 2)
+    mesh = mesh and Mesh(devices(*dict(mesh).values()), tuple(dict(mesh)))
+    assert_alike(trained("jax", config, train, mesh=mesh), trained("jax"), PARAMETERS["float64"])
 
 
 SMALL_HYPER = {

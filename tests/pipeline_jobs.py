@@ -56,6 +56,8 @@ class Case(NamedTuple):
     """Tokens of the sequences of each microbatch; None: all that the model takes."""
     tokens_reported: bool = False
     """The reducer returns three values."""
+    documents: bool = False
+    """Sequences are divided into documents."""
 
 
 class Outcome(NamedTuple):
@@ -70,9 +72,10 @@ def microbatches(case: Case, replicas: int = 1) -> list[Microbatch]:
     """The data of all replicas, replica by replica."""
     rng = np.random.default_rng(7)
     lengths = case.lengths or (case.config.seq_length,) * (case.num_microbatches * replicas)
+    starts = np.array([[0, 1 + place, 4] for place in range(case.size)], np.int32) if case.documents else None
     return [
         Microbatch(
-            Batch(*rng.integers(0, case.config.vocab_size, (2, case.size, length))),
+            Batch(*rng.integers(0, case.config.vocab_size, (2, case.size, length)), starts),
             case.step,
             place * case.size,
             not case.forward_only,
@@ -89,10 +92,8 @@ def undivided_outcome(case: Case, replicas: int = 1, weights: Sequence[float] | 
     """
     model = GPTModel(replace(undivided(case.config), recompute_granularity=None, **NO_RECOMPUTE))
     losses = []
-    for (tokens, targets), step, first, training in microbatches(case, replicas):
-        samples = torch.arange(first, first + len(tokens))
-        arguments = {"step": step, "samples": samples, "training": training}
-        losses.append(model(torch.from_numpy(tokens), torch.from_numpy(targets), **arguments))
+    for part in microbatches(case, replicas):
+        losses.append(model(**arguments_of(part)))
     weights = weights or [1 / len(losses)] * len(losses)
     sum(loss * weight for loss, weight in zip(losses, weights, strict=True)).backward()
     return Outcome([loss.item() for loss in losses], gradients_of(model), [])
@@ -109,6 +110,15 @@ NO_RECOMPUTE: dict[str, Any] = {
     "recompute_activation_function": False,
     "recompute_activation_function_num_layers": None,
 }
+
+
+def arguments_of(part: Microbatch) -> dict[str, Any]:
+    """What a model is told of a microbatch."""
+    tokens, targets, starts = (None if x is None else torch.from_numpy(x) for x in part.batch)
+    assert tokens is not None
+    samples = torch.arange(part.first, part.first + len(tokens))
+    told = {"inputs": tokens, "targets": targets, "document_starts": starts}
+    return told | {"step": part.step, "samples": samples, "training": part.training}
 
 
 def gradients_of(*models: torch.nn.Module) -> dict[str, np.ndarray]:
@@ -134,9 +144,7 @@ def groups_of(config: TransformerConfig) -> ProcessGroups:
 
 def forward_step(data_iterator: Iterator[Microbatch], model: PipelineStage) -> tuple[Any, Any]:
     """One microbatch; the reducer returns the mean loss, twice."""
-    (tokens, targets), step, first, training = next(data_iterator)
-    arguments = {"step": step, "samples": torch.arange(first, first + len(tokens)), "training": training}
-    return model(torch.from_numpy(tokens), torch.from_numpy(targets), **arguments), lambda loss: (loss, loss)
+    return model(**arguments_of(next(data_iterator))), lambda loss: (loss, loss)
 
 
 def forward_step_with_tokens(data_iterator: Iterator[Microbatch], model: PipelineStage) -> tuple[Any, Any]:

@@ -246,6 +246,10 @@ BROKEN = {
     (DataConfig, "validation_fraction"): ({"validation_fraction": 1.0}, r"validation_fraction: .*\(0, 1\), got 1\.0"),
     (DataConfig, "data_seed"): ({"data_seed": -1}, r"data_seed: .* got -1"),
     (DataConfig, "data_seed fits 32 bits"): ({"data_seed": 2**32}, r"data_seed: expected an integer < 2\*\*32"),
+    (DataConfig, "reset_attention_mask"): (
+        {"reset_attention_mask": 1},
+        "reset_attention_mask: expected True or False, got 1",
+    ),
     (TrainConfig, "train_iters"): ({"train_iters": 0}, r"train_iters: .* got 0"),
     (TrainConfig, "global_batch_size"): ({"global_batch_size": 0}, r"global_batch_size: .* got 0"),
     (TrainConfig, "micro_batch_size"): ({"micro_batch_size": 0}, r"micro_batch_size: .* >= 1, got 0"),

@@ -26,8 +26,20 @@ ROOMS = {
     "hyper_connections": {"ops", "recompute"},
     "delta_rule": {"ops"},
     "modules": {"ops"},
-    "linear_attention": {"ops", "delta_rule", "modules", "recompute"},
-    "transformer": {"ops", "modules", "linear_attention", "hyper_connections", "recompute", "offload"},
+    "documents": set(),
+    "cache": {"ops"},
+    "linear_attention": {"ops", "cache", "delta_rule", "documents", "modules", "recompute"},
+    "transformer": {
+        "ops",
+        "cache",
+        "documents",
+        "modules",
+        "linear_attention",
+        "hyper_connections",
+        "recompute",
+        "offload",
+    },
+    "decoding": {"cache", "transformer"},
     "offload": {"ops", "recompute"},
     "saving": {"transformer", "offload"},
     "groups": set(),
@@ -47,8 +59,11 @@ TWINS = (
     "hyper_connections",
     *(f"delta_rule/{name}" for name in ("calls", "gates", "intra", "recurrent", "scan")),
     "modules",
+    "documents",
+    "cache",
     "linear_attention",
     "transformer",
+    "decoding",
     "saving",
     "train",
 )
@@ -64,6 +79,7 @@ ALLOWED_DIFFERENCES = {
     "transformer.SelfAttention.__call__(recompute)": _POLICY,
     "transformer.MLP.__call__(recompute)": _POLICY,
     "transformer.TransformerLayer.__call__(recompute)": _POLICY,
+    "cache.empty_cache(device)": "JAX places arrays by its own default device",
     "train.Trainer.__init__(device)": "JAX places arrays by its own default device",
     "train.check_mesh": "JAX's step checks its mesh itself",
     "train.Trainer.model": "an attribute in PyTorch; in JAX put together from graph and parameters",
@@ -159,8 +175,9 @@ def public_signatures(path: Path) -> list[tuple[str, str]]:
         for argument in [*args.posonlyargs, *args.args, *args.kwonlyargs]:
             argument.annotation = None
             if f"{path.stem}.{name}({argument.arg})" in ALLOWED_DIFFERENCES:
+                has_none = len(args.args) - len(args.defaults)  # defaults belong to the last
+                args.defaults.pop(args.args.index(argument) - has_none)
                 args.args.remove(argument)
-                args.defaults.pop()
         return ast.unparse(args)
 
     for node in ast.parse(path.read_text()).body:

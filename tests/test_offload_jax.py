@@ -11,10 +11,11 @@ import pytest
 from jax.extend.core import Literal, jaxprs_in_params
 
 from jax_impl import ops
+from jax_impl.decoding import Decoder
 from jax_impl.offload import layer_numbers, moves_of
 from jax_impl.recompute import residual_report
 from jax_impl.saving import load_model
-from jax_impl.train import Trainer, next_logits
+from jax_impl.train import Trainer
 from parity.compare import relative_difference
 from parity.tolerances import LOSS, PARAMETERS
 from plans.config import TrainConfig, TransformerConfig
@@ -330,11 +331,11 @@ def test_training_is_that_without_offload(variant, tmp_path):
     assert moved.offload_statistics["bytes_in"] == stats["bytes_in"] + whole
     assert moved.offload_statistics["bytes_out"] == stats["bytes_out"]
     text = np.frombuffer(b"the quick", np.uint8)
-    logits = next_logits(moved.model, text)
-    assert relative_difference(logits, next_logits(plain.model, text)) <= tolerance
+    logits = Decoder(moved.model).next_logits(text)
+    assert relative_difference(logits, Decoder(plain.model).next_logits(text)) <= tolerance
 
     paths = {one: one.save(tmp_path / name) for one, name in ((plain, "plain"), (moved, "moved"))}
-    assert relative_difference(next_logits(load_model(paths[moved]), text), logits) <= tolerance
+    assert relative_difference(Decoder(load_model(paths[moved])).next_logits(text), logits) <= tolerance
     assert moved.resume(paths[plain]) == plain.resume(paths[moved]) == 10
     assert kinds(moved._params) == {True: {"pinned_host"}, False: {"device"}}
     assert moved.train_step(10).loss == pytest.approx(plain.train_step(10).loss, rel=tolerance)

@@ -204,11 +204,9 @@ class _Run:
         return lax.cond(slot < self._ticks.slots.kept, store, lambda: buffers)
 
     def _task(self, stage: Array, microbatch: Array) -> Task:
-        *arrays, step = self._batch
         vp_stages = jnp.asarray([vp_stage for _, vp_stage in self._stages.places], jnp.int32)
         first_layers = jnp.asarray(self._stages.first_layers, jnp.int32)
-        part = Batch(*(array[microbatch] for array in arrays), step=step)
-        return Task(self._params, part, vp_stages[stage], first_layers[stage])
+        return Task(self._params, self._batch.microbatch(microbatch), vp_stages[stage], first_layers[stage])
 
     def _switch(self, stage: Array, run: Callable[[Program], Any], nothing: Any) -> Any:
         """What the program of a stage gives, or nothing for stage -1."""

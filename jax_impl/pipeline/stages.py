@@ -59,6 +59,12 @@ class Batch(NamedTuple):
     """Numbers of the sequences within the global batch. [m, b]"""
     step: Array
     """Of training, for dropout."""
+    document_starts: Array | None = None
+    """See plans.documents; None: each sequence is one. [m, b, N]"""
+
+    def microbatch(self, number: Array) -> "Batch":
+        """One of them: [b, T], [b], [b, N]."""
+        return jax.tree.map(lambda array: array[number], self._replace(step=None))._replace(step=self.step)
 
 
 class LayerPlace(NamedTuple):
@@ -103,7 +109,7 @@ class Program:
         Args:
             parameters: by name, see names.
             x: what the stage before gave; not read in the first stage. [b, T, S*D]
-            batch: one microbatch of each array, [b, T] and [b].
+            batch: one microbatch, see Batch.microbatch.
             first_layer: number of the stage's first layer.
 
         Returns:
@@ -121,7 +127,8 @@ class Program:
         if not self.first and self.config.enable_hyper_connections:
             x = x.reshape(*x.shape[:2], self.config.num_residual_streams, -1)
         inputs, targets = batch.tokens if self.first else x, batch.targets if self.last else None
-        y = model(inputs, targets, step=batch.step, samples=batch.samples, training=self.training)
+        told = {"step": batch.step, "samples": batch.samples, "document_starts": batch.document_starts}
+        y = model(inputs, targets, **told, training=self.training)
         return y if self.last else y.reshape(*y.shape[:2], -1)
 
     def take(self, params: StagedParameters, vp_stage: Array) -> dict[str, Array]:

@@ -15,6 +15,7 @@ from jax_impl.offload import Moved
 from jax_impl.pipeline.executor import DATA_AXIS, PIPELINE_AXIS, run_ticks
 from jax_impl.pipeline.stages import Batch, StagedParameters, cut, names_of
 from plans.config import TransformerConfig
+from plans.documents import check_document_starts
 from plans.implementation import callback_threads, uses_kernels
 from plans.parameters import parameter_specs
 from plans.partition import undivided
@@ -100,6 +101,7 @@ class PipelineStep:
         targets: Any,
         step: int | Array = 0,
         samples: Any = None,
+        document_starts: Any = None,
     ) -> Any:
         """Mean loss of the microbatches, and its gradients.
 
@@ -108,6 +110,7 @@ class PipelineStep:
             tokens, targets: [m, b, T] integer. Each number m of microbatches is compiled anew.
             step: of training, for dropout.
             samples: numbers of the sequences within the global batch; None: 0 .. m*b - 1. [m, b] integer
+            document_starts: see plans.documents; None: each sequence is one. [m, b, N] int32
 
         Returns:
             Loss in nats per token, and gradients staged as params; forward only, the losses of the microbatches [m].
@@ -115,7 +118,7 @@ class PipelineStep:
         Raises:
             ValueError: shapes do not fit each other, the mesh or the schedule.
         """
-        losses, gradients = self._run(params, self._batch(tokens, targets, step, samples))
+        losses, gradients = self._run(params, self._batch(tokens, targets, step, samples, document_starts))
         return losses if self._forward_only else (jnp.mean(losses), gradients)
 
     def lower(self, params: StagedParameters, *batch: Any) -> jax.stages.Lowered:
@@ -159,7 +162,9 @@ class PipelineStep:
         ticks, self.moved = self.ticks(len(batch.tokens)), Moved()
         return run_ticks(self.stages, ticks, self.keep, tuple(self.mesh.axis_names), params, batch, self.moved)
 
-    def _batch(self, tokens: Any, targets: Any, step: int | Array = 0, samples: Any = None) -> Batch:
+    def _batch(
+        self, tokens: Any, targets: Any, step: int | Array = 0, samples: Any = None, document_starts: Any = None
+    ) -> Batch:
         """Arrays of agreed shapes and types."""
         shape = np.shape(tokens)
         if len(shape) != 3 or 0 in shape:
@@ -179,7 +184,11 @@ class PipelineStep:
                 f"tokens: expected a number of sequences that mesh axis {DATA_AXIS!r} of size {parts} divides, got "
                 f"{shape[1]} a microbatch; change either"
             )
-        return Batch(tokens, targets, samples, jnp.asarray(step, jnp.uint32))
+        if document_starts is not None:
+            document_starts = np.asarray(document_starts)
+            of_all = document_starts.reshape(-1, document_starts.shape[-1])
+            check_document_starts(of_all.shape, of_all.dtype.name, of_all, shape[0] * shape[1], shape[2])
+        return Batch(tokens, targets, samples, jnp.asarray(step, jnp.uint32), document_starts)
 
 
 def _pmap_door(local: Callable, mesh: Mesh) -> Any:
@@ -211,7 +220,7 @@ def _shard_map_door(local: Callable, mesh: Mesh) -> Any:
         losses, gradients = local(params._replace(layers=jax.tree.map(lambda x: x[0], params.layers)), batch)
         return losses, gradients._replace(layers=jax.tree.map(lambda x: x[None], gradients.layers))
 
-    batch = Batch(samples, samples, samples, whole)  # pyright: ignore[reportArgumentType]
+    batch = Batch(samples, samples, samples, whole, samples)  # pyright: ignore[reportArgumentType]
     return jax.jit(jax.shard_map(squeezed, mesh=mesh, in_specs=(params, batch), out_specs=(whole, params)))
 
 

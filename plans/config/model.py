@@ -194,6 +194,11 @@ class TransformerConfig:
         width = self.linear_key_head_dim or self.head_dim
         return heads, self.linear_num_value_heads or heads, width, self.linear_value_head_dim or width
 
+    @property
+    def mixers(self) -> frozenset[str]:
+        """Those any layer has."""
+        return frozenset(self.layer(number).mixer for number in range(self.num_layers))
+
     def layer(self, layer_number: int) -> LayerConfig:
         """Settings of one layer.
 

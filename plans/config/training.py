@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from plans.config.rules import Rule, count, number, validate
+from plans.config.rules import Rule, count, flag, number, validate
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,9 @@ class DataConfig:
     """Share of the corpus, taken from its end, that is only ever used for validation."""
     data_seed: int = 0
     """Seed of the order in which training sequences are drawn."""
+    reset_attention_mask: bool = False
+    """Every file of the corpus is a document of its own: attention, convolutions and recurrent states see none before
+    it. The last token of one still learns to predict the first of the next."""
 
     def __post_init__(self) -> None:
         validate(self, DATA_RULES)
@@ -69,6 +72,7 @@ DATA_RULES: tuple[Rule, ...] = (
     ),
     number("validation_fraction", "(0, 1)"),
     count("data_seed", least=0),
+    flag("reset_attention_mask"),
     Rule(
         "data_seed fits 32 bits",
         lambda c: c.data_seed < 2**32,
