@@ -74,14 +74,17 @@ def in_pieces(backend: str, model, tokens: np.ndarray, cuts: list[int]) -> np.nd
     return np.concatenate(logits, axis=1)
 
 
-def cases():
-    """JAX compiles long: make test takes one of its variants."""
-    for variant in VARIANTS:
-        yield pytest.param("torch", variant)
-        yield pytest.param("jax", variant, marks=pytest.mark.thorough if variant == "mhc" else pytest.mark.slow)
+CASES = [
+    *(pytest.param("torch", variant) for variant in VARIANTS),
+    *(
+        pytest.param("jax", variant, marks=pytest.mark.thorough if variant == "mhc" else pytest.mark.slow)
+        for variant in VARIANTS
+    ),
+]
+"""JAX compiles long: make test takes one of its variants."""
 
 
-@pytest.mark.parametrize(("backend", "variant"), cases())
+@pytest.mark.parametrize(("backend", "variant"), CASES)
 def test_prefill_and_single_steps_are_the_whole_forward(backend, variant):
     model = room(backend, "transformer").GPTModel(replace(CONFIG, **VARIANTS[variant]))
     expected = at_once(backend, model, TOKENS)
