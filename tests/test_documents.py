@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from parity.compare import relative_difference
@@ -42,6 +42,7 @@ boundaries = st.lists(st.integers(0, 59), unique=True, min_size=1, max_size=20).
 
 
 @given(starts=boundaries, length=st.integers(1, 25), windows=st.lists(st.integers(0, 34), min_size=1, max_size=5))
+@example(starts=np.array([0, 5, 9]), length=6, windows=[0, 5, 4, 3])
 def test_windows_know_the_documents_that_begin_in_them(starts, length, windows):
     most = most_documents(starts, length)
     found = documents_in_windows(starts, np.array(windows), length, most)
