@@ -97,14 +97,12 @@ def check_lower_bound(lower_bound: float) -> None:
         raise ValueError(f"lower_bound: expected a number in [-5, 0), got {lower_bound}")
 
 
-def check_chunked_call(name: str, cp_context: Any, impl: str) -> None:
+def check_chunked_call(name: str, impl: str) -> None:
     """Refuse what chunked forms cannot do."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {IMPLEMENTATIONS}, got {impl!r}")
     if impl == "triton":
         raise NotImplementedError(f"{name} with impl='triton': there are no kernels of it; pass 'auto' or 'reference'")
-    if cp_context is not None:
-        raise NotImplementedError(f"{name} with cp_context: sequences cannot be split over ranks; pass None")
 
 
 class ArrayInfo(NamedTuple):

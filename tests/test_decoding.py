@@ -149,9 +149,10 @@ def test_reading_that_fails_leaves_nothing_half_remembered(monkeypatch):
     model = room("torch", "transformer").GPTModel(CONFIG)
     decoder, text = room("torch", "decoding").Decoder(model), TOKENS[0]
     decoder.next_logits(text[:6])
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+    with monkeypatch.context() as patch:
         patch.setattr(model.decoder.layers["2"].mlp, "forward", Mock(side_effect=MemoryError))
-        decoder.next_logits(text[:8])
+        with pytest.raises(MemoryError):
+            decoder.next_logits(text[:8])
     fresh = room("torch", "decoding").Decoder(model)
     assert relative_difference(decoder.next_logits(text[:8]), fresh.next_logits(text[:8])) < 1e-12
 

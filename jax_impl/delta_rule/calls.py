@@ -7,9 +7,11 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+from jax_impl.context_parallel import complete, with_responses
 from jax_impl.delta_rule.chunked import Arguments, chunked
 from jax_impl.delta_rule.gates import gated
 from jax_impl.delta_rule.recurrent import recurrent
+from plans.context import FLACPContext, check_part
 from plans.delta_rule import (
     CHUNK_SIZE,
     ArrayInfo,
@@ -64,7 +66,7 @@ def chunk_kda(
     safe_gate: bool = False,
     lower_bound: float | int | None = None,
     chunk_size: int = CHUNK_SIZE,
-    cp_context: Any = None,
+    cp_context: FLACPContext | None = None,
     disable_recompute: bool = False,
     impl: str = "auto",
 ) -> tuple[Array, Array | None]:
@@ -82,7 +84,9 @@ def chunk_kda(
         A_log, dt_bias, lower_bound: of kda_gate, with use_gate_in_kernel. [HV], [HV * K]
         safe_gate: the caller's word that decays are above -5; nothing here needs it.
         chunk_size: tokens, a power of two.
-        cp_context: None; sequences are not split over ranks.
+        cp_context: of build_cp_context, where sequences are split over ranks, of which this one gives its part and gets
+            its part's outputs. cu_seqlens is then the context's or None. A sequence takes its initial state on the rank
+            where it begins and has its final state where it ends, 0 on others. Every rank has to call backward.
         disable_recompute: keep for backward what it would compute again.
 
     Returns:
@@ -97,9 +101,11 @@ def chunk_kda(
     options = DeltaRuleOptions(
         True, scale, chunk_size, use_qk_l2norm_in_kernel, use_gate_in_kernel, safe_gate, lower_bound
     )
-    check_chunked_call("chunk_kda", cp_context, impl)
+    check_chunked_call("chunk_kda", impl)
     arguments = Arguments(q, k, v, g, beta, A_log, dt_bias)
-    return _chunked(arguments, initial_state, cu_seqlens, options, output_final_state, not disable_recompute)
+    return _chunked(
+        arguments, initial_state, cu_seqlens, options, output_final_state, not disable_recompute, cp_context
+    )
 
 
 @refuse_unknown_keywords
@@ -136,7 +142,7 @@ def chunk_gated_delta_rule(
     cu_seqlens: Array | np.ndarray | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     chunk_size: int = CHUNK_SIZE,
-    cp_context: Any = None,
+    cp_context: FLACPContext | None = None,
     disable_recompute: bool = False,
     impl: str = "auto",
 ) -> tuple[Array, Array | None]:
@@ -147,9 +153,11 @@ def chunk_gated_delta_rule(
     Reference: Yang, Kautz and Hatamizadeh, arXiv 2412.06464, section 3.
     """
     options = DeltaRuleOptions(False, scale, chunk_size, use_qk_l2norm_in_kernel)
-    check_chunked_call("chunk_gated_delta_rule", cp_context, impl)
+    check_chunked_call("chunk_gated_delta_rule", impl)
     arguments = Arguments(q, k, v, g, beta, None, None)
-    return _chunked(arguments, initial_state, cu_seqlens, options, output_final_state, not disable_recompute)
+    return _chunked(
+        arguments, initial_state, cu_seqlens, options, output_final_state, not disable_recompute, cp_context
+    )
 
 
 def _check(arguments: Arguments, initial: Array | None, cu_seqlens: Any, options: DeltaRuleOptions) -> None:
@@ -184,7 +192,33 @@ def _chunked(
     options: DeltaRuleOptions,
     output_final_state: bool,
     recompute: bool,
+    context: FLACPContext | None,
 ) -> tuple[Array, Array | None]:
-    _check(arguments, initial, cu_seqlens, options)
-    o, finals = chunked(arguments, initial, options, cu_seqlens, recompute)
+    if context is None:
+        _check(arguments, initial, cu_seqlens, options)
+        o, finals = chunked(arguments, initial, options, cu_seqlens, recompute)
+    else:
+        o, finals = _over_ranks(arguments, initial, cu_seqlens, options, recompute, context)
     return o, finals if output_final_state else None
+
+
+def _over_ranks(
+    arguments: Arguments,
+    initial: Array | None,
+    cu_seqlens: Array | np.ndarray | None,
+    options: DeltaRuleOptions,
+    recompute: bool,
+    context: FLACPContext,
+) -> tuple[Array, Array]:
+    """The rule over every rank's part of the sequences."""
+    q, v = arguments.q, arguments.v
+    known = None if cu_seqlens is None or isinstance(cu_seqlens, Tracer) else np.asarray(cu_seqlens)
+    check_part(context, q.shape[1], known)
+    _check(arguments, initial, context.cu_seqlens, options)
+    key, value = q.shape[3], v.shape[3]
+    like = jnp.zeros((v.shape[2], key, value), jnp.promote_types(q.dtype, jnp.float32))
+    o, finals = chunked(
+        arguments, with_responses(initial, context, like), options, context.cu_seqlens, recompute, responses=key
+    )
+    o, finals = complete(o, finals, value, context)
+    return o.astype(v.dtype), finals

@@ -41,11 +41,13 @@ class Layout(NamedTuple):
         options: of the call.
         segments: how many.
         is_dense: every slot holds the token of its number, so that nothing is moved.
+        responses: columns of values that are 0; see chunked.
     """
 
     options: DeltaRuleOptions
     segments: int
     is_dense: bool
+    responses: int
 
 
 def chunked(
@@ -54,9 +56,16 @@ def chunked(
     options: DeltaRuleOptions,
     cu_seqlens: Array | np.ndarray | None,
     recompute: bool,
+    responses: int = 0,
 ) -> tuple[Array, Array]:
-    """Outputs and final states; arguments as the public functions' (calls.py), checked."""
+    """Outputs and final states; arguments as the public functions' (calls.py), checked.
+
+    Args:
+        responses: so many columns follow those of the values, in states and outputs, for values of 0: how the outputs
+            change with what the initial state holds there. Outputs are then as wide as states are.
+    """
     (batch, length, heads, width), key = arguments.v.shape, arguments.q.shape[-1]
+    width += responses
     sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
     offsets = np.array([0, length]) if cu_seqlens is None else cu_seqlens
     is_traced = isinstance(offsets, Tracer)
@@ -67,7 +76,7 @@ def chunked(
     if not is_traced:
         offsets = np.asarray(offsets)
     cuts = cut_into_chunks(offsets, length, size, chunks, jnp if is_traced else np)
-    layout = Layout(options, segments, not is_traced and bool(np.all(cuts.filled)))
+    layout = Layout(options, segments, not is_traced and bool(np.all(cuts.filled)), responses)
     shape = (sequences, batch * heads, key, width)
     dtype = jnp.promote_types(arguments.q.dtype, jnp.float32)
     initial = jnp.zeros(shape, dtype) if initial_state is None else initial_state.reshape(shape)
@@ -75,7 +84,7 @@ def chunked(
     initial, *alike = varying_alike((initial, *arguments))
     compute: Any = _replayed if recompute else _kept
     o, finals = compute(layout, Arguments(*alike), initial, cuts)
-    return o.astype(arguments.v.dtype), finals.reshape(-1, heads, key, width)
+    return o if responses else o.astype(arguments.v.dtype), finals.reshape(-1, heads, key, width)
 
 
 def _with_gate(tokens: Sequence[Array], whole: Arguments) -> Arguments:
@@ -111,7 +120,8 @@ def _to_chunks(x: Array, size: int) -> Array:
 
 def _terms(layout: Layout, arguments: Arguments, filled: Array) -> ChunkTerms:
     """Of a segment's chunks. filled: [slots of a segment]"""
-    q, k, v, g, beta = gated(*arguments, layout.options)
+    v = jnp.pad(arguments.v, ((0, 0), (0, 0), (0, 0), (0, layout.responses)))
+    q, k, v, g, beta = gated(*arguments._replace(v=v), layout.options)
     if not layout.is_dense:
         g = jnp.where(filled[:, None, None], g, 0)
     q, k, v, g, beta = (_to_chunks(x, layout.options.chunk_size) for x in (q, k, v, g, beta))

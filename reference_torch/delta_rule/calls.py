@@ -1,18 +1,20 @@
 """The public functions: arguments, what is asked of them, and who computes."""
 
-from typing import Any
-
 import numpy as np
+import torch
 from torch import Tensor
 
+from plans.context import FLACPContext, check_part
 from plans.delta_rule import (
     CHUNK_SIZE,
     ArrayInfo,
     DeltaRuleOptions,
     check_arguments,
     check_chunked_call,
+    compute_dtype,
     refuse_unknown_keywords,
 )
+from reference_torch.context_parallel import complete, with_responses
 from reference_torch.delta_rule.chunked import chunked
 from reference_torch.delta_rule.gates import gated
 from reference_torch.delta_rule.recurrent import recurrent
@@ -62,7 +64,7 @@ def chunk_kda(
     safe_gate: bool = False,
     lower_bound: float | int | None = None,
     chunk_size: int = CHUNK_SIZE,
-    cp_context: Any = None,
+    cp_context: FLACPContext | None = None,
     disable_recompute: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -80,7 +82,9 @@ def chunk_kda(
         A_log, dt_bias, lower_bound: of kda_gate, with use_gate_in_kernel. [HV], [HV * K]
         safe_gate: the caller's word that decays are above -5; nothing here needs it.
         chunk_size: tokens, a power of two.
-        cp_context: None; sequences are not split over ranks.
+        cp_context: of build_cp_context, where sequences are split over ranks, of which this one gives its part and gets
+            its part's outputs. cu_seqlens is then the context's or None. A sequence takes its initial state on the rank
+            where it begins and has its final state where it ends, 0 on others. Every rank has to call backward.
         disable_recompute: keep for backward what it would compute again.
 
     Returns:
@@ -95,9 +99,9 @@ def chunk_kda(
     options = DeltaRuleOptions(
         True, scale, chunk_size, use_qk_l2norm_in_kernel, use_gate_in_kernel, safe_gate, lower_bound
     )
-    check_chunked_call("chunk_kda", cp_context, impl)
+    check_chunked_call("chunk_kda", impl)
     arrays = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    return _chunked(arrays, cu_seqlens, options, output_final_state, not disable_recompute)
+    return _chunked(arrays, cu_seqlens, options, output_final_state, not disable_recompute, cp_context)
 
 
 @refuse_unknown_keywords
@@ -134,7 +138,7 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     chunk_size: int = CHUNK_SIZE,
-    cp_context: Any = None,
+    cp_context: FLACPContext | None = None,
     disable_recompute: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -145,21 +149,21 @@ def chunk_gated_delta_rule(
     Reference: Yang, Kautz and Hatamizadeh, arXiv 2412.06464, section 3.
     """
     options = DeltaRuleOptions(False, scale, chunk_size, use_qk_l2norm_in_kernel)
-    check_chunked_call("chunk_gated_delta_rule", cp_context, impl)
+    check_chunked_call("chunk_gated_delta_rule", impl)
     arrays = (q, k, v, g, beta, None, None, initial_state)
-    return _chunked(arrays, cu_seqlens, options, output_final_state, not disable_recompute)
+    return _chunked(arrays, cu_seqlens, options, output_final_state, not disable_recompute, cp_context)
 
 
 Arrays = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 """q, k, v, g, beta, A_log, dt_bias, initial_state."""
 
 
-def _offsets(arrays: Arrays, cu_seqlens: Tensor | None, options: DeltaRuleOptions) -> np.ndarray | None:
+def _offsets(arrays: Arrays, cu_seqlens: Tensor | np.ndarray | None, options: DeltaRuleOptions) -> np.ndarray | None:
     """The values of cu_seqlens, once all arguments are checked."""
     names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
     infos = {name: None if x is None else _info(x) for name, x in zip(names, arrays, strict=True)}
-    values = None if cu_seqlens is None else cu_seqlens.detach().cpu().numpy()
-    offsets = None if cu_seqlens is None or values is None else _info(cu_seqlens)._replace(values=values)
+    values = cu_seqlens.detach().cpu().numpy() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+    offsets = None if values is None else ArrayInfo(values.shape, values.dtype.name, values)
     check_arguments(options, infos | {"cu_seqlens": offsets})
     return values
 
@@ -178,8 +182,29 @@ def _recurrent(
 
 
 def _chunked(
-    arrays: Arrays, cu_seqlens: Tensor | None, options: DeltaRuleOptions, output_final_state: bool, recompute: bool
+    arrays: Arrays,
+    cu_seqlens: Tensor | None,
+    options: DeltaRuleOptions,
+    output_final_state: bool,
+    recompute: bool,
+    context: FLACPContext | None,
 ) -> tuple[Tensor, Tensor | None]:
-    offsets = _offsets(arrays, cu_seqlens, options)
-    o, finals = chunked(*arrays, options, offsets, recompute)
+    if context is None:
+        o, finals = chunked(*arrays, options, _offsets(arrays, cu_seqlens, options), recompute)
+    else:
+        o, finals = _over_ranks(arrays, cu_seqlens, options, recompute, context)
     return o, finals if output_final_state else None
+
+
+def _over_ranks(
+    arrays: Arrays, cu_seqlens: Tensor | None, options: DeltaRuleOptions, recompute: bool, context: FLACPContext
+) -> tuple[Tensor, Tensor]:
+    """The rule over this rank's part of the sequences."""
+    q, v, initial = arrays[0], arrays[2], arrays[-1]
+    check_part(context, q.shape[1], None if cu_seqlens is None else cu_seqlens.detach().cpu().numpy())
+    offsets = _offsets(arrays, context.cu_seqlens_cpu, options)
+    dtype = getattr(torch, compute_dtype(str(q.dtype).removeprefix("torch.")))
+    like = q.new_zeros(v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
+    initial, responses = with_responses(initial, context, like), 0 if context.is_first_rank else q.shape[3]
+    o, finals = complete(*chunked(*arrays[:-1], initial, options, offsets, recompute, responses), v.shape[3], context)
+    return o.to(v.dtype), finals

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -63,9 +64,10 @@ class Segment:
         x = x.reshape(batch, chunks * size, rows // batch, width)
         return x if self.slot is None else x.index_select(1, self.slot)
 
-    def terms(self, arguments: Sequence[Any], options: DeltaRuleOptions) -> ChunkTerms:
-        """Of its chunks, from q, k, v, g, beta of its tokens, A_log and dt_bias."""
+    def terms(self, arguments: Sequence[Any], options: DeltaRuleOptions, responses: int) -> ChunkTerms:
+        """Of its chunks, from q, k, v, g, beta of its tokens, A_log and dt_bias; so many columns of values are 0."""
         q, k, v, g, beta, A_log, dt_bias = arguments
+        v = F.pad(v, (0, responses)) if responses else v
         q, k, v, g, beta = (self.to_chunks(x) for x in gated(q, k, v, g, beta, A_log, dt_bias, options))
         return chunk_terms(q, k, v, g, beta)
 
@@ -97,31 +99,41 @@ def chunked(
     options: DeltaRuleOptions,
     cu_seqlens: np.ndarray | None,
     recompute: bool,
+    responses: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and final states; arguments as the public functions' (calls.py), checked."""
+    """Outputs and final states; arguments as the public functions' (calls.py), checked.
+
+    Args:
+        initial_state: of the first sequences; those beyond begin with 0.
+        responses: so many columns follow those of the values, in states and outputs, for values of 0: how the outputs
+            change with what the initial state holds there. Outputs are then as wide as states are.
+    """
     (batch, length, heads, width), key = v.shape, q.shape[-1]
+    width += responses
     sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
     offsets = np.array([0, length]) if cu_seqlens is None else cu_seqlens
     cuts = cut_into_chunks(offsets, length, options.chunk_size)
     size = SEGMENT_SIZE if recompute else len(cuts.token)
     segments = make_segments(cuts, options.chunk_size, size, q.device)
     shape = (sequences, batch * heads, key, width)
-    initial = None if initial_state is None else initial_state.reshape(shape)
+    initial = None if initial_state is None else initial_state.reshape(-1, *shape[1:])
     arguments = [q, k, v, g, beta, A_log, dt_bias]
     if recompute:
-        o, finals = _Replayed.apply(segments, options, shape, *arguments, initial)
+        o, finals = _Replayed.apply(segments, options, responses, shape, *arguments, initial)
     else:
         (segment,) = segments
-        o, finals = _Kept.apply(segment.owners, shape, initial, *segment.terms(arguments, options))
-        o = segment.to_tokens(o, batch).to(v.dtype)
+        o, finals = _Kept.apply(segment.owners, shape, initial, *segment.terms(arguments, options, responses))
+        o = segment.to_tokens(o, batch).to(o.dtype if responses else v.dtype)
     return o, finals.view(-1, heads, key, width)
 
 
 def _states(given: Tensor | None, shape: tuple[int, ...], like: Tensor) -> list[Tensor]:
-    """N states [R, K, V] as given, or zeros as wide as the state of such tokens."""
-    if given is not None:
-        return list(given)
-    return [like.new_zeros(shape[1:], dtype=torch.promote_types(like.dtype, torch.float32))] * shape[0]
+    """N states [R, K, V], the first as given, the others zeros as wide as the state of such tokens."""
+    states = [] if given is None else list(given)
+    if len(states) == shape[0]:
+        return states
+    zeros = like.new_zeros(shape[1:], dtype=torch.promote_types(like.dtype, torch.float32))
+    return states + [zeros] * (shape[0] - len(states))
 
 
 class _Kept(torch.autograd.Function):
@@ -132,7 +144,7 @@ class _Kept(torch.autograd.Function):
         terms = ChunkTerms(*terms)
         scanned, finals = scan_chunks(terms, owners, _states(initial, shape, terms.u))
         ctx.save_for_backward(*terms, *scanned)
-        ctx.owners, ctx.shape = owners, shape
+        ctx.owners, ctx.shape, ctx.given = owners, shape, 0 if initial is None else len(initial)
         ctx.set_materialize_grads(False)
         return outputs(terms, scanned), torch.stack(finals)
 
@@ -143,24 +155,24 @@ class _Kept(torch.autograd.Function):
         d_output = torch.zeros_like(errors) if d_output is None else d_output
         scanned, d_states = Scanned(states, errors), _states(d_finals, ctx.shape, errors)
         gradients, d_states = scan_chunks_backward(ChunkTerms(*terms), ctx.owners, scanned, d_output, d_states)
-        return None, None, torch.stack(d_states) if ctx.needs_input_grad[2] else None, *gradients
+        return None, None, torch.stack(d_states[: ctx.given]) if ctx.needs_input_grad[2] else None, *gradients
 
 
 class _Replayed(torch.autograd.Function):
     """All of it; keeps the arguments and a state a segment."""
 
     @staticmethod
-    def forward(ctx, segments, options, shape, *inputs):
+    def forward(ctx, segments, options, responses, shape, *inputs):
         *arguments, initial = inputs
-        v = arguments[2]
-        o, states, kept = torch.empty_like(v, memory_format=torch.contiguous_format), _states(initial, shape, v), []
+        v, states, kept = arguments[2], _states(initial, shape, arguments[2]), []
+        o = v.new_empty(*v.shape[:-1], shape[-1], dtype=states[0].dtype if responses else v.dtype)
         for segment in segments:
             kept.append(states[segment.owners[0]])
-            terms = segment.terms(segment.parts(arguments), options)
+            terms = segment.terms(segment.parts(arguments), options, responses)
             scanned, states = scan_chunks(terms, segment.owners, states)
             segment.own(o).copy_(segment.to_tokens(outputs(terms, scanned), len(v)))
         ctx.save_for_backward(*inputs, torch.stack(kept[1:]) if kept[1:] else None)
-        ctx.segments, ctx.options, ctx.shape = segments, options, shape
+        ctx.segments, ctx.options, ctx.responses, ctx.shape = segments, options, responses, shape
         ctx.set_materialize_grads(False)
         return o, torch.stack(states)
 
@@ -168,7 +180,7 @@ class _Replayed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_output, d_finals):  # pyright: ignore[reportIncompatibleMethodOverride]
         *arguments, initial, kept = ctx.saved_tensors
-        wanted, v = ctx.needs_input_grad[3:-1], arguments[2]
+        wanted, v = ctx.needs_input_grad[4:-1], arguments[2]
         gradients = [torch.zeros_like(x) if want else None for x, want in zip(arguments, wanted, strict=True)]
         d_states = _states(d_finals, ctx.shape, v)
         for number, segment in reversed(list(enumerate(ctx.segments))):
@@ -177,16 +189,18 @@ class _Replayed(torch.autograd.Function):
                 for x, want in zip(segment.parts(arguments), wanted, strict=True)
             ]
             with torch.enable_grad():
-                connected = segment.terms(leaves, ctx.options)
+                connected = segment.terms(leaves, ctx.options, ctx.responses)
             terms, states = ChunkTerms(*(x.detach() for x in connected)), _states(initial, ctx.shape, v)
             if number:
                 states[segment.owners[0]] = kept[number - 1]
             scanned, _ = scan_chunks(terms, segment.owners, states)
-            own = torch.zeros_like(segment.own(v)) if d_output is None else segment.own(d_output)
-            own = segment.to_chunks(own.to(scanned.errors.dtype))
+            own = torch.zeros_like(scanned.errors)
+            if d_output is not None:
+                own = segment.to_chunks(segment.own(d_output).to(own.dtype))
             d_terms, d_states = scan_chunks_backward(terms, segment.owners, scanned, own, d_states)
             _add_gradients(connected, d_terms, leaves, segment.parts(gradients))
-        return None, None, None, *gradients, torch.stack(d_states) if ctx.needs_input_grad[-1] else None
+        d_initial = torch.stack(d_states[: len(initial)]) if ctx.needs_input_grad[-1] else None
+        return None, None, None, None, *gradients, d_initial
 
 
 def _add_gradients(terms: ChunkTerms, d_terms: ChunkTerms, leaves: list, gradients: list) -> None:

@@ -1,0 +1,216 @@
+"""The delta rule over sequences split over ranks: only states travel.
+
+A rank runs its part of the sequences from a state of 0, and beside it what an initial state would add: to the outputs
+R S, to the last state M S. Both come out of one scan, as further columns of values that are 0 and of a state that
+begins as the identity. What a rank passes on is then M S + H; the ranks' maps compose, and once a rank knows the S it
+begins with, one product completes its outputs. Backward, automatic differentiation asks for the gradient of S, which
+is the same exchange from the other end, of M^T: see ``_exchanged``.
+
+All of it runs under jax.shard_map (or jax.pmap): one program, in which ranks differ by numbers alone. Twin of
+``reference_torch/context_parallel.py``. What a rank holds is decided in ``plans/context.py``.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.core import Tracer
+from jaxtyping import Float
+
+from plans.context import FLACPContext, check_sequences, local_sequences, scan_steps
+
+
+def build_cp_context(
+    cu_seqlens: Array | np.ndarray,
+    group: str,
+    conv1d_kernel_size: int | None = None,
+    cu_seqlens_cpu: np.ndarray | None = None,
+    *,
+    cp_exchange: str = "all_gather",
+) -> FLACPContext:
+    """What each rank holds of sequences split over the devices along a mesh axis; inside jax.shard_map.
+
+    Args:
+        cu_seqlens: where all sequences begin, and the end of the last; the same on every rank. [N + 1] int32
+        group: name of the mesh axis.
+        conv1d_kernel_size: taps of a short convolution that will run on the part.
+        cu_seqlens_cpu: the same, not traced; without it traced offsets are not looked at.
+        cp_exchange: how states travel, one of plans.context.EXCHANGES.
+
+    Raises:
+        ValueError: naming the argument, what was expected, what came. Nothing is sent.
+    """
+    known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    values = None if isinstance(known, Tracer) else np.asarray(known)
+    size, rank = lax.axis_size(group), lax.axis_index(group)
+    check_sequences(values, known.dtype.name, size, conv1d_kernel_size, cp_exchange)
+    offsets = jnp.asarray(known)
+    part: Any = offsets[-1] // size if values is None else int(values[-1]) // size
+    local = local_sequences(offsets, rank, part, jnp)
+    kernel = conv1d_kernel_size
+    return FLACPContext(
+        group=group,
+        cu_seqlens=local.cu_seqlens,
+        cu_seqlens_cpu=None,
+        is_first_rank=local.pre_num_ranks == 0,
+        is_last_rank=local.post_num_ranks == 0,
+        pre_num_ranks=local.pre_num_ranks,
+        post_num_ranks=local.post_num_ranks,
+        num_sequences=local.num_sequences,
+        first_sequence=local.first_sequence,
+        rank=rank,
+        size=size,
+        part_length=None if values is None else part,
+        conv1d_kernel_size=kernel,
+        pre_num_conv_tokens=None if kernel is None else jnp.minimum(kernel - 1, local.pre_num_tokens),
+        cp_exchange=cp_exchange,
+    )
+
+
+def exchange_states(
+    transition: Float[Array, "h k k"], state: Float[Array, "h k v"], context: FLACPContext, reverse: bool = False
+) -> Float[Array, "h k v"]:
+    """The state each rank begins with, of S -> M S + H over the ranks before it.
+
+    Args:
+        transition: M; 0 where the state passed on does not depend on the one begun with. [HV, K, K]
+        state: H. [HV, K, V]
+        context: of the ranks.
+        reverse: over the ranks after it, from the last.
+
+    Returns:
+        S, 0 on the first rank.
+    """
+    return _exchange(transition, state, context.group, context.size, context.cp_exchange, reverse)
+
+
+def _exchange(transition: Array, state: Array, group: str, size: int, exchange: str, reverse: bool) -> Array:
+    if size == 1:
+        return jnp.zeros_like(state)
+    rank = lax.axis_index(group)
+    run = {"all_gather": _gathered, "ring": _passed_on, "scan": _scanned}[exchange]
+    return run(transition, state, group, size, size - 1 - rank if reverse else rank, reverse)
+
+
+def _gathered(transition: Array, state: Array, group: str, size: int, place: Array, reverse: bool) -> Array:
+    packed = lax.all_gather(jnp.concatenate([state, transition], axis=-1), group)
+    if reverse:
+        packed = packed[::-1]
+    found, width = jnp.zeros_like(state), state.shape[-1]
+    for number in range(size - 1):
+        after = packed[number, ..., width:] @ found + packed[number, ..., :width]
+        found = jnp.where(number < place, after, found)
+    return found
+
+
+def _passed_on(transition: Array, state: Array, group: str, size: int, place: Array, reverse: bool) -> Array:
+    found = jnp.zeros_like(state)
+    for sender in range(size - 1):
+        came = lax.ppermute(transition @ found + state, group, _pairs([(sender, sender + 1)], size, reverse))
+        found = jnp.where(place == sender + 1, came, found)
+    return found
+
+
+def _scanned(transition: Array, state: Array, group: str, size: int, place: Array, reverse: bool) -> Array:
+    for number, step in enumerate(scan_steps(size)):
+        pairs = _pairs(step.pairs(size), size, reverse)
+        came = lax.ppermute(state, group, pairs)  # 0 where nothing comes
+        composed = came if step.is_last else lax.ppermute(transition, group, pairs)
+        if number == 0:  # everyone's own map goes one rank on; the first has none
+            state, transition = came, composed
+            continue
+        receives = place >= step.distance + step.first_sender
+        state = jnp.where(receives, transition @ came + state, state)
+        if not step.is_last:
+            transition = jnp.where(receives, transition @ composed, transition)
+    return state
+
+
+def _pairs(pairs: list[tuple[int, int]], size: int, reverse: bool) -> list[tuple[int, int]]:
+    """Ranks of senders and receivers, which are counted from the first rank, or from the last."""
+    return [(size - 1 - a, size - 1 - b) for a, b in pairs] if reverse else pairs
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _exchanged(transition: Array, state: Array, group: str, size: int, exchange: str) -> Array:
+    """exchange_states. Of S_r = M S + H over the ranks before r, the gradient of rank r's H is the same of the M^T and
+    of the gradients of S over the ranks after it, and that of its M is this times S^T."""
+    return _exchange(transition, state, group, size, exchange, reverse=False)
+
+
+def _exchanged_forward(
+    transition: Array, state: Array, group: str, size: int, exchange: str
+) -> tuple[Array, tuple[Array, Array]]:
+    found = _exchange(transition, state, group, size, exchange, reverse=False)
+    return found, (transition, found)
+
+
+def _exchanged_backward(
+    group: str, size: int, exchange: str, kept: tuple[Array, Array], d_found: Array
+) -> tuple[Array, Array]:
+    transition, found = kept
+    passed_back = _exchange(transition.mT, d_found, group, size, exchange, reverse=True)
+    return passed_back @ found.mT, passed_back
+
+
+_exchanged.defvjp(_exchanged_forward, _exchanged_backward)
+
+
+def compress_h0(h0: Float[Array, "n h k v"] | None, context: FLACPContext) -> Float[Array, "m h k v"] | None:
+    """Of the states a rank's sequences begin with the first, the only one that can come from another rank. [1, ...]"""
+    return h0 if h0 is None else h0[:1]
+
+
+def expand_h0(h0: Float[Array, "m h k v"] | None, context: FLACPContext) -> Float[Array, "n h k v"] | None:
+    """The inverse of compress_h0, the other sequences beginning with 0. [n, ...]"""
+    if h0 is None:
+        return h0
+    return jnp.zeros((len(context.cu_seqlens) - 1, *h0.shape[1:]), h0.dtype).at[:1].set(h0)
+
+
+def with_responses(initial_state: Array | None, context: FLACPContext, like: Array) -> Array:
+    """What the rank's scan begins with: of a sequence that began on another rank 0 and the identity.
+
+    Args:
+        initial_state: of the rank's sequences; that of one which began on another rank is not looked at. [n, HV, K, V]
+        context: of the ranks.
+        like: a state's shape and type. [HV, K, V]
+
+    Returns:
+        H and M side by side. [n, HV, K, V + K]
+    """
+    heads, key, _ = like.shape
+    states = initial_state
+    if states is None:
+        states = jnp.zeros((len(context.cu_seqlens) - 1, *like.shape), like.dtype)
+    begun = jnp.where(context.is_first_rank, states[0], 0)
+    identity = jnp.where(context.is_first_rank, 0, jnp.broadcast_to(jnp.eye(key, dtype=like.dtype), (heads, key, key)))
+    states = jnp.pad(states, ((0, 0), (0, 0), (0, 0), (0, key)))
+    return states.at[0].set(jnp.concatenate([begun, identity], axis=-1))
+
+
+def complete(
+    o: Float[Array, "b t h w"], finals: Float[Array, "n h k w"], value: int, context: FLACPContext
+) -> tuple[Float[Array, "b t h v"], Float[Array, "n h k v"]]:
+    """Outputs and final states, once it is known what the rank's first sequence began with.
+
+    Args:
+        o: outputs from a state of 0 and, where the first sequence began on another rank, responses. [1, T, HV, V + K]
+        finals: H and M of every sequence, as wide. [n, HV, K, V + K]
+        value: width V.
+        context: of the ranks.
+
+    Returns:
+        [1, T, HV, V] and [n, HV, K, V]; a sequence that goes on on another rank has a final state of 0 here.
+    """
+    last, came, goes_on = context.num_sequences - 1, ~context.is_first_rank, ~context.is_last_rank
+    states, transitions = finals[..., :value], finals[..., value:]
+    transition = jnp.where(came & goes_on & (last == 0), transitions[0], 0)
+    state = jnp.where(goes_on, states[last], 0)
+    begun: Array = _exchanged(transition, state, context.group, context.size, context.cp_exchange)
+    o = o[..., :value] + jnp.einsum("bthk,hkv->bthv", o[..., value:], begun)  # responses are 0 where nothing came
+    states = states.at[0].add(transitions[0] @ begun)
+    return o, states.at[last].set(jnp.where(goes_on, 0, states[last]))

@@ -1,0 +1,220 @@
+"""Context parallelism before a tensor exists: what a rank holds of sequences split over ranks, and how states travel.
+
+Sequences lie end to end and are cut into as many equal parts as there are ranks, wherever that cuts them. A part begins
+in the middle of a sequence, or not, and ends in one, or not; what lies between is whole. Over the last sequence of its
+part a rank turns the state it is given into the next rank's by an affine map, S -> M S + H, and maps compose; so states
+reach all ranks at once, along a chain, or in a logarithm of rounds.
+
+The rank's view of the sequences is made of array operations alone, with numpy or with jax.numpy: in a program that all
+ranks run, the rank and the offsets are not known before it runs.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+EXCHANGES = ("all_gather", "ring", "scan")
+"""How states travel: every pair (M, H) to everyone; the state alone from rank to rank; composed pairs over distances
+that double."""
+
+
+class LocalSequences(NamedTuple):
+    """What one rank holds. An empty sequence between two parts, or before or after all, is on no rank."""
+
+    cu_seqlens: Any
+    """Where its sequences begin within its part, and the part's end; as long as the offsets of all, filled up with the
+    end. [N + 1] int32"""
+    first_sequence: Any
+    """Number of its first sequence among all."""
+    num_sequences: Any
+    pre_num_ranks: Any
+    """Ranks before that hold a part of its first sequence."""
+    post_num_ranks: Any
+    """Ranks after that hold a part of its last sequence."""
+    pre_num_tokens: Any
+    """Tokens of its first sequence that lie before its part."""
+
+
+@dataclass(frozen=True)
+class FLACPContext:
+    """What an operation on one rank's part has to know; made by ``context_parallel.build_cp_context``.
+
+    In PyTorch all but the group and tensors are numbers; in JAX, where one program serves all ranks, arrays [].
+    """
+
+    group: Any
+    """The ranks: a process group, or the name of a mesh axis."""
+    cu_seqlens: Any
+    """Of the rank's own tokens. [n + 1] int32; in JAX as long as the offsets of all, filled up with the end"""
+    cu_seqlens_cpu: Any
+    """The same as numpy's array; None where it is traced."""
+    is_first_rank: Any
+    """The first sequence begins here."""
+    is_last_rank: Any
+    """The last sequence ends here."""
+    pre_num_ranks: Any
+    """Ranks before that hold a part of the first sequence."""
+    post_num_ranks: Any
+    """Ranks after that hold a part of the last sequence."""
+    num_sequences: Any
+    first_sequence: Any
+    """Number of the first among all."""
+    rank: Any
+    size: int
+    part_length: int | None
+    """Tokens of every rank; None where the offsets are traced."""
+    conv1d_kernel_size: int | None = None
+    pre_num_conv_tokens: Any = None
+    """Tokens before the part that a convolution still reads; None without a kernel."""
+    cp_exchange: str = "all_gather"
+
+
+def check_sequences(
+    cu_seqlens: Any, dtype: str, size: int, conv1d_kernel_size: int | None = None, cp_exchange: str = "all_gather"
+) -> None:
+    """Refuse sequences that cannot be split over ranks.
+
+    Args:
+        cu_seqlens: offsets of all sequences, as numpy's array; None where JAX traces them: they are not looked at.
+        dtype: theirs, by numpy's name.
+        size: number of ranks.
+        conv1d_kernel_size: taps of the short convolution.
+        cp_exchange: one of EXCHANGES.
+
+    Raises:
+        ValueError: naming the argument, what was expected, what came.
+    """
+    if dtype != "int32":
+        raise ValueError(f"cu_seqlens: expected int32, got {dtype}")
+    if conv1d_kernel_size is not None and conv1d_kernel_size < 1:
+        raise ValueError(f"conv1d_kernel_size: expected at least 1, or None, got {conv1d_kernel_size}")
+    if cp_exchange not in EXCHANGES:
+        raise ValueError(f"cp_exchange: expected one of {EXCHANGES}, got {cp_exchange!r}")
+    if cu_seqlens is None:
+        return
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens: expected shape [N + 1] of at least [2], got {list(cu_seqlens.shape)}")
+    if cu_seqlens[0] != 0:
+        raise ValueError(f"cu_seqlens: expected to begin at 0, got {cu_seqlens[0]}")
+    if (np.diff(cu_seqlens) < 0).any():
+        place = int((np.diff(cu_seqlens) < 0).argmax())
+        came = f"{cu_seqlens[place]} before {cu_seqlens[place + 1]} at {place}"
+        raise ValueError(f"cu_seqlens: expected offsets that never decrease, got {came}")
+    if cu_seqlens[-1] < size or cu_seqlens[-1] % size:
+        raise ValueError(
+            f"cu_seqlens: expected to end at a multiple of the number of ranks, {size}, got {cu_seqlens[-1]}; fill the "
+            "last sequence up"
+        )
+
+
+def check_part(context: FLACPContext, length: int, cu_seqlens: np.ndarray | None) -> None:
+    """Refuse arrays that are not this rank's part.
+
+    Args:
+        context: of the call.
+        length: tokens given.
+        cu_seqlens: as given to the call, where it is known.
+
+    Raises:
+        ValueError: naming the argument, what was expected, what came.
+    """
+    if context.part_length is not None and length != context.part_length:
+        raise ValueError(
+            f"q: expected T = {context.part_length}, this rank's part of {context.part_length * context.size} tokens "
+            f"over {context.size} ranks, got {length}"
+        )
+    own = context.cu_seqlens_cpu
+    if cu_seqlens is not None and own is not None and not np.array_equal(cu_seqlens, own):
+        raise ValueError(
+            f"cu_seqlens: expected None or cp_context.cu_seqlens, {own.tolist()}, got {cu_seqlens.tolist()}"
+        )
+
+
+def local_sequences(cu_seqlens: Any, rank: Any, part_length: int, xp: Any = np) -> LocalSequences:
+    """What one rank holds of sequences that lie end to end.
+
+    Args:
+        cu_seqlens: where sequences begin, and the end of all. [N + 1] int32
+        rank: whose part.
+        part_length: tokens of a part.
+        xp: the module to compute with, numpy or jax.numpy.
+    """
+    begin = rank * part_length
+    end = begin + part_length
+    first = xp.searchsorted(cu_seqlens[1:], begin, side="right")
+    last = xp.searchsorted(cu_seqlens[:-1], end, side="left") - 1
+    own = xp.minimum(first + xp.arange(len(cu_seqlens)), last + 1)
+    offsets = xp.clip(cu_seqlens[own], begin, end) - begin
+    return LocalSequences(
+        cu_seqlens=offsets.astype(xp.int32),
+        first_sequence=first,
+        num_sequences=last - first + 1,
+        pre_num_ranks=rank - cu_seqlens[first] // part_length,
+        post_num_ranks=(cu_seqlens[last + 1] - 1) // part_length - rank,
+        pre_num_tokens=begin - xp.minimum(cu_seqlens[first], begin),
+    )
+
+
+class ExchangeCost(NamedTuple):
+    """What one exchange of states costs, forward or backward."""
+
+    rounds: int
+    """Messages that have to follow one another."""
+    payload_bytes: int
+    """Sent by the rank that sends most, each thing counted once however many receive it."""
+    wire_bytes: int
+    """Received by all ranks together."""
+
+
+def exchange_cost(exchange: str, size: int, heads: int, key: int, value: int, itemsize: int = 4) -> ExchangeCost:
+    """What one exchange costs, by formula.
+
+    Args:
+        exchange: one of EXCHANGES.
+        size: number of ranks.
+        heads: HV, of all rows of the batch.
+        key, value: widths K, V of a head.
+        itemsize: bytes of a number.
+    """
+    state, both = heads * key * value * itemsize, heads * key * (key + value) * itemsize
+    if size == 1:
+        return ExchangeCost(0, 0, 0)
+    if exchange == "all_gather":
+        return ExchangeCost(1, both, size * (size - 1) * both)
+    if exchange == "ring":
+        return ExchangeCost(size - 1, state, (size - 1) * state)
+    steps = scan_steps(size)
+    sent = [state if step.is_last else both for step in steps]
+    wire = sum(step.messages(size) * each for step, each in zip(steps, sent, strict=True))
+    return ExchangeCost(len(steps), sum(sent), wire)
+
+
+class ScanStep(NamedTuple):
+    """One round of the exchange by scan."""
+
+    distance: int
+    """A rank sends to the one so far ahead."""
+    first_sender: int
+    """Ranks before it have nothing to tell."""
+    is_last: bool
+    """Nobody composes further: H goes alone."""
+
+    def messages(self, size: int) -> int:
+        """How many are sent."""
+        return size - self.distance - self.first_sender
+
+    def pairs(self, size: int) -> list[tuple[int, int]]:
+        """Sender and receiver of each, going forward."""
+        return [(rank, rank + self.distance) for rank in range(self.first_sender, size - self.distance)]
+
+
+def scan_steps(size: int) -> list[ScanStep]:
+    """Rounds after which every rank has the composition of all maps before it.
+
+    In the first everyone hands its own map on. From then on rank r holds the maps of ranks r - n .. r - 1 composed, n
+    doubles, and rank 0 has none.
+    """
+    distances = [1, *(2**step for step in range(max(0, math.ceil(math.log2(max(1, size - 1))))))]
+    return [ScanStep(d, int(place > 0), place == len(distances) - 1) for place, d in enumerate(distances)]

@@ -1,0 +1,113 @@
+"""Context parallelism in JAX; tests/test_context_parallel.py runs this file in a process with eight devices."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jax_impl.context_parallel import build_cp_context, compress_h0, expand_h0
+from jax_impl.delta_rule import chunk_gated_delta_rule, chunk_kda
+from parity.compare import relative_difference
+from plans.context import EXCHANGES
+from tests.context_jobs import OFFSETS, TOKENS, Case, arrays_of, cotangents_of, own_slices, run_rule, undivided
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_enable_x64", True)
+TOLERANCE = 1e-12
+LONGEST = max(map(len, OFFSETS.values()))
+
+
+def padded(offsets: tuple[int, ...]) -> np.ndarray:
+    """As many for every case, so that one program serves all: the last sequences are empty."""
+    return np.array([*offsets, *[TOKENS] * (LONGEST - len(offsets))], np.int32)
+
+
+@cache
+def program(rule: str, exchange: str, size: int, disable_recompute: bool):
+    """Outputs, final states by rank, and gradients, of any division."""
+    mesh = Mesh(np.array(jax.devices()[:size]), ("cp",))
+    case = Case(rule, (0, TOKENS), exchange, disable_recompute)
+    whole = ("A_log", "dt_bias")
+
+    def loss(arrays, offsets, d_o, d_finals):
+        by = {name: P() if name in whole else P("cp") if name == "initial_state" else P(None, "cp") for name in arrays}
+
+        @partial(jax.shard_map, mesh=mesh, in_specs=(by, P()), out_specs=(P(None, "cp"), P("cp")))
+        def run(arrays, offsets):
+            context = build_cp_context(offsets, "cp", cp_exchange=exchange)
+            arrays = arrays | {"initial_state": arrays["initial_state"][0]}
+            o, finals = run_rule(case, arrays, (chunk_kda, chunk_gated_delta_rule), cp_context=context)
+            return o, finals[None]
+
+        o, finals = run(arrays, offsets)
+        return (o * d_o).sum() + (finals * d_finals).sum(), (o, finals)
+
+    return jax.jit(jax.grad(loss, has_aux=True))
+
+
+def by_rank(states: np.ndarray, case: Case, size: int) -> np.ndarray:
+    """[N, ...] as every rank's own, from its first, filled up with 0: [size, N, ...]."""
+    found = np.zeros((size, LONGEST - 1, *states.shape[1:]))
+    for rank in range(size):
+        own = states[own_slices(case, rank, size)[1]]
+        found[rank, : len(own)] = own
+    return found
+
+
+def together(states: np.ndarray, case: Case, size: int) -> np.ndarray:
+    """The inverse, of states that are 0 on all ranks but one."""
+    found = np.zeros((len(case.offsets) - 1, *states.shape[2:]))
+    for rank in range(size):
+        own = own_slices(case, rank, size)[1]
+        found[own] += states[rank, : own.stop - own.start]
+    return found
+
+
+RULES = ("kda", "gdn", "gate")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_c2_c3_c4_ranks_compute_what_pytorch_does_alone(size, exchange):
+    rule = RULES[(size + EXCHANGES.index(exchange)) % 3]
+    run = program(rule, exchange, size, disable_recompute=size == 3)
+    for offsets in OFFSETS.values():
+        case = Case(rule, tuple(offsets), exchange)
+        o, finals, gradients = undivided(case)
+        d_o, d_finals = cotangents_of(case)
+        arrays = arrays_of(case)
+        arrays["initial_state"] = by_rank(arrays["initial_state"], case, size)
+        found, (ours, states) = run(arrays, padded(case.offsets), d_o, by_rank(d_finals, case, size))
+        assert relative_difference(np.asarray(ours), o) <= TOLERANCE
+        assert relative_difference(together(np.asarray(states), case, size), finals) <= TOLERANCE
+        for name, gradient in gradients.items():
+            other = np.asarray(found[name])
+            other = together(other, case, size) if name == "initial_state" else other
+            assert relative_difference(other, gradient) <= TOLERANCE, name
+
+
+def test_c7_of_the_first_states_one_is_kept():
+    context = type("Context", (), {"cu_seqlens": jnp.arange(4)})
+    states = jnp.zeros((3, 2, 4, 5)).at[0].set(1.0)
+    assert compress_h0(states, context).shape == (1, 2, 4, 5)
+    assert jnp.array_equal(expand_h0(compress_h0(states, context), context), states)
+
+
+def test_c9_bad_sequences_are_refused_before_anything_is_sent():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("cp",))
+
+    def build(offsets, **options):
+        def run(x):
+            build_cp_context(np.array(offsets, np.int32), "cp", **options)
+            return x
+
+        return jax.eval_shape(jax.shard_map(run, mesh=mesh, in_specs=P("cp"), out_specs=P("cp")), jnp.zeros(4))
+
+    with pytest.raises(ValueError, match="cu_seqlens: expected to end at a multiple of the number of ranks, 4, got 10"):
+        build([0, 10])
+    with pytest.raises(ValueError, match="conv1d_kernel_size: expected at least 1, or None, got 0"):
+        build([0, 8], conv1d_kernel_size=0)

@@ -1,0 +1,143 @@
+"""What ranks run in tests of context parallelism, and what all of them together must give."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from plans.context import local_sequences
+from reference_torch.context_parallel import build_cp_context, exchange_states
+from reference_torch.delta_rule import chunk_gated_delta_rule, chunk_kda
+
+NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+TOKENS, HEADS, VALUE_HEADS, KEY, VALUE = 48, 2, 4, 5, 3
+
+OFFSETS = {
+    "one over all ranks": [0, 48],
+    "long, empty and of lengths 1 and 2": [0, 1, 3, 40, 40, 48],
+    "at the ends of parts": [0, 6, 12, 24, 24, 48],
+    "many in one part": [0, 1, 2, 4, 5, 7, 8, 10, 11, 48],
+    "one begins with the last token": [0, 0, 47, 48],
+    "all short": [*range(0, 48, 2), 48],
+}
+"""Where sequences begin."""
+
+
+class Case(NamedTuple):
+    """One call of the rule."""
+
+    rule: str
+    """kda, gate (kda with its gate inside) or gdn."""
+    offsets: tuple[int, ...]
+    exchange: str
+    disable_recompute: bool = False
+    states: bool = True
+    """Initial states are given, and final ones asked for."""
+
+
+def arrays_of(case: Case) -> dict[str, np.ndarray]:
+    """Of all sequences; every head decays at a rate of its own."""
+    rng = np.random.default_rng(0)
+    decay = (1, TOKENS, VALUE_HEADS) + (() if case.rule == "gdn" else (KEY,))
+    rate = np.geomspace(0.05, 3.0, VALUE_HEADS)
+    found = {
+        "q": rng.standard_normal((1, TOKENS, HEADS, KEY)),
+        "k": rng.standard_normal((1, TOKENS, HEADS, KEY)),
+        "v": rng.standard_normal((1, TOKENS, VALUE_HEADS, VALUE)),
+        "g": -rng.uniform(size=decay) * rate.reshape(-1, *[1] * (len(decay) - 3)),
+        "beta": rng.uniform(size=(1, TOKENS, VALUE_HEADS)) * 1.5,
+    }
+    if case.rule == "gate":
+        found |= {"A_log": rng.standard_normal(VALUE_HEADS), "dt_bias": rng.standard_normal(VALUE_HEADS * KEY)}
+    if case.states:
+        found["initial_state"] = rng.standard_normal((len(case.offsets) - 1, VALUE_HEADS, KEY, VALUE))
+    return found
+
+
+def cotangents_of(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Of outputs and final states."""
+    rng = np.random.default_rng(1)
+    states = (len(case.offsets) - 1, VALUE_HEADS, KEY, VALUE)
+    return rng.standard_normal((1, TOKENS, VALUE_HEADS, VALUE)), rng.standard_normal(states) * case.states
+
+
+def run_rule(case: Case, arrays: dict[str, Any], rules: tuple = (chunk_kda, chunk_gated_delta_rule), **options: Any):
+    """Outputs and final states, in chunks small enough for several in a part."""
+    options |= {name: arrays[name] for name in NAMES[5:] if name in arrays}
+    if case.rule == "gate":
+        options["use_gate_in_kernel"] = True
+    rule = rules[case.rule == "gdn"]
+    options |= {"disable_recompute": case.disable_recompute, "output_final_state": case.states}
+    return rule(*(arrays[name] for name in NAMES[:5]), chunk_size=4, use_qk_l2norm_in_kernel=True, **options)
+
+
+def undivided(case: Case) -> tuple[np.ndarray, np.ndarray | None, dict[str, np.ndarray]]:
+    """Outputs, final states and gradients of one process."""
+    arrays = {name: torch.from_numpy(x).requires_grad_() for name, x in arrays_of(case).items()}
+    o, finals = run_rule(case, arrays, cu_seqlens=torch.tensor(case.offsets, dtype=torch.int32))
+    d_o, d_finals = map(torch.from_numpy, cotangents_of(case))
+    ((o * d_o).sum() + (0 if finals is None else (finals * d_finals).sum())).backward()
+    gradients = {name: x.grad.numpy() for name, x in arrays.items() if x.grad is not None}
+    return o.detach().numpy(), None if finals is None else finals.detach().numpy(), gradients
+
+
+def run_part(case: Case) -> tuple[np.ndarray, np.ndarray | None, dict[str, np.ndarray]]:
+    """The same of this rank's part; states of its own sequences."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    offsets = torch.tensor(case.offsets, dtype=torch.int32)
+    context = build_cp_context(offsets, group, cp_exchange=case.exchange)
+    whole, (d_o, d_finals) = arrays_of(case), cotangents_of(case)
+    part, own = own_slices(case, context.rank, context.size)
+    cut = {name: x if name in ("A_log", "dt_bias") else x[:, part] for name, x in whole.items()}
+    if case.states:
+        cut["initial_state"] = whole["initial_state"][own]
+    arrays = {name: torch.from_numpy(x.copy()).requires_grad_() for name, x in cut.items()}
+    o, finals = run_rule(case, arrays, cu_seqlens=context.cu_seqlens, cp_context=context)
+    loss = (o * torch.from_numpy(d_o[:, part])).sum()
+    if finals is not None:
+        loss = loss + (finals * torch.from_numpy(d_finals[own])).sum()
+    loss.backward()
+    gradients = {name: x.grad.numpy() for name, x in arrays.items() if x.grad is not None}
+    return o.detach().numpy(), None if finals is None else finals.detach().numpy(), gradients
+
+
+def own_slices(case: Case, rank: int, size: int) -> tuple[slice, slice]:
+    """Of all tokens and of all sequences, those of one rank."""
+    local = local_sequences(np.array(case.offsets), rank, TOKENS // size)
+    first = int(local.first_sequence)
+    part = slice(rank * TOKENS // size, (rank + 1) * TOKENS // size)
+    return part, slice(first, first + int(local.num_sequences))
+
+
+def run_parts(cases: list[Case]) -> list[Any]:
+    """One after the other."""
+    return [run_part(case) for case in cases]
+
+
+def count_sent(size: int, exchange: str, heads: int, key: int, value: int) -> tuple[int, int, int]:
+    """Bytes this rank handed over, bytes that others were to receive, and messages, in one exchange."""
+    sent = [0, 0, 0]
+    plain_send, plain_gather = dist.isend, dist.all_gather
+
+    def send(tensor: torch.Tensor, *args: Any, **options: Any):
+        sent[0] += tensor.nbytes
+        sent[1] += tensor.nbytes
+        sent[2] += 1
+        return plain_send(tensor, *args, **options)
+
+    def gather(out: list[torch.Tensor], tensor: torch.Tensor, **options: Any):
+        sent[0] += tensor.nbytes
+        sent[1] += tensor.nbytes * (size - 1)
+        sent[2] += 1
+        return plain_gather(out, tensor, **options)
+
+    dist.isend, dist.all_gather = send, gather
+    try:
+        context = build_cp_context(
+            torch.tensor([0, 4 * size], dtype=torch.int32), dist.group.WORLD, cp_exchange=exchange
+        )
+        exchange_states(torch.zeros(heads, key, key), torch.ones(heads, key, value), context)
+    finally:
+        dist.isend, dist.all_gather = plain_send, plain_gather
+    return sent[0], sent[1], sent[2]

@@ -1,0 +1,127 @@
+"""Context parallelism in PyTorch: ranks that hold parts of sequences compute what one process does."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from parity.compare import relative_difference
+from plans.context import EXCHANGES, exchange_cost
+from reference_torch.context_parallel import build_cp_context, compress_h0, expand_h0
+from reference_torch.delta_rule import chunk_kda
+from reference_torch.rank_pool import RankPool
+from tests.context_jobs import OFFSETS, Case, arrays_of, own_slices, run_part, undivided
+from tests.test_pipeline_jax import run_cases
+
+SIZES = (2, 3, 4, 8)
+PRELOAD = ("torch.distributed", "tests.context_jobs")
+TOLERANCE = 1e-12
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def pool(request):
+    with RankPool(request.param, preload=PRELOAD) as pool:
+        yield pool
+
+
+@cache
+def expected(case: Case):
+    """Whatever way states travel."""
+    return undivided(case._replace(exchange="", disable_recompute=False))
+
+
+def assert_equal(case: Case, parts: list, size: int) -> None:
+    """All ranks' outputs, final states and gradients together are the undivided call's."""
+    o, finals, gradients = expected(case)
+    assert relative_difference(np.concatenate([part[0] for part in parts], axis=1), o) <= TOLERANCE
+    whole = {name: np.zeros_like(gradient) for name, gradient in gradients.items()}
+    found = None if finals is None else np.zeros_like(finals)
+    unheld = np.ones(len(case.offsets) - 1, bool)
+    for rank, (_, own_finals, own_gradients) in enumerate(parts):
+        tokens, sequences = own_slices(case, rank, size)
+        unheld[sequences] = False
+        for name, gradient in own_gradients.items():
+            place = ... if name in ("A_log", "dt_bias") else sequences if name == "initial_state" else (..., tokens)
+            if isinstance(place, tuple):
+                whole[name][:, tokens] += gradient
+            else:
+                whole[name][place] += gradient
+        if found is not None:
+            found[sequences] += own_finals  # where a sequence goes on, its final state is 0
+    assert not np.diff(case.offsets)[unheld].any(), "only empty sequences may be on no rank"
+    if found is not None:
+        assert relative_difference(found[~unheld], finals[~unheld]) <= TOLERANCE
+        whole["initial_state"][unheld] = gradients["initial_state"][unheld]
+    assert {*whole} == {name for part in parts for name in part[2]}
+    for name, gradient in gradients.items():
+        assert np.linalg.norm(gradient) > 0, name
+        assert relative_difference(whole[name], gradient) <= TOLERANCE, name
+
+
+def cases_of(exchange: str) -> list[Case]:
+    """Every way to divide, with each rule; half of them keep all for backward."""
+    rules = ("kda", "gdn", "gate")
+    return [
+        Case(rules[(place + shift) % 3], tuple(offsets), exchange, bool(place % 2), states=shift == 0 or place % 3 == 0)
+        for place, offsets in enumerate(OFFSETS.values())
+        for shift in range(2)
+    ]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_c2_c3_c4_ranks_compute_what_one_process_does(pool, exchange):
+    cases = cases_of(exchange)
+    for case, parts in zip(cases, zip(*pool.run("tests.context_jobs:run_parts", cases), strict=True), strict=True):
+        assert_equal(case, list(parts), pool.size)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_c4_bytes_and_messages_are_the_formula_s(pool, exchange):
+    sent = pool.run("tests.context_jobs:count_sent", pool.size, exchange, 3, 4, 5)
+    cost = exchange_cost(exchange, pool.size, 3, 4, 5)
+    assert max(payload for payload, _, _ in sent) == cost.payload_bytes
+    assert sum(wire for _, wire, _ in sent) == cost.wire_bytes
+
+
+def test_c2_one_rank_is_one_process():
+    for case in cases_of("ring"):
+        assert_equal(case, [run_part(case)], 1)
+
+
+def context_of(offsets: list[int], **changes):
+    context = build_cp_context(torch.tensor(offsets, dtype=torch.int32), None)
+    for name, value in changes.items():
+        object.__setattr__(context, name, value)
+    return context
+
+
+def test_c7_of_the_first_states_one_is_kept():
+    context, states = context_of([0, 2, 4, 6]), torch.zeros(3, 2, 4, 5)
+    states[0] = torch.randn(2, 4, 5)
+    kept = compress_h0(states, context)
+    assert kept.shape == (1, 2, 4, 5)
+    assert torch.equal(expand_h0(kept, context), states)
+    assert compress_h0(None, context) is None
+    one = context_of([0, 6])
+    assert compress_h0(states[:1], one) is not None
+    assert torch.equal(expand_h0(states[:1], one), states[:1])
+
+
+def test_c9_what_is_not_the_rank_s_part_is_refused():
+    case = Case("kda", (0, 48), "ring", states=False)
+    arrays = [torch.from_numpy(x) for x in arrays_of(case).values()]
+    with pytest.raises(ValueError, match=r"q: expected T = 24, this rank's part of 24 tokens over 1 ranks, got 48"):
+        chunk_kda(*arrays, cp_context=context_of([0, 24]))
+    with pytest.raises(ValueError, match=r"cu_seqlens: .* cp_context.cu_seqlens, \[0, 48\], got \[0, 20, 48\]"):
+        chunk_kda(*arrays, cp_context=context_of([0, 48]), cu_seqlens=torch.tensor([0, 20, 48], dtype=torch.int32))
+    with pytest.raises(ValueError, match="cu_seqlens: expected int32, got int64"):
+        build_cp_context(torch.tensor([0, 48]), None)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(900)
+def test_c2_c3_c4_in_jax():
+    run_cases("tests/context_jax_cases.py", "not slow", 880)
