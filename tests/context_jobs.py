@@ -110,6 +110,15 @@ def own_slices(case: Case, rank: int, size: int) -> tuple[slice, slice]:
     return part, slice(first, first + int(local.num_sequences))
 
 
+def held(case: Case, size: int) -> np.ndarray:
+    """Whether a sequence is on some rank; empty ones may not be. [N]"""
+    found = np.zeros(len(case.offsets) - 1, bool)
+    for rank in range(size):
+        found[own_slices(case, rank, size)[1]] = True
+    assert not np.diff(case.offsets)[~found].any()
+    return found
+
+
 def run_parts(cases: list[Case]) -> list[Any]:
     """One after the other."""
     return [run_part(case) for case in cases]
