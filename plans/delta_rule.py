@@ -7,7 +7,8 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -21,7 +22,8 @@ SUBCHUNK_SIZE = 8
 """Tokens among which a decay per channel is multiplied out pair by pair; between larger blocks it is a product."""
 
 SEGMENT_SIZE = 512
-"""Tokens that backward computes again together; of a sequence's segments only the first state of each is kept."""
+"""Places for tokens, in chunks that sequences may leave partly empty, that backward computes again together; only the
+state a segment begins with is kept."""
 
 L2_NORM_EPSILON = 1e-6
 
@@ -76,10 +78,11 @@ class DeltaRuleOptions:
     lower_bound: float | None = None
 
     def __post_init__(self) -> None:
-        if self.scale is not None and not math.isfinite(self.scale):
-            raise ValueError(f"scale: expected a finite number, got {self.scale}")
-        if self.chunk_size < 1 or self.chunk_size & (self.chunk_size - 1):
-            raise ValueError(f"chunk_size: expected a power of two, got {self.chunk_size}")
+        if self.scale is not None and not (isinstance(self.scale, Real) and math.isfinite(self.scale)):
+            raise ValueError(f"scale: expected a finite number, got {self.scale!r}")
+        size = self.chunk_size
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1 or size & (size - 1):
+            raise ValueError(f"chunk_size: expected a power of two, got {size!r}")
         if self.lower_bound is not None:
             check_lower_bound(self.lower_bound)
         if not self.use_gate_in_kernel and self.lower_bound is not None:
@@ -90,11 +93,15 @@ class DeltaRuleOptions:
         if self.use_gate_in_kernel and self.safe_gate and self.lower_bound is None:
             raise ValueError("lower_bound: expected a number in [-5, 0) with safe_gate, got None")
 
+    def for_length(self, length: int) -> "DeltaRuleOptions":
+        """The same with chunks no longer than so many tokens need: a chunk's time and memory grow with its square."""
+        return replace(self, chunk_size=min(self.chunk_size, 1 << (length - 1).bit_length()))
+
 
 def check_lower_bound(lower_bound: float) -> None:
     """The bound of a bounded gate: below it 16 tokens of a chunk could span more than a float32 can."""
-    if not -5 <= lower_bound < 0:
-        raise ValueError(f"lower_bound: expected a number in [-5, 0), got {lower_bound}")
+    if not isinstance(lower_bound, Real) or not -5 <= lower_bound < 0:
+        raise ValueError(f"lower_bound: expected a number in [-5, 0), got {lower_bound!r}")
 
 
 def check_chunked_call(name: str, impl: str) -> None:
@@ -129,6 +136,9 @@ def check_arguments(options: DeltaRuleOptions, arrays: Mapping[str, ArrayInfo | 
     Raises:
         ValueError: names the argument, what was expected, what came.
     """
+    for name in ("q", "k", "v", "g", "beta"):
+        if arrays[name] is None:
+            raise ValueError(f"{name}: expected an array, got None")
     given = {name: array for name, array in arrays.items() if array is not None}
     q, v = given["q"], given["v"]
     for name, info, letters in (("q", q, "[B, T, H, K]"), ("v", v, "[B, T, HV, V]")):

@@ -16,10 +16,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from plans.context import FLACPContext, check_sequences, local_sequences, scan_steps
+from reference_torch.autograd import differentiable_once
 from reference_torch.groups import wait_for
 
 TIMEOUT = 600.0
@@ -165,7 +165,7 @@ class _Exchanged(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, d_found):  # pyright: ignore[reportIncompatibleMethodOverride]
         transition, found = ctx.saved_tensors
         passed_back = exchange_states(transition.mT, d_found, ctx.context, reverse=True)
@@ -181,7 +181,7 @@ class _Attached(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, d_x):  # pyright: ignore[reportIncompatibleMethodOverride]
         return d_x, d_x.new_zeros(ctx.shape, dtype=ctx.dtype)
 

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from plans.config import TransformerConfig
 from plans.implementation import uses_kernels
 from plans.parameters import ParameterSpec, initial_value, rotary_frequencies
 from plans.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, TILE_ROWS, dropout_threshold
+from reference_torch.autograd import differentiable_once
 from reference_torch.recompute import name_value
 
 MASK_32 = 0xFFFFFFFF
@@ -181,7 +181,7 @@ class _ShortConvolution(torch.autograd.Function):
         return _convolved(x, weight, before)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, before = ctx.saved_tensors
         leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()

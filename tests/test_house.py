@@ -21,11 +21,12 @@ MAY_IMPORT = {
 }
 
 ROOMS = {
+    "autograd": set(),
     "recompute": set(),
-    "ops": {"recompute"},
+    "ops": {"autograd", "recompute"},
     "hyper_connections": {"ops", "recompute"},
-    "context_parallel": {"groups"},
-    "delta_rule": {"ops", "context_parallel"},
+    "context_parallel": {"autograd", "groups"},
+    "delta_rule": {"autograd", "ops", "context_parallel"},
     "modules": {"ops"},
     "documents": set(),
     "cache": {"ops"},
@@ -52,8 +53,9 @@ ROOMS = {
 }
 """Rooms of a backend, and the rooms of the same backend each may import."""
 
-TORCH_ONLY = {"p2p", "rank_pool", "stage"}
-"""Rooms for processes that send each other messages, and for what they call; JAX's step takes the model whole."""
+TORCH_ONLY = {"autograd", "p2p", "rank_pool", "stage"}
+"""Rooms for backward functions, for processes that send each other messages, and for what they call; JAX's step takes
+the model whole."""
 
 TWINS = (
     "ops",

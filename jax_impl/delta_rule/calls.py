@@ -161,15 +161,19 @@ def chunk_gated_delta_rule(
 
 
 def _check(arguments: Arguments, initial: Array | None, cu_seqlens: Any, options: DeltaRuleOptions) -> None:
-    infos = {name: None if x is None else _info(x) for name, x in arguments._asdict().items()}
-    infos["initial_state"] = None if initial is None else _info(initial)
-    if cu_seqlens is not None:
-        values = None if isinstance(cu_seqlens, Tracer) else np.asarray(cu_seqlens)
-        infos["cu_seqlens"] = _info(cu_seqlens)._replace(values=values)
+    given = arguments._asdict() | {"initial_state": initial, "cu_seqlens": cu_seqlens}
+    infos = {name: _info(name, x) for name, x in given.items()}
     check_arguments(options, infos)
+    offsets = infos["cu_seqlens"]
+    if offsets is not None and not isinstance(cu_seqlens, Tracer):
+        check_arguments(options, infos | {"cu_seqlens": offsets._replace(values=np.asarray(cu_seqlens))})
 
 
-def _info(x: Array | np.ndarray) -> ArrayInfo:
+def _info(name: str, x: Array | np.ndarray | None) -> ArrayInfo | None:
+    if x is None:
+        return None
+    if not isinstance(x, Array | np.ndarray):
+        raise ValueError(f"{name}: expected an array, got {type(x).__name__}")
     return ArrayInfo(tuple(x.shape), str(x.dtype))
 
 
@@ -196,7 +200,7 @@ def _chunked(
 ) -> tuple[Array, Array | None]:
     if context is None:
         _check(arguments, initial, cu_seqlens, options)
-        o, finals = chunked(arguments, initial, options, cu_seqlens, recompute)
+        o, finals = chunked(arguments, initial, options.for_length(arguments.q.shape[1]), cu_seqlens, recompute)
     else:
         o, finals = _over_ranks(arguments, initial, cu_seqlens, options, recompute, context)
     return o, finals if output_final_state else None
@@ -215,6 +219,7 @@ def _over_ranks(
     known = None if cu_seqlens is None or isinstance(cu_seqlens, Tracer) else np.asarray(cu_seqlens)
     check_part(context, q.shape[1], known)
     _check(arguments, initial, context.cu_seqlens, options)
+    options = options.for_length(q.shape[1])
     key, value = q.shape[3], v.shape[3]
     like = jnp.zeros((v.shape[2], key, value), jnp.promote_types(q.dtype, jnp.float32))
     o, finals = chunked(

@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from jax_impl.delta_rule.gates import gated
 from jax_impl.delta_rule.intra import ChunkTerms, chunk_terms
-from jax_impl.delta_rule.scan import Scanned, outputs, scan_chunks, scan_chunks_backward
+from jax_impl.delta_rule.scan import Sequences, States, outputs, scan_chunks, scan_chunks_backward, sequences_of
 from kernels.mesh_axes import varying_alike
 from plans.delta_rule import SEGMENT_SIZE, Chunking, DeltaRuleOptions, cut_into_chunks, most_chunks
 
@@ -42,12 +42,14 @@ class Layout(NamedTuple):
         segments: how many.
         is_dense: every slot holds the token of its number, so that nothing is moved.
         responses: columns of values that are 0; see chunked.
+        sequences: how many.
     """
 
     options: DeltaRuleOptions
     segments: int
     is_dense: bool
     responses: int
+    sequences: int
 
 
 def chunked(
@@ -76,10 +78,8 @@ def chunked(
     if not is_traced:
         offsets = np.asarray(offsets)
     cuts = cut_into_chunks(offsets, length, size, chunks, jnp if is_traced else np)
-    layout = Layout(options, segments, not is_traced and bool(np.all(cuts.filled)), responses)
-    shape = (sequences, batch * heads, key, width)
-    dtype = jnp.promote_types(arguments.q.dtype, jnp.float32)
-    initial = jnp.zeros(shape, dtype) if initial_state is None else initial_state.reshape(shape)
+    layout = Layout(options, segments, not is_traced and bool(np.all(cuts.filled)), responses, sequences)
+    initial = None if initial_state is None else initial_state.reshape(sequences, batch * heads, key, width)
     cuts = jax.tree.map(jnp.asarray, cuts)
     initial, *alike = varying_alike((initial, *arguments))
     compute: Any = _replayed if recompute else _kept
@@ -128,28 +128,41 @@ def _terms(layout: Layout, arguments: Arguments, filled: Array) -> ChunkTerms:
     return chunk_terms(q, k, v, g, beta)
 
 
-def _by_segment(layout: Layout, cuts: Chunking) -> tuple[Array, Array]:
-    """Of every segment: its chunks' owners and which slots are filled."""
-    return cuts.sequence.reshape(layout.segments, -1), cuts.filled.reshape(layout.segments, -1)
+def _by_segment(layout: Layout, cuts: Chunking) -> tuple[Sequences, Array]:
+    """Of every segment: whose its chunks are, and which slots are filled."""
+    return jax.tree.map(lambda x: x.reshape(layout.segments, -1), (sequences_of(cuts.sequence), cuts.filled))
+
+
+def _before(sequences: int, initial: Array | None, shape: tuple[int, ...], like: Sequence[Any]) -> States:
+    """Before the first chunk. shape: of one state, [R, K, V]"""
+    dtype = jnp.promote_types(like[0].dtype, jnp.float32)
+    one, ends = jnp.zeros(shape, dtype), jnp.zeros((sequences, *shape), dtype) if initial is None else initial
+    return States(*varying_alike((one, ends, *like))[:2])
+
+
+def _state_shape(layout: Layout, arguments: Arguments) -> tuple[int, int, int]:
+    batch, _, heads, width = arguments.v.shape
+    return batch * heads, arguments.q.shape[-1], width + layout.responses
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _replayed(layout: Layout, arguments: Arguments, initial: Array, cuts: Chunking) -> tuple[Array, Array]:
+def _replayed(layout: Layout, arguments: Arguments, initial: Array | None, cuts: Chunking) -> tuple[Array, Array]:
     """All of it; keeps the arguments and a state a segment."""
     return _replayed_forward(layout, arguments, initial, cuts)[0]
 
 
-def _replayed_forward(layout: Layout, arguments: Arguments, initial: Array, cuts: Chunking) -> tuple[Any, Any]:
-    def segment(states: Array, inputs: tuple) -> tuple[Array, tuple[Array, Array]]:
-        tokens, owners, filled = inputs
+def _replayed_forward(layout: Layout, arguments: Arguments, initial: Array | None, cuts: Chunking) -> tuple[Any, Any]:
+    def segment(states: States, inputs: tuple) -> tuple[States, tuple[Array, Array]]:
+        tokens, sequences, filled = inputs
         terms = _terms(layout, _with_gate(tokens, arguments), filled)
-        scanned, after = scan_chunks(terms, owners, states)
-        return after, (outputs(terms, scanned), states[owners[0]])
+        scanned, after = scan_chunks(terms, sequences, initial, states)
+        return after, (outputs(terms, scanned), states.one)
 
+    states = _before(layout.sequences, initial, _state_shape(layout, arguments), arguments)
     inputs = (_split_all(layout, arguments, cuts), *_by_segment(layout, cuts))
-    finals, (o, kept) = jax.lax.scan(segment, initial, inputs)
+    states, (o, kept) = jax.lax.scan(segment, states, inputs)
     o = _join(layout, o, cuts, len(arguments.q))
-    return (o, finals), (arguments, initial, kept[1:], cuts)
+    return (o, states.ends), (arguments, initial, kept[1:], cuts)
 
 
 def _replayed_backward(layout: Layout, residuals: Any, gradients: tuple[Array, Array]) -> tuple[Any, ...]:
@@ -158,50 +171,57 @@ def _replayed_backward(layout: Layout, residuals: Any, gradients: tuple[Array, A
 
     def segment(carry: tuple, inputs: tuple) -> tuple[tuple, Any]:
         d_states, d_gate = carry
-        tokens, d_output, start, owners, filled = inputs
+        tokens, d_output, start, sequences, filled = inputs
         terms, pull = jax.vjp(partial(_terms, layout, filled=filled), _with_gate(tokens, arguments))
-        scanned, _ = scan_chunks(terms, owners, initial.at[owners[0]].set(start))
+        scanned, _ = scan_chunks(terms, sequences, initial, States(start, None))
         d_output = _to_chunks(d_output, layout.options.chunk_size)
-        d_terms, d_states = scan_chunks_backward(terms, owners, scanned, d_output, d_states)
+        d_terms, d_states = scan_chunks_backward(terms, sequences, scanned, d_output, d_finals, d_states)
         (d_arguments,) = pull(d_terms)
         return (d_states, jax.tree.map(jnp.add, d_gate, d_arguments[5:])), d_arguments[:5]
 
     tokens, join = jax.vjp(lambda x: _split_all(layout, x, cuts), arguments)
-    owners, filled = _by_segment(layout, cuts)
-    starts = jnp.concatenate([initial[owners[0, 0]][None], kept])
-    inputs = (tokens, _split(layout, d_output, cuts), starts, owners, filled)
-    zeros = [None if x is None else jnp.zeros_like(x) for x in arguments[5:]]
+    first = _before(layout.sequences, None, _state_shape(layout, arguments), arguments).one
+    inputs = (tokens, _split(layout, d_output, cuts), jnp.concatenate([first[None], kept]), *_by_segment(layout, cuts))
+    gate = arguments[5:]  # its gradients are sums over all tokens, whatever its own type
+    zeros = [None if x is None else jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in gate]
     *zeros, _ = varying_alike((*zeros, arguments.q))
-    (d_initial, d_gate), d_tokens = jax.lax.scan(segment, (d_finals, tuple(zeros)), inputs, reverse=True)
+    carry = States(first, d_finals), tuple(zeros)
+    (d_states, d_gate), d_tokens = jax.lax.scan(segment, carry, inputs, reverse=True)
     (d_arguments,) = join(list(d_tokens))
-    return Arguments(*d_arguments[:5], *d_gate), d_initial, None
+    d_gate = [None if d is None else d.astype(x.dtype) for x, d in zip(gate, d_gate, strict=True)]
+    return Arguments(*d_arguments[:5], *d_gate), None if initial is None else d_states.ends, None
 
 
 _replayed.defvjp(_replayed_forward, _replayed_backward)
 
 
-def _kept(layout: Layout, arguments: Arguments, initial: Array, cuts: Chunking) -> tuple[Array, Array]:
+def _kept(layout: Layout, arguments: Arguments, initial: Array | None, cuts: Chunking) -> tuple[Array, Array]:
     """The same in one segment, of which backward computes nothing again."""
     tokens = [x[0] for x in _split_all(layout, arguments, cuts)]
     terms = _terms(layout, _with_gate(tokens, arguments), cuts.filled)
-    o, finals = _kept_scan(terms, initial, cuts.sequence)
+    scan: Any = _kept_scan
+    o, finals = scan(layout.sequences, terms, initial, sequences_of(cuts.sequence))
     return _join(layout, o[None], cuts, len(arguments.q)), finals
 
 
-@jax.custom_vjp
-def _kept_scan(terms: ChunkTerms, initial: Array, owners: Array) -> tuple[Array, Array]:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kept_scan(count: int, terms: ChunkTerms, initial: Array | None, sequences: Sequences) -> tuple[Array, Array]:
     """The scan alone, which keeps its terms and states."""
-    return _kept_scan_forward(terms, initial, owners)[0]
+    return _kept_scan_forward(count, terms, initial, sequences)[0]
 
 
-def _kept_scan_forward(terms: ChunkTerms, initial: Array, owners: Array) -> tuple[Any, Any]:
-    scanned, finals = scan_chunks(terms, owners, initial)
-    return (outputs(terms, scanned), finals), (terms, scanned, owners)
+def _kept_scan_forward(count: int, terms: ChunkTerms, initial: Array | None, sequences: Sequences) -> tuple[Any, Any]:
+    shape = terms.w.shape[1], terms.w.shape[-1], terms.u.shape[-1]
+    scanned, states = scan_chunks(terms, sequences, initial, _before(count, initial, shape, terms))
+    return (outputs(terms, scanned), states.ends), (terms, initial, scanned, sequences)
 
 
-def _kept_scan_backward(residuals: tuple[ChunkTerms, Scanned, Array], gradients: tuple[Array, Array]) -> tuple:
-    terms, scanned, owners = residuals
-    return *scan_chunks_backward(terms, owners, scanned, *gradients), None
+def _kept_scan_backward(count: int, residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
+    terms, initial, scanned, sequences = residuals
+    d_output, d_finals = gradients
+    d_states = States(jnp.zeros_like(d_finals[0]), d_finals)
+    d_terms, d_states = scan_chunks_backward(terms, sequences, scanned, d_output, d_finals, d_states)
+    return d_terms, None if initial is None else d_states.ends, None
 
 
 _kept_scan.defvjp(_kept_scan_forward, _kept_scan_backward)

@@ -161,14 +161,24 @@ Arrays = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | N
 def _offsets(arrays: Arrays, cu_seqlens: Tensor | np.ndarray | None, options: DeltaRuleOptions) -> np.ndarray | None:
     """The values of cu_seqlens, once all arguments are checked."""
     names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-    infos = {name: None if x is None else _info(x) for name, x in zip(names, arrays, strict=True)}
-    values = cu_seqlens.detach().cpu().numpy() if isinstance(cu_seqlens, Tensor) else cu_seqlens
-    offsets = None if values is None else ArrayInfo(values.shape, values.dtype.name, values)
+    infos = {name: _info(name, x) for name, x in zip(names, arrays, strict=True)}
+    if isinstance(cu_seqlens, np.ndarray):  # a context's
+        check_arguments(options, infos | {"cu_seqlens": ArrayInfo(cu_seqlens.shape, cu_seqlens.dtype.name, cu_seqlens)})
+        return cu_seqlens
+    offsets = _info("cu_seqlens", cu_seqlens)
     check_arguments(options, infos | {"cu_seqlens": offsets})
+    if cu_seqlens is None or offsets is None:
+        return None
+    values = cu_seqlens.detach().cpu().numpy()
+    check_arguments(options, infos | {"cu_seqlens": offsets._replace(values=values)})
     return values
 
 
-def _info(x: Tensor) -> ArrayInfo:
+def _info(name: str, x: Tensor | None) -> ArrayInfo | None:
+    if x is None:
+        return None
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name}: expected a tensor, got {type(x).__name__}")
     return ArrayInfo(tuple(x.shape), str(x.dtype).removeprefix("torch."))
 
 
@@ -176,8 +186,9 @@ def _recurrent(
     arrays: Arrays, cu_seqlens: Tensor | None, options: DeltaRuleOptions, output_final_state: bool
 ) -> tuple[Tensor, Tensor | None]:
     offsets = _offsets(arrays, cu_seqlens, options)
-    inputs = gated(*arrays[:7], options)
-    o, finals = recurrent(*inputs, arrays[7], None if offsets is None else offsets.tolist())
+    with torch.autocast(arrays[0].device.type, enabled=False):  # the types are the arguments'
+        inputs = gated(*arrays[:7], options)
+        o, finals = recurrent(*inputs, arrays[7], None if offsets is None else offsets.tolist())
     return o.to(arrays[2].dtype), finals if output_final_state else None
 
 
@@ -189,20 +200,23 @@ def _chunked(
     recompute: bool,
     context: FLACPContext | None,
 ) -> tuple[Tensor, Tensor | None]:
-    if context is None:
-        o, finals = chunked(*arrays, options, _offsets(arrays, cu_seqlens, options), recompute)
-    else:
-        o, finals = _over_ranks(arrays, cu_seqlens, options, recompute, context)
+    if context is not None:
+        check_part(context, arrays[0].shape[1], None if cu_seqlens is None else cu_seqlens.detach().cpu().numpy())
+    offsets = _offsets(arrays, cu_seqlens if context is None else context.cu_seqlens_cpu, options)
+    options = options.for_length(arrays[0].shape[1])
+    with torch.autocast(arrays[0].device.type, enabled=False):  # the types are the arguments'
+        if context is None:
+            o, finals = chunked(*arrays, options, offsets, recompute)
+        else:
+            o, finals = _over_ranks(arrays, options, recompute, context)
     return o, finals if output_final_state else None
 
 
 def _over_ranks(
-    arrays: Arrays, cu_seqlens: Tensor | None, options: DeltaRuleOptions, recompute: bool, context: FLACPContext
+    arrays: Arrays, options: DeltaRuleOptions, recompute: bool, context: FLACPContext
 ) -> tuple[Tensor, Tensor]:
     """The rule over this rank's part of the sequences."""
-    q, v, initial = arrays[0], arrays[2], arrays[-1]
-    check_part(context, q.shape[1], None if cu_seqlens is None else cu_seqlens.detach().cpu().numpy())
-    offsets = _offsets(arrays, context.cu_seqlens_cpu, options)
+    q, v, initial, offsets = arrays[0], arrays[2], arrays[-1], context.cu_seqlens_cpu
     dtype = getattr(torch, compute_dtype(str(q.dtype).removeprefix("torch.")))
     like = q.new_zeros(v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
     initial, responses = with_responses(initial, context, like), 0 if context.is_first_rank else q.shape[3]

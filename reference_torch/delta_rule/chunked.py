@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from plans.delta_rule import SEGMENT_SIZE, Chunking, DeltaRuleOptions, cut_into_chunks
+from reference_torch.autograd import differentiable_once
 from reference_torch.delta_rule.gates import gated
 from reference_torch.delta_rule.intra import ChunkTerms, chunk_terms
 from reference_torch.delta_rule.scan import Scanned, outputs, scan_chunks, scan_chunks_backward
@@ -127,13 +127,16 @@ def chunked(
     return o, finals.view(-1, heads, key, width)
 
 
-def _states(given: Tensor | None, shape: tuple[int, ...], like: Tensor) -> list[Tensor]:
+def _states(given: Tensor | None, shape: tuple[int, ...], like: Tensor) -> dict[int, Tensor]:
     """N states [R, K, V], the first as given, the others zeros as wide as the state of such tokens."""
     states = [] if given is None else list(given)
-    if len(states) == shape[0]:
-        return states
     zeros = like.new_zeros(shape[1:], dtype=torch.promote_types(like.dtype, torch.float32))
-    return states + [zeros] * (shape[0] - len(states))
+    return dict(enumerate(states + [zeros] * (shape[0] - len(states))))
+
+
+def _stacked(states: dict[int, Tensor], count: int) -> Tensor:
+    """The first so many."""
+    return torch.stack([states[number] for number in range(count)])
 
 
 class _Kept(torch.autograd.Function):
@@ -142,20 +145,21 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     def forward(ctx, owners, shape, initial, *terms):
         terms = ChunkTerms(*terms)
-        scanned, finals = scan_chunks(terms, owners, _states(initial, shape, terms.u))
+        states = _states(initial, shape, terms.u)
+        scanned = scan_chunks(terms, owners, states)
         ctx.save_for_backward(*terms, *scanned)
         ctx.owners, ctx.shape, ctx.given = owners, shape, 0 if initial is None else len(initial)
         ctx.set_materialize_grads(False)
-        return outputs(terms, scanned), torch.stack(finals)
+        return outputs(terms, scanned), _stacked(states, shape[0])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, d_output, d_finals):  # pyright: ignore[reportIncompatibleMethodOverride]
         *terms, states, errors = ctx.saved_tensors
         d_output = torch.zeros_like(errors) if d_output is None else d_output
-        scanned, d_states = Scanned(states, errors), _states(d_finals, ctx.shape, errors)
-        gradients, d_states = scan_chunks_backward(ChunkTerms(*terms), ctx.owners, scanned, d_output, d_states)
-        return None, None, torch.stack(d_states[: ctx.given]) if ctx.needs_input_grad[2] else None, *gradients
+        d_states = _states(d_finals, ctx.shape, errors)
+        gradients = scan_chunks_backward(ChunkTerms(*terms), ctx.owners, Scanned(states, errors), d_output, d_states)
+        return None, None, _stacked(d_states, ctx.given) if ctx.needs_input_grad[2] else None, *gradients
 
 
 class _Replayed(torch.autograd.Function):
@@ -169,20 +173,20 @@ class _Replayed(torch.autograd.Function):
         for segment in segments:
             kept.append(states[segment.owners[0]])
             terms = segment.terms(segment.parts(arguments), options, responses)
-            scanned, states = scan_chunks(terms, segment.owners, states)
+            scanned = scan_chunks(terms, segment.owners, states)
             segment.own(o).copy_(segment.to_tokens(outputs(terms, scanned), len(v)))
         ctx.save_for_backward(*inputs, torch.stack(kept[1:]) if kept[1:] else None)
         ctx.segments, ctx.options, ctx.responses, ctx.shape = segments, options, responses, shape
         ctx.set_materialize_grads(False)
-        return o, torch.stack(states)
+        return o, _stacked(states, shape[0])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, d_output, d_finals):  # pyright: ignore[reportIncompatibleMethodOverride]
         *arguments, initial, kept = ctx.saved_tensors
         wanted, v = ctx.needs_input_grad[4:-1], arguments[2]
-        gradients = [torch.zeros_like(x) if want else None for x, want in zip(arguments, wanted, strict=True)]
-        d_states = _states(d_finals, ctx.shape, v)
+        gradients = [_sums_like(arguments, place) if want else None for place, want in enumerate(wanted)]
+        begun, d_states = _states(initial, ctx.shape, v), _states(d_finals, ctx.shape, v)
         for number, segment in reversed(list(enumerate(ctx.segments))):
             leaves = [
                 None if x is None else x.detach().requires_grad_(want)
@@ -190,17 +194,24 @@ class _Replayed(torch.autograd.Function):
             ]
             with torch.enable_grad():
                 connected = segment.terms(leaves, ctx.options, ctx.responses)
-            terms, states = ChunkTerms(*(x.detach() for x in connected)), _states(initial, ctx.shape, v)
+            terms, states = ChunkTerms(*(x.detach() for x in connected)), {own: begun[own] for own in segment.owners}
             if number:
                 states[segment.owners[0]] = kept[number - 1]
-            scanned, _ = scan_chunks(terms, segment.owners, states)
+            scanned = scan_chunks(terms, segment.owners, states)
             own = torch.zeros_like(scanned.errors)
             if d_output is not None:
                 own = segment.to_chunks(segment.own(d_output).to(own.dtype))
-            d_terms, d_states = scan_chunks_backward(terms, segment.owners, scanned, own, d_states)
+            d_terms = scan_chunks_backward(terms, segment.owners, scanned, own, d_states)
             _add_gradients(connected, d_terms, leaves, segment.parts(gradients))
-        d_initial = torch.stack(d_states[: len(initial)]) if ctx.needs_input_grad[-1] else None
+        d_initial = _stacked(d_states, len(initial)) if ctx.needs_input_grad[-1] else None
+        gradients = [None if d is None else d.to(x.dtype) for x, d in zip(arguments, gradients, strict=True)]
         return None, None, None, None, *gradients, d_initial
+
+
+def _sums_like(arguments: Sequence[Any], place: int) -> Tensor:
+    """Zeros to add an argument's gradient to: a token's gets one segment's, the gate's parameters get all of them."""
+    x = arguments[place]
+    return torch.zeros_like(x, dtype=x.dtype if place < 5 else torch.promote_types(x.dtype, torch.float32))
 
 
 def _add_gradients(terms: ChunkTerms, d_terms: ChunkTerms, leaves: list, gradients: list) -> None:

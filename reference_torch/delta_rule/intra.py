@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from plans.delta_rule import SUBCHUNK_SIZE
+from reference_torch.autograd import differentiable_once
 
 
 class ChunkTerms(NamedTuple):
@@ -76,7 +76,7 @@ class _Inverse(torch.autograd.Function):
         return inverse
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         (inverse,) = ctx.saved_tensors
         return -(inverse.mT @ grad @ inverse.mT).tril(-1)

@@ -12,7 +12,7 @@ Backward, from the last chunk to the first, dS the gradient of the state a chunk
 and all else is a product of these and the states, for all chunks at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,25 +30,29 @@ class Scanned(NamedTuple):
     errors: Float[Tensor, "n r c v"]
 
 
-def scan_chunks(terms: ChunkTerms, owners: Sequence[int], states: Sequence[Tensor]) -> tuple[Scanned, list[Tensor]]:
+States = MutableMapping[int, Tensor]
+"""By number of the sequence. [R, K, V]"""
+
+
+def scan_chunks(terms: ChunkTerms, owners: Sequence[int], states: States) -> Scanned:
     """Take the sequences' states through their chunks.
 
     Args:
         terms: of n chunks.
         owners: whose they are. [n]
-        states: of every sequence before. N of [R, K, V]
+        states: of the owners before; changed to those after.
 
     Returns:
-        What outputs and backward need, and the states after.
+        What outputs and backward need.
     """
-    states, starts, errors = list(states), [], []
+    starts, errors = [], []
     for owner, w, u, k_decayed, decay in zip(
         owners, terms.w, terms.u, terms.k_decayed.mT, terms.decay[..., None], strict=True
     ):
         starts.append(states[owner])
         errors.append(torch.baddbmm(u, w, states[owner], alpha=-1))
         states[owner] = torch.baddbmm(states[owner] * decay, k_decayed, errors[-1])
-    return Scanned(torch.stack(starts), torch.stack(errors)), states
+    return Scanned(torch.stack(starts), torch.stack(errors))
 
 
 def outputs(terms: ChunkTerms, scanned: Scanned) -> Float[Tensor, "n r c v"]:
@@ -57,19 +61,19 @@ def outputs(terms: ChunkTerms, scanned: Scanned) -> Float[Tensor, "n r c v"]:
 
 
 def scan_chunks_backward(
-    terms: ChunkTerms, owners: Sequence[int], scanned: Scanned, d_output: Tensor, d_states: Sequence[Tensor]
-) -> tuple[ChunkTerms, list[Tensor]]:
-    """Gradients of the terms, and of the states before.
+    terms: ChunkTerms, owners: Sequence[int], scanned: Scanned, d_output: Tensor, d_states: States
+) -> ChunkTerms:
+    """Gradients of the terms.
 
     Args:
         terms: as given to ``scan_chunks``.
         owners: as given to it.
         scanned: as returned by it.
         d_output: gradient of the outputs. [n, R, C, V]
-        d_states: of the states after. N of [R, K, V]
+        d_states: gradients of the owners' states after; changed to those of the states before.
     """
     own, into_state = terms.a_qk.mT @ d_output, terms.q_decayed.mT @ d_output
-    d_states, d_ends, d_errors = list(d_states), [], []
+    d_ends, d_errors = [], []
     for chunk, owner in reversed(list(enumerate(owners))):
         d_ends.append(d_states[owner])
         d_errors.append(torch.baddbmm(own[chunk], terms.k_decayed[chunk], d_ends[-1]))
@@ -77,7 +81,7 @@ def scan_chunks_backward(
         d_states[owner] = torch.baddbmm(kept, terms.w[chunk].mT, d_errors[-1], alpha=-1)
     d_after, d_u = torch.stack(d_ends[::-1]), torch.stack(d_errors[::-1])
     by_channel = terms.decay.shape[-1] > 1
-    gradients = ChunkTerms(
+    return ChunkTerms(
         w=-(d_u @ scanned.states.mT),
         u=d_u,
         q_decayed=d_output @ scanned.states.mT,
@@ -85,4 +89,3 @@ def scan_chunks_backward(
         a_qk=d_output @ scanned.errors.mT,
         decay=(scanned.states * d_after).sum(-1 if by_channel else (-2, -1)).view(terms.decay.shape),
     )
-    return gradients, d_states
