@@ -4,7 +4,7 @@ A model given a cache reads the tokens it is given as the next ones, and leaves 
 the function has to return it. Twin of ``reference_torch/cache.py``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -40,8 +40,10 @@ class DeltaRuleState(NamedTuple):
 class DecodingCache:
     """What all layers remember."""
 
+    batch: int = field(metadata={"static": True})
+    """Texts."""
     length: Any
-    """Tokens read: an integer, or the array [] that jax.jit makes of one."""
+    """Tokens read, of each: an integer, or the array [] that jax.jit makes of one."""
     layers: dict[int, AttentionState | DeltaRuleState]
     """By global number of the layer."""
 
@@ -65,7 +67,7 @@ def empty_cache(config: TransformerConfig, batch: int) -> DecodingCache:
         layers[number] = DeltaRuleState(
             jnp.zeros(tail, config.compute_dtype), jnp.zeros(state, compute_dtype(config.compute_dtype))
         )
-    return DecodingCache(0, layers)
+    return DecodingCache(batch, 0, layers)
 
 
 def remembered_attention(

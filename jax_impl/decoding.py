@@ -13,6 +13,8 @@ from plans.sampling import split_unread
 class Decoder:
     """A model that reads a growing text, and remembers what it has read.
 
+    What it remembers is of the parameters it was read with: after a change of theirs, ``reset``.
+
     Args:
         model: the whole model.
     """
@@ -22,6 +24,10 @@ class Decoder:
         self._read = np.zeros(0, np.int64)
         self._cache: DecodingCache | None = None
 
+    def reset(self) -> None:
+        """Forget what was read."""
+        self._read, self._cache = self._read[:0], None
+
     def next_logits(self, tokens: np.ndarray) -> np.ndarray:
         """Logits of the token after a text, without dropout.
 
@@ -29,18 +35,18 @@ class Decoder:
         longer than seq_length the end. Every number of tokens read at once is compiled anew.
 
         Args:
-            tokens: at least one. [T] integer
+            tokens: ids, at least one. [T] integer
 
         Returns:
             [V]
 
         Raises:
-            ValueError: no tokens.
+            ValueError: no tokens, or what is none.
         """
-        config, tokens = self.model.config, tokens.astype(np.int64)
-        goes_on, unread = split_unread(self._read, tokens, config.seq_length)
+        config, tokens = self.model.config, np.asarray(tokens)
+        goes_on, unread = split_unread(self._read, tokens, config.seq_length, config.vocab_size)
         cache = self._cache if goes_on and self._cache else empty_cache(config, 1)
-        self._cache, self._read = None, self._read[:0]
+        self.reset()
         logits, self._cache = _go_on(self.model, jnp.asarray(unread[None], jnp.int32), cache)
         self._read = tokens[-config.seq_length :]
         return np.asarray(logits)

@@ -346,11 +346,13 @@ class GPTModel(nnx.Module):
             stages: hidden states [B, T, D] or [B, T, S, D].
 
         Raises:
-            ValueError: more than config.seq_length tokens.
+            ValueError: more than config.seq_length tokens, of the cache and given together. Where jax.jit traces the
+                cache's length, logits are NaN instead.
         """
         batch, length = inputs.shape[:2]
         unfit = {"attention_mask": attention_mask, "document_starts": document_starts}
-        check_inputs(self.config.seq_length, length, known_length(cache), **unfit)
+        texts = None if cache is None else cache.batch
+        check_inputs(self.config.seq_length, (batch, length), known_length(cache), texts, **unfit)
         if positions is None:
             positions = jnp.add(jnp.arange(length), 0 if cache is None else cache.length)
         documents = pack_documents(document_starts, inputs, "attention" in self.config.mixers)
@@ -369,4 +371,6 @@ class GPTModel(nnx.Module):
         if not self.post_process or head is None:
             return hidden_states
         logits = at_least_float32(linear(hidden_states, head.weight[...]))
+        if cache is not None:  # a length that is traced could not be refused
+            logits = jnp.where(cache.length <= self.config.seq_length, logits, jnp.nan)
         return logits if targets is None else cross_entropy(logits, targets)

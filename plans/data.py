@@ -60,6 +60,11 @@ class Corpus:
         parts = (self.training, self.validation, self.training_documents, self.validation_documents)
         return hashlib.sha256(b"".join(x.tobytes() for x in parts if x is not None)).hexdigest()[:16]
 
+    @cached_property
+    def _most(self) -> dict[tuple[int, int], int]:
+        """The most documents of any window, by a split's documents and the window's length, as they are asked for."""
+        return {}
+
     def check(self, seq_length: int, vocab_size: int) -> None:
         """Refuse a model that cannot be trained on this corpus.
 
@@ -112,7 +117,10 @@ class Corpus:
         tokens, targets = np.ascontiguousarray(window[:, :-1]), np.ascontiguousarray(window[:, 1:])
         if documents is None:
             return Batch(tokens, targets)
-        most = most_documents(documents, seq_length)
+        name = id(documents), seq_length
+        if name not in self._most:
+            self._most[name] = most_documents(documents, seq_length)
+        most = self._most[name]
         return Batch(tokens, targets, documents_in_windows(documents, starts, seq_length, most))
 
 

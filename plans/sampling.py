@@ -31,39 +31,51 @@ def next_token(logits: np.ndarray, temperature: float, seed: int, index: int) ->
     return int(np.searchsorted(np.cumsum(weights) / weights.sum(), uniform, side="right"))
 
 
-def split_unread(read: np.ndarray, tokens: np.ndarray, seq_length: int) -> tuple[bool, np.ndarray]:
+def split_unread(read: np.ndarray, tokens: np.ndarray, seq_length: int, vocab_size: int) -> tuple[bool, np.ndarray]:
     """What a model has to read before it says what follows a text.
 
     Args:
         read: what it has read and remembers. [R] integer
         tokens: the text. [T] integer
         seq_length: the most it remembers; of a longer text it reads the end, and nothing it remembers is of use.
+        vocab_size: token ids there are.
 
     Returns:
         Whether the text goes on from what was read, and the tokens to read then, or from the beginning.
 
     Raises:
-        ValueError: no tokens, or several texts.
+        ValueError: no tokens, several texts, or what is no token.
     """
     if tokens.ndim != 1 or not len(tokens):
         raise ValueError(f"tokens: expected at least one, of one text, got shape {list(tokens.shape)}")
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(f"tokens: expected integers, got {tokens.dtype}")
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        wrong = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
+        raise ValueError(f"tokens: expected ids below vocab_size={vocab_size}, got {wrong}")
     if len(read) < len(tokens) <= seq_length and np.array_equal(tokens[: len(read)], read):
         return True, tokens[len(read) :]
     return False, tokens[-seq_length:]
 
 
-def check_inputs(seq_length: int, length: int, read: int | None, **of_whole_sequences: Any) -> None:
+def check_inputs(
+    seq_length: int, shape: tuple[int, int], read: int | None, texts: int | None, **of_whole_sequences: Any
+) -> None:
     """Refuse more tokens than a model takes, and what it cannot do with a cache.
 
     Args:
         seq_length: the most tokens it takes and remembers.
-        length: tokens given.
+        shape: of the tokens given, [B, T].
         read: tokens the cache holds; None: there is no cache.
+        texts: it was made for; None: there is no cache.
         of_whole_sequences: arguments that do not go with a cache.
 
     Raises:
         ValueError: naming the argument.
     """
+    batch, length = shape
+    if not batch or not length:
+        raise ValueError(f"inputs: expected at least one token, got shape {list(shape)}")
     if length > seq_length:
         raise ValueError(f"inputs: expected at most seq_length={seq_length} tokens, got {length}")
     if read is None:
@@ -71,6 +83,8 @@ def check_inputs(seq_length: int, length: int, read: int | None, **of_whole_sequ
     for name, value in of_whole_sequences.items():
         if value is not None:
             raise ValueError(f"{name}: expected None with a cache, which reads on in one text, got one")
+    if batch != texts:
+        raise ValueError(f"cache: expected one of {batch} texts, as inputs are, got one of {texts}")
     if read + length > seq_length:
         raise ValueError(
             f"inputs: expected at most {seq_length - read} tokens after the {read} in the cache, with "

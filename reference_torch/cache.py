@@ -37,8 +37,10 @@ class DeltaRuleState(NamedTuple):
 class DecodingCache:
     """What all layers remember."""
 
+    batch: int
+    """Texts."""
     length: int
-    """Tokens read."""
+    """Tokens read, of each."""
     layers: dict[int, AttentionState | DeltaRuleState]
     """By global number of the layer."""
 
@@ -65,7 +67,7 @@ def empty_cache(config: TransformerConfig, batch: int, device: torch.device | st
         layers[number] = DeltaRuleState(
             torch.zeros(tail, dtype=dtype, device=device), torch.zeros(state, dtype=wide, device=device)
         )
-    return DecodingCache(0, layers)
+    return DecodingCache(batch, 0, layers)
 
 
 def remembered_attention(

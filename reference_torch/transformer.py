@@ -356,11 +356,12 @@ class GPTModel(nn.Module):
             stages: hidden states [B, T, D] or [B, T, S, D].
 
         Raises:
-            ValueError: more than config.seq_length tokens.
+            ValueError: more than config.seq_length tokens, of the cache and given together.
         """
         batch, length = inputs.shape[:2]
         unfit = {"attention_mask": attention_mask, "document_starts": document_starts}
-        check_inputs(self.config.seq_length, length, known_length(cache), **unfit)
+        texts = None if cache is None else cache.batch
+        check_inputs(self.config.seq_length, (batch, length), known_length(cache), texts, **unfit)
         if positions is None:
             positions = torch.arange(length, device=inputs.device) + (0 if cache is None else cache.length)
         documents = pack_documents(document_starts, inputs, "attention" in self.config.mixers)

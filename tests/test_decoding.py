@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from parity.compare import relative_difference
 from plans.config import TransformerConfig
 from plans.sampling import split_unread
-from tests.backends import BACKENDS, TORCH_FIRST, room
+from tests.backends import BACKENDS, TORCH_DAILY, TORCH_FIRST, room
 
 CONFIG = TransformerConfig(
     hidden_size=16,
@@ -135,7 +135,7 @@ def test_a_decoder_reads_each_token_once_and_of_a_long_text_the_end(backend, mon
     length=st.integers(1, 8),
 )
 def test_what_is_read_after_what_was_read_is_the_text(read, tokens, length):
-    goes_on, unread = split_unread(np.array(read, np.int64), np.array(tokens), length)
+    goes_on, unread = split_unread(np.array(read, np.int64), np.array(tokens), length, 3)
     assert len(unread) >= 1
     if goes_on:
         assert [*read, *unread] == tokens
@@ -172,5 +172,39 @@ def test_what_does_not_fit_a_cache_is_refused(backend):
     mask = convert(np.ones((2, 5, 5), bool))
     with pytest.raises(ValueError, match="attention_mask: expected None with a cache"):
         model(convert(TOKENS[:, :5]), cache=cache, attention_mask=mask)
-    with pytest.raises(ValueError, match=r"tokens: expected at least one, of one text, got shape \[0\]"):
-        room(backend, "decoding").Decoder(model).next_logits(np.zeros(0, np.int64))
+    with pytest.raises(ValueError, match="cache: expected one of 1 texts, as inputs are, got one of 2"):
+        model(convert(TOKENS[:1, :5]), cache=cache, training=False)
+    with pytest.raises(ValueError, match=r"inputs: expected at least one token, got shape \[2, 0\]"):
+        model(convert(TOKENS[:, :0]), cache=cache, training=False)
+    decoder = room(backend, "decoding").Decoder(model)
+    for tokens, message in (
+        (np.zeros(0, np.int64), r"at least one, of one text, got shape \[0\]"),
+        (np.zeros((1, 2), np.int64), r"at least one, of one text, got shape \[1, 2\]"),
+        (np.array([1.5]), "integers, got float64"),
+        (np.array([3, 32]), "ids below vocab_size=32, got 32"),
+        (np.array([-1, 3]), "ids below vocab_size=32, got -1"),
+    ):
+        with pytest.raises(ValueError, match=f"tokens: expected {message}"):
+            decoder.next_logits(tokens)
+
+
+def test_where_jit_cannot_refuse_too_many_tokens_logits_are_nan():
+    model = room("jax", "transformer").GPTModel(replace(CONFIG, num_layers=1, layer_pattern="attention", seq_length=4))
+    cache = room("jax", "cache").empty_cache(model.config, 1)
+    go_on = nnx.jit(lambda model, tokens, cache: (model(tokens, cache=cache, training=False), cache))
+    for number in range(6):
+        logits, cache = go_on(model, jnp.asarray(TOKENS[:1, :1]), cache)
+        assert bool(jnp.isnan(logits).all()) == (number >= 4), number
+
+
+@pytest.mark.parametrize("backend", TORCH_DAILY)
+def test_a_decoder_forgets(backend):
+    """New parameters, then reset."""
+    models = [room(backend, "transformer").GPTModel(replace(CONFIG, seed=seed)) for seed in (0, 1)]
+    decoders = [room(backend, "decoding").Decoder(model) for model in models]
+    for decoder in decoders:
+        decoder.next_logits(TOKENS[0, :5])
+    decoders[0].model = models[1]
+    decoders[0].reset()
+    expected = decoders[1].next_logits(TOKENS[0, :6])
+    assert relative_difference(decoders[0].next_logits(TOKENS[0, :6]), expected) < 1e-12

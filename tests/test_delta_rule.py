@@ -354,11 +354,12 @@ def test_nothing_overflows(backend, rule, what):
 
 
 @pytest.mark.parametrize("backend", TORCH_FIRST)
-def test_a_strong_decay_costs_later_weak_ones_no_digits(backend):
+@pytest.mark.parametrize("rule", RULES)
+def test_a_strong_decay_costs_later_weak_ones_no_digits(backend, rule):
     """Sums of decays, not differences of sums: after a decay of -2000 a chunk knows one of -0.01 to 6 digits."""
-    case = make_case(length=64, key=8, width=8, strength=0.02, dtype=np.float32)
+    case = make_case(rule, length=64, key=8, width=8, strength=0.02, dtype=np.float32)
     case.arrays["g"][:, :40] = -50
-    wide = Case("kda", {name: x.astype(np.float64) for name, x in case.arrays.items()}, {})
+    wide = Case(rule, {name: x.astype(np.float64) for name, x in case.arrays.items()}, {})
     results = zip(run(backend, "chunk", case)[:2], run("torch", "recurrent", wide)[:2], strict=True)
     assert max(accuracy(actual, expected, 0) for actual, expected in results) < 2e-6
 
@@ -560,6 +561,8 @@ BAD = {
         wrong(use_gate_in_kernel=True, A_log=zeros(4), dt_bias=zeros(4)),
         r"dt_bias: expected shape \[HV \* K\] = \[12\], got \[4\]",
     ),
+    "no k": (wrong(k=None), "k: expected an array, got None"),
+    "no g": (wrong(g=None), "g: expected an array, got None"),
     "chunks": (wrong(chunk_size=48), "chunk_size: expected a power of two, got 48"),
     "impl": (wrong(impl="cuda"), "impl: expected one of .*, got 'cuda'"),
 }

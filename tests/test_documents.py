@@ -119,14 +119,15 @@ def run(backend: str, config: TransformerConfig, tokens, starts, mask=None):
     return np.asarray(logits), room("jax", "saving").export_parameters(gradients)
 
 
-def alone(config: TransformerConfig, tokens, starts) -> np.ndarray:
-    """Logits of every document by itself."""
+def alone(config: TransformerConfig, tokens, starts) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Logits of every document by itself, and gradients by name as those of run."""
     model, rows = room("torch", "transformer").GPTModel(config), []
     for row, begins in zip(tokens, starts, strict=True):
         parts = [part for part in np.split(row, begins[1:]) if len(part)]
-        with torch.no_grad():
-            rows.append(torch.cat([model(torch.from_numpy(part)[None])[0] for part in parts]).numpy())
-    return np.stack(rows)
+        rows.append(torch.cat([model(torch.from_numpy(part)[None])[0] for part in parts]))
+    logits = torch.stack(rows)
+    (logits * torch.from_numpy(np.random.default_rng(5).standard_normal(logits.shape))).sum().backward()
+    return logits.detach().numpy(), {name: p.grad.numpy() for name, p in model.named_parameters()}
 
 
 MODELS = {
@@ -144,8 +145,11 @@ RECOMPUTED = {
 @pytest.mark.parametrize("variant", MODELS)
 def test_documents_in_a_sequence_are_as_if_alone(variant):
     config = replace(CONFIG, **MODELS[variant])
-    logits, _ = run("torch", config, TOKENS, STARTS)
-    assert relative_difference(logits, alone(config, TOKENS, STARTS)) < 1e-12
+    logits, gradients = run("torch", config, TOKENS, STARTS)
+    expected, others = alone(config, TOKENS, STARTS)
+    assert relative_difference(logits, expected) < 1e-12
+    for name, gradient in gradients.items():
+        assert relative_difference(gradient, others[name]) < 1e-11, name
     together, _ = run("torch", config, TOKENS, None)
     assert relative_difference(logits, together) > 1e-3
 
@@ -156,7 +160,7 @@ def test_any_division_into_documents(data):
     width = data.draw(st.integers(0, 6))
     rows = [[0, *sorted(data.draw(st.lists(st.integers(0, 20), min_size=width, max_size=width)))] for _ in range(2)]
     starts = np.array(rows, np.int32)
-    assert relative_difference(run("torch", config, TOKENS, starts)[0], alone(config, TOKENS, starts)) < 1e-12
+    assert relative_difference(run("torch", config, TOKENS, starts)[0], alone(config, TOKENS, starts)[0]) < 1e-12
 
 
 @pytest.mark.thorough
@@ -251,7 +255,7 @@ def test_training_tells_the_model_where_documents_begin():
     batch = corpus.batch(0, 4, 20)
     assert batch.document_starts is not None
     assert (batch.document_starts[:, 1] < 20).any()
-    logits = torch.from_numpy(alone(CONFIG, batch.tokens, batch.document_starts))
+    logits = torch.from_numpy(alone(CONFIG, batch.tokens, batch.document_starts)[0])
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch.targets).flatten().long())
     assert trained("torch")[0][0] == pytest.approx(expected.item(), rel=1e-12)
 
