@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jaxtyping import Float, Integer
 
-from jax_impl.ops import at_least_float32
+from jax_impl.ops import masked_attention
 from plans.config import TransformerConfig
 from plans.delta_rule import compute_dtype
 
@@ -84,17 +84,11 @@ def remembered_attention(
         past: of the tokens before.
         read: number of tokens before.
     """
-    batch, length, heads, width = q.shape
     past = AttentionState(
         *(lax.dynamic_update_slice_in_dim(all_, new, read, axis=1) for all_, new in zip(past, (k, v), strict=True))
     )
-    groups = k.shape[2]
-    allowed = jnp.arange(past.k.shape[1]) <= read + jnp.arange(length)[:, None]
-    q = q.reshape(batch, length, groups, heads // groups, width)
-    scores = jnp.einsum("btgrd,bsgd->bgrts", q, past.k) * width**-0.5
-    scores = jnp.where(allowed, scores, jnp.finfo(q.dtype).min)
-    weights = jax.nn.softmax(at_least_float32(scores), axis=-1).astype(v.dtype)
-    return jnp.einsum("bgrts,bsgd->btgrd", weights, past.v).reshape(batch, length, heads, width), past
+    allowed = jnp.arange(past.k.shape[1]) <= read + jnp.arange(q.shape[1])[:, None]
+    return masked_attention(q, past.k, past.v, allowed), past
 
 
 def with_tail(x: Float[Array, "b t c"], past: DeltaRuleState) -> tuple[Float[Array, "b s c"], Array]:

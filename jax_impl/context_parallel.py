@@ -20,7 +20,8 @@ from jax import Array, lax
 from jax.core import Tracer
 from jaxtyping import Float
 
-from plans.context import FLACPContext, check_sequences, local_sequences, scan_steps
+from jax_impl.ops import masked_attention, short_convolution
+from plans.context import FLACPContext, check_sequences, halo_sizes, local_sequences, scan_steps
 
 
 def build_cp_context(
@@ -64,6 +65,7 @@ def build_cp_context(
         rank=rank,
         size=size,
         part_length=None if values is None else part,
+        pre_num_tokens=local.pre_num_tokens,
         conv1d_kernel_size=kernel,
         pre_num_conv_tokens=None if kernel is None else jnp.minimum(kernel - 1, local.pre_num_tokens),
         cp_exchange=cp_exchange,
@@ -214,3 +216,46 @@ def complete(
     o = o[..., :value] + jnp.einsum("bthk,hkv->bthv", o[..., value:], begun)  # responses are 0 where nothing came
     states = states.at[0].add(transitions[0] @ begun)
     return o, states.at[last].set(jnp.where(goes_on, 0, states[last]))
+
+
+def cp_short_convolution(
+    x: Float[Array, "b t c"], weight: Float[Array, "c w"], context: FLACPContext
+) -> Float[Array, "b t c"]:
+    """ops.short_convolution over this rank's part: what it reads before the part comes from the ranks there.
+
+    Args:
+        x: inputs of the part. [1, T, C]
+        weight: taps. [C, W]
+        context: of the ranks.
+    """
+    length, wanted = x.shape[1], weight.shape[1] - 1
+    place, begin = _sequences(context, length)
+    halo = []
+    for distance, size in enumerate(halo_sizes(length, weight.shape[1]), 1):
+        pairs = [(rank, rank + distance) for rank in range(context.size - distance)]
+        halo.insert(0, lax.ppermute(x[:, length - size :], context.group, pairs))  # 0 where nothing comes
+    joined = jnp.concatenate([*halo, x], axis=1)
+    return short_convolution(joined, weight, jnp.pad(place - begin, (wanted, 0)))[:, wanted:]
+
+
+def cp_attention(
+    q: Float[Array, "b t h d"], k: Float[Array, "b t g d"], v: Float[Array, "b t g d"], context: FLACPContext
+) -> Float[Array, "b t h d"]:
+    """ops.causal_attention of this rank's queries, to the keys and values of all ranks, each sequence by itself.
+
+    Args:
+        q, k, v: of the part. [1, T, H, d], [1, T, G, d]
+        context: of the ranks.
+    """
+    place, begin = _sequences(context, q.shape[1])
+    k, v = (lax.all_gather(x, context.group, axis=1, tiled=True) for x in (k, v))
+    keys = jnp.arange(k.shape[1])
+    return masked_attention(q, k, v, (keys >= begin[:, None]) & (keys <= place[:, None]))
+
+
+def _sequences(context: FLACPContext, length: int) -> tuple[Array, Array]:
+    """Where each token of the part lies among all, and where its sequence begins. [T]"""
+    tokens = jnp.arange(length)
+    own = jnp.searchsorted(context.cu_seqlens[1:], tokens, side="right")
+    begin = context.cu_seqlens[own] - jnp.where(own == 0, context.pre_num_tokens, 0)
+    return tokens + context.rank * length, begin + context.rank * length

@@ -312,6 +312,24 @@ def _attention(
     return mixed.reshape(batch, length, heads, width)
 
 
+def masked_attention(
+    q: Float[Array, "b t h d"], k: Float[Array, "b s g d"], v: Float[Array, "b s g d"], allowed: Bool[Array, "t s"]
+) -> Float[Array, "b t h d"]:
+    """softmax(q k^T / sqrt(d)) v over the tokens each may look at, which may be others than the queries' own.
+
+    Args:
+        q: queries. [B, T, H, d]
+        k, v: keys and values of G groups; query head h uses group h // (H / G). [B, S, G, d]
+        allowed: True where query t may look at key s; each at one at least. [T, S]
+    """
+    groups, width = k.shape[2:]
+    grouped = q.reshape(*q.shape[:2], groups, -1, width)
+    scores = jnp.einsum("btgrd,bsgd->bgrts", grouped, k) * width**-0.5
+    scores = jnp.where(allowed, scores, jnp.finfo(q.dtype).min)
+    weights = jax.nn.softmax(at_least_float32(scores), axis=-1).astype(v.dtype)
+    return jnp.einsum("bgrts,bsgd->btgrd", weights, v).reshape(q.shape)
+
+
 def kernel_door(impl: str, x: Array) -> Any | None:
     """The module that runs the shared kernels on what x is, or None where the operations here compute.
 

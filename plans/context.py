@@ -65,6 +65,8 @@ class FLACPContext:
     size: int
     part_length: int | None
     """Tokens of every rank; None where the offsets are traced."""
+    pre_num_tokens: Any
+    """Tokens of the first sequence that lie before the part."""
     conv1d_kernel_size: int | None = None
     pre_num_conv_tokens: Any = None
     """Tokens before the part that a convolution still reads; None without a kernel."""
@@ -155,6 +157,17 @@ def local_sequences(cu_seqlens: Any, rank: Any, part_length: int, xp: Any = np) 
         post_num_ranks=(cu_seqlens[last + 1] - 1) // part_length - rank,
         pre_num_tokens=begin - xp.minimum(cu_seqlens[first], begin),
     )
+
+
+def halo_sizes(part_length: int, conv1d_kernel_size: int) -> list[int]:
+    """Of the tokens before a part that a convolution reads: how many lie on the rank before, on the one before that, ...
+
+    Args:
+        part_length: tokens of a part.
+        conv1d_kernel_size: taps W; W - 1 tokens are read.
+    """
+    wanted = conv1d_kernel_size - 1
+    return [min(part_length, wanted - begin) for begin in range(0, wanted, part_length)]
 
 
 class ExchangeCost(NamedTuple):

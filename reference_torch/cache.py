@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plans.config import TransformerConfig
 from plans.delta_rule import compute_dtype
-from reference_torch.ops import at_least_float32
+from reference_torch.ops import masked_attention
 
 
 class AttentionState(NamedTuple):
@@ -84,16 +84,12 @@ def remembered_attention(
         past: changed in place.
         read: number of tokens before.
     """
-    length, heads, width = q.shape[1:]
+    length = q.shape[1]
     for all_, new in zip(past, (k, v), strict=True):
         all_[:, read : read + length] = new
-    groups, end = k.shape[2], read + length
-    k, v = (x[:, :end] for x in past)
+    end = read + length
     allowed = torch.arange(end, device=q.device) <= torch.arange(read, end, device=q.device)[:, None]
-    q = q.unflatten(2, (groups, heads // groups))
-    scores = torch.einsum("btgrd,bsgd->bgrts", q, k) * width**-0.5
-    weights = at_least_float32(scores.masked_fill(~allowed, torch.finfo(q.dtype).min)).softmax(-1).to(v.dtype)
-    return torch.einsum("bgrts,bsgd->btgrd", weights, v).flatten(2, 3), past
+    return masked_attention(q, past.k[:, :end], past.v[:, :end], allowed), past
 
 
 def with_tail(x: Float[Tensor, "b t c"], past: DeltaRuleState) -> tuple[Float[Tensor, "b s c"], Tensor]:

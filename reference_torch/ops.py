@@ -275,6 +275,22 @@ def fused_attention(
     return attended.transpose(1, 2).contiguous()
 
 
+def masked_attention(
+    q: Float[Tensor, "b t h d"], k: Float[Tensor, "b s g d"], v: Float[Tensor, "b s g d"], allowed: Bool[Tensor, "t s"]
+) -> Float[Tensor, "b t h d"]:
+    """softmax(q k^T / sqrt(d)) v over the tokens each may look at, which may be others than the queries' own.
+
+    Args:
+        q: queries. [B, T, H, d]
+        k, v: keys and values of G groups; query head h uses group h // (H / G). [B, S, G, d]
+        allowed: True where query t may look at key s; each at one at least. [T, S]
+    """
+    groups, width = k.shape[2:]
+    scores = torch.einsum("btgrd,bsgd->bgrts", q.unflatten(2, (groups, -1)), k) * width**-0.5
+    weights = at_least_float32(scores.masked_fill(~allowed, torch.finfo(q.dtype).min)).softmax(-1).to(v.dtype)
+    return torch.einsum("bgrts,bsgd->btgrd", weights, v).flatten(2, 3)
+
+
 def kernel_door(impl: str, x: Tensor) -> Any | None:
     """The module that runs the shared kernels on what x is, or None where the operations here compute.
 

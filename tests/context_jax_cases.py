@@ -10,11 +10,24 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_impl.context_parallel import build_cp_context, compress_h0, expand_h0
+from jax_impl.context_parallel import build_cp_context, compress_h0, cp_attention, cp_short_convolution, expand_h0
 from jax_impl.delta_rule import chunk_gated_delta_rule, chunk_kda
 from parity.compare import relative_difference
 from plans.context import EXCHANGES, FLACPContext
-from tests.context_jobs import OFFSETS, TOKENS, Case, arrays_of, cotangents_of, held, own_slices, run_rule, undivided
+from tests.context_jobs import (
+    LAYERS,
+    OFFSETS,
+    TOKENS,
+    Case,
+    arrays_of,
+    cotangents_of,
+    held,
+    layer_arrays,
+    layer_undivided,
+    own_slices,
+    run_rule,
+    undivided,
+)
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)
@@ -91,6 +104,31 @@ def test_c2_c3_c4_ranks_compute_what_pytorch_does_alone(size, exchange):
             if name == "initial_state":
                 other, gradient = together(other, case, size)[there], gradient[there]
             assert relative_difference(other, gradient) <= TOLERANCE, name
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("kernel_size", [None, 1, 4, 9, 30])
+def test_c6_c10_convolutions_and_attention_see_the_ranks_before(size, kernel_size):
+    mesh = Mesh(np.array(jax.devices()[:size]), ("cp",))
+
+    def loss(arrays, cotangent, offsets):
+        by = tuple(P() if x.ndim == 2 else P(None, "cp") for x in arrays)
+
+        @partial(jax.shard_map, mesh=mesh, in_specs=(by, P()), out_specs=P(None, "cp"))
+        def run(arrays, offsets):
+            context = build_cp_context(offsets, "cp", kernel_size)
+            return (cp_attention if kernel_size is None else cp_short_convolution)(*arrays, context)
+
+        output = run(arrays, offsets)
+        return (output * cotangent).sum(), output
+
+    gradient = jax.jit(jax.grad(loss, has_aux=True))
+    for layer in LAYERS:
+        if layer.kernel_size == kernel_size:
+            cotangent, *arrays = layer_arrays(layer)
+            found, output = gradient(tuple(arrays), cotangent, padded(layer.offsets))
+            for ours, theirs in zip((output, *found), layer_undivided(layer), strict=True):
+                assert relative_difference(np.asarray(ours), theirs) <= TOLERANCE, layer
 
 
 def test_c7_of_the_first_states_one_is_kept():

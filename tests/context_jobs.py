@@ -1,5 +1,6 @@
 """What ranks run in tests of context parallelism, and what all of them together must give."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -7,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from plans.context import local_sequences
-from reference_torch.context_parallel import build_cp_context, exchange_states
+from reference_torch.context_parallel import build_cp_context, cp_attention, cp_short_convolution, exchange_states
 from reference_torch.delta_rule import chunk_gated_delta_rule, chunk_kda
+from reference_torch.ops import causal_attention, short_convolution
 
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 TOKENS, HEADS, VALUE_HEADS, KEY, VALUE = 48, 2, 4, 5, 3
@@ -122,6 +124,63 @@ def held(case: Case, size: int) -> np.ndarray:
 def run_parts(cases: list[Case]) -> list[Any]:
     """One after the other."""
     return [run_part(case) for case in cases]
+
+
+class Layer(NamedTuple):
+    """A convolution (of so many taps) or attention (None) over sequences."""
+
+    offsets: tuple[int, ...]
+    kernel_size: int | None
+
+
+def layer_arrays(layer: Layer) -> list[np.ndarray]:
+    """What it takes, of all tokens, the convolution's weight last; and the cotangent of its outputs first."""
+    rng = np.random.default_rng(2)
+    if layer.kernel_size is not None:
+        shapes = [(1, TOKENS, 6), (1, TOKENS, 6), (6, layer.kernel_size)]
+    else:
+        shapes = [(1, TOKENS, 4, 6), (1, TOKENS, 4, 6), (1, TOKENS, 2, 6), (1, TOKENS, 2, 6)]
+    return [rng.standard_normal(shape) for shape in shapes]
+
+
+def layer_undivided(layer: Layer) -> list[np.ndarray]:
+    """Outputs and gradients, sequence by sequence."""
+    cotangent, *arrays = [torch.from_numpy(x).requires_grad_() for x in layer_arrays(layer)]
+    outputs = []
+    for begin, end in itertools.pairwise(layer.offsets):
+        if begin == end:
+            continue
+        own = [x if x.dim() == 2 else x[:, begin:end] for x in arrays]
+        if layer.kernel_size is None:
+            outputs.append(causal_attention(*own))
+        else:
+            outputs.append(short_convolution(*own, torch.arange(end - begin)))
+    output = torch.cat(outputs, dim=1)
+    (output * cotangent).sum().backward()
+    return [output.detach().numpy(), *(x.grad.numpy() for x in arrays)]
+
+
+def layer_part(layer: Layer) -> list[np.ndarray]:
+    """The same of this rank's part."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    context = build_cp_context(torch.tensor(layer.offsets, dtype=torch.int32), group, layer.kernel_size)
+    length = TOKENS // context.size
+    part = slice(context.rank * length, (context.rank + 1) * length)
+    whole = [torch.from_numpy(x) for x in layer_arrays(layer)]
+    cotangent, *arrays = [(x if x.dim() == 2 else x[:, part]).clone().requires_grad_() for x in whole]
+    run = cp_attention if layer.kernel_size is None else cp_short_convolution
+    output = run(*arrays, context)
+    (output * cotangent).sum().backward()
+    return [output.detach().numpy(), *(x.grad.numpy() for x in arrays)]
+
+
+def layer_parts(layers: list[Layer]) -> list[Any]:
+    """One after the other."""
+    return [layer_part(layer) for layer in layers]
+
+
+LAYERS = [Layer(tuple(offsets), size) for size in (None, 1, 4, 9, 30) for offsets in OFFSETS.values()]
+"""Taps that reach over the rank before, and over several."""
 
 
 def count_sent(size: int, exchange: str, heads: int, key: int, value: int) -> tuple[int, int, int]:

@@ -11,7 +11,19 @@ from plans.context import EXCHANGES, exchange_cost
 from reference_torch.context_parallel import build_cp_context, compress_h0, expand_h0
 from reference_torch.delta_rule import chunk_kda
 from reference_torch.rank_pool import RankPool
-from tests.context_jobs import OFFSETS, Case, arrays_of, held, own_slices, run_part, undivided
+from tests.context_jobs import (
+    LAYERS,
+    OFFSETS,
+    Case,
+    Layer,
+    arrays_of,
+    held,
+    layer_part,
+    layer_undivided,
+    own_slices,
+    run_part,
+    undivided,
+)
 from tests.test_pipeline_jax import run_cases
 
 SIZES = (2, 3, 4, 8)
@@ -82,6 +94,24 @@ def test_c4_bytes_and_messages_are_the_formula_s(pool, exchange):
     cost = exchange_cost(exchange, pool.size, 3, 4, 5)
     assert max(payload for payload, _, _ in sent) == cost.payload_bytes
     assert sum(wire for _, wire, _ in sent) == cost.wire_bytes
+
+
+def assert_layer_equal(layer: Layer, parts: list) -> None:
+    expected = layer_undivided(layer)
+    for place, (whole, own) in enumerate(zip(expected, zip(*parts, strict=True), strict=True)):
+        found = sum(own) if whole.ndim == 2 else np.concatenate(own, axis=1)
+        assert relative_difference(found, whole) <= TOLERANCE, (layer, place)
+
+
+@pytest.mark.multiprocess
+def test_c6_c10_convolutions_and_attention_see_the_ranks_before(pool):
+    for layer, parts in zip(LAYERS, zip(*pool.run("tests.context_jobs:layer_parts", LAYERS), strict=True), strict=True):
+        assert_layer_equal(layer, list(parts))
+
+
+def test_c6_c10_one_rank_is_one_process():
+    for layer in LAYERS:
+        assert_layer_equal(layer, [layer_part(layer)])
 
 
 def test_c2_one_rank_is_one_process():

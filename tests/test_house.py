@@ -25,7 +25,7 @@ ROOMS = {
     "recompute": set(),
     "ops": {"autograd", "recompute"},
     "hyper_connections": {"ops", "recompute"},
-    "context_parallel": {"autograd", "groups"},
+    "context_parallel": {"autograd", "groups", "ops"},
     "delta_rule": {"autograd", "ops", "context_parallel"},
     "modules": {"ops"},
     "documents": set(),
