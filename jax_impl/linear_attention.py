@@ -16,6 +16,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from jax_impl.cache import DecodingCache, DeltaRuleState, with_tail
+from jax_impl.context_parallel import cp_short_convolution
 from jax_impl.delta_rule import (
     chunk_gated_delta_rule,
     chunk_kda,
@@ -28,6 +29,7 @@ from jax_impl.modules import Linear, RMSNorm
 from jax_impl.ops import add_bias, at_least_float32, parameter, short_convolution
 from jax_impl.recompute import name_value
 from plans.config import TransformerConfig
+from plans.context import FLACPContext
 from plans.parameters import ParameterSpec, delta_rule_specs
 
 
@@ -43,8 +45,13 @@ class ShortConvolution(nnx.Module):
     def __init__(self, config: TransformerConfig, name: str, specs: dict[str, ParameterSpec]) -> None:
         self.weight = parameter(config, f"{name}.weight", specs["weight"])
 
-    def __call__(self, x: Float[Array, "b t c"], before: Int[Array, "*b t"]) -> Float[Array, "b t c"]:
-        """See ops.short_convolution."""
+    def __call__(
+        self, x: Float[Array, "b t c"], sequences: PackedDocuments | FLACPContext | None = None
+    ) -> Float[Array, "b t c"]:
+        """See ops.short_convolution; over a part of sequences that ranks share, context_parallel."""
+        if isinstance(sequences, FLACPContext):
+            return cp_short_convolution(x, self.weight[...], sequences)
+        before = jnp.arange(x.shape[1]) if sequences is None else sequences.before
         return short_convolution(x, self.weight[...], before)
 
 
@@ -81,7 +88,7 @@ class _DeltaRuleMixer(nnx.Module):
         hidden_states: Float[Array, "b t d"],
         positions: Int[Array, " t"],
         attention_mask: Bool[Array, "b t t"] | None = None,
-        documents: PackedDocuments | None = None,
+        sequences: PackedDocuments | FLACPContext | None = None,
         cache: DecodingCache | None = None,
     ) -> tuple[Float[Array, "b t d"], Array | None]:
         """Mixed output [B, T, D] and the output projection's bias, not yet added.
@@ -99,13 +106,11 @@ class _DeltaRuleMixer(nnx.Module):
         if self.config.linear_allow_neg_eigval:
             beta = 2 * beta
         decays = self._decays(hidden_states)
-        if cache is None:
-            before = jnp.arange(hidden_states.shape[1]) if documents is None else documents.before
-            qkv = name_value(self.conv1d(projected, before), "short_conv")
-            cu_seqlens = None if documents is None else documents.cu_seqlens
-            attended = self._over_sequences(*self._heads(qkv), decays, beta, cu_seqlens)
-        else:
+        if cache is not None:
             attended = self._going_on(projected, decays, beta, cache)
+        else:
+            qkv = name_value(self.conv1d(projected, sequences), "short_conv")
+            attended = self._over_sequences(*self._heads(qkv), decays, beta, sequences)
         gate = _by_head(self._output_gate(hidden_states), self.config.linear_heads[1])
         normed = self.out_norm(name_value(attended, "core_attn")) * gate
         return self.linear_proj(normed.reshape(*normed.shape[:2], -1))
@@ -115,19 +120,23 @@ class _DeltaRuleMixer(nnx.Module):
         q, k, v = jnp.split(qkv, (heads * key, 2 * heads * key), axis=-1)
         return _by_head(q, heads), _by_head(k, heads), _by_head(v, value_heads)
 
-    def _over_sequences(self, q: Array, k: Array, v: Array, g: Array, beta: Array, cu_seqlens: Array | None) -> Array:
-        """The rule over whole sequences, or over the documents in them."""
-        if cu_seqlens is None:
+    def _over_sequences(
+        self, q: Array, k: Array, v: Array, g: Array, beta: Array, sequences: PackedDocuments | FLACPContext | None
+    ) -> Array:
+        """The rule over whole sequences, over the documents in them, or over a part of sequences that ranks share."""
+        if sequences is None:
             return self._rule(q, k, v, g, beta)[0]
+        if isinstance(sequences, FLACPContext):
+            return self._rule(q, k, v, g, beta, cp_context=sequences)[0]
         end_to_end = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v, g, beta))
-        return self._rule(*end_to_end, cu_seqlens=cu_seqlens)[0].reshape(v.shape)
+        return self._rule(*end_to_end, cu_seqlens=sequences.cu_seqlens)[0].reshape(v.shape)
 
     def _going_on(self, projected: Array, decays: Array, beta: Array, cache: DecodingCache) -> Array:
         """The rule over the next tokens of a text."""
         past = cache.layers[self.layer_number]
         assert isinstance(past, DeltaRuleState), "a cache is made for the model's own layers"
         joined, tail = with_tail(projected, past)
-        qkv = self.conv1d(joined, jnp.arange(joined.shape[1]))[:, -projected.shape[1] :]
+        qkv = self.conv1d(joined)[:, -projected.shape[1] :]
         arrays, by_token = (*self._heads(qkv), decays, beta), projected.shape[1] == 1
         attended, state = self._rule(*arrays, by_token=by_token, initial_state=past.state, output_final_state=True)
         assert state is not None, "it was asked for"

@@ -86,7 +86,7 @@ class DropoutState(NamedTuple):
 def dropout_state(
     seed: int,
     step: int | Integer[Array, ""],
-    samples: Int[Array, " b"],
+    samples: Int[Array, "*b"],
     positions: Int[Array, " t"],
     seq_length: int,
 ) -> DropoutState:
@@ -95,11 +95,12 @@ def dropout_state(
     Args:
         seed: < 2**32.
         step: training step, < 2**32.
-        samples: numbers of the sequences within the global batch. [B] integer
+        samples: numbers of the sequences within the global batch, of rows or of every token. [B] or [B, T] integer
         positions: positions of the tokens within their sequence. [T] integer
         seq_length: of the whole model, so that rows of different sequences never meet.
     """
-    high, low = _multiply_high_low(samples.astype(jnp.uint32)[:, None], seq_length)
+    samples = samples if samples.ndim == 2 else samples[:, None]
+    high, low = _multiply_high_low(samples.astype(jnp.uint32), seq_length)
     row_low = low + positions.astype(jnp.uint32)
     return DropoutState(seed, step, row_low, high + (row_low < low))
 

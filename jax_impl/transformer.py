@@ -15,6 +15,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, Integer
 
 from jax_impl.cache import AttentionState, DecodingCache, known_length, remembered_attention
+from jax_impl.context_parallel import cp_attention
 from jax_impl.documents import PackedDocuments, both_masks, pack_documents
 from jax_impl.hyper_connections import DeferredMix, HyperConnectionModule
 from jax_impl.linear_attention import GatedDeltaNet, KimiDeltaAttention
@@ -37,6 +38,7 @@ from jax_impl.ops import (
 )
 from jax_impl.recompute import checkpoint_blocks, name_value
 from plans.config import TransformerConfig
+from plans.context import FLACPContext
 from plans.parameters import attention_specs, embedding_spec, mlp_specs
 from plans.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
 from plans.philox import attention_site, mlp_site
@@ -63,7 +65,7 @@ class SelfAttention(nnx.Module):
         hidden_states: Float[Array, "b t d"],
         positions: Int[Array, " t"],
         attention_mask: Bool[Array, "b t t"] | None = None,
-        documents: PackedDocuments | None = None,
+        sequences: PackedDocuments | FLACPContext | None = None,
         cache: DecodingCache | None = None,
     ) -> tuple[Float[Array, "b t d"], Array | None]:
         """Attended output [B, T, D] and the output projection's bias, not yet added."""
@@ -75,8 +77,10 @@ class SelfAttention(nnx.Module):
         q = rotary_embedding(q, positions, self.config.rotary_base)
         k = rotary_embedding(k, positions, self.config.rotary_base)
         attend = fused_attention if self.config.use_flash_attn else causal_attention
-        if cache is None:
-            attended = name_value(attend(q, k, v, both_masks(attention_mask, documents)), "core_attn")
+        if isinstance(sequences, FLACPContext):
+            attended = name_value(cp_attention(q, k, v, sequences), "core_attn")
+        elif cache is None:
+            attended = name_value(attend(q, k, v, both_masks(attention_mask, sequences)), "core_attn")
         else:
             past = cache.layers[self.layer_number]
             assert isinstance(past, AttentionState), "a cache is made for the model's own layers"
@@ -142,7 +146,7 @@ class TransformerLayer(nnx.Module):
         positions: Int[Array, " t"],
         state: DropoutState | None = None,
         attention_mask: Bool[Array, "b t t"] | None = None,
-        documents: PackedDocuments | None = None,
+        sequences: PackedDocuments | FLACPContext | None = None,
         cache: DecodingCache | None = None,
     ) -> Float[Array, "b t *s d"]:
         """One layer.
@@ -152,14 +156,14 @@ class TransformerLayer(nnx.Module):
             positions: of the tokens within their sequence. [T]
             state: rows of the batch for dropout; None: no dropout.
             attention_mask: see ops.causal_attention.
-            documents: kept apart from each other; None: each sequence is one.
+            sequences: documents in them, which are kept apart, or a part of sequences that ranks share; None: whole.
             cache: of the tokens before.
         """
         connection = self.self_attention_hyper_connection
         aggregated, mixed, h_post = self._read(connection, hidden_states)
         normed = name_value(self.input_layernorm(aggregated), "input_layernorm")
         output = name_value(
-            add_bias(*self.self_attention(normed, positions, attention_mask, documents, cache)), "attention_output"
+            add_bias(*self.self_attention(normed, positions, attention_mask, sequences, cache)), "attention_output"
         )
         site = attention_site(self.layer_number)
         hidden_states = self._write(connection, output, h_post, mixed, state, site)
@@ -232,7 +236,7 @@ class TransformerBlock(nnx.Module):
         positions: Int[Array, " t"],
         state: DropoutState | None = None,
         attention_mask: Bool[Array, "b t t"] | None = None,
-        documents: PackedDocuments | None = None,
+        sequences: PackedDocuments | FLACPContext | None = None,
         cache: DecodingCache | None = None,
     ) -> Float[Array, "b t *streams d"]:
         """Run the stage's layers; expand to streams in the first stage, contract in the last."""
@@ -241,7 +245,7 @@ class TransformerBlock(nnx.Module):
             hidden_states = HyperConnectionModule.input_expand(hidden_states, streams)
 
         hidden_states = name_value(hidden_states, "residual_streams")
-        told = positions, state, attention_mask, documents
+        told = positions, state, attention_mask, sequences
         if cache is not None:  # nothing is kept for a backward
             for number in sorted(map(int, self.layers)):
                 hidden_states = self.layers[str(number)](hidden_states, *told, cache)
@@ -320,11 +324,12 @@ class GPTModel(nnx.Module):
         targets: Int[Array, "b t"] | None = None,
         *,
         step: int | Integer[Array, ""] = 0,
-        samples: Int[Array, " b"] | None = None,
+        samples: Int[Array, "*b"] | None = None,
         positions: Int[Array, " t"] | None = None,
         attention_mask: Bool[Array, "b t t"] | None = None,
         document_starts: Array | None = None,
         cache: DecodingCache | None = None,
+        cp_context: FLACPContext | None = None,
         training: bool = True,
     ) -> Array:
         """The loss, the logits, or what the next stage takes.
@@ -333,12 +338,13 @@ class GPTModel(nnx.Module):
             inputs: token ids [B, T] in the first stage, else the stage before's output.
             targets: the token after each of inputs. [B, T]
             step: training step, for dropout.
-            samples: numbers of the sequences within the global batch; None: 0 .. B-1. [B]
+            samples: numbers of the sequences within the global batch, of rows or tokens; None: 0 .. B-1. [B] or [B, T]
             positions: of the tokens within their sequence; None: 0 .. T-1. [T]
             attention_mask: see ops.causal_attention.
             document_starts: where documents begin that know nothing of each other, see plans.documents; None: each
                 sequence is one. [B, N] int32
             cache: of the tokens before, see cache.empty_cache; left as after these.
+            cp_context: of ranks that share the sequences, end to end: B = 1, and positions have to be given.
             training: False turns dropout off.
 
         Returns:
@@ -351,26 +357,24 @@ class GPTModel(nnx.Module):
         """
         batch, length = inputs.shape[:2]
         unfit = {"attention_mask": attention_mask, "document_starts": document_starts}
-        texts = None if cache is None else cache.batch
-        check_inputs(self.config.seq_length, (batch, length), known_length(cache), texts, **unfit)
+        read = known_length(cache), None if cache is None else cache.batch
+        check_inputs(self.config.seq_length, (batch, length), *read, cp_context, positions, **unfit)
         if positions is None:
             positions = jnp.add(jnp.arange(length), 0 if cache is None else cache.length)
-        documents = pack_documents(document_starts, inputs, "attention" in self.config.mixers)
+        sequences = cp_context or pack_documents(document_starts, inputs, "attention" in self.config.mixers)
         state = None
         if training and self.config.hidden_dropout > 0.0:
-            if samples is None:
-                samples = jnp.arange(batch)
+            samples = jnp.arange(batch) if samples is None else samples
             state = dropout_state(self.config.seed, step, samples, positions, self.config.seq_length)
         hidden_states = inputs
         if self.pre_process and self.embedding is not None:
             hidden_states = self.embedding(inputs).astype(self.config.compute_dtype)
-        hidden_states = self.decoder(hidden_states, positions, state, attention_mask, documents, cache)
+        hidden_states = self.decoder(hidden_states, positions, state, attention_mask, sequences, cache)
         if cache is not None:
             cache.length += length
+            hidden_states = jnp.where(cache.length <= self.config.seq_length, hidden_states, jnp.nan)
         head = self.output_layer or self.embedding
         if not self.post_process or head is None:
             return hidden_states
         logits = at_least_float32(linear(hidden_states, head.weight[...]))
-        if cache is not None:  # a length that is traced could not be refused
-            logits = jnp.where(cache.length <= self.config.seq_length, logits, jnp.nan)
         return logits if targets is None else cross_entropy(logits, targets)

@@ -10,6 +10,7 @@ ranks run, the rank and the offsets are not known before it runs.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -134,6 +135,26 @@ def check_part(context: FLACPContext, length: int, cu_seqlens: np.ndarray | None
         )
 
 
+def check_context(context: FLACPContext | None, unfit: Mapping[str, Any], positions: Any) -> None:
+    """Refuse what a model cannot do over ranks.
+
+    Args:
+        context: None: the model has whole sequences, and nothing is refused.
+        unfit: arguments that do not go with a context.
+        positions: of the tokens within their sequence; None: they were not given.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if context is None:
+        return
+    for name, value in unfit.items():
+        if value is not None:
+            raise ValueError(f"{name}: expected None with a cp_context, which says where sequences begin, got one")
+    if positions is None:
+        raise ValueError("positions: expected those of the part's tokens with a cp_context, got None")
+
+
 def local_sequences(cu_seqlens: Any, rank: Any, part_length: int, xp: Any = np) -> LocalSequences:
     """What one rank holds of sequences that lie end to end.
 
@@ -160,7 +181,7 @@ def local_sequences(cu_seqlens: Any, rank: Any, part_length: int, xp: Any = np) 
 
 
 def halo_sizes(part_length: int, conv1d_kernel_size: int) -> list[int]:
-    """Of the tokens before a part that a convolution reads: how many lie on the rank before, on the one before that, ...
+    """Of the tokens before a part that a convolution reads: how many lie on the rank before, on the one before it, ...
 
     Args:
         part_length: tokens of a part.

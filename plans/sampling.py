@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from plans.context import FLACPContext, check_context
 from plans.philox import SAMPLE_SITE, philox_4x32
 
 
@@ -59,16 +60,24 @@ def split_unread(read: np.ndarray, tokens: np.ndarray, seq_length: int, vocab_si
 
 
 def check_inputs(
-    seq_length: int, shape: tuple[int, int], read: int | None, texts: int | None, **of_whole_sequences: Any
+    seq_length: int,
+    shape: tuple[int, int],
+    read: int | None = None,
+    texts: int | None = None,
+    context: FLACPContext | None = None,
+    positions: Any = None,
+    **of_whole_sequences: Any,
 ) -> None:
-    """Refuse more tokens than a model takes, and what it cannot do with a cache.
+    """Refuse more tokens than a model takes, and what it cannot do with a cache or over ranks.
 
     Args:
         seq_length: the most tokens it takes and remembers.
         shape: of the tokens given, [B, T].
         read: tokens the cache holds; None: there is no cache.
         texts: it was made for; None: there is no cache.
-        of_whole_sequences: arguments that do not go with a cache.
+        context: of ranks that share the sequences; None: these are whole.
+        positions: of the tokens within their sequence; None: they were not given.
+        of_whole_sequences: arguments that do not go with a cache or a context.
 
     Raises:
         ValueError: naming the argument.
@@ -76,7 +85,8 @@ def check_inputs(
     batch, length = shape
     if not batch or not length:
         raise ValueError(f"inputs: expected at least one token, got shape {list(shape)}")
-    if length > seq_length:
+    check_context(context, of_whole_sequences | {"cache": texts}, positions)
+    if context is None and length > seq_length:
         raise ValueError(f"inputs: expected at most seq_length={seq_length} tokens, got {length}")
     if read is None:
         return

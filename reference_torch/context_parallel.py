@@ -285,6 +285,7 @@ def cp_attention(
 def _sequences(context: FLACPContext, device: torch.device) -> tuple[Tensor, Tensor]:
     """Where each token of the part lies among all, and where its sequence begins. [T]"""
     cu_seqlens = context.cu_seqlens.to(device)
+    assert context.part_length is not None, "known in PyTorch"
     tokens = torch.arange(context.part_length, device=device)
     own = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
     begin = cu_seqlens[own] - torch.where(own == 0, context.pre_num_tokens, 0)

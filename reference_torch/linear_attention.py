@@ -7,6 +7,7 @@ Reference: Yang, Kautz and Hatamizadeh, arXiv 2412.06464, section 3.4; Kimi Team
 matrix makes q, k and v, and one convolution follows it; biases are where the model has biases.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from plans.config import TransformerConfig
+from plans.context import FLACPContext
 from plans.parameters import ParameterSpec, delta_rule_specs
 from reference_torch.cache import DecodingCache, DeltaRuleState, with_tail
+from reference_torch.context_parallel import cp_short_convolution
 from reference_torch.delta_rule import (
     chunk_gated_delta_rule,
     chunk_kda,
@@ -43,8 +46,13 @@ class ShortConvolution(nn.Module):
         super().__init__()
         self.weight = parameter(config, f"{name}.weight", specs["weight"])
 
-    def forward(self, x: Float[Tensor, "b t c"], before: Int[Tensor, "*b t"]) -> Float[Tensor, "b t c"]:
-        """See ops.short_convolution."""
+    def forward(
+        self, x: Float[Tensor, "b t c"], sequences: PackedDocuments | FLACPContext | None = None
+    ) -> Float[Tensor, "b t c"]:
+        """See ops.short_convolution; over a part of sequences that ranks share, context_parallel."""
+        if isinstance(sequences, FLACPContext):
+            return cp_short_convolution(x, self.weight, sequences)
+        before = torch.arange(x.shape[1], device=x.device) if sequences is None else sequences.before
         return short_convolution(x, self.weight, before)
 
 
@@ -84,7 +92,7 @@ class _DeltaRuleMixer(nn.Module):
         positions: Int[Tensor, " t"],
         attention_mask: Bool[Tensor, "b t t"] | None = None,
         recompute: BlockRecomputation = KEEP_ALL,
-        documents: PackedDocuments | None = None,
+        sequences: PackedDocuments | FLACPContext | None = None,
         cache: DecodingCache | None = None,
     ) -> tuple[Float[Tensor, "b t d"], Tensor | None]:
         """Mixed output [B, T, D] and the output projection's bias, not yet added.
@@ -102,14 +110,12 @@ class _DeltaRuleMixer(nn.Module):
         if self.config.linear_allow_neg_eigval:
             beta = 2 * beta
         decays = self._decays(hidden_states)
-        if cache is None:
-            before = torch.arange(hidden_states.shape[1], device=hidden_states.device)
-            qkv = self.conv1d(projected, before if documents is None else documents.before)
-            arrays = (*self._heads(name_value(qkv, "short_conv")), decays, beta)
-            cu_seqlens = None if documents is None else documents.cu_seqlens
-            attended = recompute("core_attn", self._over_sequences, *arrays, cu_seqlens)
-        else:
+        if cache is not None:
             attended = self._going_on(projected, decays, beta, cache)
+        else:
+            qkv = name_value(self.conv1d(projected, sequences), "short_conv")
+            rule = partial(self._over_sequences, sequences=sequences)
+            attended = recompute("core_attn", rule, *self._heads(qkv), decays, beta)
         gate = _by_head(self._output_gate(hidden_states), self.config.linear_heads[1])
         normed = self.out_norm(name_value(attended, "core_attn")) * gate
         return self.linear_proj(normed.flatten(2))
@@ -120,20 +126,28 @@ class _DeltaRuleMixer(nn.Module):
         return _by_head(q, heads), _by_head(k, heads), _by_head(v, value_heads)
 
     def _over_sequences(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        sequences: PackedDocuments | FLACPContext | None,
     ) -> Tensor:
-        """The rule over whole sequences, or over the documents in them."""
-        if cu_seqlens is None:
+        """The rule over whole sequences, over the documents in them, or over a part of sequences that ranks share."""
+        if sequences is None:
             return self._rule(q, k, v, g, beta)[0]
+        if isinstance(sequences, FLACPContext):
+            return self._rule(q, k, v, g, beta, cp_context=sequences)[0]
         end_to_end = (x.flatten(0, 1)[None] for x in (q, k, v, g, beta))
-        return self._rule(*end_to_end, cu_seqlens=cu_seqlens)[0].view(v.shape)
+        return self._rule(*end_to_end, cu_seqlens=sequences.cu_seqlens)[0].view(v.shape)
 
     def _going_on(self, projected: Tensor, decays: Tensor, beta: Tensor, cache: DecodingCache) -> Tensor:
         """The rule over the next tokens of a text."""
         past = cache.layers[self.layer_number]
         assert isinstance(past, DeltaRuleState), "a cache is made for the model's own layers"
         joined, tail = with_tail(projected, past)
-        qkv = self.conv1d(joined, torch.arange(joined.shape[1], device=joined.device))[:, -projected.shape[1] :]
+        qkv = self.conv1d(joined)[:, -projected.shape[1] :]
         arrays, by_token = (*self._heads(qkv), decays, beta), projected.shape[1] == 1
         attended, state = self._rule(*arrays, by_token=by_token, initial_state=past.state, output_final_state=True)
         assert state is not None, "it was asked for"

@@ -67,18 +67,18 @@ class DropoutState(NamedTuple):
 
 
 def dropout_state(
-    seed: int, step: int, samples: Int[Tensor, " b"], positions: Int[Tensor, " t"], seq_length: int
+    seed: int, step: int, samples: Int[Tensor, "*b"], positions: Int[Tensor, " t"], seq_length: int
 ) -> DropoutState:
     """Number the rows of a batch: row = sample * seq_length + position, as two 32-bit words.
 
     Args:
         seed: < 2**32.
         step: training step, < 2**32.
-        samples: numbers of the sequences within the global batch. [B] int64
+        samples: numbers of the sequences within the global batch, of rows or of every token. [B] or [B, T] int64
         positions: positions of the tokens within their sequence. [T] int64
         seq_length: of the whole model, so that rows of different sequences never meet.
     """
-    row = samples[:, None].long() * seq_length + positions.long()
+    row = (samples if samples.dim() == 2 else samples[:, None]).long() * seq_length + positions.long()
     return DropoutState(seed, step, row & MASK_32, (row >> 32) & MASK_32)
 
 

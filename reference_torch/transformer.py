@@ -9,17 +9,21 @@ Reference: Vaswani et al., arXiv 1706.03762, in its pre-norm, rotary, gated form
 arXiv 2302.13971).
 """
 
+from functools import partial
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from plans.config import TransformerConfig
+from plans.context import FLACPContext
 from plans.parameters import attention_specs, embedding_spec, mlp_specs
 from plans.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
 from plans.philox import attention_site, mlp_site
 from plans.recompute import RecomputeBlock, recompute_blocks
 from plans.sampling import check_inputs
 from reference_torch.cache import AttentionState, DecodingCache, known_length, remembered_attention
+from reference_torch.context_parallel import cp_attention
 from reference_torch.documents import PackedDocuments, both_masks, pack_documents
 from reference_torch.hyper_connections import DeferredMix, HyperConnectionModule
 from reference_torch.linear_attention import GatedDeltaNet, KimiDeltaAttention
@@ -64,7 +68,7 @@ class SelfAttention(nn.Module):
         positions: Int[Tensor, " t"],
         attention_mask: Bool[Tensor, "b t t"] | None = None,
         recompute: BlockRecomputation = KEEP_ALL,
-        documents: PackedDocuments | None = None,
+        sequences: PackedDocuments | FLACPContext | None = None,
         cache: DecodingCache | None = None,
     ) -> tuple[Float[Tensor, "b t d"], Tensor | None]:
         """Attended output [B, T, D] and the output projection's bias, not yet added."""
@@ -78,8 +82,10 @@ class SelfAttention(nn.Module):
         attend = fused_attention if self.config.use_flash_attn else causal_attention
         # A copy of v alone: as a view it would keep the projection of q, k and v for backward.
         q, k, v = name_value(q, "q"), name_value(k, "k"), name_value(v.contiguous(), "v")
-        if cache is None:
-            attended = recompute("core_attn", attend, q, k, v, both_masks(attention_mask, documents))
+        if isinstance(sequences, FLACPContext):
+            attended = recompute("core_attn", partial(cp_attention, context=sequences), q, k, v)
+        elif cache is None:
+            attended = recompute("core_attn", attend, q, k, v, both_masks(attention_mask, sequences))
         else:
             past = cache.layers[self.layer_number]
             assert isinstance(past, AttentionState), "a cache is made for the model's own layers"
@@ -150,7 +156,7 @@ class TransformerLayer(nn.Module):
         state: DropoutState | None = None,
         attention_mask: Bool[Tensor, "b t t"] | None = None,
         recompute: BlockRecomputation = KEEP_ALL,
-        documents: PackedDocuments | None = None,
+        sequences: PackedDocuments | FLACPContext | None = None,
         cache: DecodingCache | None = None,
     ) -> Float[Tensor, "b t *s d"]:
         """One layer.
@@ -161,14 +167,14 @@ class TransformerLayer(nn.Module):
             state: rows of the batch for dropout; None: no dropout.
             attention_mask: see ops.causal_attention.
             recompute: which values are dropped, and who computes them again.
-            documents: kept apart from each other; None: each sequence is one.
+            sequences: documents in them, which are kept apart, or a part of sequences that ranks share; None: whole.
             cache: of the tokens before.
         """
         connection = self.self_attention_hyper_connection
         aggregated, mixed, h_post = self._read(connection, hidden_states, recompute)
         normed = name_value(recompute("input_layernorm", self.input_layernorm, aggregated), "input_layernorm")
         output = name_value(
-            add_bias(*self.self_attention(normed, positions, attention_mask, recompute, documents, cache)),
+            add_bias(*self.self_attention(normed, positions, attention_mask, recompute, sequences, cache)),
             "attention_output",
         )
         site = attention_site(self.layer_number)
@@ -252,7 +258,7 @@ class TransformerBlock(nn.Module):
         positions: Int[Tensor, " t"],
         state: DropoutState | None = None,
         attention_mask: Bool[Tensor, "b t t"] | None = None,
-        documents: PackedDocuments | None = None,
+        sequences: PackedDocuments | FLACPContext | None = None,
         cache: DecodingCache | None = None,
     ) -> Float[Tensor, "b t *streams d"]:
         """Run the stage's layers; expand to streams in the first stage, contract in the last."""
@@ -263,7 +269,7 @@ class TransformerBlock(nn.Module):
         for block in self.blocks:
 
             def run(hidden_states: Tensor, recompute: BlockRecomputation, block: RecomputeBlock = block) -> Tensor:
-                told = positions, state, attention_mask, recompute, documents, cache
+                told = positions, state, attention_mask, recompute, sequences, cache
                 for number in block.layers:
                     hidden_states = self.layers[str(number)](hidden_states, *told)
                 return hidden_states
@@ -330,11 +336,12 @@ class GPTModel(nn.Module):
         targets: Int[Tensor, "b t"] | None = None,
         *,
         step: int = 0,
-        samples: Int[Tensor, " b"] | None = None,
+        samples: Int[Tensor, "*b"] | None = None,
         positions: Int[Tensor, " t"] | None = None,
         attention_mask: Bool[Tensor, "b t t"] | None = None,
         document_starts: Tensor | None = None,
         cache: DecodingCache | None = None,
+        cp_context: FLACPContext | None = None,
         training: bool = True,
     ) -> Tensor:
         """The loss, the logits, or what the next stage takes.
@@ -343,12 +350,13 @@ class GPTModel(nn.Module):
             inputs: token ids [B, T] in the first stage, else the stage before's output.
             targets: the token after each of inputs. [B, T]
             step: training step, for dropout.
-            samples: numbers of the sequences within the global batch; None: 0 .. B-1. [B]
+            samples: numbers of the sequences within the global batch, of rows or tokens; None: 0 .. B-1. [B] or [B, T]
             positions: of the tokens within their sequence; None: 0 .. T-1. [T]
             attention_mask: see ops.causal_attention.
             document_starts: where documents begin that know nothing of each other, see plans.documents; None: each
                 sequence is one. [B, N] int32
             cache: of the tokens before, see cache.empty_cache; left as after these.
+            cp_context: of ranks that share the sequences, end to end: B = 1, and positions have to be given.
             training: False turns dropout off, as does ``model.eval()``.
 
         Returns:
@@ -360,20 +368,19 @@ class GPTModel(nn.Module):
         """
         batch, length = inputs.shape[:2]
         unfit = {"attention_mask": attention_mask, "document_starts": document_starts}
-        texts = None if cache is None else cache.batch
-        check_inputs(self.config.seq_length, (batch, length), known_length(cache), texts, **unfit)
+        read = known_length(cache), None if cache is None else cache.batch
+        check_inputs(self.config.seq_length, (batch, length), *read, cp_context, positions, **unfit)
         if positions is None:
             positions = torch.arange(length, device=inputs.device) + (0 if cache is None else cache.length)
-        documents = pack_documents(document_starts, inputs, "attention" in self.config.mixers)
+        sequences = cp_context or pack_documents(document_starts, inputs, "attention" in self.config.mixers)
         state = None
         if training and self.training and self.config.hidden_dropout > 0.0:
-            if samples is None:
-                samples = torch.arange(batch, device=inputs.device)
+            samples = torch.arange(batch, device=inputs.device) if samples is None else samples
             state = dropout_state(self.config.seed, step, samples, positions, self.config.seq_length)
         hidden_states = inputs
         if self.pre_process and self.embedding is not None:
             hidden_states = self.embedding(inputs).to(getattr(torch, self.config.compute_dtype))
-        hidden_states = self.decoder(hidden_states, positions, state, attention_mask, documents, cache)
+        hidden_states = self.decoder(hidden_states, positions, state, attention_mask, sequences, cache)
         if cache is not None:
             cache.length += length
         head = self.output_layer or self.embedding

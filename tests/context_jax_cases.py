@@ -7,15 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_impl.context_parallel import build_cp_context, compress_h0, cp_attention, cp_short_convolution, expand_h0
 from jax_impl.delta_rule import chunk_gated_delta_rule, chunk_kda
+from jax_impl.saving import export_parameters
+from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
 from plans.context import EXCHANGES, FLACPContext
 from tests.context_jobs import (
     LAYERS,
+    MODEL,
+    MODELS,
     OFFSETS,
     TOKENS,
     Case,
@@ -24,6 +29,9 @@ from tests.context_jobs import (
     held,
     layer_arrays,
     layer_undivided,
+    model_batch,
+    model_offsets,
+    model_undivided,
     own_slices,
     run_rule,
     undivided,
@@ -129,6 +137,31 @@ def test_c6_c10_convolutions_and_attention_see_the_ranks_before(size, kernel_siz
             found, output = gradient(tuple(arrays), cotangent, padded(layer.offsets))
             for ours, theirs in zip((output, *found), layer_undivided(layer), strict=True):
                 assert relative_difference(np.asarray(ours), theirs) <= TOLERANCE, layer
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("hybrid", 4), *(pytest.param(name, 3, marks=pytest.mark.slow) for name in MODELS)]
+)
+def test_c11_c12_a_hybrid_model_over_ranks(name, size):
+    """With documents, dropout and recomputation; gradients of parameters, which all ranks hold, are sums."""
+    mesh = Mesh(np.array(jax.devices()[:size]), ("cp",))
+    graph, params = nnx.split(GPTModel(MODELS[name]), nnx.Param)
+    by = (P(), P(None, "cp"), P(None, "cp"), P(None, "cp"), P("cp"), P())
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=by, out_specs=P())
+    def loss(params, tokens, targets, samples, positions, offsets):
+        context = build_cp_context(offsets, "cp", MODEL.linear_conv_kernel_dim)
+        told = {"step": 3, "samples": samples, "positions": positions, "cp_context": context}
+        return jax.lax.pmean(nnx.merge(graph, params)(tokens, targets, **told), "cp")
+
+    place = np.arange(48)
+    tokens, targets = (x.reshape(1, -1) for x in model_batch())
+    batch = tokens, targets, (place // 24)[None], place % 24, model_offsets()
+    value, found = jax.jit(jax.value_and_grad(loss))(params, *batch)
+    expected, gradients = model_undivided(name)
+    assert float(value) == pytest.approx(expected, rel=1e-12)
+    for parameter, gradient in export_parameters(found).items():
+        assert relative_difference(gradient, gradients[parameter]) <= 1e-11, parameter
 
 
 def test_c7_of_the_first_states_one_is_kept():

@@ -1,16 +1,19 @@
 """What ranks run in tests of context parallelism, and what all of them together must give."""
 
 import itertools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from plans.config import TransformerConfig
 from plans.context import local_sequences
 from reference_torch.context_parallel import build_cp_context, cp_attention, cp_short_convolution, exchange_states
 from reference_torch.delta_rule import chunk_gated_delta_rule, chunk_kda
 from reference_torch.ops import causal_attention, short_convolution
+from reference_torch.transformer import GPTModel
 
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 TOKENS, HEADS, VALUE_HEADS, KEY, VALUE = 48, 2, 4, 5, 3
@@ -181,6 +184,77 @@ def layer_parts(layers: list[Layer]) -> list[Any]:
 
 LAYERS = [Layer(tuple(offsets), size) for size in (None, 1, 4, 9, 30) for offsets in OFFSETS.values()]
 """Taps that reach over the rank before, and over several."""
+
+
+MODEL = TransformerConfig(
+    hidden_size=16,
+    num_layers=3,
+    num_attention_heads=4,
+    num_query_groups=2,
+    ffn_hidden_size=16,
+    vocab_size=32,
+    seq_length=24,
+    init_method_std=0.3,
+    params_dtype="float64",
+    layer_pattern="kda,gdn,attention",
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    hidden_dropout=0.1,
+)
+MODELS = {
+    "hybrid": MODEL,
+    "mhc, biases, recomputed": replace(
+        MODEL,
+        enable_hyper_connections=True,
+        num_residual_streams=2,
+        add_bias_linear=True,
+        recompute_granularity="selective",
+        recompute_modules=("core_attn", "mhc", "layernorm"),
+    ),
+    "whole layers recomputed": replace(
+        MODEL, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
+    ),
+}
+STARTS = np.array([[0, 1, 9, 24], [0, 12, 17, 17]], np.int32)
+
+
+def model_batch() -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and targets, two sequences."""
+    return tuple(np.random.default_rng(3).integers(0, 32, (2, 2, 24)).astype(np.int32))
+
+
+def model_offsets() -> np.ndarray:
+    """Where documents begin in both sequences, end to end."""
+    return np.append((STARTS + np.array([[0], [24]])).ravel(), 48).astype(np.int32)
+
+
+def model_undivided(name: str) -> tuple[float, dict[str, np.ndarray]]:
+    """Loss and gradients."""
+    model = GPTModel(
+        replace(
+            MODELS[name],
+            recompute_granularity=None,
+            recompute_method=None,
+            recompute_num_layers=None,
+            recompute_modules=(),
+        )
+    )
+    tokens, targets = map(torch.from_numpy, model_batch())
+    loss = model(tokens, targets, step=3, document_starts=torch.from_numpy(STARTS))
+    loss.backward()
+    return loss.item(), {name: p.grad.numpy() for name, p in model.named_parameters()}
+
+
+def model_part(name: str) -> tuple[float, dict[str, np.ndarray]]:
+    """The same of this rank's tokens."""
+    model, group = GPTModel(MODELS[name]), dist.group.WORLD if dist.is_initialized() else None
+    context = build_cp_context(torch.from_numpy(model_offsets()), group, MODEL.linear_conv_kernel_dim)
+    place = torch.arange(48).chunk(context.size)[context.rank]
+    tokens, targets = (torch.from_numpy(x).flatten()[place][None] for x in model_batch())
+    told = {"samples": (place // 24)[None], "positions": place % 24, "step": 3}
+    loss = model(tokens, targets, **told, cp_context=context)
+    loss.backward()
+    return loss.item(), {name: p.grad.numpy() for name, p in model.named_parameters()}
 
 
 def count_sent(size: int, exchange: str, heads: int, key: int, value: int) -> tuple[int, int, int]:

@@ -13,6 +13,7 @@ from reference_torch.delta_rule import chunk_kda
 from reference_torch.rank_pool import RankPool
 from tests.context_jobs import (
     LAYERS,
+    MODELS,
     OFFSETS,
     Case,
     Layer,
@@ -20,6 +21,7 @@ from tests.context_jobs import (
     held,
     layer_part,
     layer_undivided,
+    model_undivided,
     own_slices,
     run_part,
     undivided,
@@ -107,6 +109,18 @@ def assert_layer_equal(layer: Layer, parts: list) -> None:
 def test_c6_c10_convolutions_and_attention_see_the_ranks_before(pool):
     for layer, parts in zip(LAYERS, zip(*pool.run("tests.context_jobs:layer_parts", LAYERS), strict=True), strict=True):
         assert_layer_equal(layer, list(parts))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", MODELS)
+def test_c12_a_hybrid_model_over_ranks(pool, name):
+    """With documents, dropout and recomputation; gradients are each rank's share."""
+    loss, gradients = model_undivided(name)
+    parts = pool.run("tests.context_jobs:model_part", name)
+    assert np.mean([part[0] for part in parts]) == pytest.approx(loss, rel=1e-12)
+    for parameter, gradient in gradients.items():
+        found = sum(part[1][parameter] for part in parts) / pool.size
+        assert relative_difference(found, gradient) <= 1e-11, parameter
 
 
 def test_c6_c10_one_rank_is_one_process():

@@ -30,10 +30,11 @@ ROOMS = {
     "modules": {"ops"},
     "documents": set(),
     "cache": {"ops"},
-    "linear_attention": {"ops", "cache", "delta_rule", "documents", "modules", "recompute"},
+    "linear_attention": {"ops", "cache", "context_parallel", "delta_rule", "documents", "modules", "recompute"},
     "transformer": {
         "ops",
         "cache",
+        "context_parallel",
         "documents",
         "modules",
         "linear_attention",
