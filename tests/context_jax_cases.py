@@ -90,10 +90,18 @@ def together(states: np.ndarray, case: Case, size: int) -> np.ndarray:
 
 
 RULES = ("kda", "gdn", "gate")
+DAILY = (("all_gather", 8), ("ring", 3), ("scan", 2), ("scan", 8))
+"""What make test takes: each rule, each exchange, each way of keeping."""
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize(
+    ("exchange", "size"),
+    [
+        pytest.param(exchange, size, marks=() if (exchange, size) in DAILY else pytest.mark.slow)
+        for exchange in EXCHANGES
+        for size in (1, 2, 3, 4, 8)
+    ],
+)
 def test_c2_c3_c4_ranks_compute_what_pytorch_does_alone(size, exchange):
     rule = RULES[(size + EXCHANGES.index(exchange)) % 3]
     run = program(rule, exchange, size, disable_recompute=size == 3)
@@ -114,7 +122,7 @@ def test_c2_c3_c4_ranks_compute_what_pytorch_does_alone(size, exchange):
             assert relative_difference(other, gradient) <= TOLERANCE, name
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4, 8))])
 @pytest.mark.parametrize("kernel_size", [None, 1, 4, 9, 30])
 def test_c6_c10_convolutions_and_attention_see_the_ranks_before(size, kernel_size):
     mesh = Mesh(np.array(jax.devices()[:size]), ("cp",))

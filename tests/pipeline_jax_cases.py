@@ -265,12 +265,12 @@ def any_case(draw) -> tuple[TransformerConfig, int, dict[str, str]]:
     return config, cut.num_microbatches, options
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("examples", [pytest.param(2, id="few"), pytest.param(30, marks=pytest.mark.slow, id="many")])
-def test_any_schedule_over_any_split_computes_what_one_device_does(examples):
+def test_any_schedule_over_any_split_computes_what_one_device_does():
     drawn: Counter[str] = Counter()
 
-    @settings(max_examples=examples, phases=(Phase.explicit, Phase.generate))
+    @settings(max_examples=30, phases=(Phase.explicit, Phase.generate))
     @given(any_case())
     def compute(case):
         config, m, options = case
@@ -278,8 +278,7 @@ def test_any_schedule_over_any_split_computes_what_one_device_does(examples):
         check(config, m, **options)
 
     compute()
-    if examples > 4:
-        assert drawn.keys() >= {"gpipe", "1f1b", "interleaved", "zb-h1", "inputs", "pmap", "fused"}
+    assert drawn.keys() >= {"gpipe", "1f1b", "interleaved", "zb-h1", "inputs", "pmap", "fused"}
 
 
 @pytest.mark.slow

@@ -245,6 +245,7 @@ def test_report_of_a_broken_run_is_still_json(tmp_path):
     assert finite_json(content) == {"a": ["nan", 1.5, "-inf"], "b": {"c": ["inf", 2]}}
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_installed_command_runs_in_32_bit_jax(corpus, tmp_path):
     """As a user runs it: a fresh process, JAX in its default 32-bit mode, warnings as errors."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from parity.compare import relative_difference
 from plans.config import TransformerConfig
 from plans.sampling import split_unread
-from tests.backends import BACKENDS, TORCH_DAILY, TORCH_FIRST, room
+from tests.backends import BACKENDS, TORCH_DAILY, room
 
 CONFIG = TransformerConfig(
     hidden_size=16,
@@ -111,7 +111,7 @@ def test_narrow_types(dtype, bf16, bound):
     assert relative_difference(in_pieces("torch", model, TOKENS, [7, *range(8, 20)]), expected) < bound
 
 
-@pytest.mark.parametrize("backend", TORCH_FIRST)
+@pytest.mark.parametrize("backend", TORCH_DAILY)
 def test_a_decoder_reads_each_token_once_and_of_a_long_text_the_end(backend, monkeypatch):
     model = room(backend, "transformer").GPTModel(replace(CONFIG, layer_pattern="gdn,attention", num_layers=2))
     decoding = room(backend, "decoding")

@@ -260,7 +260,7 @@ def test_training_tells_the_model_where_documents_begin():
     assert trained("torch")[0][0] == pytest.approx(expected.item(), rel=1e-12)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_backends_train_alike_on_documents():
     config = replace(CONFIG, num_layers=2, layer_pattern="gdn,attention")
     assert_alike(trained("torch", config), trained("jax", config), PARAMETERS["float64"])

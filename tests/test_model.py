@@ -17,7 +17,7 @@ from parity.compare import GradientDifference, gradient_norms, relative_differen
 from parity.tolerances import GRADIENT
 from plans.config import TransformerConfig
 from plans.parameters import parameter_specs
-from tests.backends import BACKENDS, TORCH_FIRST, assert_close, model_gradients, normal, room
+from tests.backends import BACKENDS, TORCH_DAILY, TORCH_FIRST, assert_close, model_gradients, normal, room
 
 pytestmark = pytest.mark.usefixtures("few_rounds")
 
@@ -206,7 +206,7 @@ def run(backend: str, model, inputs, **arguments) -> np.ndarray:
     return out.detach().numpy() if backend == "torch" else np.asarray(out)
 
 
-@pytest.mark.parametrize("backend", TORCH_FIRST)
+@pytest.mark.parametrize("backend", TORCH_DAILY)
 def test_dropout_follows_samples_and_positions_not_the_layout(backend):
     config = replace(HYPER, hidden_dropout=0.4)
     model = room(backend, "transformer").GPTModel(config)

@@ -37,6 +37,7 @@ from reference_torch.offload.link import Link
 from reference_torch.offload.memory import OffloadedParameter
 from reference_torch.rank_pool import RankPool
 from reference_torch.recompute import CheckpointWithoutOutput, lazy_restore, measure_memory
+from tests.backends import TORCH_DAILY
 from tests.offload_jobs import activation_events, events, train_a_step
 
 LAYERS, WIDTH = 5, 8
@@ -1133,7 +1134,7 @@ def test_the_example_runs(tmp_path):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize("backend", TORCH_DAILY)
 def test_the_command_ends_with_the_statistics(backend, tmp_path, capsys):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
