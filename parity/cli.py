@@ -58,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = _parse(arguments)
         if isinstance(command, Train):
             check_processes(command)
-            if command.nproc > 1 and not is_one_of_several():
-                return start_processes(command.nproc, f"{PACKAGES[command.backend]}.train", _after_train(arguments))
+            if command.processes > 1 and not is_one_of_several():
+                return start_processes(command.processes, f"{PACKAGES[command.backend]}.train", _after_train(arguments))
         return _ACTIONS[type(command)](command, console)
     except (ValueError, ModuleNotFoundError) as error:
         if speaks():  # the others say the same
@@ -116,7 +116,7 @@ def _first_message(box: str) -> str:
     return f"{message} (diptych --help lists what there is)"
 
 
-def _load_backend(backend: str, params_dtype: str, num_threads: int = 1, pp_size: int = 1, impl: str = "auto"):
+def _load_backend(backend: str, params_dtype: str, num_threads: int = 1, ranks: int = 1, impl: str = "auto"):
     """The train module of a backend, with threads, devices and types set as asked.
 
     Raises:
@@ -137,18 +137,18 @@ def _load_backend(backend: str, params_dtype: str, num_threads: int = 1, pp_size
 
         if params_dtype == "float64":
             jax.config.update("jax_enable_x64", True)
-        if pp_size > 1 and impl == "triton":
-            os.environ.setdefault("NPROC", str(callback_threads(pp_size)))  # read when JAX is first used
-        if pp_size > 1:
-            # As many CPU devices as pipeline ranks; of no effect on a machine with accelerators.
-            jax.config.update("jax_num_cpu_devices", pp_size)
+        if ranks > 1 and impl == "triton":
+            os.environ.setdefault("NPROC", str(callback_threads(ranks)))  # read when JAX is first used
+        if ranks > 1:
+            # As many CPU devices as ranks; of no effect on a machine with accelerators.
+            jax.config.update("jax_num_cpu_devices", ranks)
     return module
 
 
 def _demands(run: TrainingRun) -> tuple[str, int, int, str]:
     """What a run asks of a backend, as _load_backend takes it."""
     model = run.model
-    return model.params_dtype, run.num_threads, model.pipeline_model_parallel_size, model.impl
+    return model.params_dtype, run.num_threads, model.model_parallel_size, model.impl
 
 
 def _compare(command: Compare, console: Console) -> int:

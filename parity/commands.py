@@ -76,9 +76,9 @@ class Train(TrainingRun):
     """Go on from the newest checkpoint in the save folder, whichever backend wrote it."""
     exit_step: int | None = None
     """Stop after so many steps of the whole run, to go on later with resume."""
-    nproc: int = 1
-    """Processes to start on this machine, with PyTorch: pipeline ranks times replicas. JAX serves all devices from
-    one; torchrun starts processes on several machines."""
+    nproc: int | None = None
+    """Processes to start on this machine, with PyTorch: pipeline ranks times context ranks times replicas; None: of one
+    replica. JAX serves all devices from one; torchrun starts processes on several machines."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,10 +86,15 @@ class Train(TrainingRun):
             raise ValueError(f"save_interval: expected at least 0, got {self.save_interval}")
         if self.exit_step is not None and self.exit_step < 1:
             raise ValueError(f"exit_step: expected at least 1, got {self.exit_step}")
-        if self.nproc < 1:
+        if self.nproc is not None and self.nproc < 1:
             raise ValueError(f"nproc: expected at least 1, got {self.nproc}")
         if self.save is None and (self.resume or self.save_interval):
             raise ValueError("save: expected a folder with resume or save_interval, got none; give --save FOLDER")
+
+    @property
+    def processes(self) -> int:
+        """To start on this machine."""
+        return self.nproc or (self.model.model_parallel_size if self.backend == "torch" else 1)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from parity.commands import Train
+from plans.partition import model_parallel_words
 from plans.training import check_trainable
 
 GRACE = 10.0
@@ -40,13 +41,13 @@ def speaks() -> bool:
 
 
 def check_processes(command: Train) -> None:
-    """Refuse a number of processes, or a batch, that the pipeline cannot have; before any process is started.
+    """Refuse a number of processes, or a batch, that the model cannot have; before any process is started.
 
     Raises:
         ValueError: naming the setting.
     """
-    p = command.model.pipeline_model_parallel_size
-    size = int(os.environ["WORLD_SIZE"]) if is_one_of_several() else command.nproc
+    n = command.model.model_parallel_size
+    size = int(os.environ["WORLD_SIZE"]) if is_one_of_several() else command.processes
     if command.backend == "jax":
         if size > 1:
             raise ValueError(
@@ -55,12 +56,12 @@ def check_processes(command: Train) -> None:
             )
         check_trainable(command.model, command.train)
         return
-    if size % p:
+    if size % n:
         raise ValueError(
-            f"nproc: expected a multiple of pipeline_model_parallel_size={p} processes, got {size}; give --nproc {p}, "
-            f"or start a multiple of {p} by torchrun"
+            f"nproc: expected a multiple of {model_parallel_words(command.model)}={n} processes, got {size}; give "
+            f"--nproc {n}, or start a multiple of {n} by torchrun"
         )
-    check_trainable(command.model, command.train, size // p)
+    check_trainable(command.model, command.train, size // n)
 
 
 def start_processes(count: int, module: str, arguments: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from reference_torch.train import Trainer
 
 
 class RankTrainer:
-    """A Trainer on each of ``pipeline_model_parallel_size`` gloo ranks; methods as the Trainer's.
+    """A Trainer on each of ``model_parallel_size`` gloo ranks; methods as the Trainer's.
 
     Raises:
         RankError: a rank failed; what every one of them said.
@@ -26,7 +26,7 @@ class RankTrainer:
     def __init__(self, config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) -> None:
         self.config = config
         timeout = config.pipeline_timeout + 60.0  # a message that is late is the ranks' own to report
-        self._pool = RankPool(config.pipeline_model_parallel_size, timeout, ("reference_torch.train",))
+        self._pool = RankPool(config.model_parallel_size, timeout, ("reference_torch.train",))
         self._pool.hold("parity.ranks:make_trainer", config, train_config, corpus)
 
     def __enter__(self) -> "RankTrainer":
@@ -81,7 +81,7 @@ def make_trainer(config: TransformerConfig, train_config: TrainConfig, corpus: C
 def torch_trainer(
     config: TransformerConfig, train_config: TrainConfig, corpus: Corpus
 ) -> AbstractContextManager[Trainer | RankTrainer]:
-    """PyTorch's trainer: here, or where the model is cut into pipeline stages, on as many processes."""
-    if config.pipeline_model_parallel_size > 1:
+    """PyTorch's trainer: here, or where ranks share the model or its sequences, on as many processes."""
+    if config.model_parallel_size > 1:
         return RankTrainer(config, train_config, corpus)
     return nullcontext(Trainer(config, train_config, corpus))

@@ -191,10 +191,19 @@ def check_settings(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
 
 def _decides_steps(name: str) -> bool:
     """Whether a model's setting decides what every step does, and not only where and how it is computed."""
-    return name not in _EXECUTION and "recompute" not in name and "pipeline" not in name and "offload" not in name
+    return name not in _EXECUTION and not any(part in name for part in ("recompute", "pipeline", "offload"))
 
 
-_EXECUTION = frozenset({"impl", "microbatch_group_size_per_vp_stage", "overlap_p2p_comm", "variable_seq_lengths"})
+_EXECUTION = frozenset(
+    {
+        "impl",
+        "microbatch_group_size_per_vp_stage",
+        "overlap_p2p_comm",
+        "variable_seq_lengths",
+        "context_parallel_size",
+        "cp_exchange",
+    }
+)
 
 
 def split_arrays(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:

@@ -155,6 +155,61 @@ def check_context(context: FLACPContext | None, unfit: Mapping[str, Any], positi
         raise ValueError("positions: expected those of the part's tokens with a cp_context, got None")
 
 
+def check_shared(sequences: int, length: int, size: int) -> None:
+    """Refuse a microbatch that ranks cannot share.
+
+    Args:
+        sequences: of the microbatch.
+        length: tokens of each.
+        size: number of ranks.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    if sequences * length % size:
+        raise ValueError(
+            f"context_parallel_size: expected a divisor of a microbatch's {sequences} x {length} tokens, got {size}; "
+            "change seq_length or micro_batch_size"
+        )
+
+
+class EndToEnd(NamedTuple):
+    """Sequences laid end to end, of which every rank takes its part: tokens r L / R .. (r + 1) L / R."""
+
+    tokens: Any
+    """[..., 1, L]"""
+    targets: Any
+    """[..., 1, L]"""
+    samples: Any
+    """Number of each token's sequence. [..., 1, L]"""
+    positions: Any
+    """Of each token within its sequence, the same whatever the leading axes. [L]"""
+    cu_seqlens: Any
+    """Where what is kept apart begins, and the end of all. [..., N + 1] int32"""
+
+
+def end_to_end(tokens: Any, targets: Any, samples: Any, document_starts: Any = None, xp: Any = np) -> EndToEnd:
+    """Lay the sequences of a batch, or of each of several, end to end.
+
+    Args:
+        tokens, targets: [..., B, T]
+        samples: numbers of the sequences. [..., B]
+        document_starts: see plans.documents; None: each sequence is one. [..., B, N]
+        xp: the module to compute with, numpy or jax.numpy.
+    """
+    *lead, batch, length = tokens.shape
+    starts = xp.zeros((*lead, batch, 1), xp.int32) if document_starts is None else document_starts
+    starts = (starts + xp.arange(0, batch * length, length, dtype=xp.int32)[:, None]).reshape(*lead, -1)
+    end = xp.full((*lead, 1), batch * length, xp.int32)
+    return EndToEnd(
+        tokens=tokens.reshape(*lead, 1, -1),
+        targets=targets.reshape(*lead, 1, -1),
+        samples=xp.repeat(samples, length, axis=-1)[..., None, :],
+        positions=xp.tile(xp.arange(length, dtype=xp.int32), batch),
+        cu_seqlens=xp.concatenate([starts, end], axis=-1).astype(xp.int32),
+    )
+
+
 def local_sequences(cu_seqlens: Any, rank: Any, part_length: int, xp: Any = np) -> LocalSequences:
     """What one rank holds of sequences that lie end to end.
 

@@ -102,7 +102,14 @@ def undivided(config: "TransformerConfig") -> "TransformerConfig":
         pipeline_model_parallel_layout=None,
         pipeline_schedule=None,
         microbatch_group_size_per_vp_stage=None,
+        context_parallel_size=1,
     )
+
+
+def model_parallel_words(config: "TransformerConfig") -> str:
+    """The settings that say how many ranks one replica takes, for messages: their product is model_parallel_size."""
+    names = ("context_parallel_size", "pipeline_model_parallel_size")
+    return " * ".join(name for name in names if getattr(config, name) > 1) or names[-1]
 
 
 def check_stage_ends(

@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 from plans.config import TrainConfig, TransformerConfig
+from plans.context import check_shared
 from plans.data import Batch
 from plans.schedule import schedule_for
 
@@ -91,12 +92,14 @@ def check_batch(batch: Batch, train: TrainConfig) -> None:
 
 
 def check_trainable(config: TransformerConfig, train: TrainConfig, dp_size: int = 1) -> None:
-    """Refuse a batch that the pipeline's schedule cannot run.
+    """Refuse a batch that the pipeline's schedule cannot run, or that ranks cannot share.
 
     Raises:
-        ValueError: see microbatches and plans.schedule.build_schedule.
+        ValueError: see microbatches, plans.context.check_shared and plans.schedule.build_schedule.
     """
-    schedule_for(config, microbatches(train, dp_size)[1])
+    size, count = microbatches(train, dp_size)
+    check_shared(size, config.seq_length, config.context_parallel_size)
+    schedule_for(config, count)
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:

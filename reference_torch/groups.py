@@ -1,6 +1,7 @@
-"""Which ranks work together: pipeline ranks of one replica, replicas of one pipeline rank.
+"""Which ranks work together: those of a pipeline, those that share sequences, replicas.
 
-Global ranks count through a pipeline before they come to the next replica: rank = dp_rank * pp_size + pp_rank.
+Global ranks count through a pipeline before they come to the next part of the sequences, and through all parts before
+they come to the next replica: rank = (dp_rank * cp_size + cp_rank) * pp_size + pp_rank.
 """
 
 import datetime
@@ -14,8 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from plans.communication import PipelineError
 from plans.config import TransformerConfig
+from plans.partition import model_parallel_words
 
 Result = TypeVar("Result")
+AXES = ("dp", "cp", "pp")
+"""Of a mesh."""
 
 
 class ProcessGroups(NamedTuple):
@@ -27,6 +31,10 @@ class ProcessGroups(NamedTuple):
     """The ranks that hold the same stages and learn from other sequences; None: there is one replica."""
     embedding: ProcessGroup | None = None
     """First and last rank of the pipeline, which share a tied embedding; None on others, and where there is none."""
+    cp: ProcessGroup | None = None
+    """The ranks that hold the same stages and share this one's sequences, in order of their parts; None: it has all."""
+    dp_cp: ProcessGroup | None = None
+    """Both: all that hold the same stages. Used where there is a cp."""
 
     @property
     def pp_rank(self) -> int:
@@ -43,30 +51,51 @@ class ProcessGroups(NamedTuple):
         """Number of replicas."""
         return 1 if self.dp is None else self.dp.size()
 
+    @property
+    def cp_size(self) -> int:
+        """Ranks that share a sequence."""
+        return 1 if self.cp is None else self.cp.size()
+
+    @property
+    def alike(self) -> ProcessGroup | None:
+        """The ranks that hold the same stages, over which gradients are summed."""
+        return self.dp if self.cp is None else self.dp_cp
+
 
 def make_mesh(config: TransformerConfig, device_type: str = "cpu") -> DeviceMesh | None:
-    """All processes as a mesh of replicas and pipeline ranks, axes ("dp", "pp"); None: there is one process.
+    """All processes as a mesh of replicas, context and pipeline ranks, axes ("dp", "cp", "pp"); None: there is one.
 
     Raises:
-        ValueError: their number is no multiple of the pipeline's size.
+        ValueError: their number is no multiple of what one replica takes.
     """
-    size, p = world_size(), config.pipeline_model_parallel_size
+    size, model = world_size(), (config.context_parallel_size, config.pipeline_model_parallel_size)
     check_world_size(config, size)
-    return None if size == 1 else init_device_mesh(device_type, (size // p, p), mesh_dim_names=("dp", "pp"))
+    shape = (size // config.model_parallel_size, *model)
+    return None if size == 1 else init_device_mesh(device_type, shape, mesh_dim_names=AXES)
 
 
 def make_groups(config: TransformerConfig, mesh: DeviceMesh | None) -> ProcessGroups:
     """The groups of a mesh. Every rank has to call it, in the same order as other collectives."""
     if mesh is None:
         return ProcessGroups()
-    pp, dp = mesh.get_group("pp"), mesh.get_group("dp")
+    pp, dp, cp = (mesh.get_group(name) if axis_size(mesh, name) > 1 else None for name in ("pp", "dp", "cp"))
+    ranks = mesh.mesh.flatten(0, -2)  # [dp * cp, pp]
     embedding = None
-    if pp.size() > 1 and not config.untie_embeddings_and_output_weights:
-        for ranks in mesh.mesh.tolist():
-            group = dist.new_group([ranks[0], ranks[-1]])
-            if dist.get_rank() in (ranks[0], ranks[-1]):
-                embedding = cast("ProcessGroup", group)
-    return ProcessGroups(pp if pp.size() > 1 else None, dp if dp.size() > 1 else None, embedding)
+    if pp is not None and not config.untie_embeddings_and_output_weights:
+        embedding = _own_group([[pipeline[0], pipeline[-1]] for pipeline in ranks.tolist()])
+    return ProcessGroups(pp, dp, embedding, cp, None if cp is None else _own_group(ranks.T.tolist()))
+
+
+def axis_size(mesh: DeviceMesh | None, name: str) -> int:
+    """Ranks along an axis; 1 where the mesh has none of that name."""
+    return mesh[name].size() if mesh is not None and name in (mesh.mesh_dim_names or ()) else 1
+
+
+def _own_group(groups: list[list[int]]) -> ProcessGroup | None:
+    """The one of several new groups that this rank is in; every rank makes all of them."""
+    made = [dist.new_group(ranks) for ranks in groups]
+    own = [group for ranks, group in zip(groups, made, strict=True) if dist.get_rank() in ranks]
+    return cast("ProcessGroup", own[0]) if own else None
 
 
 def world_size() -> int:
@@ -75,16 +104,16 @@ def world_size() -> int:
 
 
 def check_world_size(config: TransformerConfig, size: int) -> None:
-    """Refuse a number of processes the pipeline cannot be laid over.
+    """Refuse a number of processes the model cannot be laid over.
 
     Raises:
-        ValueError: it is no multiple of the pipeline's size.
+        ValueError: it is no multiple of what one replica takes.
     """
-    p = config.pipeline_model_parallel_size
-    if size % p:
+    n = config.model_parallel_size
+    if size % n:
         raise ValueError(
-            f"pipeline_model_parallel_size: expected a divisor of the {size} processes there are, got {p}; start a "
-            f"multiple of {p} (diptych train --nproc {p}, or torchrun --nproc-per-node {p})"
+            f"{model_parallel_words(config)}: expected a divisor of the {size} processes there are, got {n}; start a "
+            f"multiple of {n} (diptych train --nproc {n}, or torchrun --nproc-per-node {n})"
         )
 
 
@@ -130,7 +159,7 @@ def gather(mapping: dict[str, Any], group: ProcessGroup | None) -> dict[str, Any
 
 def said_on_all_ranks(text: str, groups: ProcessGroups) -> list[str]:
     """What every process says, in order of their ranks, on every process."""
-    if groups.pp is None and groups.dp is None:
+    if groups == ProcessGroups():
         return [text]
     said: list[Any] = [None] * world_size()
     dist.all_gather_object(said, text)
@@ -139,7 +168,7 @@ def said_on_all_ranks(text: str, groups: ProcessGroups) -> list[str]:
 
 def on_first_rank(write: Callable[[], Result], groups: ProcessGroups) -> Result:
     """Call a function on the first process alone; every process gets what it returned, or raises what it raised."""
-    if groups.pp is None and groups.dp is None:
+    if groups == ProcessGroups():
         return write()
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:

@@ -3,11 +3,15 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from plans.config import TransformerConfig
+from plans.context import end_to_end
 from plans.data import Batch
+from reference_torch.context_parallel import build_cp_context
 from reference_torch.offload import TensorOffloadManager
 from reference_torch.transformer import GPTModel
 
@@ -21,6 +25,8 @@ class Microbatch(NamedTuple):
     first: int
     """Number of its first sequence within the global batch, for dropout."""
     training: bool
+    cp: ProcessGroup | None = None
+    """The ranks that share its sequences; None: this one has all."""
 
 
 class PipelineStage(GPTModel):
@@ -82,15 +88,34 @@ def forward_step(
     data_iterator: Iterator[Microbatch], model: PipelineStage
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
     """One microbatch through one stage, as the schedules call it: what the stage gives, and what makes a loss of it."""
-    (tokens, targets, starts), step, first, training = next(data_iterator)
-    samples = torch.arange(first, first + len(tokens), device=model.device)
-    inputs, answers = (torch.from_numpy(ids).to(model.device) for ids in (tokens, targets))
-    documents = None if starts is None else torch.from_numpy(starts)  # read on the host
-    output = model(inputs, answers, step=step, samples=samples, document_starts=documents, training=training)
+    batch, step, first, training, cp = next(data_iterator)
+    inputs, answers, told = _whole(batch, first, model) if cp is None else _part(batch, first, model, cp)
+    output = model(inputs, answers, step=step, training=training, **told)
 
     def reduce(loss: Tensor) -> tuple[Tensor, ...]:
         if model.config.calculate_per_token_loss:
-            return loss * targets.size, torch.tensor(targets.size), loss
+            return loss * answers.numel(), torch.tensor(answers.numel()), loss
         return loss, loss
 
     return output, reduce
+
+
+def _whole(batch: Batch, first: int, model: PipelineStage) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Tokens, targets, and what else a model is told of whole sequences."""
+    tokens, targets, starts = batch
+    inputs, answers = (torch.from_numpy(ids).to(model.device) for ids in (tokens, targets))
+    samples = torch.arange(first, first + len(tokens), device=model.device)
+    documents = None if starts is None else torch.from_numpy(starts)  # read on the host
+    return inputs, answers, {"samples": samples, "document_starts": documents}
+
+
+def _part(batch: Batch, first: int, model: PipelineStage, cp: ProcessGroup) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """The same of this rank's part of them."""
+    tokens, targets, starts = batch
+    laid = end_to_end(tokens, targets, np.arange(first, first + len(tokens)), starts)
+    offsets = torch.from_numpy(laid.cu_seqlens)
+    kernel, exchange = model.config.linear_conv_kernel_dim, model.config.cp_exchange
+    context = build_cp_context(offsets.to(model.device), cp, kernel, offsets, cp_exchange=exchange)
+    parts = (np.array_split(x, context.size, axis=-1)[context.rank] for x in laid[:4])
+    inputs, answers, samples, positions = (torch.from_numpy(x.copy()).to(model.device) for x in parts)
+    return inputs, answers, {"samples": samples, "positions": positions, "cp_context": context}

@@ -1,7 +1,8 @@
 """Training: AdamW steps over deterministic batches.
 
 What is decided (batches, initial values, learning rate, decay, clipping, schedule) stands in plans/ and is
-the same for both backends; here it is carried out in PyTorch, on one process or on one a pipeline rank and replica:
+the same for both backends; here it is carried out in PyTorch, on one process or on one a pipeline rank, part of the
+sequences and replica:
 
     torchrun --nproc-per-node 4 -m reference_torch.train --pipeline-model-parallel-size 4 ...
 
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -44,7 +46,15 @@ from plans.training import (
     learning_rate,
     microbatches,
 )
-from reference_torch.groups import ProcessGroups, gather, make_groups, on_first_rank, said_on_all_ranks, sum_over
+from reference_torch.groups import (
+    ProcessGroups,
+    axis_size,
+    gather,
+    make_groups,
+    on_first_rank,
+    said_on_all_ranks,
+    sum_over,
+)
 from reference_torch.p2p import P2PCommunicator
 from reference_torch.pipeline import get_forward_backward_func, get_model
 from reference_torch.saving import export_arrays, export_parameters, import_arrays, import_parameters
@@ -59,7 +69,8 @@ class Trainer:
         train_config: the optimisation's.
         corpus: what to learn.
         device: where to compute; None: the GPU where PyTorch sees one, else the CPU.
-        mesh: of all processes, axes ("dp", "pp"); see reference_torch.groups.make_mesh. None: this process is alone.
+        mesh: of all processes, axes ("dp", "cp", "pp"); see reference_torch.groups.make_mesh. None: this process is
+            alone.
 
     Raises:
         ValueError: the corpus is too short for the model, or has bytes it has no token for; the batch does not fit
@@ -114,7 +125,7 @@ class Trainer:
     @property
     def reports(self) -> bool:
         """Whether this process is the one that writes files and talks to the user."""
-        return self._groups.pp_rank == 0 and self._groups.dp_rank == 0
+        return self._groups == ProcessGroups() or dist.get_rank() == 0
 
     def any_process(self, flag: bool) -> bool:
         """Whether the flag is set on any process; all of them have to ask."""
@@ -240,7 +251,7 @@ class Trainer:
 
         def iterate() -> Iterator[Microbatch]:
             for first in range(begin, begin + size * count, size):
-                yield Microbatch(take(size, first), step, first, training)
+                yield Microbatch(take(size, first), step, first, training, self._groups.cp)
 
         return iterate
 
@@ -264,7 +275,7 @@ class Trainer:
         loss = torch.zeros((), device=self.device, dtype=getattr(torch, self.config.params_dtype))
         for report in reports:
             loss += report * (1 / count)
-        return self._over_all(loss, "the loss") / self._groups.dp_size
+        return self._over_all(loss, "the loss") / (self._groups.dp_size * self._groups.cp_size)
 
     def _expect_uses(self, num_microbatches: int, forward_only: bool = False) -> None:
         """Tell offload in which order layers are used until the optimizer's step."""
@@ -272,7 +283,7 @@ class Trainer:
 
     def _over_all(self, value: Tensor, what: str) -> Tensor:
         """The sum over all processes."""
-        for group in (self._groups.pp, self._groups.dp):
+        for group in (self._groups.pp, self._groups.alike):
             value = sum_over(value, group, what, self.config.pipeline_timeout)
         return value
 
@@ -302,17 +313,18 @@ class Trainer:
 
 
 def check_mesh(config: TransformerConfig, mesh: DeviceMesh | None) -> None:
-    """Refuse a pipeline without its processes.
+    """Refuse a model without its processes.
 
     Raises:
-        ValueError: the mesh has another number of pipeline ranks than the configuration.
+        ValueError: the mesh has another number of pipeline or context ranks than the configuration.
     """
-    size, p = 1 if mesh is None else mesh["pp"].size(), config.pipeline_model_parallel_size
-    if size != p:
-        raise ValueError(
-            f"mesh: expected {p} processes on axis pp, as many as pipeline_model_parallel_size, got {size}; make it by "
-            "reference_torch.groups.make_mesh in processes started by torchrun"
-        )
+    for axis, name in (("pp", "pipeline_model_parallel_size"), ("cp", "context_parallel_size")):
+        size, wanted = axis_size(mesh, axis), getattr(config, name)
+        if size != wanted:
+            raise ValueError(
+                f"mesh: expected {wanted} processes on axis {axis}, as many as {name}, got {size}; make it by "
+                "reference_torch.groups.make_mesh in processes started by torchrun"
+            )
 
 
 def train(config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) -> Iterator[StepResult]:

@@ -193,7 +193,7 @@ def test_help_names_the_seeds_flags(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", r"nproc: expected a multiple of pipeline_model_parallel_size=2 processes, got 1; give --nproc 2"),
+        ("--nproc 1", r"nproc: expected a multiple of pipeline_model_parallel_size=2 processes, got 1; give --nproc 2"),
         ("--nproc 3", r"nproc: expected a multiple of pipeline_model_parallel_size=2 processes, got 3"),
         ("--nproc 0", r"nproc: expected at least 1, got 0"),
         ("--backend jax --nproc 2", r"nproc: expected 1 with backend 'jax', which serves all devices from one process"),

@@ -6,6 +6,7 @@ from typing import Literal
 from plans.config.pipeline import PIPELINE_RULES
 from plans.config.recompute import RECOMPUTE_RULES, RecomputeModule
 from plans.config.rules import Rule, choice, count, flag, number, validate
+from plans.context import EXCHANGES
 from plans.implementation import IMPLEMENTATIONS, MAX_KERNEL_STREAMS
 from plans.layers import ACTIVATIONS, LayerConfig, parse_layer
 from plans.partition import layers_by_stage
@@ -119,6 +120,11 @@ class TransformerConfig:
     """PyTorch: divide gradients once by the tokens of the whole batch; off: mean over microbatches of their means."""
     pipeline_timeout: float = 600.0
     """PyTorch: seconds a message may take before every rank gives up and names it."""
+    context_parallel_size: int = 1
+    """Ranks that share the tokens of every microbatch."""
+    cp_exchange: Literal["all_gather", "ring", "scan"] = "all_gather"
+    """How states of gdn and kda layers travel between them: to all at once, from one to the next, or composed in a
+    logarithm of rounds."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute whole layers (full), or the modules named (selective); None: keep everything for backward."""
     recompute_method: Literal["uniform", "block"] | None = None
@@ -154,6 +160,11 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         validate(self, MODEL_RULES)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold and run the model together, of the pipeline and of the context."""
+        return self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
     def compute_dtype(self) -> str:
@@ -318,6 +329,8 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule("layer_pattern", lambda c: not _pattern_error(c), _pattern_error),
     *PIPELINE_RULES,
+    count("context_parallel_size"),
+    choice("cp_exchange", EXCHANGES),
     *RECOMPUTE_RULES,
     flag("enable_tensor_offload"),
     flag("tensor_offload_pin_memory"),

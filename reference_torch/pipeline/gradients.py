@@ -1,4 +1,4 @@
-"""What is left to do to gradients once a step's microbatches are through: sum them over replicas and tied copies."""
+"""What is left to do to gradients once a step's microbatches are through: sum them over all ranks that hold a copy."""
 
 from collections.abc import Sequence
 
@@ -12,10 +12,10 @@ from reference_torch.groups import ProcessGroups, wait_for
 
 
 class GradientSums:
-    """Starts summing a stage's gradients over replicas as soon as they are complete, once a step.
+    """Starts summing a stage's gradients as soon as they are complete, once a step.
 
     Args:
-        group: the replicas; None: there is one.
+        group: the ranks that hold the stage, replicas and those that share sequences; None: there is one.
         timeout: seconds a sum may take.
     """
 
@@ -52,10 +52,10 @@ class GradientSums:
 def finalize_model_grads(
     models: Sequence[nn.Module], config: TransformerConfig, groups: ProcessGroups, num_tokens: Tensor
 ) -> None:
-    """Make the gradients those of the step's loss, on every rank, after replicas have been summed.
+    """Make the gradients those of the step's loss, on every rank, after those of ranks alike have been summed.
 
-    Sums the two copies of a tied embedding; divides by the number of replicas, or with ``calculate_per_token_loss`` by
-    the tokens of the whole step.
+    Sums the two copies of a tied embedding; divides by the number of ranks summed over, whose losses are means of
+    equally many tokens, or with ``calculate_per_token_loss`` by the tokens of the whole step.
 
     Args:
         models: this rank's stages.
@@ -71,11 +71,11 @@ def finalize_model_grads(
         for model in models:
             if (tied := tied_copy(model)) is not None:
                 _sum_over(_gradient(tied), groups.embedding, "the sum of a tied embedding's gradients", timeout)
-    divisor: float | Tensor = float(groups.dp_size)
+    divisor: float | Tensor = float(groups.dp_size * groups.cp_size)
     if config.calculate_per_token_loss:
         device = next((parameter.device for model in models for parameter in model.parameters()), num_tokens.device)
         divisor = num_tokens.to(device, copy=True)
-        for group in (groups.pp, groups.dp):
+        for group in (groups.pp, groups.alike):
             _sum_over(divisor, group, "the number of tokens", timeout)
         divisor.clamp_(min=1)
     if isinstance(divisor, Tensor) or divisor != 1.0:

@@ -177,8 +177,13 @@ def forward_backward_pipelining_with_interleaving(
 def infer_tensor_shapes(
     seq_length: int, micro_batch_size: int, config: TransformerConfig
 ) -> tuple[list[Shape], list[Shape]]:
-    """Shapes of what a stage receives and sends: one tensor [B, T, S * D], all residual streams side by side."""
-    shape = (micro_batch_size, seq_length, config.residual_streams * config.hidden_size)
+    """Shapes of what a stage receives and sends: one tensor [B, T, S * D], all residual streams side by side.
+
+    Ranks that share sequences have them end to end, [1, B * T / R, S * D].
+    """
+    shared = config.context_parallel_size
+    rows = (micro_batch_size, seq_length) if shared == 1 else (1, micro_batch_size * seq_length // shared)
+    shape = (*rows, config.residual_streams * config.hidden_size)
     return [shape], [shape]
 
 
@@ -218,7 +223,7 @@ def _run(
             )
     groups = groups or ProcessGroups()
     made = _make_communicator(config, groups, models) if communicator is None else None
-    sums = GradientSums(groups.dp, config.pipeline_timeout)
+    sums = GradientSums(groups.alike, config.pipeline_timeout)
     inputs = StepInputs(forward_step_func, iterators, models, config, shapes, collect_non_loss_data)
     executor = Executor(schedule, inputs, communicator or made, sums, trace)
     earlier = [] if forward_only else set_aside(models)
