@@ -11,7 +11,7 @@ All of it runs under jax.shard_map (or jax.pmap): one program, in which ranks di
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,41 +86,54 @@ def exchange_states(
     Returns:
         S, 0 on the first rank.
     """
-    return _exchange(transition, state, context.group, context.size, context.cp_exchange, reverse)
+    return _exchange(transition, state, _ranks(context), reverse)
 
 
-def _exchange(transition: Array, state: Array, group: str, size: int, exchange: str, reverse: bool) -> Array:
-    if size == 1:
+class _Ranks(NamedTuple):
+    """What is known of them before the program runs; of FLACPContext."""
+
+    group: str
+    size: int
+    exchange: str
+    by_groups: bool
+
+
+def _ranks(context: FLACPContext) -> _Ranks:
+    return _Ranks(context.group, context.size, context.cp_exchange, context.by_groups)
+
+
+def _exchange(transition: Array, state: Array, ranks: _Ranks, reverse: bool) -> Array:
+    if ranks.size == 1:
         return jnp.zeros_like(state)
-    rank = lax.axis_index(group)
-    run = {"all_gather": _gathered, "ring": _passed_on, "scan": _scanned}[exchange]
-    return run(transition, state, group, size, size - 1 - rank if reverse else rank, reverse)
+    rank = lax.axis_index(ranks.group)
+    run = {"all_gather": _gathered, "ring": _passed_on, "scan": _scanned}[ranks.exchange]
+    return run(transition, state, ranks, ranks.size - 1 - rank if reverse else rank, reverse)
 
 
-def _gathered(transition: Array, state: Array, group: str, size: int, place: Array, reverse: bool) -> Array:
-    packed = lax.all_gather(jnp.concatenate([state, transition], axis=-1), group)
+def _gathered(transition: Array, state: Array, ranks: _Ranks, place: Array, reverse: bool) -> Array:
+    packed = lax.all_gather(jnp.concatenate([state, transition], axis=-1), ranks.group)
     if reverse:
         packed = packed[::-1]
     found, width = jnp.zeros_like(state), state.shape[-1]
-    for number in range(size - 1):
+    for number in range(ranks.size - 1):
         after = packed[number, ..., width:] @ found + packed[number, ..., :width]
         found = jnp.where(number < place, after, found)
     return found
 
 
-def _passed_on(transition: Array, state: Array, group: str, size: int, place: Array, reverse: bool) -> Array:
+def _passed_on(transition: Array, state: Array, ranks: _Ranks, place: Array, reverse: bool) -> Array:
     found = jnp.zeros_like(state)
-    for sender in range(size - 1):
-        came = lax.ppermute(transition @ found + state, group, _pairs([(sender, sender + 1)], size, reverse))
+    for sender in range(ranks.size - 1):
+        came = _permute(transition @ found + state, ranks, _pairs([(sender, sender + 1)], ranks.size, reverse))
         found = jnp.where(place == sender + 1, came, found)
     return found
 
 
-def _scanned(transition: Array, state: Array, group: str, size: int, place: Array, reverse: bool) -> Array:
-    for number, step in enumerate(scan_steps(size)):
-        pairs = _pairs(step.pairs(size), size, reverse)
-        came = lax.ppermute(state, group, pairs)  # 0 where nothing comes
-        composed = came if step.is_last else lax.ppermute(transition, group, pairs)
+def _scanned(transition: Array, state: Array, ranks: _Ranks, place: Array, reverse: bool) -> Array:
+    for number, step in enumerate(scan_steps(ranks.size)):
+        pairs = _pairs(step.pairs(ranks.size), ranks.size, reverse)
+        came = _permute(state, ranks, pairs)
+        composed = came if step.is_last else _permute(transition, ranks, pairs)
         if number == 0:  # everyone's own map goes one rank on; the first has none
             state, transition = came, composed
             continue
@@ -136,25 +149,31 @@ def _pairs(pairs: list[tuple[int, int]], size: int, reverse: bool) -> list[tuple
     return [(size - 1 - a, size - 1 - b) for a, b in pairs] if reverse else pairs
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _exchanged(transition: Array, state: Array, group: str, size: int, exchange: str) -> Array:
+def _permute(x: Array, ranks: _Ranks, pairs: list[tuple[int, int]]) -> Array:
+    """What comes from the sender; 0 where nothing does."""
+    if not ranks.by_groups:
+        return lax.ppermute(x, ranks.group, pairs)
+    senders = np.full(ranks.size, -1)
+    senders[[receiver for _, receiver in pairs]] = [sender for sender, _ in pairs]
+    sender = jnp.asarray(senders)[lax.axis_index(ranks.group)]
+    return jnp.where(sender < 0, 0, lax.all_gather(x, ranks.group)[sender])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _exchanged(transition: Array, state: Array, ranks: _Ranks) -> Array:
     """exchange_states. Of S_r = M S + H over the ranks before r, the gradient of rank r's H is the same of the M^T and
     of the gradients of S over the ranks after it, and that of its M is this times S^T."""
-    return _exchange(transition, state, group, size, exchange, reverse=False)
+    return _exchange(transition, state, ranks, reverse=False)
 
 
-def _exchanged_forward(
-    transition: Array, state: Array, group: str, size: int, exchange: str
-) -> tuple[Array, tuple[Array, Array]]:
-    found = _exchange(transition, state, group, size, exchange, reverse=False)
+def _exchanged_forward(transition: Array, state: Array, ranks: _Ranks) -> tuple[Array, tuple[Array, Array]]:
+    found = _exchange(transition, state, ranks, reverse=False)
     return found, (transition, found)
 
 
-def _exchanged_backward(
-    group: str, size: int, exchange: str, kept: tuple[Array, Array], d_found: Array
-) -> tuple[Array, Array]:
+def _exchanged_backward(ranks: _Ranks, kept: tuple[Array, Array], d_found: Array) -> tuple[Array, Array]:
     transition, found = kept
-    passed_back = _exchange(transition.mT, d_found, group, size, exchange, reverse=True)
+    passed_back = _exchange(transition.mT, d_found, ranks, reverse=True)
     return passed_back @ found.mT, passed_back
 
 
@@ -212,7 +231,7 @@ def complete(
     states, transitions = finals[..., :value], finals[..., value:]
     transition = jnp.where(came & goes_on & (last == 0), transitions[0], 0)
     state = jnp.where(goes_on, states[last], 0)
-    begun: Array = _exchanged(transition, state, context.group, context.size, context.cp_exchange)
+    begun: Array = _exchanged(transition, state, _ranks(context))
     o = o[..., :value] + jnp.einsum("bthk,hkv->bthv", o[..., value:], begun)  # responses are 0 where nothing came
     states = states.at[0].add(transitions[0] @ begun)
     return o, states.at[last].set(jnp.where(goes_on, 0, states[last]))
@@ -233,7 +252,7 @@ def cp_short_convolution(
     halo = []
     for distance, size in enumerate(halo_sizes(length, weight.shape[1]), 1):
         pairs = [(rank, rank + distance) for rank in range(context.size - distance)]
-        halo.insert(0, lax.ppermute(x[:, length - size :], context.group, pairs))  # 0 where nothing comes
+        halo.insert(0, _permute(x[:, length - size :], _ranks(context), pairs))
     joined = jnp.concatenate([*halo, x], axis=1)
     return short_convolution(joined, weight, jnp.pad(place - begin, (wanted, 0)))[:, wanted:]
 

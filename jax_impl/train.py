@@ -2,7 +2,7 @@
 
 What is decided (batches, initial values, learning rate, decay, clipping, schedule) stands in plans/ and is
 the same for both backends; here it is carried out in JAX, one compiled program a step, on one device or on one a
-pipeline rank and replica:
+pipeline rank, part of the sequences and replica:
 
     python -m jax_impl.train --pipeline-model-parallel-size 4 ...
 
@@ -58,8 +58,8 @@ class Trainer:
         config: the model's.
         train_config: the optimisation's.
         corpus: what to learn.
-        mesh: devices with an axis "pp" as long as the pipeline, and possibly an axis "dp" of replicas; None: the first
-            devices there are.
+        mesh: devices with an axis "pp" as long as the pipeline, an axis "cp" where ranks share sequences, and possibly
+            an axis "dp" of replicas; None: the first devices there are.
 
     Raises:
         ValueError: the corpus is too short for the model, or has bytes it has no token for; the batch does not fit
@@ -74,14 +74,14 @@ class Trainer:
         self.steps_taken = 0
         self._replicas = 1 if mesh is None else mesh.shape.get("dp", 1)
         check_trainable(config, train_config, self._replicas)
-        whole = GPTModel(undivided(config) if config.pipeline_model_parallel_size > 1 else config)
+        whole = GPTModel(undivided(config) if config.model_parallel_size > 1 else config)
         self._graph, params = nnx.split(whole, nnx.Param)
         count = microbatches(train_config, self._replicas)[1]
         self._pipeline: PipelineStep | None = None
         self._forwards: PipelineStep | None = None
-        if config.pipeline_model_parallel_size > 1 or mesh is not None:
-            by_rank = (mesh is None or len(mesh.axis_names) == 1) and not config.enable_tensor_offload
-            door = "pmap" if by_rank else "shard_map"
+        if config.model_parallel_size > 1 or mesh is not None:
+            by_rank = (mesh is None or len(mesh.axis_names) == 1) and config.context_parallel_size == 1
+            door = "pmap" if by_rank and not config.enable_tensor_offload else "shard_map"
             self._pipeline = make_pipeline_step(whole, config, mesh, door)
             self._forwards = make_pipeline_step(whole, config, mesh, door, training=False, forward_only=True)
         self._optimizer = optax.chain(

@@ -72,6 +72,9 @@ class FLACPContext:
     pre_num_conv_tokens: Any = None
     """Tokens before the part that a convolution still reads; None without a kernel."""
     cp_exchange: str = "all_gather"
+    by_groups: bool = False
+    """JAX, where not all devices of the mesh take this branch of the program: what goes from rank to rank is gathered
+    by all of the group, since a permutation waits for every device of the mesh on XLA's CPU runtime."""
 
 
 def check_sequences(

@@ -11,6 +11,9 @@ Ranks take different branches at the same tick, and a collective that only some 
 wrong. So there is none inside a branch. That takes care with gradients: of a value that is equal on every rank JAX sums
 the gradient over ranks where it is taken, inside the branch. Everything is therefore made to differ by rank first
 (_vary), the local loss is differentiated, and sums over ranks are taken once, after the last tick.
+
+Ranks that share sequences do exchange inside a branch, where their layers are: they are at the same place of the
+pipeline, so that all of them take it.
 """
 
 from collections.abc import Callable
@@ -23,7 +26,7 @@ from jax import Array, lax
 
 from jax_impl.offload import Moved, is_on_host
 from jax_impl.pipeline.kept import Keeper, Task
-from jax_impl.pipeline.stages import Batch, Program, StagedParameters, Stages
+from jax_impl.pipeline.stages import CONTEXT_AXIS, Batch, Program, StagedParameters, Stages
 from plans.ticks import Keep, Ticks
 
 PIPELINE_AXIS, DATA_AXIS = "pp", "dp"
@@ -79,7 +82,8 @@ def run_ticks(
     # Only the last stage has losses; first and last stage both add to a tied embedding.
     losses, ends = lax.psum((state.losses, state.sums.ends), PIPELINE_AXIS)
     result = losses, state.sums._replace(ends=ends)
-    return lax.pmean(result, DATA_AXIS) if DATA_AXIS in axes else result
+    alike = tuple(axis for axis in (DATA_AXIS, CONTEXT_AXIS) if axis in axes)
+    return lax.pmean(result, alike) if alike else result
 
 
 class _Run:

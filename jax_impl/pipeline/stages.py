@@ -16,7 +16,7 @@ virtual stage: what a program moves it has to name when it is compiled.
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from jax_impl.context_parallel import build_cp_context
 from jax_impl.offload import without_offload
 from plans.config import TransformerConfig
 from plans.implementation import uses_kernels
@@ -31,6 +32,9 @@ from plans.layers import LayerConfig
 from plans.partition import layers_by_stage
 from plans.recompute import RecomputeBlock, recompute_blocks
 from plans.schedule import Schedule
+
+CONTEXT_AXIS = "cp"
+"""Mesh axis over the parts of sequences that ranks share."""
 
 LAYERS = "decoder.layers."
 """Beginning of the canonical name of every layer's parameter; the layer's number follows."""
@@ -61,10 +65,16 @@ class Batch(NamedTuple):
     """Of training, for dropout."""
     document_starts: Array | None = None
     """See plans.documents; None: each sequence is one. [m, b, N]"""
+    positions: Array | None = None
+    """Where ranks share sequences, which then lie end to end (plans.context.EndToEnd; tokens, targets and samples are
+    [m, 1, L / R]): of tokens within their sequence. [L / R]"""
+    cu_seqlens: Array | None = None
+    """There: offsets of what is kept apart. [m, 1, N + 1]"""
 
     def microbatch(self, number: Array) -> "Batch":
         """One of them: [b, T], [b], [b, N]."""
-        return jax.tree.map(lambda array: array[number], self._replace(step=None))._replace(step=self.step)
+        own = self._replace(step=None, positions=None)
+        return jax.tree.map(lambda array: array[number], own)._replace(step=self.step, positions=self.positions)
 
 
 class LayerPlace(NamedTuple):
@@ -127,8 +137,13 @@ class Program:
         if not self.first and self.config.enable_hyper_connections:
             x = x.reshape(*x.shape[:2], self.config.num_residual_streams, -1)
         inputs, targets = batch.tokens if self.first else x, batch.targets if self.last else None
-        told = {"step": batch.step, "samples": batch.samples, "document_starts": batch.document_starts}
-        y = model(inputs, targets, **told, training=self.training)
+        told: dict[str, Any] = {"document_starts": batch.document_starts}
+        if batch.cu_seqlens is not None:
+            kernel, exchange = self.config.linear_conv_kernel_dim, self.config.cp_exchange
+            context = build_cp_context(batch.cu_seqlens[0], CONTEXT_AXIS, kernel, cp_exchange=exchange)
+            branches = self.config.pipeline_model_parallel_size > 1
+            told = {"positions": batch.positions, "cp_context": replace(context, by_groups=branches)}
+        y = model(inputs, targets, step=batch.step, samples=batch.samples, **told, training=self.training)
         return y if self.last else y.reshape(*y.shape[:2], -1)
 
     def take(self, params: StagedParameters, vp_stage: Array) -> dict[str, Array]:

@@ -13,12 +13,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_impl.offload import Moved
 from jax_impl.pipeline.executor import DATA_AXIS, PIPELINE_AXIS, run_ticks
-from jax_impl.pipeline.stages import Batch, StagedParameters, cut, names_of
+from jax_impl.pipeline.stages import CONTEXT_AXIS, Batch, StagedParameters, cut, names_of
 from plans.config import TransformerConfig
+from plans.context import check_shared, end_to_end
 from plans.documents import check_document_starts
 from plans.implementation import callback_threads, uses_kernels
 from plans.parameters import parameter_specs
-from plans.partition import undivided
+from plans.partition import model_parallel_words, undivided
 from plans.schedule import Action, schedule_for
 from plans.ticks import KEEPS, Keep, Ticks, compile_ticks
 
@@ -43,8 +44,9 @@ def make_pipeline_step(
         model: the whole, undivided model, for its class and the structure of its parameters. Its class makes a stage
             when called as ``model_class(config, pre_process, post_process, vp_stage=, pp_rank=)``.
         config: how it is cut: ranks, virtual stages, layers by stage, schedule, recompute.
-        mesh: with an axis "pp" as long as the pipeline, and with door shard_map possibly an axis "dp" that divides the
-            samples of every microbatch; None: the first devices there are.
+        mesh: with an axis "pp" as long as the pipeline, with door shard_map possibly an axis "dp" that divides the
+            samples of every microbatch, and an axis "cp" with context_parallel_size ranks that share sequences; None:
+            the first devices there are.
         door: how the program is put on devices: jax.pmap or jax.shard_map. Both run the same function; parameters on
             the host are taken by shard_map alone.
         keep: what waits from a stage's forward to its backward: its "inputs" (backward runs the stage again) or the
@@ -188,7 +190,18 @@ class PipelineStep:
             document_starts = np.asarray(document_starts)
             of_all = document_starts.reshape(-1, document_starts.shape[-1])
             check_document_starts(of_all.shape, of_all.dtype.name, of_all, shape[0] * shape[1], shape[2])
-        return Batch(tokens, targets, samples, jnp.asarray(step, jnp.uint32), document_starts)
+        batch = Batch(tokens, targets, samples, jnp.asarray(step, jnp.uint32), document_starts)
+        return self._end_to_end(batch, parts) if CONTEXT_AXIS in self.mesh.axis_names else batch
+
+    def _end_to_end(self, batch: Batch, parts: int) -> Batch:
+        """The same with the sequences of every microbatch and replica end to end: [m, replicas, L]."""
+        m, b, length = batch.tokens.shape
+        check_shared(b // parts, length, self.mesh.shape[CONTEXT_AXIS])
+        given = batch.tokens, batch.targets, batch.samples, batch.document_starts
+        divided = jax.tree.map(lambda x: x.reshape(m, parts, b // parts, *x.shape[2:]), given)
+        laid = end_to_end(*divided, xp=np if isinstance(batch.tokens, np.ndarray) else jnp)
+        tokens, targets, samples = (x[:, :, 0] for x in laid[:3])
+        return Batch(tokens, targets, samples, batch.step, None, laid.positions, laid.cu_seqlens)
 
 
 def _pmap_door(local: Callable, mesh: Mesh) -> Any:
@@ -211,16 +224,26 @@ def _pmap_door(local: Callable, mesh: Mesh) -> Any:
 
 
 def _shard_map_door(local: Callable, mesh: Mesh) -> Any:
-    """The same by jax.shard_map, which can also divide the samples of every microbatch."""
+    """The same by jax.shard_map, which can also divide the samples of every microbatch, and their tokens."""
     by_rank, whole = PartitionSpec(PIPELINE_AXIS), PartitionSpec()
     params = StagedParameters(by_rank, whole)  # pyright: ignore[reportArgumentType]
-    samples = PartitionSpec(None, DATA_AXIS) if DATA_AXIS in mesh.axis_names else whole
+    data, context = (axis if axis in mesh.axis_names else None for axis in (DATA_AXIS, CONTEXT_AXIS))
+    samples, tokens = PartitionSpec(None, data), PartitionSpec(None, data, context)
+    by_name: dict[str, Any] = {
+        "tokens": tokens,
+        "targets": tokens,
+        "samples": samples if context is None else tokens,
+        "step": whole,
+        "document_starts": samples,
+        "positions": PartitionSpec(context),
+        "cu_seqlens": samples,
+    }
+    batch = Batch(**by_name)
 
     def squeezed(params: StagedParameters, batch: Batch) -> tuple[Array, StagedParameters]:
         losses, gradients = local(params._replace(layers=jax.tree.map(lambda x: x[0], params.layers)), batch)
         return losses, gradients._replace(layers=jax.tree.map(lambda x: x[None], gradients.layers))
 
-    batch = Batch(samples, samples, samples, whole, samples)  # pyright: ignore[reportArgumentType]
     return jax.jit(jax.shard_map(squeezed, mesh=mesh, in_specs=(params, batch), out_specs=(whole, params)))
 
 
@@ -235,19 +258,26 @@ def _on_host(value: Any) -> np.ndarray:
 
 def _mesh(config: TransformerConfig, mesh: Mesh | None, door: str) -> Mesh:
     """The mesh given, or one over the first devices."""
-    p = config.pipeline_model_parallel_size
+    p, shared, n = config.pipeline_model_parallel_size, config.context_parallel_size, config.model_parallel_size
     if mesh is None:
         devices = jax.devices()
-        if len(devices) < p:
+        if len(devices) < n:
             raise ValueError(
-                f"pipeline_model_parallel_size: expected at most the {len(devices)} devices JAX has, got {p}; on a CPU "
-                f"call jax.config.update('jax_num_cpu_devices', {p}) before JAX is used"
+                f"{model_parallel_words(config)}: expected at most the {len(devices)} devices JAX has, got {n}; on a "
+                f"CPU call jax.config.update('jax_num_cpu_devices', {n}) before JAX is used"
             )
-        return Mesh(np.array(devices[:p]), (PIPELINE_AXIS,))
-    if mesh.shape.get(PIPELINE_AXIS) != p or not {*mesh.axis_names} <= {PIPELINE_AXIS, DATA_AXIS}:
+        if shared == 1:
+            return Mesh(np.array(devices[:p]), (PIPELINE_AXIS,))
+        mesh = Mesh(np.array(devices[:n]).reshape(shared, p), (CONTEXT_AXIS, PIPELINE_AXIS))
+    others = {PIPELINE_AXIS, DATA_AXIS, CONTEXT_AXIS}
+    if mesh.shape.get(PIPELINE_AXIS) != p or not {*mesh.axis_names} <= others:
         raise ValueError(
             f"mesh: expected an axis {PIPELINE_AXIS!r} of size pipeline_model_parallel_size={p}, and besides at most "
-            f"an axis {DATA_AXIS!r}, got {dict(mesh.shape)}"
+            f"an axis {DATA_AXIS!r} and an axis {CONTEXT_AXIS!r}, got {dict(mesh.shape)}"
+        )
+    if mesh.shape.get(CONTEXT_AXIS, 1) != shared:
+        raise ValueError(
+            f"mesh: expected an axis {CONTEXT_AXIS!r} of size context_parallel_size={shared}, got {dict(mesh.shape)}"
         )
     if door == "pmap" and mesh.axis_names != (PIPELINE_AXIS,):
         raise ValueError(
