@@ -425,7 +425,9 @@ RECOMPUTED = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("recompute", [{}, RECOMPUTED], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    "recompute", [pytest.param({}, id="kept", marks=pytest.mark.slow), pytest.param(RECOMPUTED, id="recomputed")]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_models_of_kernels_equal_the_reference(backend, recompute):
     tokens, cotangent = np.random.default_rng(0).integers(0, 13, (2, 5)), normal(1, 2, 5, 13)

@@ -118,10 +118,8 @@ def test_torch_goes_on_in_other_stages(checkpoints, whole):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "cut", [pytest.param(cut, marks=[] if cut == "1f1b" else [pytest.mark.slow]) for cut in (*CUTS, "replicas")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [*CUTS, "replicas"])
 def test_jax_trains_through_a_pipeline_as_without(cut, checkpoints):
     """And goes on from checkpoints of other stages, also PyTorch's."""
     done = subprocess.run(

@@ -212,6 +212,7 @@ def test_loss_curve_stays_close_to_float32(backend):
     assert typical <= LOSS["bfloat16"] / 5
 
 
+@pytest.mark.slow
 def test_gradient_error_budget_is_what_is_measured():
     """Both backends lose equally much against float32, everywhere: neither skips a rounding nor adds one."""
     batch = tiny_corpus().batch(0, 8, CONFIG.seq_length)

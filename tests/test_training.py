@@ -113,7 +113,7 @@ def test_twenty_steps_agree_between_the_backends():
     assert ours.validation_loss() == pytest.approx(theirs.validation_loss(), rel=1e-10)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TORCH_DAILY)
 def test_training_learns_and_is_repeatable(backend):
     config, train = replace(CONFIG, hidden_dropout=0.0, params_dtype="float32"), replace(TRAIN, train_iters=60, lr=1e-2)
     runs = [list(room(backend, "train").train(config, train, tiny_corpus())) for _ in range(2)]
@@ -224,7 +224,7 @@ def test_comparison_of_equal_backends_has_no_failures():
     assert max(g.exact for g in result.gradients) < 1e-12 < max(g.relative for g in result.gradients)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_comparison_finds_a_wrong_gradient_and_names_it(monkeypatch):
     """A seeded bug: JAX forgets the second half of swiglu's product rule."""
     import jax
