@@ -31,6 +31,7 @@ def build_cp_context(
     cu_seqlens_cpu: np.ndarray | None = None,
     *,
     cp_exchange: str = "all_gather",
+    cp_wire_dtype: str | None = None,
 ) -> FLACPContext:
     """What each rank holds of sequences split over the devices along a mesh axis; inside jax.shard_map.
 
@@ -40,6 +41,7 @@ def build_cp_context(
         conv1d_kernel_size: taps of a short convolution that will run on the part.
         cu_seqlens_cpu: the same, not traced; without it traced offsets are not looked at.
         cp_exchange: how states travel, one of plans.context.EXCHANGES.
+        cp_wire_dtype: in which type; None: their own. One of plans.context.WIRE_DTYPES.
 
     Raises:
         ValueError: naming the argument, what was expected, what came. Nothing is sent.
@@ -47,7 +49,7 @@ def build_cp_context(
     known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     values = None if isinstance(known, Tracer) else np.asarray(known)
     size, rank = lax.axis_size(group), lax.axis_index(group)
-    check_sequences(values, known.dtype.name, size, conv1d_kernel_size, cp_exchange)
+    check_sequences(values, known.dtype.name, size, conv1d_kernel_size, cp_exchange, cp_wire_dtype)
     offsets = jnp.asarray(known)
     part: Any = offsets[-1] // size if values is None else int(values[-1]) // size
     local = local_sequences(offsets, rank, part, jnp)
@@ -69,6 +71,7 @@ def build_cp_context(
         conv1d_kernel_size=kernel,
         pre_num_conv_tokens=None if kernel is None else jnp.minimum(kernel - 1, local.pre_num_tokens),
         cp_exchange=cp_exchange,
+        cp_wire_dtype=cp_wire_dtype,
     )
 
 
@@ -95,11 +98,12 @@ class _Ranks(NamedTuple):
     group: str
     size: int
     exchange: str
+    wire_dtype: str | None
     by_groups: bool
 
 
 def _ranks(context: FLACPContext) -> _Ranks:
-    return _Ranks(context.group, context.size, context.cp_exchange, context.by_groups)
+    return _Ranks(context.group, context.size, context.cp_exchange, context.cp_wire_dtype, context.by_groups)
 
 
 def _exchange(transition: Array, state: Array, ranks: _Ranks, reverse: bool) -> Array:
@@ -111,7 +115,7 @@ def _exchange(transition: Array, state: Array, ranks: _Ranks, reverse: bool) -> 
 
 
 def _gathered(transition: Array, state: Array, ranks: _Ranks, place: Array, reverse: bool) -> Array:
-    packed = lax.all_gather(jnp.concatenate([state, transition], axis=-1), ranks.group)
+    packed = _everywhere(jnp.concatenate([state, transition], axis=-1), ranks)
     if reverse:
         packed = packed[::-1]
     found, width = jnp.zeros_like(state), state.shape[-1]
@@ -152,11 +156,21 @@ def _pairs(pairs: list[tuple[int, int]], size: int, reverse: bool) -> list[tuple
 def _permute(x: Array, ranks: _Ranks, pairs: list[tuple[int, int]]) -> Array:
     """What comes from the sender; 0 where nothing does."""
     if not ranks.by_groups:
-        return lax.ppermute(x, ranks.group, pairs)
+        return lax.ppermute(_on_wire(x, ranks), ranks.group, pairs).astype(x.dtype)
     senders = np.full(ranks.size, -1)
     senders[[receiver for _, receiver in pairs]] = [sender for sender, _ in pairs]
     sender = jnp.asarray(senders)[lax.axis_index(ranks.group)]
-    return jnp.where(sender < 0, 0, lax.all_gather(x, ranks.group)[sender])
+    return jnp.where(sender < 0, 0, _everywhere(x, ranks)[sender])
+
+
+def _everywhere(x: Array, ranks: _Ranks) -> Array:
+    """Every rank's, on every rank."""
+    return lax.all_gather(_on_wire(x, ranks), ranks.group).astype(x.dtype)
+
+
+def _on_wire(x: Array, ranks: _Ranks) -> Array:
+    """As it is sent."""
+    return x if ranks.wire_dtype is None else x.astype(ranks.wire_dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -252,7 +266,7 @@ def cp_short_convolution(
     halo = []
     for distance, size in enumerate(halo_sizes(length, weight.shape[1]), 1):
         pairs = [(rank, rank + distance) for rank in range(context.size - distance)]
-        halo.insert(0, _permute(x[:, length - size :], _ranks(context), pairs))
+        halo.insert(0, _permute(x[:, length - size :], _ranks(context)._replace(wire_dtype=None), pairs))
     joined = jnp.concatenate([*halo, x], axis=1)
     return short_convolution(joined, weight, jnp.pad(place - begin, (wanted, 0)))[:, wanted:]
 

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from parity.commands import Command, Compare, Curves, Info, Plan, Sample, Train, TrainingRun
 from parity.config_file import with_config_file
+from parity.context_report import print_context
 from parity.driver import SavePlan, run_training
 from parity.launch import check_processes, is_one_of_several, join_processes, rank, speaks, start_processes
 from parity.memory_report import block_words, print_plan
@@ -28,6 +29,7 @@ from parity.offload_report import print_offload
 from parity.schedule_report import print_schedule
 from plans.checkpoint import MODEL, read_checkpoint, split_arrays
 from plans.communication import PipelineError
+from plans.context import check_shared
 from plans.data import load_corpus
 from plans.implementation import callback_threads
 from plans.sampling import next_token
@@ -214,6 +216,9 @@ def _plan(command: Plan, console: Console) -> int:
         )
     else:
         print_plan(console, command.model, command.micro_batch_size)
+    if command.model.context_parallel_size > 1:
+        check_shared(command.micro_batch_size, command.model.seq_length, command.model.context_parallel_size)
+        print_context(console, command.model, command.micro_batch_size)
     if command.model.enable_tensor_offload:
         print_offload(console, command)
     return 0

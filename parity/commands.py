@@ -102,7 +102,8 @@ class Plan:
     """Predict what a training step keeps and needs, for any size, also one no machine here could run.
 
     With pipeline_model_parallel_size above 1: where layers lie, the schedule's table, its bubble, and what every rank
-    keeps, beside all other schedules.
+    keeps, beside all other schedules. With context_parallel_size above 1: what every rank holds of a microbatch, and
+    what each exchange of states sends.
     """
 
     model: tyro.conf.OmitArgPrefixes[TransformerConfig] = field(default_factory=_demo_model)

@@ -202,6 +202,7 @@ _EXECUTION = frozenset(
         "variable_seq_lengths",
         "context_parallel_size",
         "cp_exchange",
+        "cp_wire_dtype",
     }
 )
 

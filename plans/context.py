@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+WIRE_DTYPES = (None, "bfloat16")
+"""Types in which states travel: None is their own."""
 EXCHANGES = ("all_gather", "ring", "scan")
 """How states travel: every pair (M, H) to everyone; the state alone from rank to rank; composed pairs over distances
 that double."""
@@ -72,13 +74,19 @@ class FLACPContext:
     pre_num_conv_tokens: Any = None
     """Tokens before the part that a convolution still reads; None without a kernel."""
     cp_exchange: str = "all_gather"
+    cp_wire_dtype: str | None = None
     by_groups: bool = False
     """JAX, where not all devices of the mesh take this branch of the program: what goes from rank to rank is gathered
     by all of the group, since a permutation waits for every device of the mesh on XLA's CPU runtime."""
 
 
 def check_sequences(
-    cu_seqlens: Any, dtype: str, size: int, conv1d_kernel_size: int | None = None, cp_exchange: str = "all_gather"
+    cu_seqlens: Any,
+    dtype: str,
+    size: int,
+    conv1d_kernel_size: int | None = None,
+    cp_exchange: str = "all_gather",
+    cp_wire_dtype: str | None = None,
 ) -> None:
     """Refuse sequences that cannot be split over ranks.
 
@@ -88,6 +96,7 @@ def check_sequences(
         size: number of ranks.
         conv1d_kernel_size: taps of the short convolution.
         cp_exchange: one of EXCHANGES.
+        cp_wire_dtype: one of WIRE_DTYPES.
 
     Raises:
         ValueError: naming the argument, what was expected, what came.
@@ -98,6 +107,8 @@ def check_sequences(
         raise ValueError(f"conv1d_kernel_size: expected at least 1, or None, got {conv1d_kernel_size}")
     if cp_exchange not in EXCHANGES:
         raise ValueError(f"cp_exchange: expected one of {EXCHANGES}, got {cp_exchange!r}")
+    if cp_wire_dtype not in WIRE_DTYPES:
+        raise ValueError(f"cp_wire_dtype: expected one of {WIRE_DTYPES}, got {cp_wire_dtype!r}")
     if cu_seqlens is None:
         return
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
@@ -156,6 +167,11 @@ def check_context(context: FLACPContext | None, unfit: Mapping[str, Any], positi
             raise ValueError(f"{name}: expected None with a cp_context, which says where sequences begin, got one")
     if positions is None:
         raise ValueError("positions: expected those of the part's tokens with a cp_context, got None")
+
+
+def exchange_options(config: Any) -> dict[str, Any]:
+    """What a model's configuration says of how states travel, for build_cp_context."""
+    return {"cp_exchange": config.cp_exchange, "cp_wire_dtype": config.cp_wire_dtype}
 
 
 def check_shared(sequences: int, length: int, size: int) -> None:

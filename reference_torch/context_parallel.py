@@ -34,6 +34,7 @@ def build_cp_context(
     cu_seqlens_cpu: Int[Tensor, " n"] | None = None,
     *,
     cp_exchange: str = "all_gather",
+    cp_wire_dtype: str | None = None,
 ) -> FLACPContext:
     """What this rank holds of sequences split over the ranks of a group.
 
@@ -43,6 +44,7 @@ def build_cp_context(
         conv1d_kernel_size: taps of a short convolution that will run on the part.
         cu_seqlens_cpu: the same on the host; without it a device is waited for.
         cp_exchange: how states travel, one of plans.context.EXCHANGES.
+        cp_wire_dtype: in which type; None: their own. One of plans.context.WIRE_DTYPES.
 
     Raises:
         ValueError: naming the argument, what was expected, what came. Nothing is sent.
@@ -50,7 +52,7 @@ def build_cp_context(
     known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     offsets, dtype = known.detach().cpu().numpy(), str(known.dtype).removeprefix("torch.")
     size, rank = (1, 0) if group is None else (group.size(), dist.get_rank(group))
-    check_sequences(offsets, dtype, size, conv1d_kernel_size, cp_exchange)
+    check_sequences(offsets, dtype, size, conv1d_kernel_size, cp_exchange, cp_wire_dtype)
     part = int(offsets[-1]) // size
     local = local_sequences(offsets, rank, part)
     count = int(local.num_sequences)
@@ -72,6 +74,7 @@ def build_cp_context(
         conv1d_kernel_size=conv1d_kernel_size,
         pre_num_conv_tokens=conv1d_kernel_size and min(conv1d_kernel_size - 1, int(local.pre_num_tokens)),
         cp_exchange=cp_exchange,
+        cp_wire_dtype=cp_wire_dtype,
     )
 
 
@@ -101,21 +104,23 @@ def exchange_states(
 
 
 def _gathered(transition: Tensor, state: Tensor, context: FLACPContext, place: int, reverse: bool) -> Tensor:
-    packed = torch.cat([state, transition], dim=-1)
+    packed = _on_wire(torch.cat([state, transition], dim=-1), context)
     all_ = [torch.empty_like(packed) for _ in range(context.size)]
     wait_for(dist.all_gather(all_, packed, group=context.group, async_op=True), "the states of all ranks", TIMEOUT)
     found, width = torch.zeros_like(state), state.shape[-1]
     for before in all_[: -place - 1 : -1] if reverse else all_[:place]:
+        before = before.to(state.dtype)
         found = torch.baddbmm(before[..., :width], before[..., width:], found)
     return found
 
 
 def _passed_on(transition: Tensor, state: Tensor, context: FLACPContext, place: int, reverse: bool) -> Tensor:
-    found = torch.zeros_like(state)
+    came = _on_wire(torch.zeros_like(state), context)
     if place > 0:
-        _wait(_receive(found, place - 1, context, reverse))
+        _wait(_receive(came, place - 1, context, reverse))
+    found = came.to(state.dtype)
     if place < context.size - 1:
-        _wait(_send(torch.baddbmm(state, transition, found), place + 1, context, reverse))
+        _wait(_send(_on_wire(torch.baddbmm(state, transition, found), context), place + 1, context, reverse))
     return found
 
 
@@ -124,17 +129,24 @@ def _scanned(transition: Tensor, state: Tensor, context: FLACPContext, place: in
         sends = step.first_sender <= place < context.size - step.distance
         receives = place >= step.distance + step.first_sender
         parts = [state] if step.is_last else [state, transition]
+        parts = [_on_wire(part, context) for part in parts]
         came = [torch.zeros_like(part) for part in parts]
         works = [_send(part, place + step.distance, context, reverse) for part in parts if sends]
         works += [_receive(part, place - step.distance, context, reverse) for part in came if receives]
         for work in works:
             _wait(work)
+        came = [part.to(state.dtype) for part in came]
         if number == 0:  # everyone's own map goes one rank on; the first has none
             state, transition = came[0], came[0] if step.is_last else came[1]
         elif receives:
             state = torch.baddbmm(state, transition, came[0])
             transition = transition if step.is_last else torch.bmm(transition, came[1])
     return state
+
+
+def _on_wire(part: Tensor, context: FLACPContext) -> Tensor:
+    """As it is sent."""
+    return part if context.cp_wire_dtype is None else part.to(getattr(torch, context.cp_wire_dtype))
 
 
 def _rank_at(place: int, context: FLACPContext, reverse: bool) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from plans.config import TransformerConfig
-from plans.context import end_to_end
+from plans.context import end_to_end, exchange_options
 from plans.data import Batch
 from reference_torch.context_parallel import build_cp_context
 from reference_torch.offload import TensorOffloadManager
@@ -114,8 +114,8 @@ def _part(batch: Batch, first: int, model: PipelineStage, cp: ProcessGroup) -> t
     tokens, targets, starts = batch
     laid = end_to_end(tokens, targets, np.arange(first, first + len(tokens)), starts)
     offsets = torch.from_numpy(laid.cu_seqlens)
-    kernel, exchange = model.config.linear_conv_kernel_dim, model.config.cp_exchange
-    context = build_cp_context(offsets.to(model.device), cp, kernel, offsets, cp_exchange=exchange)
+    kernel, travel = model.config.linear_conv_kernel_dim, exchange_options(model.config)
+    context = build_cp_context(offsets.to(model.device), cp, kernel, offsets, **travel)
     parts = (np.array_split(x, context.size, axis=-1)[context.rank] for x in laid[:4])
     inputs, answers, samples, positions = (torch.from_numpy(x.copy()).to(model.device) for x in parts)
     return inputs, answers, {"samples": samples, "positions": positions, "cp_context": context}

@@ -71,6 +71,25 @@ def program(rule: str, exchange: str, size: int, disable_recompute: bool):
     return jax.jit(jax.grad(loss, has_aux=True))
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_c8_states_may_travel_in_bfloat16(exchange):
+    case = Case("kda", (0, 48), exchange, states=False)
+    size, by = 3, P(None, "cp")
+    arrays, (d_o, _) = arrays_of(case), cotangents_of(case)
+
+    @partial(jax.shard_map, mesh=Mesh(np.array(jax.devices()[:size]), ("cp",)), in_specs=by, out_specs=by)
+    def run(arrays):
+        offsets = np.array(case.offsets, np.int32)
+        context = build_cp_context(offsets, "cp", cp_exchange=exchange, cp_wire_dtype="bfloat16")
+        return run_rule(case, arrays, (chunk_kda, chunk_gated_delta_rule), cp_context=context)[0]
+
+    found, pull_back = jax.vjp(jax.jit(run), arrays)
+    o, _, gradients = undivided(case)
+    assert 1e-5 < relative_difference(np.asarray(found), o) < 2**-8
+    for name, gradient in pull_back(jnp.asarray(d_o))[0].items():
+        assert 1e-5 < relative_difference(np.asarray(gradient), gradients[name]) < 2**-6, name
+
+
 def by_rank(states: np.ndarray, case: Case, size: int) -> np.ndarray:
     """[N, ...] as every rank's own, from its first, filled up with 0: [size, N, ...]."""
     found = np.zeros((size, LONGEST - 1, *states.shape[1:]))

@@ -39,6 +39,7 @@ class Case(NamedTuple):
     disable_recompute: bool = False
     states: bool = True
     """Initial states are given, and final ones asked for."""
+    wire: str | None = None
 
 
 def arrays_of(case: Case) -> dict[str, np.ndarray]:
@@ -91,7 +92,7 @@ def run_part(case: Case) -> tuple[np.ndarray, np.ndarray | None, dict[str, np.nd
     """The same of this rank's part; states of its own sequences."""
     group = dist.group.WORLD if dist.is_initialized() else None
     offsets = torch.tensor(case.offsets, dtype=torch.int32)
-    context = build_cp_context(offsets, group, cp_exchange=case.exchange)
+    context = build_cp_context(offsets, group, cp_exchange=case.exchange, cp_wire_dtype=case.wire)
     whole, (d_o, d_finals) = arrays_of(case), cotangents_of(case)
     part, own = own_slices(case, context.rank, context.size)
     cut = {name: x if name in ("A_log", "dt_bias") else x[:, part] for name, x in whole.items()}
@@ -257,7 +258,9 @@ def model_part(name: str) -> tuple[float, dict[str, np.ndarray]]:
     return loss.item(), {name: p.grad.numpy() for name, p in model.named_parameters()}
 
 
-def count_sent(size: int, exchange: str, heads: int, key: int, value: int) -> tuple[int, int, int]:
+def count_sent(
+    size: int, exchange: str, heads: int, key: int, value: int, wire: str | None = None
+) -> tuple[int, int, int]:
     """Bytes this rank handed over, bytes that others were to receive, and messages, in one exchange."""
     sent = [0, 0, 0]
     plain_send, plain_gather = dist.isend, dist.all_gather
@@ -276,9 +279,11 @@ def count_sent(size: int, exchange: str, heads: int, key: int, value: int) -> tu
 
     dist.isend, dist.all_gather = send, gather
     try:
-        context = build_cp_context(
-            torch.tensor([0, 4 * size], dtype=torch.int32), dist.group.WORLD, cp_exchange=exchange
+        offsets, travel = (
+            torch.tensor([0, 4 * size], dtype=torch.int32),
+            {"cp_exchange": exchange, "cp_wire_dtype": wire},
         )
+        context = build_cp_context(offsets, dist.group.WORLD, **travel)
         exchange_states(torch.zeros(heads, key, key), torch.ones(heads, key, value), context)
     finally:
         dist.isend, dist.all_gather = plain_send, plain_gather

@@ -319,6 +319,17 @@ def test_plan_makes_the_folder_of_its_picture(tmp_path, capsys):
     assert picture.read_text().startswith("<?xml")
 
 
+def test_plan_shows_what_ranks_that_share_sequences_hold_and_send(capsys):
+    command = "plan --num-layers 4 --layer-pattern kda,kda,kda,attention --context-parallel-size 4 --seq-length 4096"
+    assert diptych(f"{command} --micro-batch-size 3 --cp-exchange scan") == 0
+    rows = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    assert ["2", "6,144 to 9,215", "1 to 2", "2,048", "1"] in rows
+    assert ["ring", "3", "16.0", "48.0", "144.0"] in rows
+    assert ["scan *", "3", "80.0", "176.0", "528.0"] in rows
+    assert diptych("plan --context-parallel-size 3 --micro-batch-size 1 --seq-length 16") == 2
+    assert "context_parallel_size: expected a divisor of a microbatch's 1 x 16 tokens" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_training_with_recompute_is_training(backend, capsys):
     small = f"train --backend {backend} --hidden-size 16 --num-layers 3 --seq-length 8 --train-iters 3 --eval-iters 1"

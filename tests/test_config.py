@@ -94,6 +94,12 @@ BROKEN = {
         {"virtual_pipeline_model_parallel_size": 2},
         r"virtual_pipeline_model_parallel_size: expected None with pipeline_model_parallel_size=1, got 2",
     ),
+    (TransformerConfig, "context_parallel_size"): (
+        {"context_parallel_size": 0},
+        r"context_parallel_size: expected an integer >= 1, got 0",
+    ),
+    (TransformerConfig, "cp_exchange"): ({"cp_exchange": "tree"}, r"cp_exchange: expected one of .* got 'tree'"),
+    (TransformerConfig, "cp_wire_dtype"): ({"cp_wire_dtype": "int8"}, r"cp_wire_dtype: expected one of .* got 'int8'"),
     (TransformerConfig, "stages divide layers"): (
         {"pipeline_model_parallel_size": 3},
         r"num_layers: expected layers that divide evenly over 3 pipeline ranks .* got 4 of 4 left for them; change",

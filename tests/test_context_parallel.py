@@ -98,6 +98,21 @@ def test_c4_bytes_and_messages_are_the_formula_s(pool, exchange):
     assert sum(wire for _, wire, _ in sent) == cost.wire_bytes
 
 
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_c8_states_may_travel_in_bfloat16(pool, exchange):
+    """Half the bytes of float32; what comes out is wrong by what a rounded state is, and no more."""
+    sent = pool.run("tests.context_jobs:count_sent", pool.size, exchange, 3, 4, 5, "bfloat16")
+    assert sum(wire for _, wire, _ in sent) == exchange_cost(exchange, pool.size, 3, 4, 5, 2).wire_bytes
+    case = Case("kda", (0, 48), exchange, wire="bfloat16")
+    o, _, gradients = undivided(case)
+    parts = pool.run("tests.context_jobs:run_part", case)
+    assert 1e-5 < relative_difference(np.concatenate([part[0] for part in parts], axis=1), o) < 2**-8
+    for name in ("q", "k", "v", "g", "beta"):
+        found = np.concatenate([part[2][name] for part in parts], axis=1)
+        assert 1e-5 < relative_difference(found, gradients[name]) < 2**-6, name
+
+
 def assert_layer_equal(layer: Layer, parts: list) -> None:
     expected = layer_undivided(layer)
     for place, (whole, own) in enumerate(zip(expected, zip(*parts, strict=True), strict=True)):

@@ -27,6 +27,7 @@ from jax import Array
 from jax_impl.context_parallel import build_cp_context
 from jax_impl.offload import without_offload
 from plans.config import TransformerConfig
+from plans.context import exchange_options
 from plans.implementation import uses_kernels
 from plans.layers import LayerConfig
 from plans.partition import layers_by_stage
@@ -139,8 +140,8 @@ class Program:
         inputs, targets = batch.tokens if self.first else x, batch.targets if self.last else None
         told: dict[str, Any] = {"document_starts": batch.document_starts}
         if batch.cu_seqlens is not None:
-            kernel, exchange = self.config.linear_conv_kernel_dim, self.config.cp_exchange
-            context = build_cp_context(batch.cu_seqlens[0], CONTEXT_AXIS, kernel, cp_exchange=exchange)
+            kernel, travel = self.config.linear_conv_kernel_dim, exchange_options(self.config)
+            context = build_cp_context(batch.cu_seqlens[0], CONTEXT_AXIS, kernel, **travel)
             branches = self.config.pipeline_model_parallel_size > 1
             told = {"positions": batch.positions, "cp_context": replace(context, by_groups=branches)}
         y = model(inputs, targets, step=batch.step, samples=batch.samples, **told, training=self.training)

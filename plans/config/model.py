@@ -6,7 +6,7 @@ from typing import Literal
 from plans.config.pipeline import PIPELINE_RULES
 from plans.config.recompute import RECOMPUTE_RULES, RecomputeModule
 from plans.config.rules import Rule, choice, count, flag, number, validate
-from plans.context import EXCHANGES
+from plans.context import EXCHANGES, WIRE_DTYPES
 from plans.implementation import IMPLEMENTATIONS, MAX_KERNEL_STREAMS
 from plans.layers import ACTIVATIONS, LayerConfig, parse_layer
 from plans.partition import layers_by_stage
@@ -125,6 +125,8 @@ class TransformerConfig:
     cp_exchange: Literal["all_gather", "ring", "scan"] = "all_gather"
     """How states of gdn and kda layers travel between them: to all at once, from one to the next, or composed in a
     logarithm of rounds."""
+    cp_wire_dtype: Literal["bfloat16"] | None = None
+    """Type in which they travel; None: their own. A message then has a relative error of up to 2**-9."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute whole layers (full), or the modules named (selective); None: keep everything for backward."""
     recompute_method: Literal["uniform", "block"] | None = None
@@ -331,6 +333,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     *PIPELINE_RULES,
     count("context_parallel_size"),
     choice("cp_exchange", EXCHANGES),
+    choice("cp_wire_dtype", WIRE_DTYPES),
     *RECOMPUTE_RULES,
     flag("enable_tensor_offload"),
     flag("tensor_offload_pin_memory"),

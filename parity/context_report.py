@@ -1,0 +1,82 @@
+"""Context parallelism before it runs: what every rank holds of a microbatch, and what travels between them."""
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from plans.config import TransformerConfig
+from plans.context import EXCHANGES, end_to_end, exchange_cost, local_sequences
+
+KIB = 2**10
+
+
+def print_context(console: Console, config: TransformerConfig, micro_batch_size: int) -> None:
+    """Tables of ranks and of exchanges, for whole sequences of one microbatch; a line on what else travels."""
+    console.print(_ranks(config, micro_batch_size))
+    linear = [number for number in range(config.num_layers) if config.layer(number).mixer != "attention"]
+    if linear:
+        console.print(_exchanges(config, linear))
+    console.print(_others(config, micro_batch_size, config.num_layers - len(linear), len(linear)))
+
+
+def _ranks(config: TransformerConfig, batch: int) -> Table:
+    size, length = config.context_parallel_size, config.seq_length
+    tokens = np.zeros((batch, length), np.int32)
+    offsets = end_to_end(tokens, tokens, np.arange(batch)).cu_seqlens
+    part = batch * length // size
+    table = Table(
+        box=None,
+        title=f"a microbatch of {batch} x {length:,} tokens over {size} ranks, {part:,} each",
+        title_justify="left",
+    )
+    for heading in ("rank", "tokens", "sequences", "tokens before of its first", "ranks its last goes on over"):
+        table.add_column(heading, justify="right")
+    for rank in range(size):
+        local = local_sequences(offsets, rank, part)
+        first, count = int(local.first_sequence), int(local.num_sequences)
+        table.add_row(
+            str(rank),
+            f"{rank * part:,} to {(rank + 1) * part - 1:,}",
+            str(first) if count == 1 else f"{first} to {first + count - 1}",
+            f"{int(local.pre_num_tokens):,}",
+            str(int(local.post_num_ranks)),
+        )
+    return table
+
+
+def _exchanges(config: TransformerConfig, layers: list[int]) -> Table:
+    _, heads, key, value = config.linear_heads
+    itemsize = 2 if config.cp_wire_dtype else 8 if config.params_dtype == "float64" else 4
+    table = Table(
+        box=None,
+        title=f"states of {len(layers)} gdn and kda layers, {heads} heads of {key} x {value}; a layer, forward, and as "
+        "much again backward",
+        title_justify="left",
+    )
+    for heading in ("exchange", "rounds", "one rank sends, KiB", "received by all, KiB", "of all layers, KiB"):
+        table.add_column(heading, justify="left" if heading == "exchange" else "right")
+    for exchange in EXCHANGES:
+        cost = exchange_cost(exchange, config.context_parallel_size, heads, key, value, itemsize)
+        table.add_row(
+            f"{exchange}{' *' if exchange == config.cp_exchange else ''}",
+            str(cost.rounds),
+            *(f"{size / KIB:,.1f}" for size in (cost.payload_bytes, cost.wire_bytes, cost.wire_bytes * len(layers))),
+        )
+    return table
+
+
+def _others(config: TransformerConfig, batch: int, attention: int, linear: int) -> str:
+    """Tokens that a convolution reads, and keys and values of attention."""
+    itemsize = 2 if config.bf16 else 8 if config.params_dtype == "float64" else 4
+    (key_heads, heads, key, value), size = config.linear_heads, config.context_parallel_size
+    said = [f"The table of memory is of a rank that has all tokens; one of {size} keeps its part's."]
+    if linear:
+        halo = (config.linear_conv_kernel_dim - 1) * (2 * key_heads * key + heads * value) * itemsize
+        said.append(f"A gdn or kda layer's convolutions take {halo / KIB:,.1f} KiB from the ranks before.")
+    if attention:
+        whole = batch * config.seq_length * 2 * config.query_groups * config.head_dim * itemsize
+        said.append(
+            f"An attention layer gathers keys and values, {whole / size / KIB:,.1f} KiB of every rank on every rank, "
+            f"{(size - 1) * whole / KIB:,.1f} KiB in all."
+        )
+    return " ".join(said)
