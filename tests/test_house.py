@@ -48,8 +48,8 @@ ROOMS = {
     "groups": set(),
     "p2p": set(),
     "rank_pool": set(),
-    "pipeline": {"ops", "recompute", "groups", "p2p", "offload"},
-    "stage": {"transformer", "offload"},
+    "pipeline": {"ops", "context_parallel", "recompute", "groups", "p2p", "offload"},
+    "stage": {"context_parallel", "transformer", "offload"},
     "train": {"ops", "transformer", "saving", "groups", "p2p", "pipeline", "stage", "offload"},
 }
 """Rooms of a backend, and the rooms of the same backend each may import."""
