@@ -5,6 +5,7 @@
 # make bench-recompute  memory and time of every way of recomputing
 # make bench-offload    what offload moves, keeps and hides
 # make bench-delta-rule the chunked delta rule beside the recurrence
+# make bench-cp         context parallelism: bytes, step time, wire error, a long sequence
 # make bench-pipeline   pipeline steps beside what their tables predict and beside PyTorch's own
 # make kernels-report   registers, spills and shared memory of every kernel, compiled without a GPU
 # make test-gpu         kernels compiled and run        make bench-gpu  and measured; both need one GPU
@@ -49,7 +50,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_INSTALLED := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
 ON_GPU := JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON)
 
-.PHONY: install demo check test test-all test-gpu bench bench-recompute bench-pipeline bench-offload bench-delta-rule bench-gpu kernels-report clean
+.PHONY: install demo check test test-all test-gpu bench bench-recompute bench-pipeline bench-offload bench-delta-rule bench-cp bench-gpu kernels-report clean
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@echo "making $(VENV): about a minute, 2 GB"
@@ -95,6 +96,9 @@ bench-offload: $(INSTALLED)
 
 bench-delta-rule: $(INSTALLED)
 	$(BIN)/python -m benchmarks.delta_rule
+
+bench-cp: $(INSTALLED)
+	$(BIN)/python -m benchmarks.context
 
 kernels-report: $(INSTALLED)
 	$(BIN)/python -m benchmarks.kernels_report

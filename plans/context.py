@@ -75,6 +75,9 @@ class FLACPContext:
     """Tokens before the part that a convolution still reads; None without a kernel."""
     cp_exchange: str = "all_gather"
     cp_wire_dtype: str | None = None
+    overlap: bool = True
+    """PyTorch: states travel while outputs are computed, and their gradients while backward computes again what it did
+    not keep; off: one waits for the other."""
     by_groups: bool = False
     """JAX, where not all devices of the mesh take this branch of the program: what goes from rank to rank is gathered
     by all of the group, since a permutation waits for every device of the mesh on XLA's CPU runtime."""

@@ -65,7 +65,7 @@ TWINS = (
     "modules",
     "documents",
     "cache",
-    "context_parallel",
+    *(f"context_parallel/{name}" for name in ("contexts", "states", "layers")),
     "linear_attention",
     "transformer",
     "decoding",

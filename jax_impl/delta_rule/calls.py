@@ -7,7 +7,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from jax_impl.context_parallel import complete, with_responses
+from jax_impl.context_parallel import Crossing, complete, with_responses
 from jax_impl.delta_rule.chunked import Arguments, chunked
 from jax_impl.delta_rule.gates import gated
 from jax_impl.delta_rule.recurrent import recurrent
@@ -225,5 +225,5 @@ def _over_ranks(
     o, finals = chunked(
         arguments, with_responses(initial, context, like), options, context.cu_seqlens, recompute, responses=key
     )
-    o, finals = complete(o, finals, value, context)
+    o, finals = complete(o, finals, Crossing(context, value))
     return o.astype(v.dtype), finals

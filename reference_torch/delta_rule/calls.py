@@ -14,7 +14,7 @@ from plans.delta_rule import (
     compute_dtype,
     refuse_unknown_keywords,
 )
-from reference_torch.context_parallel import complete, with_responses
+from reference_torch.context_parallel import Crossing, complete, with_responses
 from reference_torch.delta_rule.chunked import chunked
 from reference_torch.delta_rule.gates import gated
 from reference_torch.delta_rule.recurrent import recurrent
@@ -220,5 +220,6 @@ def _over_ranks(
     dtype = getattr(torch, compute_dtype(str(q.dtype).removeprefix("torch.")))
     like = q.new_zeros(v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
     initial, responses = with_responses(initial, context, like), 0 if context.is_first_rank else q.shape[3]
-    o, finals = complete(*chunked(*arrays[:-1], initial, options, offsets, recompute, responses), v.shape[3], context)
+    crossing = Crossing(context, v.shape[3])
+    o, finals = complete(*chunked(*arrays[:-1], initial, options, offsets, recompute, responses, crossing), crossing)
     return o.to(v.dtype), finals

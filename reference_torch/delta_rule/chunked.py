@@ -7,7 +7,8 @@ arguments is one segment's, whatever the length, and time grows with the length.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from plans.delta_rule import SEGMENT_SIZE, Chunking, DeltaRuleOptions, cut_into_chunks
 from reference_torch.autograd import differentiable_once
+from reference_torch.context_parallel import Crossing
 from reference_torch.delta_rule.gates import gated
 from reference_torch.delta_rule.intra import ChunkTerms, chunk_terms
 from reference_torch.delta_rule.scan import Scanned, outputs, scan_chunks, scan_chunks_backward
@@ -100,6 +102,7 @@ def chunked(
     cu_seqlens: np.ndarray | None,
     recompute: bool,
     responses: int = 0,
+    crossing: Crossing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs and final states; arguments as the public functions' (calls.py), checked.
 
@@ -107,6 +110,7 @@ def chunked(
         initial_state: of the first sequences; those beyond begin with 0.
         responses: so many columns follow those of the values, in states and outputs, for values of 0: how the outputs
             change with what the initial state holds there. Outputs are then as wide as states are.
+        crossing: told of final states before the last outputs are computed.
     """
     (batch, length, heads, width), key = v.shape, q.shape[-1]
     width += responses
@@ -119,10 +123,10 @@ def chunked(
     initial = None if initial_state is None else initial_state.reshape(-1, *shape[1:])
     arguments = [q, k, v, g, beta, A_log, dt_bias]
     if recompute:
-        o, finals = _Replayed.apply(segments, options, responses, shape, *arguments, initial)
+        o, finals = _Replayed.apply(segments, options, responses, shape, crossing, *arguments, initial)
     else:
         (segment,) = segments
-        o, finals = _Kept.apply(segment.owners, shape, initial, *segment.terms(arguments, options, responses))
+        o, finals = _Kept.apply(segment.owners, shape, crossing, initial, *segment.terms(arguments, options, responses))
         o = segment.to_tokens(o, batch).to(o.dtype if responses else v.dtype)
     return o, finals.view(-1, heads, key, width)
 
@@ -143,10 +147,12 @@ class _Kept(torch.autograd.Function):
     """The scan alone, which keeps its terms and states; autograd keeps what the terms were made of."""
 
     @staticmethod
-    def forward(ctx, owners, shape, initial, *terms):
+    def forward(ctx, owners, shape, crossing, initial, *terms):
         terms = ChunkTerms(*terms)
         states = _states(initial, shape, terms.u)
         scanned = scan_chunks(terms, owners, states)
+        if crossing is not None:
+            crossing.begin(_stacked(states, shape[0]))
         ctx.save_for_backward(*terms, *scanned)
         ctx.owners, ctx.shape, ctx.given = owners, shape, 0 if initial is None else len(initial)
         ctx.set_materialize_grads(False)
@@ -159,14 +165,14 @@ class _Kept(torch.autograd.Function):
         d_output = torch.zeros_like(errors) if d_output is None else d_output
         d_states = _states(d_finals, ctx.shape, errors)
         gradients = scan_chunks_backward(ChunkTerms(*terms), ctx.owners, Scanned(states, errors), d_output, d_states)
-        return None, None, _stacked(d_states, ctx.given) if ctx.needs_input_grad[2] else None, *gradients
+        return None, None, None, _stacked(d_states, ctx.given) if ctx.needs_input_grad[3] else None, *gradients
 
 
 class _Replayed(torch.autograd.Function):
     """All of it; keeps the arguments and a state a segment."""
 
     @staticmethod
-    def forward(ctx, segments, options, responses, shape, *inputs):
+    def forward(ctx, segments, options, responses, shape, crossing, *inputs):
         *arguments, initial = inputs
         v, states, kept = arguments[2], _states(initial, shape, arguments[2]), []
         o = v.new_empty(*v.shape[:-1], shape[-1], dtype=states[0].dtype if responses else v.dtype)
@@ -174,38 +180,65 @@ class _Replayed(torch.autograd.Function):
             kept.append(states[segment.owners[0]])
             terms = segment.terms(segment.parts(arguments), options, responses)
             scanned = scan_chunks(terms, segment.owners, states)
+            if crossing is not None and segment is segments[-1]:
+                crossing.begin(_stacked(states, shape[0]))
+                crossing.meanwhile = partial(_prepare, ctx)
             segment.own(o).copy_(segment.to_tokens(outputs(terms, scanned), len(v)))
         ctx.save_for_backward(*inputs, torch.stack(kept[1:]) if kept[1:] else None)
         ctx.segments, ctx.options, ctx.responses, ctx.shape = segments, options, responses, shape
+        ctx.prepared = None
         ctx.set_materialize_grads(False)
         return o, _stacked(states, shape[0])
 
     @staticmethod
     @differentiable_once
     def backward(ctx, d_output, d_finals):  # pyright: ignore[reportIncompatibleMethodOverride]
-        *arguments, initial, kept = ctx.saved_tensors
-        wanted, v = ctx.needs_input_grad[4:-1], arguments[2]
+        (*arguments, initial, kept), last = ctx.prepared or (ctx.saved_tensors, None)
+        ctx.prepared = None
+        wanted, v = ctx.needs_input_grad[5:-1], arguments[2]
         gradients = [_sums_like(arguments, place) if want else None for place, want in enumerate(wanted)]
-        begun, d_states = _states(initial, ctx.shape, v), _states(d_finals, ctx.shape, v)
+        d_states = _states(d_finals, ctx.shape, v)
         for number, segment in reversed(list(enumerate(ctx.segments))):
-            leaves = [
-                None if x is None else x.detach().requires_grad_(want)
-                for x, want in zip(segment.parts(arguments), wanted, strict=True)
-            ]
-            with torch.enable_grad():
-                connected = segment.terms(leaves, ctx.options, ctx.responses)
-            terms, states = ChunkTerms(*(x.detach() for x in connected)), {own: begun[own] for own in segment.owners}
-            if number:
-                states[segment.owners[0]] = kept[number - 1]
-            scanned = scan_chunks(terms, segment.owners, states)
-            own = torch.zeros_like(scanned.errors)
+            again, last = last or _compute_again(ctx, arguments, initial, kept, number), None
+            own = torch.zeros_like(again.scanned.errors)
             if d_output is not None:
                 own = segment.to_chunks(segment.own(d_output).to(own.dtype))
-            d_terms = scan_chunks_backward(terms, segment.owners, scanned, own, d_states)
-            _add_gradients(connected, d_terms, leaves, segment.parts(gradients))
+            d_terms = scan_chunks_backward(again.terms, segment.owners, again.scanned, own, d_states)
+            _add_gradients(again.connected, d_terms, again.leaves, segment.parts(gradients))
         d_initial = _stacked(d_states, len(initial)) if ctx.needs_input_grad[-1] else None
         gradients = [None if d is None else d.to(x.dtype) for x, d in zip(arguments, gradients, strict=True)]
-        return None, None, None, None, *gradients, d_initial
+        return None, None, None, None, None, *gradients, d_initial
+
+
+class _Again(NamedTuple):
+    """A segment computed once more."""
+
+    leaves: list[Any]
+    """Its part of the arguments."""
+    connected: ChunkTerms
+    """Of the leaves, for autograd."""
+    terms: ChunkTerms
+    scanned: Scanned
+
+
+def _compute_again(ctx: Any, arguments: list, initial: Tensor | None, kept: Tensor | None, number: int) -> _Again:
+    segment, begun = ctx.segments[number], _states(initial, ctx.shape, arguments[2])
+    leaves = [
+        None if x is None else x.detach().requires_grad_(want)
+        for x, want in zip(segment.parts(arguments), ctx.needs_input_grad[5:-1], strict=True)
+    ]
+    with torch.enable_grad():
+        connected = segment.terms(leaves, ctx.options, ctx.responses)
+    terms, states = ChunkTerms(*(x.detach() for x in connected)), {own: begun[own] for own in segment.owners}
+    if number and kept is not None:
+        states[segment.owners[0]] = kept[number - 1]
+    return _Again(leaves, connected, terms, scan_chunks(terms, segment.owners, states))
+
+
+def _prepare(ctx: Any) -> None:
+    """Compute the last segment again, with which backward begins."""
+    *arguments, initial, kept = saved = ctx.saved_tensors
+    ctx.prepared = saved, _compute_again(ctx, arguments, initial, kept, len(ctx.segments) - 1)
 
 
 def _sums_like(arguments: Sequence[Any], place: int) -> Tensor:

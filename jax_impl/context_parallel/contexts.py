@@ -1,0 +1,74 @@
+"""What a rank knows of sequences that ranks share, from the offsets of all; states of its first sequence."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.core import Tracer
+from jaxtyping import Float
+
+from plans.context import FLACPContext, check_sequences, local_sequences
+
+
+def build_cp_context(
+    cu_seqlens: Array | np.ndarray,
+    group: str,
+    conv1d_kernel_size: int | None = None,
+    cu_seqlens_cpu: np.ndarray | None = None,
+    *,
+    cp_exchange: str = "all_gather",
+    cp_wire_dtype: str | None = None,
+) -> FLACPContext:
+    """What each rank holds of sequences split over the devices along a mesh axis; inside jax.shard_map.
+
+    Args:
+        cu_seqlens: where all sequences begin, and the end of the last; the same on every rank. [N + 1] int32
+        group: name of the mesh axis.
+        conv1d_kernel_size: taps of a short convolution that will run on the part.
+        cu_seqlens_cpu: the same, not traced; without it traced offsets are not looked at.
+        cp_exchange: how states travel, one of plans.context.EXCHANGES.
+        cp_wire_dtype: in which type; None: their own. One of plans.context.WIRE_DTYPES.
+
+    Raises:
+        ValueError: naming the argument, what was expected, what came. Nothing is sent.
+    """
+    known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    values = None if isinstance(known, Tracer) else np.asarray(known)
+    size, rank = lax.axis_size(group), lax.axis_index(group)
+    check_sequences(values, known.dtype.name, size, conv1d_kernel_size, cp_exchange, cp_wire_dtype)
+    offsets = jnp.asarray(known)
+    part: Any = offsets[-1] // size if values is None else int(values[-1]) // size
+    local = local_sequences(offsets, rank, part, jnp)
+    kernel = conv1d_kernel_size
+    return FLACPContext(
+        group=group,
+        cu_seqlens=local.cu_seqlens,
+        cu_seqlens_cpu=None,
+        is_first_rank=local.pre_num_ranks == 0,
+        is_last_rank=local.post_num_ranks == 0,
+        pre_num_ranks=local.pre_num_ranks,
+        post_num_ranks=local.post_num_ranks,
+        num_sequences=local.num_sequences,
+        first_sequence=local.first_sequence,
+        rank=rank,
+        size=size,
+        part_length=None if values is None else part,
+        pre_num_tokens=local.pre_num_tokens,
+        conv1d_kernel_size=kernel,
+        pre_num_conv_tokens=None if kernel is None else jnp.minimum(kernel - 1, local.pre_num_tokens),
+        cp_exchange=cp_exchange,
+        cp_wire_dtype=cp_wire_dtype,
+    )
+
+
+def compress_h0(h0: Float[Array, "n h k v"] | None, context: FLACPContext) -> Float[Array, "m h k v"] | None:
+    """Of the states a rank's sequences begin with the first, the only one that can come from another rank. [1, ...]"""
+    return h0 if h0 is None else h0[:1]
+
+
+def expand_h0(h0: Float[Array, "m h k v"] | None, context: FLACPContext) -> Float[Array, "n h k v"] | None:
+    """The inverse of compress_h0, the other sequences beginning with 0. [n, ...]"""
+    if h0 is None:
+        return h0
+    return jnp.zeros((len(context.cu_seqlens) - 1, *h0.shape[1:]), h0.dtype).at[:1].set(h0)

@@ -1,0 +1,52 @@
+"""The other operations of a layer over ranks: its short convolution, and softmax attention."""
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+from jax_impl.context_parallel.exchange import permute, ranks_of
+from jax_impl.ops import masked_attention, short_convolution
+from plans.context import FLACPContext, halo_sizes
+
+
+def cp_short_convolution(
+    x: Float[Array, "b t c"], weight: Float[Array, "c w"], context: FLACPContext
+) -> Float[Array, "b t c"]:
+    """ops.short_convolution over this rank's part: what it reads before the part comes from the ranks there.
+
+    Args:
+        x: inputs of the part. [1, T, C]
+        weight: taps. [C, W]
+        context: of the ranks.
+    """
+    length, wanted = x.shape[1], weight.shape[1] - 1
+    place, begin = _sequences(context, length)
+    halo = []
+    for distance, size in enumerate(halo_sizes(length, weight.shape[1]), 1):
+        pairs = [(rank, rank + distance) for rank in range(context.size - distance)]
+        halo.insert(0, permute(x[:, length - size :], ranks_of(context)._replace(wire_dtype=None), pairs))
+    joined = jnp.concatenate([*halo, x], axis=1)
+    return short_convolution(joined, weight, jnp.pad(place - begin, (wanted, 0)))[:, wanted:]
+
+
+def cp_attention(
+    q: Float[Array, "b t h d"], k: Float[Array, "b t g d"], v: Float[Array, "b t g d"], context: FLACPContext
+) -> Float[Array, "b t h d"]:
+    """ops.causal_attention of this rank's queries, to the keys and values of all ranks, each sequence by itself.
+
+    Args:
+        q, k, v: of the part. [1, T, H, d], [1, T, G, d]
+        context: of the ranks.
+    """
+    place, begin = _sequences(context, q.shape[1])
+    k, v = (lax.all_gather(x, context.group, axis=1, tiled=True) for x in (k, v))
+    keys = jnp.arange(k.shape[1])
+    return masked_attention(q, k, v, (keys >= begin[:, None]) & (keys <= place[:, None]))
+
+
+def _sequences(context: FLACPContext, length: int) -> tuple[Array, Array]:
+    """Where each token of the part lies among all, and where its sequence begins. [T]"""
+    tokens = jnp.arange(length)
+    own = jnp.searchsorted(context.cu_seqlens[1:], tokens, side="right")
+    begin = context.cu_seqlens[own] - jnp.where(own == 0, context.pre_num_tokens, 0)
+    return tokens + context.rank * length, begin + context.rank * length

@@ -1,0 +1,53 @@
+"""Before an exchange and after it: what a scan begins with, and how it is completed."""
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from jax_impl.context_parallel.exchange import Crossing, exchanged, ranks_of
+from plans.context import FLACPContext
+
+
+def with_responses(initial_state: Array | None, context: FLACPContext, like: Array) -> Array:
+    """What the rank's scan begins with: of a sequence that began on another rank 0 and the identity.
+
+    Args:
+        initial_state: of the rank's sequences; that of one which began on another rank is not looked at. [n, HV, K, V]
+        context: of the ranks.
+        like: a state's shape and type. [HV, K, V]
+
+    Returns:
+        H and M side by side. [n, HV, K, V + K]
+    """
+    heads, key, _ = like.shape
+    states = initial_state
+    if states is None:
+        states = jnp.zeros((len(context.cu_seqlens) - 1, *like.shape), like.dtype)
+    begun = jnp.where(context.is_first_rank, states[0], 0)
+    identity = jnp.where(context.is_first_rank, 0, jnp.broadcast_to(jnp.eye(key, dtype=like.dtype), (heads, key, key)))
+    states = jnp.pad(states, ((0, 0), (0, 0), (0, 0), (0, key)))
+    return states.at[0].set(jnp.concatenate([begun, identity], axis=-1))
+
+
+def complete(
+    o: Float[Array, "b t h w"], finals: Float[Array, "n h k w"], crossing: Crossing
+) -> tuple[Float[Array, "b t h v"], Float[Array, "n h k v"]]:
+    """Outputs and final states, once it is known what the rank's first sequence began with.
+
+    Args:
+        o: outputs from a state of 0 and, where the first sequence began on another rank, responses. [1, T, HV, V + K]
+        finals: H and M of every sequence, as wide. [n, HV, K, V + K]
+        crossing: of the call.
+
+    Returns:
+        [1, T, HV, V] and [n, HV, K, V]; a sequence that goes on on another rank has a final state of 0 here.
+    """
+    context, value = crossing
+    last, came, goes_on = context.num_sequences - 1, ~context.is_first_rank, ~context.is_last_rank
+    states, transitions = finals[..., :value], finals[..., value:]
+    transition = jnp.where(came & goes_on & (last == 0), transitions[0], 0)
+    state = jnp.where(goes_on, states[last], 0)
+    begun: Array = exchanged(transition, state, ranks_of(context))
+    o = o[..., :value] + jnp.einsum("bthk,hkv->bthv", o[..., value:], begun)  # responses are 0 where nothing came
+    states = states.at[0].add(transitions[0] @ begun)
+    return o, states.at[last].set(jnp.where(goes_on, 0, states[last]))

@@ -1,0 +1,72 @@
+"""What a rank knows of sequences that ranks share, from the offsets of all; states of its first sequence."""
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from plans.context import FLACPContext, check_sequences, local_sequences
+
+
+def build_cp_context(
+    cu_seqlens: Int[Tensor, " n"],
+    group: ProcessGroup | None,
+    conv1d_kernel_size: int | None = None,
+    cu_seqlens_cpu: Int[Tensor, " n"] | None = None,
+    *,
+    cp_exchange: str = "all_gather",
+    cp_wire_dtype: str | None = None,
+) -> FLACPContext:
+    """What this rank holds of sequences split over the ranks of a group.
+
+    Args:
+        cu_seqlens: where all sequences begin, and the end of the last; the same on every rank. [N + 1] int32
+        group: the ranks, in the order of their parts; None: this process holds all.
+        conv1d_kernel_size: taps of a short convolution that will run on the part.
+        cu_seqlens_cpu: the same on the host; without it a device is waited for.
+        cp_exchange: how states travel, one of plans.context.EXCHANGES.
+        cp_wire_dtype: in which type; None: their own. One of plans.context.WIRE_DTYPES.
+
+    Raises:
+        ValueError: naming the argument, what was expected, what came. Nothing is sent.
+    """
+    known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    offsets, dtype = known.detach().cpu().numpy(), str(known.dtype).removeprefix("torch.")
+    size, rank = (1, 0) if group is None else (group.size(), dist.get_rank(group))
+    check_sequences(offsets, dtype, size, conv1d_kernel_size, cp_exchange, cp_wire_dtype)
+    part = int(offsets[-1]) // size
+    local = local_sequences(offsets, rank, part)
+    count = int(local.num_sequences)
+    own = local.cu_seqlens[: count + 1]
+    return FLACPContext(
+        group=group,
+        cu_seqlens=torch.from_numpy(own).to(cu_seqlens.device, non_blocking=True),
+        cu_seqlens_cpu=own,
+        is_first_rank=int(local.pre_num_ranks) == 0,
+        is_last_rank=int(local.post_num_ranks) == 0,
+        pre_num_ranks=int(local.pre_num_ranks),
+        post_num_ranks=int(local.post_num_ranks),
+        num_sequences=count,
+        first_sequence=int(local.first_sequence),
+        rank=rank,
+        size=size,
+        part_length=part,
+        pre_num_tokens=int(local.pre_num_tokens),
+        conv1d_kernel_size=conv1d_kernel_size,
+        pre_num_conv_tokens=conv1d_kernel_size and min(conv1d_kernel_size - 1, int(local.pre_num_tokens)),
+        cp_exchange=cp_exchange,
+        cp_wire_dtype=cp_wire_dtype,
+    )
+
+
+def compress_h0(h0: Float[Tensor, "n h k v"] | None, context: FLACPContext) -> Float[Tensor, "m h k v"] | None:
+    """Of the states a rank's sequences begin with the first, the only one that can come from another rank. [1, ...]"""
+    return h0 if h0 is None or context.num_sequences == 1 else h0[:1].clone()
+
+
+def expand_h0(h0: Float[Tensor, "m h k v"] | None, context: FLACPContext) -> Float[Tensor, "n h k v"] | None:
+    """The inverse of compress_h0, the other sequences beginning with 0. [n, ...]"""
+    if h0 is None or context.num_sequences == 1:
+        return h0
+    return torch.cat([h0, h0.new_zeros(context.num_sequences - 1, *h0.shape[1:])])

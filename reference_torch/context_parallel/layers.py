@@ -1,0 +1,112 @@
+"""The other operations of a layer over ranks: its short convolution, and softmax attention."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from plans.context import FLACPContext, halo_sizes
+from reference_torch.autograd import differentiable_once
+from reference_torch.context_parallel.exchange import TIMEOUT, receive_part, send_part, wait_for_part
+from reference_torch.groups import sum_over, wait_for
+from reference_torch.ops import masked_attention, short_convolution
+
+
+def cp_short_convolution(
+    x: Float[Tensor, "b t c"], weight: Float[Tensor, "c w"], context: FLACPContext
+) -> Float[Tensor, "b t c"]:
+    """ops.short_convolution over this rank's part: what it reads before the part comes from the ranks there.
+
+    Args:
+        x: inputs of the part. [1, T, C]
+        weight: taps. [C, W]
+        context: of the ranks.
+    """
+    wanted = weight.shape[1] - 1
+    _, begin = _sequences(context, x.device)
+    before = torch.arange(x.shape[1], device=x.device) + context.rank * x.shape[1] - begin
+    joined = torch.cat([_Halo.apply(x, context, weight.shape[1]), x], dim=1) if wanted else x
+    return short_convolution(joined, weight, F.pad(before, (wanted, 0)))[:, wanted:]
+
+
+def cp_attention(
+    q: Float[Tensor, "b t h d"], k: Float[Tensor, "b t g d"], v: Float[Tensor, "b t g d"], context: FLACPContext
+) -> Float[Tensor, "b t h d"]:
+    """ops.causal_attention of this rank's queries, to the keys and values of all ranks, each sequence by itself.
+
+    Args:
+        q, k, v: of the part. [1, T, H, d], [1, T, G, d]
+        context: of the ranks.
+    """
+    place, begin = _sequences(context, q.device)
+    k, v = (_AllParts.apply(x, context) for x in (k, v))
+    keys = torch.arange(k.shape[1], device=q.device)
+    return masked_attention(q, k, v, (keys >= begin[:, None]) & (keys <= place[:, None]))
+
+
+def _sequences(context: FLACPContext, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where each token of the part lies among all, and where its sequence begins. [T]"""
+    cu_seqlens = context.cu_seqlens.to(device)
+    assert context.part_length is not None, "known in PyTorch"
+    tokens = torch.arange(context.part_length, device=device)
+    own = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
+    begin = cu_seqlens[own] - torch.where(own == 0, context.pre_num_tokens, 0)
+    return tokens + context.rank * len(tokens), begin + context.rank * len(tokens)
+
+
+class _Halo(torch.autograd.Function):
+    """The tokens before the part that a convolution reads, zeros before the first; their gradients go back."""
+
+    @staticmethod
+    def forward(ctx, x, context, kernel_size):
+        ctx.context, ctx.shape, ctx.sizes = context, x.shape, halo_sizes(x.shape[1], kernel_size)
+        came = [x.new_zeros(x.shape[0], size, *x.shape[2:]) for size in ctx.sizes]
+        sent = [x[:, x.shape[1] - size :].contiguous() for size in ctx.sizes]
+        _neighbours(sent, came, context, reverse=False)
+        return torch.cat(came[::-1], dim=1)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, d_halo):  # pyright: ignore[reportIncompatibleMethodOverride]
+        parts = d_halo.split(ctx.sizes[::-1], dim=1)[::-1]
+        came = [torch.zeros_like(part) for part in parts]
+        _neighbours([part.contiguous() for part in parts], came, ctx.context, reverse=True)
+        d_x = d_halo.new_zeros(ctx.shape)
+        for part in came:
+            d_x[:, d_x.shape[1] - part.shape[1] :] += part
+        return d_x, None, None
+
+
+def _neighbours(sent: list[Tensor], came: list[Tensor], context: FLACPContext, reverse: bool) -> None:
+    """Hand parts to the next ranks, to each its own, and fill those that come from the ranks before."""
+    place = context.size - 1 - context.rank if reverse else context.rank
+    works = []
+    for distance, (part, into) in enumerate(zip(sent, came, strict=True), 1):
+        if place + distance < context.size:
+            works.append(send_part(part, place + distance, context, reverse))
+        if place >= distance:
+            works.append(receive_part(into, place - distance, context, reverse))
+    for work in works:
+        wait_for_part(work)
+
+
+class _AllParts(torch.autograd.Function):
+    """The parts of all ranks, end to end; each rank's gradient is the sum of what all ranks have for its part."""
+
+    @staticmethod
+    def forward(ctx, x, context):
+        ctx.context = context
+        if context.size == 1:
+            return x.view_as(x)
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(context.size)]
+        work = dist.all_gather(parts, x.contiguous(), group=context.group, async_op=True)
+        wait_for(work, "the keys and values of all ranks", TIMEOUT)
+        return torch.cat(parts, dim=1)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, d_all):  # pyright: ignore[reportIncompatibleMethodOverride]
+        context = ctx.context
+        d_all = sum_over(d_all.contiguous(), context.group, "the gradients of keys and values", TIMEOUT)
+        return d_all.chunk(context.size, dim=1)[context.rank], None

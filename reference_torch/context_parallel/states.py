@@ -1,0 +1,71 @@
+"""Before an exchange and after it: what a scan begins with, and how it is completed."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from plans.context import FLACPContext
+from reference_torch.autograd import differentiable_once
+from reference_torch.context_parallel.exchange import Crossing, ExchangedState, map_passed_on
+
+
+class _Attached(torch.autograd.Function):
+    """x itself, and in backward a gradient of 0 for y: every rank takes part in the exchange of gradients."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.shape, ctx.dtype = y.shape, y.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, d_x):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return d_x, d_x.new_zeros(ctx.shape, dtype=ctx.dtype)
+
+
+def with_responses(initial_state: Tensor | None, context: FLACPContext, like: Tensor) -> Tensor | None:
+    """What the rank's scan begins with: of a sequence that began on another rank 0 and the identity.
+
+    Args:
+        initial_state: of the rank's sequences; that of one which began on another rank is not looked at. [n, HV, K, V]
+        context: of the ranks.
+        like: a state's shape and type. [HV, K, V]
+
+    Returns:
+        As given where the first sequence begins here; else H and M side by side, [n, HV, K, V + K], or without initial
+        states those of the first sequence alone, [1, HV, K, V + K].
+    """
+    if context.is_first_rank:
+        return initial_state
+    heads, key, _ = like.shape
+    identity = torch.eye(key, dtype=like.dtype, device=like.device).expand(heads, -1, -1)
+    first = torch.cat([torch.zeros_like(like), identity], dim=-1)[None]
+    if initial_state is None or len(initial_state) == 1:
+        return first
+    return torch.cat([first, F.pad(initial_state[1:], (0, key))])
+
+
+def complete(
+    o: Float[Tensor, "b t h w"], finals: Float[Tensor, "n h k w"], crossing: Crossing
+) -> tuple[Float[Tensor, "b t h v"], Float[Tensor, "n h k v"]]:
+    """Outputs and final states, once it is known what the rank's first sequence began with.
+
+    Args:
+        o: outputs from a state of 0 and, where the first sequence began on another rank, responses. [1, T, HV, V + K]
+        finals: H and M of every sequence, as wide. [n, HV, K, V + K]
+        crossing: of the call.
+
+    Returns:
+        [1, T, HV, V] and [n, HV, K, V]; a sequence that goes on on another rank has a final state of 0 here.
+    """
+    context, value = crossing.context, crossing.value
+    last, o, response = context.num_sequences - 1, o[..., :value], o[..., value:]
+    states, transitions = finals[..., :value], finals[..., value:]
+    begun = ExchangedState.apply(*map_passed_on(finals, value, context), o, crossing)
+    if not context.is_first_rank:
+        o = o + torch.einsum("bthk,hkv->bthv", response, begun)
+        states = torch.cat([states[:1] + transitions[:1] @ begun, states[1:]])
+    if not context.is_last_rank:
+        states = torch.cat([states[:last], torch.zeros_like(states[last:])])
+    return _Attached.apply(o, begun), states
