@@ -29,6 +29,8 @@ from reference_torch.rank_pool import RankPool
 PER_RANK, TURNS = 1024, 7
 HEADS, WIDTH = 4, 64
 LONG = Load(2**17, 2, 32)
+DELAYS = (0.05, 0.1, 0.15, 0.2, 0.4)
+DELAY = "delay of a step's computation"
 RESULT = Path("benchmarks/results/context-cpu.json")
 JOBS, MIB = "benchmarks.context_jobs", 2**20
 
@@ -49,9 +51,9 @@ def bytes_and_times(pool: RankPool) -> list[dict[str, Any]]:
             {
                 "ranks": size,
                 "exchange": exchange,
-                "payload bytes": max(payload for payload, _ in sent),
+                "payload bytes": sum(max(ranks[way][0] for ranks in sent) for way in (0, 1)),
                 "payload bytes by formula": 2 * cost.payload_bytes,
-                "wire bytes": sum(wire for _, wire in sent),
+                "wire bytes": sum(wire for ranks in sent for _, wire in ranks),
                 "wire bytes by formula": 2 * cost.wire_bytes,
                 "seconds without exchange": found["alone"],
                 "seconds": found[exchange],
@@ -76,6 +78,25 @@ def wire_errors(pool: RankPool) -> list[dict[str, Any]]:
     return rows
 
 
+def overlap() -> list[dict[str, Any]]:
+    """C13: a step of two ranks whose exchanges take some share of its time on their way, forward and backward."""
+    load = Load(2 * 512, 8, 64)
+    with RankPool(2, 600.0, (JOBS,)) as pool:
+
+        def measure(delays: tuple[float, ...]) -> dict[tuple[float, bool], float]:
+            found = pool.run(f"{JOBS}:time_with_delay", load, delays, TURNS)
+            return {way: statistics.median(map(max, zip(*(f[way] for f in found), strict=True))) for way in found[0]}
+
+        compute = measure((0.0,))[0.0, True]
+        seconds = measure(tuple(share * compute for share in DELAYS))
+    rows = []
+    for share in DELAYS:
+        least = compute * max(1.0, 2 * share)
+        ratios = {name: seconds[share * compute, way] / least for name, way in (("off", False), ("on", True))}
+        rows.append({DELAY: share, "seconds of computation": compute} | ratios)
+    return rows
+
+
 def long_sequence() -> dict[str, Any]:
     """C14: as many tokens as a long text has, over eight ranks."""
     with RankPool(8, 600.0, (JOBS,)) as pool:
@@ -88,7 +109,7 @@ def long_sequence() -> dict[str, Any]:
     }
 
 
-def show(console: Console, rows: list[dict], errors: list[dict], long: dict[str, Any]) -> None:
+def show(console: Console, rows: list[dict], errors: list[dict], late: list[dict], long: dict[str, Any]) -> None:
     """Tables."""
     table = Table(title=f"{PER_RANK} tokens a rank, H={HEADS}, K=V={WIDTH}, float32, forward and backward")
     for name in ("ranks", "exchange", "one rank sends", "formula", "on the wire", "formula", "ms alone", "ms", "ratio"):
@@ -105,6 +126,12 @@ def show(console: Console, rows: list[dict], errors: list[dict], long: dict[str,
     for row in errors:
         table.add_row(row["exchange"], row["wire"], f"{row['outputs']:.1e}", f"{row['gradients']:.1e}")
     console.print(table)
+    table = Table(title="Step beside the longer of computing and sending, two ranks, all_gather delayed twice")
+    for name in ("delay, of computing", "one after the other", "overlapped"):
+        table.add_column(name, justify="right")
+    for row in late:
+        table.add_row(f"{row[DELAY]:.0%}", f"{row['off']:.2f}", f"{row['on']:.2f}")
+    console.print(table)
     grown, given = long["grown bytes a rank"], long["bytes of arguments and results a rank"]
     console.print(
         f"{LONG.length:,} tokens over 8 ranks, H={LONG.heads}, K=V={LONG.width}: {long['seconds']:.1f} s; "
@@ -120,10 +147,10 @@ def main() -> None:
         with RankPool(size, 600.0, (JOBS,)) as pool, console.status(f"{size} ranks"):
             rows += bytes_and_times(pool)
             errors = wire_errors(pool) if size == 4 else errors
-    with console.status("a long sequence"):
-        long = long_sequence()
-    show(console, rows, errors, long)
-    content = {"environment": environment(), "exchanges": rows, "wire": errors, "long sequence": long}
+    with console.status("overlap, and a long sequence"):
+        late, long = overlap(), long_sequence()
+    show(console, rows, errors, late, long)
+    content = {"environment": environment(), "exchanges": rows, "wire": errors, "overlap": late, "long sequence": long}
     RESULT.write_text(json.dumps(content, indent=1) + "\n")
     console.print(f"written: {RESULT}")
 

@@ -4,6 +4,7 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,8 +53,16 @@ class Part:
 
     def step(self, context: FLACPContext | None) -> tuple[torch.Tensor, ...]:
         """Outputs, and gradients of all inputs under cotangents v; without a context of the part alone."""
-        o, _ = chunk_kda(*self.inputs, cp_context=context)
-        return o.detach(), *torch.autograd.grad(o, self.inputs, self.inputs[2].detach())
+        o = self.forward(context)
+        return o.detach(), *self.backward(o)
+
+    def forward(self, context: FLACPContext | None) -> torch.Tensor:
+        """Outputs."""
+        return chunk_kda(*self.inputs, cp_context=context)[0]
+
+    def backward(self, o: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Gradients of all inputs."""
+        return torch.autograd.grad(o, self.inputs, self.inputs[2].detach())
 
 
 def time_steps(load: Load, exchanges: tuple[str, ...], turns: int) -> dict[str, list[float]]:
@@ -78,12 +87,14 @@ def results(load: Load, travel: dict[str, Any], dtype: str = "float32") -> list[
     return [x.numpy() for x in part.step(part.context(**travel))]
 
 
-def count_bytes(load: Load, exchange: str) -> tuple[int, int]:
-    """Of one step: bytes this rank handed over, each once, and bytes that others were to receive."""
+def count_bytes(load: Load, exchange: str) -> list[list[int]]:
+    """Of forward and of backward: bytes this rank handed over, each once, and bytes that others were to receive."""
     part = Part(load)
-    with _counted() as sent:
-        part.step(part.context(cp_exchange=exchange))
-    return sent[0], sent[1]
+    with _counted() as forward:
+        o = part.forward(part.context(cp_exchange=exchange))
+    with _counted() as backward:
+        part.backward(o)
+    return [forward, backward]
 
 
 @contextmanager
@@ -117,3 +128,34 @@ def long_sequence(load: Load) -> tuple[float, int, int]:
     seconds = time.perf_counter() - begin
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return seconds, grown * 1024, sum(x.nbytes for x in (*part.inputs, *outputs))
+
+
+class _Late:
+    """A collective whose result is there some time after it was begun, and no sooner."""
+
+    def __init__(self, work: dist.Work, delay: float) -> None:
+        self._work, self._there = work, time.perf_counter() + delay
+
+    def wait(self, timeout: Any) -> None:
+        """As a Work's."""
+        time.sleep(max(0.0, self._there - time.perf_counter()))
+        self._work.wait(timeout)
+
+
+def time_with_delay(load: Load, delays: tuple[float, ...], turns: int) -> dict[tuple[float, bool], list[float]]:
+    """Seconds of steps whose exchanges take so long on their way, without overlap and with it, in turns."""
+    part, plain = Part(load), dist.all_gather
+    seconds: dict[tuple[float, bool], list[float]] = {(d, overlap): [] for d in delays for overlap in (False, True)}
+    try:
+        for turn in range(turns + 1):
+            for (delay, overlap), found in seconds.items():
+                dist.all_gather = lambda *a, d=delay, **o: _Late(plain(*a, **o), d)
+                context = replace(part.context(), overlap=overlap)
+                dist.barrier()
+                begin = time.perf_counter()
+                part.step(context)
+                if turn:
+                    found.append(time.perf_counter() - begin)
+    finally:
+        dist.all_gather = plain
+    return seconds

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.context_jobs import Load
 from parity.compare import relative_difference
 from plans.context import EXCHANGES, exchange_cost
 from reference_torch.context_parallel import build_cp_context, compress_h0, expand_h0
@@ -176,6 +177,26 @@ def test_c9_what_is_not_the_rank_s_part_is_refused():
         chunk_kda(*arrays, cp_context=context_of([0, 48]), cu_seqlens=torch.tensor([0, 20, 48], dtype=torch.int32))
     with pytest.raises(ValueError, match="cu_seqlens: expected int32, got int64"):
         build_cp_context(torch.tensor([0, 48]), None)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_c13_states_travel_while_ranks_compute():
+    """Exchanges take an eighth of the computation each; of three tries one has to be undisturbed."""
+    load, jobs, tries = Load(1024, 8, 64), "benchmarks.context_jobs:time_with_delay", []
+    with RankPool(2, preload=("benchmarks.context_jobs",)) as pool:
+        for _ in range(3):
+            compute = slowest(pool.run(jobs, load, (0.0,), 5), (0.0, True))
+            found = pool.run(jobs, load, (compute / 8,), 5)
+            tries.append([slowest(found, (compute / 8, overlap)) / compute for overlap in (True, False)])
+            if tries[-1][0] <= 1.1 < tries[-1][1]:
+                return
+    pytest.fail(f"expected steps of at most 1.1 of the computation with overlap alone, got {tries}")
+
+
+def slowest(found: list[dict], way: tuple[float, bool]) -> float:
+    """Median over steps of the slowest rank's seconds."""
+    return float(np.median([max(step) for step in zip(*(rank[way] for rank in found), strict=True)]))
 
 
 @pytest.mark.multiprocess
