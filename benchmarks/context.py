@@ -29,6 +29,8 @@ from reference_torch.rank_pool import RankPool
 PER_RANK, TURNS = 1024, 7
 HEADS, WIDTH = 4, 64
 LONG = Load(2**17, 2, 32)
+SLOW = 2**-10
+"""Log decays of so many thousandths a token: what a rank begins with is then felt over all its part."""
 DELAYS = (0.05, 0.1, 0.15, 0.2, 0.4)
 DELAY = "delay of a step's computation"
 RESULT = Path("benchmarks/results/context-cpu.json")
@@ -64,7 +66,7 @@ def bytes_and_times(pool: RankPool) -> list[dict[str, Any]]:
 
 def wire_errors(pool: RankPool) -> list[dict[str, Any]]:
     """Of outputs and gradients, beside one process in float64."""
-    load = Load(PER_RANK * pool.size, HEADS, WIDTH)
+    load = Load(PER_RANK * pool.size, HEADS, WIDTH, SLOW)
     exact = results(load, {}, "float64")
     rows = []
     for exchange in EXCHANGES:
@@ -87,13 +89,13 @@ def overlap() -> list[dict[str, Any]]:
             found = pool.run(f"{JOBS}:time_with_delay", load, delays, TURNS)
             return {way: statistics.median(map(max, zip(*(f[way] for f in found), strict=True))) for way in found[0]}
 
-        compute = measure((0.0,))[0.0, True]
-        seconds = measure(tuple(share * compute for share in DELAYS))
-    rows = []
+        about = measure((0.0,))[0.0, True]
+        seconds = measure((0.0, *(share * about for share in DELAYS)))
+    compute, rows = seconds[0.0, True], []
     for share in DELAYS:
-        least = compute * max(1.0, 2 * share)
-        ratios = {name: seconds[share * compute, way] / least for name, way in (("off", False), ("on", True))}
-        rows.append({DELAY: share, "seconds of computation": compute} | ratios)
+        delay = share * about
+        ratios = {way: seconds[delay, way == "on"] / max(compute, 2 * delay) for way in ("off", "on")}
+        rows.append({DELAY: delay / compute, "seconds of computation": compute} | ratios)
     return rows
 
 
@@ -120,7 +122,7 @@ def show(console: Console, rows: list[dict], errors: list[dict], late: list[dict
         shown = [*(f"{1000 * t:.1f}" for t in times), f"{times[1] / times[0]:.2f}"]
         table.add_row(str(row["ranks"]), row["exchange"], *sizes, *shown)
     console.print(table)
-    table = Table(title="Relative error beside one process in float64, 4 ranks")
+    table = Table(title="Relative error beside one process in float64, 4 ranks, slow decays")
     for name in errors[0]:
         table.add_column(name, justify="right")
     for row in errors:

@@ -26,6 +26,8 @@ class Load(NamedTuple):
     heads: int
     width: int
     """K and V."""
+    decay: float = 1.0
+    """Of log decays, which are then between 0.1 and 2 a token."""
 
     def arrays(self, rank: int = 0, size: int = 1) -> list[np.ndarray]:
         """A rank's q, k, v, g and beta, as a trained layer's might be: unit keys, decays of 0.1 to 2 a token."""
@@ -33,7 +35,8 @@ class Load(NamedTuple):
         for place in range(rank * 8 // size, (rank + 1) * 8 // size):  # an eighth at a time: the same for 1 to 8 ranks
             draw, length = np.random.default_rng(place), self.length // 8
             q, k, v = draw.standard_normal((3, 1, length, self.heads, self.width), np.float32)
-            g = -np.log1p(np.exp(draw.standard_normal((1, length, self.heads, self.width), np.float32)))
+            raw = draw.standard_normal((1, length, self.heads, self.width), np.float32)
+            g = -np.float32(self.decay) * np.log1p(np.exp(raw))
             beta = draw.uniform(size=(1, length, self.heads)).astype(np.float32)
             parts.append([*(x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k)), v, g, beta])
         return [np.concatenate(x, axis=1) for x in zip(*parts, strict=True)]
