@@ -1,5 +1,6 @@
 """Context parallelism in JAX; tests/test_context_parallel.py runs this file in a process with eight devices."""
 
+import re
 from dataclasses import fields
 from functools import cache, partial
 
@@ -12,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_impl.context_parallel import build_cp_context, compress_h0, cp_attention, cp_short_convolution, expand_h0
-from jax_impl.delta_rule import chunk_gated_delta_rule, chunk_kda
+from jax_impl.delta_rule import chunk_gated_delta_rule, chunk_kda, chunked
 from jax_impl.saving import export_parameters
 from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
@@ -88,6 +89,71 @@ def test_c8_states_may_travel_in_bfloat16(exchange):
     assert 1e-5 < relative_difference(np.asarray(found), o) < 2**-8
     for name, gradient in pull_back(jnp.asarray(d_o))[0].items():
         assert 1e-5 < relative_difference(np.asarray(gradient), gradients[name]) < 2**-6, name
+
+
+INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*? ([\w-]+)\((.*)$")
+
+
+def independent_products(program: str) -> list[int]:
+    """Of every all-gather of a compiled program: matrix products that neither it nor they wait for.
+
+    Those of loops and fusions count where they are called.
+    """
+    computations, current = {}, {}
+    for line in program.splitlines():
+        if line.startswith(("%", "ENTRY")):
+            name = line.removeprefix("ENTRY ").split()[0].lstrip("%")
+            current = computations.setdefault("ENTRY" if line.startswith("ENTRY") else name, {})
+        elif match := INSTRUCTION.match(line):
+            name, operation, rest = match.groups()
+            current[name] = operation, re.findall(r"%?([\w.-]+)", rest), "dot" in operation or "matmul" in rest
+
+    def holds_product(called: list[str]) -> bool:
+        return any(
+            product or holds_product(operands)
+            for name in called
+            for _, operands, product in computations.get(name, {}).values()
+        )
+
+    entry = computations["ENTRY"]
+    needs = {name: {x for x in operands if x in entry} for name, (_, operands, _) in entry.items()}
+    products = {name for name, (_, operands, product) in entry.items() if product or holds_product(operands)}
+
+    def reached(name: str) -> set[str]:
+        found, left = set(), [name]
+        while left:
+            for other in needs[left.pop()] - found:
+                found.add(other)
+                left.append(other)
+        return found
+
+    before = {name: reached(name) for name in entry}
+    gathers = [name for name, (operation, _, _) in entry.items() if operation.startswith("all-gather")]
+    return [sum(name not in before[gather] and gather not in before[name] for name in products) for gather in gathers]
+
+
+@pytest.mark.parametrize("disable_recompute", [False, True])
+def test_c5_products_need_not_wait_for_states(disable_recompute, monkeypatch):
+    """In the compiled program: forward outputs, and backward what was not kept, wait for no other rank."""
+    monkeypatch.setattr(chunked, "SEGMENT_SIZE", 4)  # three in a part
+    case = Case("gdn", (0, 48), "all_gather", disable_recompute, states=False)
+    size, by = 4, P(None, "cp")
+
+    @partial(jax.shard_map, mesh=Mesh(np.array(jax.devices()[:size]), ("cp",)), in_specs=by, out_specs=by)
+    def run(arrays):
+        context = build_cp_context(np.array(case.offsets, np.int32), "cp")
+        return run_rule(case, arrays, (chunk_kda, chunk_gated_delta_rule), cp_context=context)[0]
+
+    def both(arrays, cotangent):
+        o, pull_back = jax.vjp(run, arrays)
+        return o, pull_back(cotangent)
+
+    arrays = arrays_of(case)
+    (forward,) = independent_products(jax.jit(run).lower(arrays).compile().as_text())
+    found = independent_products(jax.jit(both).lower(arrays, arrays["v"]).compile().as_text())
+    assert forward >= 2, "queries with states, and with errors"
+    assert len(found) == 2
+    assert min(found) >= (1 if disable_recompute else 3)
 
 
 def by_rank(states: np.ndarray, case: Case, size: int) -> np.ndarray:

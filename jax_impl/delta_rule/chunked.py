@@ -5,7 +5,7 @@ computes a segment's chunks and states again, and leaves the part without states
 arguments is one segment's, whatever the length, and time grows with the length.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -145,6 +145,26 @@ def _state_shape(layout: Layout, arguments: Arguments) -> tuple[int, int, int]:
     return batch * heads, arguments.q.shape[-1], width + layout.responses
 
 
+def _scan(layout: Layout, segment: Callable, carry: Any, inputs: Any, reverse: bool = False) -> tuple[Any, Any]:
+    """jax.lax.scan over segments; where states go on to other ranks, with the last segment outside of the loop.
+
+    Its outputs, and backward its terms, depend on no other rank: there they can be computed while states travel.
+    """
+    if not layout.responses:
+        return jax.lax.scan(segment, carry, inputs, reverse=reverse)
+    rest, last = jax.tree.map(lambda x: x[:-1], inputs), jax.tree.map(lambda x: x[-1], inputs)
+    if layout.segments == 1:
+        carry, found = segment(carry, last)
+        return carry, jax.tree.map(lambda x: x[None], found)
+    if reverse:
+        carry, found = segment(carry, last)
+        carry, before = jax.lax.scan(segment, carry, rest, reverse=True)
+    else:
+        carry, before = jax.lax.scan(segment, carry, rest)
+        carry, found = segment(carry, last)
+    return carry, jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), before, found)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _replayed(layout: Layout, arguments: Arguments, initial: Array | None, cuts: Chunking) -> tuple[Array, Array]:
     """All of it; keeps the arguments and a state a segment."""
@@ -160,7 +180,7 @@ def _replayed_forward(layout: Layout, arguments: Arguments, initial: Array | Non
 
     states = _before(layout.sequences, initial, _state_shape(layout, arguments), arguments)
     inputs = (_split_all(layout, arguments, cuts), *_by_segment(layout, cuts))
-    states, (o, kept) = jax.lax.scan(segment, states, inputs)
+    states, (o, kept) = _scan(layout, segment, states, inputs)
     o = _join(layout, o, cuts, len(arguments.q))
     return (o, states.ends), (arguments, initial, kept[1:], cuts)
 
@@ -186,7 +206,7 @@ def _replayed_backward(layout: Layout, residuals: Any, gradients: tuple[Array, A
     zeros = [None if x is None else jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in gate]
     *zeros, _ = varying_alike((*zeros, arguments.q))
     carry = States(first, d_finals), tuple(zeros)
-    (d_states, d_gate), d_tokens = jax.lax.scan(segment, carry, inputs, reverse=True)
+    (d_states, d_gate), d_tokens = _scan(layout, segment, carry, inputs, reverse=True)
     (d_arguments,) = join(list(d_tokens))
     d_gate = [None if d is None else d.astype(x.dtype) for x, d in zip(gate, d_gate, strict=True)]
     return Arguments(*d_arguments[:5], *d_gate), None if initial is None else d_states.ends, None
