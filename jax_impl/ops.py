@@ -314,7 +314,11 @@ def _attention(
 
 
 def masked_attention(
-    q: Float[Array, "b t h d"], k: Float[Array, "b s g d"], v: Float[Array, "b s g d"], allowed: Bool[Array, "t s"]
+    q: Float[Array, "b t h d"],
+    k: Float[Array, "b s g d"],
+    v: Float[Array, "b s g d"],
+    allowed: Bool[Array, "t s"],
+    fused: bool = False,
 ) -> Float[Array, "b t h d"]:
     """softmax(q k^T / sqrt(d)) v over the tokens each may look at, which may be others than the queries' own.
 
@@ -322,7 +326,10 @@ def masked_attention(
         q: queries. [B, T, H, d]
         k, v: keys and values of G groups; query head h uses group h // (H / G). [B, S, G, d]
         allowed: True where query t may look at key s; each at one at least. [T, S]
+        fused: the T x S weights are not kept, see fused_attention.
     """
+    if fused:
+        return jax.checkpoint(masked_attention)(q, k, v, allowed)
     groups, width = k.shape[2:]
     grouped = q.reshape(*q.shape[:2], groups, -1, width)
     scores = jnp.einsum("btgrd,bsgd->bgrts", grouped, k) * width**-0.5

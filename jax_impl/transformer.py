@@ -78,7 +78,8 @@ class SelfAttention(nnx.Module):
         k = rotary_embedding(k, positions, self.config.rotary_base)
         attend = fused_attention if self.config.use_flash_attn else causal_attention
         if isinstance(sequences, FLACPContext):
-            attended = name_value(cp_attention(q, k, v, sequences), "core_attn")
+            q, k, v = name_value(q, "q"), name_value(k, "k"), name_value(v, "v")
+            attended = name_value(cp_attention(q, k, v, sequences, self.config.use_flash_attn), "core_attn")
         elif cache is None:
             attended = name_value(attend(q, k, v, both_masks(attention_mask, sequences)), "core_attn")
         else:

@@ -276,7 +276,11 @@ def fused_attention(
 
 
 def masked_attention(
-    q: Float[Tensor, "b t h d"], k: Float[Tensor, "b s g d"], v: Float[Tensor, "b s g d"], allowed: Bool[Tensor, "t s"]
+    q: Float[Tensor, "b t h d"],
+    k: Float[Tensor, "b s g d"],
+    v: Float[Tensor, "b s g d"],
+    allowed: Bool[Tensor, "t s"],
+    fused: bool = False,
 ) -> Float[Tensor, "b t h d"]:
     """softmax(q k^T / sqrt(d)) v over the tokens each may look at, which may be others than the queries' own.
 
@@ -284,7 +288,12 @@ def masked_attention(
         q: queries. [B, T, H, d]
         k, v: keys and values of G groups; query head h uses group h // (H / G). [B, S, G, d]
         allowed: True where query t may look at key s; each at one at least. [T, S]
+        fused: the T x S weights are not kept, see fused_attention.
     """
+    if fused:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, allowed[None, None], enable_gqa=q.shape[1] != k.shape[1])
+        return attended.transpose(1, 2).contiguous()
     groups, width = k.shape[2:]
     scores = torch.einsum("btgrd,bsgd->bgrts", q.unflatten(2, (groups, -1)), k) * width**-0.5
     weights = at_least_float32(scores.masked_fill(~allowed, torch.finfo(q.dtype).min)).softmax(-1).to(v.dtype)

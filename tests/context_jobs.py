@@ -212,6 +212,7 @@ MODELS = {
         recompute_granularity="selective",
         recompute_modules=("core_attn", "mhc", "layernorm"),
     ),
+    "fused attention": replace(MODEL, use_flash_attn=True),
     "whole layers recomputed": replace(
         MODEL, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
     ),

@@ -30,18 +30,23 @@ def cp_short_convolution(
 
 
 def cp_attention(
-    q: Float[Array, "b t h d"], k: Float[Array, "b t g d"], v: Float[Array, "b t g d"], context: FLACPContext
+    q: Float[Array, "b t h d"],
+    k: Float[Array, "b t g d"],
+    v: Float[Array, "b t g d"],
+    context: FLACPContext,
+    fused: bool = False,
 ) -> Float[Array, "b t h d"]:
     """ops.causal_attention of this rank's queries, to the keys and values of all ranks, each sequence by itself.
 
     Args:
         q, k, v: of the part. [1, T, H, d], [1, T, G, d]
         context: of the ranks.
+        fused: see ops.masked_attention.
     """
     place, begin = _sequences(context, q.shape[1])
     k, v = (lax.all_gather(x, context.group, axis=1, tiled=True) for x in (k, v))
     keys = jnp.arange(k.shape[1])
-    return masked_attention(q, k, v, (keys >= begin[:, None]) & (keys <= place[:, None]))
+    return masked_attention(q, k, v, (keys >= begin[:, None]) & (keys <= place[:, None]), fused)
 
 
 def _sequences(context: FLACPContext, length: int) -> tuple[Array, Array]:

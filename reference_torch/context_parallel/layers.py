@@ -31,18 +31,23 @@ def cp_short_convolution(
 
 
 def cp_attention(
-    q: Float[Tensor, "b t h d"], k: Float[Tensor, "b t g d"], v: Float[Tensor, "b t g d"], context: FLACPContext
+    q: Float[Tensor, "b t h d"],
+    k: Float[Tensor, "b t g d"],
+    v: Float[Tensor, "b t g d"],
+    context: FLACPContext,
+    fused: bool = False,
 ) -> Float[Tensor, "b t h d"]:
     """ops.causal_attention of this rank's queries, to the keys and values of all ranks, each sequence by itself.
 
     Args:
         q, k, v: of the part. [1, T, H, d], [1, T, G, d]
         context: of the ranks.
+        fused: see ops.masked_attention.
     """
     place, begin = _sequences(context, q.device)
     k, v = (_AllParts.apply(x, context) for x in (k, v))
     keys = torch.arange(k.shape[1], device=q.device)
-    return masked_attention(q, k, v, (keys >= begin[:, None]) & (keys <= place[:, None]))
+    return masked_attention(q, k, v, (keys >= begin[:, None]) & (keys <= place[:, None]), fused)
 
 
 def _sequences(context: FLACPContext, device: torch.device) -> tuple[Tensor, Tensor]:
