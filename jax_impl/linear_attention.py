@@ -178,8 +178,10 @@ class GatedDeltaNet(_DeltaRuleMixer):
         )
 
     def _rule(self, *arrays: Array, by_token: bool = False, **options: Any) -> tuple[Array, Array | None]:
-        rule = recurrent_gated_delta_rule if by_token else chunk_gated_delta_rule
-        return rule(*arrays, use_qk_l2norm_in_kernel=True, **options)
+        options["use_qk_l2norm_in_kernel"] = True
+        if by_token:
+            return recurrent_gated_delta_rule(*arrays, **options)
+        return chunk_gated_delta_rule(*arrays, impl=self.config.impl, **options)
 
     def _output_gate(self, hidden_states: Array) -> Array:
         return jax.nn.silu(_apply(self.linear_gate, hidden_states))
@@ -206,16 +208,14 @@ class KimiDeltaAttention(_DeltaRuleMixer):
         return _by_head(decays, self.config.linear_heads[1])
 
     def _rule(self, *arrays: Array, by_token: bool = False, **options: Any) -> tuple[Array, Array | None]:
-        rule = recurrent_kda if by_token else chunk_kda
-        return rule(
-            *arrays,
+        options |= dict(
             use_qk_l2norm_in_kernel=True,
             A_log=self.decay_gate.A_log[...],
             dt_bias=self.decay_gate.dt_bias[...],
             use_gate_in_kernel=True,
             lower_bound=self.config.kda_lower_bound,
-            **options,
         )
+        return recurrent_kda(*arrays, **options) if by_token else chunk_kda(*arrays, impl=self.config.impl, **options)
 
     def _output_gate(self, hidden_states: Array) -> Array:
         return jax.nn.sigmoid(_apply(self.linear_gate_up, _apply(self.linear_gate_down, hidden_states)))

@@ -18,6 +18,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from kernels import operations, tuning
+from kernels.delta_rule.operation import DELTA_RULE, DeltaRule
 from kernels.launch import Block, Launch, Write
 from kernels.operations import Operation, Sinkhorn
 
@@ -29,10 +30,11 @@ _POINTERS = {
     "bfloat16": "*bf16",
     "float32": "*fp32",
     "float64": "*fp64",
+    "int32": "*i32",
     "int64": "*i64",
     "uint32": "*u32",
 }
-_WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int64": 8, "uint32": 4}
+_WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8, "uint32": 4}
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,33 @@ def everything(
         *launches_of(operations.GELU, None, [Shape((*lead, 4 * width), dtype)], blocks),
         *launches_of(operations.WRITE, dropout, [*mixed, row, row, step], blocks),
     ]
+
+
+def delta_rule(
+    tokens: int = 8192,
+    heads: int = 32,
+    key: int = 128,
+    value: int = 128,
+    dtype: str = "bfloat16",
+    per_channel: bool = True,
+    parts: int = 4,
+    value_heads: int | None = None,
+    blocks: dict[str, Block] | None = None,
+) -> list[Recorded]:
+    """All launches of the delta rule over one sequence, cut into parts."""
+    value_heads, chunks = value_heads or heads, math.ceil(tokens / 64)
+    decay = (tokens, value_heads, key) if per_channel else (tokens, value_heads)
+    wide = "float64" if dtype == "float64" else "float32"
+    inputs = [
+        *[Shape((tokens, heads, key), dtype)] * 2,
+        Shape((tokens, value_heads, value), dtype),
+        Shape(decay, wide),
+        Shape((tokens, value_heads), dtype),
+        Shape((1, value_heads, key, value), wide),
+        *[Shape((count, width), "int32") for count, width in ((chunks, 2), (1, 3), (parts, 3))],
+    ]
+    static = DeltaRule(per_channel, key**-0.5, 64, parts=parts)
+    return launches_of(DELTA_RULE, static, inputs, blocks)
 
 
 def production(*sizes: Any, **more: Any) -> dict[str, Recorded]:

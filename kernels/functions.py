@@ -5,9 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 from kernels import operations
+from kernels.delta_rule.launches import parts_of
+from kernels.delta_rule.operation import DELTA_RULE, DeltaRule, Edges, Ranks
 from kernels.launch import Launch, Write, wide
 from kernels.operations import Array, Operation, Sinkhorn, dtype_name
-from plans.implementation import MAX_KERNEL_STREAMS
+from plans.delta_rule import ChunkTables
+from plans.implementation import MAX_KERNEL_CHANNELS, MAX_KERNEL_STREAMS
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -45,6 +48,14 @@ class Functions(ABC):
     @abstractmethod
     def counter(self, step: Any, like: Array) -> Array:
         """[1] integer array of the training step, where ``like`` is."""
+
+    @abstractmethod
+    def zeros(self, shape: tuple[int, ...], dtype: str, like: Array) -> Array:
+        """Where ``like`` is."""
+
+    @abstractmethod
+    def integers(self, x: Any, like: Array) -> Array:
+        """An array of integers, numpy's perhaps, where ``like`` is."""
 
     def _check(self, **arrays: Array | None) -> None:
         """Types and devices of all arrays."""
@@ -191,6 +202,56 @@ class Functions(ABC):
         self._check(x=x)
         _check_axes("x", x, 1)
         return self.apply(operations.GELU, None, x)[0]
+
+    def delta_rule(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        g: Array,
+        beta: Array,
+        initial: Array | None,
+        tables: ChunkTables,
+        chunk_size: int,
+        scale: float,
+        recompute: bool = True,
+        ranks: Ranks | None = None,
+        edges: Edges | None = None,
+    ) -> tuple[Array, Array]:
+        """Outputs and final states of the gated delta rule: see delta_rule.chunk_kda, whose checks were made.
+
+        Args:
+            q, k: [B, T, H, K], K <= 256
+            v: [B, T, HV, V], V <= 256
+            g: log decay. [B, T, HV, K]; [B, T, HV]: one for all channels
+            beta: [B, T, HV]
+            initial: None: 0. [N, HV, K, V]
+            tables: of the tokens of all B rows, one after the other.
+            chunk_size: tokens of a chunk, as tables were made for: 16, 32 or 64.
+            scale: of the queries.
+            recompute: in backward what forward does not keep.
+            ranks, edges: of a rank among others.
+        """
+        self._check(q=q, k=k, v=v, g=g, beta=beta, initial=initial)
+        for name, x in {"q": q, "v": v}.items():
+            if x.shape[-1] > MAX_KERNEL_CHANNELS:
+                raise ValueError(
+                    f"{name}: expected at most {MAX_KERNEL_CHANNELS} channels, got {x.shape[-1]}; "
+                    "impl='reference' takes any number"
+                )
+        dtype, value_heads, width = wide(dtype_name(q)), *v.shape[2:]
+        sequences = self.integers(tables.sequences, q)
+        if initial is None:
+            initial = self.zeros((sequences.shape[0], value_heads, q.shape[-1], width), dtype, q)
+        parts = parts_of(len(tables.chunks), len(tables.sequences), value_heads, width) if tables.known else 1
+        static = DeltaRule(len(g.shape) == 4, float(scale), chunk_size, recompute, parts, ranks)
+        arrays = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v, g, beta)]
+        pieces = sequences if parts == 1 else self.integers(tables.cut(parts, chunk_size), q)
+        arrays += [initial, self.integers(tables.chunks, q), sequences, pieces]
+        if edges is not None:
+            arrays += edges._replace(sequences=self.integers(edges.sequences, q))
+        o, final = self.apply(DELTA_RULE, static, *arrays)
+        return o.reshape(*v.shape), final
 
 
 def _check_given(

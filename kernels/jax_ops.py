@@ -70,6 +70,16 @@ class JaxDoor(Functions):
         del like
         return jnp.asarray(step).astype(jnp.uint32).reshape(1)
 
+    def zeros(self, shape: tuple[int, ...], dtype: str, like: Array) -> Array:
+        """See Functions.zeros."""
+        del like
+        return jnp.zeros(shape, dtype)
+
+    def integers(self, x: Any, like: Array) -> Array:
+        """See Functions.integers."""
+        del like
+        return jnp.asarray(x)
+
     def check_devices(self, **arrays: Array | None) -> None:
         """JAX itself refuses arrays on different devices."""
 
@@ -199,3 +209,4 @@ apply_h_post = _DOOR.apply_h_post
 write_streams = _DOOR.write_streams
 swiglu = _DOOR.swiglu
 gelu = _DOOR.gelu
+delta_rule = _DOOR.delta_rule

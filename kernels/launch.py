@@ -87,7 +87,7 @@ def groups_of(tokens: int, programs: int) -> tuple[int, int]:
     return max(2, math.ceil(tokens / max(per_group, 1))), per_group
 
 
-def _launch(
+def launch_of(
     module: str,
     builder: Callable,
     block: Block,
@@ -96,6 +96,7 @@ def _launch(
     outputs: list[tuple[tuple[int, ...], str]],
     **constants: int | float | str | bool,
 ) -> Launch:
+    """A launch of the kernel named like its builder."""
     kernel = f"{module}.{builder.__name__}"
     return Launch(kernel, grid, scalars, tuple(outputs), tuple(constants.items()), block.num_warps, block.num_stages)
 
@@ -105,7 +106,7 @@ def aggregate_forward(block: Block, lead: tuple[int, ...], streams: int, width: 
     tokens, columns = math.prod(lead), min(block.columns, power_of_two(width, 16))
     grid = (math.ceil(tokens / block.rows), math.ceil(width / columns))
     outputs = [((*lead, width), dtype)]
-    return _launch(
+    return launch_of(
         "streams", aggregate_forward, block, grid, (tokens,), outputs, S=streams, D=width, BN=block.rows, BD=columns
     )
 
@@ -115,7 +116,7 @@ def aggregate_backward(block: Block, lead: tuple[int, ...], streams: int, width:
     tokens, columns = math.prod(lead), _few_columns(block, streams, width, dtype)
     outputs = [((*lead, streams, width), dtype), ((*lead, streams), wide(dtype))]
     grid = (math.ceil(tokens / block.rows),)
-    return _launch(
+    return launch_of(
         "streams", aggregate_backward, block, grid, (tokens,), outputs, S=streams, D=width, BN=block.rows, BD=columns
     )
 
@@ -143,7 +144,7 @@ def write_forward(block: Block, lead: tuple[int, ...], streams: int, width: int,
     outputs = [((*lead, streams, width), dtype)]
     scalars = (tokens, write.seed, write.site)
     constants = dict(S=streams, D=width, **write.constants(), BN=block.rows, BD=columns)
-    return _launch("streams", write_forward, block, grid, scalars, outputs, **constants)
+    return launch_of("streams", write_forward, block, grid, scalars, outputs, **constants)
 
 
 def write_backward(block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str, write: Write) -> Launch:
@@ -158,7 +159,7 @@ def write_backward(block: Block, lead: tuple[int, ...], streams: int, width: int
     ]
     scalars = (tokens, write.seed, write.site)
     constants = dict(S=streams, D=width, **write.constants(), BN=block.rows, BD=columns)
-    return _launch("streams", write_backward, block, (math.ceil(tokens / block.rows),), scalars, outputs, **constants)
+    return launch_of("streams", write_backward, block, (math.ceil(tokens / block.rows),), scalars, outputs, **constants)
 
 
 def _few_columns(block: Block, streams: int, width: int, dtype: str) -> int:
@@ -178,7 +179,7 @@ def project_forward(
     dot = _dot(block, row, columns, dtype)
     grid = (math.ceil(tokens / int(dot["BN"])),)
     constants = dict(K=row, C=columns, EPSILON=epsilon, **dot)
-    return _launch("coefficients", project_forward, block, grid, (tokens,), outputs, **constants)
+    return launch_of("coefficients", project_forward, block, grid, (tokens,), outputs, **constants)
 
 
 def project_backward(block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str) -> Launch:
@@ -189,7 +190,9 @@ def project_backward(block: Block, lead: tuple[int, ...], streams: int, width: i
     groups, per_group = groups_of(tokens, math.ceil(row / 128))
     outputs = [((*lead, streams, width), dtype), ((groups, row, columns), wide(dtype))]
     constants = dict(K=row, C=columns, **dot)
-    return _launch("coefficients", project_backward, block, (tiles, groups), (tokens, per_group), outputs, **constants)
+    return launch_of(
+        "coefficients", project_backward, block, (tiles, groups), (tokens, per_group), outputs, **constants
+    )
 
 
 def _coefficients(streams: int) -> int:
@@ -221,7 +224,7 @@ def sinkhorn_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: s
     tokens, rows = math.prod(lead), _matrices(block, streams, dtype)
     constants = _sinkhorn(streams, iterations, last)
     outputs, grid = [((*lead, streams, streams), dtype)], (math.ceil(tokens / rows),)
-    return _launch("coefficients", sinkhorn_forward, block, grid, (tokens,), outputs, S=streams, **constants, BN=rows)
+    return launch_of("coefficients", sinkhorn_forward, block, grid, (tokens,), outputs, S=streams, **constants, BN=rows)
 
 
 def sinkhorn_backward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, iterations: int, last: str):
@@ -229,7 +232,9 @@ def sinkhorn_backward(block: Block, lead: tuple[int, ...], streams: int, dtype: 
     tokens, rows = math.prod(lead), _matrices(block, streams, dtype)
     constants = _sinkhorn(streams, iterations, last)
     outputs, grid = [((*lead, streams, streams), dtype)], (math.ceil(tokens / rows),)
-    return _launch("coefficients", sinkhorn_backward, block, grid, (tokens,), outputs, S=streams, **constants, BN=rows)
+    return launch_of(
+        "coefficients", sinkhorn_backward, block, grid, (tokens,), outputs, S=streams, **constants, BN=rows
+    )
 
 
 def mappings_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, iterations: int, last: str):
@@ -238,7 +243,7 @@ def mappings_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: s
     constants = _sinkhorn(streams, iterations, last)
     outputs = [((*lead, streams), dtype), ((*lead, streams), dtype), ((*lead, streams, streams), dtype)]
     grid = (math.ceil(tokens / rows),)
-    return _launch("coefficients", mappings_forward, block, grid, (tokens,), outputs, S=streams, **constants, BN=rows)
+    return launch_of("coefficients", mappings_forward, block, grid, (tokens,), outputs, S=streams, **constants, BN=rows)
 
 
 def mappings_backward(
@@ -250,7 +255,7 @@ def mappings_backward(
     programs, columns = max(2, math.ceil(tokens / rows)), _coefficients(streams)  # 2: see groups_of
     outputs = [((*lead, columns), dtype), (lead, dtype), ((programs, 3 + columns), dtype)]
     constants = dict(S=streams, D=width, **constants, BN=rows)
-    return _launch("coefficients", mappings_backward, block, (programs,), (tokens,), outputs, **constants)
+    return launch_of("coefficients", mappings_backward, block, (programs,), (tokens,), outputs, **constants)
 
 
 def column_sum(block: Block, rows: int, groups: int, width: int, dtype: str) -> Launch:
@@ -258,14 +263,14 @@ def column_sum(block: Block, rows: int, groups: int, width: int, dtype: str) -> 
     columns = min(block.columns, power_of_two(width, 16))
     per_group = max(2, math.ceil(rows / groups))  # 2: see groups_of
     outputs, grid = [((groups, width), wide(dtype))], (math.ceil(width / columns), groups)
-    return _launch("common", column_sum, block, grid, (rows, per_group), outputs, W=width, BR=block.rows, BW=columns)
+    return launch_of("common", column_sum, block, grid, (rows, per_group), outputs, W=width, BR=block.rows, BW=columns)
 
 
 def _activation(builder: Callable, block: Block, lead: tuple[int, ...], width: int, out_width: int, dtype: str):
     tokens, columns = math.prod(lead), min(block.columns, power_of_two(width, 16))
     grid = (math.ceil(tokens / block.rows), math.ceil(width / columns))
     outputs = [((*lead, out_width), dtype)]
-    return _launch("activations", builder, block, grid, (tokens,), outputs, F=width, BN=block.rows, BF=columns)
+    return launch_of("activations", builder, block, grid, (tokens,), outputs, F=width, BN=block.rows, BF=columns)
 
 
 def swiglu_forward(block: Block, lead: tuple[int, ...], width: int, dtype: str) -> Launch:

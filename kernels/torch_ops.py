@@ -81,6 +81,14 @@ class TorchDoor(Functions):
         """See Functions.counter; a fill, so that nothing is copied from the host."""
         return torch.full((1,), step, dtype=torch.int64, device=like.device)
 
+    def zeros(self, shape: tuple[int, ...], dtype: str, like: Tensor) -> Tensor:
+        """See Functions.zeros."""
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device=like.device)
+
+    def integers(self, x: Any, like: Tensor) -> Tensor:
+        """See Functions.integers."""
+        return torch.as_tensor(x, device=like.device)
+
     def check_devices(self, **arrays: Tensor | None) -> None:
         """One device, and one kernels run on."""
         devices = {name: x.device for name, x in arrays.items() if x is not None}
@@ -131,3 +139,4 @@ apply_h_post = _DOOR.apply_h_post
 write_streams = _DOOR.write_streams
 swiglu = _DOOR.swiglu
 gelu = _DOOR.gelu
+delta_rule = _DOOR.delta_rule

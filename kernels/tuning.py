@@ -13,12 +13,13 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kernels.launch import CANDIDATES, Block, Launch
+from kernels.launch import Block, Launch
 
 logger = logging.getLogger(__name__)
 MEASURED_TOKENS = 2048
@@ -26,13 +27,18 @@ MEASURED_TOKENS = 2048
 
 def kernel_function(name: str) -> Any:
     """The jitted function ``module.function`` of this package."""
-    module, function = name.split(".")
+    module, function = name.rsplit(".", 1)
     return getattr(importlib.import_module(f"kernels.{module}"), function)
+
+
+def candidates_of(build: Callable[..., Launch]) -> tuple[Block, ...]:
+    """Blocks worth trying, as the module of the launch lists them."""
+    return sys.modules[build.__module__].CANDIDATES[build.__name__]
 
 
 def first(build: Callable[..., Launch]) -> Block:
     """The block used where nothing is measured."""
-    return CANDIDATES[build.__name__][0]
+    return candidates_of(build)[0]
 
 
 def choose(
@@ -53,7 +59,7 @@ def choose(
         RuntimeError: no candidate runs.
         ImportError: what a launch needs is not installed.
     """
-    candidates = CANDIDATES[build.__name__]
+    candidates = candidates_of(build)
     if len(candidates) == 1 or os.environ.get("DIPTYCH_TUNE") == "0":
         return candidates[0]
     key, path = _key(build(candidates[0], **sizes), device), _path()

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
-from plans.implementation import IMPLEMENTATIONS
-
 CHUNK_SIZE = 64
 """Tokens whose mutual corrections are solved for at once."""
 
@@ -102,14 +100,6 @@ def check_lower_bound(lower_bound: float) -> None:
     """The bound of a bounded gate: below it 16 tokens of a chunk could span more than a float32 can."""
     if not isinstance(lower_bound, Real) or not -5 <= lower_bound < 0:
         raise ValueError(f"lower_bound: expected a number in [-5, 0), got {lower_bound!r}")
-
-
-def check_chunked_call(name: str, impl: str) -> None:
-    """Refuse what chunked forms cannot do."""
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl: expected one of {IMPLEMENTATIONS}, got {impl!r}")
-    if impl == "triton":
-        raise NotImplementedError(f"{name} with impl='triton': there are no kernels of it; pass 'auto' or 'reference'")
 
 
 class ArrayInfo(NamedTuple):
@@ -219,6 +209,48 @@ def _check_gate(options: DeltaRuleOptions, given: Mapping[str, ArrayInfo]) -> No
                 f"{name}: expected None without use_gate_in_kernel, got an array; it belongs to the gate: "
                 "pass use_gate_in_kernel=True, or g as kda_gate returns it"
             )
+
+
+class ChunkTables(NamedTuple):
+    """The same cut for kernels, which find tokens by number."""
+
+    chunks: Any
+    """Of every chunk the first token and the one after its last; 0 and 0 of one that is none. [chunks, 2] int32"""
+    sequences: Any
+    """Of every sequence the first token, the one after its last, and its first chunk. [N, 3] int32"""
+
+    @property
+    def known(self) -> bool:
+        """Whether their numbers are."""
+        return isinstance(self.sequences, np.ndarray)
+
+    def cut(self, parts: int, chunk_size: int) -> np.ndarray:
+        """Sequences cut into so many parts of whole chunks, of which the last may be short or empty. [N * parts, 3]"""
+        start, stop, chunk = (x[:, None] for x in self.sequences.T)
+        each = -((start - stop) // (chunk_size * parts))
+        number = np.arange(parts) * each
+        first, last = (np.minimum(start + x * chunk_size, stop) for x in (number, number + each))
+        return np.stack([first, last, chunk + number], -1).reshape(-1, 3).astype(np.int32)
+
+
+def chunk_tables(cu_seqlens: Any, chunk_size: int, chunks: int | None = None, xp: Any = np) -> ChunkTables:
+    """Cut packed sequences into chunks of which each but the last of a sequence is whole.
+
+    Args:
+        cu_seqlens: where sequences begin, and at last the end. [N + 1] int32
+        chunk_size: tokens of a chunk.
+        chunks: as many as there are to be, if it must be known before the offsets are; see ``most_chunks``.
+        xp: the module to compute with, numpy or jax.numpy.
+    """
+    starts, stops = cu_seqlens[:-1], cu_seqlens[1:]
+    ends = xp.cumsum(-((starts - stops) // chunk_size))
+    number = xp.arange(int(ends[-1]) if chunks is None else chunks)
+    sequence = xp.minimum(xp.searchsorted(ends, number, side="right"), len(starts) - 1)
+    before = ends + (starts - stops) // chunk_size
+    first = starts[sequence] + (number - before[sequence]) * chunk_size
+    bounds = xp.stack([first, xp.minimum(first + chunk_size, stops[sequence])], -1)
+    bounds = xp.where((number < ends[-1])[:, None], bounds, 0)
+    return ChunkTables(bounds.astype("int32"), xp.stack([starts, stops, before], -1).astype("int32"))
 
 
 class Chunking(NamedTuple):

@@ -6,6 +6,18 @@ IMPLEMENTATIONS = ("auto", "reference", "triton")
 MAX_KERNEL_STREAMS = 8
 """Residual streams kernels are written for."""
 
+MAX_KERNEL_CHANNELS = 256
+"""Channels of keys, and of values, that kernels of the delta rule hold states of."""
+
+KERNEL_CHUNK_SIZES = (16, 64)
+"""Least and most tokens of a chunk of theirs: tensor cores take 16 rows, a program inverts four such tiles."""
+
+
+def kernel_chunk_size(chunk_size: int) -> int:
+    """The nearest kernels have; which, changes results by rounding alone."""
+    least, most = KERNEL_CHUNK_SIZES
+    return min(max(chunk_size, least), most)
+
 
 def callback_threads(devices: int) -> int:
     """Threads JAX needs on a CPU where a program interprets kernels on several devices and exchanges data between them.

@@ -187,8 +187,10 @@ class GatedDeltaNet(_DeltaRuleMixer):
         return gdn_gate(_apply(self.linear_decay, hidden_states), self.decay_gate.A_log, self.decay_gate.dt_bias)
 
     def _rule(self, *arrays: Tensor, by_token: bool = False, **options: Any) -> tuple[Tensor, Tensor | None]:
-        rule = recurrent_gated_delta_rule if by_token else chunk_gated_delta_rule
-        return rule(*arrays, use_qk_l2norm_in_kernel=True, **options)
+        options["use_qk_l2norm_in_kernel"] = True
+        if by_token:
+            return recurrent_gated_delta_rule(*arrays, **options)
+        return chunk_gated_delta_rule(*arrays, impl=self.config.impl, **options)
 
     def _output_gate(self, hidden_states: Tensor) -> Tensor:
         return F.silu(_apply(self.linear_gate, hidden_states))
@@ -215,16 +217,14 @@ class KimiDeltaAttention(_DeltaRuleMixer):
         return _by_head(decays, self.config.linear_heads[1])
 
     def _rule(self, *arrays: Tensor, by_token: bool = False, **options: Any) -> tuple[Tensor, Tensor | None]:
-        rule = recurrent_kda if by_token else chunk_kda
-        return rule(
-            *arrays,
+        options |= dict(
             use_qk_l2norm_in_kernel=True,
             A_log=self.decay_gate.A_log,
             dt_bias=self.decay_gate.dt_bias,
             use_gate_in_kernel=True,
             lower_bound=self.config.kda_lower_bound,
-            **options,
         )
+        return recurrent_kda(*arrays, **options) if by_token else chunk_kda(*arrays, impl=self.config.impl, **options)
 
     def _output_gate(self, hidden_states: Tensor) -> Tensor:
         return torch.sigmoid(_apply(self.linear_gate_up, _apply(self.linear_gate_down, hidden_states)))

@@ -1,5 +1,6 @@
 """Context parallelism in JAX; tests/test_context_parallel.py runs this file in a process with eight devices."""
 
+import os
 import re
 from dataclasses import fields
 from functools import cache, partial
@@ -18,6 +19,7 @@ from jax_impl.saving import export_parameters
 from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
 from plans.context import EXCHANGES, FLACPContext
+from plans.implementation import callback_threads
 from tests.context_jobs import (
     LAYERS,
     MODEL,
@@ -38,22 +40,23 @@ from tests.context_jobs import (
     undivided,
 )
 
+os.environ["NPROC"] = str(callback_threads(8))
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)
 TOLERANCE = 1e-12
 LONGEST = max(map(len, OFFSETS.values()))
 
 
-def padded(offsets: tuple[int, ...]) -> np.ndarray:
+def padded(offsets: tuple[int, ...], count: int = LONGEST) -> np.ndarray:
     """As many for every case, so that one program serves all: the last sequences are empty."""
-    return np.array([*offsets, *[TOKENS] * (LONGEST - len(offsets))], np.int32)
+    return np.array([*offsets, *[TOKENS] * (count - len(offsets))], np.int32)
 
 
 @cache
-def program(rule: str, exchange: str, size: int, disable_recompute: bool):
+def program(rule: str, exchange: str, size: int, disable_recompute: bool, impl: str = "reference"):
     """Outputs, final states by rank, and gradients, of any division."""
     mesh = Mesh(np.array(jax.devices()[:size]), ("cp",))
-    case = Case(rule, (0, TOKENS), exchange, disable_recompute)
+    case = Case(rule, (0, TOKENS), exchange, disable_recompute, impl=impl)
     whole = ("A_log", "dt_bias")
 
     def loss(arrays, offsets, d_o, d_finals):
@@ -156,9 +159,9 @@ def test_c5_products_need_not_wait_for_states(disable_recompute, monkeypatch):
     assert min(found) >= (1 if disable_recompute else 3)
 
 
-def by_rank(states: np.ndarray, case: Case, size: int) -> np.ndarray:
-    """[N, ...] as every rank's own, from its first, filled up with 0: [size, N, ...]."""
-    found = np.zeros((size, LONGEST - 1, *states.shape[1:]))
+def by_rank(states: np.ndarray, case: Case, size: int, count: int) -> np.ndarray:
+    """[N, ...] as every rank's own, from its first, filled up with 0: [size, count - 1, ...]."""
+    found = np.zeros((size, count - 1, *states.shape[1:]))
     for rank in range(size):
         own = states[own_slices(case, rank, size)[1]]
         found[rank, : len(own)] = own
@@ -175,7 +178,7 @@ def together(states: np.ndarray, case: Case, size: int) -> np.ndarray:
 
 
 RULES = ("kda", "gdn", "gate")
-DAILY = (("all_gather", 8), ("ring", 3), ("scan", 2), ("scan", 8))
+DAILY = (("all_gather", 2), ("ring", 3), ("scan", 4))
 """What make test takes: each rule, each exchange, each way of keeping."""
 
 
@@ -189,14 +192,27 @@ DAILY = (("all_gather", 8), ("ring", 3), ("scan", 2), ("scan", 8))
 )
 def test_c2_c3_c4_ranks_compute_what_pytorch_does_alone(size, exchange):
     rule = RULES[(size + EXCHANGES.index(exchange)) % 3]
-    run = program(rule, exchange, size, disable_recompute=size == 3)
-    for offsets in OFFSETS.values():
+    assert_ranks_equal(rule, exchange, size, [*OFFSETS.values()], disable_recompute=size == 3)
+
+
+@pytest.mark.parametrize(
+    ("rule", "exchange"), [("gdn", "scan"), *(pytest.param("gate", x, marks=pytest.mark.slow) for x in EXCHANGES)]
+)
+def test_c2_c3_kernels_over_ranks_are_the_reference_on_one(rule, exchange):
+    assert_ranks_equal(rule, exchange, 3, [OFFSETS["at the ends of parts"]], exchange == "ring", "triton")
+
+
+def assert_ranks_equal(
+    rule: str, exchange: str, size: int, divisions: list, disable_recompute: bool, impl: str = "reference"
+) -> None:
+    run, count = program(rule, exchange, size, disable_recompute, impl), max(map(len, divisions))
+    for offsets in divisions:
         case = Case(rule, tuple(offsets), exchange)
         o, finals, gradients = undivided(case)
         d_o, d_finals = cotangents_of(case)
         arrays = arrays_of(case)
-        arrays["initial_state"] = by_rank(arrays["initial_state"], case, size)
-        found, (ours, states) = run(arrays, padded(case.offsets), d_o, by_rank(d_finals, case, size))
+        arrays["initial_state"] = by_rank(arrays["initial_state"], case, size, count)
+        found, (ours, states) = run(arrays, padded(case.offsets, count), d_o, by_rank(d_finals, case, size, count))
         assert relative_difference(np.asarray(ours), o) <= TOLERANCE
         there = held(case, size)
         assert relative_difference(together(np.asarray(states), case, size)[there], finals[there]) <= TOLERANCE

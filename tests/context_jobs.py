@@ -40,6 +40,7 @@ class Case(NamedTuple):
     states: bool = True
     """Initial states are given, and final ones asked for."""
     wire: str | None = None
+    impl: str = "reference"
 
 
 def arrays_of(case: Case) -> dict[str, np.ndarray]:
@@ -74,7 +75,7 @@ def run_rule(case: Case, arrays: dict[str, Any], rules: tuple = (chunk_kda, chun
     if case.rule == "gate":
         options["use_gate_in_kernel"] = True
     rule = rules[case.rule == "gdn"]
-    options |= {"disable_recompute": case.disable_recompute, "output_final_state": case.states}
+    options |= {"disable_recompute": case.disable_recompute, "output_final_state": case.states, "impl": case.impl}
     return rule(*(arrays[name] for name in NAMES[:5]), chunk_size=4, use_qk_l2norm_in_kernel=True, **options)
 
 

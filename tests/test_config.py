@@ -35,6 +35,10 @@ BROKEN = {
         {"impl": "triton", "num_residual_streams": 9, "enable_hyper_connections": True},
         r"num_residual_streams: expected at most 8 with impl='triton', got 9; impl='reference' takes any number",
     ),
+    (TransformerConfig, "kernels take narrow heads"): (
+        {"impl": "triton", "linear_value_head_dim": 257, "layer_pattern": "kda"},
+        r"linear_value_head_dim: expected at most 256 with impl='triton', got \d+ and 257; impl='reference' takes any",
+    ),
     (TransformerConfig, "activation"): ({"activation": "relu"}, r"activation: .*'swiglu', 'gelu'.* got 'relu'"),
     (TransformerConfig, "vocab_size"): ({"vocab_size": 0}, r"vocab_size: .* got 0"),
     (TransformerConfig, "seq_length"): ({"seq_length": 0}, r"seq_length: .* got 0"),

@@ -92,6 +92,17 @@ def test_c2_c3_c4_ranks_compute_what_one_process_does(pool, exchange):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("exchange", EXCHANGES)
+def test_c2_c3_kernels_over_ranks_are_the_reference_on_one(pool, exchange):
+    if pool.size != 3:
+        pytest.skip("the interpreter is slow")
+    place = EXCHANGES.index(exchange)
+    offsets = [*OFFSETS.values()][place * 2 % 3]
+    case = Case(("gdn", "gate", "gdn")[place], tuple(offsets), exchange, bool(place % 2), impl="triton")
+    assert_equal(case._replace(impl="reference"), pool.run("tests.context_jobs:run_part", case), pool.size)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_c4_bytes_and_messages_are_the_formula_s(pool, exchange):
     sent = pool.run("tests.context_jobs:count_sent", pool.size, exchange, 3, 4, 5)
     cost = exchange_cost(exchange, pool.size, 3, 4, 5)

@@ -605,8 +605,8 @@ def test_bad_input_of_gdn_is_named(backend):
         ValueError, match="cu_seqlens: expected B = 1, with the sequences one after the other, got B = 2"
     ):
         rule.chunk_gated_delta_rule(**arguments, cu_seqlens=convert(np.int32([0, 10])))
-    with pytest.raises(NotImplementedError, match="chunk_gated_delta_rule with impl='triton'"):
-        rule.chunk_gated_delta_rule(**arguments, impl="triton")
+    with pytest.raises(ValueError, match="impl: expected one of .*'triton'.*, got 'cuda'"):
+        rule.chunk_gated_delta_rule(**arguments, impl="cuda")
 
 
 @given(

@@ -26,10 +26,10 @@ def exchange_states(
     Returns:
         S, 0 on the first rank.
     """
-    return _exchange(transition, state, ranks_of(context), reverse)
+    return exchange_over(transition, state, ranks_of(context), reverse)
 
 
-class _Ranks(NamedTuple):
+class Ranks(NamedTuple):
     """What is known of them before the program runs; of FLACPContext."""
 
     group: str
@@ -39,12 +39,13 @@ class _Ranks(NamedTuple):
     by_groups: bool
 
 
-def ranks_of(context: FLACPContext) -> _Ranks:
+def ranks_of(context: FLACPContext) -> Ranks:
     """Of a context."""
-    return _Ranks(context.group, context.size, context.cp_exchange, context.cp_wire_dtype, context.by_groups)
+    return Ranks(context.group, context.size, context.cp_exchange, context.cp_wire_dtype, context.by_groups)
 
 
-def _exchange(transition: Array, state: Array, ranks: _Ranks, reverse: bool) -> Array:
+def exchange_over(transition: Array, state: Array, ranks: Ranks, reverse: bool = False) -> Array:
+    """exchange_states, of ranks."""
     if ranks.size == 1:
         return jnp.zeros_like(state)
     rank = lax.axis_index(ranks.group)
@@ -52,7 +53,7 @@ def _exchange(transition: Array, state: Array, ranks: _Ranks, reverse: bool) -> 
     return run(transition, state, ranks, ranks.size - 1 - rank if reverse else rank, reverse)
 
 
-def _gathered(transition: Array, state: Array, ranks: _Ranks, place: Array, reverse: bool) -> Array:
+def _gathered(transition: Array, state: Array, ranks: Ranks, place: Array, reverse: bool) -> Array:
     packed = _everywhere(jnp.concatenate([state, transition], axis=-1), ranks)
     if reverse:
         packed = packed[::-1]
@@ -63,7 +64,7 @@ def _gathered(transition: Array, state: Array, ranks: _Ranks, place: Array, reve
     return found
 
 
-def _passed_on(transition: Array, state: Array, ranks: _Ranks, place: Array, reverse: bool) -> Array:
+def _passed_on(transition: Array, state: Array, ranks: Ranks, place: Array, reverse: bool) -> Array:
     found = jnp.zeros_like(state)
     for sender in range(ranks.size - 1):
         came = permute(transition @ found + state, ranks, _pairs([(sender, sender + 1)], ranks.size, reverse))
@@ -71,7 +72,7 @@ def _passed_on(transition: Array, state: Array, ranks: _Ranks, place: Array, rev
     return found
 
 
-def _scanned(transition: Array, state: Array, ranks: _Ranks, place: Array, reverse: bool) -> Array:
+def _scanned(transition: Array, state: Array, ranks: Ranks, place: Array, reverse: bool) -> Array:
     for number, step in enumerate(scan_steps(ranks.size)):
         pairs = _pairs(step.pairs(ranks.size), ranks.size, reverse)
         came = permute(state, ranks, pairs)
@@ -91,7 +92,7 @@ def _pairs(pairs: list[tuple[int, int]], size: int, reverse: bool) -> list[tuple
     return [(size - 1 - a, size - 1 - b) for a, b in pairs] if reverse else pairs
 
 
-def permute(x: Array, ranks: _Ranks, pairs: list[tuple[int, int]]) -> Array:
+def permute(x: Array, ranks: Ranks, pairs: list[tuple[int, int]]) -> Array:
     """What comes from the sender; 0 where nothing does."""
     if not ranks.by_groups:
         return lax.ppermute(_on_wire(x, ranks), ranks.group, pairs).astype(x.dtype)
@@ -101,31 +102,31 @@ def permute(x: Array, ranks: _Ranks, pairs: list[tuple[int, int]]) -> Array:
     return jnp.where(sender < 0, 0, _everywhere(x, ranks)[sender])
 
 
-def _everywhere(x: Array, ranks: _Ranks) -> Array:
+def _everywhere(x: Array, ranks: Ranks) -> Array:
     """Every rank's, on every rank."""
     return lax.all_gather(_on_wire(x, ranks), ranks.group).astype(x.dtype)
 
 
-def _on_wire(x: Array, ranks: _Ranks) -> Array:
+def _on_wire(x: Array, ranks: Ranks) -> Array:
     """As it is sent."""
     return x if ranks.wire_dtype is None else x.astype(ranks.wire_dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def exchanged(transition: Array, state: Array, ranks: _Ranks) -> Array:
+def exchanged(transition: Array, state: Array, ranks: Ranks) -> Array:
     """exchange_states. Of S_r = M S + H over the ranks before r, the gradient of rank r's H is the same of the M^T and
     of the gradients of S over the ranks after it, and that of its M is this times S^T."""
-    return _exchange(transition, state, ranks, reverse=False)
+    return exchange_over(transition, state, ranks, reverse=False)
 
 
-def _exchanged_forward(transition: Array, state: Array, ranks: _Ranks) -> tuple[Array, tuple[Array, Array]]:
-    found = _exchange(transition, state, ranks, reverse=False)
+def _exchanged_forward(transition: Array, state: Array, ranks: Ranks) -> tuple[Array, tuple[Array, Array]]:
+    found = exchange_over(transition, state, ranks, reverse=False)
     return found, (transition, found)
 
 
-def _exchanged_backward(ranks: _Ranks, kept: tuple[Array, Array], d_found: Array) -> tuple[Array, Array]:
+def _exchanged_backward(ranks: Ranks, kept: tuple[Array, Array], d_found: Array) -> tuple[Array, Array]:
     transition, found = kept
-    passed_back = _exchange(transition.mT, d_found, ranks, reverse=True)
+    passed_back = exchange_over(transition.mT, d_found, ranks, reverse=True)
     return passed_back @ found.mT, passed_back
 
 

@@ -8,16 +8,17 @@ from jax import Array
 from jax.core import Tracer
 
 from jax_impl.context_parallel import Crossing, complete, with_responses
+from jax_impl.delta_rule.by_kernels import chunked_by_kernels
 from jax_impl.delta_rule.chunked import Arguments, chunked
 from jax_impl.delta_rule.gates import gated
 from jax_impl.delta_rule.recurrent import recurrent
+from jax_impl.ops import kernel_door
 from plans.context import FLACPContext, check_part
 from plans.delta_rule import (
     CHUNK_SIZE,
     ArrayInfo,
     DeltaRuleOptions,
     check_arguments,
-    check_chunked_call,
     refuse_unknown_keywords,
 )
 
@@ -101,10 +102,9 @@ def chunk_kda(
     options = DeltaRuleOptions(
         True, scale, chunk_size, use_qk_l2norm_in_kernel, use_gate_in_kernel, safe_gate, lower_bound
     )
-    check_chunked_call("chunk_kda", impl)
     arguments = Arguments(q, k, v, g, beta, A_log, dt_bias)
     return _chunked(
-        arguments, initial_state, cu_seqlens, options, output_final_state, not disable_recompute, cp_context
+        arguments, initial_state, cu_seqlens, options, output_final_state, not disable_recompute, cp_context, impl
     )
 
 
@@ -153,10 +153,9 @@ def chunk_gated_delta_rule(
     Reference: Yang, Kautz and Hatamizadeh, arXiv 2412.06464, section 3.
     """
     options = DeltaRuleOptions(False, scale, chunk_size, use_qk_l2norm_in_kernel)
-    check_chunked_call("chunk_gated_delta_rule", impl)
     arguments = Arguments(q, k, v, g, beta, None, None)
     return _chunked(
-        arguments, initial_state, cu_seqlens, options, output_final_state, not disable_recompute, cp_context
+        arguments, initial_state, cu_seqlens, options, output_final_state, not disable_recompute, cp_context, impl
     )
 
 
@@ -197,29 +196,32 @@ def _chunked(
     output_final_state: bool,
     recompute: bool,
     context: FLACPContext | None,
+    impl: str,
 ) -> tuple[Array, Array | None]:
-    if context is None:
-        _check(arguments, initial, cu_seqlens, options)
-        o, finals = chunked(arguments, initial, options.for_length(arguments.q.shape[1]), cu_seqlens, recompute)
+    if context is not None:
+        known = None if cu_seqlens is None or isinstance(cu_seqlens, Tracer) else np.asarray(cu_seqlens)
+        check_part(context, arguments.q.shape[1], known)
+        cu_seqlens = context.cu_seqlens
+    _check(arguments, initial, cu_seqlens, options)
+    options, kernels = options.for_length(arguments.q.shape[1]), kernel_door(impl, arguments.q)
+    if kernels is not None:
+        o, finals = chunked_by_kernels(kernels, arguments, initial, options, cu_seqlens, recompute, context)
+    elif context is None:
+        o, finals = chunked(arguments, initial, options, cu_seqlens, recompute)
     else:
-        o, finals = _over_ranks(arguments, initial, cu_seqlens, options, recompute, context)
+        o, finals = _over_ranks(arguments, initial, options, recompute, context)
     return o, finals if output_final_state else None
 
 
 def _over_ranks(
     arguments: Arguments,
     initial: Array | None,
-    cu_seqlens: Array | np.ndarray | None,
     options: DeltaRuleOptions,
     recompute: bool,
     context: FLACPContext,
 ) -> tuple[Array, Array]:
     """The rule over every rank's part of the sequences."""
     q, v = arguments.q, arguments.v
-    known = None if cu_seqlens is None or isinstance(cu_seqlens, Tracer) else np.asarray(cu_seqlens)
-    check_part(context, q.shape[1], known)
-    _check(arguments, initial, context.cu_seqlens, options)
-    options = options.for_length(q.shape[1])
     key, value = q.shape[3], v.shape[3]
     like = jnp.zeros((v.shape[2], key, value), jnp.promote_types(q.dtype, jnp.float32))
     o, finals = chunked(

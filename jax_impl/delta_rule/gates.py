@@ -64,6 +64,23 @@ def kda_gate(
     return lower_bound * jax.nn.sigmoid(rate * g)
 
 
+def prepared(
+    q: Array,
+    k: Array,
+    g: Array,
+    A_log: Array | None,
+    dt_bias: Array | None,
+    options: DeltaRuleOptions,
+) -> tuple[Array, Array, Array]:
+    """q, k and g as a call's options ask: normed, gated."""
+    if options.use_qk_l2norm_in_kernel:
+        q, k = l2norm(q), l2norm(k)
+    if options.use_gate_in_kernel:
+        assert A_log is not None, "checked with the arguments"
+        g = kda_gate(g, A_log, dt_bias, options.lower_bound)
+    return q, k, g
+
+
 def gated(
     q: Array,
     k: Array,
@@ -81,11 +98,7 @@ def gated(
     """
     scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
     q, k, v, g, beta = (at_least_float32(x) for x in (q, k, v, g, beta))
-    if options.use_qk_l2norm_in_kernel:
-        q, k = l2norm(q), l2norm(k)
-    if options.use_gate_in_kernel:
-        assert A_log is not None, "checked with the arguments"
-        g = kda_gate(g, A_log, dt_bias, options.lower_bound)
+    q, k, g = prepared(q, k, g, A_log, dt_bias, options)
     group = v.shape[2] // q.shape[2]
     q, k = (jnp.repeat(x, group, 2) if group > 1 else x for x in (q * scale, k))
     return q, k, v, g if options.per_channel else g[..., None], beta[..., None]

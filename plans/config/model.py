@@ -7,7 +7,7 @@ from plans.config.pipeline import PIPELINE_RULES
 from plans.config.recompute import RECOMPUTE_RULES, RecomputeModule
 from plans.config.rules import Rule, choice, count, flag, number, validate
 from plans.context import EXCHANGES, WIRE_DTYPES
-from plans.implementation import IMPLEMENTATIONS, MAX_KERNEL_STREAMS
+from plans.implementation import IMPLEMENTATIONS, MAX_KERNEL_CHANNELS, MAX_KERNEL_STREAMS
 from plans.layers import ACTIVATIONS, LayerConfig, parse_layer
 from plans.partition import layers_by_stage
 
@@ -330,6 +330,14 @@ MODEL_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule("layer_pattern", lambda c: not _pattern_error(c), _pattern_error),
+    Rule(
+        "kernels take narrow heads",
+        lambda c: c.impl != "triton" or c.mixers <= {"attention"} or max(c.linear_heads[2:]) <= MAX_KERNEL_CHANNELS,
+        lambda c: (
+            f"linear_key_head_dim, linear_value_head_dim: expected at most {MAX_KERNEL_CHANNELS} with impl='triton', "
+            f"got {c.linear_heads[2]} and {c.linear_heads[3]}; impl='reference' takes any number"
+        ),
+    ),
     *PIPELINE_RULES,
     count("context_parallel_size"),
     choice("cp_exchange", EXCHANGES),

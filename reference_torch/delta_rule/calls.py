@@ -10,14 +10,15 @@ from plans.delta_rule import (
     ArrayInfo,
     DeltaRuleOptions,
     check_arguments,
-    check_chunked_call,
     compute_dtype,
     refuse_unknown_keywords,
 )
 from reference_torch.context_parallel import Crossing, complete, with_responses
+from reference_torch.delta_rule.by_kernels import chunked_by_kernels
 from reference_torch.delta_rule.chunked import chunked
 from reference_torch.delta_rule.gates import gated
 from reference_torch.delta_rule.recurrent import recurrent
+from reference_torch.ops import kernel_door
 
 
 @refuse_unknown_keywords
@@ -99,9 +100,8 @@ def chunk_kda(
     options = DeltaRuleOptions(
         True, scale, chunk_size, use_qk_l2norm_in_kernel, use_gate_in_kernel, safe_gate, lower_bound
     )
-    check_chunked_call("chunk_kda", impl)
     arrays = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    return _chunked(arrays, cu_seqlens, options, output_final_state, not disable_recompute, cp_context)
+    return _chunked(arrays, cu_seqlens, options, output_final_state, not disable_recompute, cp_context, impl)
 
 
 @refuse_unknown_keywords
@@ -149,9 +149,8 @@ def chunk_gated_delta_rule(
     Reference: Yang, Kautz and Hatamizadeh, arXiv 2412.06464, section 3.
     """
     options = DeltaRuleOptions(False, scale, chunk_size, use_qk_l2norm_in_kernel)
-    check_chunked_call("chunk_gated_delta_rule", impl)
     arrays = (q, k, v, g, beta, None, None, initial_state)
-    return _chunked(arrays, cu_seqlens, options, output_final_state, not disable_recompute, cp_context)
+    return _chunked(arrays, cu_seqlens, options, output_final_state, not disable_recompute, cp_context, impl)
 
 
 Arrays = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -199,13 +198,16 @@ def _chunked(
     output_final_state: bool,
     recompute: bool,
     context: FLACPContext | None,
+    impl: str,
 ) -> tuple[Tensor, Tensor | None]:
     if context is not None:
         check_part(context, arrays[0].shape[1], None if cu_seqlens is None else cu_seqlens.detach().cpu().numpy())
     offsets = _offsets(arrays, cu_seqlens if context is None else context.cu_seqlens_cpu, options)
-    options = options.for_length(arrays[0].shape[1])
+    options, kernels = options.for_length(arrays[0].shape[1]), kernel_door(impl, arrays[0])
     with torch.autocast(arrays[0].device.type, enabled=False):  # the types are the arguments'
-        if context is None:
+        if kernels is not None:
+            o, finals = chunked_by_kernels(kernels, *arrays, options, offsets, recompute, context)
+        elif context is None:
             o, finals = chunked(*arrays, options, offsets, recompute)
         else:
             o, finals = _over_ranks(arrays, options, recompute, context)

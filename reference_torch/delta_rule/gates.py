@@ -67,6 +67,23 @@ def kda_gate(
     return lower_bound * torch.sigmoid(rate * g)
 
 
+def prepared(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    options: DeltaRuleOptions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and g as a call's options ask: normed, gated."""
+    if options.use_qk_l2norm_in_kernel:
+        q, k = l2norm(q), l2norm(k)
+    if options.use_gate_in_kernel:
+        assert A_log is not None, "checked with the arguments"
+        g = kda_gate(g, A_log, dt_bias, options.lower_bound)
+    return q, k, g
+
+
 def gated(
     q: Tensor,
     k: Tensor,
@@ -84,11 +101,7 @@ def gated(
     """
     scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
     q, k, v, g, beta = (at_least_float32(x) for x in (q, k, v, g, beta))
-    if options.use_qk_l2norm_in_kernel:
-        q, k = l2norm(q), l2norm(k)
-    if options.use_gate_in_kernel:
-        assert A_log is not None, "checked with the arguments"
-        g = kda_gate(g, A_log, dt_bias, options.lower_bound)
+    q, k, g = prepared(q, k, g, A_log, dt_bias, options)
     group = v.shape[2] // q.shape[2]
     q, k = (x.repeat_interleave(group, 2) if group > 1 else x for x in (q * scale, k))
     return q, k, v, g if options.per_channel else g[..., None], beta[..., None]

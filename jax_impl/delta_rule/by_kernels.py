@@ -1,0 +1,99 @@
+"""The delta rule by the shared Triton kernels: what is left to do before they are called, and between ranks."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.core import Tracer
+
+from jax_impl.context_parallel.exchange import Ranks, exchange_over, ranks_of
+from jax_impl.delta_rule.chunked import Arguments
+from jax_impl.delta_rule.gates import prepared
+from kernels.delta_rule.operation import Edges
+from plans.context import FLACPContext
+from plans.delta_rule import ChunkTables, DeltaRuleOptions, chunk_tables, most_chunks
+from plans.implementation import kernel_chunk_size
+
+
+def chunked_by_kernels(
+    kernels: Any,
+    arguments: Arguments,
+    initial_state: Array | None,
+    options: DeltaRuleOptions,
+    cu_seqlens: Array | np.ndarray | None,
+    recompute: bool,
+    context: FLACPContext | None = None,
+) -> tuple[Array, Array]:
+    """Outputs and final states; arguments as the public functions' (calls.py), checked.
+
+    Args:
+        kernels: the module that launches them.
+    """
+    q, k, v, g, beta, A_log, dt_bias = arguments
+    q, k, g = prepared(q, k, g, A_log, dt_bias, options)
+    size = kernel_chunk_size(options.chunk_size)
+    tables = _tables(cu_seqlens, len(q), q.shape[1], size)
+    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+    call: list[Any] = [q, k, v, g, beta, initial_state, tables, size, scale, recompute]
+    if context is not None:
+        ranks = KernelRanks(ranks_of(context), v.shape[-1])
+        call += [ranks, _edges(context, initial_state, tables.sequences, k, v)]
+    return kernels.delta_rule(*call)
+
+
+def _tables(cu_seqlens: Array | np.ndarray | None, rows: int, length: int, size: int) -> ChunkTables:
+    if isinstance(cu_seqlens, Tracer):
+        return chunk_tables(cu_seqlens, size, most_chunks(length, len(cu_seqlens) - 1, size), jnp)
+    return chunk_tables(np.arange(rows + 1) * length if cu_seqlens is None else np.asarray(cu_seqlens), size)
+
+
+def _edges(context: FLACPContext, initial_state: Array | None, sequences: Array, k: Array, v: Array) -> Edges:
+    """Of every rank: no tokens of a first sequence that began there, nor of a last that ends there."""
+    last = context.num_sequences - 1
+    dtype, key, width = jnp.promote_types(v.dtype, jnp.float32), k.shape[-1], v.shape[-1]
+    began_here = context.is_first_rank | (last > 0)
+    state = jnp.zeros((v.shape[2], key, width), dtype)
+    if initial_state is not None:
+        state = jnp.where(began_here, lax.stop_gradient(initial_state)[last], 0)
+    sequences = jnp.asarray(sequences)
+    edges = [
+        jnp.where(context.is_first_rank, 0, sequences[0]),
+        jnp.where(context.is_last_rank, 0, sequences[last]),
+    ]
+    roles = jnp.stack([~context.is_first_rank, ~context.is_last_rank, last]).astype(jnp.int32)
+    return Edges(state[None], jnp.stack(edges), roles)
+
+
+class KernelRanks(NamedTuple):
+    """What happens between ranks; see kernels.delta_rule.operation.Ranks.
+
+    Roles: whether a rank's first sequence began on another, whether its last goes on, and its number. [3] int32
+    """
+
+    ranks: Ranks
+    value: int
+
+    def pass_on(self, maps: Array, roles: Array) -> Array:
+        """See Ranks."""
+        return exchange_over(*self._passed_on(maps, roles), self.ranks)
+
+    def pass_back(self, maps: Array, d_found: Array, roles: Array) -> Array:
+        """See Ranks."""
+        transition, _ = self._passed_on(maps, roles)
+        return exchange_over(transition.mT, jnp.where(roles[0] > 0, d_found, 0), self.ranks, reverse=True)
+
+    def with_first(self, states: Array, first: Array | None, roles: Array) -> Array:
+        """See Ranks."""
+        return states.at[0].set(jnp.where(roles[0] > 0, 0 if first is None else first, states[0]))
+
+    def with_last(self, states: Array, last: Array | None, roles: Array) -> Array:
+        """See Ranks."""
+        return states.at[roles[2]].set(jnp.where(roles[1] > 0, 0 if last is None else last, states[roles[2]]))
+
+    def _passed_on(self, maps: Array, roles: Array) -> tuple[Array, Array]:
+        """M and H; 0 of what is not passed on."""
+        state, transition = maps[0, ..., : self.value], maps[0, ..., self.value :]
+        came, goes_on, last = roles
+        goes_through = (came > 0) & (goes_on > 0) & (last == 0)
+        return jnp.where(goes_through, transition, 0), jnp.where(goes_on > 0, state, 0)

@@ -1,0 +1,94 @@
+"""The delta rule by the shared Triton kernels: what is left to do before they are called, and between ranks."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.delta_rule.operation import Edges
+from plans.context import FLACPContext
+from plans.delta_rule import DeltaRuleOptions, chunk_tables
+from plans.implementation import kernel_chunk_size
+from reference_torch.context_parallel import exchange_states
+from reference_torch.delta_rule.gates import prepared
+
+
+def chunked_by_kernels(
+    kernels: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    options: DeltaRuleOptions,
+    cu_seqlens: np.ndarray | None,
+    recompute: bool,
+    context: FLACPContext | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs and final states; arguments as the public functions' (calls.py), checked.
+
+    Args:
+        kernels: the module that launches them.
+    """
+    q, k, g = prepared(q, k, g, A_log, dt_bias, options)
+    size = kernel_chunk_size(options.chunk_size)
+    tables = chunk_tables(np.arange(len(q) + 1) * q.shape[1] if cu_seqlens is None else cu_seqlens, size)
+    arguments: list[Any] = [q, k, v, g, beta, initial_state, tables, size]
+    arguments += [q.shape[-1] ** -0.5 if options.scale is None else options.scale, recompute]
+    if context is not None:
+        arguments += [KernelRanks(context, v.shape[-1]), _edges(context, initial_state, tables.sequences, k, v)]
+    return kernels.delta_rule(*arguments)
+
+
+def _edges(context: FLACPContext, initial_state: Tensor | None, sequences: np.ndarray, k: Tensor, v: Tensor) -> Edges:
+    """Of this rank: no tokens of a first sequence that began here, nor of a last that ends here."""
+    first, last = sequences[0] * (not context.is_first_rank), sequences[-1] * (not context.is_last_rank)
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    initial = v.new_zeros(1, v.shape[2], k.shape[-1], v.shape[-1], dtype=dtype)
+    if initial_state is not None and (context.is_first_rank or context.num_sequences > 1):
+        initial = initial_state[-1:].detach()
+    return Edges(initial, np.stack([first, last]), None)
+
+
+class KernelRanks:
+    """What happens between ranks; see kernels.delta_rule.operation.Ranks. This rank's roles are the context's."""
+
+    def __init__(self, context: FLACPContext, value: int) -> None:
+        self.context, self.value = context, value
+
+    def pass_on(self, maps: Tensor, roles: None) -> Tensor:
+        """See Ranks."""
+        del roles
+        return exchange_states(*self._passed_on(maps), self.context)
+
+    def pass_back(self, maps: Tensor, d_found: Tensor, roles: None) -> Tensor:
+        """See Ranks."""
+        del roles
+        d_found = torch.zeros_like(d_found) if self.context.is_first_rank else d_found
+        return exchange_states(self._passed_on(maps)[0].mT, d_found, self.context, reverse=True)
+
+    def with_first(self, states: Tensor, first: Tensor | None, roles: None) -> Tensor:
+        """See Ranks."""
+        del roles
+        if self.context.is_first_rank:
+            return states
+        return torch.cat([torch.zeros_like(states[:1]) if first is None else first[None], states[1:]])
+
+    def with_last(self, states: Tensor, last: Tensor | None, roles: None) -> Tensor:
+        """See Ranks."""
+        del roles
+        if self.context.is_last_rank:
+            return states
+        return torch.cat([states[:-1], torch.zeros_like(states[-1:]) if last is None else last[None]])
+
+    def _passed_on(self, maps: Tensor) -> tuple[Tensor, Tensor]:
+        """M and H; 0 of what is not passed on."""
+        state, transition = maps[0, ..., : self.value], maps[0, ..., self.value :]
+        if self.context.is_last_rank:
+            return torch.zeros_like(transition), torch.zeros_like(state)
+        goes_through = not self.context.is_first_rank and self.context.num_sequences == 1
+        return transition if goes_through else torch.zeros_like(transition), state
