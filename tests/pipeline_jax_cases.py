@@ -150,9 +150,6 @@ def devices(*sizes: int) -> np.ndarray:
 
 CASES = {
     "zero bubble": lambda: check(replace(DROPPED, **FOUR, pipeline_schedule="zb-h1"), 5, door="shard_map"),
-    "interleaved, fused": lambda: check(
-        replace(DROPPED, **TWICE_TWO, microbatch_group_size_per_vp_stage=3), 5, door="shard_map", ticks="fused"
-    ),
     "hyper-connections, recompute, data parallel": lambda: check(
         replace(HYPER, pipeline_model_parallel_size=2),
         3,
@@ -164,6 +161,9 @@ CASES = {
 HYBRID = replace(DROPPED, layer_pattern="kda,gdn,attention", linear_num_value_heads=4)
 
 SLOW = {
+    "interleaved, fused": lambda: check(
+        replace(DROPPED, **TWICE_TWO, microbatch_group_size_per_vp_stage=3), 5, door="shard_map", ticks="fused"
+    ),
     "1f1b": lambda: check(replace(DROPPED, **FOUR), 5),
     "gpipe, inputs kept": lambda: check(replace(DROPPED, **FOUR, pipeline_schedule="gpipe"), 5, keep="inputs"),
     "seven layers on four stages, zero bubble, inputs kept": lambda: check(

@@ -104,7 +104,7 @@ def test_c11_c12_torch_trains_as_one_process(cut, documents):
 @pytest.mark.parametrize(
     ("cut", "documents"),
     [
-        pytest.param(cut, documents, marks=() if (cut, documents) == DAILY[0] else pytest.mark.slow)
+        pytest.param(cut, documents, marks=pytest.mark.slow)
         for cut in CUTS
         for documents in (True, False)
         if cut not in TORCH_ALONE

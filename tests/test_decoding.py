@@ -78,7 +78,7 @@ def in_pieces(backend: str, model, tokens: np.ndarray, cuts: list[int]) -> np.nd
 CASES = [
     *(pytest.param("torch", variant) for variant in VARIANTS),
     *(
-        pytest.param("jax", variant, marks=pytest.mark.thorough if variant == "mhc" else pytest.mark.slow)
+        pytest.param("jax", variant, marks=pytest.mark.thorough if variant == "hybrid" else pytest.mark.slow)
         for variant in VARIANTS
     ),
 ]

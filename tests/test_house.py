@@ -264,7 +264,7 @@ assert not {{"triton"}} & set(sys.modules), "triton was imported"
     ("backend", "package", "blocked"),
     [
         ("torch", "reference_torch", {"jax", "jaxlib", "flax", "optax", "jax_impl", "triton"}),
-        ("jax", "jax_impl", {"torch", "reference_torch", "triton"}),
+        pytest.param("jax", "jax_impl", {"torch", "reference_torch", "triton"}, marks=pytest.mark.slow),
     ],
 )
 def test_backend_trains_without_the_other_framework(backend, package, blocked, tmp_path):

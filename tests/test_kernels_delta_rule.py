@@ -28,7 +28,7 @@ from reference_torch.delta_rule import (
     recurrent_gated_delta_rule,
     recurrent_kda,
 )
-from tests.backends import BACKENDS, assert_close, model_gradients, normal, room
+from tests.backends import TORCH_DAILY, assert_close, model_gradients, normal, room
 
 RULES = {"kda": (chunk_kda, recurrent_kda), "gated_delta_rule": (chunk_gated_delta_rule, recurrent_gated_delta_rule)}
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
@@ -224,7 +224,7 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 
 
 @pytest.mark.parametrize("recompute", [{}, pytest.param(RECOMPUTED, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TORCH_DAILY)
 def test_hybrid_models_of_kernels_equal_the_reference(backend, recompute):
     config = replace(HYBRID, **recompute)
     tokens, cotangent = np.random.default_rng(0).integers(0, 13, (1, 18)), normal(1, 1, 18, 13)

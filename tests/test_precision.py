@@ -15,7 +15,7 @@ from parity.compare import relative_difference
 from parity.tolerances import GRADIENT, LOSS, OPERATION
 from plans.checkpoint import read_checkpoint
 from plans.config import KEPT_IN_FLOAT32, TrainConfig, TransformerConfig
-from tests.backends import BACKENDS, TORCH_FIRST, normal, room, tiny_corpus, trainers
+from tests.backends import BACKENDS, TORCH_DAILY, normal, room, tiny_corpus, trainers
 
 pytestmark = pytest.mark.usefixtures("few_rounds")
 
@@ -159,7 +159,7 @@ def test_everything_kept_in_float32_has_a_check():
 
 
 @pytest.mark.parametrize("name", CHECKS)
-@pytest.mark.parametrize("backend", TORCH_FIRST)
+@pytest.mark.parametrize("backend", TORCH_DAILY)
 def test_kept_in_float32(backend, name, tmp_path):
     CHECKS[name](backend, tmp_path)
 

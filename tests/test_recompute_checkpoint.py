@@ -1927,7 +1927,7 @@ def test_any_graph_has_the_gradients_of_the_plain_graph(exchange, monkeypatch):
         st.booleans(),
         st.integers(0, 2**16),
     )
-    @settings(max_examples=8 * settings.default.max_examples)
+    @settings(max_examples=5 * settings.default.max_examples)
     def check(steps, order, scoped, seed):
         with traced() as trace, reference_counting_only():
             actual = run_program(steps, order, scoped, True, seed, drawn)

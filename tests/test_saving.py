@@ -89,7 +89,9 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(backend, dtype, tmp_path):
         np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
-@pytest.mark.parametrize(("starts", "goes_on"), [("torch", "jax"), ("jax", "torch")])
+@pytest.mark.parametrize(
+    ("starts", "goes_on"), [pytest.param("torch", "jax", marks=pytest.mark.slow), ("jax", "torch")]
+)
 def test_run_started_in_one_backend_resumes_in_the_other(starts, goes_on, tmp_path):
     whole, first, second = new_trainer(starts), new_trainer(starts), new_trainer(goes_on)
     steps(whole, 0, 20)
@@ -370,7 +372,7 @@ def wait_for(path: Path, process: subprocess.Popen, seconds: float = 120.0) -> N
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_signal_saves_and_exits_cleanly(backend, number, corpus, tmp_path):
     long = SMALL.replace("--train-iters 40", "--train-iters 1000000")
