@@ -1,6 +1,6 @@
-"""The table in docs/kernels.md: what every kernel uses, compiled ahead of time for two GPUs, without either.
+"""The tables in docs/kernels.md: what every kernel uses, compiled ahead of time for two GPUs, without either.
 
-python -m benchmarks.kernels_report          (make kernels-report: writes it anew)
+python -m benchmarks.kernels_report          (make kernels-report: writes them anew)
 """
 
 from pathlib import Path
@@ -12,43 +12,73 @@ from kernels import ahead
 
 PAGE = Path(__file__).parent.parent / "docs" / "kernels.md"
 BEGIN, END = "<!-- table: python -m benchmarks.kernels_report -->\n", "<!-- end of table -->\n"
+BEGIN_DELTA = "<!-- table of the delta rule: python -m benchmarks.kernels_report -->\n"
 TOKENS, STREAMS, WIDTH, DTYPE = 8192, 4, 4096, "bfloat16"
+HEADS = 32
+Used = dict[str, dict[int, ahead.Resources]]
 
 
-def resources() -> dict[str, dict[int, ahead.Resources]]:
-    """What every kernel uses at its production shape, by kernel and compute capability."""
-    recorded = ahead.production(TOKENS, STREAMS, WIDTH, DTYPE)
+def recorded_launches(delta_rule: bool = False) -> dict[str, ahead.Recorded]:
+    """Every kernel at its production shape, by name."""
+    if delta_rule:
+        return ahead.delta_rule_production(tokens=TOKENS, heads=HEADS, dtype=DTYPE)
+    return ahead.production(TOKENS, STREAMS, WIDTH, DTYPE)
+
+
+def resources(delta_rule: bool = False) -> Used:
+    """What they use, by kernel and compute capability."""
+    recorded = recorded_launches(delta_rule)
     pairs = [(name, capability) for name in recorded for capability in ahead.TARGETS]
-    used: dict[str, dict[int, ahead.Resources]] = {name: {} for name in recorded}
+    used: Used = {name: {} for name in recorded}
     for name, capability in track(pairs, "compiling"):
         used[name][capability] = ahead.resources(recorded[name], capability)
     return used
 
 
-def table(used: dict[str, dict[int, ahead.Resources]]) -> str:
-    """Markdown: a row a kernel."""
-    recorded = ahead.production(TOKENS, STREAMS, WIDTH, DTYPE)
+def table(used: Used) -> str:
+    """Markdown: a row a kernel of streams and activations."""
+    size = f"{TOKENS} tokens of S = {STREAMS}, D = {WIDTH}, {DTYPE}"
+    cells = {name: f"{entry.ideal_bytes(TOKENS):,}" for name, entry in recorded_launches().items()}
+    return _table(used, size, "ideal bytes a token", cells, recorded_launches())
+
+
+def delta_rule_table(used: Used) -> str:
+    """Markdown: a row a kernel of the delta rule."""
+    recorded, count = recorded_launches(delta_rule=True), TOKENS * HEADS
+    size = f"{TOKENS} tokens of {HEADS} heads, K = V = 128, {DTYPE}, g float32"
+    cells = {name: f"{entry.all_bytes() // count:,} | {entry.flops() // count:,}" for name, entry in recorded.items()}
+    return _table(used, size, "bytes a token and head | FLOPs a token and head", cells, recorded)
+
+
+def _table(used: Used, size: str, heading: str, cells: dict[str, str], recorded: dict[str, ahead.Recorded]) -> str:
+    columns = heading.count("|") + 1
     lines = [
-        f"Triton {triton.__version__}, {TOKENS} tokens of S = {STREAMS}, D = {WIDTH}, {DTYPE}; registers a thread / "
-        "spilled bytes a thread / shared bytes a program, and the share of a multiprocessor's warps registers allow.\n",
-        "| kernel | ideal bytes a token | warps |" + "".join(f" sm_{target} |" for target in ahead.TARGETS),
-        "|---|---|---|" + "---|" * len(ahead.TARGETS),
+        f"Triton {triton.__version__}, {size}; registers a thread / spilled bytes a thread / shared bytes a program, "
+        "and the share of a multiprocessor's warps registers allow.\n",
+        f"| kernel | {heading} | warps |" + "".join(f" sm_{target} |" for target in ahead.TARGETS),
+        "|---|" + "---|" * (columns + 1 + len(ahead.TARGETS)),
     ]
     for name, entry in recorded.items():
-        cells = (
+        resources_of = (
             f" {use.registers} / {use.spilled} / {use.shared}, {ahead.occupancy(use):.0%} |"
             for use in (used[name][target] for target in ahead.TARGETS)
         )
-        moved = f"{entry.ideal_bytes(TOKENS):,}"
-        lines.append(f"| {name} | {moved} | {entry.launch.num_warps} |" + "".join(cells))
+        lines.append(f"| {name} | {cells[name]} | {entry.launch.num_warps} |" + "".join(resources_of))
     return "\n".join(lines) + "\n"
 
 
+def printed(page: str, begin: str) -> str:
+    """The table in the page that begins so."""
+    start = page.index(begin) + len(begin)
+    return page[start : page.index(END, start)]
+
+
 def main() -> None:
-    """Replace the table in the page."""
+    """Replace the tables in the page."""
     page = PAGE.read_text()
-    start, end = page.index(BEGIN) + len(BEGIN), page.index(END)
-    PAGE.write_text(page[:start] + table(resources()) + page[end:])
+    for begin, text in ((BEGIN, table(resources())), (BEGIN_DELTA, delta_rule_table(resources(delta_rule=True)))):
+        page = page.replace(begin + printed(page, begin) + END, begin + text + END)
+    PAGE.write_text(page)
 
 
 if __name__ == "__main__":

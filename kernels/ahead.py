@@ -18,6 +18,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from kernels import operations, tuning
+from kernels.delta_rule.cost import flops
 from kernels.delta_rule.operation import DELTA_RULE, DeltaRule
 from kernels.launch import Block, Launch, Write
 from kernels.operations import Operation, Sinkhorn
@@ -64,6 +65,14 @@ class Recorded(NamedTuple):
     def ideal_bytes(self, tokens: int) -> int:
         """Bytes a token that must move: everything with a row per token, read or written once."""
         return sum(size // tokens for shape, size in self._arrays() if shape[:1] == (tokens,))
+
+    def flops(self) -> int:
+        """Of its products, where they are known."""
+        of = self.sizes.get("of")
+        if of is None:
+            return 0
+        constants = dict(self.launch.constants) | {"PARTS": self.sizes.get("parts")}
+        return flops(self.launch.kernel.rsplit(".", 1)[1], of, constants)
 
     def all_bytes(self) -> int:
         """Bytes of all inputs and outputs."""
@@ -132,30 +141,45 @@ def everything(
 
 
 def delta_rule(
+    per_channel: bool,
     tokens: int = 8192,
     heads: int = 32,
     key: int = 128,
     value: int = 128,
     dtype: str = "bfloat16",
-    per_channel: bool = True,
     parts: int = 4,
-    value_heads: int | None = None,
     blocks: dict[str, Block] | None = None,
 ) -> list[Recorded]:
-    """All launches of the delta rule over one sequence, cut into parts."""
-    value_heads, chunks = value_heads or heads, math.ceil(tokens / 64)
-    decay = (tokens, value_heads, key) if per_channel else (tokens, value_heads)
-    wide = "float64" if dtype == "float64" else "float32"
+    """All launches of the delta rule over one sequence in parts; with one decay a token, two heads share one of q."""
+    chunks, wide = math.ceil(tokens / 64), "float64" if dtype == "float64" else "float32"
+    queries = Shape((tokens, heads if per_channel else heads // 2, key), dtype)
     inputs = [
-        *[Shape((tokens, heads, key), dtype)] * 2,
-        Shape((tokens, value_heads, value), dtype),
-        Shape(decay, wide),
-        Shape((tokens, value_heads), dtype),
-        Shape((1, value_heads, key, value), wide),
+        queries,
+        queries,
+        Shape((tokens, heads, value), dtype),
+        Shape((tokens, heads, key) if per_channel else (tokens, heads), wide),
+        Shape((tokens, heads), dtype),
+        Shape((1, heads, key, value), wide),
         *[Shape((count, width), "int32") for count, width in ((chunks, 2), (1, 3), (parts, 3))],
     ]
-    static = DeltaRule(per_channel, key**-0.5, 64, parts=parts)
-    return launches_of(DELTA_RULE, static, inputs, blocks)
+    return launches_of(DELTA_RULE, DeltaRule(per_channel, key**-0.5, 64, parts=parts), inputs, blocks)
+
+
+def delta_rule_production(**sizes: Any) -> dict[str, Recorded]:
+    """One launch a compiled kernel of delta_rule(...), by name, with a decay a channel first."""
+    named: dict[str, Recorded] = {}
+    flags = {"W": "maps", "OUTPUT": "outputs", "KEEP": "states", "BACK": "back"}
+    for per_channel in (True, False):
+        for entry in delta_rule(per_channel, **sizes):
+            constants = dict(entry.launch.constants)
+            told = [
+                word for flag, word in flags.items() if constants.get(flag) not in (None, False, constants.get("V"))
+            ]
+            if not per_channel and constants.get("PER_CHANNEL") is False:
+                told.insert(0, "one decay")
+            name = entry.launch.kernel.removeprefix("delta_rule.") + (f" ({', '.join(told)})" if told else "")
+            named.setdefault(name, entry)
+    return named
 
 
 def production(*sizes: Any, **more: Any) -> dict[str, Recorded]:

@@ -46,13 +46,28 @@ def test_programs_fit_a_multiprocessor(used):
 def test_report_in_the_docs_is_what_this_triton_says(used):
     import triton
 
-    from benchmarks.kernels_report import BEGIN, END, PAGE, table
+    from benchmarks.kernels_report import BEGIN, PAGE, printed, table
 
-    page = PAGE.read_text()
-    printed = page[page.index(BEGIN) + len(BEGIN) : page.index(END)]
-    if f"Triton {triton.__version__}," not in printed:
+    found = printed(PAGE.read_text(), BEGIN)
+    if f"Triton {triton.__version__}," not in found:
         pytest.skip("the table was made by another version of Triton")
-    assert printed == table(used)
+    assert found == table(used)
+
+
+@pytest.mark.slow
+def test_report_of_the_delta_rule_is_what_this_triton_says():
+    """On sm_90 nothing spills; docs/kernels.md says what does on sm_80, and why."""
+    import triton
+
+    from benchmarks.kernels_report import BEGIN_DELTA, PAGE, delta_rule_table, printed, resources
+
+    used = resources(delta_rule=True)
+    assert not {name for name in used if used[name][90].spilled}
+    assert max(targets[90].shared for targets in used.values()) <= 227 * 1024
+    assert max(targets[80].shared for targets in used.values()) <= 163 * 1024
+    found = printed(PAGE.read_text(), BEGIN_DELTA)
+    if f"Triton {triton.__version__}," in found:
+        assert found == delta_rule_table(used)
 
 
 def test_every_kernel_is_compiled_and_has_candidates():
@@ -69,6 +84,59 @@ def test_every_kernel_is_compiled_and_has_candidates():
     assert launched == set(CANDIDATES)
     assert launched <= found
     assert found - launched == {"load_streams"}, "a kernel that nothing launches"
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_every_kernel_of_the_delta_rule_is_launched_and_has_candidates(per_channel):
+    import importlib
+
+    from triton.runtime.jit import JITFunction
+
+    from kernels.delta_rule.launches import CANDIDATES
+
+    found = set()
+    for module in ("products", "scan", "gradients", "channel_gradients"):
+        for name, value in vars(importlib.import_module(f"kernels.delta_rule.{module}")).items():
+            ours = isinstance(value, JITFunction) and value.fn.__module__ == f"kernels.delta_rule.{module}"
+            if ours and name in CANDIDATES:
+                found.add(name)
+    launched = {r.launch.kernel.rsplit(".", 1)[1] for both in (True, False) for r in ahead.delta_rule(both)}
+    assert launched == set(CANDIDATES) == found
+    alone = {r.launch.kernel.rsplit(".", 1)[1] for r in ahead.delta_rule(per_channel)}
+    assert ("decayed" in alone, "products_by_head" in alone) == (per_channel, not per_channel)
+
+
+@given(
+    per_channel=st.booleans(),
+    tokens=st.integers(1, 10**6),
+    others=st.integers(1, 10**6),
+    parts=st.tuples(*[st.integers(2, 9)] * 2),
+    key=st.integers(1, 256),
+    value=st.integers(1, 256),
+    dtype=st.sampled_from(["bfloat16", "float32", "float64"]),
+)
+def test_no_compiled_kernel_of_the_delta_rule_depends_on_the_number_of_tokens(
+    per_channel, tokens, others, parts, key, value, dtype
+):
+    compiled = []
+    for count, cut in zip((tokens, others), parts, strict=True):
+        recorded = ahead.delta_rule(per_channel, count, 4, key, value, dtype, cut)
+        compiled.append({(r.launch.compiled_as, tuple(x.dtype for x in r.inputs)) for r in recorded})
+    assert compiled[0] == compiled[1]
+
+
+def test_flops_and_bytes_of_the_delta_rule_are_those_of_the_design():
+    """182 kFLOP and 1284 bytes a token and head are the least for KDA's forward at K = V = 128, C = 64."""
+    forward = [r for r in ahead.delta_rule(True, parts=1) if "gradients" not in r.launch.kernel][:4]
+    assert [r.launch.kernel.rsplit(".", 1)[1] for r in forward] == [
+        "decayed",
+        "products_by_channel",
+        "solve",
+        "scan_forward",
+    ]
+    count = 8192 * 32
+    assert 0.7 * 182_000 < sum(r.flops() for r in forward) / count < 1.1 * 182_000
+    assert 1284 < sum(r.all_bytes() for r in forward) / count < 9_900 / 2
 
 
 def test_ideal_bytes_are_those_of_the_design():
