@@ -108,6 +108,7 @@ test-gpu: $(GPU_INSTALLED)
 
 bench-gpu: $(GPU_INSTALLED)
 	$(ON_GPU) -m benchmarks.kernels
+	$(ON_GPU) -m benchmarks.delta_rule_kernels
 	$(ON_GPU) -m benchmarks.offload
 
 clean:

@@ -498,6 +498,25 @@ def test_benchmark_has_a_row_a_kernel_and_door(capsys):
     assert "liger-kernel: absent" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_benchmark_of_the_delta_rule_has_a_row_a_kernel(capsys):
+    from rich.console import Console
+
+    from benchmarks import delta_rule_kernels
+
+    content = delta_rule_kernels.measure(20, 2, 16, "cpu")
+    assert {row["kernel"] for row in content["kernels"]} == {*ahead.delta_rule_production()}
+    assert all(row["bytes"] > 0 and row["microseconds"] > 0 for row in content["kernels"])
+    assert {(row["operation"], row["direction"]) for row in content["operations"]} == {
+        (name, direction) for name in ("kda", "gdn") for direction in ("forward", "forward and backward")
+    }
+    assert content["fla_core"] == "absent"
+    assert {*content["maps_relative_to_forward"]} == {"kda", "gdn"}
+    json.dumps(content)
+    delta_rule_kernels.show(Console(), content)
+    assert "products.solve" in capsys.readouterr().out
+
+
 def test_recorded_operations_know_every_launch():
     recorded = ahead.launches_of(
         operations.COMPUTE_MAPPINGS,

@@ -51,36 +51,33 @@ def drawn_arrays(rule, seed, batch, length, heads, group, key, value, sequences,
     return [q, k, v, g, beta, states], [normal(seed + 6, *v.shape), normal(seed + 7, *states.shape)]
 
 
-def torch_gradients(function, arrays, cotangents, dtype):
+def torch_gradients(function, arrays, cotangents, dtype, device="cpu"):
+    """Outputs, and gradients of all arrays; g and states are wide."""
+    given = [x.to(device).requires_grad_() for x in rounded(arrays, dtype)]
+    outputs = function(*given[:5], initial_state=given[5], output_final_state=True)
+    cotangents = [torch.from_numpy(c).to(device, o.dtype) for c, o in zip(cotangents, outputs, strict=True)]
+    return [x.detach() for x in outputs], torch.autograd.grad(outputs, given, cotangents)
+
+
+def rounded(arrays, dtype):
     narrow = getattr(torch, dtype)
     wide = torch.promote_types(narrow, torch.float32)
-    given = [
-        torch.from_numpy(x).to(wide if name in ("g", "initial_state") else narrow)
-        for name, x in zip(NAMES, arrays, strict=True)
-    ]
-    given = [x.requires_grad_() for x in given]
-    outputs = function(*given[:5], initial_state=given[5], output_final_state=True)
-    return [x.detach() for x in outputs], torch.autograd.grad(
-        outputs, given, [torch.from_numpy(c).to(o.dtype) for c, o in zip(cotangents, outputs, strict=True)]
-    )
+    types = [wide if name in ("g", "initial_state") else narrow for name in NAMES]
+    return [torch.from_numpy(x).to(kind) for x, kind in zip(arrays, types, strict=True)]
 
 
-def within_budget(rule, arrays, cotangents, dtype, cu_seqlens=None, door=None, **options):
+def within_budget(rule, arrays, cotangents, dtype, cu_seqlens=None, device="cpu", **options):
     """Outputs, final states and all gradients of impl='triton'."""
     chunked, recurrent = RULES[rule]
     offsets = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32)
-    narrow = getattr(torch, dtype)
-    wide = torch.promote_types(narrow, torch.float32)
-    held = [
-        torch.from_numpy(x).to(wide if name in ("g", "initial_state") else narrow).double().numpy()
-        for name, x in zip(NAMES, arrays, strict=True)
-    ]
-    cotangents = [torch.from_numpy(c).to(narrow).double().numpy() for c in cotangents]
-    exact = torch_gradients(partial(recurrent, cu_seqlens=offsets), held, cotangents, "float64")
-    eager = torch_gradients(partial(chunked, cu_seqlens=offsets, impl="reference", **options), held, cotangents, dtype)
-    ours = torch_gradients(partial(chunked, cu_seqlens=offsets, impl="triton", **options), held, cotangents, dtype)
+    held = [x.double().numpy() for x in rounded(arrays, dtype)]
+    cotangents = [torch.from_numpy(c).to(getattr(torch, dtype)).double().numpy() for c in cotangents]
+    chunked, exactly = partial(chunked, cu_seqlens=offsets, **options), partial(recurrent, cu_seqlens=offsets)
+    exact = torch_gradients(exactly, held, cotangents, "float64")
+    eager = torch_gradients(partial(chunked, impl="reference"), held, cotangents, dtype, device)
+    ours = torch_gradients(partial(chunked, impl="triton"), held, cotangents, dtype, device)
     for name, kernel, plain, true in zip(
-        ("o", "final_state", *NAMES), [*ours[0], *ours[1]], [*eager[0], *eager[1]], [*exact[0], *exact[1]], strict=True
+        ("o", "final_state", *NAMES), *([*outputs, *grads] for outputs, grads in (ours, eager, exact)), strict=True
     ):
         assert kernel.dtype == plain.dtype, name
         roundings = 8 if name == "g" or dtype in ("float32", "float64") else 1
@@ -89,7 +86,7 @@ def within_budget(rule, arrays, cotangents, dtype, cu_seqlens=None, door=None, *
 
 
 def error(a, exact):
-    return relative_difference(a.double().numpy(), exact.numpy())
+    return relative_difference(a.double().cpu().numpy(), exact.cpu().numpy())
 
 
 def divisions(length):

@@ -1,4 +1,4 @@
-"""What the kernels of the delta rule must move and multiply, from sizes alone: the roofline they are measured against."""
+"""What kernels of the delta rule must move and multiply, from sizes alone: the roofline they are measured against."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -223,10 +223,8 @@ def _token_gradients(
     if static.per_channel:
         arrays = (*tokens, da_qk, da_kk, *r, dbeta, chunks)
         dq, dk, before, after, dbetas = door(launches.channel_gradients, sizes, *arrays)
-        sizes["slices"] = dbetas.shape[-1]
         arrays = (given.g, before, after, terms.decay, ddecay, dbetas, chunks)
-        dg, dbeta = door(launches.gate_gradients, sizes, *arrays)
-        del sizes["slices"]
+        dg, dbeta = door(launches.gate_gradients, sizes | {"slices": dbetas.shape[-1]}, *arrays)
     else:
         arrays = (*tokens, terms.a_qk, terms.a_kk, da_qk, da_kk, *r, ddecay, dbeta, chunks)
         dq, dk, dg, dbeta = door(launches.head_gradients, sizes, *arrays)

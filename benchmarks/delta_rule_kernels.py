@@ -1,0 +1,205 @@
+"""The delta rule's kernels on one GPU, beside the roofline, the reference and flash-linear-attention.
+
+    python -m benchmarks.delta_rule_kernels     (make bench-gpu; writes benchmarks/results/delta-rule-<gpu>-<date>.json)
+    python -m benchmarks.delta_rule_kernels --tokens 65536 --heads 4
+    python -m benchmarks.delta_rule_kernels --interpret --tokens 20 --heads 2 --width 16    (no GPU: times mean nothing)
+
+All of it in one run: the bandwidth of a large copy and the rate of a large product, then each kernel at its fastest
+block, as time and as a share of the larger of two times: of the bytes it must move at that bandwidth, and of the
+operations it must do at that rate. Then KDA and GDN whole, forward, and forward with backward, beside the reference's
+chunked form and fla-core's kernels, where installed. Times are medians; inputs are random.
+"""
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.kernels import RESULTS, commit, copy_bandwidth, directions, jax_is_there, random_inputs, seconds
+from kernels import ahead, jax_ops, torch_ops, tuning
+from parity.report import environment
+from reference_torch.delta_rule import chunk_gated_delta_rule, chunk_kda
+
+
+def main() -> None:
+    """Measure, show, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--width", type=int, default=128, help="K and V")
+    parser.add_argument("--interpret", action="store_true", help="run on the CPU, in Triton's interpreter")
+    given = parser.parse_args()
+    if not given.interpret and not torch.cuda.is_available():
+        raise SystemExit(
+            "benchmarks.delta_rule_kernels: expected a CUDA device, got none; --interpret tries it without"
+        )
+    content = measure(given.tokens, given.heads, given.width, "cpu" if given.interpret else "cuda")
+    show(Console(), content)
+    if not given.interpret:
+        date = datetime.now(UTC).strftime("%Y-%m-%d")
+        path = RESULTS / f"delta-rule-{content['device'].replace(' ', '-').lower()}-{date}.json"
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n")
+        print(f"written: {path}")
+
+
+def measure(tokens: int, heads: int, width: int, device: str) -> dict[str, Any]:
+    """All rows, with where and when they were measured."""
+    roofline = copy_bandwidth(device), product_rate(device)
+    recorded = ahead.delta_rule_production(tokens=tokens, heads=heads, key=width, value=width)
+    rows: list[dict[str, Any]] = []
+    for name, entry in track(recorded.items(), "kernels"):
+        rows += kernel_rows(name, entry, device, roofline)
+    operations = operation_rows(tokens, heads, width, device)
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "interpreter",
+        "environment": environment() | {"triton": triton.__version__},
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "tokens": tokens,
+        "heads": heads,
+        "key": width,
+        "value": width,
+        "dtype": "bfloat16",
+        "copy_bytes_per_second": roofline[0],
+        "product_flops_per_second": roofline[1],
+        "kernels": rows,
+        "operations": operations,
+        "maps_relative_to_forward": pre_process_shares(rows, operations),
+        "fla_core": "absent" if fla() is None else importlib.import_module("fla").__version__,
+    }
+
+
+def product_rate(device: str) -> float:
+    """Operations a second of a large bfloat16 product."""
+    size = 8192 if device == "cuda" else 128
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    return 2 * size**3 / seconds(lambda: a @ b, device)
+
+
+def kernel_rows(
+    name: str, recorded: ahead.Recorded, device: str, roofline: tuple[float, float]
+) -> list[dict[str, Any]]:
+    """One kernel at its fastest block, from the doors that are there."""
+    inputs = tables_in(random_inputs(recorded, device), recorded)
+    block = tuning.first(recorded.build)
+    if device == "cuda":
+        choose = partial(tuning.choose, recorded.build, recorded.sizes, torch.cuda.get_device_name())
+        block = choose(partial(torch_ops.measure, inputs=inputs))
+    launch = recorded.build(block, **recorded.sizes)
+    times = {"torch": seconds(lambda: torch_ops.run(launch, inputs), device)}
+    if device == "cuda" and jax_is_there(device):
+        times["jax"] = jax_ops.measure(launch, inputs)
+    moved, multiplied = recorded.all_bytes(), recorded.flops()
+    least = max(moved / roofline[0], multiplied / roofline[1])
+    return [
+        {
+            "kernel": name,
+            "door": door,
+            "block": list(block),
+            "microseconds": time * 1e6,
+            "bytes": moved,
+            "flops": multiplied,
+            "share_of_roofline": least / time,
+        }
+        for door, time in times.items()
+    ]
+
+
+def tables_in(inputs: tuple[torch.Tensor, ...], recorded: ahead.Recorded) -> tuple[torch.Tensor, ...]:
+    """The inputs with tables of one sequence, in parts, in place of random integers; decays no larger than 1."""
+    of = recorded.sizes["of"]
+    starts = torch.arange(of.chunks) * of.chunk_size
+    chunks = torch.stack([starts, (starts + of.chunk_size).clamp(max=of.tokens)], -1)
+    found = []
+    for x in inputs:
+        if x.dtype == torch.int32 and x.shape[1] == 2:
+            x = chunks.to(x)
+        elif x.dtype == torch.int32:
+            each = -(-of.chunks // len(x))
+            first = torch.arange(len(x)) * each
+            ends = [(number * of.chunk_size).clamp(max=of.tokens) for number in (first, first + each)]
+            x = torch.stack([*ends, first], -1).to(x)
+        found.append(-x.abs() / 32 if x.is_floating_point() else x)
+    return tuple(found)
+
+
+def fla() -> Any | None:
+    """fla-core's functions by the names of ours, or None where it is not installed."""
+    if importlib.util.find_spec("fla") is None or not torch.cuda.is_available():
+        return None
+    kda, gdn = (importlib.import_module(f"fla.ops.{name}") for name in ("kda", "gated_delta_rule"))
+    return {"kda": kda.chunk_kda, "gdn": gdn.chunk_gated_delta_rule}
+
+
+def operation_rows(tokens: int, heads: int, width: int, device: str) -> list[dict[str, Any]]:
+    """KDA and GDN whole: kernels, reference, fla-core."""
+    rows, peer = [], fla()
+    for name, rule in track({"kda": chunk_kda, "gdn": chunk_gated_delta_rule}.items(), "operations"):
+        arrays = arguments(name, tokens, heads, width, device)
+        contestants: dict[str, Callable] = {
+            "kernels": lambda *a, rule=rule: rule(*a, impl="triton")[0],
+            "reference": lambda *a, rule=rule: rule(*a, impl="reference")[0],
+        }
+        if peer is not None:
+            contestants["fla-core"] = lambda *a, name=name: peer[name](*a)[0]
+        timed = {who: directions(function, arrays, device) for who, function in contestants.items()}
+        for direction in ("forward", "forward and backward"):
+            taken = {who: times[direction] for who, times in timed.items()}
+            rows.append(
+                {
+                    "operation": name,
+                    "direction": direction,
+                    "microseconds": {who: t * 1e6 for who, t in taken.items()},
+                    "speed_relative_to": {who: t / taken["kernels"] for who, t in taken.items() if who != "kernels"},
+                }
+            )
+    return rows
+
+
+def pre_process_shares(kernels: list[dict[str, Any]], operations: list[dict[str, Any]]) -> dict[str, float]:
+    """What a rank among others scans before it knows the state it begins with, beside its forward."""
+    maps = {"kda": "scan.scan_forward (maps)", "gdn": "scan.scan_forward (one decay, maps)"}
+    forward = {row["operation"]: row["microseconds"]["kernels"] for row in operations if row["direction"] == "forward"}
+    times = {row["kernel"]: row["microseconds"] for row in kernels if row["door"] == "torch"}
+    return {name: times[kernel] / forward[name] for name, kernel in maps.items()}
+
+
+def arguments(name: str, tokens: int, heads: int, width: int, device: str) -> list[torch.Tensor]:
+    """q, k, v, g, beta."""
+    q, k, v = (torch.randn(1, tokens, heads, width, device=device) for _ in range(3))
+    decay = (1, tokens, heads, width) if name == "kda" else (1, tokens, heads)
+    g, beta = -torch.rand(decay, device=device), torch.rand(1, tokens, heads, device=device)
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    return [q.bfloat16(), k.bfloat16(), v.bfloat16(), g, beta.bfloat16()]
+
+
+def show(console: Console, content: dict[str, Any]) -> None:
+    """Two short tables."""
+    size = f"{content['tokens']} tokens, {content['heads']} heads, K = V = {content['key']}, {content['dtype']}"
+    rates = f"a copy {content['copy_bytes_per_second'] / 1e9:,.0f} GB/s, a product "
+    rates += f"{content['product_flops_per_second'] / 1e12:,.1f} TFLOP/s"
+    table = Table("kernel", "door", "µs", "of roofline", title=f"{content['device']}: {size}; {rates}")
+    for row in content["kernels"]:
+        table.add_row(row["kernel"], row["door"], f"{row['microseconds']:,.1f}", f"{row['share_of_roofline']:.0%}")
+    console.print(table)
+    table = Table("operation", "direction", "µs", "× reference", "× fla-core")
+    for row in content["operations"]:
+        ratios = (row["speed_relative_to"].get(who) for who in ("reference", "fla-core"))
+        cells = ("absent" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+        table.add_row(row["operation"], row["direction"], f"{row['microseconds']['kernels']:,.1f}", *cells)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
