@@ -8,13 +8,17 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels import ahead, jax_ops, launch, operations, torch_ops, tuning
+from kernels import ahead, functions, jax_ops, launch, operations, torch_ops, tuning
+from kernels.delta_rule import launches
 from kernels.launch import CANDIDATES, Block, Launch
 from kernels.operations import Sinkhorn
+from plans.delta_rule import chunk_tables
+from plans.implementation import kernel_chunk_size
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux")
 
@@ -304,6 +308,46 @@ def test_every_operation_lowers_for_cuda_and_new_token_counts_compile_nothing(ho
     assert kernels == set(CANDIDATES)
     for tokens in (17, 64, 5000):
         exported(tokens, dtype)
+    assert len(hopper) == compiled
+
+
+def exported_delta_rule(tokens: int, per_channel: bool) -> str:
+    """The gradient of the rule over one sequence of bfloat16, two heads of values a head of q."""
+    narrow, wide = jnp.dtype("bfloat16"), jnp.dtype("float32")
+    decay = (1, tokens, 2, 16) if per_channel else (1, tokens, 2)
+    shapes = [
+        *[((1, tokens, 1, 16), narrow)] * 2,
+        ((1, tokens, 2, 16), narrow),
+        (decay, wide),
+        ((1, tokens, 2), narrow),
+    ]
+    shapes += [((1, 2, 16, 16), wide)]
+
+    def loss(*arrays):
+        size = kernel_chunk_size(64)
+        tables = chunk_tables(np.array([0, tokens], np.int32), size)
+        o, final = jax_ops.delta_rule(*arrays, tables, size, 0.25)
+        return jnp.sum(o.astype(jnp.float32) ** 2) + jnp.sum(final**2)
+
+    check = jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call")
+    function = jax.export.export(jax.jit(jax.grad(loss, range(6))), platforms=["cuda"], disabled_checks=[check])
+    return function(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)).mlir_module()
+
+
+@pytest.mark.slow
+def test_the_delta_rule_lowers_for_cuda_and_new_token_counts_compile_nothing(hopper, monkeypatch):
+    hopper.clear()
+    for parts in (1, 3):
+        monkeypatch.setattr(functions, "parts_of", lambda *sizes, parts=parts: parts)
+        for per_channel in (True, False):
+            module = exported_delta_rule(300, per_channel)
+            assert module.count("triton_kernel_call") >= 8
+            assert "callback" not in module
+    compiled = len(hopper)
+    assert {key[0].fn.__name__ for key in hopper} == set(launches.CANDIDATES)
+    for tokens in (17, 64, 5000):
+        for per_channel in (True, False):
+            exported_delta_rule(tokens, per_channel)
     assert len(hopper) == compiled
 
 

@@ -174,7 +174,7 @@ def head_gradients(
     b_rise = tl.zeros([C], ACC)
     b_fall = tl.zeros([C], ACC)
     b_dbeta = tl.load(dbeta_ptr + o_t * HV + head, mask=m_t, other=0.0)
-    ddecay = 0.0
+    b_ddecay = tl.zeros([BK], ACC)
     for start in range(0, K, BK):
         o_k = start + tl.arange(0, BK)
         b_q = load_rows(q_ptr, o_t, m_t, group, H, o_k, K, NARROW)
@@ -187,14 +187,18 @@ def head_gradients(
         b_rise += tl.sum(b_q.to(ACC) * b_in + b_k.to(ACC) * b_seen, 1)
         b_fall += tl.sum(b_k.to(ACC) * b_out, 1)
         p_k = (chunk * HV + head) * K + o_k
-        ddecay += tl.sum(tl.load(ddecay_ptr + p_k, mask=o_k < K, other=0.0), 0)
+        b_ddecay += tl.load(ddecay_ptr + p_k, mask=o_k < K, other=0.0)
         b_dq = tl.dot(b_dqk, b_k, b_in, input_precision=PRECISION, out_dtype=ACC)
         store_rows(dq_ptr, o_t, m_t, head, HV, o_k, K, b_dq)
         b_dk = tl.dot(tl.trans(b_dqk), b_q, b_seen + b_out, input_precision=PRECISION, out_dtype=ACC)
         b_dk = tl.dot(b_dkk, b_k, b_dk, input_precision=PRECISION, out_dtype=ACC)
         b_dk = tl.dot(tl.trans(b_dkk), b_k, b_dk, input_precision=PRECISION, out_dtype=ACC)
         store_rows(dk_ptr, o_t, m_t, head, HV, o_k, K, b_dk)
-    b_dg += tl.sum(tl.where(below, b_fall[None, :], 0.0), 1) + tl.cumsum(b_rise, 0, reverse=True) + decay * ddecay
+    b_dg += (
+        tl.sum(tl.where(below, b_fall[None, :], 0.0), 1)
+        + tl.cumsum(b_rise, 0, reverse=True)
+        + decay * tl.sum(b_ddecay, 0)
+    )
     tl.store(dg_ptr + o_t * HV + head, b_dg, mask=m_t)
     tl.store(dbetas_ptr + o_t * HV + head, b_dbeta, mask=m_t)
 

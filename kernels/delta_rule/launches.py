@@ -100,8 +100,10 @@ class Call(NamedTuple):
 def _launch(
     module: str, builder: Callable, block: Block, of: Call, grid: tuple[int, ...], outputs: list, **more
 ) -> Launch:
-    """With the constants all kernels take, and more."""
+    """With the constants all kernels take, and more. Of wide numbers or heads two stages of tiles are too many."""
     module = f"delta_rule.{module}"
+    if of.dtype in ("float32", "float64") or max(of.key, of.value) > 128:
+        block = block._replace(num_stages=1)
     constants = dict(HV=of.value_heads, C=of.chunk_size) | more
     return launch_of(module, builder, block, grid, (), outputs, **constants)
 
