@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_impl.context_parallel import build_cp_context, compress_h0, cp_attention, cp_short_convolution, expand_h0
+from jax_impl.context_parallel.exchange import permute, ranks_of
 from jax_impl.delta_rule import chunk_gated_delta_rule, chunk_kda, chunked
 from jax_impl.saving import export_parameters
 from jax_impl.transformer import GPTModel
@@ -92,6 +93,21 @@ def test_c8_states_may_travel_in_bfloat16(exchange):
     assert 1e-5 < relative_difference(np.asarray(found), o) < 2**-8
     for name, gradient in pull_back(jnp.asarray(d_o))[0].items():
         assert 1e-5 < relative_difference(np.asarray(gradient), gradients[name]) < 2**-6, name
+
+
+@pytest.mark.parametrize("distance", [1, 2, -1])
+def test_c4_what_is_gathered_by_groups_is_what_a_permutation_brings(distance):
+    size = 4
+    pairs = [(rank, rank + distance) for rank in range(size) if 0 <= rank + distance < size]
+
+    @partial(jax.shard_map, mesh=Mesh(np.array(jax.devices()[:size]), ("cp",)), in_specs=P("cp"), out_specs=P("cp"))
+    def run(x):
+        ranks = ranks_of(build_cp_context(np.array([0, size], np.int32), "cp"))
+        return jnp.stack([permute(x, ranks._replace(by_groups=by), pairs) for by in (False, True)], axis=-1)
+
+    found = np.asarray(jax.jit(run)(jnp.arange(1.0, size + 1)))
+    expected = [rank - distance + 1 if 0 <= rank - distance < size else 0 for rank in range(size)]
+    np.testing.assert_array_equal(found, np.transpose([expected, expected]))
 
 
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*? ([\w-]+)\((.*)$")

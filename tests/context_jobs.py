@@ -11,7 +11,7 @@ import torch.distributed as dist
 from plans.config import TransformerConfig
 from plans.context import local_sequences
 from reference_torch.context_parallel import build_cp_context, cp_attention, cp_short_convolution, exchange_states
-from reference_torch.delta_rule import chunk_gated_delta_rule, chunk_kda
+from reference_torch.delta_rule import chunk_gated_delta_rule, chunk_kda, chunked
 from reference_torch.ops import causal_attention, short_convolution
 from reference_torch.transformer import GPTModel
 
@@ -129,6 +129,15 @@ def held(case: Case, size: int) -> np.ndarray:
 def run_parts(cases: list[Case]) -> list[Any]:
     """One after the other."""
     return [run_part(case) for case in cases]
+
+
+def run_segments(cases: list[Case], segment_size: int) -> list[Any]:
+    """run_parts, of parts long enough for several segments."""
+    usual, chunked.SEGMENT_SIZE = chunked.SEGMENT_SIZE, segment_size
+    try:
+        return run_parts(cases)
+    finally:
+        chunked.SEGMENT_SIZE = usual
 
 
 class Layer(NamedTuple):

@@ -102,6 +102,15 @@ def test_c2_c3_kernels_over_ranks_are_the_reference_on_one(pool, exchange):
 
 
 @pytest.mark.multiprocess
+def test_c5_parts_of_several_segments(pool):
+    """Backward begins with the last segment, computed again while gradients of states travel."""
+    cases = [case._replace(disable_recompute=False) for case in cases_of("ring")[::2]]
+    parts = zip(*pool.run("tests.context_jobs:run_segments", cases, 4), strict=True)
+    for case, own in zip(cases, parts, strict=True):
+        assert_equal(case, list(own), pool.size)
+
+
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_c4_bytes_and_messages_are_the_formula_s(pool, exchange):
     sent = pool.run("tests.context_jobs:count_sent", pool.size, exchange, 3, 4, 5)

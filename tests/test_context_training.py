@@ -45,23 +45,23 @@ HYPER = {
 }
 OFFLOAD = {"enable_tensor_offload": True, "enable_activation_offload": True, "activation_offload_min_bytes": 1}
 STAGES = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|ttL"}
-CUTS = {
+CUTS = {  # three ranks share a microbatch of two sequences: every border but one lies inside a sequence
     "ranks": {"context_parallel_size": 4},
     "a scan over three": {"context_parallel_size": 3, "cp_exchange": "scan"},
-    "stages": {"context_parallel_size": 2, "cp_exchange": "ring", **STAGES},
+    "stages": {"context_parallel_size": 3, "cp_exchange": "ring", **STAGES},
     "stages, zero bubble": {
-        "context_parallel_size": 2,
+        "context_parallel_size": 3,
         "cp_exchange": "scan",
         **STAGES,
         "pipeline_schedule": "zb-h1",
     },
-    "offload": {"context_parallel_size": 2, **OFFLOAD},
-    "stages, recomputed, offload": {"context_parallel_size": 2, **STAGES, **HYPER, **OFFLOAD},
-    "tokens counted": {"context_parallel_size": 2, "calculate_per_token_loss": True},
+    "offload": {"context_parallel_size": 3, **OFFLOAD},
+    "stages, recomputed, offload": {"context_parallel_size": 3, **STAGES, **HYPER, **OFFLOAD},
+    "tokens counted": {"context_parallel_size": 3, "calculate_per_token_loss": True},
 }
 TORCH_ALONE = ("tokens counted",)
 DAILY = (("stages, zero bubble", True), ("a scan over three", False), ("stages, recomputed, offload", True))
-"""What make test takes; the first alone of JAX, which compiles long."""
+"""What make test takes, of PyTorch; JAX compiles long."""
 
 
 def corpus_of(documents: bool) -> Corpus:

@@ -214,6 +214,7 @@ def compose(block: Block, lead: tuple[int, ...], of: Call, parts: int, back: boo
         BACK=back,
         PRECISION={"float64": "ieee", "float32": "tf32x3"}[of.wide],
         KP=power_of_two(of.key, 16),
+        BK=min(32, power_of_two(of.key, 16)),
         BV=columns,
         SLICES=slices,
     )

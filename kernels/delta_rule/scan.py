@@ -230,6 +230,7 @@ def compose(
     BACK: tl.constexpr,
     PRECISION: tl.constexpr,
     KP: tl.constexpr,
+    BK: tl.constexpr,
     BV: tl.constexpr,
     SLICES: tl.constexpr,
 ):
@@ -243,17 +244,21 @@ def compose(
     program = tl.program_id(0).to(tl.int64)
     sequence, head, piece = program // (HV * SLICES), program // SLICES % HV, program % SLICES
     o_k, o_v = tl.arange(0, KP), piece * BV + tl.arange(0, BV)
-    o_row, o_column = o_k[:, None], o_k[None, :]
-    m_map = (o_row < K) & (o_column < K)
-    p_state = o_row * V + o_v[None, :]
-    mask = (o_row < K) & (o_v[None, :] < V)
+    p_state = o_k[:, None] * V + o_v[None, :]
+    mask = (o_k[:, None] < K) & (o_v[None, :] < V)
     b_s = tl.load(initial_ptr + (sequence * HV + head) * (K * V) + p_state, mask=mask, other=0.0)
     for number in range(0, parts):
         part = ((parts - 1 - number if BACK else number) + sequence * parts) * HV + head
-        tl.store(states_ptr + part * (K * V) + p_state, b_s, mask=mask)
-        b_h = tl.load(h_ptr + part * (K * HW) + o_row * HW + o_v[None, :], mask=mask, other=0.0)
-        p_map = maps_ptr + part * (K * (V + K)) + V
-        b_m = tl.load(
-            p_map + (o_column * (V + K) + o_row if BACK else o_row * (V + K) + o_column), mask=m_map, other=0.0
-        )
-        b_s = tl.dot(b_m, b_s, b_h, input_precision=PRECISION, out_dtype=ACC)
+        p_s = states_ptr + part * (K * V)
+        tl.store(p_s + p_state, b_s, mask=mask)
+        tl.debug_barrier()  # the state is read again, some rows at a time
+        b_s = tl.load(h_ptr + part * (K * HW) + o_k[:, None] * HW + o_v[None, :], mask=mask, other=0.0)
+        for start in range(0, K, BK):
+            o_j = start + tl.arange(0, BK)
+            b_some = tl.load(
+                p_s + o_j[:, None] * V + o_v[None, :], mask=(o_j[:, None] < K) & (o_v[None, :] < V), other=0.0
+            )
+            p_m = o_j[None, :] * (V + K) + o_k[:, None] if BACK else o_k[:, None] * (V + K) + o_j[None, :]
+            m_m = (o_k[:, None] < K) & (o_j[None, :] < K)
+            b_m = tl.load(maps_ptr + part * (K * (V + K)) + V + p_m, mask=m_m, other=0.0)
+            b_s = tl.dot(b_m, b_some, b_s, input_precision=PRECISION, out_dtype=ACC)
