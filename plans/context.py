@@ -81,6 +81,8 @@ class FLACPContext:
     by_groups: bool = False
     """JAX, where not all devices of the mesh take this branch of the program: what goes from rank to rank is gathered
     by all of the group, since a permutation waits for every device of the mesh on XLA's CPU runtime."""
+    timeout: float = 600.0
+    """PyTorch: seconds a rank waits for what another sends. Training sets it to pipeline_timeout."""
 
 
 def check_sequences(
@@ -106,8 +108,9 @@ def check_sequences(
     """
     if dtype != "int32":
         raise ValueError(f"cu_seqlens: expected int32, got {dtype}")
-    if conv1d_kernel_size is not None and conv1d_kernel_size < 1:
-        raise ValueError(f"conv1d_kernel_size: expected at least 1, or None, got {conv1d_kernel_size}")
+    kernel = conv1d_kernel_size
+    if kernel is not None and (not isinstance(kernel, int) or isinstance(kernel, bool) or kernel < 1):
+        raise ValueError(f"conv1d_kernel_size: expected an integer of at least 1, or None, got {kernel!r}")
     if cp_exchange not in EXCHANGES:
         raise ValueError(f"cp_exchange: expected one of {EXCHANGES}, got {cp_exchange!r}")
     if cp_wire_dtype not in WIRE_DTYPES:
@@ -129,26 +132,57 @@ def check_sequences(
         )
 
 
-def check_part(context: FLACPContext, length: int, cu_seqlens: np.ndarray | None) -> None:
+def check_kinds(cu_seqlens: Any, cu_seqlens_cpu: Any, kinds: type | tuple[type, ...], word: str) -> None:
+    """Refuse offsets that are no arrays, or a copy that cannot be one.
+
+    Args:
+        cu_seqlens: as given.
+        cu_seqlens_cpu: as given; None: no copy.
+        kinds: a framework's arrays.
+        word: for them.
+    """
+    for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
+        if not isinstance(x, kinds) and (name == "cu_seqlens" or x is not None):
+            raise ValueError(f"{name}: expected {word}, got {type(x).__name__}")
+    if cu_seqlens_cpu is not None:
+        wanted, came = ((x.dtype, tuple(x.shape)) for x in (cu_seqlens, cu_seqlens_cpu))
+        if wanted != came:
+            raise ValueError(f"cu_seqlens_cpu: expected what cu_seqlens is, {wanted[0]} of {wanted[1]}, got {came}")
+
+
+def check_part(context: Any, shape: tuple[int, ...], cu_seqlens: np.ndarray | None = None, name: str = "q") -> None:
     """Refuse arrays that are not this rank's part.
 
     Args:
         context: of the call.
-        length: tokens given.
+        shape: of an array with tokens on its second axis; another number of axes is the array's own fault.
         cu_seqlens: as given to the call, where it is known.
+        name: of the array.
 
     Raises:
         ValueError: naming the argument, what was expected, what came.
     """
-    if context.part_length is not None and length != context.part_length:
+    if not isinstance(context, FLACPContext):
+        raise ValueError(f"cp_context: expected what build_cp_context returns, or None, got {type(context).__name__}")
+    part = context.part_length
+    if part is not None and len(shape) > 1 and shape[1] != part:
         raise ValueError(
-            f"q: expected T = {context.part_length}, this rank's part of {context.part_length * context.size} tokens "
-            f"over {context.size} ranks, got {length}"
+            f"{name}: expected T = {part}, this rank's part of {part * context.size} tokens over {context.size} ranks, "
+            f"got {shape[1]}"
         )
     own = context.cu_seqlens_cpu
-    if cu_seqlens is not None and own is not None and not np.array_equal(cu_seqlens, own):
+    if cu_seqlens is None or own is None:
+        return
+    if cu_seqlens.dtype != own.dtype or not np.array_equal(cu_seqlens, own):
+        came = f"{cu_seqlens.tolist()} of {cu_seqlens.dtype}"
+        raise ValueError(f"cu_seqlens: expected None or cp_context.cu_seqlens, {own.tolist()}, got {came}")
+
+
+def check_taps(context: FLACPContext, taps: int) -> None:
+    """Refuse a convolution that the context was not made for."""
+    if context.conv1d_kernel_size not in (None, taps):
         raise ValueError(
-            f"cu_seqlens: expected None or cp_context.cu_seqlens, {own.tolist()}, got {cu_seqlens.tolist()}"
+            f"weight: expected {context.conv1d_kernel_size} taps, the context's conv1d_kernel_size, got {taps}"
         )
 
 

@@ -144,7 +144,8 @@ def wait_for(work: dist.Work | None, what: str, timeout: float) -> None:
     except RuntimeError as error:
         raise PipelineError(
             f"rank {dist.get_rank()}: expected {what} within pipeline_timeout={timeout:g} s, and it did not come "
-            f"({str(error).splitlines()[0]}); look at what the other ranks say, or raise pipeline_timeout"
+            f"({str(error).splitlines()[0]}); look at what the other ranks say, or raise pipeline_timeout "
+            "(of a cp_context of one's own, its field timeout)"
         ) from None
 
 

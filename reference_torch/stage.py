@@ -1,6 +1,7 @@
 """A pipeline stage as the schedules call it: the model's part, one microbatch, and the function that runs both."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -116,6 +117,7 @@ def _part(batch: Batch, first: int, model: PipelineStage, cp: ProcessGroup) -> t
     offsets = torch.from_numpy(laid.cu_seqlens)
     kernel, travel = model.config.linear_conv_kernel_dim, exchange_options(model.config)
     context = build_cp_context(offsets.to(model.device), cp, kernel, offsets, **travel)
+    context = replace(context, timeout=model.config.pipeline_timeout)
     parts = (np.array_split(x, context.size, axis=-1)[context.rank] for x in laid[:4])
     inputs, answers, samples, positions = (torch.from_numpy(x.copy()).to(model.device) for x in parts)
     return inputs, answers, {"samples": samples, "positions": positions, "cp_context": context}

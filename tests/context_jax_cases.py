@@ -1,5 +1,6 @@
 """Context parallelism in JAX; tests/test_context_parallel.py runs this file in a process with eight devices."""
 
+import inspect
 import os
 import re
 from dataclasses import fields
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -45,6 +47,7 @@ os.environ["NPROC"] = str(callback_threads(8))
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)
 TOLERANCE = 1e-12
+RULES_OF_JAX = chunk_kda, chunk_gated_delta_rule
 LONGEST = max(map(len, OFFSETS.values()))
 
 
@@ -67,7 +70,7 @@ def program(rule: str, exchange: str, size: int, disable_recompute: bool, impl: 
         def run(arrays, offsets):
             context = build_cp_context(offsets, "cp", cp_exchange=exchange)
             arrays = arrays | {"initial_state": arrays["initial_state"][0]}
-            o, finals = run_rule(case, arrays, (chunk_kda, chunk_gated_delta_rule), cp_context=context)
+            o, finals = run_rule(case, arrays, RULES_OF_JAX, cp_context=context)
             return o, finals[None]
 
         o, finals = run(arrays, offsets)
@@ -86,7 +89,7 @@ def test_c8_states_may_travel_in_bfloat16(exchange):
     def run(arrays):
         offsets = np.array(case.offsets, np.int32)
         context = build_cp_context(offsets, "cp", cp_exchange=exchange, cp_wire_dtype="bfloat16")
-        return run_rule(case, arrays, (chunk_kda, chunk_gated_delta_rule), cp_context=context)[0]
+        return run_rule(case, arrays, RULES_OF_JAX, cp_context=context)[0]
 
     found, pull_back = jax.vjp(jax.jit(run), arrays)
     o, _, gradients = undivided(case)
@@ -161,7 +164,7 @@ def test_c5_products_need_not_wait_for_states(disable_recompute, monkeypatch):
     @partial(jax.shard_map, mesh=Mesh(np.array(jax.devices()[:size]), ("cp",)), in_specs=by, out_specs=by)
     def run(arrays):
         context = build_cp_context(np.array(case.offsets, np.int32), "cp")
-        return run_rule(case, arrays, (chunk_kda, chunk_gated_delta_rule), cp_context=context)[0]
+        return run_rule(case, arrays, RULES_OF_JAX, cp_context=context)[0]
 
     def both(arrays, cotangent):
         o, pull_back = jax.vjp(run, arrays)
@@ -309,5 +312,54 @@ def test_c9_bad_sequences_are_refused_before_anything_is_sent():
 
     with pytest.raises(ValueError, match="cu_seqlens: expected to end at a multiple of the number of ranks, 4, got 10"):
         build([0, 10])
-    with pytest.raises(ValueError, match="conv1d_kernel_size: expected at least 1, or None, got 0"):
+    with pytest.raises(ValueError, match="conv1d_kernel_size: expected an integer of at least 1, or None, got 0"):
         build([0, 8], conv1d_kernel_size=0)
+    with pytest.raises(ValueError, match="group: expected an axis of the shard_map or pmap around, got 'ranks'"):
+        build_cp_context(np.array([0, 8], np.int32), "ranks")
+
+
+def test_c9_what_is_not_the_rank_s_part_is_refused():
+    def call(function, *shapes, cu_seqlens=None):
+        def run(*arrays):
+            context = build_cp_context(np.array([0, 8], np.int32), "cp", 4)
+            options = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+            if function is chunk_gated_delta_rule:
+                return function(*arrays, cp_context=context, **options)[0]
+            return inspect.unwrap(function)(*arrays, context)
+
+        specs = tuple(P() for _ in shapes)
+        mapped = jax.shard_map(run, mesh=Mesh(np.array(jax.devices()[:4]), ("cp",)), in_specs=specs, out_specs=P("cp"))
+        return jax.eval_shape(mapped, *(jnp.zeros(shape) for shape in shapes))
+
+    heads, scalars = (1, 2, 1, 3), (1, 2, 1)
+    with pytest.raises(ValueError, match="q: expected T = 2, this rank's part of 8 tokens over 4 ranks, got 7"):
+        call(chunk_gated_delta_rule, *[(1, 7, 1, 3)] * 3, (1, 7, 1), (1, 7, 1))
+    with pytest.raises(ValueError, match=r"cu_seqlens: expected None or cp_context.cu_seqlens, got another array"):
+        call(chunk_gated_delta_rule, *[heads] * 3, scalars, scalars, cu_seqlens=np.array([0, 8], np.int32))
+    with pytest.raises(ValueError, match=r"x: expected T = 2, .* got 3"):
+        call(cp_short_convolution, (1, 3, 5), (5, 4))
+    with pytest.raises(ValueError, match="weight: expected 4 taps, the context's conv1d_kernel_size, got 3"):
+        call(cp_short_convolution, (1, 2, 5), (5, 3))
+    with pytest.raises(ValueError, match=r"k: expected T = 2, .* got 1"):
+        call(cp_attention, heads, (1, 1, 1, 3), heads)
+
+
+@pytest.mark.parametrize("rule", ["kda", "gdn"])
+def test_c2_a_token_a_rank(rule):
+    """Chunks of one token, whose system is 1."""
+    arrays = {name: x[:, :4] for name, x in arrays_of(Case(rule, (0, 4), "ring", states=False)).items()}
+    names, by = [*arrays], P(None, "cp")
+
+    @partial(jax.shard_map, mesh=Mesh(np.array(jax.devices()[:4]), ("cp",)), in_specs=by, out_specs=by)
+    def run(arrays):
+        context = build_cp_context(np.array([0, 4], np.int32), "cp")
+        return run_rule(Case(rule, (0, 4), "ring", states=False), arrays, RULES_OF_JAX, cp_context=context)[0]
+
+    o, pull_back = jax.vjp(jax.jit(run), arrays)
+    leaves = {name: torch.from_numpy(x.copy()).requires_grad_() for name, x in arrays.items()}
+    expected, _ = run_rule(Case(rule, (0, 4), "", states=False), leaves)
+    gradients = torch.autograd.grad(expected.sum(), list(leaves.values()))
+    assert relative_difference(np.asarray(o), expected.detach().numpy()) <= TOLERANCE
+    (found,) = pull_back(jnp.ones_like(o))
+    for name, gradient in zip(names, gradients, strict=True):
+        assert relative_difference(np.asarray(found[name]), gradient.numpy()) <= TOLERANCE, name

@@ -1,6 +1,7 @@
 """What ranks run in tests of context parallelism, and what all of them together must give."""
 
 import itertools
+import time
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from plans.communication import PipelineError
 from plans.config import TransformerConfig
 from plans.context import local_sequences
 from reference_torch.context_parallel import build_cp_context, cp_attention, cp_short_convolution, exchange_states
@@ -41,6 +43,8 @@ class Case(NamedTuple):
     """Initial states are given, and final ones asked for."""
     wire: str | None = None
     impl: str = "reference"
+    alone: str | None = None
+    """finals: the loss is of final states; initial_state: nothing else has a gradient."""
 
 
 def arrays_of(case: Case) -> dict[str, np.ndarray]:
@@ -81,12 +85,34 @@ def run_rule(case: Case, arrays: dict[str, Any], rules: tuple = (chunk_kda, chun
 
 def undivided(case: Case) -> tuple[np.ndarray, np.ndarray | None, dict[str, np.ndarray]]:
     """Outputs, final states and gradients of one process."""
-    arrays = {name: torch.from_numpy(x).requires_grad_() for name, x in arrays_of(case).items()}
+    arrays = leaves_of(case, arrays_of(case))
     o, finals = run_rule(case, arrays, cu_seqlens=torch.tensor(case.offsets, dtype=torch.int32))
-    d_o, d_finals = map(torch.from_numpy, cotangents_of(case))
-    ((o * d_o).sum() + (0 if finals is None else (finals * d_finals).sum())).backward()
-    gradients = {name: x.grad.numpy() for name, x in arrays.items() if x.grad is not None}
-    return o.detach().numpy(), None if finals is None else finals.detach().numpy(), gradients
+    return gradients_of(case, arrays, o, finals, *cotangents_of(case))
+
+
+def leaves_of(case: Case, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """As tensors, which have gradients unless another alone has."""
+    wanted = {case.alone} if case.alone in arrays else {*arrays}
+    return {name: torch.from_numpy(x.copy()).requires_grad_(name in wanted) for name, x in arrays.items()}
+
+
+def gradients_of(
+    case: Case,
+    arrays: dict[str, torch.Tensor],
+    o: torch.Tensor,
+    finals: torch.Tensor | None,
+    d_o: np.ndarray,
+    d_finals: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray | None, dict[str, np.ndarray]]:
+    """Outputs, final states and gradients, 0 of what the loss does not depend on."""
+    loss = 0 if case.alone == "finals" else (o * torch.from_numpy(d_o)).sum()
+    if finals is not None:
+        loss = loss + (finals * torch.from_numpy(d_finals)).sum()
+    loss.backward()
+    leaves = {name: x for name, x in arrays.items() if x.requires_grad}
+    gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
+    found = {name: gradient.numpy() for name, gradient in gradients.items()}
+    return o.detach().numpy(), None if finals is None else finals.detach().numpy(), found
 
 
 def run_part(case: Case) -> tuple[np.ndarray, np.ndarray | None, dict[str, np.ndarray]]:
@@ -99,14 +125,24 @@ def run_part(case: Case) -> tuple[np.ndarray, np.ndarray | None, dict[str, np.nd
     cut = {name: x if name in ("A_log", "dt_bias") else x[:, part] for name, x in whole.items()}
     if case.states:
         cut["initial_state"] = whole["initial_state"][own]
-    arrays = {name: torch.from_numpy(x.copy()).requires_grad_() for name, x in cut.items()}
+    arrays = leaves_of(case, cut)
     o, finals = run_rule(case, arrays, cu_seqlens=context.cu_seqlens, cp_context=context)
-    loss = (o * torch.from_numpy(d_o[:, part])).sum()
-    if finals is not None:
-        loss = loss + (finals * torch.from_numpy(d_finals[own])).sum()
-    loss.backward()
-    gradients = {name: x.grad.numpy() for name, x in arrays.items() if x.grad is not None}
-    return o.detach().numpy(), None if finals is None else finals.detach().numpy(), gradients
+    return gradients_of(case, arrays, o, finals, d_o[:, part], d_finals[own])
+
+
+def late_part(timeout: float, late: float) -> tuple[str, float] | None:
+    """Rank 0 comes so many seconds late to an exchange; what the others say, and when."""
+    context = build_cp_context(torch.tensor([0, TOKENS], dtype=torch.int32), dist.group.WORLD)
+    context = replace(context, timeout=timeout)
+    if context.rank == 0:
+        time.sleep(late)
+        return None
+    start = time.perf_counter()
+    try:
+        exchange_states(torch.zeros(1, 2, 2), torch.zeros(1, 2, 3), context)
+    except PipelineError as error:
+        return str(error), time.perf_counter() - start
+    return None
 
 
 def own_slices(case: Case, rank: int, size: int) -> tuple[slice, slice]:

@@ -84,7 +84,7 @@ def test_c4_costs_by_hand():
         ([0, 5, 3, 8], {}, "cu_seqlens: expected offsets that never decrease, got 5 before 3 at 1"),
         ([8], {}, r"cu_seqlens: expected shape \[N \+ 1\] of at least \[2\], got \[1\]"),
         ([0, 8], {"dtype": "int64"}, "cu_seqlens: expected int32, got int64"),
-        ([0, 8], {"conv1d_kernel_size": 0}, "conv1d_kernel_size: expected at least 1, or None, got 0"),
+        ([0, 8], {"conv1d_kernel_size": 0}, "conv1d_kernel_size: expected an integer of at least 1, or None, got 0"),
         ([0, 8], {"cp_wire_dtype": "int8"}, r"cp_wire_dtype: expected one of \(None, 'bfloat16'\), got 'int8'"),
         ([0, 8], {"cp_exchange": "tree"}, r"cp_exchange: expected one of \('all_gather', 'ring', 'scan'\), got 'tree'"),
     ],

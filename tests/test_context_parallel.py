@@ -1,5 +1,6 @@
 """Context parallelism in PyTorch: ranks that hold parts of sequences compute what one process does."""
 
+import inspect
 from functools import cache
 
 import numpy as np
@@ -8,8 +9,14 @@ import torch
 
 from benchmarks.context_jobs import Load
 from parity.compare import relative_difference
-from plans.context import EXCHANGES, exchange_cost
-from reference_torch.context_parallel import build_cp_context, compress_h0, expand_h0
+from plans.context import EXCHANGES, check_part, exchange_cost
+from reference_torch.context_parallel import (
+    build_cp_context,
+    compress_h0,
+    cp_attention,
+    cp_short_convolution,
+    expand_h0,
+)
 from reference_torch.delta_rule import chunk_kda
 from reference_torch.rank_pool import RankPool
 from tests.context_jobs import (
@@ -68,6 +75,10 @@ def assert_equal(case: Case, parts: list, size: int) -> None:
         whole["initial_state"][~there] = gradients["initial_state"][~there]
     assert {*whole} == {name for part in parts for name in part[2]}
     for name, gradient in gradients.items():
+        if case.alone == "finals" and name == "q":
+            assert not gradient.any()
+            assert not whole[name].any()
+            continue
         assert np.linalg.norm(gradient) > 0, name
         assert relative_difference(whole[name], gradient) <= TOLERANCE, name
 
@@ -99,6 +110,19 @@ def test_c2_c3_kernels_over_ranks_are_the_reference_on_one(pool, exchange):
     offsets = [*OFFSETS.values()][place * 2 % 3]
     case = Case(("gdn", "gate", "gdn")[place], tuple(offsets), exchange, bool(place % 2), impl="triton")
     assert_equal(case._replace(impl="reference"), pool.run("tests.context_jobs:run_part", case), pool.size)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("alone", ["finals", "initial_state"])
+def test_c3_all_ranks_go_backward_whatever_the_loss_is_of(pool, alone, impl):
+    """A rank that only passes states on, or whose own states came from another, has a part in backward, too."""
+    cases = [
+        Case("gdn", tuple(offsets), exchange, alone=alone, impl=impl)
+        for offsets, exchange in zip(([0, 48], [0, 20, 48]), EXCHANGES, strict=False)
+    ]
+    for case, parts in zip(cases, zip(*pool.run("tests.context_jobs:run_parts", cases), strict=True), strict=True):
+        assert_equal(case._replace(impl="reference"), list(parts), pool.size)
 
 
 @pytest.mark.multiprocess
@@ -195,8 +219,48 @@ def test_c9_what_is_not_the_rank_s_part_is_refused():
         chunk_kda(*arrays, cp_context=context_of([0, 24]))
     with pytest.raises(ValueError, match=r"cu_seqlens: .* cp_context.cu_seqlens, \[0, 48\], got \[0, 20, 48\]"):
         chunk_kda(*arrays, cp_context=context_of([0, 48]), cu_seqlens=torch.tensor([0, 20, 48], dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"cu_seqlens: .* cp_context.cu_seqlens, \[0, 48\], got \[0, 48\] of int64"):
+        chunk_kda(*arrays, cp_context=context_of([0, 48]), cu_seqlens=torch.tensor([0, 48]))
+    with pytest.raises(ValueError, match="cp_context: expected what build_cp_context returns, or None, got str"):
+        check_part("ranks", (1, 48, 2, 5))
+    check_part(context_of([0, 48]), ())  # q itself is refused, by name
+    x, weight = torch.zeros(1, 47, 3), torch.zeros(3, 4)
+    with pytest.raises(ValueError, match=r"x: expected T = 48, .* got 47"):
+        cp_short_convolution(x, weight, context_of([0, 48]))
+    with pytest.raises(ValueError, match="weight: expected 3 taps, the context's conv1d_kernel_size, got 4"):
+        cp_short_convolution(torch.zeros(1, 48, 3), weight, context_of([0, 48], conv1d_kernel_size=3))
+    heads = torch.zeros(1, 48, 2, 3)
+    with pytest.raises(ValueError, match=r"v: expected T = 48, .* got 1"):
+        inspect.unwrap(cp_attention)(heads, heads, heads[:, :1], context_of([0, 48]))
+
+
+def test_c9_contexts_of_anything_else_are_refused():
+    build, offsets = inspect.unwrap(build_cp_context), torch.tensor([0, 48], dtype=torch.int32)
     with pytest.raises(ValueError, match="cu_seqlens: expected int32, got int64"):
-        build_cp_context(torch.tensor([0, 48]), None)
+        build(torch.tensor([0, 48]), None)
+    with pytest.raises(ValueError, match="cu_seqlens: expected a tensor, got list"):
+        build([0, 48], None)
+    with pytest.raises(ValueError, match="cu_seqlens_cpu: expected a tensor, got list"):
+        build(offsets, None, None, [0, 48])
+    with pytest.raises(
+        ValueError, match=r"cu_seqlens_cpu: expected what cu_seqlens is, torch.int32 of \(2,\), got .*int64"
+    ):
+        build(offsets, None, None, offsets.long())
+    with pytest.raises(ValueError, match=r"group: expected a process group of torch.distributed, or None, got 'cp'"):
+        build(offsets, "cp")
+    with pytest.raises(ValueError, match=r"conv1d_kernel_size: expected an integer of at least 1, or None, got 2.5"):
+        build(offsets, None, 2.5)
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked(pool):
+    if pool.size != 3:
+        pytest.skip("three ranks are enough")
+    ends = pool.run("tests.context_jobs:late_part", 2.0, 7.0)
+    assert [end for end in ends if end is not None], "somebody waited"
+    for message, waited in filter(None, ends):
+        assert "pipeline_timeout=2 s" in message
+        assert waited < 6.0
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jaxtyping import Float
 
-from plans.context import FLACPContext, check_sequences, local_sequences
+from plans.context import FLACPContext, check_kinds, check_sequences, local_sequences
 
 
 def build_cp_context(
@@ -33,9 +33,13 @@ def build_cp_context(
     Raises:
         ValueError: naming the argument, what was expected, what came. Nothing is sent.
     """
+    check_kinds(cu_seqlens, cu_seqlens_cpu, (Array, np.ndarray), "an array")
     known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     values = None if isinstance(known, Tracer) else np.asarray(known)
-    size, rank = lax.axis_size(group), lax.axis_index(group)
+    try:
+        size, rank = lax.axis_size(group), lax.axis_index(group)
+    except (NameError, TypeError):
+        raise ValueError(f"group: expected an axis of the shard_map or pmap around, got {group!r}") from None
     check_sequences(values, known.dtype.name, size, conv1d_kernel_size, cp_exchange, cp_wire_dtype)
     offsets = jnp.asarray(known)
     part: Any = offsets[-1] // size if values is None else int(values[-1]) // size

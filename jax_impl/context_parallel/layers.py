@@ -6,7 +6,7 @@ from jaxtyping import Float
 
 from jax_impl.context_parallel.exchange import permute, ranks_of
 from jax_impl.ops import masked_attention, short_convolution
-from plans.context import FLACPContext, halo_sizes
+from plans.context import FLACPContext, check_part, check_taps, halo_sizes
 
 
 def cp_short_convolution(
@@ -18,7 +18,12 @@ def cp_short_convolution(
         x: inputs of the part. [1, T, C]
         weight: taps. [C, W]
         context: of the ranks.
+
+    Raises:
+        ValueError: not the part the context is of, or not its taps; nothing is sent.
     """
+    check_part(context, x.shape, name="x")
+    check_taps(context, weight.shape[1])
     length, wanted = x.shape[1], weight.shape[1] - 1
     place, begin = _sequences(context, length)
     halo = []
@@ -42,7 +47,12 @@ def cp_attention(
         q, k, v: of the part. [1, T, H, d], [1, T, G, d]
         context: of the ranks.
         fused: see ops.masked_attention.
+
+    Raises:
+        ValueError: not the part the context is of; nothing is sent.
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_part(context, x.shape, name=name)
     place, begin = _sequences(context, q.shape[1])
     k, v = (lax.all_gather(x, context.group, axis=1, tiled=True) for x in (k, v))
     keys = jnp.arange(k.shape[1])

@@ -199,8 +199,9 @@ def _chunked(
     impl: str,
 ) -> tuple[Array, Array | None]:
     if context is not None:
-        known = None if cu_seqlens is None or isinstance(cu_seqlens, Tracer) else np.asarray(cu_seqlens)
-        check_part(context, arguments.q.shape[1], known)
+        check_part(context, tuple(getattr(arguments.q, "shape", ())))
+        if cu_seqlens is not None and cu_seqlens is not context.cu_seqlens:
+            raise ValueError("cu_seqlens: expected None or cp_context.cu_seqlens, got another array")
         cu_seqlens = context.cu_seqlens
     _check(arguments, initial, cu_seqlens, options)
     options, kernels = options.for_length(arguments.q.shape[1]), kernel_door(impl, arguments.q)

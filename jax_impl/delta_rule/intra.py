@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from kernels.mesh_axes import varying_alike
 from plans.delta_rule import SUBCHUNK_SIZE
 
 
@@ -71,7 +72,7 @@ def _inverse(a: Float[Array, "n r c c"]) -> Float[Array, "n r c c"]:
     Block by block, of two that become one: [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]. On a CPU
     jax.lax.linalg.triangular_solve can wait for ever in a program with much beside it (jaxlib 0.10.2, two threads).
     """
-    found, size = jnp.ones((*a.shape[:-1], 1, 1), a.dtype), 1
+    found, size = varying_alike((jnp.ones((*a.shape[:-1], 1, 1), a.dtype), a))[0], 1
     while size < a.shape[-1]:
         pairs = a.reshape(*a.shape[:-2], a.shape[-1] // (2 * size), 2, size, -1, 2, size)
         below = jnp.moveaxis(jnp.diagonal(pairs[..., 1, :, :, 0, :], axis1=-4, axis2=-2), -1, -3)

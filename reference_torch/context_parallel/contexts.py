@@ -6,7 +6,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from plans.context import FLACPContext, check_sequences, local_sequences
+from plans.context import FLACPContext, check_kinds, check_sequences, local_sequences
 
 
 def build_cp_context(
@@ -31,6 +31,9 @@ def build_cp_context(
     Raises:
         ValueError: naming the argument, what was expected, what came. Nothing is sent.
     """
+    check_kinds(cu_seqlens, cu_seqlens_cpu, Tensor, "a tensor")
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise ValueError(f"group: expected a process group of torch.distributed, or None, got {group!r}")
     known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     offsets, dtype = known.detach().cpu().numpy(), str(known.dtype).removeprefix("torch.")
     size, rank = (1, 0) if group is None else (group.size(), dist.get_rank(group))

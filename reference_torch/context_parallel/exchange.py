@@ -14,9 +14,6 @@ from plans.context import FLACPContext, scan_steps
 from reference_torch.autograd import differentiable_once
 from reference_torch.groups import wait_for
 
-TIMEOUT = 600.0
-"""Seconds a rank waits for another."""
-
 
 def exchange_states(
     transition: Float[Tensor, "h k k"], state: Float[Tensor, "h k v"], context: FLACPContext, reverse: bool = False
@@ -46,7 +43,8 @@ def exchange_states(
 def _gathered(transition: Tensor, state: Tensor, context: FLACPContext, place: int, reverse: bool) -> Tensor:
     packed = _on_wire(torch.cat([state, transition], dim=-1), context)
     all_ = [torch.empty_like(packed) for _ in range(context.size)]
-    wait_for(dist.all_gather(all_, packed, group=context.group, async_op=True), "the states of all ranks", TIMEOUT)
+    work = dist.all_gather(all_, packed, group=context.group, async_op=True)
+    wait_for(work, "the states of all ranks", context.timeout)
     found, width = torch.zeros_like(state), state.shape[-1]
     for before in all_[: -place - 1 : -1] if reverse else all_[:place]:
         before = before.to(state.dtype)
@@ -57,12 +55,11 @@ def _gathered(transition: Tensor, state: Tensor, context: FLACPContext, place: i
 def _passed_on(transition: Tensor, state: Tensor, context: FLACPContext, place: int, reverse: bool) -> Tensor:
     came = _on_wire(torch.zeros_like(state), context)
     if place > 0:
-        wait_for_part(receive_part(came, place - 1, context, reverse))
+        wait_for_part(receive_part(came, place - 1, context, reverse), context)
     found = came.to(state.dtype)
     if place < context.size - 1:
-        wait_for_part(
-            send_part(_on_wire(torch.baddbmm(state, transition, found), context), place + 1, context, reverse)
-        )
+        passed_on = _on_wire(torch.baddbmm(state, transition, found), context)
+        wait_for_part(send_part(passed_on, place + 1, context, reverse), context)
     return found
 
 
@@ -76,7 +73,7 @@ def _scanned(transition: Tensor, state: Tensor, context: FLACPContext, place: in
         works = [send_part(part, place + step.distance, context, reverse) for part in parts if sends]
         works += [receive_part(part, place - step.distance, context, reverse) for part in came if receives]
         for work in works:
-            wait_for_part(work)
+            wait_for_part(work, context)
         came = [part.to(state.dtype) for part in came]
         if number == 0:  # everyone's own map goes one rank on; the first has none
             state, transition = came[0], came[0] if step.is_last else came[1]
@@ -106,9 +103,9 @@ def receive_part(part: Tensor, place: int, context: FLACPContext, reverse: bool)
     return cast("dist.Work", dist.irecv(part, _rank_at(place, context, reverse), group=context.group))
 
 
-def wait_for_part(work: dist.Work) -> None:
+def wait_for_part(work: dist.Work, context: FLACPContext) -> None:
     """Until it is there, or the other rank is overdue."""
-    wait_for(work, "a state of another rank", TIMEOUT)
+    wait_for(work, "a state of another rank", context.timeout)
 
 
 def map_passed_on(finals: Tensor, value: int, context: FLACPContext) -> tuple[Tensor, Tensor]:
@@ -136,7 +133,7 @@ class Crossing:
         """Pass on what follows from this rank's states, which autograd does not see; see complete."""
         if self.context.overlap:
             parts = map_passed_on(finals, self.value, self.context)
-            self._finish = _begin(lambda: exchange_states(*parts, self.context), finals.device)
+            self._finish = _begin(lambda m, h: exchange_states(m, h, self.context), *parts)
 
     def finish(self, transition: Tensor, state: Tensor) -> Tensor:
         """What came; where nothing was begun, of these."""
@@ -147,24 +144,27 @@ class Crossing:
         """The exchange of gradients."""
         meanwhile, self.meanwhile = self.meanwhile, None
 
-        def exchange() -> Tensor:
-            return exchange_states(transition.mT, d_found, self.context, reverse=True)
+        def exchange(transition: Tensor, state: Tensor) -> Tensor:
+            return exchange_states(transition, state, self.context, reverse=True)
 
         if meanwhile is None or not self.context.overlap:
-            return exchange()
-        finish = _begin(exchange, d_found.device)
+            return exchange(transition.mT, d_found)
+        finish = _begin(exchange, transition.mT, d_found)
         meanwhile()
         return finish()
 
 
-def _begin(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """Start it beside what this rank goes on to compute; returns what waits for its result."""
+def _begin(run: Callable[..., Tensor], *own: Tensor) -> Callable[[], Tensor]:
+    """Start it, of these, beside what this rank goes on to compute; returns what waits for its result."""
+    device = own[0].device
     if device.type != "cuda":
-        return _worker().submit(torch.no_grad()(run)).result
+        return _worker().submit(torch.no_grad()(run), *own).result
     here, aside = torch.cuda.current_stream(device), _stream(device)
     aside.wait_stream(here)
     with torch.cuda.stream(aside), torch.no_grad():
-        result = run()
+        result = run(*own)
+    for x in own:  # their memory is not handed out again before this stream has read it
+        x.record_stream(aside)
 
     def finish() -> Tensor:
         torch.cuda.current_stream(device).wait_stream(aside)

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from plans.context import FLACPContext, halo_sizes
+from plans.context import FLACPContext, check_part, check_taps, halo_sizes
 from reference_torch.autograd import differentiable_once
-from reference_torch.context_parallel.exchange import TIMEOUT, receive_part, send_part, wait_for_part
+from reference_torch.context_parallel.exchange import receive_part, send_part, wait_for_part
 from reference_torch.groups import sum_over, wait_for
 from reference_torch.ops import masked_attention, short_convolution
 
@@ -22,7 +22,12 @@ def cp_short_convolution(
         x: inputs of the part. [1, T, C]
         weight: taps. [C, W]
         context: of the ranks.
+
+    Raises:
+        ValueError: not the part the context is of, or not its taps; nothing is sent.
     """
+    check_part(context, x.shape, name="x")
+    check_taps(context, weight.shape[1])
     wanted = weight.shape[1] - 1
     _, begin = _sequences(context, x.device)
     before = torch.arange(x.shape[1], device=x.device) + context.rank * x.shape[1] - begin
@@ -43,7 +48,12 @@ def cp_attention(
         q, k, v: of the part. [1, T, H, d], [1, T, G, d]
         context: of the ranks.
         fused: see ops.masked_attention.
+
+    Raises:
+        ValueError: not the part the context is of; nothing is sent.
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_part(context, x.shape, name=name)
     place, begin = _sequences(context, q.device)
     k, v = (_AllParts.apply(x, context) for x in (k, v))
     keys = torch.arange(k.shape[1], device=q.device)
@@ -93,7 +103,7 @@ def _neighbours(sent: list[Tensor], came: list[Tensor], context: FLACPContext, r
         if place >= distance:
             works.append(receive_part(into, place - distance, context, reverse))
     for work in works:
-        wait_for_part(work)
+        wait_for_part(work, context)
 
 
 class _AllParts(torch.autograd.Function):
@@ -106,12 +116,13 @@ class _AllParts(torch.autograd.Function):
             return x.view_as(x)
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(context.size)]
         work = dist.all_gather(parts, x.contiguous(), group=context.group, async_op=True)
-        wait_for(work, "the keys and values of all ranks", TIMEOUT)
+        wait_for(work, "the keys and values of all ranks", context.timeout)
         return torch.cat(parts, dim=1)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, d_all):  # pyright: ignore[reportIncompatibleMethodOverride]
         context = ctx.context
-        d_all = sum_over(d_all.contiguous(), context.group, "the gradients of keys and values", TIMEOUT)
+        what = "the gradients of keys and values"
+        d_all = sum_over(d_all.contiguous(), context.group, what, context.timeout)
         return d_all.chunk(context.size, dim=1)[context.rank], None

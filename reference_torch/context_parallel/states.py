@@ -41,7 +41,10 @@ def with_responses(initial_state: Tensor | None, context: FLACPContext, like: Te
     heads, key, _ = like.shape
     identity = torch.eye(key, dtype=like.dtype, device=like.device).expand(heads, -1, -1)
     first = torch.cat([torch.zeros_like(like), identity], dim=-1)[None]
-    if initial_state is None or len(initial_state) == 1:
+    if initial_state is None:
+        return first
+    first = _Attached.apply(first, initial_state[:1])
+    if len(initial_state) == 1:
         return first
     return torch.cat([first, F.pad(initial_state[1:], (0, key))])
 
@@ -68,4 +71,4 @@ def complete(
         states = torch.cat([states[:1] + transitions[:1] @ begun, states[1:]])
     if not context.is_last_rank:
         states = torch.cat([states[:last], torch.zeros_like(states[last:])])
-    return _Attached.apply(o, begun), states
+    return _Attached.apply(o, begun), _Attached.apply(states, begun)

@@ -201,7 +201,7 @@ def _chunked(
     impl: str,
 ) -> tuple[Tensor, Tensor | None]:
     if context is not None:
-        check_part(context, arrays[0].shape[1], None if cu_seqlens is None else cu_seqlens.detach().cpu().numpy())
+        check_part(context, tuple(getattr(arrays[0], "shape", ())), _values_beside(context, cu_seqlens))
     offsets = _offsets(arrays, cu_seqlens if context is None else context.cu_seqlens_cpu, options)
     options, kernels = options.for_length(arrays[0].shape[1]), kernel_door(impl, arrays[0])
     with torch.autocast(arrays[0].device.type, enabled=False):  # the types are the arguments'
@@ -212,6 +212,15 @@ def _chunked(
         else:
             o, finals = _over_ranks(arrays, options, recompute, context)
     return o, finals if output_final_state else None
+
+
+def _values_beside(context: FLACPContext, cu_seqlens: Tensor | None) -> np.ndarray | None:
+    """Of offsets given beside a context; the context's own, as they should be, are not read from their device."""
+    if cu_seqlens is None or cu_seqlens is getattr(context, "cu_seqlens", None):
+        return None
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seqlens: expected a tensor, got {type(cu_seqlens).__name__}")
+    return cu_seqlens.detach().cpu().numpy()
 
 
 def _over_ranks(
