@@ -2,11 +2,13 @@
 
 import inspect
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.context import LONG
 from benchmarks.context_jobs import Load
 from parity.compare import relative_difference
 from plans.context import EXCHANGES, check_part, exchange_cost
@@ -276,6 +278,29 @@ def test_c13_states_travel_while_ranks_compute():
             if tries[-1][0] <= 1.1 < tries[-1][1]:
                 return
     pytest.fail(f"expected steps of at most 1.1 of the computation with overlap alone, got {tries}")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_c14_a_long_sequence_in_little_memory():
+    """131,072 tokens over eight ranks: each grows by its arguments, its results and a constant."""
+    with RankPool(8, preload=("torch.distributed", "benchmarks.context_jobs")) as pool:
+        found = pool.run("benchmarks.context_jobs:long_sequence", LONG)
+    assert LONG.length == 131_072
+    assert max(grown - given for _, grown, given in found) < 64 * 2**20
+
+
+def test_c15_every_direction_has_a_verdict():
+    """Those of the source, by its numbering 1.1 to 5.2."""
+    page = (Path(__file__).parent.parent / "docs" / "directions.md").read_text()
+    rows = [line.strip("|").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
+    verdicts = ("built", "not yet", "not tried", "not built", "in the reference not needed", "the exchange by scan")
+    for direction, verdict in rows:
+        assert verdict.startswith(verdicts), direction
+    named = " ".join(direction for direction, _ in rows)
+    sources = ("rank to rank", "logarithm", "travel while", "smaller M", "prefix products", "fuse", "beta is small")
+    sources += ("smaller state", "borders of parts", "another microbatch", "nearest ranks", "CUDA graphs", "NCCL")
+    assert not [source for source in sources if source not in named]
 
 
 def slowest(found: list[dict], way: tuple[float, bool]) -> float:
