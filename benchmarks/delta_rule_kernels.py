@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.kernels import RESULTS, commit, copy_bandwidth, directions, jax_is_there, random_inputs, seconds
+from benchmarks.kernels import RESULTS, commit, compared, copy_bandwidth, jax_is_there, random_inputs, seconds
 from kernels import ahead, jax_ops, torch_ops, tuning
 from parity.report import environment
 from reference_torch.delta_rule import chunk_gated_delta_rule, chunk_kda
@@ -144,7 +144,8 @@ def fla() -> Any | None:
 
 def operation_rows(tokens: int, heads: int, width: int, device: str) -> list[dict[str, Any]]:
     """KDA and GDN whole: kernels, reference, fla-core."""
-    rows, peer = [], fla()
+    peer = fla()
+    rows: list[dict[str, Any]] = []
     for name, rule in track({"kda": chunk_kda, "gdn": chunk_gated_delta_rule}.items(), "operations"):
         arrays = arguments(name, tokens, heads, width, device)
         contestants: dict[str, Callable] = {
@@ -153,17 +154,7 @@ def operation_rows(tokens: int, heads: int, width: int, device: str) -> list[dic
         }
         if peer is not None:
             contestants["fla-core"] = lambda *a, name=name: peer[name](*a)[0]
-        timed = {who: directions(function, arrays, device) for who, function in contestants.items()}
-        for direction in ("forward", "forward and backward"):
-            taken = {who: times[direction] for who, times in timed.items()}
-            rows.append(
-                {
-                    "operation": name,
-                    "direction": direction,
-                    "microseconds": {who: t * 1e6 for who, t in taken.items()},
-                    "speed_relative_to": {who: t / taken["kernels"] for who, t in taken.items() if who != "kernels"},
-                }
-            )
+        rows += compared(name, contestants, arrays, device)
     return rows
 
 

@@ -190,20 +190,29 @@ def operation_rows(tokens: int, width: int, device: str) -> list[dict[str, Any]]
             peer and (lambda x: peer.liger_swiglu(*x.chunk(2, -1))),
         ),
     }
+    rows, names = [], ("kernels", "eager reference", "liger-kernel")
+    for name, (arrays, *functions) in track(operations.items(), "operations"):
+        contestants = {who: function for who, function in zip(names, functions, strict=True) if function}
+        rows += compared(name, contestants, arrays, device)
+    return rows
+
+
+def compared(
+    name: str, contestants: dict[str, Callable], arrays: list[torch.Tensor], device: str
+) -> list[dict[str, Any]]:
+    """An operation forward, and forward with backward, of each; the first, ``kernels``, beside the others."""
+    timed = {who: directions(function, arrays, device) for who, function in contestants.items()}
     rows = []
-    for name, (arrays, *contestants) in track(operations.items(), "operations"):
-        names = ("kernels", "eager reference", "liger-kernel")
-        timed = {n: directions(f, arrays, device) for n, f in zip(names, contestants, strict=True) if f}
-        for direction in ("forward", "forward and backward"):
-            taken = {who: times[direction] for who, times in timed.items()}
-            rows.append(
-                {
-                    "operation": name,
-                    "direction": direction,
-                    "microseconds": {who: t * 1e6 for who, t in taken.items()},
-                    "speed_relative_to": {who: t / taken["kernels"] for who, t in taken.items() if who != "kernels"},
-                }
-            )
+    for direction in ("forward", "forward and backward"):
+        taken = {who: times[direction] for who, times in timed.items()}
+        rows.append(
+            {
+                "operation": name,
+                "direction": direction,
+                "microseconds": {who: t * 1e6 for who, t in taken.items()},
+                "speed_relative_to": {who: t / taken["kernels"] for who, t in taken.items() if who != "kernels"},
+            }
+        )
     return rows
 
 
