@@ -20,7 +20,7 @@ LEAST_PARTS, LEAST_CHUNKS = 4, 8
 """Fewer parts of a sequence, or chunks in one, are not worth cutting for."""
 
 CANDIDATES: dict[str, tuple[Block, ...]] = {
-    "decayed": (Block(1, 64, 4), Block(1, 32, 4), Block(1, 128, 8)),
+    "decayed": (Block(1, 32, 4), Block(1, 32, 8), Block(1, 64, 8)),
     "products_by_channel": (Block(1, 64, 4), Block(1, 32, 2), Block(1, 64, 2)),
     "products_by_head": (Block(1, 64, 4, 2), Block(1, 128, 4), Block(1, 32, 4, 2)),
     "solve": (Block(1, 1, 1), Block(1, 1, 2), Block(1, 1, 4)),
@@ -29,7 +29,7 @@ CANDIDATES: dict[str, tuple[Block, ...]] = {
     "compose": (Block(1, 16, 8), Block(1, 32, 8), Block(1, 16, 4)),
     "state_gradients": (Block(1, 64, 8, 2), Block(1, 64, 4, 2), Block(1, 32, 4, 2)),
     "product_gradients": (Block(1, 64, 4, 2), Block(1, 32, 4, 2), Block(1, 64, 8, 2)),
-    "channel_gradients": (Block(1, 64, 4), Block(1, 32, 4), Block(1, 32, 2)),
+    "channel_gradients": (Block(1, 32, 4), Block(1, 64, 4), Block(1, 64, 8)),
     "gate_gradients": (Block(1, 32, 4), Block(1, 64, 4), Block(1, 64, 8)),
     "head_gradients": (Block(1, 32, 4), Block(1, 64, 8), Block(1, 32, 8)),
     "sum_heads": (Block(1, 32, 4), Block(1, 64, 4)),
