@@ -90,6 +90,15 @@ def test_every_kernel_is_compiled_and_has_candidates():
     assert found - launched == {"load_streams"}, "a kernel that nothing launches"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 128), ("float64", 64), ("bfloat16", 256), ("float16", 64)])
+def test_kernels_of_the_delta_rule_compile_for_every_type_and_width(dtype, width):
+    """The interpreter takes what a compiler does not: a sum that begins in float32 and goes on in float64."""
+    for name, recorded in ahead.delta_rule_production(dtype=dtype, key=width, value=width).items():
+        assert ahead.resources(recorded, 90).shared <= 227 * 1024, name
+
+
 @pytest.mark.parametrize("per_channel", [True, False])
 def test_every_kernel_of_the_delta_rule_is_launched_and_has_candidates(per_channel):
     import importlib
