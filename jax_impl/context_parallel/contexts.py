@@ -1,7 +1,9 @@
 """What a rank knows of sequences that ranks share, from the offsets of all; states of its first sequence."""
 
+from dataclasses import fields
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -9,6 +11,14 @@ from jax.core import Tracer
 from jaxtyping import Float
 
 from plans.context import FLACPContext, check_kinds, check_sequences, local_sequences
+
+KNOWN = ("group", "cu_seqlens_cpu", "size", "part_length", "conv1d_kernel_size", "cp_exchange", "cp_wire_dtype")
+KNOWN += ("overlap", "by_groups", "timeout")
+"""What a program is made for, of a context; all else differs by rank, and is arrays in it like any other."""
+
+jax.tree_util.register_dataclass(
+    FLACPContext, [field.name for field in fields(FLACPContext) if field.name not in KNOWN], list(KNOWN)
+)
 
 
 def build_cp_context(
