@@ -22,13 +22,14 @@ from kernels.delta_rule import launches
 from parity.compare import relative_difference
 from plans.config import TransformerConfig
 from plans.delta_rule import chunk_tables
+from plans.implementation import kernel_chunk_size
 from reference_torch.delta_rule import (
     chunk_gated_delta_rule,
     chunk_kda,
     recurrent_gated_delta_rule,
     recurrent_kda,
 )
-from tests.backends import TORCH_DAILY, assert_close, model_gradients, normal, room
+from tests.backends import BACKENDS, TORCH_DAILY, assert_close, model_gradients, normal, room
 
 RULES = {"kda": (chunk_kda, recurrent_kda), "gated_delta_rule": (chunk_gated_delta_rule, recurrent_gated_delta_rule)}
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
@@ -133,7 +134,50 @@ def test_wide_heads(rule, key, value, dtype):
 
 @pytest.mark.parametrize("rule", [pytest.param("kda", marks=pytest.mark.slow), "gated_delta_rule"])
 def test_chunks_of_four_tiles(rule):
-    within_budget(rule, *drawn_arrays(rule, 4, 1, 70, 1, 1, 6, 5, 1), "float64")
+    within_budget(rule, *drawn_arrays(rule, 4, 1, 70, 1, 1, 6, 5, 1, decay=0.1), "float64")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_chunks_of_three_tiles(rule):
+    """The decay over a whole tile between two others."""
+    within_budget(rule, *drawn_arrays(rule, 4, 1, 34, 1, 1, 3, 2, 1, decay=0.1), "float64")
+
+
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rule", RULES)
+def test_grouped_heads(rule, dtype):
+    """Two heads of q, each of two of values, and sequences of several chunks."""
+    within_budget(rule, *drawn_arrays(rule, 9, 1, 24, 2, 2, 8, 6, 2, decay=0.1), dtype, [0, 3, 24], chunk_size=16)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_states_are_wide_between_chunks(rule):
+    """A decay by less than half a unit of bfloat16 in a chunk would be lost in it, again and again."""
+    arrays, cotangents = drawn_arrays(rule, 11, 1, 48, 1, 1, 2, 2, 1)
+    arrays[3][:], arrays[4][:], cotangents[0][:] = -1e-4, 0.0, 0.0
+    function = partial(RULES[rule][0], impl="triton", chunk_size=16)
+    (_, final), gradients = torch_gradients(function, arrays, cotangents, "bfloat16")
+    for found, begun in ((final, arrays[5]), (gradients[5], cotangents[1])):
+        assert relative_difference(found.numpy(), begun * np.exp(-48e-4)) <= 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scale_and_rows(backend):
+    """A scale of one's own, of two rows."""
+    arrays, _ = drawn_arrays("gated_delta_rule", 10, 2, 5, 1, 1, 3, 2, 2)
+    array = torch.from_numpy if backend == "torch" else jnp.asarray
+    q, k, v, g, beta, state = map(array, arrays)
+    rule = room(backend, "delta_rule").chunk_gated_delta_rule
+    found = [
+        rule(q, k, v, g, beta, scale=0.3, initial_state=state, output_final_state=True, impl=impl)
+        for impl in ("triton", "reference")
+    ]
+    for a, b in zip(*found, strict=True):
+        assert relative_difference(np.asarray(a), np.asarray(b)) <= 1e-14
+
+
+def test_chunks_are_of_sizes_kernels_have():
+    assert [kernel_chunk_size(size) for size in (1, 16, 32, 64, 128)] == [16, 16, 32, 64, 64]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -241,13 +285,27 @@ def test_parts_are_the_whole(rule, monkeypatch):
     offsets = torch.tensor([0, 50, 50, 70], dtype=torch.int32)
     function = partial(RULES[rule][0], impl="triton", chunk_size=16, cu_seqlens=offsets)
     whole = torch_gradients(function, arrays, cotangents, "float64")
-    monkeypatch.setattr(functions, "parts_of", lambda *sizes: 3)
+    monkeypatch.setattr(functions, "parts_of", lambda *sizes: 3 if sizes == (6, 3, 1, 4) else 1)
     launched, run = [], torch_ops.run
     monkeypatch.setattr(torch_ops, "run", lambda launch, inputs: launched.append(launch.kernel) or run(launch, inputs))
     parts = torch_gradients(function, arrays, cotangents, "float64")
     assert launched.count("delta_rule.scan.compose") == 3, "forward, and again and back in backward"
     for a, b in zip([*parts[0], *parts[1]], [*whole[0], *whole[1]], strict=True):
         assert error(a, b) <= 1e-14
+
+
+@pytest.mark.parametrize("disable_recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_parts_of_wide_heads(disable_recompute, monkeypatch):
+    """Several heads, and more columns and values than a tile of compose has."""
+    arrays, cotangents = drawn_arrays("gated_delta_rule", 8, 1, 34, 1, 2, 34, 17, 2, decay=0.1)
+    offsets = torch.tensor([0, 1, 34], dtype=torch.int32)
+    options = {"chunk_size": 16, "cu_seqlens": offsets, "disable_recompute": disable_recompute}
+    function = partial(chunk_gated_delta_rule, impl="triton", **options)
+    whole = torch_gradients(function, arrays, cotangents, "float64")
+    monkeypatch.setattr(functions, "parts_of", lambda *sizes: 2)
+    parts = torch_gradients(function, arrays, cotangents, "float64")
+    for a, b in zip([*parts[0], *parts[1]], [*whole[0], *whole[1]], strict=True):
+        assert error(a, b) <= 1e-13
 
 
 def test_sequences_are_cut_where_heads_are_few():
