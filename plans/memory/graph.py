@@ -12,7 +12,7 @@ from plans.philox import TILE_ROWS
 
 ITEM_SIZES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
-RULE_SCRATCH = {"kda": ((9, 3.5, 6), (37, 5.5, 6.5)), "gdn": ((3, 2, 7), (15, 6, 10))}
+RULE_SCRATCH = {"kda": ((9, 3.5, 6), (40, 6.5, 5)), "gdn": ((3, 2, 7), (16.5, 6.5, 9))}
 """What a segment of the delta rule needs at most in forward, and in backward, beside what it keeps and its gradients:
 numbers a token and head, in multiples of K, V and the chunk size. Fitted to what PyTorch allocates, within a tenth."""
 
