@@ -163,10 +163,8 @@ def test_any_division_into_documents(data):
     assert relative_difference(run("torch", config, TOKENS, starts)[0], alone(config, TOKENS, starts)[0]) < 1e-12
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "variant", ["hybrid", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "hybrid")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", MODELS)
 def test_backends_agree_on_documents_and_every_gradient(variant):
     config = replace(CONFIG, **MODELS[variant])
     logits, gradients = run("torch", config, TOKENS, STARTS)
