@@ -146,8 +146,9 @@ def test_chunks_of_three_tiles(rule):
 @pytest.mark.parametrize("dtype", ["float64", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rule", RULES)
 def test_grouped_heads(rule, dtype):
-    """Two heads of q, each of two of values, and sequences of several chunks."""
-    within_budget(rule, *drawn_arrays(rule, 9, 1, 24, 2, 2, 8, 6, 2, decay=0.1), dtype, [0, 3, 24], chunk_size=16)
+    """Two heads of q, each of two of values; in KDA, whose products know of them, chunks of two tiles."""
+    size = 32 if rule == "kda" else 16
+    within_budget(rule, *drawn_arrays(rule, 9, 1, 24, 2, 2, 8, 6, 2, decay=0.1), dtype, [0, 3, 24], chunk_size=size)
 
 
 @pytest.mark.parametrize("rule", RULES)
