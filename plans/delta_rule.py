@@ -91,6 +91,10 @@ class DeltaRuleOptions:
         if self.use_gate_in_kernel and self.safe_gate and self.lower_bound is None:
             raise ValueError("lower_bound: expected a number in [-5, 0) with safe_gate, got None")
 
+    def scale_of(self, key: int) -> float:
+        """What queries of so many channels are multiplied by."""
+        return key**-0.5 if self.scale is None else self.scale
+
     def for_length(self, length: int) -> "DeltaRuleOptions":
         """The same with chunks no longer than so many tokens need: a chunk's time and memory grow with its square."""
         return replace(self, chunk_size=min(self.chunk_size, 1 << (length - 1).bit_length()))

@@ -34,7 +34,7 @@ def chunked_by_kernels(
     q, k, g = prepared(q, k, g, A_log, dt_bias, options)
     size = kernel_chunk_size(options.chunk_size)
     tables = _tables(cu_seqlens, len(q), q.shape[1], size)
-    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scale = options.scale_of(q.shape[-1])
     call: list[Any] = [q, k, v, g, beta, initial_state, tables, size, scale, recompute]
     if context is not None:
         ranks = KernelRanks(ranks_of(context), v.shape[-1])

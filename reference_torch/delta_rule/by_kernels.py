@@ -38,7 +38,7 @@ def chunked_by_kernels(
     size = kernel_chunk_size(options.chunk_size)
     tables = chunk_tables(np.arange(len(q) + 1) * q.shape[1] if cu_seqlens is None else cu_seqlens, size)
     arguments: list[Any] = [q, k, v, g, beta, initial_state, tables, size]
-    arguments += [q.shape[-1] ** -0.5 if options.scale is None else options.scale, recompute]
+    arguments += [options.scale_of(q.shape[-1]), recompute]
     if context is not None:
         arguments += [KernelRanks(context, v.shape[-1]), _edges(context, initial_state, tables.sequences, k, v)]
     return kernels.delta_rule(*arguments)

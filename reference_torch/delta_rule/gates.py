@@ -99,7 +99,7 @@ def gated(
     Returns:
         q, k [B, T, HV, K]; v [B, T, HV, V]; g [B, T, HV, K], for GDN [B, T, HV, 1]; beta [B, T, HV, 1].
     """
-    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scale = options.scale_of(q.shape[-1])
     q, k, v, g, beta = (at_least_float32(x) for x in (q, k, v, g, beta))
     q, k, g = prepared(q, k, g, A_log, dt_bias, options)
     group = v.shape[2] // q.shape[2]
