@@ -7,6 +7,7 @@
 # make bench-delta-rule the chunked delta rule beside the recurrence
 # make bench-cp         context parallelism: bytes, step time, wire error, a long sequence
 # make bench-pipeline   pipeline steps beside what their tables predict and beside PyTorch's own
+# make composition     compositions of all features beside the plain model, in both backends: 15 minutes
 # make kernels-report   registers, spills and shared memory of every kernel, compiled without a GPU
 # make test-gpu         kernels compiled and run        make bench-gpu  and measured; both need one GPU
 #
@@ -50,7 +51,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_INSTALLED := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
 ON_GPU := JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON)
 
-.PHONY: install demo check test test-all test-gpu bench bench-recompute bench-pipeline bench-offload bench-delta-rule bench-cp bench-gpu kernels-report clean
+.PHONY: install demo check test test-all test-gpu bench bench-recompute bench-pipeline bench-offload bench-delta-rule bench-cp bench-gpu kernels-report composition clean
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@echo "making $(VENV): about a minute, 2 GB"
@@ -102,6 +103,9 @@ bench-cp: $(INSTALLED)
 
 kernels-report: $(INSTALLED)
 	$(BIN)/python -m benchmarks.kernels_report
+
+composition: $(INSTALLED)
+	$(BIN)/python -m tests.composition_report
 
 test-gpu: $(GPU_INSTALLED)
 	$(ON_GPU) -m pytest -m gpu tests

@@ -1,14 +1,44 @@
-"""What processes that jax.distributed has joined tell each other beside their arrays."""
+"""The mesh of all devices, and what processes that jax.distributed has joined tell each other beside their arrays."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from plans.checkpoint import CheckpointError
+from plans.config import TransformerConfig
+from plans.partition import model_parallel_words
 
 LONGEST = 4096
 """Bytes of what is said; the rest is cut off."""
+
+
+def make_mesh(config: TransformerConfig, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
+    """Devices as a mesh of replicas, context and pipeline ranks; None: there is one.
+
+    Global ranks count as reference_torch.groups says: through a pipeline, then through the parts of the sequences, then
+    through replicas. Axis "pp" is always there, "cp" and "dp" where they are longer than 1.
+
+    Args:
+        config: the model's.
+        devices: of all processes; None: all there are.
+
+    Raises:
+        ValueError: their number is no multiple of what one replica takes.
+    """
+    devices = jax.devices() if devices is None else devices
+    n = config.model_parallel_size
+    if len(devices) % n:
+        raise ValueError(
+            f"{model_parallel_words(config)}: expected a divisor of the {len(devices)} devices given, got {n}; give a "
+            f"multiple of {n}"
+        )
+    if len(devices) == 1:
+        return None
+    sizes = {"dp": len(devices) // n, "cp": config.context_parallel_size, "pp": config.pipeline_model_parallel_size}
+    axes = {name: size for name, size in sizes.items() if size > 1 or name == "pp"}
+    return Mesh(np.array(devices).reshape([*axes.values()]), tuple(axes))
 
 
 def said_on_all_ranks(text: str) -> list[str]:

@@ -1,0 +1,288 @@
+"""Any configuration the rules accept, beside the plain one that must learn the same.
+
+A composition is drawn dimension by dimension, biased to pairs: two features are chosen first, everything else with a
+probability of its own. One step of it, on as many ranks as it asks for, is compared with one step of the plain model on
+one device of PyTorch: loss, every gradient, every parameter after AdamW's step, and the loss of the batch after it.
+
+    python -m tests.composition        # draws hundreds, and writes which pairs were covered to docs/composition.md
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import numpy as np
+from hypothesis import reject
+from hypothesis import strategies as st
+
+from parity.compare import relative_difference
+from parity.tolerances import GRADIENT, LOSS
+from plans.config import TrainConfig, TransformerConfig
+from plans.data import Corpus
+from plans.training import check_trainable
+from tests.backends import tiny_corpus
+from tests.test_documents import corpus_of_documents
+
+BASE = TransformerConfig(
+    hidden_size=8,
+    num_layers=2,
+    num_attention_heads=2,
+    seq_length=8,
+    linear_num_key_heads=1,
+    linear_num_value_heads=2,
+    mhc_init_gating_factor=0.3,
+    init_method_std=0.2,
+    params_dtype="float64",
+    pipeline_timeout=30.0,
+)
+SEQUENCES = 8
+"""Of a step, on all replicas together."""
+STEP, NEXT = 5, 6
+"""Numbers of the batches, of which the first is learnt."""
+
+
+class Composition(NamedTuple):
+    """A configuration, and on how many ranks it learns from what."""
+
+    model: TransformerConfig
+    train: TrainConfig
+    replicas: int
+    documents: bool
+    features: tuple[str, ...]
+    """What of it is not plain, by the names of FEATURES."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes, or devices."""
+        return self.replicas * self.model.model_parallel_size
+
+
+class Outcome(NamedTuple):
+    """Of one step."""
+
+    loss: float
+    gradients: dict[str, np.ndarray]
+    parameters: dict[str, np.ndarray]
+    """After it."""
+    next_loss: float
+    """Of another batch, after it."""
+
+
+def _schedule(name: str, virtual: int | None = None) -> dict[str, Any]:
+    return {
+        "pipeline_schedule": name,
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": virtual,
+        "num_layers": 4 if virtual else 3,
+        "pipeline_model_parallel_layout": None if virtual else "Et|ttL",
+    }
+
+
+def _selective(*modules: str, **more: Any) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": modules, **more}
+
+
+def _full(method: str, **more: Any) -> dict[str, Any]:
+    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": 1, **more}
+
+
+HYPER = {"enable_hyper_connections": True, "num_residual_streams": 2}
+DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "schedule": {
+        "gpipe": _schedule("gpipe"),
+        "1f1b": _schedule("1f1b"),
+        "interleaved": _schedule("interleaved", 2),
+        "zb-h1": _schedule("zb-h1"),
+    },
+    "context": {
+        "context ranks": {"context_parallel_size": 2},
+        "context ranks, ring": {"context_parallel_size": 2, "cp_exchange": "ring"},
+        "context ranks, scan": {"context_parallel_size": 2, "cp_exchange": "scan"},
+    },
+    "replicas": {"replicas": {"replicas": 2}},
+    "streams": {"mHC": HYPER, "mHC of the MLP": {**HYPER, "do_self_attention_hyper_connection": False}},
+    "layers": {
+        "KDA": {"layer_pattern": "kda,attention"},
+        "GDN": {"layer_pattern": "gdn,attention"},
+        "GELU": {"layer_pattern": "attention+gelu,attention"},
+    },
+    "recompute": {
+        "recompute mhc": {**HYPER, **_selective("mhc")},
+        "recompute mhc + layernorm": {**HYPER, **_selective("mhc", "layernorm", mhc_recompute_layer_num=1)},
+        "recompute core_attn + mlp": _selective("core_attn", "mlp"),
+        "recompute activation": _selective("activation"),
+        "recompute some activations": {
+            "recompute_activation_function": True,
+            "recompute_activation_function_num_layers": 1,
+        },
+        "recompute whole layers, uniform": _full("uniform"),
+        "recompute whole layers, block": _full("block"),
+    },
+    "parameters offloaded": {
+        "parameters offloaded": {"enable_tensor_offload": True},
+        "parameters offloaded, none ahead": {
+            "enable_tensor_offload": True,
+            "tensor_offload_num_prefetch_layers": 0,
+        },
+    },
+    "activations offloaded": {
+        "activations offloaded": {"enable_activation_offload": True, "activation_offload_min_bytes": 1}
+    },
+    "documents": {"documents": {"documents": True}},
+    "dropout": {"dropout": {"hidden_dropout": 0.3}},
+    "precision": {"bf16": {"params_dtype": "float32", "bf16": True}},
+    "embedding": {"untied embedding": {"untie_embeddings_and_output_weights": True}},
+    "attention": {"fused attention": {"use_flash_attn": True}, "grouped queries": {"num_query_groups": 1}},
+    "biases": {"biases": {"add_bias_linear": True}},
+    "loss": {"loss per token": {"calculate_per_token_loss": True}},
+    "messages": {
+        "messages not overlapped": {"overlap_p2p_comm": False},
+        "outputs kept": {"deallocate_pipeline_outputs": False},
+        "announced shapes": {"variable_seq_lengths": True},
+    },
+    "kernels": {"kernels": {"impl": "triton"}},
+}
+"""What can be other than plain: of each dimension at most one feature, with the settings that make it."""
+FEATURES = {name: (dimension, settings) for dimension, named in DIMENSIONS.items() for name, settings in named.items()}
+RARE = ("kernels", "bf16")
+"""Never drawn but as one of the two: the interpreter takes its time, and bfloat16 hides small mistakes."""
+
+
+@st.composite
+def compositions(draw: Callable, among: Sequence[str] = (*FEATURES,)) -> Composition:
+    """Any accepted composition.
+
+    Args:
+        draw: hypothesis's.
+        among: features it may have.
+    """
+    allowed = {dimension: [name for name in named if name in among] for dimension, named in DIMENSIONS.items()}
+    allowed = {dimension: named for dimension, named in allowed.items() if named}
+    pair = draw(st.lists(st.sampled_from([*allowed]), min_size=2, max_size=2, unique=True))
+    chosen = {dimension: draw(st.sampled_from(allowed[dimension])) for dimension in pair}
+    for dimension, named in allowed.items():
+        usual = [name for name in named if name not in RARE]
+        if dimension not in chosen and usual and draw(st.integers(0, 2)) == 0:
+            chosen[dimension] = draw(st.sampled_from(usual))
+    size = draw(st.sampled_from([1, 2, 4]))
+    try:
+        return compose(chosen.values(), size)
+    except ValueError:
+        reject()
+
+
+def compose(names: Iterable[str], micro_batch_size: int = 2) -> Composition:
+    """The composition of some features.
+
+    Raises:
+        ValueError: the rules do not accept it.
+    """
+    names = sorted(names, key=[*FEATURES].index)
+    settings: dict[str, Any] = {}
+    for name in names:
+        settings |= FEATURES[name][1]
+    replicas, documents = settings.pop("replicas", 1), settings.pop("documents", False)
+    model = replace(BASE, **settings)
+    train = TrainConfig(
+        train_iters=8,
+        global_batch_size=SEQUENCES,
+        micro_batch_size=micro_batch_size,
+        lr=3e-3,
+        min_lr=3e-4,
+        lr_warmup_iters=2,
+    )
+    check_trainable(model, train, replicas)
+    return Composition(model, train, replicas, documents, tuple(names))
+
+
+MUST_BE_ACCEPTED = [
+    ("mHC", schedule, recompute, *offload, "dropout")
+    for schedule in ("1f1b", "interleaved", "zb-h1")
+    for recompute in ("recompute mhc", "recompute mhc + layernorm", "recompute whole layers, block")
+    for offload in ((), ("parameters offloaded", "activations offloaded"))
+] + [("KDA", "context ranks", "1f1b", "dropout"), ("replicas", "1f1b", "dropout")]
+"""By name, embeddings tied."""
+
+LIKE_ANY = {
+    name: field.default
+    for name, field in TransformerConfig.__dataclass_fields__.items()
+    if any(word in name for word in ("recompute", "offload", "pipeline", "context_parallel", "cp_", "p2p"))
+    or name in ("impl", "variable_seq_lengths", "calculate_per_token_loss", "microbatch_group_size_per_vp_stage")
+}
+"""Settings that change how a model learns, but nothing of what."""
+
+
+def plain(composition: Composition) -> Composition:
+    """The same model and data on one device, everything kept, by PyTorch's own operations."""
+    model = replace(composition.model, **LIKE_ANY)
+    train = replace(composition.train, micro_batch_size=SEQUENCES)
+    return Composition(model, train, 1, composition.documents, ())
+
+
+def corpus_of(composition: Composition) -> Corpus:
+    """What is learnt."""
+    return corpus_of_documents() if composition.documents else tiny_corpus()
+
+
+def step_of(trainer: Any, composition: Composition) -> Outcome:
+    """One step of either backend's trainer, on this rank."""
+    corpus, length = corpus_of(composition), composition.model.seq_length
+    loss, gradients = trainer.loss_and_gradients(corpus.batch(STEP, SEQUENCES, length), STEP)
+    result = trainer.train_step(STEP)
+    assert abs(result.loss - loss) <= 1e-9 + LOSS[composition.model.compute_dtype], "a step's loss is not the batch's"
+    parameters = trainer.parameters()
+    return Outcome(loss, gradients, parameters, trainer.loss_and_gradients(corpus.batch(NEXT, SEQUENCES, length))[0])
+
+
+def torch_step(composition: Composition) -> Outcome:
+    """Of PyTorch, on this rank of as many as there are; run on every one."""
+    from reference_torch.groups import make_mesh
+    from reference_torch.train import Trainer
+
+    mesh = make_mesh(composition.model) if composition.ranks > 1 else None
+    trainer = Trainer(composition.model, composition.train, corpus_of(composition), device="cpu", mesh=mesh)
+    return step_of(trainer, composition)
+
+
+def jax_step(composition: Composition) -> Outcome:
+    """Of JAX, on as many devices."""
+    import jax
+
+    from jax_impl.groups import make_mesh
+    from jax_impl.train import Trainer
+
+    mesh = make_mesh(composition.model, jax.devices()[: composition.ranks])
+    return step_of(Trainer(composition.model, composition.train, corpus_of(composition), mesh), composition)
+
+
+@lru_cache(maxsize=256)
+def _plain_step(composition: Composition) -> Outcome:
+    return torch_step(composition)
+
+
+def assert_learns_as_plain(found: Outcome, composition: Composition) -> None:
+    """Compare one step with the plain one."""
+    expected, dtype = _plain_step(plain(composition)), composition.model.compute_dtype
+    exact = dtype == "float64"
+    tolerance = 1e-11 if exact else LOSS[dtype]
+    assert abs(found.loss - expected.loss) <= tolerance, f"loss {found.loss}, plain {expected.loss}"
+    assert found.gradients.keys() == expected.gradients.keys()
+    whole = np.sqrt(sum(np.vdot(g, g) for g in expected.gradients.values()))
+    for name, gradient in expected.gradients.items():
+        away = relative_difference(found.gradients[name], gradient)
+        if not exact:  # of what nearly cancels, little is left to compare
+            away *= min(1.0, np.linalg.norm(gradient) / (0.1 * whole))
+        limit = 1e-10 if exact else GRADIENT[dtype]
+        assert away <= limit, f"gradient of {name}: {away:.1e} from the plain one"
+    for name, parameter in expected.parameters.items() if exact else ():
+        away = relative_difference(found.parameters[name], parameter)
+        assert away <= 1e-8, f"{name} after the step: {away:.1e}"  # AdamW divides by the root of squares near 0
+    limit = 1e-8 if exact else LOSS[dtype]
+    assert abs(found.next_loss - expected.next_loss) <= limit, f"loss after it {found.next_loss}"
+
+
+def pairs_of(composition: Composition) -> set[tuple[str, str]]:
+    """Of features, in the order of FEATURES."""
+    return set(combinations(composition.features, 2))

@@ -1,0 +1,68 @@
+"""Compositions in JAX; tests/test_composition.py runs this file in a process with eight devices."""
+
+import os
+
+import hypothesis
+import jax
+import pytest
+from hypothesis import Phase, given, settings
+
+from plans.implementation import callback_threads
+from tests.composition import FEATURES, MUST_BE_ACCEPTED, assert_learns_as_plain, compose, compositions, jax_step
+
+os.environ["NPROC"] = str(callback_threads(8))
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_disable_most_optimizations", True)
+QUICK = [name for name in FEATURES if name != "kernels"]
+COMPILED = settings(phases=[Phase.explicit, Phase.generate], suppress_health_check=[*hypothesis.HealthCheck])
+"""Every example is compiled anew: none is tried again to make it smaller."""
+
+
+def check(composition) -> None:
+    assert_learns_as_plain(jax_step(composition), composition)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        ("zb-h1", "mHC", "recompute mhc + layernorm", "parameters offloaded", "activations offloaded", "dropout"),
+        ("KDA", "context ranks", "1f1b", "dropout"),
+    ],
+    ids="+".join,
+)
+def test_some_of_what_must_be_accepted(features):
+    check(compose(features))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("features", MUST_BE_ACCEPTED, ids="+".join)
+def test_what_must_be_accepted(features):
+    check(compose(features))
+
+
+@pytest.mark.timeout(600)
+@settings(COMPILED, max_examples=3)
+@given(compositions(QUICK))
+def test_any_accepted_configuration(composition):
+    check(composition)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(COMPILED, max_examples=40)
+@given(compositions(QUICK))
+def test_more_accepted_configurations(composition):
+    check(composition)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "features",
+    [("kernels", "GDN", "context ranks", "1f1b"), ("kernels", "mHC", "recompute mhc", "replicas")],
+    ids="+".join,
+)
+def test_kernels(features):
+    check(compose(features, 4))

@@ -1,0 +1,161 @@
+"""Whatever configuration is accepted learns what the plain one learns; see tests/composition.py."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations
+
+import hypothesis
+import pytest
+from hypothesis import given, settings
+
+from plans.config import TransformerConfig
+from reference_torch.rank_pool import RankPool
+from tests.composition import (
+    BASE,
+    DIMENSIONS,
+    FEATURES,
+    HYPER,
+    LIKE_ANY,
+    MUST_BE_ACCEPTED,
+    Composition,
+    assert_learns_as_plain,
+    compose,
+    compositions,
+    plain,
+    torch_step,
+)
+from tests.test_pipeline_jax import run_cases
+
+EXAMPLES = {8: 8, 25: 24}.get(settings.default.max_examples, 240)
+"""Of make check, of make test, of make test-all."""
+QUICK = [name for name in FEATURES if name != "kernels"]
+
+
+class Pools:
+    """Processes that stay from one composition to the next, by their number."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def step(self, composition: Composition, timeout: float = 120.0):
+        """One step of PyTorch, on as many ranks as the composition has."""
+        if composition.ranks == 1:
+            return torch_step(composition)
+        if composition.ranks not in self._pools:
+            self._pools[composition.ranks] = RankPool(composition.ranks, timeout, ("reference_torch.train",))
+        return self._pools[composition.ranks].run("tests.composition:torch_step", composition)[0]
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+@pytest.fixture(scope="module")
+def pools():
+    made = Pools()
+    yield made
+    made.close()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("features", MUST_BE_ACCEPTED, ids="+".join)
+def test_what_must_be_accepted_learns_as_plain(features, pools):
+    composition = compose(features)
+    assert composition.features == tuple(sorted(features, key=[*FEATURES].index))
+    assert_learns_as_plain(pools.step(composition), composition)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(1800)
+def test_any_accepted_configuration_learns_as_plain(pools):
+    drawn = Counter()
+
+    @settings(max_examples=EXAMPLES)
+    @given(compositions(QUICK))
+    def learns_as_plain(composition):
+        drawn.update(composition.features)
+        drawn["ranks", composition.ranks] += 1
+        assert_learns_as_plain(pools.step(composition), composition)
+
+    learns_as_plain()
+    for dimension in ("schedule", "context", "replicas", "streams", "recompute", "layers", "precision"):
+        assert any(drawn[name] for name in DIMENSIONS[dimension]), f"no {dimension} was drawn"
+    if EXAMPLES >= 24:
+        assert all(drawn["ranks", ranks] for ranks in (1, 2, 4, 8)), drawn
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "features",
+    [
+        ("kernels", "GDN", "context ranks", "replicas"),
+        pytest.param(("kernels", "1f1b", "mHC", "recompute mhc", "dropout"), marks=pytest.mark.slow),
+        pytest.param(("kernels", "interleaved", "KDA", "context ranks, ring"), marks=pytest.mark.slow),
+        pytest.param(("kernels", "zb-h1", "mHC", "activations offloaded"), marks=pytest.mark.slow),
+        pytest.param(("kernels", "KDA", "documents", "context ranks, scan", "1f1b"), marks=pytest.mark.slow),
+    ],
+    ids="+".join,
+)
+def test_kernels_learn_as_plain(features, pools):
+    composition = compose(features, 4)
+    assert_learns_as_plain(pools.step(composition, 280.0), composition)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(900)
+def test_jax_learns_as_plain():
+    run_cases("tests/composition_jax_cases.py", "not slow", 880)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(2700)
+def test_jax_learns_as_plain_whatever_is_asked():
+    run_cases("tests/composition_jax_cases.py", "slow", 2680)
+
+
+def test_every_pair_of_features_is_accepted():
+    """Of two dimensions; what takes three to be refused says why."""
+    for pair in combinations(FEATURES, 2):
+        if FEATURES[pair[0]][0] != FEATURES[pair[1]][0]:
+            assert compose(pair).features == pair
+
+
+@hypothesis.settings(max_examples=200)
+@given(hypothesis.strategies.sets(hypothesis.strategies.sampled_from([*FEATURES]), min_size=3, max_size=8))
+def test_a_refusal_names_the_setting(names):
+    refused = refusal_of(names)
+    assert not refused or re.match(r"[a-z_]+(, [a-z_]+)*: expected .*, got ", refused), refused
+
+
+def refusal_of(names) -> str:
+    """Why a combination is not accepted, or the empty string."""
+    try:
+        compose(names)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_the_plain_model_has_nothing_but_what_is_learnt():
+    everything = compose(("1f1b", "context ranks", "replicas", "recompute mhc", "parameters offloaded", "documents"))
+    alone = plain(everything)
+    assert alone.ranks == 1
+    assert alone.documents
+    kept = {name: getattr(everything.model, name) for name in ("num_layers", *HYPER)}
+    assert alone.model == replace(BASE, **kept, pipeline_timeout=LIKE_ANY["pipeline_timeout"])
+    assert not {"hidden_dropout", "layer_pattern", "bf16", "seed", "use_flash_attn"} & LIKE_ANY.keys()
+    assert LIKE_ANY.keys() <= TransformerConfig.__dataclass_fields__.keys()
+
+
+def test_a_wrong_gradient_is_seen():
+    composition = compose(("dropout",))
+    found = torch_step(composition)
+    assert_learns_as_plain(found, composition)
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    wrong = found.gradients | {name: found.gradients[name] * (1 + 1e-9)}
+    with pytest.raises(AssertionError, match=rf"gradient of {name}: 1\.0e-09 from the plain one"):
+        assert_learns_as_plain(found._replace(gradients=wrong), composition)
+    with pytest.raises(AssertionError, match="loss after it"):
+        assert_learns_as_plain(found._replace(next_loss=found.next_loss + 1e-7), composition)
