@@ -1,6 +1,7 @@
 """The mesh of all devices, and what processes that jax.distributed has joined tell each other beside their arrays."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ LONGEST = 4096
 """Bytes of what is said; the rest is cut off."""
 
 
-def make_mesh(config: TransformerConfig, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
+def make_mesh(config: TransformerConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
     """Devices as a mesh of replicas, context and pipeline ranks; None: there is one.
 
     Global ranks count as reference_torch.groups says: through a pipeline, then through the parts of the sequences, then

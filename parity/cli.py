@@ -23,11 +23,19 @@ from parity.commands import Command, Compare, Curves, Info, Plan, Sample, Train,
 from parity.config_file import with_config_file
 from parity.context_report import print_context
 from parity.driver import SavePlan, run_training
-from parity.launch import check_processes, is_one_of_several, join_processes, rank, speaks, start_processes
+from parity.launch import (
+    check_processes,
+    is_one_of_several,
+    join_devices,
+    join_processes,
+    rank,
+    speaks,
+    start_processes,
+)
 from parity.memory_report import block_words, print_plan
 from parity.offload_report import print_offload
 from parity.schedule_report import print_schedule
-from plans.checkpoint import MODEL, read_checkpoint, split_arrays
+from plans.checkpoint import MODEL, list_checkpoints, read_checkpoint, split_arrays
 from plans.communication import PipelineError
 from plans.context import check_shared
 from plans.data import load_corpus
@@ -60,8 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = _parse(arguments)
         if isinstance(command, Train):
             check_processes(command)
-            if command.processes > 1 and not is_one_of_several():
-                return start_processes(command.processes, f"{PACKAGES[command.backend]}.train", _after_train(arguments))
+            if command.backend == "torch" and command.ranks_here > 1 and not is_one_of_several():
+                return start_processes(command.ranks_here, "reference_torch.train", _after_train(arguments))
         return _ACTIONS[type(command)](command, console)
     except (ValueError, ModuleNotFoundError) as error:
         if speaks():  # the others say the same
@@ -184,20 +192,30 @@ def _compare(command: Compare, console: Console) -> int:
 
 
 def _train(command: Train, console: Console) -> int:
-    module = _load_backend(command.backend, *_demands(command))
+    dtype, threads, _, impl = _demands(command)
+    module = _load_backend(command.backend, dtype, threads, command.ranks_here, impl)
+    place = _place(command)
+    console.quiet |= (command.process_id or 0) > 0
     corpus = load_corpus(command.data)
     if command.save is not None:
         _check_output(command.save, ())
     _print_setting(command, corpus, console)
-    trainer = module.Trainer(command.model, command.train, corpus, **_place(command))
+    trainer = module.Trainer(command.model, command.train, corpus, **place)
     plan = SavePlan(command.save, command.save_interval, command.exit_step)
-    run_training(trainer, plan, console, command.log_interval, command.resume, command.backend)
+    resume = command.resume or (command.resume_if_saved and trainer.any_process(_has_checkpoint(command.save)))
+    run_training(trainer, plan, console, command.log_interval, resume, command.backend)
     return 0
+
+
+def _has_checkpoint(folder: Path | None) -> bool:
+    return folder is not None and bool(list_checkpoints(folder))
 
 
 def _place(command: Train) -> dict[str, Any]:
     """Where the trainer computes, and with whom: its arguments beside the settings."""
-    if command.backend != "torch" or not is_one_of_several():
+    if command.backend == "jax":
+        return {"mesh": join_devices(command)}
+    if not is_one_of_several():
         return {}
     import torch
 

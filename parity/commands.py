@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -74,11 +75,20 @@ class Train(TrainingRun):
     """Steps between checkpoints; 0: only at the end, or when stopped."""
     resume: bool = False
     """Go on from the newest checkpoint in the save folder, whichever backend wrote it."""
+    resume_if_saved: bool = False
+    """As resume, but begin where the folder has no checkpoint yet: for what starts a run again after a fault."""
     exit_step: int | None = None
     """Stop after so many steps of the whole run, to go on later with resume."""
     nproc: int | None = None
-    """Processes to start on this machine, with PyTorch: pipeline ranks times context ranks times replicas; None: of one
-    replica. JAX serves all devices from one; torchrun starts processes on several machines."""
+    """Ranks on this machine, pipeline ranks times context ranks times replicas: processes to start, with PyTorch;
+    devices to use from this process, with JAX. None: of one replica. On several machines: see docs/composition.md."""
+    coordinator_address: str | None = None
+    """JAX on several machines: host:port of the first process, as jax.distributed.initialize takes it, with
+    num_processes and process_id; auto: all three from the cluster's own (Slurm, Open MPI, Kubernetes, TPU)."""
+    num_processes: int | None = None
+    """JAX on several machines: processes in all, each with the same number of devices."""
+    process_id: int | None = None
+    """JAX on several machines: number of this process, from 0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,13 +98,43 @@ class Train(TrainingRun):
             raise ValueError(f"exit_step: expected at least 1, got {self.exit_step}")
         if self.nproc is not None and self.nproc < 1:
             raise ValueError(f"nproc: expected at least 1, got {self.nproc}")
-        if self.save is None and (self.resume or self.save_interval):
-            raise ValueError("save: expected a folder with resume or save_interval, got none; give --save FOLDER")
+        if self.save is None and (self.resume or self.resume_if_saved or self.save_interval):
+            raise ValueError(
+                "save: expected a folder with resume, resume_if_saved or save_interval, got none; give --save FOLDER"
+            )
+        self._check_coordinator()
+
+    def _check_coordinator(self) -> None:
+        address, given = self.coordinator_address, (self.num_processes, self.process_id)
+        if self.backend == "torch" and (address, *given) != (None,) * 3:
+            raise ValueError(
+                "coordinator_address, num_processes, process_id: expected none with backend 'torch', whose processes "
+                "torchrun starts and joins, got "
+                f"{address!r}, {self.num_processes} and {self.process_id}"
+            )
+        if address in (None, "auto"):
+            if given != (None, None):
+                raise ValueError(
+                    "coordinator_address: expected host:port of the first process beside num_processes and process_id, "
+                    f"got {address!r}"
+                )
+            return
+        if not re.fullmatch(r"\S+:\d+", address):
+            raise ValueError(f"coordinator_address: expected host:port or auto, got {address!r}")
+        if self.num_processes is None or self.process_id is None:
+            raise ValueError(
+                f"num_processes, process_id: expected both beside coordinator_address, got {self.num_processes} and "
+                f"{self.process_id}"
+            )
+        if not 0 <= self.process_id < self.num_processes:
+            raise ValueError(
+                f"process_id: expected 0 <= process_id < num_processes={self.num_processes}, got {self.process_id}"
+            )
 
     @property
-    def processes(self) -> int:
-        """To start on this machine."""
-        return self.nproc or (self.model.model_parallel_size if self.backend == "torch" else 1)
+    def ranks_here(self) -> int:
+        """Processes to start on this machine, or devices of this process."""
+        return self.nproc or max(1, self.model.model_parallel_size // (self.num_processes or 1))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ A process that is one of several knows it from its environment, which is torchru
 MASTER_ADDR and MASTER_PORT.
 """
 
+import math
 import os
 import signal
 import socket
@@ -21,6 +22,8 @@ from plans.training import check_trainable
 
 GRACE = 10.0
 """Seconds the other processes get to end by themselves after one has failed."""
+LONGEST_SILENCE = 100.0
+"""Seconds after which a process of jax.distributed counts as dead, unless pipeline_timeout is shorter."""
 CHILD = "DIPTYCH_CHILD"
 """Set where start_processes started this process, whose standard input then ends with its parent."""
 
@@ -46,20 +49,23 @@ def check_processes(command: Train) -> None:
     Raises:
         ValueError: naming the setting.
     """
-    n = command.model.model_parallel_size
-    size = int(os.environ["WORLD_SIZE"]) if is_one_of_several() else command.processes
+    n, what = command.model.model_parallel_size, "processes"
+    size, remedy = command.ranks_here, f"give --nproc {n}, or start a multiple of {n} by torchrun"
     if command.backend == "jax":
-        if size > 1:
+        if is_one_of_several():
             raise ValueError(
-                f"nproc: expected 1 with backend 'jax', which serves all devices from one process, got {size}; start "
-                "it by itself, without torchrun"
+                "backend: expected 'torch' under torchrun, got 'jax'; start each of its processes by itself, with "
+                "--coordinator-address"
             )
-        check_trainable(command.model, command.train)
-        return
+        if command.coordinator_address == "auto":
+            return  # how many there are is known once they have met
+        size, what = size * (command.num_processes or 1), "devices"
+        remedy = f"give an --nproc that makes it a multiple of {n}"
+    elif is_one_of_several():
+        size = int(os.environ["WORLD_SIZE"])
     if size % n:
         raise ValueError(
-            f"nproc: expected a multiple of {model_parallel_words(command.model)}={n} processes, got {size}; give "
-            f"--nproc {n}, or start a multiple of {n} by torchrun"
+            f"nproc: expected a multiple of {model_parallel_words(command.model)}={n} {what}, got {size}; {remedy}"
         )
     check_trainable(command.model, command.train, size // n)
 
@@ -160,3 +166,33 @@ def join_processes(device_type: str):
         return torch.device("cuda", local)
     dist.init_process_group("gloo")
     return torch.device("cpu")
+
+
+def join_devices(command: Train):
+    """JAX's devices for a run, of all its processes, which jax.distributed joins; called before JAX is used.
+
+    Returns:
+        Their mesh, or None where there is one device.
+
+    Raises:
+        ValueError: there are fewer devices than asked for, or they do not fit the model.
+        RuntimeError: the other processes did not come.
+    """
+    import jax
+
+    from jax_impl.groups import make_mesh
+
+    if command.coordinator_address is not None:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            None if command.coordinator_address == "auto" else command.coordinator_address,
+            command.num_processes,
+            command.process_id,
+            initialization_timeout=math.ceil(command.model.pipeline_timeout),
+            heartbeat_timeout_seconds=math.ceil(min(command.model.pipeline_timeout, LONGEST_SILENCE)),
+        )
+        return make_mesh(command.model)
+    devices, wanted = jax.devices(), command.ranks_here
+    if len(devices) < wanted:
+        raise ValueError(f"nproc: expected at most the {len(devices)} devices JAX has, got {wanted}")
+    return make_mesh(command.model, devices[:wanted])

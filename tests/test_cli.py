@@ -266,7 +266,7 @@ def test_installed_command_runs_in_32_bit_jax(corpus, tmp_path):
 
 def test_jax_is_not_one_of_several_processes(corpus, capsys, monkeypatch):
     """Each would train the whole model, and write the same files. Of every machine's processes one says so."""
-    message = "nproc: expected 1 with backend 'jax', which .* one process, got 4; start it by itself, without torchrun"
+    message = "backend: expected 'torch' under torchrun, got 'jax'; start each of its processes by itself, with --coord"
     monkeypatch.setenv("WORLD_SIZE", "4")
     for rank, local_rank, speaks in (("0", "0", True), ("1", "1", False), ("2", "0", True), ("3", "1", False)):
         monkeypatch.setenv("RANK", rank)

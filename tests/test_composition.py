@@ -32,19 +32,27 @@ EXAMPLES = {8: 8, 25: 24}.get(settings.default.max_examples, 240)
 QUICK = [name for name in FEATURES if name != "kernels"]
 
 
+USES = 8
+"""Compositions that processes serve before new ones are started: every trainer makes groups, whose threads stay."""
+
+
 class Pools:
     """Processes that stay from one composition to the next, by their number."""
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
+        self._uses: Counter[int] = Counter()
 
     def step(self, composition: Composition, timeout: float = 120.0):
         """One step of PyTorch, on as many ranks as the composition has."""
         if composition.ranks == 1:
             return torch_step(composition)
-        if composition.ranks not in self._pools:
-            self._pools[composition.ranks] = RankPool(composition.ranks, timeout, ("reference_torch.train",))
-        return self._pools[composition.ranks].run("tests.composition:torch_step", composition)[0]
+        count = composition.ranks
+        pool = self._pools.setdefault(count, RankPool(count, timeout, ("reference_torch.train",)))
+        self._uses[count] += 1
+        if self._uses[count] % USES == 0:
+            pool.close()  # the next call starts new ones
+        return pool.run("tests.composition:torch_step", composition)[0]
 
     def close(self) -> None:
         for pool in self._pools.values():

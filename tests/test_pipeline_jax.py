@@ -153,11 +153,16 @@ def test_training_may_lie_in_two_processes(cut, tmp_path):
     in_two_processes(JOIN + TRAINS, str(tmp_path), cut)
 
 
-def in_two_processes(script: str, *arguments: str) -> None:
-    """Run a script in two processes with one device each, and see that both print that they found all equal."""
+def free_port() -> int:
+    """Of this machine."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+        return free.getsockname()[1]
+
+
+def in_two_processes(script: str, *arguments: str) -> None:
+    """Run a script in two processes with one device each, and see that both print that they found all equal."""
+    port = str(free_port())
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", script, port, str(rank), *arguments],
