@@ -125,7 +125,7 @@ def test_two_processes_of_jax_go_on_after_one_was_killed(data, undisturbed, tmp_
         port = free_port()
         for number in range(2):
             jax_process(started, port, number, *STAGES, *data, *save)
-        after_steps(started.processes[0], run, 5)
+        after_steps(started.processes[0], run, 5, 200.0)
         started.processes[1].kill()
         codes = [code for code, _, _ in started.ended(100)]
     assert codes[0] != 0

@@ -214,12 +214,12 @@ def ranks_of(process: subprocess.Popen) -> list[int]:
     return [int(number) for number in children.read_text().split()]
 
 
-def after_steps(process: subprocess.Popen, run: Path, count: int) -> list[int]:
+def after_steps(process: subprocess.Popen, run: Path, count: int, seconds: float = 60.0) -> list[int]:
     """Wait until a run has taken some steps; its ranks' process ids."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + seconds
     while len(read_metrics(run / "metrics.jsonl")) < count:
         assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < end, "no steps in a minute"
+        assert time.monotonic() < end, f"no {count} steps in {seconds:g} s"
         time.sleep(0.05)
     return ranks_of(process)
 
