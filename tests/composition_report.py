@@ -126,11 +126,11 @@ def main(torch_cases: int = TORCH_CASES, jax_cases: int = JAX_CASES) -> int:
     from parity.report import environment
 
     drawn, pools = draw(torch_cases), Pools()
-    todo = [("torch", each) for each in drawn] + [("jax", each) for each in drawn[:jax_cases]]
     try:
-        cases = [run(backend, each, pools) for backend, each in track(todo, "compositions")]
+        cases = [run("torch", each, pools) for each in track(drawn, "in PyTorch")]
     finally:
         pools.close()
+    cases += [run("jax", each, pools) for each in track(drawn[:jax_cases], "in JAX")]
     results = {"environment": environment(), "seed": SEED, "cases": [asdict(case) for case in cases]}
     RESULTS.write_text(json.dumps(json.loads(json.dumps(results)), indent=1) + "\n")
     PAGE.write_text(written(PAGE.read_text(), table(json.loads(RESULTS.read_text()))))

@@ -32,8 +32,9 @@ EXAMPLES = {8: 8, 25: 24}.get(settings.default.max_examples, 240)
 QUICK = [name for name in FEATURES if name != "kernels"]
 
 
-USES = 8
-"""Compositions that processes serve before new ones are started: every trainer makes groups, whose threads stay."""
+USES = 2
+"""Compositions that processes serve before new ones are started: every trainer makes groups, whose threads stay, and
+wake a hundred times a second."""
 
 
 class Pools:
