@@ -221,7 +221,7 @@ class Functions(ABC):
         """Outputs and final states of the gated delta rule: see delta_rule.chunk_kda, whose checks were made.
 
         Args:
-            q, k: [B, T, H, K], K <= 256
+            q, k: [B, T, H, K], K <= 256. float16 is computed as float32: what stands between has a wider range.
             v: [B, T, HV, V], V <= 256
             g: log decay. [B, T, HV, K]; [B, T, HV]: one for all channels
             beta: [B, T, HV]
@@ -239,6 +239,9 @@ class Functions(ABC):
                     f"{name}: expected at most {MAX_KERNEL_CHANNELS} channels, got {x.shape[-1]}; "
                     "impl='reference' takes any number"
                 )
+        given = dtype_name(v)
+        if "float16" in (dtype_name(q), dtype_name(k), given):  # states and their gradients may pass its 65504
+            q, k, v = (self.cast(x, "float32") for x in (q, k, v))
         dtype, value_heads, width = wide(dtype_name(q)), *v.shape[2:]
         sequences = self.integers(tables.sequences, q)
         if initial is None:
@@ -251,7 +254,7 @@ class Functions(ABC):
         if edges is not None:
             arrays += edges._replace(sequences=self.integers(edges.sequences, q))
         o, final = self.apply(DELTA_RULE, static, *arrays)
-        return o.reshape(*v.shape), final
+        return self.cast(o, given).reshape(*v.shape), final
 
 
 def _check_given(

@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array
 
 from kernels import tuning
+from kernels.delta_rule.launches import even_table
 from kernels.functions import Functions
 from kernels.launch import Launch
 from kernels.mesh_axes import varying_alike
@@ -185,13 +186,25 @@ def measure(launch: Launch, inputs: Sequence[Any], repeats: int = 20, rounds: in
         return outputs
 
     with jax.ensure_compile_time_eval():
-        arrays = [_random(place, x.shape, jnp.dtype(dtype_name(x))) for place, x in enumerate(inputs)]
+        arrays = examples(launch, inputs)
         times = []
         for _ in range(rounds):
             start = time.perf_counter()
             jax.block_until_ready(chain(*arrays))
             times.append((time.perf_counter() - start) / repeats)
     return float(np.median(times[2:]))
+
+
+def examples(launch: Launch, inputs: Sequence[Any]) -> list[Array]:
+    """Arrays to measure a launch on: random numbers of the inputs' shapes, tables that give it all tokens."""
+    named = [(place, x.shape, jnp.dtype(dtype_name(x))) for place, x in enumerate(inputs)]
+    is_table = [len(shape) == 2 and jnp.issubdtype(dtype, jnp.integer) for _, shape, dtype in named]
+    tokens = max((shape[0] for _, shape, _ in named if len(shape) in (2, 3)), default=0)
+    size = dict(launch.constants).get("C", 1)
+    return [
+        jnp.asarray(even_table(shape, tokens, size)) if table else _random(place, shape, dtype)
+        for table, (place, shape, dtype) in zip(is_table, named, strict=True)
+    ]
 
 
 def _random(seed: int, shape: tuple[int, ...], dtype: np.dtype) -> Array:

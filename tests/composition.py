@@ -7,6 +7,7 @@ one device of PyTorch: loss, every gradient, every parameter after AdamW's step,
     python -m tests.composition        # draws hundreds, and writes which pairs were covered to docs/composition.md
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -22,6 +23,7 @@ from parity.tolerances import GRADIENT, LOSS
 from plans.config import TrainConfig, TransformerConfig
 from plans.data import Corpus
 from plans.training import check_trainable
+from reference_torch.rank_pool import RankPool
 from tests.backends import tiny_corpus
 from tests.test_documents import corpus_of_documents
 
@@ -146,6 +148,8 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 """What can be other than plain: of each dimension at most one feature, with the settings that make it."""
 FEATURES = {name: (dimension, settings) for dimension, named in DIMENSIONS.items() for name, settings in named.items()}
+QUICK = [name for name in FEATURES if name != "kernels"]
+"""Those the interpreter has no part in."""
 RARE = ("kernels", "bf16")
 """Never drawn but as one of the two: the interpreter takes its time, and bfloat16 hides small mistakes."""
 
@@ -244,6 +248,34 @@ def torch_step(composition: Composition) -> Outcome:
     mesh = make_mesh(composition.model) if composition.ranks > 1 else None
     trainer = Trainer(composition.model, composition.train, corpus_of(composition), device="cpu", mesh=mesh)
     return step_of(trainer, composition)
+
+
+USES = 2
+"""Compositions that processes serve before new ones are started: every trainer makes groups, whose threads stay, and
+wake a hundred times a second."""
+
+
+class Pools:
+    """Processes that stay from one composition to the next, by their number."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+        self._uses: Counter[int] = Counter()
+
+    def step(self, composition: Composition, timeout: float = 120.0):
+        """One step of PyTorch, on as many ranks as the composition has."""
+        if composition.ranks == 1:
+            return torch_step(composition)
+        count = composition.ranks
+        pool = self._pools.setdefault(count, RankPool(count, timeout, ("reference_torch.train",)))
+        self._uses[count] += 1
+        if self._uses[count] % USES == 0:
+            pool.close()  # the next call starts new ones
+        return pool.run("tests.composition:torch_step", composition)[0]
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
 
 
 def jax_step(composition: Composition) -> Outcome:

@@ -8,13 +8,12 @@ import pytest
 from hypothesis import Phase, given, settings
 
 from plans.implementation import callback_threads
-from tests.composition import FEATURES, MUST_BE_ACCEPTED, assert_learns_as_plain, compose, compositions, jax_step
+from tests.composition import MUST_BE_ACCEPTED, QUICK, assert_learns_as_plain, compose, compositions, jax_step
 
 os.environ["NPROC"] = str(callback_threads(8))
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_disable_most_optimizations", True)
-QUICK = [name for name in FEATURES if name != "kernels"]
 COMPILED = settings(phases=[Phase.explicit, Phase.generate], suppress_health_check=[*hypothesis.HealthCheck])
 """Every example is compiled anew: none is tried again to make it smaller."""
 

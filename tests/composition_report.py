@@ -20,12 +20,13 @@ from plans.implementation import callback_threads
 from tests.composition import (
     DIMENSIONS,
     FEATURES,
+    QUICK,
     Composition,
+    Pools,
     assert_learns_as_plain,
     compositions,
     jax_step,
 )
-from tests.test_composition import QUICK, Pools
 
 ROOT = Path(__file__).parent.parent
 PAGE, RESULTS = ROOT / "docs" / "composition.md", ROOT / "benchmarks" / "results" / "composition-cpu.json"
@@ -115,10 +116,11 @@ def written(page: str, text: str) -> str:
     return before + BEGIN + text + END + rest.split(END, 1)[1]
 
 
-def main(torch_cases: int = TORCH_CASES, jax_cases: int = JAX_CASES) -> int:
-    """Run, and write results and table."""
+def main() -> None:
+    """Run, and write results and table; so many cases in PyTorch and in JAX as the command says."""
     import jax
 
+    torch_cases, jax_cases = map(int, sys.argv[1:] or (TORCH_CASES, JAX_CASES))
     os.environ["NPROC"] = str(callback_threads(8))
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_enable_x64", True)
@@ -138,8 +140,8 @@ def main(torch_cases: int = TORCH_CASES, jax_cases: int = JAX_CASES) -> int:
     for case in failed:
         print(case)
     print(f"{len(cases)} compositions, {len(failed)} unlike the plain model; written: {RESULTS}, {PAGE}")
-    return int(bool(failed))
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    main()

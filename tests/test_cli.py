@@ -73,6 +73,7 @@ def test_compare_over_tolerance_names_parameter_and_step(corpus, tmp_path, capsy
     assert "equal within tolerance" not in printed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_train_reports_progress_and_validation(backend, corpus, capsys):
     assert diptych(f"train --backend {backend} {SMALL} --train-iters 3 --log-interval 1 --data-path", corpus) == 0
@@ -82,6 +83,7 @@ def test_train_reports_progress_and_validation(backend, corpus, capsys):
     assert "validation loss:" in printed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_loss_that_is_not_finite_ends_in_one_line(backend, corpus, capsys):
     command = f"train --backend {backend} {SMALL} --lr 1e30 --min-lr 0 --lr-warmup-iters 0 --clip-grad 0 --data-path"

@@ -1,5 +1,6 @@
 """Whatever configuration is accepted learns what the plain one learns; see tests/composition.py."""
 
+import json
 import re
 from collections import Counter
 from dataclasses import replace
@@ -10,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 
 from plans.config import TransformerConfig
-from reference_torch.rank_pool import RankPool
 from tests.composition import (
     BASE,
     DIMENSIONS,
@@ -18,46 +18,19 @@ from tests.composition import (
     HYPER,
     LIKE_ANY,
     MUST_BE_ACCEPTED,
-    Composition,
+    QUICK,
+    Pools,
     assert_learns_as_plain,
     compose,
     compositions,
     plain,
     torch_step,
 )
+from tests.composition_report import BEGIN, END, PAGE, RESULTS, table
 from tests.test_pipeline_jax import run_cases
 
 EXAMPLES = {8: 8, 25: 24}.get(settings.default.max_examples, 240)
 """Of make check, of make test, of make test-all."""
-QUICK = [name for name in FEATURES if name != "kernels"]
-
-
-USES = 2
-"""Compositions that processes serve before new ones are started: every trainer makes groups, whose threads stay, and
-wake a hundred times a second."""
-
-
-class Pools:
-    """Processes that stay from one composition to the next, by their number."""
-
-    def __init__(self) -> None:
-        self._pools: dict[int, RankPool] = {}
-        self._uses: Counter[int] = Counter()
-
-    def step(self, composition: Composition, timeout: float = 120.0):
-        """One step of PyTorch, on as many ranks as the composition has."""
-        if composition.ranks == 1:
-            return torch_step(composition)
-        count = composition.ranks
-        pool = self._pools.setdefault(count, RankPool(count, timeout, ("reference_torch.train",)))
-        self._uses[count] += 1
-        if self._uses[count] % USES == 0:
-            pool.close()  # the next call starts new ones
-        return pool.run("tests.composition:torch_step", composition)[0]
-
-    def close(self) -> None:
-        for pool in self._pools.values():
-            pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -168,3 +141,9 @@ def test_a_wrong_gradient_is_seen():
         assert_learns_as_plain(found._replace(gradients=wrong), composition)
     with pytest.raises(AssertionError, match="loss after it"):
         assert_learns_as_plain(found._replace(next_loss=found.next_loss + 1e-7), composition)
+
+
+def test_the_page_has_the_table_of_the_results():
+    results = json.loads(RESULTS.read_text())
+    assert not [case for case in results["cases"] if case["failure"]]
+    assert PAGE.read_text().split(BEGIN)[1].split(END)[0] == table(results)

@@ -16,6 +16,7 @@ def any_split(draw):
     return np.array([0, *sorted(inner), size * part], np.int32), size, part
 
 
+@pytest.mark.thorough
 @given(any_split())
 @example((np.array([0, 4, 4, 8, 8], np.int32), 4, 2))
 @example((np.array([0, 0, 1, 3, 8], np.int32), 8, 1))

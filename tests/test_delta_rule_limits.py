@@ -16,6 +16,7 @@ from tests.test_delta_rule import RULES, accuracy, make_case
 RULE = room("torch", "delta_rule")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_gradients_of_a_narrow_gate_are_summed_wide(backend, monkeypatch):
     """A sum of bfloat16 numbers in bfloat16 stands still once it is 256 times as large as each."""

@@ -65,6 +65,11 @@ def programs() -> list[Program]:
 
 PROGRAMS = programs()
 
+TRAINED = """
+from parity.cli import main
+small = "--train-iters 2 --seq-length 24 --global-batch-size 2 --hidden-size 16 --eval-iters 1"
+main(["train", *small.split(), "--save", "runs/cross"])
+"""
 AROUND = {
     ("pipeline.md", "from reference_torch.groups"): (
         """
@@ -111,6 +116,8 @@ assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before,
 manager.close()
 """,
     ),
+    ("using.md", "import torch\nfrom reference_torch.saving"): (TRAINED, "assert output.shape == (1, 20, 256)"),
+    ("using.md", "import jax\nimport jax.numpy"): (TRAINED, "assert output.shape == (1, 20, 256)"),
     ("context_parallel.md", "context = build_cp_context"): (
         """
 import torch
@@ -357,6 +364,7 @@ def test_commands_told_in_passing_exist(words, capsys):
 TABLES = {
     "benchmarks.kept_values": "tests/test_recompute.py",
     "benchmarks.kernels_report": "tests/test_kernels_ahead.py",
+    "tests.composition_report": "tests/test_composition.py",
 }
 """What writes tables into pages, and the tests that make the tables again."""
 
@@ -367,8 +375,8 @@ def test_modules_told_can_be_run(module):
     assert source.rstrip().endswith('if __name__ == "__main__":\n    main()')
     assert f"python -m {module}" in source
     if module in TABLES:
-        name = module.split(".")[1]
-        assert f"from benchmarks.{name} import BEGIN" in (ROOT / TABLES[module]).read_text()
+        package, name = module.split(".")
+        assert f"from {package}.{name} import BEGIN" in (ROOT / TABLES[module]).read_text()
     else:
         assert module in ("parity.api_reference", "benchmarks.architecture", "benchmarks.errata"), "run it below"
 

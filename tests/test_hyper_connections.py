@@ -198,6 +198,7 @@ def test_mhc_against_the_equations(backend, last, shape):
     assert_close(out, mhc_by_definition(*inputs, 6, last), 1e-13)
 
 
+@pytest.mark.thorough
 def test_backends_agree_on_mhc_and_all_its_gradients():
     drawn = Counter()
 

@@ -95,6 +95,7 @@ def divisions(length):
     return st.lists(st.integers(0, length), max_size=3).map(lambda cuts: [0, *sorted(cuts), length])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", RULES)
 def test_kernels_are_as_exact_as_their_type_allows(rule):
     seen = set()
@@ -109,8 +110,7 @@ def test_kernels_are_as_exact_as_their_type_allows(rule):
         batch = data.draw(st.integers(1, 2), "batch") if packed is None else 1
         heads, group = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 1)]), "heads")
         key, value = data.draw(st.tuples(*[st.integers(6 if narrow else 1, 40)] * 2), "K, V")
-        decays = [0.0, 0.02, 1.0, 50.0][: 3 if dtype == "float16" else 4]  # exp(-50) is less than a float16 holds
-        decay = data.draw(st.sampled_from(decays), "decay")
+        decay = data.draw(st.sampled_from([0.0, 0.02, 1.0, 50.0]), "decay")
         options = {"chunk_size": data.draw(st.sampled_from([16, 32, 64]), "chunk")}
         options["disable_recompute"] = data.draw(st.booleans(), "keep")
         sequences = batch if packed is None else len(packed) - 1
@@ -143,6 +143,7 @@ def test_chunks_of_three_tiles(rule):
     within_budget(rule, *drawn_arrays(rule, 4, 1, 34, 1, 1, 3, 2, 1, decay=0.1), "float64")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float64", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rule", RULES)
 def test_grouped_heads(rule, dtype):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import ahead
+from kernels import ahead, jax_ops
 from kernels.delta_rule import launches
+from parity.compare import relative_difference
 from plans.delta_rule import most_chunks
 from tests.backends import room
 from tests.test_kernels_ahead import offset_types
@@ -90,3 +91,45 @@ def test_nothing_beside_an_array_is_read(rule):
     cotangents = [among_nan(cotangent), torch.ones_like(outputs[1])]
     for x in (*outputs, *torch.autograd.grad(outputs, given, cotangents)):
         assert torch.isfinite(x).all()
+
+
+def test_states_may_pass_what_float16_holds():
+    """A large value is lost neither for the tokens before it nor in the final state; nor a large gradient."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((1, 20, 1, 16)) for _ in range(3)] + [-0.1 * np.ones((1, 20, 1))] * 2
+    q, k, v, g, beta = (torch.tensor(x) for x in arrays)
+    q, k, beta = (
+        0.01 * torch.nn.functional.normalize(q, dim=-1),
+        torch.nn.functional.normalize(k, dim=-1),
+        beta * 0 + 1.9,
+    )
+    v[:, 10] = 4e4
+    found = {}
+    for impl in ("triton", "reference"):
+        given = [x.half().requires_grad_() for x in (q, k, v)]
+        rule = room("torch", "delta_rule").chunk_gated_delta_rule
+        o, final = rule(*given, g.float(), beta.float(), output_final_state=True, impl=impl)
+        gradients = torch.autograd.grad(0.01 * (o.float().sum() + final.sum()), given)
+        found[impl] = [x.detach().double().numpy() for x in (o, final, *gradients)]
+    for ours, theirs in zip(*found.values(), strict=True):
+        assert np.isfinite(theirs).all()
+        assert relative_difference(ours, theirs) <= 2e-3
+
+
+def test_what_jax_measures_on_has_work_in_it():
+    """Tables that say nothing would leave loops empty, and their fastest block would be everybody's."""
+    tables = 0
+    for per_channel in (True, False):
+        for recorded in ahead.delta_rule(per_channel, dtype="bfloat16", **SMALL):
+            constants = dict(recorded.launch.constants)
+            inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in recorded.inputs]
+            arrays = [np.asarray(x) for x in jax_ops.examples(recorded.launch, inputs) if x.dtype == jnp.int32]
+            longest = max((x.shape[0] for x in recorded.inputs if len(x.shape) in (2, 3)), default=0)
+            for table in (x for x in arrays if x.ndim == 2 and x.shape[0]):
+                tables += 1
+                first, after = table.T[:2]
+                assert (after >= first).all()
+                assert after.max() <= longest
+                assert (after - first).sum() == min(longest, len(table) * constants["C"]) or table.shape[1] == 3
+                assert table.shape[1] == 2 or (after - first).sum() == longest
+    assert tables > 8

@@ -124,7 +124,7 @@ def test_two_processes_of_jax_go_on_after_one_was_killed(data, undisturbed, tmp_
     with Started() as started:
         port = free_port()
         for number in range(2):
-            jax_process(started, port, number, *STAGES, *data, *save)
+            jax_process(started, port, number, *STAGES, *data, *save, "--resume-if-saved")
         after_steps(started.processes[0], run, 5, 200.0)
         started.processes[1].kill()
         codes = [code for code, _, _ in started.ended(100)]
@@ -192,3 +192,11 @@ def test_devices_that_do_not_fit_are_refused(capsys, monkeypatch, data):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(jax) == 2
     assert "backend: expected 'torch' under torchrun, got 'jax'; start each" in capsys.readouterr().err
+
+
+def test_the_page_shows_flags_that_are_tested():
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "composition.md").read_text(), re.DOTALL)
+    assert [block.count("parallel-size") for block in blocks] == [1, 1]
+    tested = Path(__file__).read_text()
+    for flag in re.findall(r"--[a-z-]+", " ".join(blocks)):
+        assert f'"{flag}"' in tested or f"{flag} " in SMALL, flag

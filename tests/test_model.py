@@ -160,6 +160,7 @@ HARD_CASES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
 def test_backends_agree_on_logits_and_every_gradient(dtype):
     drawn = Counter()
@@ -246,6 +247,7 @@ def test_model_is_causal_and_masks_documents(backend):
     assert_close([masked[:, 5:]], [alone], 1e-13)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_loss_is_the_cross_entropy_of_the_logits(backend):
     model = room(backend, "transformer").GPTModel(HYPER)

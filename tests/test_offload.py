@@ -208,6 +208,7 @@ def test_o3_bytes_are_really_freed():
     assert 0.9 * size < taken < 1.1 * size
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("n", [0, 1, 2, LAYERS, 99])
 def test_o3_ten_steps_are_those_without_offload_bit_by_bit(n, managers):
     plain, ours = build(), build()

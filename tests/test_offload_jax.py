@@ -89,6 +89,7 @@ def kinds(params) -> dict[bool, set[str]]:
 # What moves.
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["none", "full, blocks of 2", pytest.param("layernorm", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("ahead", "size"), [(0, None), (1, 1), (2, None), (9, 1)])
 def test_the_program_moves_what_the_plan_says(mode, ahead, size):
@@ -150,6 +151,7 @@ def test_forward_alone_moves_forwards():
 MOVED = {"enable_activation_offload": True, "activation_offload_min_bytes": 1}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("parameters", [False, True])
 @pytest.mark.parametrize(
     ("mode", "ahead", "size"),
@@ -215,6 +217,7 @@ def assert_same_gradients(moved: Trainer, plain: Trainer) -> None:
 # What is kept from forward to backward.
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mode", "ahead"),
     [
@@ -237,6 +240,7 @@ def test_what_recompute_keeps_is_kept_and_no_parameters(mode, ahead):
     assert kept_of_layers_alone(partial(moved._loss, batch=batch), moved._params) == there
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["all modules", pytest.param("full, blocks of 2", marks=pytest.mark.slow)])
 def test_a_replay_waits_for_its_gradient(mode):
     """Else the compiler finds that forward has computed the same, and keeps all of it."""

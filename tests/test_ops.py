@@ -121,6 +121,7 @@ def test_cross_entropy_against_numpy(backend):
 ATTENTIONS = ["causal_attention", "masked_causal_attention", "fused_attention", "masked_fused_attention"]
 
 
+@pytest.mark.thorough
 def test_backends_agree_on_values_and_gradients():
     drawn = Counter()
 

@@ -164,6 +164,7 @@ def test_kept_in_float32(backend, name, tmp_path):
     CHECKS[name](backend, tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_everything_else_flows_in_bfloat16(backend):
     """A layer's streams in and out, and what every sublayer reads."""

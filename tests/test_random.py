@@ -85,6 +85,7 @@ def test_dropout_is_the_numpy_mask(backend):
     assert all(drawn.values()), drawn
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_dropout_does_not_depend_on_how_the_batch_is_cut(backend):
     x = np.random.default_rng(0).standard_normal((4, 12, 2, 6))

@@ -1913,6 +1913,7 @@ def run_program(steps, order, scoped: bool, recompute: bool, seed: int, drawn: C
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("exchange", [True, False])
 def test_any_graph_has_the_gradients_of_the_plain_graph(exchange, monkeypatch):
     drawn: Counter = Counter()

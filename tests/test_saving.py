@@ -89,6 +89,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(backend, dtype, tmp_path):
         np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("starts", "goes_on"), [pytest.param("torch", "jax", marks=pytest.mark.slow), ("jax", "torch")]
 )
@@ -292,6 +293,7 @@ def diptych(command: str, *more: object) -> int:
     return main([*command.split(), *map(str, more)])
 
 
+@pytest.mark.thorough
 def test_a_run_crosses_the_backends_from_the_command_line(corpus, tmp_path, capsys):
     run, whole = tmp_path / "run", tmp_path / "whole"
     train = f"train {SMALL} --eval-interval 10 --data-path {corpus}"
@@ -313,6 +315,7 @@ def test_a_run_crosses_the_backends_from_the_command_line(corpus, tmp_path, caps
     assert [line["step"] for line in curves[0] if "validation_loss" in line] == [10, 20, 30, 40]
 
 
+@pytest.mark.thorough
 def test_either_backend_samples_the_same_text_from_either_run(corpus, tmp_path, capsys):
     run, texts = tmp_path / "run", []
     assert diptych(f"train {SMALL} --backend jax --data-path {corpus} --save {run}") == 0

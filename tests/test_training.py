@@ -40,6 +40,7 @@ def test_learning_rate_follows_its_definition():
     assert learning_rate(replace(train, train_iters=11), 10) == pytest.approx(0.1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("backend", "clip"),
     [(backend, clip) for backend in BACKENDS for clip in (0.05, *([1.0, 0.0] if backend == "torch" else []))]
@@ -101,6 +102,7 @@ def test_vectors_do_not_decay():
     assert [has_weight_decay(shape) for shape in ((), (3,), (2, 3), (2, 3, 4))] == [False, False, True, True]
 
 
+@pytest.mark.thorough
 def test_twenty_steps_agree_between_the_backends():
     ours, theirs = trainers(CONFIG, TRAIN)
     for step in range(20):
@@ -113,6 +115,7 @@ def test_twenty_steps_agree_between_the_backends():
     assert ours.validation_loss() == pytest.approx(theirs.validation_loss(), rel=1e-10)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", TORCH_DAILY)
 def test_training_learns_and_is_repeatable(backend):
     config, train = replace(CONFIG, hidden_dropout=0.0, params_dtype="float32"), replace(TRAIN, train_iters=60, lr=1e-2)
@@ -181,6 +184,7 @@ def test_a_model_in_stages_is_not_trained_in_part(backend, message):
         room(backend, "train").Trainer(config, train, tiny_corpus())
 
 
+@pytest.mark.thorough
 def test_gradients_of_a_batch_of_any_size():
     """Whatever a step's batch and microbatches are, the whole of what is handed over counts."""
     corpus = tiny_corpus()

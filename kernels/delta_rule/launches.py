@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+
 from kernels.launch import Block, Launch, launch_of, power_of_two, wide
 
 TILE = 16
@@ -95,6 +97,15 @@ class Call(NamedTuple):
     def pairs(self) -> tuple[int, int, int, int]:
         """Shape of what is there for every pair of a chunk's tokens."""
         return self.chunks, self.value_heads, self.chunk_size, self.chunk_size
+
+
+def even_table(shape: tuple[int, ...], tokens: int, chunk_size: int) -> np.ndarray:
+    """Chunks [n, 2] or sequences [n, 3] that share tokens evenly, as plans.delta_rule.ChunkTables has them."""
+    count, width = shape
+    each = chunk_size if width == 2 else -(-tokens // (count * chunk_size)) * chunk_size
+    first = np.minimum(np.arange(count) * each, tokens)
+    columns = [first, np.minimum(first + each, tokens), first // chunk_size]
+    return np.stack(columns[:width], -1).astype(np.int32)
 
 
 def _launch(
