@@ -421,7 +421,7 @@ SHRUNK = {
     "recompute": "CONFIG, b.BATCH, b.ROUNDS = replace(b.CONFIG, hidden_size=32, seq_length=16), 1, 1\n"
     "b.MODES = {name: {**flags} for name, flags in b.MODES.items()}",
     "delta_rule": "LENGTH, b.LENGTHS, b.TURNS = 128, (64, 128), 1",
-    "context": "PER_RANK, b.TURNS, b.DELAYS, b.LONG = 128, 1, (0.05,), b.LONG._replace(tokens=1024)",
+    "context": "PER_RANK, b.TURNS, b.DELAYS, b.LONG = 128, 1, (0.05,), b.LONG._replace(length=1024)",
     "offload": "CONFIG, b.BATCH, b.STEPS, b.AHEAD = replace(b.CONFIG, hidden_size=32, seq_length=16), 1, 2, range(2)",
 }
 """Benchmarks that make starts, as small as their constants make them. Those of kernels are run in test_kernels_ahead;
