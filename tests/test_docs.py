@@ -344,9 +344,6 @@ def test_plans_are_printed(words, tmp_path, monkeypatch, capsys):
 def test_training_runs_when_made_small(words, tmp_path):
     """In processes of its own, which ranks and devices need; two steps."""
     start = ["torch.distributed.run"] if words[0] == "torchrun" else ["parity.cli"]
-    if "--help" in words:
-        assert "--hidden-size" in run(["-m", *start, *words[1:]], tmp_path)
-        return
     warnings = ["-W", "default"] if words[0] == "torchrun" else []  # of torchrun's own
     printed = run([*warnings, "-m", *start, *words[1:], *SMALL.split()], tmp_path)
     assert "equal within tolerance" in printed or re.search(r"validation loss: \d\.\d+", printed)
