@@ -12,7 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "architecture.png"
 INK, GREY = "#222222", "#666666"
@@ -143,7 +143,7 @@ def draw_mesh(axes: Axes) -> None:
             for rank in range(pp):
                 x = left + 0.78 + rank * 1.02
                 number = (replica * cp + part) * pp + rank
-                axes.add_patch(plt.Circle((x, y), 0.17, fc="white", ec=INK, lw=1.0))
+                axes.add_patch(Circle((x, y), 0.17, fc="white", ec=INK, lw=1.0))
                 axes.text(x, y, str(number), ha="center", va="center", size=8.5, color=INK)
                 if rank + 1 < pp:
                     arrow(axes, (x + 0.17, y), (x + 0.85, y), arrowstyle="<|-|>", color="#16325c")
