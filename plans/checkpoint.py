@@ -203,6 +203,8 @@ _EXECUTION = frozenset(
         "context_parallel_size",
         "cp_exchange",
         "cp_wire_dtype",
+        "tensor_model_parallel_size",
+        "fp8",
     }
 )
 

@@ -12,6 +12,15 @@ from plans.layers import ACTIVATIONS, LayerConfig, parse_layer
 from plans.partition import layers_by_stage
 
 DTYPES = ("float32", "float64")
+OUT_OF_SCOPE = {
+    "tensor_model_parallel_size": (
+        1,
+        "no operation here is cut within a layer; share layers (pipeline_model_parallel_size) or tokens "
+        "(context_parallel_size). plans.memory.activation_recompute_saving alone takes a tp_size",
+    ),
+    "fp8": (False, "no operation here scales what it rounds to 8 bits; bf16 is the narrowest type"),
+}
+"""Settings that people will ask for: the one value each can have, and why."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +29,7 @@ class TransformerConfig:
 
     Raises:
         ValueError: a rule of MODEL_RULES is broken; the message names the setting and the remedy.
+        NotImplementedError: something of OUT_OF_SCOPE is asked for.
     """
 
     hidden_size: int
@@ -159,8 +169,15 @@ class TransformerConfig:
     """What takes fewer bytes stays on the device."""
     seed: int = 0
     """Seed of initial parameters and dropout."""
+    tensor_model_parallel_size: int = 1
+    """Ranks that share a layer's matrices: 1, out of scope."""
+    fp8: bool = False
+    """Products of 8-bit floats: off, out of scope."""
 
     def __post_init__(self) -> None:
+        for name, (only, reason) in OUT_OF_SCOPE.items():
+            if (value := getattr(self, name)) != only:
+                raise NotImplementedError(f"{name}: expected {only}, got {value!r}: {reason}")
         validate(self, MODEL_RULES)
 
     @property
