@@ -11,25 +11,14 @@ from rich.table import Table
 from parity.timeline import draw_timelines, timeline_of
 from plans.config import TransformerConfig
 from plans.config.pipeline import SCHEDULES
-from plans.memory.graph import GraphBuilder, Layer, Node, Value
-from plans.memory.simulate import Simulation as MemorySimulation
+from plans.memory.stages import StageMemory, predict_stage_memory, predict_stages
 from plans.partition import get_transformer_layer_offset, layers_by_stage, num_stages, undivided
-from plans.recompute import recompute_blocks
 from plans.schedule import Schedule, num_warmup_microbatches, schedule_for
 from plans.simulate import Costs, Simulation, simulate
 
 MIB = 2**20
 DEFAULT_VIRTUAL_STAGES = 2
 """Of the interleaved schedule a configuration without virtual stages is compared with."""
-
-
-class StageMemory(NamedTuple):
-    """Bytes one microbatch keeps on a stage, in PyTorch."""
-
-    saved: int
-    """From the end of F to the end of B, or of I."""
-    weight_gradients: int
-    """From the end of I to the end of W: what linear maps read, and the gradients of what they gave."""
 
 
 class PipelinePlan(NamedTuple):
@@ -49,59 +38,6 @@ class OtherSchedule(NamedTuple):
     """None: it does not fit."""
     reason: str
     """Why it does not fit."""
-
-
-def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, length: int | None = None) -> StageMemory:
-    """What one microbatch keeps on a stage, by simulating the allocations of its layers under its recompute settings.
-
-    The same simulation as plans.memory.predict_memory, of a part of the model: the first stage has the embedding, the
-    last the head and the loss. To these come a stage's input, which is kept for its gradient, and its output where
-    sending does not free it. Approximated: token ids and messages under way are left out, and so is what an action
-    needs only while it runs; the gradients that wait for W are taken to lie in memory of their own. With recompute,
-    more can wait for W than was kept for I.
-
-    Args:
-        config: the whole model, with its pipeline.
-        stage: global number.
-        batch: sequences of a microbatch.
-        length: tokens of each; None: config.seq_length.
-    """
-    p, last = config.pipeline_model_parallel_size, num_stages(config) - 1
-    builder = _StageBuilder(undivided(config), batch, length or config.seq_length)
-    if stage == 0:
-        begin, x = builder.embedding()
-    else:
-        x = builder.hidden()
-        begin = [Node([], [x], [x])]
-    layers: dict[int, Layer] = {}
-    offset = get_transformer_layer_offset(config, stage // p, stage % p)
-    for number in range(offset, offset + layers_by_stage(config)[stage]):
-        layers[number], x = builder.layer(number, x)
-    sent = Node([x], [], [] if config.deallocate_pipeline_outputs else [x])
-    end = builder.head(x) if stage == last else [sent]
-    memory = MemorySimulation()
-    memory.run(begin, layers, recompute_blocks(config, stage // p, stage % p), end)
-    waiting = {id(value): value.size for value in builder.multiplied}
-    return StageMemory(sum(memory.kept.values()), sum(waiting.values()) + builder.gradients)
-
-
-class _StageBuilder(GraphBuilder):
-    """Notes down what every linear map reads, and the bytes of what it gives.
-
-    Attributes:
-        multiplied: what linear maps read.
-        gradients: bytes of the gradients of what they give.
-    """
-
-    def __init__(self, config: TransformerConfig, batch: int, length: int) -> None:
-        super().__init__(config, batch, length)
-        self.multiplied: list[Value] = []
-        self.gradients = 0
-
-    def _linear(self, x: Value, y: Value, name: str, region: tuple[str, ...]) -> list[Node]:
-        self.multiplied.append(x)
-        self.gradients += y.size
-        return super()._linear(x, y, name, region)
 
 
 def plan_pipeline(
@@ -133,7 +69,7 @@ def plan_pipeline(
         given = getattr(costs, name)
         if isinstance(given, Sequence) and len(given) != len(stages):
             raise ValueError(f"costs: expected {name} of {len(stages)} stages, got {len(given)}")
-    memory = [predict_stage_memory(config, stage, micro_batch_size) for stage in stages]
+    memory = predict_stages(config, micro_batch_size)
     costs = replace(
         costs,
         activation_bytes=[float(stage.saved) for stage in memory],

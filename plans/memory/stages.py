@@ -1,0 +1,140 @@
+"""What one microbatch keeps on one stage, where ranks share its tokens of one rank's part."""
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from plans.config import TransformerConfig
+from plans.delta_rule import SEGMENT_SIZE
+from plans.memory.graph import GraphBuilder, Layer, Node, Value
+from plans.memory.simulate import Simulation
+from plans.partition import get_transformer_layer_offset, layers_by_stage, num_stages, undivided
+from plans.recompute import recompute_blocks
+
+
+class StageMemory(NamedTuple):
+    """Bytes one microbatch keeps on a stage, in PyTorch."""
+
+    saved: int
+    """From the end of F to the end of B, or of I."""
+    weight_gradients: int
+    """From the end of I to the end of W: what linear maps read, and the gradients of what they gave."""
+
+
+def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, length: int | None = None) -> StageMemory:
+    """What one microbatch keeps on a stage, by simulating the allocations of its layers under its recompute settings.
+
+    The same simulation as plans.memory.predict_memory, of a part of the model: the first stage has the embedding, the
+    last the head and the loss. To these come a stage's input, which is kept for its gradient, and its output where
+    sending does not free it. Approximated: token ids and messages under way are left out, and so is what an action
+    needs only while it runs; the gradients that wait for W are taken to lie in memory of their own. With recompute,
+    more can wait for W than was kept for I.
+
+    Where ranks share tokens (context_parallel_size) it is what a rank keeps whose first sequence began on another:
+    softmax attention keeps keys and values of all ranks, and what says which of them a token may see; the delta rule
+    keeps the responses to the state it begins with. Copies that a convolution makes of the tokens before the part are
+    left out.
+
+    Args:
+        config: the whole model, with its pipeline.
+        stage: global number.
+        batch: sequences of a microbatch.
+        length: tokens of each; None: config.seq_length.
+    """
+    memory, builder = Simulation(), _StageBuilder(config, batch, length or config.seq_length)
+    p, is_last = config.pipeline_model_parallel_size, stage == num_stages(config) - 1
+    if stage == 0:
+        begin, x = builder.embedding()
+    else:
+        x = builder.hidden()
+        begin = [Node([], [x], [x])]
+    layers: dict[int, Layer] = {}
+    for number in _layers(config, stage):
+        layers[number], x = builder.layer(number, x)
+    sent = Node([x], [], [] if config.deallocate_pipeline_outputs else [x])
+    end = builder.head(x) if is_last else [sent]
+    memory.run(begin, layers, recompute_blocks(config, stage // p, stage % p), end)
+    waiting = {id(value): value.size for value in builder.multiplied}
+    return StageMemory(sum(memory.kept.values()), sum(waiting.values()) + builder.gradients)
+
+
+def predict_stages(config: TransformerConfig, batch: int, length: int | None = None) -> list[StageMemory]:
+    """The same of every stage; what is alike is simulated once. Arguments as predict_stage_memory's."""
+    found: dict[Hashable, StageMemory] = {}
+    stages = []
+    for stage in range(num_stages(config)):
+        key = _what_lies_on(config, stage)
+        if key not in found:
+            found[key] = predict_stage_memory(config, stage, batch, length)
+        stages.append(found[key])
+    return stages
+
+
+def _what_lies_on(config: TransformerConfig, stage: int) -> Hashable:
+    """All that a stage's memory depends on beside the configuration."""
+    p, layers = config.pipeline_model_parallel_size, _layers(config, stage)
+    blocks = [(b.kind, len(b.layers), b.modules) for b in recompute_blocks(config, stage // p, stage % p)]
+    return stage == 0, stage == num_stages(config) - 1, *map(config.layer, layers), *blocks
+
+
+def _layers(config: TransformerConfig, stage: int) -> range:
+    """Global numbers of a stage's layers."""
+    p = config.pipeline_model_parallel_size
+    first = get_transformer_layer_offset(config, stage // p, stage % p)
+    return range(first, first + layers_by_stage(config)[stage])
+
+
+class _StageBuilder(GraphBuilder):
+    """Builds what a rank computes of its part of the tokens; notes down what every linear map reads, and the bytes of
+    what it gives.
+
+    Attributes:
+        multiplied: what linear maps read.
+        gradients: bytes of the gradients of what they give.
+    """
+
+    def __init__(self, config: TransformerConfig, batch: int, length: int) -> None:
+        self.cp_size = config.context_parallel_size
+        if self.cp_size > 1:  # its sequences lie end to end
+            batch, length = 1, batch * length // self.cp_size
+        super().__init__(undivided(config), batch, length)
+        self.multiplied: list[Value] = []
+        self.gradients = 0
+
+    def _linear(self, x: Value, y: Value, name: str, region: tuple[str, ...]) -> list[Node]:
+        self.multiplied.append(x)
+        self.gradients += y.size
+        return super()._linear(x, y, name, region)
+
+    def _core_attention(self, nodes: list[Node], inputs: list[Value], attended: Value) -> None:
+        if self.cp_size == 1:
+            super()._core_attention(nodes, inputs, attended)
+            return
+        config, region = self.config, ("core_attn",)
+        q, *own = inputs
+        k, v = (Value(f"{value.name} of all ranks", self.cp_size * value.size) for value in own)
+        pairs = self.tokens * self.tokens * self.cp_size
+        allowed = Value("which token sees which", pairs * (self.item if config.use_flash_attn else 1))
+        nodes += [Node([value], [all_], [], region) for value, all_ in zip(own, (k, v), strict=True)]
+        if config.use_flash_attn:  # what is allowed is added to scores, as numbers
+            statistics = self.coefficient("attention statistics", config.num_attention_heads)
+            kept = [q, k, v, attended, statistics, allowed]
+            nodes.append(Node([q, k, v], [attended, statistics, allowed], kept, region))
+            return
+        count = config.num_attention_heads * pairs
+        softmax, weights = Value("attention weights", count * self.wide), Value("attention_weights", count * self.item)
+        nodes += [
+            Node([q, k], [allowed, softmax], [q, k, allowed, softmax], region),
+            Node([softmax, v], [weights, attended], [weights, v], region),  # as their product with values reads them
+        ]
+
+    def _rule(self, nodes: list[Node], inputs: list[Value], parameters: int) -> Value:
+        attended = super()._rule(nodes, inputs, parameters)
+        if self.cp_size > 1:
+            _, heads, key, value = self.config.linear_heads
+            segments = -(-self.length // SEGMENT_SIZE)
+            states = heads * key * ((segments - 1) * key + 3 * (value + key)) * self.wide
+            outputs = self.coefficient("outputs and responses", heads * (value + key))
+            widened = [outputs, Value("states and transitions", states)]
+            nodes[-1].writes += widened
+            nodes[-1].keeps += widened
+        return attended
