@@ -11,7 +11,7 @@ from rich.table import Table
 from parity.timeline import draw_timelines, timeline_of
 from plans.config import TransformerConfig
 from plans.config.pipeline import SCHEDULES
-from plans.memory.stages import StageMemory, predict_stage_memory, predict_stages
+from plans.memory.stages import predict_stages
 from plans.partition import get_transformer_layer_offset, layers_by_stage, num_stages, undivided
 from plans.schedule import Schedule, num_warmup_microbatches, schedule_for
 from plans.simulate import Costs, Simulation, simulate

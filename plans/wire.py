@@ -1,0 +1,138 @@
+"""What ranks send each other in one step, term by term, before anything runs.
+
+The mesh is replicas x context ranks x pipeline ranks. Counted are the tensors that PyTorch's ranks send, of a step of
+training: headers of messages, and numbers that are summed alone (losses, norms, counts of tokens), are left out.
+
+Of collectives a library chooses the algorithm; assumed is the one that sends least. A sum of n ranks goes round a ring
+twice, so that each sends 2 (n - 1) / n of its bytes; of what n ranks gather, each sends n - 1 parts.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from plans.config import TransformerConfig
+from plans.context import exchange_cost, halo_sizes
+from plans.memory.graph import ITEM_SIZES
+from plans.memory.ranks import parameter_bytes
+from plans.parameters import embedding_spec
+from plans.partition import num_stages
+from plans.recompute import recompute_blocks
+
+
+class Traffic(NamedTuple):
+    """One reason to send."""
+
+    name: str
+    algorithm: str
+    """How it travels."""
+    by_rank: tuple[int, ...]
+    """Bytes that a rank sends, by its place in the pipeline; of the context rank that sends most."""
+    total: int
+    """Bytes that all ranks receive."""
+
+
+class Exchange(NamedTuple):
+    """What the context ranks of one layer send each other, for one microbatch."""
+
+    name: str
+    algorithm: str
+    one: int
+    """Bytes that the rank that sends most sends."""
+    total: int
+    """Bytes that all of them receive."""
+    times: int
+    """How often: forward, forward again where it is recomputed, and backward."""
+
+
+def message_bytes(config: TransformerConfig, micro_batch_size: int) -> int:
+    """Bytes of a message between stages: the residual streams of a rank's tokens, side by side, or their gradient."""
+    tokens = micro_batch_size * config.seq_length // config.context_parallel_size
+    return tokens * config.residual_streams * config.hidden_size * ITEM_SIZES[config.compute_dtype]
+
+
+def wire_traffic(
+    config: TransformerConfig, micro_batch_size: int, num_microbatches: int, data_parallel_size: int = 1
+) -> list[Traffic]:
+    """Everything that ranks send in a step; terms that need more ranks than there are, are left out.
+
+    Args:
+        config: the model's, with its pipeline and context ranks.
+        micro_batch_size: sequences of a microbatch.
+        num_microbatches: of a step, on each replica.
+        data_parallel_size: replicas.
+    """
+    p, cp = config.pipeline_model_parallel_size, config.context_parallel_size
+    copies, stages = cp * data_parallel_size, num_stages(config)
+    found = []
+    if p > 1:
+        sent = num_microbatches * message_bytes(config, micro_batch_size)
+        for name, leaving in (("activations", range(stages - 1)), ("gradients of activations", range(1, stages))):
+            by_rank = tuple(sum(stage % p == rank for stage in leaving) * sent for rank in range(p))
+            found.append(Traffic(name, "point to point", by_rank, sum(by_rank) * copies))
+    found += _context_traffic(config, micro_batch_size, num_microbatches, data_parallel_size)
+    if copies > 1:
+        sizes = [parameter_bytes(config, stage) for stage in range(stages)]
+        twice = [2 * (copies - 1) * sum(sizes[rank::p]) for rank in range(p)]
+        by_rank = tuple(-(-size // copies) for size in twice)
+        found.append(Traffic("gradients of parameters", f"summed, ring of {copies:,}", by_rank, sum(twice)))
+    if p > 1 and not config.untie_embeddings_and_output_weights:
+        size = math.prod(embedding_spec(config)["weight"].shape) * ITEM_SIZES[config.params_dtype]
+        by_rank = tuple(size if rank in (0, p - 1) else 0 for rank in range(p))
+        found.append(Traffic("gradient of the tied embedding", "summed, first and last", by_rank, 2 * size * copies))
+    return found
+
+
+def _context_traffic(config: TransformerConfig, batch: int, count: int, replicas: int) -> list[Traffic]:
+    """What context ranks exchange, layer by layer and microbatch by microbatch, as one term a reason."""
+    p = config.pipeline_model_parallel_size
+    if config.context_parallel_size == 1:
+        return []
+    found: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
+    for stage in range(num_stages(config)):
+        for block in recompute_blocks(config, stage // p, stage % p):
+            for number in block.layers:
+                replayed = (block.kind == "full", block.kind == "full" or "core_attn" in block.modules)
+                for name, algorithm, one, total, times in layer_exchanges(config, number, batch, *replayed):
+                    by_rank, all_ = found.setdefault((name, algorithm), ([0] * p, [0]))
+                    by_rank[stage % p] += one * times * count
+                    all_[0] += total * times * count * replicas
+    return [Traffic(*key, tuple(by_rank), total) for key, (by_rank, (total,)) in found.items()]
+
+
+def layer_exchanges(
+    config: TransformerConfig, layer: int, batch: int, replays_layer: bool = False, replays_mixer: bool = False
+) -> Iterator[Exchange]:
+    """What the context ranks of one layer send each other for a microbatch, forward and backward.
+
+    Args:
+        config: the model's.
+        layer: global number.
+        batch: sequences of the microbatch.
+        replays_layer: backward computes the whole layer again.
+        replays_mixer: it computes attention or the delta rule again, and with it what travels there.
+    """
+    size, item = config.context_parallel_size, ITEM_SIZES[config.compute_dtype]
+    part = batch * config.seq_length // size
+    if config.layer(layer).mixer == "attention":
+        own = 2 * part * config.query_groups * config.head_dim * item
+        gathered = (size - 1) * own, size * (size - 1) * own
+        yield Exchange("keys and values", f"gathered, ring of {size}", *gathered, 1 + replays_mixer)
+        summed = 2 * (size - 1) * own, 2 * (size - 1) * size * own
+        yield Exchange("gradients of keys and values", f"summed, ring of {size}", *summed, 1)
+        return
+    key_heads, heads, key, value = config.linear_heads
+    cost = exchange_cost(config.cp_exchange, size, heads, key, value, _state_item(config))
+    one = cost.payload_bytes * (size - 1 if config.cp_exchange == "all_gather" else 1)
+    yield Exchange("states, and their gradients", config.cp_exchange, one, cost.wire_bytes, 2 + replays_mixer)
+    token = (2 * key_heads * key + heads * value) * item
+    halo = halo_sizes(part, config.linear_conv_kernel_dim)
+    messages = [max(0, size - distance) for distance in range(1, len(halo) + 1)]
+    one = sum(tokens for tokens, sent in zip(halo, messages, strict=True) if sent) * token
+    total = sum(tokens * sent for tokens, sent in zip(halo, messages, strict=True)) * token
+    yield Exchange("tokens before, of convolutions", "point to point", one, total, 2 + replays_layer)
+
+
+def _state_item(config: TransformerConfig) -> int:
+    """Bytes of a number of a state on its way."""
+    return 2 if config.cp_wire_dtype == "bfloat16" else max(4, ITEM_SIZES[config.params_dtype])
