@@ -33,6 +33,7 @@ from parity.launch import (
     start_processes,
 )
 from parity.memory_report import block_words, print_plan
+from parity.mesh_report import mesh_words, print_mesh
 from parity.offload_report import print_offload
 from parity.schedule_report import print_schedule
 from plans.checkpoint import MODEL, list_checkpoints, read_checkpoint, split_arrays
@@ -228,16 +229,18 @@ def _place(command: Train) -> dict[str, Any]:
 def _plan(command: Plan, console: Console) -> int:
     if command.picture is not None:
         _check_output(command.picture.parent, (command.picture.name,))
-    if command.model.pipeline_model_parallel_size > 1:
-        print_schedule(
-            console, command.model, command.micro_batch_size, command.num_microbatches, picture=command.picture
-        )
+    model, shape = command.model, (command.micro_batch_size, command.num_microbatches)
+    check_shared(command.micro_batch_size, model.seq_length, model.context_parallel_size)
+    console.print(mesh_words(model, command.data_parallel_size), highlight=False)
+    if model.pipeline_model_parallel_size > 1:
+        print_schedule(console, model, *shape, picture=command.picture)
     else:
-        print_plan(console, command.model, command.micro_batch_size)
-    if command.model.context_parallel_size > 1:
-        check_shared(command.micro_batch_size, command.model.seq_length, command.model.context_parallel_size)
-        print_context(console, command.model, command.micro_batch_size)
-    if command.model.enable_tensor_offload:
+        print_plan(console, model, command.micro_batch_size)
+    if model.context_parallel_size > 1:
+        print_context(console, model, command.micro_batch_size)
+    console.print()
+    print_mesh(console, model, *shape, command.data_parallel_size)
+    if model.enable_tensor_offload:
         print_offload(console, command)
     return 0
 

@@ -139,8 +139,9 @@ class Train(TrainingRun):
 
 @dataclass(frozen=True)
 class Plan:
-    """Predict what a training step keeps and needs, for any size, also one no machine here could run.
+    """Predict what a training step keeps, needs and sends, for any size, also one no machine here could run.
 
+    Always: what one rank holds, term by term, and what ranks send each other; see docs/planner.md.
     With pipeline_model_parallel_size above 1: where layers lie, the schedule's table, its bubble, and what every rank
     keeps, beside all other schedules. With context_parallel_size above 1: what every rank holds of a microbatch, and
     what each exchange of states sends.
@@ -152,7 +153,9 @@ class Plan:
     schedule: Literal["none", "gpipe", "1f1b", "interleaved", "zb-h1"] | None = None
     """The model's pipeline_schedule, in short."""
     num_microbatches: int = 8
-    """Microbatches of a step, of a pipeline."""
+    """Microbatches of a step, on each replica."""
+    data_parallel_size: int = 1
+    """Replicas of context ranks of pipeline ranks."""
     picture: Path | None = None
     """Timeline of a pipeline to draw, .png or .svg."""
     link_bandwidth: float = 50.0
@@ -164,7 +167,7 @@ class Plan:
         for name in ("link_bandwidth", "compute_rate"):
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: expected a number above 0, got {getattr(self, name)}")
-        for name in ("micro_batch_size", "num_microbatches"):
+        for name in ("micro_batch_size", "num_microbatches", "data_parallel_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.schedule is not None:

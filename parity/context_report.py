@@ -4,6 +4,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from parity.mesh_report import add_rows
 from plans.config import TransformerConfig
 from plans.context import EXCHANGES, end_to_end, exchange_cost, local_sequences
 
@@ -31,16 +32,20 @@ def _ranks(config: TransformerConfig, batch: int) -> Table:
     )
     for heading in ("rank", "tokens", "sequences", "tokens before of its first", "ranks its last goes on over"):
         table.add_column(heading, justify="right")
+    rows = []
     for rank in range(size):
         local = local_sequences(offsets, rank, part)
         first, count = int(local.first_sequence), int(local.num_sequences)
-        table.add_row(
-            str(rank),
-            f"{rank * part:,} to {(rank + 1) * part - 1:,}",
-            str(first) if count == 1 else f"{first} to {first + count - 1}",
-            f"{int(local.pre_num_tokens):,}",
-            str(int(local.post_num_ranks)),
+        rows.append(
+            (
+                str(rank),
+                f"{rank * part:,} to {(rank + 1) * part - 1:,}",
+                str(first) if count == 1 else f"{first} to {first + count - 1}",
+                f"{int(local.pre_num_tokens):,}",
+                str(int(local.post_num_ranks)),
+            )
         )
+    add_rows(table, rows)
     return table
 
 
@@ -69,7 +74,11 @@ def _others(config: TransformerConfig, batch: int, attention: int, linear: int) 
     """Tokens that a convolution reads, and keys and values of attention."""
     itemsize = 2 if config.bf16 else 8 if config.params_dtype == "float64" else 4
     (key_heads, heads, key, value), size = config.linear_heads, config.context_parallel_size
-    said = [f"The table of memory is of a rank that has all tokens; one of {size} keeps its part's."]
+    said = []
+    if config.pipeline_model_parallel_size == 1:
+        said.append(
+            f"What is kept from forward to backward is of a rank that has all tokens; of one of {size} see below."
+        )
     if linear:
         halo = (config.linear_conv_kernel_dim - 1) * (2 * key_heads * key + heads * value) * itemsize
         said.append(f"A gdn or kda layer's convolutions take {halo / KIB:,.1f} KiB from the ranks before.")

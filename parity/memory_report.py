@@ -64,10 +64,10 @@ def _rows(columns: list[MemoryPrediction]) -> list[tuple]:
     return [*rows, ("all smaller ones", *rest)]
 
 
-def block_words(config: TransformerConfig) -> str:
-    """What is recomputed in which layers: consecutive blocks that are alike, in words."""
+def block_words(config: TransformerConfig, stage: int = 0) -> str:
+    """What is recomputed in which layers of a stage: consecutive blocks that are alike, in words."""
     words: list[list] = []
-    for block in recompute_blocks(config):
+    for block in recompute_blocks(config, *divmod(stage, config.pipeline_model_parallel_size)):
         what = (
             "kept"
             if block.kind == "none"

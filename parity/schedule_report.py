@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
+from parity.memory_report import block_words
+from parity.mesh_report import add_rows, places_shown
 from parity.timeline import draw_timelines, timeline_of
 from plans.config import TransformerConfig
 from plans.config.pipeline import SCHEDULES
@@ -147,8 +150,14 @@ def print_schedule(
         f"{num_microbatches} microbatches of {micro_batch_size} sequences\n"
     )
     console.print(_stage_table(plan))
+    _print_blocks(console, config)
     console.print("\norder of work, as torch.distributed.pipelining writes it (stage, kind, microbatch)")
-    for rank, row in enumerate(schedule_rows(schedule)):
+    rows = schedule_rows(schedule)
+    for rank in places_shown(schedule.pp_size):
+        if rank is None:
+            console.print("...")
+            continue
+        row = rows[rank]
         label = f"rank {rank:>{len(str(schedule.pp_size - 1))}}  "
         console.print(label + shortened(row, console.width - len(label)), highlight=False, no_wrap=True)
     console.print()
@@ -206,13 +215,24 @@ def _stage_table(plan: PipelinePlan) -> Table:
     headings = ["rank", *(["virtual stage"] if virtual else []), "stage", "holds", "kept for backward, MiB"]
     for heading in [*headings, *(["from I to W, MiB"] if split else [])]:
         table.add_column(heading, justify="left" if heading == "holds" else "right")
+    rows = []
     for rank in range(schedule.pp_size):
         for stage in range(rank, schedule.num_stages, schedule.pp_size):
             place = [str(rank), *([str(stage // schedule.pp_size)] if virtual else []), str(stage)]
             sizes = [plan.costs.of("activation_bytes", stage), plan.costs.of("weight_gradient_bytes", stage)]
             shown = [f"{size / MIB:,.1f}" for size in sizes[: 1 + split]]
-            table.add_row(*place, _held(config, stage), *shown)
+            rows.append([*place, _held(config, stage), *shown])
+    add_rows(table, rows)
     return table
+
+
+def _print_blocks(console: Console, config: TransformerConfig) -> None:
+    """What is recomputed in blocks of which length, on stages that are alike as one."""
+    words = [block_words(config, stage) for stage in range(num_stages(config))]
+    for what, run in groupby(range(len(words)), words.__getitem__):
+        first, *rest = run
+        stages = f"stages {first} to {rest[-1]}" if rest else f"stage {first}"
+        console.print(f"blocks, {stages}: {what or 'no layer'}", highlight=False)
 
 
 def _held(config: TransformerConfig, stage: int) -> str:
@@ -234,8 +254,8 @@ def _rank_table(plan: PipelinePlan) -> Table:
     table = Table(box=None, title=f"ranks; makespan {course.makespan:g}", title_justify="left")
     for heading in ("rank", "warm-up forwards", "idle", "share", "peak in flight", "peak kept, MiB"):
         table.add_column(heading, justify="right")
-    for rank in range(schedule.pp_size):
-        table.add_row(
+    rows = [
+        (
             str(rank),
             str(warmup(plan, rank)),
             f"{course.bubble[rank]:g}",
@@ -243,6 +263,9 @@ def _rank_table(plan: PipelinePlan) -> Table:
             str(course.peak_in_flight[rank]),
             f"{course.peak_bytes[rank] / MIB:,.1f}",
         )
+        for rank in range(schedule.pp_size)
+    ]
+    add_rows(table, rows)
     return table
 
 

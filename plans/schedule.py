@@ -15,6 +15,7 @@ Qi et al., arXiv 2401.10241, section 2.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from plans.config import TransformerConfig
@@ -60,7 +61,7 @@ class Schedule:
         """The rank that holds a stage."""
         return stage % self.pp_size
 
-    @property
+    @cached_property  # asked for every action of a simulation
     def splits_backward(self) -> bool:
         """Whether input and weight gradients are computed apart."""
         return any(action.kind in "IW" for actions in self.actions for action in actions)

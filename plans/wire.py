@@ -27,7 +27,7 @@ class Traffic(NamedTuple):
     algorithm: str
     """How it travels."""
     by_rank: tuple[int, ...]
-    """Bytes that a rank sends, by its place in the pipeline; of the context rank that sends most."""
+    """Bytes that a rank sends at most, by its place in the pipeline: context ranks at the ends send less."""
     total: int
     """Bytes that all ranks receive."""
 
@@ -75,11 +75,11 @@ def wire_traffic(
         sizes = [parameter_bytes(config, stage) for stage in range(stages)]
         twice = [2 * (copies - 1) * sum(sizes[rank::p]) for rank in range(p)]
         by_rank = tuple(-(-size // copies) for size in twice)
-        found.append(Traffic("gradients of parameters", f"summed, ring of {copies:,}", by_rank, sum(twice)))
+        found.append(Traffic("gradients of parameters", f"sum of {copies:,}", by_rank, sum(twice)))
     if p > 1 and not config.untie_embeddings_and_output_weights:
         size = math.prod(embedding_spec(config)["weight"].shape) * ITEM_SIZES[config.params_dtype]
         by_rank = tuple(size if rank in (0, p - 1) else 0 for rank in range(p))
-        found.append(Traffic("gradient of the tied embedding", "summed, first and last", by_rank, 2 * size * copies))
+        found.append(Traffic("gradient of tied embedding", "sum of 2", by_rank, 2 * size * copies))
     return found
 
 
@@ -117,20 +117,20 @@ def layer_exchanges(
     if config.layer(layer).mixer == "attention":
         own = 2 * part * config.query_groups * config.head_dim * item
         gathered = (size - 1) * own, size * (size - 1) * own
-        yield Exchange("keys and values", f"gathered, ring of {size}", *gathered, 1 + replays_mixer)
+        yield Exchange("keys and values", f"gathered by {size}", *gathered, 1 + replays_mixer)
         summed = 2 * (size - 1) * own, 2 * (size - 1) * size * own
-        yield Exchange("gradients of keys and values", f"summed, ring of {size}", *summed, 1)
+        yield Exchange("gradients of keys and values", f"sum of {size}", *summed, 1)
         return
     key_heads, heads, key, value = config.linear_heads
     cost = exchange_cost(config.cp_exchange, size, heads, key, value, _state_item(config))
     one = cost.payload_bytes * (size - 1 if config.cp_exchange == "all_gather" else 1)
-    yield Exchange("states, and their gradients", config.cp_exchange, one, cost.wire_bytes, 2 + replays_mixer)
+    yield Exchange("states and gradients", f"{config.cp_exchange} by {size}", one, cost.wire_bytes, 2 + replays_mixer)
     token = (2 * key_heads * key + heads * value) * item
     halo = halo_sizes(part, config.linear_conv_kernel_dim)
     messages = [max(0, size - distance) for distance in range(1, len(halo) + 1)]
     one = sum(tokens for tokens, sent in zip(halo, messages, strict=True) if sent) * token
     total = sum(tokens * sent for tokens, sent in zip(halo, messages, strict=True)) * token
-    yield Exchange("tokens before, of convolutions", "point to point", one, total, 2 + replays_layer)
+    yield Exchange("tokens of convolutions", "point to point", one, total, 2 + replays_layer)
 
 
 def _state_item(config: TransformerConfig) -> int:

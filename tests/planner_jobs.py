@@ -1,6 +1,7 @@
 """What ranks run in tests of the planner: a step of training, and a count of all that was sent in it."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,6 +9,9 @@ import torch.distributed as dist
 
 from parity.ranks import make_trainer
 from plans.config import TrainConfig, TransformerConfig
+from reference_torch.context_parallel import build_cp_context
+from reference_torch.recompute import measure_memory
+from reference_torch.transformer import GPTModel
 from tests.backends import tiny_corpus
 
 
@@ -42,3 +46,23 @@ def count_step(config: TransformerConfig, train: TrainConfig) -> Counter[str]:
         for name, function in plain.items():
             setattr(dist, name, function)
     return sent
+
+
+def measure_part(config: TransformerConfig, batch: int) -> int:
+    """Bytes that the model keeps for backward of this rank's part of some sequences."""
+    model, group, length = GPTModel(replace(config, context_parallel_size=1)), dist.group.WORLD, config.seq_length
+    offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32)
+    context = build_cp_context(offsets, group, config.linear_conv_kernel_dim, offsets)
+    place = torch.arange(batch * length).chunk(context.size)[context.rank]
+    tokens, targets = torch.randint(0, config.vocab_size, (2, 1, len(place)))
+    told = {"samples": (place // length)[None], "positions": place % length, "step": 0, "cp_context": context}
+    parameters = list(model.parameters())
+
+    def forward() -> torch.Tensor:
+        return model(tokens, targets, **told)
+
+    def backward(loss: torch.Tensor) -> Any:
+        return torch.autograd.grad(loss, parameters)
+
+    backward(forward())  # buffers made on first use
+    return measure_memory(forward, backward).saved

@@ -15,7 +15,6 @@ from rich.console import Console
 from parity.schedule_report import (
     other_schedules,
     plan_pipeline,
-    predict_stage_memory,
     print_schedule,
     schedule_rows,
     shortened,
@@ -23,6 +22,7 @@ from parity.schedule_report import (
 )
 from parity.timeline import COLORS, IDLE, Bar, Timeline, draw_timeline, draw_timelines, shade, timeline_of
 from plans.config import TransformerConfig
+from plans.memory.stages import predict_stage_memory
 from plans.partition import layers_by_stage, num_stages
 from plans.schedule import Action, build_schedule
 from plans.simulate import Costs, simulate

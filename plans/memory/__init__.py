@@ -6,7 +6,10 @@ from typing import NamedTuple
 from plans.config import TransformerConfig
 from plans.memory.graph import build
 from plans.memory.simulate import Simulation
+from plans.memory.tensor_parallel import activation_recompute_saving
 from plans.recompute import recompute_blocks
+
+__all__ = ["MemoryPrediction", "predict_memory", "activation_recompute_saving"]
 
 
 class MemoryPrediction(NamedTuple):

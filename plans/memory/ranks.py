@@ -1,14 +1,69 @@
-"""Bytes of every pipeline rank, term by term: what lies there all the time, and what a step's microbatches keep."""
+"""Bytes of every pipeline rank, term by term: what lies there all the time, and what a step's microbatches keep.
+
+Exact: parameters, their gradients and AdamW's two moments, all in params_dtype. Predicted: activations, within 2% of
+what PyTorch keeps; see plans.memory.stages. Left out: what an action needs only while it runs, messages and flattened
+gradients on their way, the batch. Gradients are counted in full, as from a step's first backward on. Replicas are
+alike; of context ranks it is one whose first sequence began on another.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from plans.config import TransformerConfig
 from plans.memory.graph import ITEM_SIZES
-from plans.offload import layer_storages, next_layers, rank_layers, rank_uses
+from plans.memory.stages import StageMemory
+from plans.offload import layer_storages, pass_uses, rank_layers, stage_layers
 from plans.parameters import parameter_specs
 from plans.partition import num_stages
+from plans.recompute import recompute_blocks
+from plans.schedule import Action, Schedule
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank; ``on_host`` are not on the device."""
+
+    parameters: int
+    """On the device; with tensor offload those of no layer, and the most of layers that are ever there at once."""
+    gradients: int
+    moments: int
+    """AdamW's two. Neither they nor gradients are offloaded."""
+    activations: int
+    """Kept when the most is kept in all."""
+    waiting: int
+    """What waits then from I to W."""
+    on_host: int
+    """Parameters of offloaded layers, whose home is the host."""
+
+    @property
+    def total(self) -> int:
+        """On the device."""
+        return sum(getattr(self, f.name) for f in fields(self)) - self.on_host
+
+
+def rank_memories(config: TransformerConfig, schedule: Schedule, stages: Sequence[StageMemory]) -> list[RankMemory]:
+    """Memory of every pipeline rank.
+
+    Args:
+        config: the model's.
+        schedule: of its step.
+        stages: what a microbatch keeps on each; see plans.memory.stages.predict_stages.
+    """
+    sizes = [parameter_bytes(config, stage) for stage in range(num_stages(config))]
+    layers = {}
+    if config.enable_tensor_offload:
+        layers = {number: sum(each.values()) for number, each in layer_storages(config).items()}
+    found = []
+    for rank, actions in enumerate(schedule.actions):
+        own = sum(sizes[rank :: schedule.pp_size])
+        away, there = 0, 0
+        if config.enable_tensor_offload:
+            away = sum(layers[layer] for layer in rank_layers(config, rank))
+            there = offload_peak(_layer_order(config, rank, actions), layers, config.tensor_offload_num_prefetch_layers)
+        kept, waiting = _peak(actions, stages, schedule.splits_backward)
+        found.append(RankMemory(own - away + there, own, 2 * own, kept, waiting, away))
+    return found
 
 
 def parameter_bytes(config: TransformerConfig, stage: int) -> int:
@@ -18,3 +73,49 @@ def parameter_bytes(config: TransformerConfig, stage: int) -> int:
     return sum(math.prod(spec.shape) for spec in specs.values()) * ITEM_SIZES[config.params_dtype]
 
 
+def offload_peak(order: Sequence[int], sizes: Mapping[int, int], num_prefetch_layers: int) -> int:
+    """Most bytes of offloaded layers on the device, as plan_offload finds them, in one pass over a long order.
+
+    When a use begins there are exactly its layer and the next others. Layers that share memory are counted twice.
+
+    Args:
+        order: of the layers' uses in a step; the next step is like it.
+        sizes: bytes of each layer.
+        num_prefetch_layers: fetched ahead.
+    """
+    window: list[int] = []
+    peak = 0
+    for place, layer in enumerate(reversed([*order, *order])):
+        window = [layer, *(other for other in window if other != layer)][: num_prefetch_layers + 1]
+        if place >= len(order):
+            peak = max(peak, sum(sizes[each] for each in window))
+    return peak
+
+
+def _layer_order(config: TransformerConfig, rank: int, actions: Iterable[Action]) -> list[int]:
+    """Layers of a rank in the order of their uses in a step, the optimizer's included."""
+    uses: dict[tuple[int, bool], list[int]] = {}
+    for vp_stage in range(config.virtual_pipeline_model_parallel_size or 1):
+        layers, blocks = stage_layers(config, vp_stage, rank), recompute_blocks(config, vp_stage, rank)
+        stage = vp_stage * config.pipeline_model_parallel_size + rank
+        for forward in (True, False):
+            uses[stage, forward] = [use.layer for use in pass_uses(layers, not forward, blocks, forward)]
+    order = [layer for kind, stage, _ in actions if kind != "W" for layer in uses[stage, kind == "F"]]
+    return order + rank_layers(config, rank)
+
+
+def _peak(actions: Iterable[Action], stages: Sequence[StageMemory], splits_backward: bool) -> tuple[int, int]:
+    """What forwards have kept, and what waits for W, when both together are most."""
+    kept = waiting = 0
+    most = (0, 0)
+    for kind, stage, _ in actions:
+        saved, part = stages[stage].saved, stages[stage].weight_gradients * splits_backward
+        if kind == "F":
+            kept += saved
+            most = max(most, (kept, waiting), key=sum)
+        elif kind == "W":
+            waiting -= part
+        else:
+            kept, waiting = kept - saved, waiting + part * (kind == "I")
+            most = max(most, (kept, waiting), key=sum)
+    return most
