@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.message_faults import Fault, Faulty, InOrder
 from plans.communication import PipelineError
 from plans.config import TrainConfig, TransformerConfig
 from plans.data import Batch, Corpus
@@ -396,63 +397,6 @@ def repeated_steps(case: Case, count: int) -> list[Outcome]:
 
 
 # Faults.
-
-
-class Fault(NamedTuple):
-    """Something that happens to one message, or to the rank that sends it."""
-
-    kind: str
-    rank: int = 0
-    action: str = "0F1"
-    """Whose message, as Action writes it."""
-    seconds: float = 0.0
-
-
-class Faulty(P2PCommunicator):
-    """Does to the messages it sends what the fault says."""
-
-    fault: Fault | None = None
-
-    def send(self, message: Any, tensors: Any) -> None:
-        super().send(message, tensors)
-        if self.fault is not None and self.fault.kind == "duplicated" and self._struck(message):
-            super().send(message, tensors)
-
-    def _struck(self, message: Any) -> bool:
-        return self.fault is not None and (self.rank, str(message.produced_by)) == (self.fault.rank, self.fault.action)
-
-    def _depart(self, message: Any, place: int, content: torch.Tensor, shape: Any) -> None:
-        fault = self.fault
-        if fault is None or fault.kind == "duplicated" or not self._struck(message):
-            super()._depart(message, place, content, shape)
-        elif fault.kind == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault.kind == "delayed":
-            time.sleep(fault.seconds)
-            super()._depart(message, place, content, shape)
-        elif fault.kind in ("longer", "shorter"):  # and said to be so, as by a rank with other settings
-            content = torch.cat([content, content], 1) if fault.kind == "longer" else content[:, 1:].contiguous()
-            super()._depart(message, place, content, tuple(content.shape))
-        elif fault.kind == "longer than it says":
-            super()._depart(message, place, torch.cat([content, content], 1), shape)
-        elif fault.kind == "late of a step":
-            self.step -= 1
-            super()._depart(message, place, content, shape)
-            self.step += 1
-        else:
-            assert fault.kind == "dropped", fault.kind
-
-
-class InOrder(Faulty):
-    """Messages without tags, in the order of each pair of ranks, behind headers: what NCCL does, by gloo."""
-
-    def __init__(self, group: Any, config: TransformerConfig) -> None:
-        super().__init__(group, config)
-        self._ordered = self._announces = True
-        self._channels = self._make_channels()
-
-    def _tag(self, message: Any, place: int, shape: Any) -> int:
-        return 0
 
 
 def run_with_fault(
