@@ -142,7 +142,9 @@ def end_with_parent() -> None:
     """Where start_processes started this process: end it when the parent is gone."""
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        # Not sys.stdin, whose lock this thread would hold for good: an interpreter that ends by an error aborts on it.
+        while os.read(0, 1024):
+            pass
         os._exit(1)
 
     if os.environ.get(CHILD):

@@ -5,7 +5,8 @@ they come to the next replica: rank = (dp_rank * cp_size + cp_rank) * pp_size + 
 """
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -154,7 +155,8 @@ def gather(mapping: dict[str, Any], group: ProcessGroup | None) -> dict[str, Any
     if group is None:
         return mapping
     parts: list[Any] = [None] * group.size()
-    dist.all_gather_object(parts, mapping, group=group)
+    with _named("the arrays of all pipeline ranks"):
+        dist.all_gather_object(parts, mapping, group=group)
     return {name: value for part in reversed(parts) for name, value in part.items()}
 
 
@@ -163,7 +165,8 @@ def said_on_all_ranks(text: str, groups: ProcessGroups) -> list[str]:
     if groups == ProcessGroups():
         return [text]
     said: list[Any] = [None] * world_size()
-    dist.all_gather_object(said, text)
+    with _named("what every rank has found"):
+        dist.all_gather_object(said, text)
     return said
 
 
@@ -177,7 +180,20 @@ def on_first_rank(write: Callable[[], Result], groups: ProcessGroups) -> Result:
             outcome[0] = write()
         except Exception as error:  # whatever it is: the other processes must not wait for a call that failed
             outcome[1] = error
-    dist.broadcast_object_list(outcome)
+    with _named("to be told by rank 0 what came of writing"):
+        dist.broadcast_object_list(outcome)
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Say what was expected where another rank is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PipelineError(
+            f"rank {dist.get_rank()}: expected {what}, and it did not come ({str(error).splitlines()[0]}); look at "
+            "what the other ranks say"
+        ) from None

@@ -19,7 +19,7 @@ from plans.config import TrainConfig, TransformerConfig
 from plans.data import Batch, Corpus
 from plans.partition import undivided
 from plans.schedule import Action
-from reference_torch.groups import ProcessGroups, make_groups, make_mesh
+from reference_torch.groups import ProcessGroups, gather, make_groups, make_mesh, on_first_rank, said_on_all_ranks
 from reference_torch.p2p import P2PCommunicator
 from reference_torch.pipeline import get_forward_backward_func, get_model, steps
 from reference_torch.stage import Microbatch, PipelineStage, model_provider
@@ -545,6 +545,19 @@ def misbehave(how: str, rank: int) -> int:
         if how == "unreadable":
             return Unreadable()  # type: ignore[return-value]
     return dist.get_rank()
+
+
+def meet_without_first(how: str) -> None:
+    """The first rank is gone when all should hand round something that is no message."""
+    groups, first = ProcessGroups(pp=dist.group.WORLD), dist.get_rank() == 0
+    if how == "write":
+        on_first_rank(lambda: os._exit(7), groups)
+    elif first:
+        os._exit(7)
+    elif how == "gather":
+        gather({}, groups.pp)
+    else:
+        said_on_all_ranks("", groups)
 
 
 def keep_a_pool(path: str) -> None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 
 import reference_torch.rank_pool as rank_pool
+from parity.launch import CHILD
 from plans.schedule import schedule_for
 from plans.simulate import Costs, simulate
 from reference_torch.rank_pool import RankError, RankPool
@@ -307,6 +308,40 @@ def test_a_rank_that_died_between_two_calls_is_named():
             pool.run(f"{JOBS}:rank_number")
         wait_until_gone(pids)
         assert pool.run(f"{JOBS}:rank_number") == [0, 1]
+
+
+MISSED = {
+    "write": "to be told by rank 0 what came of writing",
+    "gather": "the arrays of all pipeline ranks",
+    "say": "what every rank has found",
+}
+
+
+def test_a_rank_that_dies_between_messages_is_missed_by_name():
+    """While it writes a checkpoint, or before all ranks tell each other something."""
+    with RankPool(2, preload=PRELOAD) as pool:
+        for how, what in MISSED.items():
+            message = rf"rank 0: died with exit code 7\nrank 1: PipelineError: rank 1: expected {what}, and it did not"
+            with pytest.raises(RankError, match=message):
+                pool.run(f"{JOBS}:meet_without_first", how)
+
+
+def test_an_error_of_a_rank_does_not_abort_it():
+    """The thread that watches for the parent's end reads on while the interpreter ends."""
+    script = "import time\nimport parity.launch as l\nl.end_with_parent()\ntime.sleep(0.5)\nraise ValueError('its own')"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, CHILD: "1"},
+    )
+    assert process.stdin is not None
+    assert process.stderr is not None
+    with process.stdin, process.stderr:
+        told = process.stderr.read()
+    assert process.wait() == 1, told
+    assert told.endswith("ValueError: its own\n")
 
 
 def test_ranks_end_with_the_process_that_made_them(tmp_path):
