@@ -82,11 +82,13 @@ def start_processes(count: int, module: str, arguments: Sequence[str]) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    # Of torchrun, where it started this process alone: ranks would look for the store it keeps for its own.
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), CHILD: "1"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
-            env={**os.environ, **shared, "RANK": str(number), "LOCAL_RANK": str(number)},
+            env={**outside, **shared, "RANK": str(number), "LOCAL_RANK": str(number)},
             stdin=subprocess.PIPE,
             start_new_session=True,  # a terminal's Ctrl-C comes here, and goes on once
         )

@@ -276,3 +276,19 @@ def test_torchrun_and_the_command_train_alike(corpus_file, tmp_path):
         outputs.append(out.splitlines()[-1])
     assert outputs[0].startswith("validation loss")
     assert outputs == outputs[:1] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_one_process_of_torchrun_starts_those_it_needs(corpus_file):
+    """They keep a store of their own: looked for at torchrun's, nobody is found, for half an hour."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "reference_torch.train"]
+    process = start(torchrun, corpus_file, "--train-iters", 2)
+    try:
+        out, errors = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.communicate(timeout=60)
+        raise
+    assert process.returncode == 0, errors
+    assert out.splitlines()[-1].startswith("validation loss")
