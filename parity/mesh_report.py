@@ -58,8 +58,8 @@ def print_mesh(
     unit = _unit(ranks[largest].total)
     console.print(
         f"Most on pipeline rank {largest}: {ranks[largest].total / UNITS[unit]:,.1f} {unit}. Parameters, gradients and "
-        f"AdamW's two moments exact, activations predicted.{activations}{offloaded} Left out: what an action needs only while it "
-        "runs, messages and flattened gradients on their way."
+        f"AdamW's two moments exact, activations predicted.{activations}{offloaded} Left out: what an action needs "
+        "only while it runs, messages and flattened gradients on their way."
     )
     if data_parallel_size * config.model_parallel_size > 1:
         console.print()
