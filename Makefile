@@ -8,6 +8,7 @@
 # make bench-cp         context parallelism: bytes, step time, wire error, a long sequence
 # make bench-pipeline   pipeline steps beside what their tables predict and beside PyTorch's own
 # make composition     compositions of all features beside the plain model, in both backends: 15 minutes
+# make drill          training runs broken on purpose, and what came of each
 # make kernels-report   registers, spills and shared memory of every kernel, compiled without a GPU
 # make test-gpu         kernels compiled and run        make bench-gpu  and measured; both need one GPU
 #
@@ -51,7 +52,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_INSTALLED := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
 ON_GPU := JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON)
 
-.PHONY: install demo check test test-all test-gpu bench bench-recompute bench-pipeline bench-offload bench-delta-rule bench-cp bench-gpu kernels-report composition clean
+.PHONY: install demo check test test-all test-gpu bench bench-recompute bench-pipeline bench-offload bench-delta-rule bench-cp bench-gpu kernels-report composition drill clean
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@echo "making $(VENV): about a minute, 2 GB"
@@ -100,6 +101,9 @@ bench-delta-rule: $(INSTALLED)
 
 bench-cp: $(INSTALLED)
 	$(BIN)/python -m benchmarks.context
+
+drill: $(INSTALLED)
+	$(BIN)/python -m benchmarks.drill
 
 kernels-report: $(INSTALLED)
 	$(BIN)/python -m benchmarks.kernels_report

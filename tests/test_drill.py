@@ -1,0 +1,196 @@
+"""The failure drill finds what it looks for: cases that hang, end otherwise, or leave processes behind."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import benchmarks.drill as drill
+from benchmarks.drill_cases import CASES
+from benchmarks.drill_faults import Broken
+from benchmarks.drill_room import MARK, Case, Room, marked
+
+pytestmark = pytest.mark.multiprocess
+HANG = "import time; time.sleep(600)"
+
+
+def fine(room: Room) -> None:
+    room.note("nothing happened")
+
+
+def unexpected(room: Room) -> None:
+    room.note("seen before")
+    room.expect(1 + 1 == 3, "1 + 1: expected 3, got 2")
+
+
+def hangs(room: Room) -> None:
+    time.sleep(600)
+
+
+def dies(room: Room) -> None:
+    os._exit(3)
+
+
+def raises(room: Room) -> None:
+    raise KeyError("a mistake in the case")
+
+
+def start(room: Room, script: str) -> subprocess.Popen:
+    """In a session of its own, as ranks are."""
+    return subprocess.Popen([sys.executable, "-c", script], env={**os.environ, MARK: room.mark}, start_new_session=True)
+
+
+def leaves_a_process(room: Room) -> None:
+    start(room, HANG)
+
+
+def leaves_a_grandchild(room: Room) -> None:
+    """Its parent is gone when the case is over."""
+    child = start(room, f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {HANG!r}])")
+    room.wait_until(lambda: child.poll() is not None, "the end of the child")
+
+
+def waits_for_ever(room: Room) -> None:
+    """For a program, by the room's own means."""
+    child = start(room, HANG)
+    room.wait_until(lambda: child.poll() is not None, "the end of the child")
+
+
+def case_of(run, deadline: float = 60.0) -> Case:
+    return Case(run.__name__, "torch", "", run, deadline)
+
+
+@pytest.fixture
+def perform(tmp_path):
+    """Run a case; nothing with its mark is left."""
+
+    def run(case: Case) -> drill.Result:
+        result = drill.perform(case, tmp_path / "case", tmp_path)
+        assert not marked(f"{os.getpid()}-case")
+        assert not (tmp_path / "case").exists()
+        return result
+
+    return run
+
+
+def test_what_is_as_expected_is_no_failure(perform):
+    result = perform(case_of(fine))
+    assert (result.failure, result.told) == (None, "nothing happened")
+
+
+def test_what_is_not_as_expected_keeps_what_was_seen(perform):
+    result = perform(case_of(unexpected))
+    assert (result.failure, result.told) == ("1 + 1: expected 3, got 2", "seen before")
+
+
+def test_a_case_that_hangs_is_a_failure_within_its_deadline(perform, monkeypatch):
+    monkeypatch.setattr(drill, "SLACK", 2.0)
+    result = perform(case_of(hangs, 1.0))
+    assert result.failure == "overdue: no answer from the case in 3 s"
+    assert result.seconds < 10.0
+
+
+def test_a_program_that_hangs_is_a_failure_and_is_killed(perform):
+    result = perform(case_of(waits_for_ever, 2.0))
+    assert str(result.failure).startswith(
+        "overdue: the end of the child did not come to pass; left behind: 1 processes"
+    )
+    assert result.seconds < 15.0
+
+
+@pytest.mark.parametrize("run", [leaves_a_process, leaves_a_grandchild])
+def test_a_process_left_behind_is_a_failure_and_is_killed(run, perform):
+    assert perform(case_of(run)).failure == "as expected, but; left behind: 1 processes"
+
+
+def test_mistakes_in_a_case_are_failures(perform):
+    assert "KeyError: 'a mistake in the case'" in str(perform(case_of(raises)).failure)
+    assert perform(case_of(dies)).failure == "the case's own process died"
+
+
+def test_exit_code_says_whether_all_was_as_expected(capsys):
+    good, bad = case_of(fine), case_of(unexpected)
+    assert drill.main([], [good, good], layouts=()) == 0
+    assert drill.main([], [good, bad], layouts=()) == 1
+    assert drill.main(["fine"], [good, bad], layouts=()) == 0
+    assert drill.main(["nothing", "like", "it"], [good, bad], layouts=()) == 2
+    told = capsys.readouterr()
+    assert "1 of 2 cases as expected" in told.out
+    assert "NO: 1 + 1: expected 3, got 2" in re.sub(r"\s+", " ", told.out)
+    assert "drill: expected words of a case's name, got 'nothing like it'" in told.err
+
+
+def test_page_and_results_have_every_case_and_no_other():
+    names = [(case.name, case.layout) for case in CASES]
+    assert len(set(names)) == len(names)
+    rows = [line.split(" | ") for line in drill.printed(drill.PAGE.read_text()).splitlines()[4:]]
+    assert [(row[0].removeprefix("| "), row[1]) for row in rows] == names
+    assert [row[2] for row in rows] == [case.expected for case in CASES]
+    results = json.loads(drill.RESULT.read_text())["cases"]
+    assert [(result["name"], result["where"]) for result in results] == names
+    assert [row[-1].startswith("yes") for row in rows] == [result["as_expected"] for result in results]
+
+
+def test_page_shows_what_was_observed():
+    observed = drill.Observed(
+        [{"exit code": 1, "seconds": 2.34, "since": "fault", "error": "x" * 300, "errors": []}], ["resumed"]
+    )
+    result = drill.Result(case_of(fine), observed, "no", 5.0)
+    assert result.told == f"exit code 1, gone 2.3 s after the fault, `{'x' * drill.LONGEST}...`; resumed"
+    seen = {"date": "2026-01-02T03", "machine": "m", "python": "3", "versions": {"torch": "2"}}
+    table = drill.markdown([result], {"environment": seen, "seconds": 5.0})
+    assert table.startswith("0 of 1 cases as expected, in 5 s; 2026-01-02, m, Python 3, torch 2.\n")
+    assert table.endswith(" | **no** |\n")
+
+
+def broken_run(says: str, room: Room) -> None:
+    """A run of the program itself, struck in its tenth step, compared with one that nothing befell."""
+    room.train(fault=Broken("out of memory", 9)).expect_end(2, says)
+    room.expect_checkpoint()
+
+
+@pytest.mark.parametrize(("says", "failures"), [("could not allocate", 0), ("something else", 1)])
+def test_a_real_run_is_broken_and_judged(says, failures, tmp_path):
+    case = Case("out of memory", "torch", "", partial(broken_run, says))
+    results = drill.run_all([case], tmp_path, Console(quiet=True))
+    assert [result.failure is None for result in results] == [not failures]
+    assert not failures or "expected lines like ['something else']" in str(results[0].failure)
+
+
+def test_a_checkpoint_that_is_not_the_uninterrupted_runs_is_found_out(tmp_path):
+    results = drill.run_all([Case("changed", "torch", "", changed_run)], tmp_path, Console(quiet=True))
+    assert results[0].failure == "checkpoint of step 12: not the uninterrupted run's"
+
+
+def changed_run(room: Room) -> None:
+    """Goes on from a checkpoint in which one number is another, checksum and all."""
+    from plans.checkpoint import list_checkpoints, read_checkpoint, write_checkpoint
+
+    run = room.ended_run(12)
+    last = read_checkpoint(run)
+    for path in list_checkpoints(run):
+        path.unlink()
+    last.arrays[next(iter(last.arrays))].reshape(-1)[0] += 1e-3
+    write_checkpoint(run, last)
+    room.expect_equal_end()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_case_is_as_expected(tmp_path):
+    results = drill.run_all(CASES, tmp_path, Console())
+    assert len(results) == len(CASES)
+    failures = {f"{result.case.name} ({result.case.layout})": result.failure for result in results if result.failure}
+    assert not failures
+
+
+def test_make_runs_it():
+    makefile = (Path(drill.ROOT) / "Makefile").read_text()
+    assert re.search(r"^drill: .*\n\t\$\(BIN\)/python -m benchmarks\.drill$", makefile, re.MULTILINE)
