@@ -200,7 +200,7 @@ def examples(launch: Launch, inputs: Sequence[Any]) -> list[Array]:
     named = [(place, x.shape, jnp.dtype(dtype_name(x))) for place, x in enumerate(inputs)]
     is_table = [len(shape) == 2 and jnp.issubdtype(dtype, jnp.integer) for _, shape, dtype in named]
     tokens = max((shape[0] for _, shape, _ in named if len(shape) in (2, 3)), default=0)
-    size = dict(launch.constants).get("C", 1)
+    size = int(dict(launch.constants).get("C", 1))
     return [
         jnp.asarray(even_table(shape, tokens, size)) if table else _random(place, shape, dtype)
         for table, (place, shape, dtype) in zip(is_table, named, strict=True)
