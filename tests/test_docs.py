@@ -116,6 +116,21 @@ assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before,
 manager.close()
 """,
     ),
+    ("drill.md", "def told_to_end"): (
+        """
+import inspect
+import signal
+from benchmarks import drill_cases
+from benchmarks.drill_cases import AT, Broken, Room
+""",
+        """
+Broken("slow", AT, seconds=1.0)  # the case itself, which make drill runs, has one line more
+real = inspect.getsource(drill_cases.told_to_end)
+lines = "program.signal(signal.SIGTERM)", "program.expect_end(0)", "room.resume(step=AT + 1)"
+assert all(line in real for line in lines)
+assert hasattr(Room, "train")
+""",
+    ),
     ("using.md", "import torch\nfrom reference_torch.saving"): (TRAINED, "assert output.shape == (1, 20, 256)"),
     ("using.md", "import jax\nimport jax.numpy"): (TRAINED, "assert output.shape == (1, 20, 256)"),
     ("context_parallel.md", "context = build_cp_context"): (

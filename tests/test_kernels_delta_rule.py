@@ -77,17 +77,21 @@ def within_budget(rule, arrays, cotangents, dtype, cu_seqlens=None, device="cpu"
     exact = torch_gradients(exactly, held, cotangents, "float64")
     eager = torch_gradients(partial(chunked, impl="reference"), held, cotangents, dtype, device)
     ours = torch_gradients(partial(chunked, impl="triton"), held, cotangents, dtype, device)
+    steepest = min(np.abs(held[3]).max(), 88.0)  # exp(g) has g's rounding |g| times; beyond 88 nothing is left
     for name, kernel, plain, true in zip(
         ("o", "final_state", *NAMES), *([*outputs, *grads] for outputs, grads in (ours, eager, exact)), strict=True
     ):
         assert kernel.dtype == plain.dtype, name
-        roundings = 8 if name == "g" or dtype in ("float32", "float64") else 1
+        roundings = 8 + steepest if name == "g" or dtype in ("float32", "float64") else 1
         budget = 2 * (error(plain, true) + roundings * ROUNDING[dtype])
         assert error(kernel, true) <= budget, f"{name}: {error(kernel, true):.1e} > {budget:.1e}"
 
 
 def error(a, exact):
-    return relative_difference(a.double().cpu().numpy(), exact.cpu().numpy())
+    """Relative to the exact value, or to what the type holds with all its digits where that is larger."""
+    least = torch.finfo(a.dtype).tiny / torch.finfo(a.dtype).eps
+    size = float(torch.linalg.vector_norm(exact))
+    return relative_difference(a.double().cpu().numpy(), exact.cpu().numpy()) * min(1.0, size / least)
 
 
 def divisions(length):
@@ -108,7 +112,7 @@ def test_kernels_are_as_exact_as_their_type_allows(rule):
         length = data.draw(st.integers(8 if narrow else 1, 24 if rule == "kda" else 70), "tokens")
         packed = data.draw(st.none() | divisions(length), "offsets")
         batch = data.draw(st.integers(1, 2), "batch") if packed is None else 1
-        heads, group = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 1)]), "heads")
+        heads, group = data.draw(st.sampled_from([(1, 2), (1, 1), (2, 1)]), "heads")
         key, value = data.draw(st.tuples(*[st.integers(6 if narrow else 1, 40)] * 2), "K, V")
         decay = data.draw(st.sampled_from([0.0, 0.02, 1.0, 50.0]), "decay")
         options = {"chunk_size": data.draw(st.sampled_from([16, 32, 64]), "chunk")}
