@@ -220,6 +220,7 @@ def test_what_no_pipeline_can_have_is_refused_before_a_process_starts(arguments,
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_validation_that_is_not_finite_is_no_success(backend, corpus, capsys):
     command = (
@@ -332,6 +333,7 @@ def test_plan_shows_what_ranks_that_share_sequences_hold_and_send(capsys):
     assert "context_parallel_size: expected a divisor of a microbatch's 1 x 16 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_training_with_recompute_is_training(backend, capsys):
     small = f"train --backend {backend} --hidden-size 16 --num-layers 3 --seq-length 8 --train-iters 3 --eval-iters 1"

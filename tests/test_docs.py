@@ -345,6 +345,7 @@ def test_every_command_is_of_a_kind_that_is_run():
     assert [len(kind) > 3 for kind in kinds] == [True] * 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("words", PLANS, ids=" ".join)
 def test_plans_are_printed(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

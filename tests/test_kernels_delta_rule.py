@@ -216,6 +216,7 @@ def test_no_output_knows_the_future(rule, dtype):
 # From both doors.
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_doors_agree_to_the_bit(rule, dtype):
@@ -285,6 +286,7 @@ def test_hybrid_models_of_kernels_equal_the_reference(backend, recompute):
 # Parts of a sequence, side by side.
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", RULES)
 def test_parts_are_the_whole(rule, monkeypatch):
     arrays, cotangents = drawn_arrays(rule, 8, 1, 70, 1, 1, 5, 4, 3)

@@ -89,6 +89,7 @@ def test_without_mhc_it_is_the_plain_network(backend):
     assert_close(list(gradients.values()), [expected[name] for name in gradients], 1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("streams", [1, 2, 4, 5])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_mhc_with_alpha_and_bias_zero_is_a_plain_network_that_normalises_half_the_streams(backend, streams):

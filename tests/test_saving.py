@@ -64,6 +64,7 @@ def saved(tmp_path) -> Path:
     return trainer.save(tmp_path / "run")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("backend", "dtype"),
     [
@@ -463,6 +464,7 @@ def test_a_broken_step_keeps_the_last_checkpoint(corpus, tmp_path, capsys, monke
     assert read_checkpoint(run).step == 5
 
 
+@pytest.mark.thorough
 def test_resuming_with_a_damaged_newest_checkpoint_is_one_line(corpus, tmp_path, capsys):
     run = tmp_path / "run"
     command = f"train {SMALL} --backend torch --data-path {corpus} --save {run}"

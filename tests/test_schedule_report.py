@@ -257,6 +257,7 @@ MEASURED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", MEASURED)
 def test_stage_memory_is_pytorchs(case):
     """Within 2% of every allocation of that stage; its input is counted, its output is not, as sending frees it."""
