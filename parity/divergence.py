@@ -1,0 +1,378 @@
+"""Where and why the backends drift apart: by layer, by operation, by training step.
+
+Two programs that round in different places are two different runs. Whether rounding is all there is, is measured here:
+both backends are given equal numbers, and each is compared with the other and with float64, which stands for the truth.
+
+Parameters are given in float32 and widened where the model computes in float64, so every type starts from the same
+numbers. For float64, jax_enable_x64 has to be on.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+from flax import nnx
+
+import jax_impl.saving
+import jax_impl.train
+import jax_impl.transformer
+import reference_torch.saving
+import reference_torch.train
+import reference_torch.transformer
+from parity.compare import relative_difference
+from plans.checkpoint import (
+    FIRST_MOMENT,
+    MODEL,
+    SECOND_MOMENT,
+    Checkpoint,
+    read_checkpoint,
+    run_settings,
+    write_checkpoint,
+)
+from plans.config import TrainConfig, TransformerConfig
+from plans.data import Batch, Corpus
+from plans.parameters import initial_value, parameter_specs
+from plans.training import learning_rate
+
+BFLOAT16 = np.dtype(jnp.bfloat16)
+EPSILON = {"bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+"""Distance from 1 to the next number of a type: what one unit in the last place means here."""
+
+Parameters = Mapping[str, np.ndarray]
+"""By canonical name."""
+Trainer = reference_torch.train.Trainer | jax_impl.train.Trainer
+Twins = tuple[Callable[..., Any], Callable[..., Any]]
+"""The same operation in PyTorch and in JAX."""
+
+
+def computing_in(config: TransformerConfig, dtype: str) -> TransformerConfig:
+    """The same model computing in one of EPSILON's types.
+
+    Raises:
+        ValueError: an unknown type.
+    """
+    if dtype not in EPSILON:
+        raise ValueError(f"dtype: expected one of {', '.join(EPSILON)}, got {dtype!r}")
+    return replace(config, params_dtype="float64" if dtype == "float64" else "float32", bf16=dtype == "bfloat16")
+
+
+def initial_parameters(config: TransformerConfig, seed: int = 0) -> dict[str, np.ndarray]:
+    """The model's initial values for a seed, in float32."""
+    specs = parameter_specs(config)
+    return {name: initial_value(seed, name, spec).astype(np.float32) for name, spec in specs.items()}
+
+
+def one_ulp(parameters: Parameters, config: TransformerConfig, name: str) -> dict[str, np.ndarray]:
+    """The parameters with the first entry of one moved to the next number of the type the model computes in.
+
+    In mixed precision that is bfloat16's: a weight's last bits in float32 are rounded away before anything reads them.
+
+    Raises:
+        ValueError: there is no such parameter.
+    """
+    if name not in parameters:
+        raise ValueError(f"name: expected one of the {len(parameters)} parameters, got {name!r}")
+    values = {key: value.astype(config.params_dtype) for key, value in parameters.items()}
+    entry = values[name].reshape(-1)
+    narrow = entry[:1].astype(BFLOAT16 if config.bf16 else config.params_dtype)
+    entry[:1] = np.nextafter(narrow, np.array(np.inf, narrow.dtype))
+    return values
+
+
+def layer_values(
+    backend: str,
+    config: TransformerConfig,
+    parameters: Parameters,
+    tokens: np.ndarray,
+    compiler_options: dict[str, Any] | None = None,
+) -> list[np.ndarray]:
+    """What travels through a model without dropout: after the embedding, after every layer, and the logits.
+
+    Args:
+        backend: torch or jax.
+        config: the model's; undivided.
+        parameters: its values.
+        tokens: [B, T]
+        compiler_options: XLA's, for JAX.
+
+    Returns:
+        num_layers + 2 numpy arrays, of the types the model computes them in.
+    """
+    if backend == "torch":
+        model = reference_torch.transformer.GPTModel(config)
+        reference_torch.saving.import_parameters(model, parameters)
+        with torch.no_grad():
+            return [as_numpy(x) for x in _layer_values("torch", model, torch.from_numpy(tokens))]
+    graph, params = nnx.split(jax_impl.transformer.GPTModel(config), nnx.Param)
+
+    @partial(jax.jit, compiler_options=compiler_options)
+    def run(params: nnx.State) -> list[jax.Array]:
+        return _layer_values("jax", nnx.merge(graph, params), jnp.asarray(tokens))
+
+    return [np.asarray(x) for x in run(jax_impl.saving.import_parameters(params, parameters))]
+
+
+def _layer_values(backend: str, model: Any, tokens: Any) -> list[Any]:
+    """The same for either backend's model: modules and functions have the same names."""
+    ops, connection = _room(backend, "ops"), _room(backend, "hyper_connections").HyperConnectionModule
+    config, hidden_states = model.config, model.embedding(tokens)
+    if config.bf16:
+        hidden_states = hidden_states.bfloat16() if backend == "torch" else hidden_states.astype(jnp.bfloat16)
+    if config.enable_hyper_connections:
+        hidden_states = connection.input_expand(hidden_states, config.num_residual_streams)
+    positions = (torch if backend == "torch" else jnp).arange(tokens.shape[1])
+    values = [hidden_states]
+    for number in range(config.num_layers):
+        values.append(model.decoder.layers[str(number)](values[-1], positions))
+    hidden_states = values[-1]
+    if config.enable_hyper_connections:
+        hidden_states = connection.output_contract(hidden_states, config.num_residual_streams)
+    head = (model.output_layer or model.embedding).weight[...]
+    return [*values, ops.at_least_float32(ops.linear(model.decoder.final_layernorm(hidden_states), head))]
+
+
+class Trajectory(NamedTuple):
+    """A training run, seen from outside."""
+
+    parameters: np.ndarray
+    """All parameters after every step, end to end in the order of their names. [steps, P] float64"""
+    losses: np.ndarray
+    """Before every step, nats per token. [steps]"""
+
+
+def trajectory(trainer: Trainer, parameters: Parameters, corpus: Corpus, steps: int) -> Trajectory:
+    """Train from the first step on; a trainer can be used again and compiles once.
+
+    Args:
+        trainer: of either backend, on one process.
+        parameters: to begin with; the optimizer's moments begin at 0.
+        corpus: to learn from, in the place of the trainer's own.
+        steps: how many, at most train_iters.
+    """
+    values = {name: value.astype(trainer.config.params_dtype) for name, value in parameters.items()}
+    zeros = {name: np.zeros_like(value) for name, value in values.items()}
+    parts = {MODEL: values, FIRST_MOMENT: zeros, SECOND_MOMENT: zeros}
+    arrays = {prefix + name: value for prefix, part in parts.items() for name, value in part.items()}
+    trainer.corpus = corpus
+    settings = run_settings(trainer.config, trainer.train_config, corpus)
+    with TemporaryDirectory() as folder:
+        trainer.resume(write_checkpoint(Path(folder), Checkpoint(0, arrays, settings)))
+    seen, losses = [], []
+    for step in range(steps):
+        losses.append(trainer.train_step(step).loss)
+        seen.append(flat(trainer.parameters()))
+    return Trajectory(np.array(seen), np.array(losses))
+
+
+def drift(ours: Trajectory, theirs: Trajectory) -> np.ndarray:
+    """Norm-wise relative difference of all parameters together after every step. [steps]"""
+    return np.array([relative_difference(a, b) for a, b in zip(ours.parameters, theirs.parameters, strict=True)])
+
+
+def state_of(trainer: Trainer) -> dict[str, dict[str, np.ndarray]]:
+    """Copies of parameters and both moments of AdamW, as ``{"model.": {name: array}, "first_moment.": ...}``."""
+    with TemporaryDirectory() as folder:
+        arrays = read_checkpoint(trainer.save(Path(folder))).arrays
+    prefixes = (MODEL, FIRST_MOMENT, SECOND_MOMENT)
+    return {p: {name.removeprefix(p): a for name, a in arrays.items() if name.startswith(p)} for p in prefixes}
+
+
+def flat(arrays: Parameters) -> np.ndarray:
+    """All entries end to end, in the order of the names. float64"""
+    return np.concatenate([arrays[name].ravel().astype(np.float64) for name in sorted(arrays)])
+
+
+class OperationError(NamedTuple):
+    """How two backends' results of one operation differ, given the very same inputs.
+
+    Differences are norm-wise relative over all results, in units of the last place: of EPSILON of the type.
+    """
+
+    name: str
+    between: float
+    torch: float
+    """Of PyTorch from float64."""
+    jax: float
+    """Of JAX from float64."""
+    unequal: float
+    """Share of entries whose bits differ between the backends."""
+
+
+def twins(name: str, **settings: Any) -> Twins:
+    """One operation of both backends, e.g. ``twins("ops.rms_norm", epsilon=1e-5)``."""
+    room, function = name.split(".")
+    ours, theirs = (partial(getattr(_room(backend, room), function), **settings) for backend in ("torch", "jax"))
+    return ours, theirs
+
+
+def compare_operation(
+    name: str, functions: Twins, *inputs: np.ndarray | None, dtype: str | None = None
+) -> tuple[OperationError, list[np.ndarray]]:
+    """Run one backend's operation on the other's inputs, and both beside PyTorch's in float64.
+
+    Args:
+        name: what to call it.
+        functions: in PyTorch and in JAX; the latter is compiled. Each gives an array or a tuple of them.
+        inputs: arrays both are given; None is handed on.
+        dtype: in whose last places to count; None: the first result's.
+
+    Returns:
+        The error, and PyTorch's results.
+    """
+    ours = _run_torch(functions[0], inputs)
+    exact = _run_torch(functions[0], [_widened(x) for x in inputs])
+    given = [None if x is None else jnp.asarray(x) for x in inputs]
+    theirs = [np.asarray(x) for x in _listed(jax.jit(functions[1])(*given))]
+    a, b, truth = (np.concatenate([x.ravel().astype(np.float64) for x in xs]) for xs in (ours, theirs, exact))
+    unit = EPSILON[dtype or str(ours[0].dtype)]
+    between, of_torch, of_jax = (relative_difference(*pair) / unit for pair in ((a, b), (a, truth), (b, truth)))
+    return OperationError(name, between, of_torch, of_jax, float(np.mean(a != b))), ours
+
+
+def operation_errors(trainer: reference_torch.train.Trainer, batch: Batch) -> list[OperationError]:
+    """Errors of the operations of a training step, each given what PyTorch gave the ones before.
+
+    These are the last layer, the head, the loss and AdamW's update of a trainer's present model, in the type it
+    computes in. The MLP reads the mean of the streams: its own hyper-connection would repeat the one before attention.
+
+    Args:
+        trainer: PyTorch's; of a model with hyper-connections, attention in its last layer, and no biases.
+        batch: what the step is to learn from.
+
+    Raises:
+        ValueError: the model has no hyper-connections.
+    """
+    config, values = trainer.config, trainer.parameters()
+    if not config.enable_hyper_connections:
+        raise ValueError("trainer: expected a model with hyper-connections, got none; set enable_hyper_connections")
+    errors: list[OperationError] = []
+
+    def run(name: str, functions: Twins, *inputs: np.ndarray | None) -> Any:
+        error, results = compare_operation(name, functions, *inputs, dtype=config.compute_dtype)
+        errors.append(error)
+        return results if len(results) > 1 else results[0]
+
+    layer = f"decoder.layers.{config.num_layers - 1}"
+    streams = layer_values("torch", config, values, batch.tokens)[config.num_layers - 1]
+    written = _mixer(run, config, values, layer, streams)
+    mean = _run_torch(lambda x: x.mean(-2), [written])[0]
+    product, norm = twins("ops.linear"), twins("ops.rms_norm", epsilon=config.layernorm_epsilon)
+    normed = _run_torch(norm[0], [mean, values[f"{layer}.pre_mlp_layernorm.weight"]])[0]
+    inner = run("product, MLP in", product, normed, values[f"{layer}.mlp.linear_fc1.weight"])
+    activated = run("activation", twins(f"ops.{config.layer(config.num_layers - 1).activation}"), inner)
+    run("product, MLP out", product, activated, values[f"{layer}.mlp.linear_fc2.weight"])
+    normed = _run_torch(norm[0], [mean, values["decoder.final_layernorm.weight"]])[0]
+    head = "output_layer" if config.untie_embeddings_and_output_weights else "embedding"
+    logits = run("product, head", product, normed, values[f"{head}.weight"])
+    run("loss", twins("ops.cross_entropy"), logits, batch.targets)
+    weight = f"{layer}.mlp.linear_fc1.weight"
+    parameter, first, second = (arrays[weight] for arrays in state_of(trainer).values())
+    gradient = trainer.loss_and_gradients(batch, trainer.steps_taken)[1][weight]
+    state = gradient, parameter, first, second
+    run("AdamW", adamw(trainer.train_config, trainer.steps_taken), *state)
+    return errors
+
+
+def _mixer(
+    run: Callable[..., Any], config: TransformerConfig, values: Parameters, layer: str, streams: np.ndarray
+) -> np.ndarray:
+    """Attention and its hyper-connection, operation by operation; the streams it writes."""
+    coefficients = [values[f"{layer}.self_attention_hyper_connection.{name}"] for name in ("phi", "alpha", "bias")]
+    h_pre, h_post, h_res = run("mHC mappings", twins("hyper_connections.compute_mappings"), streams, *coefficients)
+    run("Sinkhorn", twins("hyper_connections.sinkhorn"), _sinkhorn_logits(config, streams, *coefficients))
+    aggregated = run("aggregate", twins("hyper_connections.aggregate"), streams, h_pre)
+    norm = twins("ops.rms_norm", epsilon=config.layernorm_epsilon)
+    normed = run("norm", norm, aggregated, values[f"{layer}.input_layernorm.weight"])
+    qkv = run("product, q k v", twins("ops.linear"), normed, values[f"{layer}.self_attention.linear_qkv.weight"])
+    qkv = qkv.reshape(*qkv.shape[:2], -1, config.head_dim)
+    heads, groups = config.num_attention_heads, config.query_groups
+    q, k, v = np.split(qkv, (heads, heads + groups), axis=2)
+    rotary, positions = twins("ops.rotary_embedding", base=config.rotary_base), np.arange(q.shape[1])
+    q, k = run("rotary", rotary, q, positions), _run_torch(rotary[0], [k, positions])[0]
+    attended = run("attention", twins("ops.causal_attention"), q, k, v)
+    attended = attended.reshape(*attended.shape[:2], -1)
+    projection = values[f"{layer}.self_attention.linear_proj.weight"]
+    output = run("product, attention out", twins("ops.linear"), attended, projection)
+    return run("mHC write", twins("hyper_connections.write_streams"), streams, h_res, output, None, h_post)
+
+
+def _sinkhorn_logits(
+    config: TransformerConfig, streams: np.ndarray, phi: np.ndarray, alpha: np.ndarray, bias: np.ndarray
+) -> np.ndarray:
+    """What compute_mappings gives Sinkhorn: mHC, eqs. 5-6. float32, or float64 for float64 streams; [B, T, S, S]"""
+    size = config.num_residual_streams
+    x = streams.astype(np.float64).reshape(*streams.shape[:2], -1)
+    inverse_rms = 1 / np.sqrt((x**2).mean(-1, keepdims=True) + config.layernorm_epsilon)
+    logits = (x @ phi * inverse_rms * alpha[2] + bias)[..., 2 * size :]
+    return logits.reshape(*streams.shape[:2], size, size).astype(phi.dtype)
+
+
+def adamw(train: TrainConfig, step: int) -> Twins:
+    """AdamW's update of one matrix in both backends, as their trainers set it up, at a step's number.
+
+    Each takes gradient, parameter, first and second moment, and gives the new parameter.
+    """
+    rate, betas = learning_rate(train, step), (train.adam_beta1, train.adam_beta2)
+
+    def in_torch(gradient: torch.Tensor, parameter: torch.Tensor, *moments: torch.Tensor) -> torch.Tensor:
+        parameter, (first, second) = parameter.clone(), (moment.clone() for moment in moments)
+        optimizer = torch.optim.AdamW([parameter], rate, betas, train.adam_eps, train.weight_decay, fused=True)
+        optimizer.state[parameter] = {"step": torch.tensor(float(step)), "exp_avg": first, "exp_avg_sq": second}
+        parameter.grad = gradient
+        optimizer.step()
+        return parameter
+
+    def in_jax(gradient: jax.Array, parameter: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+        adam, decay = optax.scale_by_adam(*betas, train.adam_eps), optax.add_decayed_weights(train.weight_decay)
+        optimizer = optax.chain(adam, decay)
+        state = optax.tree_utils.tree_set(optimizer.init(parameter), count=jnp.int32(step), mu=first, nu=second)
+        update = jnp.asarray(optimizer.update(gradient, state, parameter)[0])
+        return parameter - jnp.asarray(rate, parameter.dtype) * update
+
+    return in_torch, in_jax
+
+
+def as_torch(array: np.ndarray) -> torch.Tensor:
+    """A tensor of the array's numbers and type, bfloat16 included."""
+    array = np.ascontiguousarray(array)
+    return (
+        torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        if array.dtype == BFLOAT16
+        else torch.from_numpy(array)
+    )
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """The inverse."""
+    return (
+        tensor.contiguous().view(torch.int16).numpy().view(BFLOAT16)
+        if tensor.dtype == torch.bfloat16
+        else tensor.numpy()
+    )
+
+
+def _run_torch(function: Callable[..., Any], inputs: Sequence[np.ndarray | None]) -> list[np.ndarray]:
+    with torch.no_grad():
+        return [as_numpy(x) for x in _listed(function(*(None if x is None else as_torch(x) for x in inputs)))]
+
+
+def _listed(results: Any) -> list[Any]:
+    return list(results) if isinstance(results, tuple | list) else [results]
+
+
+def _widened(x: np.ndarray | None) -> np.ndarray | None:
+    """Numbers in float64; integers, and None, as they are."""
+    return x if x is None or np.issubdtype(x.dtype, np.integer) else x.astype(np.float64)
+
+
+def _room(backend: str, name: str) -> Any:
+    return importlib.import_module(f"{'reference_torch' if backend == 'torch' else 'jax_impl'}.{name}")
