@@ -1,16 +1,22 @@
 """Notebooks run top to bottom; their last cell asserts the headline number."""
 
 import os
+import re
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
-NOTEBOOKS = [
-    pytest.param(path, id=path.stem, marks=pytest.mark.slow)
-    for path in sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
-]
+PATHS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = [pytest.param(path, id=path.stem, marks=pytest.mark.slow) for path in PATHS]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_every_link_leads_somewhere(path):
+    prose = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown")
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        assert target.startswith("https://") or (path.parent / target).exists(), target
 
 
 @pytest.mark.notebook
