@@ -9,7 +9,9 @@ import pytest
 from nbclient import NotebookClient
 
 PATHS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
-NOTEBOOKS = [pytest.param(path, id=path.stem, marks=pytest.mark.slow) for path in PATHS]
+DAILY = ("00_start_here", "05_offload")
+"""What make test executes."""
+NOTEBOOKS = [pytest.param(path, id=path.stem, marks=() if path.stem in DAILY else pytest.mark.slow) for path in PATHS]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
