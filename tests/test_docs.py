@@ -174,7 +174,11 @@ def first_line(program: Program) -> str:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: f"{p.page}: {first_line(p)[:40]}")
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(p, marks=pytest.mark.slow if "load_model" in p.code else ()) for p in PROGRAMS],  # trains first
+    ids=[f"{p.page}: {first_line(p)[:40]}" for p in PROGRAMS],
+)
 def test_programs_run_and_print_what_is_shown(program, tmp_path):
     code = program.code
     if program.page in LEFT_OUT:
