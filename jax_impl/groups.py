@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from plans.checkpoint import CheckpointError
 from plans.config import TransformerConfig
-from plans.partition import model_parallel_words
+from plans.partition import MESH_AXES, mesh_shape, model_parallel_words
 
 LONGEST = 4096
 """Bytes of what is said; the rest is cut off."""
@@ -18,8 +18,7 @@ LONGEST = 4096
 def make_mesh(config: TransformerConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
     """Devices as a mesh of replicas, context and pipeline ranks; None: there is one.
 
-    Global ranks count as reference_torch.groups says: through a pipeline, then through the parts of the sequences, then
-    through replicas. Axis "pp" is always there, "cp" and "dp" where they are longer than 1.
+    In the order of plans.partition.MESH_AXES; axis "pp" is always there, "cp" and "dp" where they are longer than 1.
 
     Args:
         config: the model's.
@@ -37,7 +36,7 @@ def make_mesh(config: TransformerConfig, devices: Sequence[Any] | None = None) -
         )
     if len(devices) == 1:
         return None
-    sizes = {"dp": len(devices) // n, "cp": config.context_parallel_size, "pp": config.pipeline_model_parallel_size}
+    sizes = dict(zip(MESH_AXES, mesh_shape(config, len(devices)), strict=True))
     axes = {name: size for name, size in sizes.items() if size > 1 or name == "pp"}
     return Mesh(np.array(devices).reshape([*axes.values()]), tuple(axes))
 

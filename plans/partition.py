@@ -18,6 +18,20 @@ MAX_LAYOUT_LENGTH = 10_000
 """Characters of a layout written out."""
 
 
+MESH_AXES = ("dp", "cp", "pp")
+"""Replicas, parts of the sequences, stages. Global ranks count through a pipeline before they come to the next part,
+and through all parts before they come to the next replica: rank = (dp_rank * cp_size + cp_rank) * pp_size + pp_rank."""
+
+
+def mesh_shape(config: "TransformerConfig", count: int) -> tuple[int, int, int]:
+    """Ranks along each of MESH_AXES, of ``count`` that a replica's number divides."""
+    return (
+        count // config.model_parallel_size,
+        config.context_parallel_size,
+        config.pipeline_model_parallel_size,
+    )
+
+
 def get_num_layers_to_build(
     config: "TransformerConfig", vp_stage: int | None = None, pp_rank: int | None = None
 ) -> int:

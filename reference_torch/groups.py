@@ -1,8 +1,4 @@
-"""Which ranks work together: those of a pipeline, those that share sequences, replicas.
-
-Global ranks count through a pipeline before they come to the next part of the sequences, and through all parts before
-they come to the next replica: rank = (dp_rank * cp_size + cp_rank) * pp_size + pp_rank.
-"""
+"""Which ranks work together: of a pipeline, of the parts of a sequence, replicas; see plans.partition.MESH_AXES."""
 
 import datetime
 from collections.abc import Callable, Iterator
@@ -16,11 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from plans.communication import PipelineError
 from plans.config import TransformerConfig
-from plans.partition import model_parallel_words
+from plans.partition import MESH_AXES, mesh_shape, model_parallel_words
 
 Result = TypeVar("Result")
-AXES = ("dp", "cp", "pp")
-"""Of a mesh."""
 
 
 class ProcessGroups(NamedTuple):
@@ -69,10 +63,9 @@ def make_mesh(config: TransformerConfig, device_type: str = "cpu") -> DeviceMesh
     Raises:
         ValueError: their number is no multiple of what one replica takes.
     """
-    size, model = world_size(), (config.context_parallel_size, config.pipeline_model_parallel_size)
+    size = world_size()
     check_world_size(config, size)
-    shape = (size // config.model_parallel_size, *model)
-    return None if size == 1 else init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+    return None if size == 1 else init_device_mesh(device_type, mesh_shape(config, size), mesh_dim_names=MESH_AXES)
 
 
 def make_groups(config: TransformerConfig, mesh: DeviceMesh | None) -> ProcessGroups:
