@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from plans import TransformerConfig
-from plans.schedule import Action, Schedule, num_warmup_microbatches
+from plans.actions import Action, Schedule
+from plans.schedule import num_warmup_microbatches
 from plans.simulate import ScheduleError, validate_schedule
 from reference_torch import HyperConnectionModule
 from reference_torch.offload import get_offload_manager

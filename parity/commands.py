@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from plans.config import DataConfig, TrainConfig, TransformerConfig
+from plans.placement import ScheduleName
 
 
 def _demo_model() -> TransformerConfig:
@@ -150,7 +151,7 @@ class Plan:
     model: tyro.conf.OmitArgPrefixes[TransformerConfig] = field(default_factory=_demo_model)
     micro_batch_size: int = 8
     """Sequences computed at a time."""
-    schedule: Literal["none", "gpipe", "1f1b", "interleaved", "zb-h1"] | None = None
+    schedule: ScheduleName | None = None
     """The model's pipeline_schedule, in short."""
     num_microbatches: int = 8
     """Microbatches of a step, on each replica."""

@@ -12,16 +12,18 @@ from rich.table import Table
 from parity.memory_report import block_words
 from parity.mesh_report import add_rows, places_shown
 from parity.timeline import draw_timelines, timeline_of
+from plans.actions import Schedule
 from plans.config import TransformerConfig
-from plans.config.pipeline import SCHEDULES
 from plans.memory.stages import predict_stages
-from plans.partition import get_transformer_layer_offset, layers_by_stage, num_stages, undivided
-from plans.schedule import Schedule, num_warmup_microbatches, schedule_for
+from plans.partition import get_stage_place, get_transformer_layer_offset, layers_by_stage, num_stages, undivided
+from plans.placement import SCHEDULES, V_SCHEDULES
+from plans.schedule import num_warmup_microbatches, schedule_for
+from plans.schedule_file import schedule_rows
 from plans.simulate import Costs, Simulation, simulate
 
 MIB = 2**20
 DEFAULT_VIRTUAL_STAGES = 2
-"""Of the interleaved schedule a configuration without virtual stages is compared with."""
+"""Of the schedules with several stages a rank that a configuration without virtual stages is compared with."""
 
 
 class PipelinePlan(NamedTuple):
@@ -113,10 +115,13 @@ def other_schedules(
 def _with_schedule(config: TransformerConfig, name: str) -> TransformerConfig:
     if name == "none":
         return undivided(config)
-    virtual = (config.virtual_pipeline_model_parallel_size or DEFAULT_VIRTUAL_STAGES) if name == "interleaved" else None
+    virtual = config.virtual_pipeline_model_parallel_size if name == "interleaved" else None
+    if name in V_SCHEDULES or (name == "interleaved" and (virtual or 1) == 1):
+        virtual = DEFAULT_VIRTUAL_STAGES
     return replace(
         config,
         pipeline_schedule=name,
+        pipeline_schedule_file=None,
         virtual_pipeline_model_parallel_size=virtual,
         microbatch_group_size_per_vp_stage=None,
     )
@@ -176,11 +181,6 @@ def print_schedule(
         console.print(f"written: {picture}")
 
 
-def schedule_rows(schedule: Schedule) -> list[str]:
-    """A schedule in torch.distributed.pipelining's CSV spelling, a row a rank: ``0F0,0F1,0B0,0B1``."""
-    return [",".join(map(str, actions)) for actions in schedule.actions]
-
-
 def shortened(row: str, width: int) -> str:
     """A row of a table cut down to a width, whole entries of its middle replaced by dots."""
     if len(row) <= width:
@@ -204,7 +204,10 @@ def warmup(plan: PipelinePlan, rank: int) -> int:
     p, m, v = schedule.pp_size, schedule.num_microbatches, schedule.stages_per_rank
     if schedule.name in ("none", "gpipe"):
         return 0 if schedule.name == "none" else m
-    return num_warmup_microbatches(rank, p, m, v, group)
+    if schedule.name in ("1f1b", "interleaved", "zb-h1"):
+        return num_warmup_microbatches(rank, p, m, v, group)
+    kinds = [action.kind for action in schedule.actions[rank]]
+    return max(0, next(i for i, kind in enumerate(kinds) if kind != "F") - 1)
 
 
 def _stage_table(plan: PipelinePlan) -> Table:
@@ -217,7 +220,7 @@ def _stage_table(plan: PipelinePlan) -> Table:
         table.add_column(heading, justify="left" if heading == "holds" else "right")
     rows = []
     for rank in range(schedule.pp_size):
-        for stage in range(rank, schedule.num_stages, schedule.pp_size):
+        for stage in (stage for stage in range(schedule.num_stages) if schedule.rank_of(stage) == rank):
             place = [str(rank), *([str(stage // schedule.pp_size)] if virtual else []), str(stage)]
             sizes = [plan.costs.of("activation_bytes", stage), plan.costs.of("weight_gradient_bytes", stage)]
             shown = [f"{size / MIB:,.1f}" for size in sizes[: 1 + split]]
@@ -237,8 +240,8 @@ def _print_blocks(console: Console, config: TransformerConfig) -> None:
 
 def _held(config: TransformerConfig, stage: int) -> str:
     """Embedding, layers and head of a stage, in words."""
-    p = config.pipeline_model_parallel_size
-    count, first = layers_by_stage(config)[stage], get_transformer_layer_offset(config, stage // p, stage % p)
+    count = layers_by_stage(config)[stage]
+    first = get_transformer_layer_offset(config, *get_stage_place(config, stage))
     parts = ["embedding"] if stage == 0 else []
     if count:
         parts.append(f"layer {first}" if count == 1 else f"layers {first} to {first + count - 1}")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from plans.schedule import Action, Schedule
+from plans.actions import Action, Schedule
 from plans.simulate import Costs, simulate
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ after the action that made it, so a receiver knows what it waits for, and no two
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from plans.schedule import Action, Schedule
+from plans.actions import Action, Schedule
 
 
 class PipelineError(RuntimeError):
@@ -34,14 +34,13 @@ Program = tuple[tuple[Action | Message, ...], ...]
 def dependencies(schedule: Schedule, action: Action) -> list[Action]:
     """What must be finished before an action, wherever it runs."""
     kind, stage, microbatch = action
-    backward = "I" if schedule.splits_backward else "B"
     if kind == "F":
         return [Action("F", stage - 1, microbatch)] if stage > 0 else []
     if kind == "W":
         return [Action("I", stage, microbatch)]
     needed = [Action("F", stage, microbatch)]
     if stage + 1 < schedule.num_stages:
-        needed.append(Action(backward, stage + 1, microbatch))
+        needed.append(schedule.backward_of(stage + 1, microbatch))
     return needed
 
 

@@ -1,7 +1,7 @@
 """Which layers a pipeline stage builds.
 
-Stage ``vp_stage * pp_size + pp_rank`` holds the stages' layers in model order: consecutive stages sit
-on consecutive ranks and wrap around, so the virtual stages of one rank are ``pp_size`` stages apart.
+Stages hold the layers in model order. Consecutive stages lie on consecutive ranks and begin again with the first, or
+with the schedules of placement ``v`` turn back at the last; plans.placement has both.
 
 Layers are split evenly unless the configuration says otherwise: another number for the first or last rank, the
 embedding or the loss counted as a layer, or a layout that writes every stage out.
@@ -10,6 +10,8 @@ embedding or the loss counted as a layer, or a layout that writes every stage ou
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from plans.placement import StagePlace, place_of, placement_of, stage_at
 
 if TYPE_CHECKING:
     from plans.config import TransformerConfig
@@ -63,7 +65,13 @@ def get_stage(config: "TransformerConfig", vp_stage: int | None = None, pp_rank:
     ):
         if not 0 <= (value or 0) < size:
             raise ValueError(f"{name}: expected 0 <= {name} < {size}, got {value}")
-    return (vp_stage or 0) * config.pipeline_model_parallel_size + (pp_rank or 0)
+    place = StagePlace(vp_stage or 0, pp_rank or 0)
+    return stage_at(place, config.pipeline_model_parallel_size, placement_of(config))
+
+
+def get_stage_place(config: "TransformerConfig", stage: int) -> StagePlace:
+    """Virtual stage and rank of a stage: the inverse of get_stage."""
+    return place_of(stage, config.pipeline_model_parallel_size, placement_of(config))
 
 
 def is_pipeline_first_stage(
@@ -95,7 +103,8 @@ def layers_by_stage(config: "TransformerConfig") -> tuple[int, ...]:
         return _layers_of_layout(config, config.pipeline_model_parallel_layout)
     p, v = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     embedding, loss = config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split
-    by_stage = [count // v for count in _units_by_rank(config, config.num_layers + embedding + loss)] * v
+    by_rank = _units_by_rank(config, config.num_layers + embedding + loss)
+    by_stage = [by_rank[get_stage_place(config, stage).pp_rank] // v for stage in range(p * v)]
     by_stage[0] -= embedding
     by_stage[p * v - 1] -= loss
     if min(by_stage) < 0:  # one stage holds embedding and loss, and was given a single layer for both
@@ -115,6 +124,7 @@ def undivided(config: "TransformerConfig") -> "TransformerConfig":
         account_for_loss_in_pipeline_split=False,
         pipeline_model_parallel_layout=None,
         pipeline_schedule=None,
+        pipeline_schedule_file=None,
         microbatch_group_size_per_vp_stage=None,
         context_parallel_size=1,
     )

@@ -1,74 +1,36 @@
 """Pipeline schedules as data: for every rank, in which order it runs which part of which microbatch.
 
-A stage is a run of layers; stage s lies on rank s mod p and is that rank's virtual stage s // p, so that p ranks with v
-stages each hold p v stages. Both backends execute these tables: nothing about the order of work is decided elsewhere.
+A stage is a run of layers, one of v on a rank; plans.placement says which ranks hold which. Both backends execute these
+tables: nothing about the order of work is decided elsewhere.
 
     none          one rank, forward and backward of one microbatch after the other
     gpipe         all forwards, then all backwards
     1f1b          forwards until the first backward can come, then one forward, one backward
     interleaved   1f1b over v stages a rank, microbatches in groups of g
     zb-h1         1f1b with the backward split: weight gradients fill what would be bubble
+    zb-h2         the same with twice the forwards ahead: no bubble but ranks beginning one after the other
+    zb-v, v-half, v-min, dualpipe-v     over stages that go there and back: plans.v_schedules
 
 Reference: GPipe, arXiv 1811.06965; 1F1B and interleaving, Narayanan et al., arXiv 2104.04473, section 2.2; zero bubble,
-Qi et al., arXiv 2401.10241, section 2.
+Qi et al., arXiv 2401.10241, sections 2 and 3.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from plans.actions import Action, Schedule
 from plans.config import TransformerConfig
-from plans.config.pipeline import SCHEDULES, schedule_name
+from plans.placement import SCHEDULES, V_SCHEDULES, schedule_name
+from plans.schedule_file import read_schedule
+from plans.v_schedules import dualpipe_v, v_half, v_min, zb_v
 
-Kind = Literal["F", "B", "I", "W"]
 NAMES = SCHEDULES
 
 
-class Action(NamedTuple):
-    """One piece of computation."""
-
-    kind: Kind
-    """F: forward; B: backward; I: gradient of the input alone; W: gradients of the weights, after I."""
-    stage: int
-    """Global number."""
-    microbatch: int
-
-    def __str__(self) -> str:
-        """As torch.distributed.pipelining writes it: ``0F1`` is stage 0, microbatch 1."""
-        return f"{self.stage}{self.kind}{self.microbatch}"
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """What every rank does, in order."""
-
-    name: str
-    pp_size: int
-    num_microbatches: int
-    stages_per_rank: int
-    actions: tuple[tuple[Action, ...], ...]
-    """By rank."""
-    forward_only: bool = False
-    """Nothing is run backward: validation, inference."""
-
-    @property
-    def num_stages(self) -> int:
-        """Stages of all ranks."""
-        return self.pp_size * self.stages_per_rank
-
-    def rank_of(self, stage: int) -> int:
-        """The rank that holds a stage."""
-        return stage % self.pp_size
-
-    @cached_property  # asked for every action of a simulation
-    def splits_backward(self) -> bool:
-        """Whether input and weight gradients are computed apart."""
-        return any(action.kind in "IW" for actions in self.actions for action in actions)
-
-
 def schedule_for(config: TransformerConfig, num_microbatches: int, forward_only: bool = False) -> Schedule:
-    """The table a configuration asks for. Errors as build_schedule's."""
+    """The table a configuration asks for. Errors as build_schedule's, or read_schedule's."""
+    if config.pipeline_schedule_file is not None:
+        return _from_file(read_schedule(config.pipeline_schedule_file), num_microbatches, forward_only)
     return build_schedule(
         schedule_name(config),
         config.pipeline_model_parallel_size,
@@ -77,6 +39,13 @@ def schedule_for(config: TransformerConfig, num_microbatches: int, forward_only:
         config.microbatch_group_size_per_vp_stage,
         forward_only,
     )
+
+
+def any_num_microbatches(config: TransformerConfig) -> int:
+    """A number of microbatches that a configuration's schedule can have."""
+    if config.pipeline_schedule_file is not None:
+        return read_schedule(config.pipeline_schedule_file).num_microbatches
+    return config.microbatch_group_size_per_vp_stage or config.pipeline_model_parallel_size
 
 
 def build_schedule(
@@ -93,7 +62,7 @@ def build_schedule(
         name: one of NAMES.
         pp_size: pipeline ranks p.
         num_microbatches: m.
-        stages_per_rank: v, virtual stages of a rank; more than 1 for interleaved alone.
+        stages_per_rank: v, virtual stages of a rank; 2 for those of placement v, more than 1 for interleaved, else 1.
         group_size: g, consecutive microbatches of one virtual stage; interleaved alone; None: p.
         forward_only: leave out every backward; the order of forwards stays.
 
@@ -108,11 +77,38 @@ def build_schedule(
         ranks = [[Action(kind, rank, i) for kind in ("F", "B") for i in range(m)] for rank in range(p)]
     elif name == "zb-h1":
         ranks = [_zero_bubble(rank, p, m) for rank in range(p)]
+    elif name == "zb-h2":
+        ranks = [_zero_bubble(rank, p, m, ahead=2) for rank in range(p)]
+    elif name in _V_BUILDERS:
+        ranks = _V_BUILDERS[name](p, m)
     else:
         ranks = [_one_forward_one_backward(rank, p, m) for rank in range(p)]
-    kept = "F" if forward_only else "FBIW"
-    actions = tuple(tuple(action for action in actions if action.kind in kept) for actions in ranks)
-    return Schedule(name, p, m, v, actions, forward_only)
+    schedule = Schedule(name, p, m, v, tuple(map(tuple, ranks)), False, "v" if name in V_SCHEDULES else "loop")
+    return _forwards(schedule) if forward_only else schedule
+
+
+_V_BUILDERS: dict[str, Callable[[int, int], list[list[Action]]]] = {
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
+    "dualpipe-v": dualpipe_v,
+}
+
+
+def _forwards(schedule: Schedule) -> Schedule:
+    """The same without backwards."""
+    actions = tuple(tuple(action for action in actions if action.kind == "F") for actions in schedule.actions)
+    return replace(schedule, actions=actions, forward_only=True)
+
+
+def _from_file(schedule: Schedule, num_microbatches: int, forward_only: bool) -> Schedule:
+    """A table that was read, for so many microbatches as it has."""
+    if schedule.num_microbatches != num_microbatches:
+        raise ValueError(
+            f"num_microbatches: expected the {schedule.num_microbatches} that pipeline_schedule_file has, got "
+            f"{num_microbatches}; change the batch or micro_batch_size, or write a file for {num_microbatches}"
+        )
+    return _forwards(schedule) if forward_only else schedule
 
 
 def num_warmup_microbatches(
@@ -173,14 +169,16 @@ def _check(name: str, p: int, m: int, v: int, g: int | None) -> None:
             raise ValueError(f"{field}: expected at least 1, got {value}")
     if name == "none" and p != 1:
         raise ValueError(f"pp_size: expected 1 without a pipeline, got {p}; choose one of {NAMES[1:]}")
+    if p == 1 and (name == "interleaved" or name in V_SCHEDULES):
+        raise ValueError(f"pp_size: expected at least 2 with schedule {name!r}, got 1; choose 'none'")
     if name != "interleaved":
-        if v != 1:
-            raise ValueError(f"stages_per_rank: expected 1 with schedule {name!r}, got {v}; choose 'interleaved'")
+        virtual = 2 if name in V_SCHEDULES else 1
+        if v != virtual:
+            remedy = "set virtual_pipeline_model_parallel_size" if virtual == 2 else "choose 'interleaved'"
+            raise ValueError(f"stages_per_rank: expected {virtual} with schedule {name!r}, got {v}; {remedy}")
         if g is not None:
             raise ValueError(f"group_size: expected None with schedule {name!r}, got {g}; choose 'interleaved'")
         return
-    if p == 1:
-        raise ValueError("pp_size: expected at least 2 with schedule 'interleaved', got 1; choose 'none'")
     if v == 1:
         raise ValueError(
             "stages_per_rank: expected at least 2 with schedule 'interleaved', got 1; set "
@@ -206,16 +204,17 @@ def _one_forward_one_backward(rank: int, p: int, m: int) -> list[Action]:
     return actions + [Action("B", rank, i) for i in range(m - warmup, m)]
 
 
-def _zero_bubble(rank: int, p: int, m: int) -> list[Action]:
-    """W of a microbatch comes ``rank`` microbatches after its I, so that every rank holds at most p."""
-    warmup = num_warmup_microbatches(rank, p, m)
+def _zero_bubble(rank: int, p: int, m: int, ahead: int = 1) -> list[Action]:
+    """``ahead`` forwards for each rank that comes after, before the first I; W of a microbatch comes ``ahead * rank``
+    microbatches after its I. So every rank holds at most ahead * (p - 1) + 1."""
+    warmup = min(ahead * (p - 1 - rank), m)
     actions = [Action("F", rank, i) for i in range(warmup)]
     weights = 0
     for i in range(m):
         if warmup + i < m:
             actions.append(Action("F", rank, warmup + i))
         actions.append(Action("I", rank, i))
-        if i >= rank or warmup + i >= m:
+        if i >= ahead * rank or warmup + i >= m:
             actions.append(Action("W", rank, weights))
             weights += 1
     return actions + [Action("W", rank, i) for i in range(weights, m)]

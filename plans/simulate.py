@@ -4,16 +4,24 @@ Reference: the closed forms for bubble and activations in flight are those of th
 property tests hold this simulation against them.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Literal
 
+from plans.actions import Action, Kind, Schedule
 from plans.communication import Message, Program, dependencies, lower
-from plans.schedule import Action, Schedule
 
-Semantics = Literal["async", "blocking"]
-SEMANTICS = ("async", "blocking")
+Semantics = Literal["async", "pair", "rank", "blocking"]
+SEMANTICS = ("async", "pair", "rank", "blocking")
+"""How ranks send, from the most to the least that a transport allows: what runs under one runs under all before it.
+
+async: a message is sent without waiting, and received by its name, in any order. pair: the messages between two ranks,
+of both directions, go one after the other, each when it is next at both its ends (NCCL, a communicator a pair). rank:
+so do all messages of a rank (NCCL, one communicator for all). In both, a rank computes on while what it has sent waits
+its turn. blocking: it does not; a send is over when it has been received.
+"""
 
 
 class ScheduleError(ValueError):
@@ -76,7 +84,7 @@ def validate_schedule(schedule: Schedule, semantics: Semantics = "async") -> Non
 
     Args:
         schedule: any table, built here or by hand.
-        semantics: ``"async"``: a message is sent without waiting; ``"blocking"``: a send waits for its receive.
+        semantics: how messages go; see SEMANTICS.
 
     Raises:
         ScheduleError: the first fault found.
@@ -106,17 +114,23 @@ def validate_program(schedule: Schedule, program: Program, semantics: Semantics 
 
 
 class _Run:
-    """A program on its way: how far every rank is, what it has, and which messages were sent."""
+    """A program on its way: how far every rank is, what it has, and which messages are under way.
+
+    A message that has to be next at both ends waits in a queue at each: of its pair of ranks, or of its rank. A send is
+    put there and left; a receive ends when it has been next, and so has the send that it meets.
+    """
 
     def __init__(self, schedule: Schedule, program: Program, semantics: Semantics) -> None:
         self._schedule, self._program, self._semantics = schedule, program, semantics
         self._place = [0] * len(program)
         self._have: list[set[Action]] = [set() for _ in program]
         self._sent: set[tuple[int, Message]] = set()
+        self._queues: defaultdict[tuple[int, int | None], deque[Message]] = defaultdict(deque)
 
     @property
     def ended(self) -> bool:
-        return all(at == len(steps) for at, steps in zip(self._place, self._program, strict=True))
+        done = all(at == len(steps) for at, steps in zip(self._place, self._program, strict=True))
+        return done and not any(self._queues.values())
 
     def advance(self, rank: int) -> bool:
         """Run a rank as far as it goes; whether it went at all."""
@@ -127,8 +141,12 @@ class _Run:
                 self._have[rank].add(step)
             elif step.direction == "RECV":
                 self._have[rank].add(step.produced_by)
+                if self._in_order:
+                    self._queue(step.peer, rank).popleft()
+            elif self._in_order:
+                self._queue(rank, step.peer).append(step)
             else:
-                self._sent.add((step.peer, Message("RECV", step.produced_by, rank)))
+                self._sent.add((step.peer, _other_end(step, rank)))
         return self._place[rank] > start
 
     def blocked(self) -> str:
@@ -142,8 +160,26 @@ class _Run:
             elif step is not None and step.direction == "SEND" and step.produced_by not in have:
                 told.append(f"rank {rank} cannot {step} before it has run it")
             elif step is not None:
-                told.append(f"rank {rank} waits in {step}")
-        return "; ".join(told)
+                told.append(f"rank {rank} waits in {step}{self._in_front_of(rank, step)}")
+        left = [f"nobody takes {queue[0]}" for queue in self._queues.values() if queue]
+        return "; ".join(told or left)
+
+    @property
+    def _in_order(self) -> bool:
+        return self._semantics in ("pair", "rank")
+
+    def _queue(self, rank: int, peer: int) -> "deque[Message]":
+        """The messages of a rank that wait to be next: with one peer, or with all."""
+        return self._queues[rank, peer if self._semantics == "pair" else None]
+
+    def _in_front_of(self, rank: int, step: Message) -> str:
+        """The messages that have to go before a receive can, in words."""
+        if not self._in_order or step.direction == "SEND":
+            return ""
+        ahead = [*self._queue(rank, step.peer)][:1]
+        at_peer = self._queue(step.peer, rank)
+        ahead += [m for m in [*at_peer][:1] if m != _other_end(step, rank)]
+        return f" behind {' and '.join(map(str, ahead))}" if ahead else ""
 
     def _next(self, rank: int) -> Action | Message | None:
         steps, place = self._program[rank], self._place[rank]
@@ -152,12 +188,21 @@ class _Run:
     def _can_go(self, rank: int, step: Action | Message) -> bool:
         if isinstance(step, Action):
             return self._have[rank].issuperset(dependencies(self._schedule, step))
+        if step.direction == "RECV" and self._in_order:
+            # Next at both ends: of this rank's nothing it sent before is left, of the peer's it is the first.
+            at_peer = self._queue(step.peer, rank)
+            return not self._queue(rank, step.peer) and bool(at_peer) and at_peer[0] == _other_end(step, rank)
         if step.direction == "RECV":
             return (rank, step) in self._sent
         if step.produced_by not in self._have[rank]:
             return False
         # A blocking send ends with its receive, and that has to be where the other rank stands.
-        return self._semantics == "async" or self._next(step.peer) == Message("RECV", step.produced_by, rank)
+        return self._semantics != "blocking" or self._next(step.peer) == _other_end(step, rank)
+
+
+def _other_end(message: Message, rank: int) -> Message:
+    """The same message as its other end has it."""
+    return Message("RECV" if message.direction == "SEND" else "SEND", message.produced_by, rank)
 
 
 def _check_actions(schedule: Schedule) -> None:
@@ -165,13 +210,9 @@ def _check_actions(schedule: Schedule) -> None:
     lists = len(schedule.actions)
     if lists != schedule.pp_size:
         raise ScheduleError(f"actions: expected a list for each of {schedule.pp_size} ranks, got {lists}")
-    kinds = ("F",) if schedule.forward_only else ("F", "I", "W") if schedule.splits_backward else ("F", "B")
-    expected = {
-        Action(kind, stage, microbatch)
-        for kind in kinds
-        for stage in range(schedule.num_stages)
-        for microbatch in range(schedule.num_microbatches)
-    }
+    kinds = _kinds(schedule)
+    stages, microbatches = range(schedule.num_stages), range(schedule.num_microbatches)
+    expected = {Action(kind, stage, i) for kind in kinds for stage in stages for i in microbatches}
     for rank, actions in enumerate(schedule.actions):
         for action, count in Counter(actions).items():
             if action not in expected:
@@ -184,10 +225,33 @@ def _check_actions(schedule: Schedule) -> None:
                 raise ScheduleError(f"rank {rank}, {action}: stage {action.stage} lies on rank {home}")
             if count > 1:
                 raise ScheduleError(f"rank {rank}, {action}: expected once, got {count} times")
-    missing = expected.difference(*schedule.actions)
-    if missing:
-        action = min(missing, key=lambda a: (a.microbatch, a.stage, a.kind))
-        raise ScheduleError(f"rank {schedule.rank_of(action.stage)}, {action}: expected once, got none")
+            if action.kind in "IW" and not schedule.splits(action.stage, action.microbatch):
+                whole = action._replace(kind="B")
+                raise ScheduleError(f"rank {rank}, {action}: expected B, or else I and W, got {whole} beside it")
+    done = {action for actions in schedule.actions for action in actions}
+    for i, stage in product(microbatches, stages):
+        if missing := _missing(schedule, kinds, done, stage, i):
+            raise ScheduleError(f"rank {schedule.rank_of(stage)}, {missing}: expected once, got none")
+
+
+def _missing(schedule: Schedule, kinds: Sequence[Kind], done: set[Action], stage: int, microbatch: int) -> str:
+    """What a stage does not do of a microbatch, or the empty string."""
+    backward: tuple[Kind, ...] = ("I", "W") if schedule.splits(stage, microbatch) else ("B",)
+    needed: tuple[Kind, ...] = ("F", *(() if schedule.forward_only else backward))
+    missing = [action for kind in needed if (action := Action(kind, stage, microbatch)) not in done]
+    if [action.kind for action in missing] == ["I", "W"] and "B" in kinds:
+        return f"{missing[0]._replace(kind='B')}, or else {missing[0]} and {missing[1]}"
+    return str(missing[0]) if missing else ""
+
+
+def _kinds(schedule: Schedule) -> tuple[Kind, ...]:
+    """Those that a table may have: of backwards what it has anywhere."""
+    if schedule.forward_only:
+        return ("F",)
+    has_whole = any(action.kind == "B" for actions in schedule.actions for action in actions)
+    if not schedule.splits_backward:
+        return ("F", "B")
+    return ("F", "B", "I", "W") if has_whole else ("F", "I", "W")
 
 
 def _listed(kinds: Sequence[str]) -> str:

@@ -10,15 +10,15 @@ a backward in one tick. As every rank waits for the slowest, a canonical tick co
 2 m + 2 (p - 1) of them; fused ticks cost F + B and are m + 2 (p - 1), but hold up to 2 p - 1 microbatches, not p.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from plans.actions import Action, Kind, Schedule
 from plans.communication import dependencies
-from plans.schedule import Action, Kind, Schedule
 from plans.simulate import validate_schedule
 
 Keep = Literal["inputs", "residuals"]
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
     forward_kept: np.ndarray
     """Slot for what it keeps for backward."""
     backward_stage: np.ndarray
-    """Of B, or of I where the schedule splits backwards."""
+    """Of B, or of I; where the schedule splits some backwards, a whole one's W is in the same tick."""
     backward_microbatch: np.ndarray
     backward_input: np.ndarray
     backward_gradient: np.ndarray
@@ -83,20 +83,28 @@ class Ticks:
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """What each rank does, in order, read back from the table."""
-        rows, backward = self.rows, "I" if self.schedule.splits_backward else "B"
+        rows, schedule = self.rows, self.schedule
         columns: tuple[tuple[Kind, np.ndarray, np.ndarray], ...] = (
             ("F", rows.forward_stage, rows.forward_microbatch),
-            (backward, rows.backward_stage, rows.backward_microbatch),
+            ("B", rows.backward_stage, rows.backward_microbatch),
             ("W", rows.weights_stage, rows.weights_microbatch),
         )
+
+        def read(kind: Kind, stage: int, microbatch: int) -> Iterator[Action]:
+            if kind == "B":
+                yield schedule.backward_of(stage, microbatch)
+            elif kind == "F" or schedule.splits(stage, microbatch):
+                yield Action(kind, stage, microbatch)
+
         return tuple(
             tuple(
-                Action(kind, int(stages[rank, tick]), int(microbatches[rank, tick]))
+                action
                 for tick in range(self.count)
                 for kind, stages, microbatches in columns
                 if microbatches[rank, tick] >= 0
+                for action in read(kind, int(stages[rank, tick]), int(microbatches[rank, tick]))
             )
-            for rank in range(self.schedule.pp_size)
+            for rank in range(schedule.pp_size)
         )
 
 
@@ -179,20 +187,20 @@ Interval = tuple[int, int, tuple[int, int]]
 def _lives(schedule: Schedule, times: dict[Action, int], keep: Keep) -> list[dict[str, list[Interval]]]:
     """By rank and buffer: from when to when each value is needed."""
     lives: list[dict[str, list[Interval]]] = [{name: [] for name in Slots._fields} for _ in schedule.actions]
-    backward = "I" if schedule.splits_backward else "B"
     for action, tick in times.items():
         kind, stage, microbatch = action
         of_rank, whose = lives[schedule.rank_of(stage)], (stage, microbatch)
-        ended = times.get(Action(backward, stage, microbatch), tick)
+        backward = schedule.backward_of(stage, microbatch)
+        ended = times.get(backward, tick)
         if kind == "F" and stage > 0:
             arrived = times[Action("F", stage - 1, microbatch)] + 1
             of_rank["inputs"].append((arrived, ended if keep == "inputs" else tick, whose))
         if kind == "F" and keep == "residuals" and not schedule.forward_only:
             of_rank["kept"].append((tick, ended, whose))
-        if kind == backward and stage + 1 < schedule.num_stages:
-            of_rank["gradients"].append((times[Action(backward, stage + 1, microbatch)] + 1, tick, whose))
-        if kind == "I":
-            of_rank["weights"].append((tick, times[Action("W", stage, microbatch)], whose))
+        if action == backward and stage + 1 < schedule.num_stages:
+            of_rank["gradients"].append((times[schedule.backward_of(stage + 1, microbatch)] + 1, tick, whose))
+        if action == backward and schedule.splits_backward:
+            of_rank["weights"].append((tick, times.get(Action("W", stage, microbatch), tick), whose))
     return lives
 
 
@@ -235,14 +243,17 @@ def _fill(schedule: Schedule, times: dict[Action, int], places: list[dict[str, d
     for action, tick in times.items():
         kind, stage, microbatch = action
         rank = schedule.rank_of(stage)
-        role = {"F": "forward", "W": "weights"}.get(kind, "backward")
-        found = dict(stage=stage, microbatch=microbatch)
-        for buffer, column in _READS[role].items():
-            slot = places[rank][buffer].get((stage, microbatch))
-            if slot is not None:
-                found[column] = slot
-        for column, value in found.items():
-            getattr(rows, f"{role}_{column}")[rank, tick] = value
+        roles = {"F": ["forward"], "I": ["backward"], "W": ["weights"], "B": ["backward"]}[kind]
+        if kind == "B" and schedule.splits_backward:
+            roles.append("weights")  # where others are split, a whole one is both halves in one tick
+        for role in roles:
+            found = dict(stage=stage, microbatch=microbatch)
+            for buffer, column in _READS[role].items():
+                slot = places[rank][buffer].get((stage, microbatch))
+                if slot is not None:
+                    found[column] = slot
+            for column, value in found.items():
+                getattr(rows, f"{role}_{column}")[rank, tick] = value
         if kind != "W":
             _send(schedule, rows, places, action, tick, shifts)
     return rows

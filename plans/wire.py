@@ -8,6 +8,7 @@ twice, so that each sends 2 (n - 1) / n of its bytes; of what n ranks gather, ea
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from plans.context import exchange_cost, halo_sizes
 from plans.memory.graph import ITEM_SIZES
 from plans.memory.ranks import parameter_bytes
 from plans.parameters import embedding_spec
-from plans.partition import num_stages
+from plans.partition import get_stage_place, num_stages
 from plans.recompute import recompute_blocks
 
 
@@ -64,22 +65,34 @@ def wire_traffic(
     """
     p, cp = config.pipeline_model_parallel_size, config.context_parallel_size
     copies, stages = cp * data_parallel_size, num_stages(config)
+
+    def rank_of(stage: int) -> int:
+        return get_stage_place(config, stage).pp_rank
+
     found = []
     if p > 1:
         sent = num_microbatches * message_bytes(config, micro_batch_size)
-        for name, leaving in (("activations", range(stages - 1)), ("gradients of activations", range(1, stages))):
-            by_rank = tuple(sum(stage % p == rank for stage in leaving) * sent for rank in range(p))
+        for name, leaving, step in (
+            ("activations", range(stages - 1), 1),
+            ("gradients of activations", range(1, stages), -1),
+        ):
+            away = Counter(rank_of(stage) for stage in leaving if rank_of(stage) != rank_of(stage + step))
+            by_rank = tuple(away[rank] * sent for rank in range(p))
             found.append(Traffic(name, "point to point", by_rank, sum(by_rank) * copies))
     found += _context_traffic(config, micro_batch_size, num_microbatches, data_parallel_size)
     if copies > 1:
         sizes = [parameter_bytes(config, stage) for stage in range(stages)]
-        twice = [2 * (copies - 1) * sum(sizes[rank::p]) for rank in range(p)]
+        twice = [0] * p
+        for stage, size in enumerate(sizes):
+            twice[rank_of(stage)] += 2 * (copies - 1) * size
         by_rank = tuple(-(-size // copies) for size in twice)
         found.append(Traffic("gradients of parameters", f"sum of {copies:,}", by_rank, sum(twice)))
     if p > 1 and not config.untie_embeddings_and_output_weights:
         size = math.prod(embedding_spec(config)["weight"].shape) * ITEM_SIZES[config.params_dtype]
-        by_rank = tuple(size if rank in (0, p - 1) else 0 for rank in range(p))
-        found.append(Traffic("gradient of tied embedding", "sum of 2", by_rank, 2 * size * copies))
+        ends = {rank_of(0), rank_of(stages - 1)}
+        if len(ends) > 1:
+            by_rank = tuple(size if rank in ends else 0 for rank in range(p))
+            found.append(Traffic("gradient of tied embedding", "sum of 2", by_rank, 2 * size * copies))
     return found
 
 
@@ -90,12 +103,13 @@ def _context_traffic(config: TransformerConfig, batch: int, count: int, replicas
         return []
     found: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
     for stage in range(num_stages(config)):
-        for block in recompute_blocks(config, stage // p, stage % p):
+        place = get_stage_place(config, stage)
+        for block in recompute_blocks(config, *place):
             for number in block.layers:
                 replayed = (block.kind == "full", block.kind == "full" or "core_attn" in block.modules)
                 for name, algorithm, one, total, times in layer_exchanges(config, number, batch, *replayed):
                     by_rank, all_ = found.setdefault((name, algorithm), ([0] * p, [0]))
-                    by_rank[stage % p] += one * times * count
+                    by_rank[place.pp_rank] += one * times * count
                     all_[0] += total * times * count * replicas
     return [Traffic(*key, tuple(by_rank), total) for key, (by_rank, (total,)) in found.items()]
 

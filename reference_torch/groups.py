@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from plans.communication import PipelineError
 from plans.config import TransformerConfig
-from plans.partition import MESH_AXES, mesh_shape, model_parallel_words
+from plans.partition import MESH_AXES, get_stage_place, mesh_shape, model_parallel_words, num_stages
 
 Result = TypeVar("Result")
 
@@ -25,7 +25,8 @@ class ProcessGroups(NamedTuple):
     dp: ProcessGroup | None = None
     """The ranks that hold the same stages and learn from other sequences; None: there is one replica."""
     embedding: ProcessGroup | None = None
-    """First and last rank of the pipeline, which share a tied embedding; None on others, and where there is none."""
+    """The ranks of the first and the last stage, which share a tied embedding; None on others, and where there are not
+    two such ranks."""
     cp: ProcessGroup | None = None
     """The ranks that hold the same stages and share this one's sequences, in order of their parts; None: it has all."""
     dp_cp: ProcessGroup | None = None
@@ -75,8 +76,9 @@ def make_groups(config: TransformerConfig, mesh: DeviceMesh | None) -> ProcessGr
     pp, dp, cp = (mesh.get_group(name) if axis_size(mesh, name) > 1 else None for name in ("pp", "dp", "cp"))
     ranks = mesh.mesh.flatten(0, -2)  # [dp * cp, pp]
     embedding = None
-    if pp is not None and not config.untie_embeddings_and_output_weights:
-        embedding = _own_group([[pipeline[0], pipeline[-1]] for pipeline in ranks.tolist()])
+    last = get_stage_place(config, num_stages(config) - 1).pp_rank
+    if last != 0 and not config.untie_embeddings_and_output_weights:
+        embedding = _own_group([[pipeline[0], pipeline[last]] for pipeline in ranks.tolist()])
     return ProcessGroups(pp, dp, embedding, cp, None if cp is None else _own_group(ranks.T.tolist()))
 
 

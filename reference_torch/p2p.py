@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from plans.actions import Action
 from plans.communication import Message, PipelineError, Program
 from plans.config import TransformerConfig
-from plans.schedule import Action
 
 Shape = tuple[int, ...]
 

@@ -301,14 +301,15 @@ class Trainer:
     def _clip_gradients(self) -> Tensor:
         """Scale the gradients in place by plans.training's formula; returns their norm before."""
         named = self._named_parameters()
-        # The last stage's copy of a tied embedding is counted on the first.
+        # The last stage's copy of a tied embedding is counted on the first: here if it lies here, by its name.
         copies = set() if self._groups.embedding is None or self._groups.pp_rank == 0 else {"embedding.weight"}
         counted = [p.grad for name, p in named.items() if name not in copies and p.grad is not None]
         norm = torch.nn.utils.get_total_norm(counted).to(self.device, getattr(torch, self.config.params_dtype))
         if self._groups.pp is not None:
             norm = sum_over(norm**2, self._groups.pp, "the norm of the gradients", self.config.pipeline_timeout) ** 0.5
         if self.train_config.clip_grad > 0.0:
-            torch.nn.utils.clip_grads_with_norm_(named.values(), self.train_config.clip_grad, norm)
+            everything = [parameter for stage in self.stages for parameter in stage.parameters()]
+            torch.nn.utils.clip_grads_with_norm_(everything, self.train_config.clip_grad, norm)
         return norm
 
 

@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
+from plans.placement import SCHEDULES, V_SCHEDULES
+
 
 class Cut(NamedTuple):
     """How a model is cut and in how many microbatches it learns."""
@@ -16,10 +18,10 @@ class Cut(NamedTuple):
 @st.composite
 def any_cut(draw) -> Cut:
     """Schedule, p, m, v, g, and how many layers each stage has: none, one or two."""
-    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1"]))
+    name = draw(st.sampled_from([name for name in SCHEDULES if name != "none"]))
     p = draw(st.integers(2, 4))
-    v = draw(st.integers(2, 3)) if name == "interleaved" else None
-    if v is None:
+    v = draw(st.integers(2, 3)) if name == "interleaved" else 2 if name in V_SCHEDULES else None
+    if name != "interleaved":
         group, count = None, draw(st.integers(1, 6))
     else:
         group = draw(st.integers(p, p + 1))

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.message_faults import Fault, Faulty, InOrder
+from plans.actions import Action
 from plans.communication import PipelineError
 from plans.config import TrainConfig, TransformerConfig
 from plans.data import Batch, Corpus
 from plans.partition import undivided
-from plans.schedule import Action
+from plans.placement import placement_of
 from reference_torch.groups import ProcessGroups, gather, make_groups, make_mesh, on_first_rank, said_on_all_ranks
 from reference_torch.p2p import P2PCommunicator
 from reference_torch.pipeline import get_forward_backward_func, get_model, steps
@@ -123,21 +124,22 @@ def arguments_of(part: Microbatch) -> dict[str, Any]:
 
 
 def gradients_of(*models: torch.nn.Module) -> dict[str, np.ndarray]:
-    """A copy of every gradient, by name; nothing where there is none."""
-    return {
-        name: parameter.grad.numpy().copy()
-        for model in models
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+    """A copy of every gradient, by name; nothing where there is none. Copies of a tied embedding have equal ones."""
+    found: dict[str, np.ndarray] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                gradient = parameter.grad.numpy().copy()
+                np.testing.assert_array_equal(found.setdefault(name, gradient), gradient)
+    return found
 
 
-_groups: dict[tuple[int, bool], ProcessGroups] = {}
+_groups: dict[tuple[int, bool, str], ProcessGroups] = {}
 
 
 def groups_of(config: TransformerConfig) -> ProcessGroups:
     """This rank's groups, made once a layout."""
-    key = config.pipeline_model_parallel_size, config.untie_embeddings_and_output_weights
+    key = config.pipeline_model_parallel_size, config.untie_embeddings_and_output_weights, placement_of(config)
     if key not in _groups:
         _groups[key] = make_groups(config, make_mesh(config))
     return _groups[key]

@@ -15,11 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT
+from plans.actions import Action
 from plans.communication import Message, lower
 from plans.config import TransformerConfig
-from plans.config.pipeline import schedule_name
 from plans.partition import layers_by_stage, undivided
-from plans.schedule import Action, schedule_for
+from plans.placement import schedule_name
+from plans.schedule import schedule_for
 from reference_torch.pipeline import (
     DeferredWeightGradients,
     backward_step,
@@ -76,21 +77,23 @@ def divided(p: int, schedule: str | None = None, v: int | None = None, **setting
 
 
 def check(case: Case, ranks: list[Outcome], expected: Outcome) -> None:
-    """Losses on the last rank alone, every gradient of the undivided model, actions as planned.
+    """Losses on the last stage's rank alone, every gradient of the undivided model, actions as planned.
 
     Ranks of one replica follow each other; all replicas end with the same gradients.
     """
     dtype, p = case.config.compute_dtype, case.config.pipeline_model_parallel_size
+    schedule = schedule_for(case.config, case.num_microbatches, case.forward_only)
+    home = schedule.rank_of(schedule.num_stages - 1)
     replicas = [ranks[first : first + p] for first in range(0, len(ranks), p)]
     for number, replica in enumerate(replicas):
         for rank, outcome in enumerate(replica):
-            if rank < p - 1:
+            if rank != home:
                 assert outcome.reports == []
-            actions = schedule_for(case.config, case.num_microbatches, case.forward_only).actions[rank]
+            actions = schedule.actions[rank]
             assert tuple(outcome.trace) == actions, f"rank {rank}"
         count = case.num_microbatches
         losses = expected.reports[number * count : (number + 1) * count]
-        assert replica[-1].reports == pytest.approx(losses, rel=GRADIENT[dtype], abs=0)
+        assert replica[home].reports == pytest.approx(losses, rel=GRADIENT[dtype], abs=0)
         check_gradients(replica, {} if case.forward_only else expected.gradients, dtype)
 
 
@@ -122,6 +125,16 @@ ON_TWO = {
     "zb-h1, one microbatch": Case(divided(2, "zb-h1"), 1),
     "interleaved": Case(divided(2, v=2), 4),
     "interleaved in groups of three, the last of two": Case(divided(2, v=2, microbatch_group_size_per_vp_stage=3), 5),
+    "zb-h2": Case(divided(2, "zb-h2"), 4),
+    "zb-v": Case(divided(2, "zb-v", v=2), 4),
+    "zb-v, one microbatch, untied": Case(divided(2, "zb-v", v=2, untie_embeddings_and_output_weights=True), 1),
+    "v-half": Case(divided(2, "v-half", v=2), 5),
+    "v-min, layers recomputed": Case(
+        divided(2, "v-min", v=2, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+        4,
+    ),
+    "dualpipe-v": Case(divided(2, "dualpipe-v", v=2), 5),
+    "dualpipe-v, forward only": Case(divided(2, "dualpipe-v", v=2), 4, forward_only=True),
     "untied": Case(divided(2, "1f1b", untie_embeddings_and_output_weights=True), 2),
     "without hyper-connections, biases": Case(
         divided(2, "zb-h1", enable_hyper_connections=False, add_bias_linear=True), 3
@@ -175,6 +188,12 @@ ON_FOUR = {
     "1f1b": Case(divided(4, "1f1b"), 6),
     "zb-h1": Case(divided(4, "zb-h1"), 6),
     "zb-h1, fewer microbatches than ranks": Case(divided(4, "zb-h1"), 3),
+    "zb-h2": Case(divided(4, "zb-h2"), 8),
+    "zb-v": Case(divided(4, "zb-v", v=2, num_layers=8), 8),
+    "v-half": Case(divided(4, "v-half", v=2, num_layers=8, overlap_p2p_comm=False), 6),
+    "v-min, shapes are announced": Case(divided(4, "v-min", v=2, num_layers=8, variable_seq_lengths=True), 4),
+    "dualpipe-v": Case(divided(4, "dualpipe-v", v=2, num_layers=8), 8),
+    "v-half, stages without layers": Case(divided(4, "v-half", v=2, pipeline_model_parallel_layout="E|t||tt||t||L"), 4),
     "gpipe": Case(divided(4, "gpipe"), 3),
     "interleaved": Case(divided(4, v=2, num_layers=8), 8),
     "seven layers": Case(divided(4, pipeline_model_parallel_layout="Ett|tt|tt|tL", num_layers=7), 4),

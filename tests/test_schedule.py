@@ -7,23 +7,25 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from plans.actions import Action, Schedule
 from plans.communication import Message, lower
+from plans.placement import V_SCHEDULES
 from plans.schedule import (
     NAMES,
-    Action,
-    Schedule,
     build_schedule,
     convert_schedule_table_to_order,
     get_schedule_table,
     num_warmup_microbatches,
 )
-from plans.simulate import Costs, ScheduleError, simulate, validate_program, validate_schedule
+from plans.simulate import SEMANTICS, Costs, ScheduleError, simulate, validate_program, validate_schedule
 
 
 @st.composite
 def sizes(draw, name: str, most: int = 6):
     """Arguments of build_schedule that a schedule accepts."""
-    p = 1 if name == "none" else draw(st.integers(2 if name == "interleaved" else 1, most))
+    p = 1 if name == "none" else draw(st.integers(2 if name in ("interleaved", *V_SCHEDULES) else 1, most))
+    if name in V_SCHEDULES:
+        return name, p, draw(st.integers(1, 14)), 2
     if name != "interleaved":
         return name, p, draw(st.integers(1, 14))
     g = draw(st.integers(p, p + 3))
@@ -35,8 +37,8 @@ ANY = st.sampled_from(NAMES).flatmap(sizes)
 TIMES = st.floats(0.1, 3.0)
 
 
-@given(ANY, st.sampled_from(["async", "blocking"]))
-def test_every_schedule_is_valid_under_either_semantics(arguments, semantics):
+@given(ANY, st.sampled_from(SEMANTICS))
+def test_every_schedule_is_valid_under_all_semantics(arguments, semantics):
     validate_schedule(build_schedule(*arguments), semantics)
 
 
@@ -181,7 +183,14 @@ FAULTS = {
     ),
     "stage out of range": (lambda a: a.append(Action("F", 4, 0)), r"rank 1, 4F0: expected F and B of stages 0 to 2"),
     "another rank's": (lambda a: a.append(Action("F", 2, 0)), r"rank 1, 2F0: stage 2 lies on rank 2"),
-    "half a backward": (lambda a: a.append(Action("W", 1, 0)), r"rank 0, 0B0: expected F, I and W of stages 0 to 2"),
+    "a weight's gradient twice": (
+        lambda a: a.append(Action("W", 1, 0)),
+        r"rank 1, 1W0: expected B, or else I and W, got 1B0 beside it",
+    ),
+    "half a backward": (
+        lambda a: a.__setitem__(a.index(Action("B", 1, 0)), Action("I", 1, 0)),
+        r"rank 1, 1W0: expected once, got none",
+    ),
     "swap": (
         lambda a: a.__setitem__(slice(None), [a[i] for i in (2, 1, 0, *range(3, len(a)))]),
         r"rank 1 cannot run 1B0 before 1F0 and 2B0",
@@ -282,6 +291,13 @@ REFUSED = {
     ("1f1b", 2, 0): r"num_microbatches: expected at least 1, got 0",
     ("none", 2, 4): r"pp_size: expected 1 without a pipeline, got 2",
     ("1f1b", 2, 4, 2): r"stages_per_rank: expected 1 with schedule '1f1b', got 2; choose 'interleaved'",
+    (
+        "zb-v",
+        2,
+        4,
+    ): r"stages_per_rank: expected 2 with schedule 'zb-v', got 1; set virtual_pipeline_model_parallel_size",
+    ("v-min", 1, 4, 2): r"pp_size: expected at least 2 with schedule 'v-min', got 1; choose 'none'",
+    ("v-half", 2, 4, 2, 2): r"group_size: expected None with schedule 'v-half', got 2",
     ("1f1b", 2, 4, 1, 2): r"group_size: expected None with schedule '1f1b', got 2",
     ("interleaved", 1, 4, 2): r"pp_size: expected at least 2 with schedule 'interleaved', got 1; choose 'none'",
     ("interleaved", 2, 4, 1): r"stages_per_rank: expected at least 2 .* choose '1f1b'",
@@ -299,5 +315,7 @@ def test_sizes_no_schedule_has_are_refused(arguments):
 
 
 def test_unknown_semantics():
-    with pytest.raises(ValueError, match=r"semantics: expected one of \('async', 'blocking'\), got 'eager'"):
+    with pytest.raises(
+        ValueError, match=r"semantics: expected one of \('async', 'pair', 'rank', 'blocking'\), got 'eager'"
+    ):
         validate_schedule(one_f_one_b(), "eager")  # pyright: ignore[reportArgumentType]

@@ -16,15 +16,16 @@ from parity.schedule_report import (
     other_schedules,
     plan_pipeline,
     print_schedule,
-    schedule_rows,
     shortened,
     warmup,
 )
 from parity.timeline import COLORS, IDLE, Bar, Timeline, draw_timeline, draw_timelines, shade, timeline_of
+from plans.actions import Action
 from plans.config import TransformerConfig
 from plans.memory.stages import predict_stage_memory
 from plans.partition import layers_by_stage, num_stages
-from plans.schedule import Action, build_schedule
+from plans.schedule import build_schedule
+from plans.schedule_file import schedule_rows
 from plans.simulate import Costs, simulate
 from reference_torch.pipeline import DeferredWeightGradients, custom_backward
 from reference_torch.recompute import measure_memory

@@ -26,13 +26,13 @@ from jax import Array
 
 from jax_impl.context_parallel import build_cp_context
 from jax_impl.offload import without_offload
+from plans.actions import Schedule
 from plans.config import TransformerConfig
 from plans.context import exchange_options
 from plans.implementation import uses_kernels
 from plans.layers import LayerConfig
 from plans.partition import layers_by_stage
 from plans.recompute import RecomputeBlock, recompute_blocks
-from plans.schedule import Schedule
 
 CONTEXT_AXIS = "cp"
 """Mesh axis over the parts of sequences that ranks share."""

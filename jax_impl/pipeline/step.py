@@ -14,13 +14,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_impl.offload import Moved
 from jax_impl.pipeline.executor import DATA_AXIS, PIPELINE_AXIS, run_ticks
 from jax_impl.pipeline.stages import CONTEXT_AXIS, Batch, StagedParameters, cut, names_of
+from plans.actions import Action
 from plans.config import TransformerConfig
 from plans.context import check_shared, end_to_end
 from plans.documents import check_document_starts
 from plans.implementation import callback_threads, uses_kernels
 from plans.parameters import parameter_specs
 from plans.partition import model_parallel_words, undivided
-from plans.schedule import Action, schedule_for
+from plans.schedule import any_num_microbatches, schedule_for
 from plans.ticks import KEEPS, Keep, Ticks, compile_ticks
 
 DOORS = ("pmap", "shard_map")
@@ -90,7 +91,7 @@ class PipelineStep:
         self._fused, self._forward_only = fused, forward_only
         params = nnx.split(model, nnx.Param)[1]
         self.names, self._structure = names_of(params), jax.tree.structure(params)
-        fewest = config.microbatch_group_size_per_vp_stage or config.pipeline_model_parallel_size
+        fewest = any_num_microbatches(config)
         schedule = schedule_for(config, fewest)  # for the places of stages, which m does not change
         self.stages = cut(type(model), config, schedule, training)
         self.ticks(fewest)  # refuses ticks that the schedule has not

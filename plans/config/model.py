@@ -10,6 +10,7 @@ from plans.context import EXCHANGES, WIRE_DTYPES
 from plans.implementation import IMPLEMENTATIONS, MAX_KERNEL_CHANNELS, MAX_KERNEL_STREAMS
 from plans.layers import ACTIVATIONS, LayerConfig, parse_layer
 from plans.partition import layers_by_stage
+from plans.placement import ScheduleName
 
 DTYPES = ("float32", "float64")
 OUT_OF_SCOPE = {
@@ -116,8 +117,10 @@ class TransformerConfig:
     """Count head and loss as a layer of the last stage."""
     pipeline_model_parallel_layout: str | None = None
     """Every stage written out, e.g. ``E t*3 | (tt|)*2 t L``: E embedding, t layer, L loss, | between stages."""
-    pipeline_schedule: Literal["none", "gpipe", "1f1b", "interleaved", "zb-h1"] | None = None
+    pipeline_schedule: ScheduleName | None = None
     """Order of work; None: none, 1f1b or interleaved, as ranks and virtual stages ask."""
+    pipeline_schedule_file: str | None = None
+    """CSV file with the order of work instead, as torch.distributed.pipelining writes it; see plans.schedule_file."""
     microbatch_group_size_per_vp_stage: int | None = None
     """Consecutive microbatches of one virtual stage; None: as many as pipeline ranks."""
     deallocate_pipeline_outputs: bool = True

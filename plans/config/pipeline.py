@@ -2,8 +2,7 @@
 
 from plans.config.rules import Rule, choice, count, flag, number
 from plans.partition import layers_by_stage
-
-SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zb-h1")
+from plans.placement import SCHEDULES, V_SCHEDULES, placement_of, schedule_name
 
 _SPLITS = (
     "num_layers_in_first_pipeline_stage",
@@ -12,15 +11,6 @@ _SPLITS = (
     "account_for_loss_in_pipeline_split",
 )
 """Settings that change an even split."""
-
-
-def schedule_name(config) -> str:
-    """The schedule asked for, or the one that fits ranks and virtual stages."""
-    if config.pipeline_schedule is not None:
-        return config.pipeline_schedule
-    if config.pipeline_model_parallel_size == 1:
-        return "none"
-    return "interleaved" if (config.virtual_pipeline_model_parallel_size or 1) > 1 else "1f1b"
 
 
 def _split_asked(config) -> list[str]:
@@ -42,8 +32,15 @@ def _schedule_error(config) -> str:
     if (name == "none") != (p == 1):
         expected = "None or 'none' without a pipeline" if p == 1 else f"one of {SCHEDULES[1:]} with {p} pipeline ranks"
         return f"pipeline_schedule: expected {expected}, got {name!r}"
-    if (name == "interleaved") != ((v or 1) > 1):
-        expected = "'interleaved' or None with" if (v or 1) > 1 else "another schedule without"
+    if name in V_SCHEDULES:
+        if v != 2:
+            return (
+                f"virtual_pipeline_model_parallel_size: expected 2 with schedule {name!r}, whose stages go there and "
+                f"back, got {v}"
+            )
+    elif (name == "interleaved") != ((v or 1) > 1):
+        several = "'interleaved', None or, for 2, one of " + ", ".join(map(repr, V_SCHEDULES))
+        expected = f"{several} with" if (v or 1) > 1 else "another schedule without"
         return f"pipeline_schedule: expected {expected} virtual stages, got {name!r}"
     if config.microbatch_group_size_per_vp_stage is not None and name != "interleaved":
         return (
@@ -51,6 +48,46 @@ def _schedule_error(config) -> str:
             f"{config.microbatch_group_size_per_vp_stage}; give virtual_pipeline_model_parallel_size"
         )
     return ""
+
+
+def _file_error(config) -> str:
+    """Why a file's schedule cannot be had, or the empty string."""
+    path = config.pipeline_schedule_file
+    if not isinstance(path, str):
+        return f"pipeline_schedule_file: expected the path of a CSV file, got {path!r}"
+    if config.pipeline_schedule is not None:
+        return f"pipeline_schedule: expected None beside pipeline_schedule_file, got {config.pipeline_schedule!r}"
+    from plans.schedule_file import read_schedule  # here and below: both need a configuration's rules
+    from plans.simulate import validate_schedule
+
+    try:
+        schedule = read_schedule(path)
+        validate_schedule(schedule)
+    except (OSError, ValueError) as error:
+        return f"pipeline_schedule_file: expected a schedule that runs, got {error}"
+    for name, given, found in (
+        ("pipeline_model_parallel_size", config.pipeline_model_parallel_size, schedule.pp_size),
+        (
+            "virtual_pipeline_model_parallel_size",
+            config.virtual_pipeline_model_parallel_size or 1,
+            schedule.stages_per_rank,
+        ),
+    ):
+        if given != found:
+            return f"{name}: expected {found}, as pipeline_schedule_file has it, got {given}"
+    if schedule.forward_only:
+        return f"pipeline_schedule_file: expected backwards, too, got forwards alone in {path}"
+    if config.microbatch_group_size_per_vp_stage is not None:
+        return (
+            "microbatch_group_size_per_vp_stage: expected None with pipeline_schedule_file, got "
+            f"{config.microbatch_group_size_per_vp_stage}"
+        )
+    return ""
+
+
+def _ends_asked(config) -> list[str]:
+    """Settings that give the first or last rank a number of layers of its own."""
+    return [f"{name}={getattr(config, name)}" for name in _SPLITS[:2] if getattr(config, name) is not None]
 
 
 PIPELINE_RULES: tuple[Rule, ...] = (
@@ -69,6 +106,11 @@ PIPELINE_RULES: tuple[Rule, ...] = (
         ),
     ),
     choice("pipeline_schedule", (None, *SCHEDULES)),
+    Rule(
+        "pipeline_schedule_file",
+        lambda c: c.pipeline_schedule_file is None or not _file_error(c),
+        _file_error,
+    ),
     count("microbatch_group_size_per_vp_stage"),
     flag("deallocate_pipeline_outputs"),
     flag("overlap_p2p_comm"),
@@ -109,6 +151,19 @@ PIPELINE_RULES: tuple[Rule, ...] = (
             f"stage's number of layers is given, got {', '.join(_split_asked(c))}"
         ),
     ),
+    Rule(
+        "schedule fits the stages",
+        lambda c: c.pipeline_schedule_file is not None or not _schedule_error(c),
+        _schedule_error,
+    ),
+    Rule(
+        "there and back, one rank has both ends",
+        lambda c: placement_of(c) == "loop" or not _ends_asked(c),
+        lambda c: (
+            f"{_ends_asked(c)[0].split('=')[0]}: expected None with schedule {schedule_name(c)!r}, where the first "
+            f"rank holds the first and the last stage, got {', '.join(_ends_asked(c))}; write the stages out as "
+            "pipeline_model_parallel_layout"
+        ),
+    ),
     Rule("stages divide layers", lambda c: not _split_error(c), _split_error),
-    Rule("schedule fits the stages", lambda c: not _schedule_error(c), _schedule_error),
 )

@@ -10,14 +10,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
+from plans.actions import Action, Schedule
 from plans.config import TransformerConfig
 from plans.memory.graph import ITEM_SIZES
 from plans.memory.stages import StageMemory
 from plans.offload import layer_storages, pass_uses, rank_layers, stage_layers
 from plans.parameters import parameter_specs
-from plans.partition import num_stages
+from plans.partition import get_stage, get_stage_place, num_stages
 from plans.recompute import recompute_blocks
-from plans.schedule import Action, Schedule
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def rank_memories(config: TransformerConfig, schedule: Schedule, stages: Sequenc
         layers = {number: sum(each.values()) for number, each in layer_storages(config).items()}
     found = []
     for rank, actions in enumerate(schedule.actions):
-        own = sum(sizes[rank :: schedule.pp_size])
+        own = sum(size for stage, size in enumerate(sizes) if schedule.rank_of(stage) == rank)
         away, there = 0, 0
         if config.enable_tensor_offload:
             away = sum(layers[layer] for layer in rank_layers(config, rank))
@@ -68,8 +68,8 @@ def rank_memories(config: TransformerConfig, schedule: Schedule, stages: Sequenc
 
 def parameter_bytes(config: TransformerConfig, stage: int) -> int:
     """Bytes of a stage's parameters, and of their gradients: exact, with its copy of a tied embedding."""
-    p, last = config.pipeline_model_parallel_size, num_stages(config) - 1
-    specs = parameter_specs(config, stage == 0, stage == last, stage // p, stage % p)
+    last = num_stages(config) - 1
+    specs = parameter_specs(config, stage == 0, stage == last, *get_stage_place(config, stage))
     return sum(math.prod(spec.shape) for spec in specs.values()) * ITEM_SIZES[config.params_dtype]
 
 
@@ -97,7 +97,7 @@ def _layer_order(config: TransformerConfig, rank: int, actions: Iterable[Action]
     uses: dict[tuple[int, bool], list[int]] = {}
     for vp_stage in range(config.virtual_pipeline_model_parallel_size or 1):
         layers, blocks = stage_layers(config, vp_stage, rank), recompute_blocks(config, vp_stage, rank)
-        stage = vp_stage * config.pipeline_model_parallel_size + rank
+        stage = get_stage(config, vp_stage, rank)
         for forward in (True, False):
             uses[stage, forward] = [use.layer for use in pass_uses(layers, not forward, blocks, forward)]
     order = [layer for kind, stage, _ in actions if kind != "W" for layer in uses[stage, kind == "F"]]

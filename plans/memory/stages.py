@@ -7,7 +7,7 @@ from plans.config import TransformerConfig
 from plans.delta_rule import SEGMENT_SIZE
 from plans.memory.graph import GraphBuilder, Layer, Node, Value
 from plans.memory.simulate import Simulation
-from plans.partition import get_transformer_layer_offset, layers_by_stage, num_stages, undivided
+from plans.partition import get_stage_place, get_transformer_layer_offset, layers_by_stage, num_stages, undivided
 from plans.recompute import recompute_blocks
 
 
@@ -41,7 +41,7 @@ def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, leng
         length: tokens of each; None: config.seq_length.
     """
     memory, builder = Simulation(), _StageBuilder(config, batch, length or config.seq_length)
-    p, is_last = config.pipeline_model_parallel_size, stage == num_stages(config) - 1
+    is_last = stage == num_stages(config) - 1
     if stage == 0:
         begin, x = builder.embedding()
     else:
@@ -52,7 +52,7 @@ def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, leng
         layers[number], x = builder.layer(number, x)
     sent = Node([x], [], [] if config.deallocate_pipeline_outputs else [x])
     end = builder.head(x) if is_last else [sent]
-    memory.run(begin, layers, recompute_blocks(config, stage // p, stage % p), end)
+    memory.run(begin, layers, recompute_blocks(config, *get_stage_place(config, stage)), end)
     waiting = {id(value): value.size for value in builder.multiplied}
     return StageMemory(sum(memory.kept.values()), sum(waiting.values()) + builder.gradients)
 
@@ -71,15 +71,14 @@ def predict_stages(config: TransformerConfig, batch: int, length: int | None = N
 
 def _what_lies_on(config: TransformerConfig, stage: int) -> Hashable:
     """All that a stage's memory depends on beside the configuration."""
-    p, layers = config.pipeline_model_parallel_size, _layers(config, stage)
-    blocks = [(b.kind, len(b.layers), b.modules) for b in recompute_blocks(config, stage // p, stage % p)]
+    layers, place = _layers(config, stage), get_stage_place(config, stage)
+    blocks = [(b.kind, len(b.layers), b.modules) for b in recompute_blocks(config, *place)]
     return stage == 0, stage == num_stages(config) - 1, *map(config.layer, layers), *blocks
 
 
 def _layers(config: TransformerConfig, stage: int) -> range:
     """Global numbers of a stage's layers."""
-    p = config.pipeline_model_parallel_size
-    first = get_transformer_layer_offset(config, stage // p, stage % p)
+    first = get_transformer_layer_offset(config, *get_stage_place(config, stage))
     return range(first, first + layers_by_stage(config)[stage])
 
 

@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from plans.actions import Action
 from plans.config import TransformerConfig
 from plans.partition import get_num_layers_to_build, get_transformer_layer_offset
 from plans.recompute import RecomputeBlock, recompute_blocks
-from plans.schedule import Action, schedule_for
+from plans.schedule import schedule_for
 
 
 class Use(NamedTuple):

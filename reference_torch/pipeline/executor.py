@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plans.actions import Action, Schedule
 from plans.communication import Message, Program, dependencies, lower, receiver
 from plans.config import TransformerConfig
-from plans.schedule import Action, Schedule
 from reference_torch.p2p import P2PCommunicator, Shape
 from reference_torch.pipeline.gradients import GradientSums
 from reference_torch.pipeline.split_backward import DeferredWeightGradients
@@ -138,7 +138,7 @@ class Executor:
         entered = None
         if stage > 0:
             entered = [x.requires_grad_(not self._schedule.forward_only) for x in self._taken(action)]
-        with self._split(key):
+        with self._split(action):
             output, tokens = forward_step(
                 inputs.forward_step_func,
                 inputs.data_iterators[vp_stage],
@@ -166,7 +166,7 @@ class Executor:
         gradient = None
         if action.stage + 1 < self._schedule.num_stages:
             gradient = self._taken(action)
-        with self._split(key):
+        with self._split(action):
             gradients = backward_step(entered, output, gradient)
         if gradients is not None:
             self._results[action] = listed(gradients)
@@ -174,9 +174,10 @@ class Executor:
     def _weight_gradients(self, action: Action) -> None:
         self._deferred.pop((action.stage, action.microbatch)).run()
 
-    def _split(self, key: tuple[int, int]) -> AbstractContextManager[Any]:
+    def _split(self, action: Action) -> AbstractContextManager[Any]:
         """Where the table runs I and W apart, what makes a backward leave weights out."""
-        return self._deferred[key] if self._schedule.splits_backward else nullcontext()
+        key = action.stage, action.microbatch
+        return self._deferred[key] if self._schedule.splits(*key) else nullcontext()
 
     def _taken(self, action: Action) -> list[Tensor]:
         """What an action needs from another stage: received, or left here by a stage of this rank."""

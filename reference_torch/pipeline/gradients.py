@@ -67,10 +67,7 @@ def finalize_model_grads(
         PipelineError: some rank did not come to a sum in time.
     """
     timeout = config.pipeline_timeout
-    if groups.embedding is not None:
-        for model in models:
-            if (tied := tied_copy(model)) is not None:
-                _sum_over(_gradient(tied), groups.embedding, "the sum of a tied embedding's gradients", timeout)
+    _sum_tied([_gradient(tied) for model in models if (tied := tied_copy(model)) is not None], groups, timeout)
     divisor: float | Tensor = float(groups.dp_size * groups.cp_size)
     if config.calculate_per_token_loss:
         device = next((parameter.device for model in models for parameter in model.parameters()), num_tokens.device)
@@ -83,6 +80,18 @@ def finalize_model_grads(
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.grad /= divisor
+
+
+def _sum_tied(gradients: Sequence[Tensor], groups: ProcessGroups, timeout: float) -> None:
+    """Replace the gradients of a tied embedding's copies by their sum, on this rank and the other that has one."""
+    if not gradients:
+        return
+    first, *others = gradients
+    for other in others:
+        first += other
+    _sum_over(first, groups.embedding, "the sum of a tied embedding's gradients", timeout)
+    for other in others:
+        other.copy_(first)
 
 
 def set_aside(models: Sequence[nn.Module]) -> Sequence[tuple[Tensor, Tensor]]:

@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import nn
 
+from plans.actions import Action
 from plans.config import TransformerConfig
-from plans.config.pipeline import schedule_name
 from plans.partition import is_pipeline_first_stage, is_pipeline_last_stage
-from plans.schedule import Action, num_warmup_microbatches, schedule_for
+from plans.placement import schedule_name
+from plans.schedule import num_warmup_microbatches, schedule_for
 from reference_torch.groups import ProcessGroups
 from reference_torch.p2p import P2PCommunicator, Shape
 from reference_torch.pipeline.executor import Executor, StepInputs
@@ -46,12 +47,11 @@ def get_model(model_provider: Callable[..., nn.Module], config: TransformerConfi
 
 def get_forward_backward_func(config: TransformerConfig) -> Callable[..., list[Any]]:
     """The function that runs a configuration's steps."""
-    name = schedule_name(config)
-    if name == "none":
-        return forward_backward_no_pipelining
-    if name == "interleaved":
-        return forward_backward_pipelining_with_interleaving
-    return forward_backward_pipelining_without_interleaving
+    return {
+        _NONE: forward_backward_no_pipelining,
+        _ONE_STAGE: forward_backward_pipelining_without_interleaving,
+        _VIRTUAL: forward_backward_pipelining_with_interleaving,
+    }[_kind_of(config)]
 
 
 def forward_backward_no_pipelining(
@@ -73,7 +73,7 @@ def forward_backward_no_pipelining(
 
     Arguments and result as forward_backward_pipelining_without_interleaving.
     """
-    _check_kind(config, "none")
+    _check_kind(config, _NONE)
     return _run(
         (forward_step_func, data_iterator, model, num_microbatches, config),
         [([], [])],
@@ -101,7 +101,7 @@ def forward_backward_pipelining_without_interleaving(
     pg_collection: ProcessGroups | None = None,
     trace: list[Action] | None = None,
 ) -> list[Any]:
-    """A step with one stage a rank: gpipe, 1f1b or zb-h1. Gradients end in ``parameter.grad``, added to what is there.
+    """A step with one stage a rank. Gradients end in ``parameter.grad``, added to what is there.
 
     Args:
         forward_step_func: ``(data_iterator, model) -> (output, reducer)``; see forward_step_calc_loss for what the
@@ -126,7 +126,7 @@ def forward_backward_pipelining_without_interleaving(
         ValueError: sizes the schedule cannot have, or arguments that do not fit it.
         PipelineError: a message did not come, or was not taken, within config.pipeline_timeout.
     """
-    _check_kind(config, "gpipe, 1f1b or zb-h1")
+    _check_kind(config, _ONE_STAGE)
     received, sent = infer_tensor_shapes(seq_length, micro_batch_size, config)
     if adjust_tensor_shapes_fn is not None:
         received, sent = adjust_tensor_shapes_fn(received, sent)
@@ -161,7 +161,7 @@ def forward_backward_pipelining_with_interleaving(
     Arguments and result as forward_backward_pipelining_without_interleaving, but ``data_iterator`` and ``model`` are
     lists, one entry a virtual stage.
     """
-    _check_kind(config, "interleaved")
+    _check_kind(config, _VIRTUAL)
     shapes = infer_tensor_shapes(seq_length, micro_batch_size, config)
     return _run(
         (forward_step_func, data_iterator, model, num_microbatches, config),
@@ -251,10 +251,19 @@ def _make_communicator(
     return P2PCommunicator(groups.pp, config, device)
 
 
+_NONE, _ONE_STAGE, _VIRTUAL = "no pipeline", "one stage a rank", "virtual stages"
+
+
+def _kind_of(config: TransformerConfig) -> str:
+    """What decides which function runs a configuration's steps."""
+    if config.pipeline_model_parallel_size == 1:
+        return _NONE
+    return _ONE_STAGE if (config.virtual_pipeline_model_parallel_size or 1) == 1 else _VIRTUAL
+
+
 def _check_kind(config: TransformerConfig, expected: str) -> None:
-    name = schedule_name(config)
-    if name not in expected:
+    if _kind_of(config) != expected:
         raise ValueError(
-            f"config: expected a schedule of this function ({expected}), got {name!r}; choose the function by "
-            "get_forward_backward_func(config)"
+            f"config: expected {expected} with this function, got {_kind_of(config)}, schedule "
+            f"{schedule_name(config)!r}; choose the function by get_forward_backward_func(config)"
         )

@@ -1,0 +1,100 @@
+"""Schedules as files, in the format of torch.distributed.pipelining: CSV, a row a rank, an action a cell.
+
+    0F0,0F1,,0B0,0B1        stage, kind, microbatch; empty cells say nothing
+    (0F2;3B0)OVERLAP_F_B    two actions that may overlap: read as one after the other
+
+What is written, ``_PipelineScheduleRuntime._load_csv`` reads; what PyTorch's schedules write (``_dump_csv``, of
+computation alone), is read here. Messages are not read but made from the table: plans.communication.
+"""
+
+import csv
+import io
+import os
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import cast, get_args
+
+from plans.actions import Action, Kind, Schedule
+from plans.placement import FROM_FILE, Placement, place_of
+
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_LOWERED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+
+
+def schedule_to_csv(schedule: Schedule) -> str:
+    """A schedule as text, a line a rank."""
+    return "".join(f"{row}\n" for row in schedule_rows(schedule))
+
+
+def schedule_rows(schedule: Schedule) -> list[str]:
+    """The same, by rank: ``0F0,0F1,0B0,0B1``."""
+    return [",".join(map(str, actions)) for actions in schedule.actions]
+
+
+def schedule_from_csv(text: str, name: str = FROM_FILE) -> Schedule:
+    """Read a schedule; whether it runs is validate_schedule's to say.
+
+    Args:
+        text: see above.
+        name: to call it by.
+
+    Raises:
+        ValueError: a cell is no action (the message names row and cell), or stages lie otherwise than plans.placement
+            knows.
+    """
+    rows = [list(_actions(row, rank)) for rank, row in enumerate(csv.reader(io.StringIO(text.strip("\n"))))]
+    if not any(rows):
+        raise ValueError("schedule: expected a row of actions for each rank, got none")
+    everything = [action for row in rows for action in row]
+    stages, microbatches = 1 + max(a.stage for a in everything), 1 + max(a.microbatch for a in everything)
+    per_rank = -(-stages // len(rows))
+    forward_only = all(action.kind == "F" for action in everything)
+    placement = _placement(rows, stages)
+    return Schedule(name, len(rows), microbatches, per_rank, tuple(map(tuple, rows)), forward_only, placement)
+
+
+def read_schedule(path: str | Path) -> Schedule:
+    """Read a schedule from a file. Errors as schedule_from_csv's, with the file's name; FileNotFoundError."""
+    status = os.stat(path)
+    return _read(str(path), status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=32)
+def _read(path: str, _changed: int, _size: int) -> Schedule:
+    """A file as it is now: read again only once it has changed."""
+    try:
+        return schedule_from_csv(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _actions(cells: Iterable[str], rank: int) -> Iterable[Action]:
+    for place, cell in enumerate(cells):
+        pair = _PAIR.fullmatch(cell.strip())
+        for part in pair[1].split(";") if pair else [cell]:
+            found = _ACTION.fullmatch(part.strip())
+            if found is not None:
+                stage, kind, microbatch = found.groups()
+                yield Action(cast("Kind", kind), int(stage), int(microbatch))
+            elif part.strip():
+                remedy = "; save computation alone, without messages" if _LOWERED.fullmatch(part.strip()) else ""
+                raise ValueError(
+                    f"schedule, row {rank}, cell {place}: expected stage, one of F, B, I and W, and microbatch, as in "
+                    f"'0F1', got {part.strip()!r}{remedy}"
+                )
+
+
+def _placement(rows: list[list[Action]], stages: int) -> Placement:
+    """Where the stages lie, as every rank's actions say."""
+    p = len(rows)
+    held = [sorted({action.stage for action in row}) for row in rows]
+    for placement in get_args(Placement):
+        if held == [[s for s in range(stages) if place_of(s, p, placement).pp_rank == rank] for rank in range(p)]:
+            return placement
+    told = "; ".join(f"rank {rank}: {', '.join(map(str, own)) or 'none'}" for rank, own in enumerate(held))
+    raise ValueError(
+        f"schedule: expected stage s on rank s mod {p}, or two stages a rank there and back (0 1 2 | 2 1 0), got {told}"
+    )
