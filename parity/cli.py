@@ -42,6 +42,8 @@ from plans.context import check_shared
 from plans.data import load_corpus
 from plans.implementation import callback_threads
 from plans.sampling import next_token
+from plans.schedule import schedule_for
+from plans.schedule_file import schedule_to_csv
 from plans.training import NonFiniteLossError, check_trainable
 
 DESCRIPTION = """One training system in PyTorch and in JAX: compare both, train either, look into runs.
@@ -227,13 +229,17 @@ def _place(command: Train) -> dict[str, Any]:
 
 
 def _plan(command: Plan, console: Console) -> int:
-    if command.picture is not None:
-        _check_output(command.picture.parent, (command.picture.name,))
+    for output in (command.picture, command.write_schedule):
+        if output is not None:
+            _check_output(output.parent, (output.name,))
     model, shape = command.model, (command.micro_batch_size, command.num_microbatches)
     check_shared(command.micro_batch_size, model.seq_length, model.context_parallel_size)
     console.print(mesh_words(model, command.data_parallel_size), highlight=False)
     if model.pipeline_model_parallel_size > 1:
         print_schedule(console, model, *shape, picture=command.picture)
+        if command.write_schedule is not None:
+            command.write_schedule.write_text(schedule_to_csv(schedule_for(model, command.num_microbatches)))
+            console.print(f"written: {command.write_schedule}")
     else:
         print_plan(console, model, command.micro_batch_size)
     if model.context_parallel_size > 1:

@@ -159,6 +159,8 @@ class Plan:
     """Replicas of context ranks of pipeline ranks."""
     picture: Path | None = None
     """Timeline of a pipeline to draw, .png or .svg."""
+    write_schedule: Path | None = None
+    """CSV file to write the pipeline's schedule to, for pipeline_schedule_file or torch.distributed.pipelining."""
     link_bandwidth: float = 50.0
     """Between host and device, in GB/s; for offload."""
     compute_rate: float = 300.0
@@ -173,10 +175,13 @@ class Plan:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.schedule is not None:
             object.__setattr__(self, "model", replace(self.model, pipeline_schedule=self.schedule))
-        if self.picture is not None and self.model.pipeline_model_parallel_size == 1:
-            raise ValueError("picture: expected pipeline_model_parallel_size above 1 to draw, got 1")
+        for name in ("picture", "write_schedule"):
+            if getattr(self, name) is not None and self.model.pipeline_model_parallel_size == 1:
+                raise ValueError(f"{name}: expected pipeline_model_parallel_size above 1, got 1")
         if self.picture is not None and self.picture.suffix not in (".png", ".svg"):
             raise ValueError(f"picture: expected a name that ends in .png or .svg, got {str(self.picture)!r}")
+        if self.write_schedule is not None and self.write_schedule.suffix != ".csv":
+            raise ValueError(f"write_schedule: expected a name that ends in .csv, got {str(self.write_schedule)!r}")
 
 
 @dataclass(frozen=True)

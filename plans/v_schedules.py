@@ -13,8 +13,9 @@ V-ZB); Qi et al., arXiv 2401.10241 (ZB-V); DeepSeek's DualPipe as cut in half (D
 Moving actions later and back is forward-backward improvement: Tormos and Lova, Annals of OR 102, 2001.
 """
 
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import permutations
 from typing import cast
 
@@ -194,72 +195,88 @@ class _Course:
     """
 
     def __init__(self, p: int, m: int, block: Block, most: int) -> None:
-        self._p, self._most = p, most
-        self._ticks = {
-            Action(kind, stage, i): tick + PERIOD * i for (kind, stage), tick in block.items() for i in range(m)
+        self._p, self._stages, self._most = p, 2 * p, most
+        self._ticks: dict[Kind, list[list[int]]] = {
+            kind: [[block[kind, stage] + PERIOD * i for i in range(m)] for stage in range(2 * p)] for kind in _KINDS
         }
-        length = 1 + max(self._ticks.values())
-        self._busy = [[False] * length for _ in range(p)]
+        length = 1 + max(max(ticks) for by_stage in self._ticks.values() for ticks in by_stage)
         self._kept = [[0] * length for _ in range(p)]  # stages' worth in flight during each tick
-        for action, tick in self._ticks.items():
-            self._busy[self._rank(action)][tick] = True
-            if action.kind == "F":
-                self._change(action, tick, self._ticks[action._replace(kind="W")] + 1, 1)
+        idle = [set(range(length)) for _ in range(p)]
+        for stage in range(2 * p):
+            rank = self._rank(stage)
+            for kind in _KINDS:
+                idle[rank].difference_update(self._ticks[kind][stage])
+            for begin, end in zip(self._ticks["F"][stage], self._ticks["W"][stage], strict=True):
+                self._add(rank, begin, end + 1)
+        self._idle = [sorted(ticks) for ticks in idle]
 
     def improved(self) -> Actions:
         """Every rank's actions in order, once each has been moved as late as it can be, and then as early."""
         for later in (True, False):
-            for action in sorted(self._ticks, key=self._ticks.__getitem__, reverse=later):
+            for _, action in sorted(self._actions(), reverse=later):
                 self._move(action, later)
         ranks: Actions = [[] for _ in range(self._p)]
-        for action in sorted(self._ticks, key=self._ticks.__getitem__):
-            ranks[self._rank(action)].append(action)
+        for _, action in sorted(self._actions()):
+            ranks[self._rank(action.stage)].append(action)
         return ranks
+
+    def _actions(self) -> Iterator[tuple[int, Action]]:
+        for kind, by_stage in self._ticks.items():
+            for stage, ticks in enumerate(by_stage):
+                for i, tick in enumerate(ticks):
+                    yield tick, Action(kind, stage, i)
 
     def _move(self, action: Action, later: bool) -> None:
         """To the idle tick farthest in one direction that what it needs, what needs it and the bound allow."""
-        rank, old = self._rank(action), self._ticks[action]
+        kind, stage, i = action
+        rank, old = self._rank(stage), self._ticks[kind][stage][i]
+        idle, place = self._idle[rank], 0
         if later:
-            end = min((self._ticks[other] for other in self._after(action)), default=len(self._busy[rank]))
-            choices = range(end - 1, old, -1)
+            place = bisect_left(idle, self._latest(action, old)) - 1
         else:
-            choices = range(max((self._ticks[other] + 1 for other in self._before(action)), default=0), old)
-        for new in choices:
-            if not self._busy[rank][new] and self._fits(action, old, new):
-                self._busy[rank][old], self._busy[rank][new] = False, True
-                self._ticks[action] = new
-                if action.kind == "F":
-                    self._change(action, new, old, 1)
-                elif action.kind == "W":
-                    self._change(action, old + 1, new + 1, 1)
-                return
+            place = bisect_left(idle, self._earliest(action, old))
+        if not 0 <= place < len(idle) or (idle[place] < old) == later:
+            return
+        new = idle.pop(place)
+        insort(idle, old)
+        self._ticks[kind][stage][i] = new
+        if kind == "F":
+            self._add(rank, new, old)
+        elif kind == "W":
+            self._add(rank, old + 1, new + 1)
 
-    def _fits(self, action: Action, old: int, new: int) -> bool:
-        """Whether the bound holds in the ticks in which a move keeps more."""
-        begin, end = (new, old) if action.kind == "F" else (old + 1, new + 1)
-        return action.kind == "I" or max(self._kept[self._rank(action)][begin:end], default=0) < self._most
+    def _latest(self, action: Action, old: int) -> int:
+        """The first tick that is too late for an action."""
+        kind, stage, i = action
+        kept = self._kept[self._rank(stage)]
+        if kind == "W":  # until it has run, its stage's worth is in flight
+            return next((tick for tick in range(old + 1, len(kept)) if kept[tick] == self._most), len(kept))
+        after, onward = ("I", stage + 1) if kind == "F" else ("W", stage - 1)
+        own = self._ticks[after][stage][i]
+        return min(own, self._ticks[kind][onward][i]) if 0 <= onward < self._stages else own
 
-    def _change(self, action: Action, begin: int, end: int, amount: int) -> None:
-        """So much more is in flight from one tick to another; less where the other comes first."""
-        kept = self._kept[self._rank(action)]
-        for tick in range(min(begin, end), max(begin, end)):
-            kept[tick] += amount if begin < end else -amount
-
-    def _rank(self, action: Action) -> int:
-        return min(action.stage, 2 * self._p - 1 - action.stage)
-
-    def _before(self, action: Action) -> list[Action]:
+    def _earliest(self, action: Action, old: int) -> int:
+        """The first tick that is not too early for an action."""
         kind, stage, i = action
         if kind == "W":
-            return [Action("I", stage, i)]
-        needed = [Action("F", stage, i)] if kind == "I" else []
-        neighbour = stage + (1 if kind == "I" else -1)
-        return [*needed, *([Action(kind, neighbour, i)] if 0 <= neighbour < 2 * self._p else [])]
+            return self._ticks["I"][stage][i] + 1
+        before = stage - 1 if kind == "F" else stage + 1
+        begin = self._ticks[kind][before][i] + 1 if 0 <= before < self._stages else 0
+        if kind == "I":
+            return max(begin, self._ticks["F"][stage][i] + 1)
+        kept = self._kept[self._rank(stage)]
+        return next((tick + 1 for tick in range(old - 1, begin - 1, -1) if kept[tick] == self._most), begin)
 
-    def _after(self, action: Action) -> list[Action]:
-        kind, stage, i = action
-        if kind == "W":
-            return []
-        after = [Action("I" if kind == "F" else "W", stage, i)]
-        neighbour = stage + (1 if kind == "F" else -1)
-        return [*after, *([Action(kind, neighbour, i)] if 0 <= neighbour < 2 * self._p else [])]
+    def _add(self, rank: int, begin: int, end: int) -> None:
+        """A stage's worth more is in flight from one tick to another, or less from the other to the one."""
+        kept = self._kept[rank]
+        for tick in range(begin, end):
+            kept[tick] += 1
+        for tick in range(end, begin):
+            kept[tick] -= 1
+
+    def _rank(self, stage: int) -> int:
+        return min(stage, self._stages - 1 - stage)
+
+
+_KINDS: tuple[Kind, ...] = ("F", "I", "W")

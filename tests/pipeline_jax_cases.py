@@ -4,9 +4,11 @@ tests/test_pipeline_jax.py runs this file in a process with eight devices, whose
 """
 
 import os
+import tempfile
 from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,8 @@ from parity.tolerances import GRADIENT, PARAMETERS
 from plans.config import TransformerConfig
 from plans.implementation import callback_threads
 from plans.partition import undivided
-from plans.schedule import schedule_for
+from plans.schedule import build_schedule, schedule_for
+from plans.schedule_file import schedule_to_csv
 from tests.pipeline_draws import any_cut
 from tests.test_documents import CONFIG, TRAIN, assert_alike, trained
 
@@ -156,7 +159,18 @@ CASES = {
         mesh=Mesh(devices(2, 2), ("dp", "pp")),
         door="shard_map",
     ),
+    "there and back, some backwards split": lambda: check(
+        replace(DROPPED, **TWICE_TWO, pipeline_schedule="dualpipe-v"), 5
+    ),
 }
+
+
+def own_schedule() -> str:
+    """A file with a schedule of two ranks and four microbatches, in which only some backwards are split."""
+    path = Path(tempfile.mkdtemp(prefix="schedule")) / "own.csv"
+    path.write_text(schedule_to_csv(build_schedule("dualpipe-v", 2, 4, 2)))
+    return str(path)
+
 
 HYBRID = replace(DROPPED, layer_pattern="kda,gdn,attention", linear_num_value_heads=4)
 
@@ -217,6 +231,40 @@ SLOW = {
         3,
         door="shard_map",
     ),
+    "zb-h2, inputs kept": lambda: check(replace(DROPPED, **FOUR, pipeline_schedule="zb-h2"), 8, keep="inputs"),
+    "zb-v": lambda: check(replace(DROPPED, **TWICE_TWO, pipeline_schedule="zb-v"), 4, door="shard_map"),
+    "zb-v, hyper-connections": lambda: check(
+        replace(
+            HYPER,
+            pipeline_model_parallel_size=2,
+            virtual_pipeline_model_parallel_size=2,
+            pipeline_model_parallel_layout="Et||t|L",
+            pipeline_schedule="zb-v",
+        ),
+        4,
+    ),
+    "v-half, four ranks": lambda: check(
+        replace(
+            SEVEN,
+            pipeline_model_parallel_size=4,
+            virtual_pipeline_model_parallel_size=2,
+            pipeline_model_parallel_layout="Et|t|t|t|t|t|t|L",
+            pipeline_schedule="v-half",
+        ),
+        6,
+    ),
+    "v-min, data parallel, inputs kept": lambda: check(
+        replace(DROPPED, **TWICE_TWO, pipeline_schedule="v-min"),
+        4,
+        b=4,
+        mesh=Mesh(devices(2, 4), ("pp", "dp")),
+        door="shard_map",
+        keep="inputs",
+    ),
+    "dualpipe-v, inputs kept": lambda: check(
+        replace(DROPPED, **TWICE_TWO, pipeline_schedule="dualpipe-v"), 5, keep="inputs"
+    ),
+    "in the order of a file": lambda: check(replace(DROPPED, **TWICE_TWO, pipeline_schedule_file=own_schedule()), 4),
     "data parallel, interleaved": lambda: check(
         replace(DROPPED, **TWICE_TWO), 4, b=4, mesh=Mesh(devices(2, 4), ("pp", "dp")), door="shard_map"
     ),
@@ -278,7 +326,7 @@ def test_any_schedule_over_any_split_computes_what_one_device_does():
         check(config, m, **options)
 
     compute()
-    assert drawn.keys() >= {"gpipe", "1f1b", "interleaved", "zb-h1", "inputs", "pmap", "fused"}
+    assert drawn.keys() >= {"1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "inputs", "pmap", "fused"}
 
 
 @pytest.mark.slow

@@ -143,6 +143,18 @@ WRONG = {
         "plan --pipeline-model-parallel-size 2 --picture {out}.pdf",
         "picture: expected a name that ends in .png or .svg, got",
     ),
+    "schedule's name": (
+        "plan --pipeline-model-parallel-size 2 --write-schedule {out}.txt",
+        "write_schedule: expected a name that ends in .csv, got",
+    ),
+    "schedule without a pipeline": (
+        "plan --write-schedule {out}.csv",
+        "write_schedule: expected pipeline_model_parallel_size above 1, got 1",
+    ),
+    "no such schedule": (
+        "plan --pipeline-model-parallel-size 2 --pipeline-schedule-file {empty}/none.csv",
+        "pipeline_schedule_file: expected a schedule that runs, got",
+    ),
     "picture's folder": (
         "plan --pipeline-model-parallel-size 2 --picture {empty}/below.png",
         "expected a folder to write to",
@@ -313,6 +325,20 @@ def test_interpreted_kernels_run_in_a_pipeline(corpus):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "validation loss" in done.stdout
+
+
+def test_a_schedule_that_plan_wrote_is_planned_again(tmp_path, capsys):
+    shape = "plan --num-layers 4 --pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2"
+    path = tmp_path / "new" / "schedule.csv"
+    assert diptych(f"{shape} --schedule zb-v --num-microbatches 4 --write-schedule", path) == 0
+    written, told = path.read_text(), capsys.readouterr().out
+    assert written.startswith("0F0,0F1,0F2,3F0,3I0,3W0,")
+    assert diptych(f"{shape} --num-microbatches 4 --pipeline-schedule-file", path) == 0
+    again = capsys.readouterr().out
+    assert "pipeline: file, 2 ranks of 2 virtual stages" in again
+    assert re.search(r"makespan (\S+)", told)[1] == re.search(r"makespan (\S+)", again)[1]
+    assert diptych(f"{shape} --num-microbatches 5 --pipeline-schedule-file", path) == 2
+    assert "num_microbatches: expected the 4 that pipeline_schedule_file has, got 5" in capsys.readouterr().err
 
 
 def test_plan_makes_the_folder_of_its_picture(tmp_path, capsys):

@@ -145,6 +145,19 @@ BROKEN = {
         {**TWO_RANKS, "pipeline_schedule": "none"},
         r"pipeline_schedule: expected one of .* with 2 pipeline ranks, got 'none'",
     ),
+    (TransformerConfig, "pipeline_schedule_file"): (
+        {**TWO_RANKS, "pipeline_schedule": "1f1b", "pipeline_schedule_file": "own.csv"},
+        r"pipeline_schedule: expected None beside pipeline_schedule_file, got '1f1b'",
+    ),
+    (TransformerConfig, "there and back, one rank has both ends"): (
+        {
+            **TWO_RANKS,
+            "virtual_pipeline_model_parallel_size": 2,
+            "pipeline_schedule": "zb-v",
+            "num_layers_in_last_pipeline_stage": 2,
+        },
+        r"num_layers_in_last_pipeline_stage: expected None with schedule 'zb-v', where the first rank holds the first",
+    ),
     (TransformerConfig, "recompute_granularity"): (
         {"recompute_granularity": "some"},
         r"recompute_granularity: .* 'some'",

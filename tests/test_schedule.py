@@ -1,14 +1,17 @@
 """Pipeline schedules as tables: what they hold, when they run, what they cost."""
 
 import re
+from collections import Counter
 from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from plans.actions import Action, Schedule
-from plans.communication import Message, lower
+from plans.communication import Message, Program, lower
 from plans.placement import V_SCHEDULES
 from plans.schedule import (
     NAMES,
@@ -275,6 +278,140 @@ def test_sends_that_wait_for_their_receives_can_deadlock_where_others_run():
     message = "rank 0 waits in SEND 0F1 to rank 1; rank 1 waits in SEND 1B0 to rank 0"
     with pytest.raises(ScheduleError, match=message):
         validate_program(schedule, program, "blocking")
+
+
+@st.composite
+def disordered(draw) -> tuple[Schedule, Program]:
+    """A program some of whose messages stand elsewhere than lower puts them: sends later, or receives beside them."""
+    name = draw(st.sampled_from(["1f1b", "interleaved", "zb-v"]))
+    schedule = build_schedule(*draw(sizes(name, 4)))
+    program = [list(steps) for steps in lower(schedule)]
+    for _ in range(draw(st.integers(0, 4))):
+        steps = program[draw(st.integers(0, len(program) - 1))]
+        pairs = [i for i, pair in enumerate(pairwise(steps)) if all(isinstance(step, Message) for step in pair)]
+        if pairs and draw(st.booleans()):
+            place = draw(st.sampled_from(pairs))
+            steps[place : place + 2] = steps[place + 1], steps[place]
+        elif sends := [i for i, step in enumerate(steps) if isinstance(step, Message) and step.direction == "SEND"]:
+            place = draw(st.sampled_from(sends))
+            steps.insert(place + draw(st.integers(1, 2)), steps.pop(place))
+    return schedule, tuple(map(tuple, program))
+
+
+def runs(program: Program, semantics: str) -> bool:
+    """Whether what has to come before what makes no circle.
+
+    Nodes are steps being reached and, apart from them, messages being handed over. A step is reached after the one
+    before it; after a receive, and where sends block after a send, once the message has been handed over. A message is
+    handed over once its ends have been reached (async: its send alone), and after those before it in its queues.
+    """
+    order: TopologicalSorter = TopologicalSorter()
+    for rank, steps in enumerate(program):
+        queues: dict[object, Action] = {}
+        for place, step in enumerate(steps):
+            order.add((rank, place), *([(rank, place - 1)] if place else []))
+            if isinstance(step, Action):
+                continue
+            if step.direction == "SEND" or semantics != "async":
+                order.add(step.produced_by, (rank, place))
+            if (step.direction == "RECV" or semantics == "blocking") and place + 1 < len(steps):
+                order.add((rank, place + 1), step.produced_by)
+            if semantics in ("pair", "rank"):
+                queue = step.peer if semantics == "pair" else None
+                if queue in queues:
+                    order.add(step.produced_by, queues[queue])
+                queues[queue] = step.produced_by
+    try:
+        order.prepare()
+    except CycleError:
+        return False
+    return True
+
+
+def test_semantics_accept_what_makes_no_circle():
+    """Against the graph of what waits for what; what a stricter transport runs, a laxer one runs too.
+
+    One queue a rank and sends that block refuse the same: between two messages a rank only computes, which ends.
+    """
+    outcomes: Counter[tuple[bool, ...]] = Counter()
+
+    @settings(max_examples=300)
+    @given(disordered())
+    def accepted(drawn):
+        schedule, program = drawn
+        found = []
+        for semantics in SEMANTICS:
+            try:
+                validate_program(schedule, program, semantics)
+                found.append(True)
+            except ScheduleError:
+                found.append(False)
+        assert found == [runs(program, semantics) for semantics in SEMANTICS]
+        assert found == sorted(found, reverse=True)
+        assert found[2] == found[3]
+        outcomes[tuple(found)] += 1
+
+    accepted()
+    assert len(outcomes) >= 3, outcomes
+
+
+def test_a_ring_of_sends_blocks_ranks_with_one_queue():
+    """Each of three ranks sends to the next before it receives from the one before: no two of them block each other."""
+    schedule = build_schedule("interleaved", 3, 3, 2, None, True)
+    program = [list(steps) for steps in lower(schedule)]
+    for rank, sent in ((1, Action("F", 4, 0)), (2, Action("F", 2, 2))):
+        steps = program[rank]
+        place = steps.index(Message("SEND", sent, (rank + 1) % 3))
+        steps[place - 1 : place + 1] = steps[place], steps[place - 1]
+    lists = tuple(map(tuple, program))
+    validate_program(schedule, lists, "pair")
+    for semantics in ("rank", "blocking"):
+        with pytest.raises(ScheduleError, match=r"rank 0 waits in .*; rank 1 waits in .*; rank 2 waits in "):
+            validate_program(schedule, lists, semantics)
+
+
+def test_two_sends_that_meet_block_their_pair_of_ranks():
+    """Each rank sends before it receives: nothing waits where messages have names, and all does where they queue."""
+    schedule = build_schedule("1f1b", 2, 2)
+    there, back = [Action("F", 0, i) for i in range(2)], [Action("B", 1, i) for i in range(2)]
+    program = (
+        (
+            there[0],
+            Message("SEND", there[0], 1),
+            there[1],
+            Message("SEND", there[1], 1),
+            Message("RECV", back[0], 1),
+            Action("B", 0, 0),
+            Message("RECV", back[1], 1),
+            Action("B", 0, 1),
+        ),
+        (
+            Message("RECV", there[0], 0),
+            Action("F", 1, 0),
+            back[0],
+            Message("SEND", back[0], 0),
+            Message("RECV", there[1], 0),
+            Action("F", 1, 1),
+            back[1],
+            Message("SEND", back[1], 0),
+        ),
+    )
+    validate_program(schedule, program, "async")
+    message = (
+        r"rank 0 waits in RECV 1B0 from rank 1 behind SEND 0F1 to rank 1; "
+        r"rank 1 waits in RECV 0F1 from rank 0 behind SEND 1B0 to rank 0"
+    )
+    with pytest.raises(ScheduleError, match=message):
+        validate_program(schedule, program, "pair")
+
+
+def test_a_message_that_nobody_takes_is_named():
+    schedule = one_f_one_b()
+    program = list(map(list, lower(schedule)))
+    program[0].append(Message("SEND", Action("F", 0, 1), 1))
+    for semantics in ("pair", "rank"):
+        with pytest.raises(ScheduleError, match="nobody takes SEND 0F1 to rank 1"):
+            validate_program(schedule, tuple(map(tuple, program)), semantics)
 
 
 def test_a_lost_message_is_named():

@@ -1,0 +1,192 @@
+"""Schedules as files: read as they were written, by this project and by torch.distributed.pipelining, either way."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from torch.distributed.pipelining import schedules as theirs
+
+from plans.config import TransformerConfig
+from plans.schedule import build_schedule, schedule_for
+from plans.schedule_file import schedule_from_csv, schedule_to_csv
+from plans.simulate import ScheduleError, simulate, validate_schedule
+from reference_torch.rank_pool import RankPool
+from tests import schedule_file_jobs
+from tests.pipeline_jobs import TINY, Case
+from tests.test_pipeline_torch import equal_to_undivided
+from tests.test_schedule import ANY
+
+
+@given(ANY)
+def test_what_is_written_is_read(arguments):
+    schedule = build_schedule(*arguments)
+    found = schedule_from_csv(schedule_to_csv(schedule), schedule.name)
+    # One rank, or one stage a rank, lies the same either way.
+    assert replace(found, placement=schedule.placement) == schedule
+    assert [found.rank_of(s) for s in range(found.num_stages)] == [schedule.rank_of(s) for s in range(found.num_stages)]
+
+
+def made_by_torch(name: str, p: int, m: int, v: int):
+    """A schedule of torch.distributed.pipelining, without its stages' work."""
+    stages = [
+        SimpleNamespace(
+            group_size=p,
+            group_rank=0,
+            num_stages=p * v,
+            stage_index=index * p,
+            is_first=index == 0,
+            is_last=False,
+            has_backward=True,
+            group=None,
+            device="cpu",
+            stage_index_to_group_rank={},
+            submod=torch.nn.Identity(),
+        )
+        for index in range(v)
+    ]
+    return getattr(theirs, name)(stages, m, loss_fn=lambda output, target: output)
+
+
+def written_by_torch(name: str, p: int, m: int, v: int) -> str:
+    order = made_by_torch(name, p, m, v).pipeline_order
+    return "\n".join(",".join("" if a is None else str(a) for a in order[rank]) for rank in range(p))
+
+
+@pytest.mark.parametrize(
+    ("peer", "ours"),
+    [
+        ("ScheduleInterleaved1F1B", "interleaved"),
+        ("ScheduleZBVZeroBubble", "zb-v"),
+        ("ScheduleDualPipeV", "dualpipe-v"),
+    ],
+)
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 6), (4, 8), (4, 12), (6, 12)])
+def test_schedules_of_one_name_are_the_same_action_by_action(peer, ours, p, m):
+    found = schedule_from_csv(written_by_torch(peer, p, m, 2), ours)
+    assert found == build_schedule(ours, p, m, 2)
+
+
+@pytest.mark.parametrize("peer", ["ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS"])
+def test_schedules_that_only_torch_has_are_valid_here(peer):
+    schedule = schedule_from_csv(written_by_torch(peer, 4, 8, 2))
+    validate_schedule(schedule, "blocking")
+    assert schedule.splits_backward == (peer == "ScheduleInterleavedZeroBubble")
+    assert simulate(schedule).makespan == {"ScheduleInterleavedZeroBubble": 51, "ScheduleLoopedBFS": 57}[peer]
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb-v", "v-half", "v-min", "dualpipe-v"])
+def test_torch_reads_what_is_written_here(name, tmp_path):
+    schedule = build_schedule(name, 4, 8, 2)
+    path = tmp_path / "schedule.csv"
+    path.write_text(schedule_to_csv(schedule))
+    peer = made_by_torch("ScheduleInterleaved1F1B", 4, 8, 2)
+    theirs.PipelineScheduleMulti._load_csv(peer, str(path))
+    assert [[str(a) for a in peer.pipeline_order[rank]] for rank in range(4)] == [
+        [str(a) for a in actions] for actions in schedule.actions
+    ]
+    assert peer.stage_index_to_group_rank == {stage: schedule.rank_of(stage) for stage in range(8)}
+
+
+REFUSED = {
+    "": r"expected a row of actions for each rank, got none",
+    "0F0,0X0": r"row 0, cell 1: expected stage, one of F, B, I and W, and microbatch, as in '0F1', got '0X0'$",
+    "0F0,0B0\n1F": r"row 1, cell 0: expected stage, .* got '1F'$",
+    "0F0,0SEND_F0": r"row 0, cell 1: .* got '0SEND_F0'; save computation alone, without messages",
+    "0F0,0B0\n2F0,2B0\n1F0,1B0": r"expected stage s on rank s mod 3, or two stages a rank there and back .*, got "
+    r"rank 0: 0; rank 1: 2; rank 2: 1",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_is_no_schedule_is_refused_by_name(text):
+    with pytest.raises(ValueError, match=REFUSED[text]):
+        schedule_from_csv(text)
+
+
+def written(path, name: str = "v-half", p: int = 2, m: int = 4) -> TransformerConfig:
+    path.write_text(schedule_to_csv(build_schedule(name, p, m, 2)))
+    return replace(
+        TINY,
+        pipeline_model_parallel_size=p,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_schedule_file=str(path),
+    )
+
+
+def test_a_configuration_takes_its_schedule_from_a_file(tmp_path):
+    config = written(tmp_path / "own.csv")
+    assert schedule_for(config, 4) == replace(build_schedule("v-half", 2, 4, 2), name="file")
+    assert schedule_for(config, 4, forward_only=True).actions == build_schedule("v-half", 2, 4, 2, None, True).actions
+    with pytest.raises(ValueError, match="num_microbatches: expected the 4 that pipeline_schedule_file has, got 5"):
+        schedule_for(config, 5)
+
+
+def test_a_file_that_changes_is_read_again(tmp_path):
+    config = written(tmp_path / "own.csv")
+    written(tmp_path / "own.csv", "v-min", m=5)
+    assert schedule_for(config, 5).actions == build_schedule("v-min", 2, 5, 2).actions
+
+
+FAULTY = {
+    "an action missing": (lambda text: text.replace("0F0,", "", 1), "rank 0, 0F0: expected once, got none"),
+    "a weight before its input": (lambda text: text.replace("3I0,", "").replace("3W0", "3W0,3I0"), "cannot run 3W0"),
+    "no action": (lambda _: "0F0;0B0", "row 0, cell 0"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTY)
+def test_a_file_with_a_fault_is_refused_by_the_configuration(tmp_path, fault):
+    edit, message = FAULTY[fault]
+    path = tmp_path / "own.csv"
+    config = written(path)
+    path.write_text(edit(path.read_text()))
+    with pytest.raises(ValueError, match=r"pipeline_schedule_file: expected a schedule that runs, got .*" + message):
+        replace(config)
+
+
+def test_there_is_no_such_file(tmp_path):
+    with pytest.raises(ValueError, match=r"pipeline_schedule_file: expected a schedule that runs, got .*No such file"):
+        replace(TINY, pipeline_schedule_file=str(tmp_path / "none.csv"))
+
+
+def test_errors_of_a_file_are_those_of_the_validator():
+    with pytest.raises(ScheduleError, match="rank 1, 1B0: expected once, got none"):
+        validate_schedule(schedule_from_csv("0F0,0B0\n1F0"))
+
+
+@pytest.fixture(scope="module")
+def two():
+    with RankPool(2, preload=("torch.distributed.pipelining", "reference_torch.train")) as pool:
+        yield pool
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["zb-v", "v-min", pytest.param("dualpipe-v", marks=pytest.mark.slow)])
+def test_torchs_runtime_runs_what_is_written_here(two, name, tmp_path):
+    path = tmp_path / "schedule.csv"
+    path.write_text(schedule_to_csv(build_schedule(name, 2, 4, 2)))
+    expected = schedule_file_jobs.undivided(4, 4)
+    found = {}
+    for of_rank in two.run("tests.schedule_file_jobs:by_the_peers_runtime", str(path)):
+        found |= of_rank
+    assert found.keys() == expected.keys()
+    for stage, gradients in expected.items():
+        for ours, theirs_ in zip(gradients, found[stage], strict=True):
+            np.testing.assert_allclose(theirs_, ours, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.multiprocess
+def test_what_torch_writes_runs_here(two, tmp_path):
+    """Its interleaved zero bubble, which this project has no name for."""
+    path = tmp_path / "theirs.csv"
+    path.write_text(written_by_torch("ScheduleInterleavedZeroBubble", 2, 4, 2))
+    config = replace(
+        TINY,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_schedule_file=str(path),
+    )
+    equal_to_undivided(two, {"by a file": Case(config, 4)})
