@@ -82,7 +82,7 @@ test-all: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(PYTEST) -n 2 --hypothesis-profile=all
+	$(PYTEST) -n 2 --hypothesis-profile=all --durations=40
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.mhc

@@ -20,7 +20,7 @@ from jax_impl.documents import PackedDocuments, both_masks, pack_documents
 from jax_impl.hyper_connections import DeferredMix, HyperConnectionModule
 from jax_impl.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from jax_impl.modules import Linear, RMSNorm
-from jax_impl.offload import offloads_layers, run_offloaded
+from jax_impl.offload import fetched, offloads_layers, run_offloaded
 from jax_impl.ops import (
     DropoutState,
     add_bias,
@@ -249,7 +249,9 @@ class TransformerBlock(nnx.Module):
         told = positions, state, attention_mask, sequences
         if cache is not None:  # nothing is kept for a backward
             for number in sorted(map(int, self.layers)):
-                hidden_states = self.layers[str(number)](hidden_states, *told, cache)
+                layer = self.layers[str(number)]
+                layer = fetched(layer) if offloads_layers(self.config) else layer
+                hidden_states = layer(hidden_states, *told, cache)
         elif offloads_layers(self.config):
             hidden_states = self._run_offloaded(hidden_states, told)
         else:

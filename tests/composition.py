@@ -97,6 +97,11 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
         "1f1b": _schedule("1f1b"),
         "interleaved": _schedule("interleaved", 2),
         "zb-h1": _schedule("zb-h1"),
+        "zb-h2": _schedule("zb-h2"),
+        "zb-v": _schedule("zb-v", 2),
+        "v-half": _schedule("v-half", 2),
+        "v-min": _schedule("v-min", 2),
+        "dualpipe-v": _schedule("dualpipe-v", 2),
     },
     "context": {
         "context ranks": {"context_parallel_size": 2},

@@ -27,6 +27,10 @@ hypothesis.settings.register_profile("all", max_examples=100, **_common)
 hypothesis.settings.load_profile("test")
 
 
+LONG = 600.0
+"""Seconds a test may take that is begun early, so that no worker is left with one at the end."""
+
+
 @pytest.fixture(scope="module")
 def few_rounds():
     """Three rounds of random numbers, not ten, in both backends: masks still depend on all they should.
@@ -64,8 +68,23 @@ def managers():
         manager.close()
 
 
+def _long_ones_first(items: list[pytest.Item]) -> None:
+    """Put the longest tests at the beginning of what two workers are given first: an eighth of all tests each."""
+
+    def most(item: pytest.Item) -> float:
+        mark = item.get_closest_marker("timeout")
+        return mark.args[0] if mark else 0.0
+
+    long = sorted((item for item in items if most(item) >= LONG), key=most, reverse=True)
+    short = [item for item in items if most(item) < LONG]
+    place = max(0, len(items) // 8 - len(long[::2]))
+    items[:] = [*long[::2], *short[:place], *long[1::2], *short[place:]]
+
+
+@pytest.hookimpl(trylast=True)  # of what -m leaves
 def pytest_collection_modifyitems(items):
-    """Tests that need a GPU are skipped, by name, where there is none."""
+    """The longest tests are begun early. Those that need a GPU are skipped, by name, where there is none."""
+    _long_ones_first(items)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -31,6 +31,7 @@ from parity.tolerances import GRADIENT, PARAMETERS
 from plans.config import TransformerConfig
 from plans.implementation import callback_threads
 from plans.partition import undivided
+from plans.placement import SCHEDULES
 from plans.schedule import build_schedule, schedule_for
 from plans.schedule_file import schedule_to_csv
 from tests.pipeline_draws import any_cut
@@ -318,7 +319,7 @@ def any_case(draw) -> tuple[TransformerConfig, int, dict[str, str]]:
 def test_any_schedule_over_any_split_computes_what_one_device_does():
     drawn: Counter[str] = Counter()
 
-    @settings(max_examples=30, phases=(Phase.explicit, Phase.generate))
+    @settings(max_examples=20, phases=(Phase.explicit, Phase.generate))
     @given(any_case())
     def compute(case):
         config, m, options = case
@@ -326,7 +327,8 @@ def test_any_schedule_over_any_split_computes_what_one_device_does():
         check(config, m, **options)
 
     compute()
-    assert drawn.keys() >= {"1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "inputs", "pmap", "fused"}
+    assert drawn.keys() >= {"inputs", "residuals", "pmap", "shard_map"}
+    assert len(drawn.keys() & {*SCHEDULES}) >= 5, drawn
 
 
 @pytest.mark.slow

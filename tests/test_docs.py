@@ -362,10 +362,15 @@ def test_plans_are_printed(words, tmp_path, monkeypatch, capsys):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("words", TRAINING, ids=" ".join)
 def test_training_runs_when_made_small(words, tmp_path):
-    """In processes of its own, which ranks and devices need; two steps."""
+    """In processes of its own, which ranks and devices need; two steps. What goes on from another's comes after it."""
     start = ["torch.distributed.run"] if words[0] == "torchrun" else ["parity.cli"]
     warnings = ["-W", "default"] if words[0] == "torchrun" else []  # of torchrun's own
-    printed = run([*warnings, "-m", *start, *words[1:], *SMALL.split()], tmp_path)
+    folder = words[words.index("--save") + 1] if "--resume" in words else None
+    before = [other for other in TRAINING if folder in other and "--exit-step" in other][-1:]
+    printed = ""
+    for command in (*before, words):
+        early = [] if command is words else ["--exit-step", "1"]
+        printed = run([*warnings, "-m", *start, *command[1:], *SMALL.split(), *early], tmp_path)
     assert "equal within tolerance" in printed or re.search(r"validation loss: \d\.\d+", printed)
 
 

@@ -31,6 +31,7 @@ from tests.backends import BACKENDS, assert_close, model_gradients, normal, room
 
 DOORS = {"torch": torch_ops, "jax": jax_ops}
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
+FEW = 32
 DROPOUT = {"rate": 0.3, "site": 5}
 
 
@@ -159,6 +160,8 @@ def assert_within_budget(
         assert kernel.dtype == plain.dtype, f"array {place}"
         assert kernel.shape == plain.shape, f"array {place}"
         band = ROUNDING[str(kernel.dtype).removeprefix("torch.")] * (8 if kernel.dtype == wide else 1)
+        if kernel.numel() < FEW:  # of few numbers the reference's own error may be small by luck
+            band = max(band, 2 * ROUNDING[dtype])
         budget = 1e-13 if dtype == "float64" else 2 * (error(plain, true) + band)
         assert error(kernel, true) <= budget, f"array {place}: {error(kernel, true):.1e} > {budget:.1e}"
 

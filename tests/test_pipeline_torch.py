@@ -386,12 +386,14 @@ def any_case(draw) -> Case:
 
 HARD = {
     "fewer microbatches than ranks": lambda c, p, v: c.num_microbatches < p,
-    "a group that is not whole": lambda c, p, v: v > 1 and c.num_microbatches % (p + 1) == p,
+    "a group that is not whole": lambda c, p, v: (
+        c.config.pipeline_schedule == "interleaved" and c.num_microbatches % (p + 1) == p
+    ),
     "an empty stage in the middle": lambda c, p, v: 0 in layers_by_stage(c.config)[1:-1],
     "three virtual stages": lambda c, p, v: v == 3,
     "lengths that differ": lambda c, p, v: len(set(c.lengths or ())) > 1,
     "a split backward without hyper-connections": lambda c, p, v: (
-        c.config.pipeline_schedule == "zb-h1" and not c.config.enable_hyper_connections
+        c.config.pipeline_schedule not in ("gpipe", "1f1b", "interleaved") and not c.config.enable_hyper_connections
     ),
     "no overlap": lambda c, p, v: not c.config.overlap_p2p_comm,
 }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -260,8 +261,8 @@ def test_a_killed_process_ends_the_run(victim, corpus_file, tmp_path):
     if victim == "rank":
         assert process.returncode == 1
         assert "rank 1 was ended by SIGKILL" in errors
-        assert "rank 0, step" in errors
-        assert "from rank 1" in errors
+        # Whatever rank 0 was waiting for: a message, or a sum.
+        assert re.search(r"rank 0(, step \d+)?: (expected|RECV|SEND)", errors), errors
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ parameters that are on the device already, its moves do nothing. In a pipeline e
 ``jax_impl/pipeline/offload.py``.
 """
 
-from jax_impl.offload.device import Layers, Moved, Pass, is_on_host, offloads_layers, without_offload
+from jax_impl.offload.device import Layers, Moved, Pass, fetched, is_on_host, offloads_layers, without_offload
 from jax_impl.offload.moves import Move, branch_moves, layer_numbers, moves_of
 from jax_impl.offload.stack import lone_pass, run_offloaded
 from jax_impl.offload.step import OffloadedStep, plan_statistics
@@ -32,6 +32,7 @@ __all__ = [
     "lone_pass",
     "Layers",
     "Moved",
+    "fetched",
     "is_on_host",
     "plan_statistics",
     "Move",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+from flax import nnx
 from jax import Array
 
 from plans.config import TransformerConfig
@@ -16,6 +17,7 @@ Layers = dict[int, list[Array]]
 """By number: a layer's arrays, in the order of its tree."""
 
 State = TypeVar("State")
+M = TypeVar("M", bound=nnx.Module)
 
 
 class Device:
@@ -139,6 +141,13 @@ def without_offload() -> Iterator[None]:
 
 
 _SUSPENDED: ContextVar[bool] = ContextVar("layers run without offload", default=False)
+
+
+def fetched(module: M) -> M:
+    """A module with its arrays on the device, whose copies last as long as somebody reads them."""
+    graph, state = nnx.split(module)
+    here = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x, state)
+    return nnx.merge(graph, here)
 
 
 def is_on_host(array: Array) -> bool:
