@@ -8,7 +8,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Literal
+from typing import Literal, get_args
 
 from plans.actions import Action, Kind, Schedule
 from plans.communication import Message, Program, dependencies, lower
@@ -271,18 +271,19 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     costs = costs or Costs()
     ends: dict[Action, float] = {}
     starts: dict[Action, float] = {}
-    place, free = [0] * schedule.pp_size, [0.0] * schedule.pp_size
+    free = [0.0] * schedule.pp_size
+    home = [schedule.rank_of(stage) for stage in range(schedule.num_stages)]
+    lasts = {(kind, stage): costs.time(Action(kind, stage, 0)) for kind in get_args(Kind) for stage in range(len(home))}
     for action in _order(schedule):
-        rank = schedule.rank_of(action.stage)
+        rank = home[action.stage]
         arrivals = [
-            ends[needed] + (0.0 if schedule.rank_of(needed.stage) == rank else costs.communication)
+            ends[needed] + (0.0 if home[needed.stage] == rank else costs.communication)
             for needed in dependencies(schedule, action)
         ]
         starts[action] = max([free[rank], *arrivals])
-        free[rank] = ends[action] = starts[action] + costs.time(action)
-        place[rank] += 1
+        free[rank] = ends[action] = starts[action] + lasts[action[:2]]
     makespan = max(ends.values()) - min(starts.values())
-    busy = [sum(costs.time(action) for action in actions) for actions in schedule.actions]
+    busy = [sum(lasts[action[:2]] for action in actions) for actions in schedule.actions]
     flights = [_flight(schedule, actions, costs) for actions in schedule.actions]
     return Simulation(
         makespan=makespan,

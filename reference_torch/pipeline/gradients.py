@@ -83,15 +83,12 @@ def finalize_model_grads(
 
 
 def _sum_tied(gradients: Sequence[Tensor], groups: ProcessGroups, timeout: float) -> None:
-    """Replace the gradients of a tied embedding's copies by their sum, on this rank and the other that has one."""
-    if not gradients:
-        return
-    first, *others = gradients
-    for other in others:
-        first += other
-    _sum_over(first, groups.embedding, "the sum of a tied embedding's gradients", timeout)
-    for other in others:
-        other.copy_(first)
+    """Replace the gradients of a tied embedding's two copies by their sum: both are here, or one is on another rank."""
+    if len(gradients) == 2:
+        first, second = gradients
+        second.copy_(first.add_(second))
+    elif gradients:
+        _sum_over(gradients[0], groups.embedding, "the sum of a tied embedding's gradients", timeout)
 
 
 def set_aside(models: Sequence[nn.Module]) -> Sequence[tuple[Tensor, Tensor]]:
