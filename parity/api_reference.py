@@ -32,6 +32,8 @@ SHARED = (
     "plans.ticks",
     "plans.recompute",
     "plans.memory",
+    "plans.step_time",
+    "plans.search",
     "plans.offload",
     "plans.context",
     "plans.data",

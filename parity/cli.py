@@ -36,6 +36,7 @@ from parity.memory_report import block_words, print_plan
 from parity.mesh_report import mesh_words, print_mesh
 from parity.offload_report import print_offload
 from parity.schedule_report import print_schedule
+from parity.search_report import print_search
 from plans.checkpoint import MODEL, list_checkpoints, read_checkpoint, split_arrays
 from plans.communication import PipelineError
 from plans.context import check_shared
@@ -232,6 +233,9 @@ def _plan(command: Plan, console: Console) -> int:
     for output in (command.picture, command.write_schedule):
         if output is not None:
             _check_output(output.parent, (output.name,))
+    if command.memory_limit is not None:
+        print_search(console, command)
+        return 0
     model, shape = command.model, (command.micro_batch_size, command.num_microbatches)
     check_shared(command.micro_batch_size, model.seq_length, model.context_parallel_size)
     console.print(mesh_words(model, command.data_parallel_size), highlight=False)

@@ -138,6 +138,19 @@ class Train(TrainingRun):
         return self.nproc or max(1, self.model.model_parallel_size // (self.num_processes or 1))
 
 
+def parse_bytes(name: str, text: str) -> int:
+    """A size such as 80GiB or 1.5 TB.
+
+    Raises:
+        ValueError: it is none; the message begins with the name.
+    """
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B\s*", text)
+    size = int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ")) if found else 0
+    if size < 1:
+        raise ValueError(f"{name}: expected a size such as 80GiB or 80GB, got {text!r}")
+    return size
+
+
 @dataclass(frozen=True)
 class Plan:
     """Predict what a training step keeps, needs and sends, for any size, also one no machine here could run.
@@ -162,17 +175,42 @@ class Plan:
     write_schedule: Path | None = None
     """CSV file to write the pipeline's schedule to, for pipeline_schedule_file or torch.distributed.pipelining."""
     link_bandwidth: float = 50.0
-    """Between host and device, in GB/s; for offload."""
+    """Between host and device, in GB/s; for offload, and the search."""
     compute_rate: float = 300.0
-    """Of the device in matrix products, in TFLOP/s; for offload."""
+    """Of the device in matrix products, in TFLOP/s; for offload, and the search."""
+    memory_limit: str | None = None
+    """Bytes a rank has, as in 80GiB. With ranks: search the fastest ways to train the model within it."""
+    ranks: int | None = None
+    """Of the whole mesh, for the search."""
+    global_batch_size: int | None = None
+    """Sequences of a step, for the search; None: as many as ranks."""
+    memory_bandwidth: float = 3000.0
+    """Of the device's own memory, in GB/s; for the search."""
+    network_bandwidth: float = 50.0
+    """That a rank sends with, in GB/s; for the search."""
+    num_results: int = 10
+    """Ways that the search prints."""
 
     def __post_init__(self) -> None:
-        for name in ("link_bandwidth", "compute_rate"):
+        for name in ("link_bandwidth", "compute_rate", "memory_bandwidth", "network_bandwidth"):
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: expected a number above 0, got {getattr(self, name)}")
-        for name in ("micro_batch_size", "num_microbatches", "data_parallel_size"):
-            if getattr(self, name) < 1:
+        sizes = (
+            "micro_batch_size",
+            "num_microbatches",
+            "data_parallel_size",
+            "num_results",
+            "ranks",
+            "global_batch_size",
+        )
+        for name in sizes:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if (self.memory_limit is None) != (self.ranks is None):
+            missing = "ranks" if self.ranks is None else "memory_limit"
+            raise ValueError(f"{missing}: expected a value beside the other of memory_limit and ranks, got None")
+        if self.memory_limit is not None:
+            parse_bytes("memory_limit", self.memory_limit)
         if self.schedule is not None:
             object.__setattr__(self, "model", replace(self.model, pipeline_schedule=self.schedule))
         for name in ("picture", "write_schedule"):

@@ -34,6 +34,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def chunk_flops(size: int, key: int, value: int) -> int:
+    """Multiplications and additions in the products of one chunk of one head, forward.
+
+    Products of queries and keys with keys, the triangular system, its inverse with values, what a state gives to
+    errors and outputs and takes from the chunk, and outputs within the chunk.
+    """
+    return 4 * size * size * key + size**3 // 3 + 4 * size * size * value + 6 * size * key * value
+
+
 class UnknownArgumentError(TypeError, ValueError):
     """A keyword no parameter has."""
 

@@ -274,14 +274,26 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     free = [0.0] * schedule.pp_size
     home = [schedule.rank_of(stage) for stage in range(schedule.num_stages)]
     lasts = {(kind, stage): costs.time(Action(kind, stage, 0)) for kind in get_args(Kind) for stage in range(len(home))}
-    for action in _order(schedule):
-        rank = home[action.stage]
-        arrivals = [
-            ends[needed] + (0.0 if home[needed.stage] == rank else costs.communication)
-            for needed in dependencies(schedule, action)
-        ]
-        starts[action] = max([free[rank], *arrivals])
-        free[rank] = ends[action] = starts[action] + lasts[action[:2]]
+    place, left = [0] * schedule.pp_size, sum(map(len, schedule.actions))
+
+    def start_of(action: Action, rank: int) -> float | None:
+        """When its rank is free and all it needs has arrived; None: something has not been run."""
+        needed = dependencies(schedule, action)
+        if not all(other in ends for other in needed):
+            return None
+        waits = [ends[other] + (0.0 if home[other.stage] == rank else costs.communication) for other in needed]
+        return max([free[rank], *waits])
+
+    while left:
+        before = left
+        for rank, actions in enumerate(schedule.actions):
+            while place[rank] < len(actions) and (start := start_of(action := actions[place[rank]], rank)) is not None:
+                starts[action] = start
+                free[rank] = ends[action] = start + lasts[action[:2]]
+                place[rank], left = place[rank] + 1, left - 1
+        if left == before:
+            validate_schedule(schedule)  # says who waits for whom
+            raise AssertionError("a valid schedule runs")
     makespan = max(ends.values()) - min(starts.values())
     busy = [sum(lasts[action[:2]] for action in actions) for actions in schedule.actions]
     flights = [_flight(schedule, actions, costs) for actions in schedule.actions]
@@ -293,25 +305,6 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
         peak_bytes=tuple(size for _, size in flights),
         starts=starts,
     )
-
-
-def _order(schedule: Schedule) -> list[Action]:
-    """All actions, each after what it needs and after its rank's earlier ones."""
-    order: list[Action] = []
-    done: set[Action] = set()
-    place = [0] * schedule.pp_size
-    total = sum(map(len, schedule.actions))
-    while len(order) < total:
-        before = len(order)
-        for rank, actions in enumerate(schedule.actions):
-            while place[rank] < len(actions) and done.issuperset(dependencies(schedule, actions[place[rank]])):
-                order.append(actions[place[rank]])
-                done.add(order[-1])
-                place[rank] += 1
-        if len(order) == before:
-            validate_schedule(schedule)  # says who waits for whom
-            raise AssertionError("a valid schedule runs")
-    return order
 
 
 def _flight(schedule: Schedule, actions: Sequence[Action], costs: Costs) -> tuple[int, float]:

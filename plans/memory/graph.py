@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from plans.config import TransformerConfig
-from plans.delta_rule import CHUNK_SIZE, SEGMENT_SIZE
+from plans.delta_rule import CHUNK_SIZE, SEGMENT_SIZE, chunk_flops
 from plans.layers import LayerConfig
 from plans.parameters import parameter_specs
 from plans.philox import TILE_ROWS
@@ -47,6 +47,8 @@ class Node:
     """Bytes backward needs besides keeps and gradients."""
     alive: list[Value] = field(default_factory=list)
     """What a variable of the caller's still holds while it runs forward."""
+    flops: int = 0
+    """Multiplications and additions in its products, forward."""
 
 
 @dataclass
@@ -165,7 +167,7 @@ class GraphBuilder:
         iterates = 2 * self.config.sinkhorn_iterations * (square + streams) * self.tokens * self.wide
         rounded = [] if self.item == self.wide else [Value("weights in bfloat16", phi // 2)]
         nodes += [
-            Node([x], [projected, *rounded], [x, *rounded], region, parameters=phi),
+            Node([x], [projected, *rounded], [x, *rounded], region, phi, flops=self._product(phi)),
             Node([x], [statistics], [x, statistics], region),
             Node([projected, statistics], [scaled], [projected, statistics], region, backward_scratch=scaled.size),
             Node([scaled], [h], [scaled], region, backward_scratch=scaled.size),
@@ -173,9 +175,10 @@ class GraphBuilder:
             Node([h], [h_res], [h], region, forward_scratch=2 * h_res.size, backward_scratch=iterates),
         ]
         pre, res = (self._cast(nodes, h, self.item, region) for h in (h_pre, h_res))
+        read = 2 * self.tokens * streams * self.config.hidden_size
         nodes += [
-            Node([x, pre], [aggregated], [x, pre], region),
-            Node([x, res], [mixed], [x, res], region),
+            Node([x, pre], [aggregated], [x, pre], region, flops=read),
+            Node([x, res], [mixed], [x, res], region, flops=streams * read),
         ]
         return aggregated, mixed, h_post
 
@@ -236,11 +239,16 @@ class GraphBuilder:
         return copy
 
     def _linear(self, x: Value, y: Value, name: str, region: tuple[str, ...]) -> list[Node]:
-        parameters = self.weights[f"{name}.weight"] + self.weights.get(f"{name}.bias", 0)
+        weight = self.weights[f"{name}.weight"]
+        parameters, flops = weight + self.weights.get(f"{name}.bias", 0), self._product(weight)
         if self.item == self.wide:
-            return [Node([x], [y], [x], region, parameters)]
-        rounded = Value("weights in bfloat16", self.weights[f"{name}.weight"] // 2)
-        return [Node([x], [y, rounded], [x, rounded], region, parameters, backward_scratch=rounded.size)]
+            return [Node([x], [y], [x], region, parameters, flops=flops)]
+        rounded = Value("weights in bfloat16", weight // 2)
+        return [Node([x], [y, rounded], [x, rounded], region, parameters, 0, rounded.size, flops=flops)]
+
+    def _product(self, weight_bytes: int) -> int:
+        """Of all tokens with a matrix."""
+        return 2 * self.tokens * weight_bytes // ITEM_SIZES[self.config.params_dtype]
 
     def _attention(self, nodes: list[Node], normed: Value, name: str) -> Value:
         config = self.config
@@ -305,7 +313,8 @@ class GraphBuilder:
             for arrays in RULE_SCRATCH["kda" if parameters else "gdn"]
         )
         writes = [attended, finals, *kept[3:]]
-        nodes.append(Node(inputs, writes, kept, ("core_attn",), parameters, forward, backward))
+        flops = chunks * self.batch * value_heads * chunk_flops(CHUNK_SIZE, key, value)
+        nodes.append(Node(inputs, writes, kept, ("core_attn",), parameters, forward, backward, flops=flops))
         return attended
 
     def _norm_by_head(self, nodes: list[Node], x: Value, name: str) -> Value:
@@ -321,10 +330,11 @@ class GraphBuilder:
 
     def _core_attention(self, nodes: list[Node], inputs: list[Value], attended: Value) -> None:
         config, region = self.config, ("core_attn",)
+        flops = 2 * self.tokens * self.length * config.num_attention_heads * config.head_dim
         if config.use_flash_attn:
             statistics = self.coefficient("attention statistics", config.num_attention_heads)
             kept = [*inputs, attended, statistics]
-            nodes.append(Node(inputs, [attended, statistics], kept, region))
+            nodes.append(Node(inputs, [attended, statistics], kept, region, flops=2 * flops))
             return
         q, k, v = copies = [Value(value.name, value.size) for value in inputs]
         for source, copy in zip(inputs, copies, strict=True):
@@ -332,14 +342,15 @@ class GraphBuilder:
         square = self.batch * config.num_attention_heads * self.length**2
         scores, weights = Value("scores", square * self.item), Value("attention_weights", square * self.item)
         mixed = Value("attention mixed", attended.size)
-        nodes.append(Node([q, k], [scores], [q, k], region, forward_scratch=self.length**2 * (self.item + 1)))
+        scratch = self.length**2 * (self.item + 1)
+        nodes.append(Node([q, k], [scores], [q, k], region, forward_scratch=scratch, flops=flops))
         scores = self._cast(nodes, scores, self.wide, region)
         softmax = weights if self.item == self.wide else Value("attention weights in float32", scores.size)
         nodes.append(Node([scores], [softmax], [softmax], region))
         if softmax is not weights:
             nodes.append(Node([softmax], [weights], [], region))
         nodes += [
-            Node([weights, v], [mixed], [weights, v], region),
+            Node([weights, v], [mixed], [weights, v], region, flops=flops),
             Node([mixed], [attended], [], region),
         ]
 

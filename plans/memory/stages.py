@@ -41,7 +41,6 @@ def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, leng
         length: tokens of each; None: config.seq_length.
     """
     memory, builder = Simulation(), _StageBuilder(config, batch, length or config.seq_length)
-    is_last = stage == num_stages(config) - 1
     if stage == 0:
         begin, x = builder.embedding()
     else:
@@ -51,10 +50,15 @@ def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, leng
     for number in _layers(config, stage):
         layers[number], x = builder.layer(number, x)
     sent = Node([x], [], [] if config.deallocate_pipeline_outputs else [x])
-    end = builder.head(x) if is_last else [sent]
+    end = builder.head(x) if stage == num_stages(config) - 1 else [sent]
     memory.run(begin, layers, recompute_blocks(config, *get_stage_place(config, stage)), end)
     waiting = {id(value): value.size for value in builder.multiplied}
     return StageMemory(sum(memory.kept.values()), sum(waiting.values()) + builder.gradients)
+
+
+def stage_builder(config: TransformerConfig, batch: int, length: int | None = None) -> GraphBuilder:
+    """Builds what a rank computes of its part of the tokens. Arguments as above."""
+    return _StageBuilder(config, batch, length or config.seq_length)
 
 
 def predict_stages(config: TransformerConfig, batch: int, length: int | None = None) -> list[StageMemory]:
@@ -112,18 +116,19 @@ class _StageBuilder(GraphBuilder):
         q, *own = inputs
         k, v = (Value(f"{value.name} of all ranks", self.cp_size * value.size) for value in own)
         pairs = self.tokens * self.tokens * self.cp_size
+        flops = 2 * pairs * config.num_attention_heads * config.head_dim
         allowed = Value("which token sees which", pairs * (self.item if config.use_flash_attn else 1))
         nodes += [Node([value], [all_], [], region) for value, all_ in zip(own, (k, v), strict=True)]
         if config.use_flash_attn:  # what is allowed is added to scores, as numbers
             statistics = self.coefficient("attention statistics", config.num_attention_heads)
             kept = [q, k, v, attended, statistics, allowed]
-            nodes.append(Node([q, k, v], [attended, statistics, allowed], kept, region))
+            nodes.append(Node([q, k, v], [attended, statistics, allowed], kept, region, flops=2 * flops))
             return
         count = config.num_attention_heads * pairs
         softmax, weights = Value("attention weights", count * self.wide), Value("attention_weights", count * self.item)
         nodes += [
-            Node([q, k], [allowed, softmax], [q, k, allowed, softmax], region),
-            Node([softmax, v], [weights, attended], [weights, v], region),  # as their product with values reads them
+            Node([q, k], [allowed, softmax], [q, k, allowed, softmax], region, flops=flops),
+            Node([softmax, v], [weights, attended], [weights, v], region, flops=flops),  # as that product reads them
         ]
 
     def _rule(self, nodes: list[Node], inputs: list[Value], parameters: int) -> Value:

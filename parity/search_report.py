@@ -1,0 +1,73 @@
+"""The fastest ways to train a model on so many ranks, as a table."""
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from parity.commands import Plan, parse_bytes
+from plans.search import search
+from plans.step_time import Machine
+
+MIB = 2**20
+
+
+def print_search(console: Console, command: Plan) -> None:
+    """Search, and print what was found, where its time goes, and what keeps it from being faster.
+
+    Args:
+        console: to print to.
+        command: with memory_limit and ranks.
+
+    Raises:
+        ValueError: see plans.search.search.
+    """
+    assert command.memory_limit is not None, "the command asks for a search"
+    assert command.ranks is not None, "the command asks for a search"
+    machine = Machine(
+        compute_rate=command.compute_rate * 1e12,
+        memory_bandwidth=command.memory_bandwidth * 1e9,
+        network_bandwidth=command.network_bandwidth * 1e9,
+        link_bandwidth=command.link_bandwidth * 1e9,
+    )
+    limit, batch = parse_bytes("memory_limit", command.memory_limit), command.global_batch_size or command.ranks
+    outcome = search(
+        command.model,
+        command.ranks,
+        limit,
+        batch,
+        machine,
+        command.num_results,
+        progress=lambda ways, total: track(ways, "ways", total, console=console, transient=True),
+    )
+    tokens = batch * command.model.seq_length
+    console.print(
+        f"{command.ranks:,} ranks of {limit / MIB:,.1f} MiB, {batch:,} sequences a step; {command.compute_rate:g} "
+        f"TFLOP/s, {command.memory_bandwidth:g} GB/s of memory, {command.network_bandwidth:g} GB/s between ranks",
+        highlight=False,
+    )
+    refused = ", ".join(f"{name} {times:,}" for name, times in outcome.refused.most_common())
+    console.print(
+        f"{outcome.considered:,} ways are accepted; {outcome.too_large:,} of those looked at need more memory, "
+        f"{outcome.simulated:,} were simulated, no other can be among the first {command.num_results}"
+        + f"; refused, by setting: {refused}"
+        * bool(refused),
+        highlight=False,
+    )
+    if not outcome.best:
+        console.print("no way fits: more ranks or memory, shorter sequences or another batch would be needed")
+        return
+    table = Table(box=None, title="fastest first, as predicted", title_justify="left")
+    for heading in ("s a step", "tokens/s", "MiB", "operations", "way"):
+        table.add_column(heading, justify="left" if heading == "way" else "right", no_wrap=heading != "way")
+    for found in outcome.best:
+        table.add_row(
+            f"{found.seconds:.4g}",
+            f"{tokens / found.seconds:,.0f}",
+            f"{found.memory.total / MIB:,.1f}",
+            f"{found.shares['operations']:.0%}",
+            found.way.words,
+        )
+    console.print(table)
+    first = outcome.best[0]
+    lost = ", ".join(f"{name} {share:.1%}" for name, share in first.shares.items() if share >= 0.001)
+    console.print(f"the first: {lost}; held back by {first.constraint}", highlight=False)

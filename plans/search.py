@@ -1,0 +1,333 @@
+"""Which way of training a model on so many ranks is fastest: of all accepted within a bound of memory, by prediction.
+
+A way is a mesh (pipeline, context ranks, replicas), a schedule with its virtual stages, what is recomputed, whether
+parameters are offloaded, and how many sequences a microbatch has. Memory is plans.memory's, time plans.step_time's.
+Offloaded activations are not searched: their memory is not predicted.
+
+Ways are taken in the order of a bound that no schedule beats: the busiest rank's work, and what comes after it. Once
+the bound exceeds the slowest of the ways asked for, nothing that follows can be among them; so the result is that of
+trying all, which a test does where there are few.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from plans.config import TransformerConfig
+from plans.memory.ranks import RankMemory, rank_memories
+from plans.memory.stages import StageMemory, predict_stages
+from plans.offload import layer_storages, rank_layers
+from plans.partition import get_stage_place, undivided
+from plans.placement import SCHEDULES, V_SCHEDULES
+from plans.schedule import schedule_for
+from plans.simulate import simulate
+from plans.step_time import Machine, StageTime, StageTimes, after_backward, costs_of
+
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "layernorm": {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)},
+    "mhc + layernorm": {"recompute_granularity": "selective", "recompute_modules": ("mhc", "layernorm")},
+    "core_attn": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
+    "layernorm + activation": {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "activation")},
+    "mhc + layernorm + activation": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ("mhc", "layernorm", "activation"),
+    },
+    "layernorm + core_attn + mlp": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ("layernorm", "core_attn", "mlp"),
+    },
+    "whole layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+"""What is tried, by name; of those with mhc, only where a model has hyper-connections."""
+
+VIRTUAL = (2, 4)
+"""Stages a rank that are tried with ``interleaved``."""
+
+
+class Way(NamedTuple):
+    """One way of training."""
+
+    config: TransformerConfig
+    micro_batch_size: int
+    num_microbatches: int
+    data_parallel_size: int
+    recompute: str
+    """Key of RECOMPUTE."""
+
+    @property
+    def words(self) -> str:
+        """What it is, short."""
+        config = self.config
+        virtual = config.virtual_pipeline_model_parallel_size
+        parts = [
+            f"dp {self.data_parallel_size}" * (self.data_parallel_size > 1),
+            f"cp {config.context_parallel_size}" * (config.context_parallel_size > 1),
+            f"pp {config.pipeline_model_parallel_size} {config.pipeline_schedule}"
+            * (config.pipeline_schedule != "none"),
+            f"v {virtual}" if virtual and config.pipeline_schedule == "interleaved" else "",
+            f"{self.num_microbatches} x {self.micro_batch_size} sequences",
+            f"recompute {self.recompute}" * (self.recompute != "nothing"),
+            "parameters offloaded" * config.enable_tensor_offload,
+        ]
+        return ", ".join(filter(None, parts))
+
+
+@dataclass(frozen=True)
+class Found:
+    """A way, and what is predicted of it."""
+
+    way: Way
+    seconds: float
+    """Of a step."""
+    memory: RankMemory
+    """Of the rank that needs most."""
+    shares: Mapping[str, float]
+    """Of the step's time on the busiest rank: ``products and operations``, ``computed again``, ``exchanges``,
+    ``waiting in the pipeline``, ``gradients``, ``update``, ``copies``."""
+    constraint: str = ""
+    """What keeps it from being faster."""
+
+
+@dataclass
+class Outcome:
+    """What a search has found."""
+
+    best: list[Found]
+    """Fastest first."""
+    considered: int
+    """Ways that are accepted."""
+    simulated: int
+    too_large: int
+    """Of those looked at: ways that need more memory."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """By the setting that a refusal names: ways that are none."""
+
+
+def search(
+    config: TransformerConfig,
+    ranks: int,
+    memory_limit: int,
+    global_batch_size: int,
+    machine: Machine | None = None,
+    count: int = 10,
+    schedules: tuple[str, ...] = SCHEDULES,
+    progress: Callable[[Iterable[Any], int], Iterable[Any]] = lambda ways, _: ways,
+) -> Outcome:
+    """The fastest ways of training a model.
+
+    Args:
+        config: the model's; how it is divided, scheduled, recomputed and offloaded is what is searched.
+        ranks: of the whole mesh.
+        memory_limit: bytes a rank has.
+        global_batch_size: sequences of a step.
+        machine: its rates; None: Machine's own.
+        count: ways wanted.
+        schedules: those tried.
+        progress: shows how far it is, given the ways and their number.
+
+    Raises:
+        ValueError: sizes below 1, an unknown schedule, or no way at all that is accepted.
+    """
+    for name, value in (("ranks", ranks), ("memory_limit", memory_limit), ("count", count)):
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    if unknown := [name for name in schedules if name not in SCHEDULES]:
+        raise ValueError(f"schedules: expected some of {SCHEDULES}, got {unknown[0]!r}")
+    predictions, outcome = _Predictions(machine or Machine()), Outcome([], 0, 0, 0)
+    ways = [
+        (predictions.bound(way), place, way)
+        for place, way in enumerate(_ways(config, ranks, global_batch_size, schedules, outcome))
+    ]
+    outcome.considered = len(ways)
+    if not ways:
+        raise ValueError(
+            f"ranks: expected a number that {config.num_layers} layers and {global_batch_size} sequences can be "
+            f"divided over, got {ranks}; change num_layers, global_batch_size or ranks"
+        )
+    ways.sort(key=lambda each: each[:2])
+    beaten: Way | None = None  # the fastest that does not fit, by its bound
+    for bound, _, way in progress(ways, len(ways)):
+        if len(outcome.best) >= count and bound >= outcome.best[count - 1].seconds:
+            break
+        largest = predictions.memory(way)
+        if largest.total > memory_limit:
+            outcome.too_large += 1
+            if beaten is None:
+                beaten = way
+            continue
+        outcome.simulated += 1
+        outcome.best = sorted([*outcome.best, predictions.found(way, largest)], key=lambda each: each.seconds)[:count]
+    outcome.best = [
+        replace(found, constraint=predictions.constraint(found, beaten, memory_limit)) for found in outcome.best
+    ]
+    return outcome
+
+
+def _ways(
+    config: TransformerConfig, ranks: int, batch: int, schedules: tuple[str, ...], outcome: Outcome
+) -> Iterator[Way]:
+    """Every accepted way; refusals are counted."""
+    base = undivided(replace(config, enable_activation_offload=False, enable_tensor_offload=False, **_NO_RECOMPUTE))
+    modes = {name: s for name, s in RECOMPUTE.items() if config.enable_hyper_connections or "mhc" not in name}
+    for p in _divisors(ranks):
+        for cp in _divisors(ranks // p):
+            replicas = ranks // p // cp
+            if batch % replicas:
+                outcome.refused["global_batch_size"] += 1
+                continue
+            for name, virtual in _schedules(p, schedules):
+                for mode, settings in modes.items():
+                    for offload in (False, True):
+                        try:
+                            made = replace(
+                                base,
+                                pipeline_model_parallel_size=p,
+                                context_parallel_size=cp,
+                                pipeline_schedule=name,
+                                virtual_pipeline_model_parallel_size=virtual,
+                                enable_tensor_offload=offload,
+                                **settings,
+                            )
+                        except ValueError as error:
+                            outcome.refused[str(error).split(":")[0]] += 1
+                            continue
+                        for size in _divisors(batch // replicas):
+                            if size * config.seq_length % cp:
+                                outcome.refused["seq_length"] += 1
+                                continue
+                            m = batch // replicas // size
+                            if name == "interleaved" and (m < p or m % p > 0):
+                                outcome.refused["num_microbatches"] += 1
+                                continue
+                            yield Way(made, size, m, replicas, mode)
+
+
+_NO_RECOMPUTE: dict[str, Any] = {
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "recompute_modules": (),
+    "recompute_hyper_connections": False,
+    "recompute_pre_mlp_layernorm": False,
+    "recompute_mlp": False,
+    "mhc_recompute_layer_num": None,
+    "recompute_activation_function": False,
+    "recompute_activation_function_num_layers": None,
+}
+
+
+def _schedules(p: int, names: tuple[str, ...]) -> Iterator[tuple[str, int | None]]:
+    """Schedules of so many ranks, with their virtual stages."""
+    for name in names:
+        if (name == "none") == (p == 1):
+            yield from (
+                ((name, v) for v in VIRTUAL) if name == "interleaved" else [(name, 2 if name in V_SCHEDULES else None)]
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+class _Predictions:
+    """What is predicted of ways; of ways that share a cut, once."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._stages = StageTimes(machine)
+        self._times: dict[Any, tuple[StageTime, ...]] = {}
+        self._memories: dict[Any, list[StageMemory]] = {}
+        self._after: dict[Any, tuple[float, float]] = {}
+
+    def bound(self, way: Way) -> float:
+        """Seconds that no schedule can be below: work of the busiest rank, sum of gradients, update."""
+        return max(sum(parts) for parts in self._work(way)) + sum(self._after_backward(way))
+
+    def memory(self, way: Way) -> RankMemory:
+        """Of the rank that needs most."""
+        stages = self._kept(way)
+        ranks = rank_memories(way.config, schedule_for(way.config, way.num_microbatches), stages)
+        return max(ranks, key=lambda rank: rank.total)
+
+    def found(self, way: Way, memory: RankMemory) -> Found:
+        """Its time, and where that goes."""
+        config, times = way.config, self._stage_times(way)
+        costs = costs_of(config, times, way.micro_batch_size, self._machine)
+        course = simulate(schedule_for(config, way.num_microbatches), costs)
+        gradients, update = self._after_backward(way)
+        copies = max(0.0, self._copies(way) - course.makespan - update)
+        total = course.makespan + gradients + update + copies
+        work = max(self._work(way), key=sum)
+        shares = {
+            "operations": work[0],
+            "computed again": work[1],
+            "exchanges": work[2],
+            "waiting in the pipeline": course.makespan - sum(work),
+            "gradients": gradients,
+            "update": update,
+            "copies": copies,
+        }
+        return Found(way, total, memory, {name: seconds / total for name, seconds in shares.items()})
+
+    def constraint(self, found: Found, beaten: Way | None, limit: int) -> str:
+        """What keeps a way from being faster: memory, if one that needs more may be; else where its time goes."""
+        if beaten is not None and self.bound(beaten) < found.seconds:
+            needed = self.memory(beaten).total / 2**20
+            return f"memory: {beaten.words} takes at least {self.bound(beaten):.3g} s and needs {needed:,.1f} MiB"
+        lost = {name: share for name, share in found.shares.items() if name != "operations"}
+        name = max(lost, key=lambda each: lost[each])
+        return f"{name} ({lost[name]:.0%})" if lost[name] >= 0.01 else "operations"
+
+    def _key(self, way: Way) -> Any:
+        """What decides the times and the memory of stages."""
+        c = way.config
+        return (
+            c.pipeline_model_parallel_size,
+            c.virtual_pipeline_model_parallel_size,
+            c.pipeline_schedule in V_SCHEDULES,
+            c.context_parallel_size,
+            way.recompute,
+            way.micro_batch_size,
+        )
+
+    def _stage_times(self, way: Way) -> tuple[StageTime, ...]:
+        key = self._key(way)
+        if key not in self._times:
+            self._times[key] = self._stages.of(way.config, way.micro_batch_size)
+        return self._times[key]
+
+    def _kept(self, way: Way) -> list[StageMemory]:
+        key = self._key(way)
+        if key not in self._memories:
+            self._memories[key] = predict_stages(way.config, way.micro_batch_size)
+        return self._memories[key]
+
+    def _after_backward(self, way: Way) -> tuple[float, float]:
+        key = *self._key(way)[:4], way.data_parallel_size
+        if key not in self._after:
+            self._after[key] = after_backward(
+                way.config, way.micro_batch_size, way.num_microbatches, way.data_parallel_size, self._machine
+            )
+        return self._after[key]
+
+    def _work(self, way: Way) -> list[tuple[float, float, float]]:
+        """By rank, seconds of a step: operations, what is computed again, exchanges."""
+        sums = [[0.0, 0.0, 0.0] for _ in range(way.config.pipeline_model_parallel_size)]
+        for stage, time in enumerate(self._stage_times(way)):
+            of_rank = sums[get_stage_place(way.config, stage).pp_rank]
+            whole = time.forward + time.input_gradient + time.weight_gradient
+            for place, part in enumerate((whole - time.recomputed - time.exchanged, time.recomputed, time.exchanged)):
+                of_rank[place] += way.num_microbatches * part
+        return [(a, b, c) for a, b, c in sums]
+
+    def _copies(self, way: Way) -> float:
+        """Seconds of the link with offloaded parameters, at least: every layer comes for each forward and backward."""
+        config = way.config
+        if not config.enable_tensor_offload:
+            return 0.0
+        sizes = {number: sum(each.values()) for number, each in layer_storages(config).items()}
+        own = max(sum(sizes[n] for n in rank_layers(config, r)) for r in range(config.pipeline_model_parallel_size))
+        passes = 2 * way.num_microbatches + 2
+        return passes * own / self._machine.link_bandwidth

@@ -1,0 +1,170 @@
+"""The search for the fastest way to train, against trying all; and the times it goes by."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parity.cli import main
+from parity.commands import parse_bytes
+from plans.config import TransformerConfig
+from plans.parameters import parameter_specs
+from plans.partition import undivided
+from plans.schedule import schedule_for
+from plans.search import Outcome, _Predictions, _ways, search
+from plans.simulate import simulate
+from plans.step_time import Machine, StageTimes, costs_of, step_time
+
+MODEL = TransformerConfig(hidden_size=64, num_layers=4, num_attention_heads=4, vocab_size=128, seq_length=32)
+SLOW = Machine(1e9, 4e9, 1e8, 1e-5, 1e9)
+"""On which every part of a step counts."""
+FEW = ("none", "1f1b", "interleaved", "zb-v", "v-min")
+
+
+def all_ways(config, ranks, limit, batch, machine, schedules):
+    """Seconds of every way that fits, fastest first, each predicted by itself."""
+    found = []
+    for way in _ways(config, ranks, batch, schedules, Outcome([], 0, 0, 0)):
+        predictions = _Predictions(machine)
+        memory = predictions.memory(way)
+        if memory.total <= limit:
+            found.append((predictions.found(way, memory).seconds, way))
+    return sorted(found, key=lambda each: each[0])
+
+
+@settings(max_examples=4)
+@given(
+    ranks=st.sampled_from([2, 4]),
+    limit=st.sampled_from([600_000, 1_100_000, 2_000_000, 10**9]),
+    rate=st.sampled_from([1e9, 1e11]),
+    streams=st.booleans(),
+)
+def test_nothing_faster_is_missed(ranks, limit, rate, streams):
+    config = replace(MODEL, enable_hyper_connections=streams, num_residual_streams=2)
+    machine = replace(SLOW, compute_rate=rate)
+    expected = all_ways(config, ranks, limit, 4, machine, FEW)
+    outcome = search(config, ranks, limit, 4, machine, 5, FEW)
+    assert [found.seconds for found in outcome.best] == pytest.approx([seconds for seconds, _ in expected[:5]])
+    assert all(found.memory.total <= limit for found in outcome.best)
+    for found in outcome.best:
+        assert sum(found.shares.values()) == pytest.approx(1.0)
+        assert min(found.shares.values()) >= -1e-9
+
+
+def test_less_memory_is_never_faster_and_is_named():
+    wide = search(MODEL, 4, 10**9, 8, SLOW, 1, FEW)
+    tight = search(MODEL, 4, 1_100_000, 8, SLOW, 1, FEW)
+    assert tight.best[0].seconds > wide.best[0].seconds
+    assert re.match(r"memory: .* takes at least \S+ s and needs ", tight.best[0].constraint)
+    assert not wide.best[0].constraint.startswith("memory")
+    assert search(MODEL, 4, 1000, 8, SLOW, 1, FEW).best == []
+
+
+def test_every_way_runs_as_it_is_simulated():
+    """What the search says of its first is what the plan of that configuration says."""
+    first = search(MODEL, 4, 10**9, 8, SLOW, 1, FEW).best[0]
+    way = first.way
+    alone = step_time(way.config, way.micro_batch_size, way.num_microbatches, way.data_parallel_size, SLOW)
+    assert first.seconds == pytest.approx(alone.total)
+    assert way.num_microbatches * way.micro_batch_size * way.data_parallel_size == 8
+    assert way.data_parallel_size * way.config.model_parallel_size == 4
+
+
+def test_what_cannot_be_searched_is_refused():
+    for arguments, message in (
+        ((MODEL, 0, 1, 4), "ranks: expected at least 1, got 0"),
+        ((MODEL, 1, 0, 4), "memory_limit: expected at least 1, got 0"),
+        ((MODEL, 7, 10**9, 4), "ranks: expected a number that 4 layers and 4 sequences can be divided over, got 7"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            search(*arguments)
+    with pytest.raises(ValueError, match=r"schedules: expected some of .*, got '2f2b'"):
+        search(MODEL, 1, 1, 4, schedules=("2f2b",))
+    with pytest.raises(ValueError, match="memory_bandwidth: expected a number above 0, got 0"):
+        Machine(memory_bandwidth=0.0)
+
+
+# Times.
+
+
+def products(config: TransformerConfig, tokens: int) -> tuple[float, float]:
+    """Of linear maps, with those of the head; of attention's scores and weights."""
+    matrices = {
+        name: shape
+        for name, (shape, *_) in parameter_specs(config).items()
+        if len(shape) == 2 and "embedding" not in name
+    }
+    numbers = sum(a * b for a, b in matrices.values()) + config.vocab_size * config.hidden_size
+    return 2.0 * tokens * numbers, 4.0 * tokens * config.seq_length * config.hidden_size * config.num_layers
+
+
+def test_without_bandwidth_to_wait_for_only_products_count():
+    """F = products, I as many of linear maps and twice attention's, W those of linear maps."""
+    machine = Machine(1e9, 1e30, 1e30, 0.0)
+    (time,) = StageTimes(machine).of(MODEL, 2)
+    linear, attention = products(MODEL, 2 * MODEL.seq_length)
+    assert time.forward * 1e9 == pytest.approx(linear + attention)
+    assert time.input_gradient * 1e9 == pytest.approx(linear + 2 * attention)
+    assert time.weight_gradient * 1e9 == pytest.approx(linear)
+    whole = replace(MODEL, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    (again,) = StageTimes(machine).of(whole, 2)
+    last = MODEL.vocab_size + MODEL.num_layers * MODEL.layer(0).ffn_hidden_size
+    # Neither the head, nor of a layer the last map: torch.utils.checkpoint stops where nothing more is kept.
+    not_again = 2.0 * 2 * MODEL.seq_length * MODEL.hidden_size * last
+    assert again.recomputed * 1e9 == pytest.approx(linear + attention - not_again, rel=1e-6)
+    assert again.input_gradient == pytest.approx(time.input_gradient + again.recomputed)
+
+
+@pytest.mark.parametrize("settings_", [{}, {"pipeline_schedule": "zb-v", "virtual_pipeline_model_parallel_size": 2}])
+def test_stages_share_the_models_time(settings_):
+    divided = replace(MODEL, pipeline_model_parallel_size=2, **settings_)
+    whole, parts = (StageTimes(SLOW).of(config, 2) for config in (undivided(divided), divided))
+    for field in ("forward", "input_gradient", "weight_gradient"):
+        assert sum(getattr(part, field) for part in parts) == pytest.approx(getattr(whole[0], field))
+
+
+def test_a_slower_wire_costs_messages_exchanges_and_sums():
+    config = replace(MODEL, pipeline_model_parallel_size=2, context_parallel_size=2)
+    fast, slow = (step_time(config, 2, 4, 2, replace(SLOW, network_bandwidth=rate)) for rate in (1e12, 1e7))
+    assert slow.gradients > fast.gradients
+    assert slow.stages[0].exchanged > fast.stages[0].exchanged
+    assert slow.course.makespan > fast.course.makespan
+    assert slow.update == fast.update
+    costs = costs_of(config, slow.stages, 2, replace(SLOW, network_bandwidth=1e7))
+    assert slow.course.makespan == simulate(schedule_for(config, 4), costs).makespan
+
+
+# The command.
+
+
+def test_the_command_prints_ways_and_what_holds_them_back(capsys):
+    command = (
+        "plan --hidden-size 64 --num-layers 4 --num-attention-heads 4 --vocab-size 128 --seq-length 32 "
+        "--memory-limit 3MB --ranks 4 --global-batch-size 8 --num-results 3 --compute-rate 0.001 --memory-bandwidth 4"
+    )
+    assert main(command.split()) == 0
+    out = capsys.readouterr().out
+    assert "4 ranks of 2.9 MiB, 8 sequences a step" in out
+    assert len(re.findall(r"^ +\d\S* +[\d,]+ +\d+\.\d +\d+% ", out, re.M)) == 3
+    assert "held back by memory" in out.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--ranks 4", "memory_limit: expected a value beside the other of memory_limit and ranks, got None"),
+        ("--memory-limit 80GiB", "ranks: expected a value beside the other"),
+        ("--ranks 4 --memory-limit lots", "memory_limit: expected a size such as 80GiB or 80GB, got 'lots'"),
+        ("--ranks 0 --memory-limit 80GiB", "ranks: expected at least 1, got 0"),
+    ],
+)
+def test_wrong_requests_are_refused(words, message, capsys):
+    assert main(["plan", *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_sizes_are_read():
+    sizes = {"80GiB": 80 * 2**30, "1.5 TB": 1_500_000_000_000, "512 MiB": 2**29, "100B": 100}
+    assert {text: parse_bytes("size", text) for text in sizes} == sizes
