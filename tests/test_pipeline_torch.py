@@ -19,7 +19,7 @@ from plans.actions import Action
 from plans.communication import Message, lower
 from plans.config import TransformerConfig
 from plans.partition import layers_by_stage, undivided
-from plans.placement import schedule_name
+from plans.placement import V_SCHEDULES, schedule_name
 from plans.schedule import schedule_for
 from reference_torch.pipeline import (
     DeferredWeightGradients,
@@ -433,19 +433,22 @@ def step_arguments(config, **more):
 
 def test_each_function_runs_its_own_schedules():
     for function, own in FUNCTIONS.items():
-        for config in (TINY, divided(2, "1f1b"), divided(2, "gpipe"), divided(2, "zb-h1"), divided(2, v=2)):
+        plain = [divided(2, name) for name in ("1f1b", "gpipe", "zb-h1", "zb-h2")]
+        for config in (TINY, *plain, divided(2, v=2), *(divided(2, name, 2) for name in V_SCHEDULES)):
             name = schedule_name(config)
             if name in own:
                 assert get_forward_backward_func(config) is function
             else:
-                with pytest.raises(ValueError, match=rf"config: expected a schedule of this .*, got '{name}'; choose"):
+                with pytest.raises(
+                    ValueError, match=rf"config: expected .* with this function, got .* '{name}'; choose"
+                ):
                     function(**step_arguments(config))
 
 
 FUNCTIONS = {
     forward_backward_no_pipelining: ("none",),
-    forward_backward_pipelining_without_interleaving: ("gpipe", "1f1b", "zb-h1"),
-    forward_backward_pipelining_with_interleaving: ("interleaved",),
+    forward_backward_pipelining_without_interleaving: ("gpipe", "1f1b", "zb-h1", "zb-h2"),
+    forward_backward_pipelining_with_interleaving: ("interleaved", *V_SCHEDULES),
 }
 
 
