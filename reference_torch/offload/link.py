@@ -79,8 +79,9 @@ class Link:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._queue: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
         if self.stream is None:
-            threading.Thread(target=_serve, args=(self._queue,), daemon=True, name="offload link").start()
-            weakref.finalize(self, self._queue.put, None)
+            thread = threading.Thread(target=_serve, args=(self._queue,), daemon=True, name="offload link")
+            thread.start()
+            weakref.finalize(self, _end, self._queue, thread)
 
     def host_copy(self, storage: UntypedStorage) -> UntypedStorage:
         """New host memory with a storage's bytes.
@@ -131,6 +132,13 @@ _CYCLES = 1.5e9
 
 def _as_bytes(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore
+
+
+def _end(jobs: queue.SimpleQueue, thread: threading.Thread) -> None:
+    """Let a link's thread end, and wait for that: an interpreter that ends while it lets go of a tensor aborts."""
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join(timeout=10.0)
 
 
 def _serve(jobs: queue.SimpleQueue) -> None:
