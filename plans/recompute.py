@@ -6,10 +6,14 @@ JAX by one ``jax.checkpoint`` a block that keeps every named value but those dro
 """
 
 import math
+from dataclasses import fields
 from typing import Literal, NamedTuple
 
 from plans.config import TransformerConfig
 from plans.partition import get_num_layers_to_build, get_transformer_layer_offset
+
+NO_RECOMPUTE = {field.name: field.default for field in fields(TransformerConfig) if "recompute" in field.name}
+"""Settings of a model that keeps everything, which is the default of each."""
 
 VALUES = (
     "residual_streams",

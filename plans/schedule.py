@@ -69,7 +69,7 @@ def build_schedule(
     Raises:
         ValueError: the schedule is unknown, or cannot have these sizes; the message says which and why.
     """
-    _check(name, pp_size, num_microbatches, stages_per_rank, group_size)
+    check_sizes(name, pp_size, num_microbatches, stages_per_rank, group_size)
     p, m, v = pp_size, num_microbatches, stages_per_rank
     if name == "interleaved":
         ranks = [_interleaved(rank, p, m, v, group_size or p) for rank in range(p)]
@@ -161,7 +161,8 @@ def convert_schedule_table_to_order(
     return order + backwards[len(backwards) - num_warmup_microbatches :]
 
 
-def _check(name: str, p: int, m: int, v: int, g: int | None) -> None:
+def check_sizes(name: str, p: int, m: int, v: int, g: int | None = None) -> None:
+    """Refuse what a schedule cannot have. Arguments and errors as build_schedule's."""
     if name not in NAMES:
         raise ValueError(f"schedule: expected one of {NAMES}, got {name!r}")
     for field, value in (("pp_size", p), ("num_microbatches", m), ("stages_per_rank", v)):

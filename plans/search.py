@@ -15,12 +15,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from plans.config import TransformerConfig
+from plans.context import check_shared
 from plans.memory.ranks import RankMemory, rank_memories
 from plans.memory.stages import StageMemory, predict_stages
 from plans.offload import layer_storages, rank_layers
 from plans.partition import get_stage_place, undivided
 from plans.placement import SCHEDULES, V_SCHEDULES
-from plans.schedule import schedule_for
+from plans.recompute import NO_RECOMPUTE
+from plans.schedule import check_sizes, schedule_for
 from plans.simulate import simulate
 from plans.step_time import Machine, StageTime, StageTimes, after_backward, costs_of
 
@@ -84,7 +86,7 @@ class Found:
     memory: RankMemory
     """Of the rank that needs most."""
     shares: Mapping[str, float]
-    """Of the step's time on the busiest rank: ``products and operations``, ``computed again``, ``exchanges``,
+    """Of the step's time on the busiest rank: ``operations``, ``computed again``, ``exchanges``,
     ``waiting in the pipeline``, ``gradients``, ``update``, ``copies``."""
     constraint: str = ""
     """What keeps it from being faster."""
@@ -159,9 +161,7 @@ def search(
             continue
         outcome.simulated += 1
         outcome.best = sorted([*outcome.best, predictions.found(way, largest)], key=lambda each: each.seconds)[:count]
-    outcome.best = [
-        replace(found, constraint=predictions.constraint(found, beaten, memory_limit)) for found in outcome.best
-    ]
+    outcome.best = [replace(found, constraint=predictions.constraint(found, beaten)) for found in outcome.best]
     return outcome
 
 
@@ -169,7 +169,7 @@ def _ways(
     config: TransformerConfig, ranks: int, batch: int, schedules: tuple[str, ...], outcome: Outcome
 ) -> Iterator[Way]:
     """Every accepted way; refusals are counted."""
-    base = undivided(replace(config, enable_activation_offload=False, enable_tensor_offload=False, **_NO_RECOMPUTE))
+    base = undivided(replace(config, enable_activation_offload=False, enable_tensor_offload=False, **NO_RECOMPUTE))
     modes = {name: s for name, s in RECOMPUTE.items() if config.enable_hyper_connections or "mhc" not in name}
     for p in _divisors(ranks):
         for cp in _divisors(ranks // p):
@@ -194,28 +194,14 @@ def _ways(
                             outcome.refused[str(error).split(":")[0]] += 1
                             continue
                         for size in _divisors(batch // replicas):
-                            if size * config.seq_length % cp:
-                                outcome.refused["seq_length"] += 1
-                                continue
                             m = batch // replicas // size
-                            if name == "interleaved" and (m < p or m % p > 0):
-                                outcome.refused["num_microbatches"] += 1
+                            try:
+                                check_shared(size, config.seq_length, cp)
+                                check_sizes(name, p, m, virtual or 1)
+                            except ValueError as error:
+                                outcome.refused[str(error).split(":")[0]] += 1
                                 continue
                             yield Way(made, size, m, replicas, mode)
-
-
-_NO_RECOMPUTE: dict[str, Any] = {
-    "recompute_granularity": None,
-    "recompute_method": None,
-    "recompute_num_layers": None,
-    "recompute_modules": (),
-    "recompute_hyper_connections": False,
-    "recompute_pre_mlp_layernorm": False,
-    "recompute_mlp": False,
-    "mhc_recompute_layer_num": None,
-    "recompute_activation_function": False,
-    "recompute_activation_function_num_layers": None,
-}
 
 
 def _schedules(p: int, names: tuple[str, ...]) -> Iterator[tuple[str, int | None]]:
@@ -271,7 +257,7 @@ class _Predictions:
         }
         return Found(way, total, memory, {name: seconds / total for name, seconds in shares.items()})
 
-    def constraint(self, found: Found, beaten: Way | None, limit: int) -> str:
+    def constraint(self, found: Found, beaten: Way | None) -> str:
         """What keeps a way from being faster: memory, if one that needs more may be; else where its time goes."""
         if beaten is not None and self.bound(beaten) < found.seconds:
             needed = self.memory(beaten).total / 2**20
@@ -323,7 +309,7 @@ class _Predictions:
         return [(a, b, c) for a, b, c in sums]
 
     def _copies(self, way: Way) -> float:
-        """Seconds of the link with offloaded parameters, at least: every layer comes for each forward and backward."""
+        """Seconds of the link with offloaded parameters, at most: every layer comes for each forward and backward."""
         config = way.config
         if not config.enable_tensor_offload:
             return 0.0

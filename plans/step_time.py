@@ -6,7 +6,7 @@ with them. What ranks that share sequences exchange is not hidden and comes on t
 come the sum of gradients over the ranks that hold the same stage, and the update.
 
 Left out: launching operations, messages that wait for one another on a wire, kernels that read less than single
-operations do, and whatever the machine does besides. docs/planner.md sets it beside measurements.
+operations do, and whatever the machine does besides. Not set beside measurements yet.
 """
 
 from collections.abc import Hashable, Sequence
@@ -188,10 +188,9 @@ def after_backward(
     sent = max((sum(each) for each in zip(*(t.by_rank for t in sums), strict=True)), default=0)
     rounds = 2 * (config.context_parallel_size * replicas - 1)
     waits = sent / machine.network_bandwidth + rounds * machine.network_latency * (sent > 0)
-    schedule = schedule_for(config, count)
-    own = [0] * schedule.pp_size
+    own = [0] * config.pipeline_model_parallel_size
     for stage in range(num_stages(config)):
-        own[schedule.rank_of(stage)] += parameter_bytes(config, stage)
+        own[get_stage_place(config, stage).pp_rank] += parameter_bytes(config, stage)
     return waits, UPDATE_MOVES * max(own) / machine.memory_bandwidth
 
 

@@ -20,6 +20,7 @@ from plans.config import TrainConfig, TransformerConfig
 from plans.data import Batch, Corpus
 from plans.partition import undivided
 from plans.placement import placement_of
+from plans.recompute import NO_RECOMPUTE
 from reference_torch.groups import ProcessGroups, gather, make_groups, make_mesh, on_first_rank, said_on_all_ranks
 from reference_torch.p2p import P2PCommunicator
 from reference_torch.pipeline import get_forward_backward_func, get_model, steps
@@ -92,26 +93,13 @@ def undivided_outcome(case: Case, replicas: int = 1, weights: Sequence[float] | 
     Args:
         weights: of each microbatch's mean loss in the step's; None: all alike.
     """
-    model = GPTModel(replace(undivided(case.config), recompute_granularity=None, **NO_RECOMPUTE))
+    model = GPTModel(replace(undivided(case.config), **NO_RECOMPUTE))
     losses = []
     for part in microbatches(case, replicas):
         losses.append(model(**arguments_of(part)))
     weights = weights or [1 / len(losses)] * len(losses)
     sum(loss * weight for loss, weight in zip(losses, weights, strict=True)).backward()
     return Outcome([loss.item() for loss in losses], gradients_of(model), [])
-
-
-NO_RECOMPUTE: dict[str, Any] = {
-    "recompute_method": None,
-    "recompute_num_layers": None,
-    "recompute_modules": (),
-    "recompute_hyper_connections": False,
-    "recompute_pre_mlp_layernorm": False,
-    "recompute_mlp": False,
-    "mhc_recompute_layer_num": None,
-    "recompute_activation_function": False,
-    "recompute_activation_function_num_layers": None,
-}
 
 
 def arguments_of(part: Microbatch) -> dict[str, Any]:

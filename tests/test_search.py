@@ -29,8 +29,10 @@ def all_ways(config, ranks, limit, batch, machine, schedules):
     for way in _ways(config, ranks, batch, schedules, Outcome([], 0, 0, 0)):
         predictions = _Predictions(machine)
         memory = predictions.memory(way)
+        seconds = predictions.found(way, memory).seconds
+        assert predictions.bound(way) <= seconds * (1 + 1e-12), way.words
         if memory.total <= limit:
-            found.append((predictions.found(way, memory).seconds, way))
+            found.append((seconds, way))
     return sorted(found, key=lambda each: each[0])
 
 
