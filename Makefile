@@ -5,6 +5,8 @@
 # make bench-recompute  memory and time of every way of recomputing
 # make bench-offload    what offload moves, keeps and hides
 # make bench-delta-rule the chunked delta rule beside the recurrence
+# make bench-approximate-cp  what states that are not passed on whole cost, and how wrong they are
+# make bench-step-time  steps beside what the roofline predicts from measured rates
 # make bench-cp         context parallelism: bytes, step time, wire error, a long sequence
 # make bench-pipeline   pipeline steps beside what their tables predict and beside PyTorch's own
 # make composition     compositions of all features beside the plain model, in both backends: 15 minutes
@@ -52,7 +54,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_INSTALLED := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
 ON_GPU := JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON)
 
-.PHONY: install demo check test test-all test-gpu bench bench-recompute bench-pipeline bench-offload bench-delta-rule bench-cp bench-gpu kernels-report composition drill clean
+.PHONY: install demo check test test-all test-gpu bench bench-recompute bench-pipeline bench-offload bench-delta-rule bench-cp bench-approximate-cp bench-step-time bench-gpu kernels-report composition drill clean
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@echo "making $(VENV): about a minute, 2 GB"
@@ -98,6 +100,12 @@ bench-offload: $(INSTALLED)
 
 bench-delta-rule: $(INSTALLED)
 	$(BIN)/python -m benchmarks.delta_rule
+
+bench-approximate-cp: $(INSTALLED)
+	$(BIN)/python -m benchmarks.approximate_context
+
+bench-step-time: $(INSTALLED)
+	$(BIN)/python -m benchmarks.step_time
 
 bench-cp: $(INSTALLED)
 	$(BIN)/python -m benchmarks.context

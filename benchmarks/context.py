@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.context_jobs import Load, results
 from parity.compare import relative_difference
 from parity.report import environment
-from plans.context import EXCHANGES, exchange_cost
+from plans.exchange import EXCHANGES, exchange_cost
 from reference_torch.rank_pool import RankPool
 
 PER_RANK, TURNS = 1024, 7

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from parity.report import environment
 from plans.config import TransformerConfig
+from plans.placement import V_SCHEDULES
 from plans.schedule import build_schedule
 from plans.simulate import Costs, simulate
 from reference_torch.pipeline import DeferredWeightGradients
@@ -75,8 +76,11 @@ class Case:
         return simulate(build_schedule(self.name, RANKS, MICROBATCHES, self.stages_per_rank), self.costs).makespan
 
 
-CASES = (Case("gpipe"), Case("1f1b"), Case("interleaved", 2), Case("zb-h1"))
-PEERS = ("gpipe", "1f1b", "interleaved")
+CASES = (
+    *(Case(name) for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")),
+    *(Case(name, 2) for name in ("interleaved", *V_SCHEDULES)),
+)
+PEERS = ("gpipe", "1f1b", "interleaved", "zb-v", "dualpipe-v")
 DELAYED = (Case("1f1b", delay=0.03), Case("1f1b", delay=0.03, overlap=False))
 
 

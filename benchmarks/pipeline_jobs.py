@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 from torch.distributed.pipelining import Schedule1F1B as Schedule1F1BOfTorch
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from plans.config import TransformerConfig
+from plans.placement import V_SCHEDULES, StagePlace, stage_at
 from plans.simulate import Costs
 from reference_torch.groups import make_groups, make_mesh
 from reference_torch.p2p import P2PCommunicator
@@ -21,7 +23,13 @@ from reference_torch.pipeline import get_forward_backward_func, get_model, split
 from reference_torch.stage import Microbatch, forward_step, model_provider
 
 WIDTH = 16
-PEERS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1BOfTorch, "interleaved": ScheduleInterleaved1F1B}
+PEERS = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1BOfTorch,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zb-v": ScheduleZBVZeroBubble,
+    "dualpipe-v": ScheduleDualPipeV,
+}
 """Schedules torch.distributed.pipelining has too."""
 
 
@@ -41,13 +49,21 @@ class _Slept(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """A linear map that takes its time: F, and I (and W, where backward is not split)."""
+    """A linear map that takes its time in F, and in I; subclasses in W.
 
-    def __init__(self, forward: float, backward: float) -> None:
+    Args:
+        forward, input_gradient, weight_gradient: seconds.
+    """
+
+    def __init__(self, forward: float, input_gradient: float, weight_gradient: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(WIDTH))
-        self.times = forward, backward
+        self.times, self.weight_time = (forward, input_gradient), weight_gradient
         self.input_tensor: Tensor | None = None
+
+    def slow_weight(self) -> Tensor:
+        """The weight; getting its gradient takes its time."""
+        raise NotImplementedError
 
     def set_input_tensor(self, input_tensor: Tensor) -> None:
         """As the schedules call it."""
@@ -56,7 +72,32 @@ class SleepingStage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] to the same."""
         x, self.input_tensor = x if self.input_tensor is None else self.input_tensor, None
-        return _Slept.apply(nn.functional.linear(x, self.weight), *self.times)
+        return _Slept.apply(nn.functional.linear(x, self.slow_weight()), *self.times)
+
+
+class OurStage(SleepingStage):
+    """Where backward is whole, sleeps when the weight's gradient is there; split, time_ours sleeps where W is."""
+
+    def __init__(self, *times: float) -> None:
+        super().__init__(*times)
+        self.weight.register_hook(self._sleep)
+
+    def _sleep(self, gradient: Tensor | None) -> None:
+        """Autograd also comes here with none, from an operation that has noted it down."""
+        if gradient is not None:
+            time.sleep(self.weight_time)
+
+    def slow_weight(self) -> Tensor:
+        """A leaf: a split backward notes the gradients of no others down."""
+        return self.weight
+
+
+class PeerStage(SleepingStage):
+    """Sleeps in the graph, between the weight and the product: the peer runs parts of the graph for I and for W."""
+
+    def slow_weight(self) -> Tensor:
+        """Behind an operation that sleeps in backward."""
+        return _Slept.apply(self.weight, 0.0, self.weight_time)
 
 
 class SlowLink(P2PCommunicator):
@@ -90,9 +131,8 @@ class _Late:
 
 def time_ours(config: TransformerConfig, num_microbatches: int, costs: Costs, delay: float, steps: int) -> list[float]:
     """Seconds of several steps of a sleeping pipeline, the first left out, all ranks starting together."""
-    split = config.pipeline_schedule == "zb-h1"
-    forward, inputs, weights = (float(costs.of(n, 0)) for n in ("forward", "input_gradient", "weight_gradient"))
-    built = get_model(lambda **_: SleepingStage(forward, inputs + (0.0 if split else weights)), config)
+    times = _times(costs)
+    built = get_model(lambda **_: OurStage(*times), config)
     stages = built if isinstance(built, list) else [built]
     mesh = make_mesh(config)
     groups = make_groups(config, mesh)
@@ -100,13 +140,12 @@ def time_ours(config: TransformerConfig, num_microbatches: int, costs: Costs, de
     communicator = SlowLink(groups.pp, config)
     communicator.delay = delay
     plain = split_backward._add_weight_gradient
-    if split:  # W takes its time where it is computed
 
-        def slowly(*arguments: Any) -> None:
-            time.sleep(weights)
-            plain(*arguments)
+    def slowly(*arguments: Any) -> None:
+        time.sleep(times[-1])
+        plain(*arguments)
 
-        split_backward._add_weight_gradient = slowly
+    split_backward._add_weight_gradient = slowly  # W takes its time where it is computed
     try:
         x = torch.ones(1, 1, WIDTH)
 
@@ -133,21 +172,26 @@ def time_ours(config: TransformerConfig, num_microbatches: int, costs: Costs, de
 def time_peer(name: str, stages_per_rank: int, num_microbatches: int, costs: Costs, steps: int) -> list[float]:
     """The same stages through torch.distributed.pipelining."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    forward, inputs, weights = (float(costs.of(n, 0)) for n in ("forward", "input_gradient", "weight_gradient"))
     count, example = size * stages_per_rank, torch.ones(1, 1, WIDTH)
+    placement = "v" if name in V_SCHEDULES else "loop"
+    numbers = [stage_at(StagePlace(i, rank), size, placement) for i in range(stages_per_rank)]
     stages = [
-        PipelineStage(SleepingStage(forward, inputs + weights), rank + size * i, count, torch.device("cpu"), example)
-        for i in range(stages_per_rank)
+        PipelineStage(PeerStage(*_times(costs)), number, count, torch.device("cpu"), example) for number in numbers
     ]
     given = stages if stages_per_rank > 1 else stages[0]
     schedule = PEERS[name](given, num_microbatches, loss_fn=lambda y, _: y.mean())  # pyright: ignore
     x = torch.ones(num_microbatches, 1, WIDTH)
 
     def step() -> None:
-        first, last = rank == 0, rank == size - 1
+        first, last = 0 in numbers, count - 1 in numbers
         schedule.step(*((x,) if first else ()), **({"target": x} if last else {}))
 
     return _timed(step, steps)
+
+
+def _times(costs: Costs) -> tuple[float, float, float]:
+    """Seconds of F, I and W, alike for every stage."""
+    return float(costs.of("forward", 0)), float(costs.of("input_gradient", 0)), float(costs.of("weight_gradient", 0))
 
 
 def peak_bytes(config: TransformerConfig, batch: int, num_microbatches: int) -> tuple[int, int]:

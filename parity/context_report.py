@@ -6,7 +6,8 @@ from rich.table import Table
 
 from parity.mesh_report import add_rows
 from plans.config import TransformerConfig
-from plans.context import EXCHANGES, end_to_end, exchange_cost, local_sequences
+from plans.context import end_to_end, local_sequences
+from plans.exchange import EXCHANGES, exchange_cost
 
 KIB = 2**10
 
@@ -52,6 +53,8 @@ def _ranks(config: TransformerConfig, batch: int) -> Table:
 def _exchanges(config: TransformerConfig, layers: list[int]) -> Table:
     _, heads, key, value = config.linear_heads
     itemsize = 2 if config.cp_wire_dtype else 8 if config.params_dtype == "float64" else 4
+    ranks, rank = _left_out(config)
+    approximate = f"the nearest {ranks}" if ranks is not None else f"maps of rank {rank}" if rank is not None else ""
     table = Table(
         box=None,
         title=f"states of {len(layers)} gdn and kda layers, {heads} heads of {key} x {value}; a layer, forward, and as "
@@ -60,14 +63,24 @@ def _exchanges(config: TransformerConfig, layers: list[int]) -> Table:
     )
     for heading in ("exchange", "rounds", "one rank sends, KiB", "received by all, KiB", "of all layers, KiB"):
         table.add_column(heading, justify="left" if heading == "exchange" else "right")
-    for exchange in EXCHANGES:
-        cost = exchange_cost(exchange, config.context_parallel_size, heads, key, value, itemsize)
+    ways: list[tuple[str, str, tuple]] = [
+        (f"{exchange}{' *' if exchange == config.cp_exchange and not approximate else ''}", exchange, ())
+        for exchange in EXCHANGES
+    ]
+    if approximate:
+        ways.append((f"{config.cp_exchange}, {approximate} *", config.cp_exchange, _left_out(config)))
+    for name, exchange, left_out in ways:
+        cost = exchange_cost(exchange, config.context_parallel_size, heads, key, value, itemsize, *left_out)
         table.add_row(
-            f"{exchange}{' *' if exchange == config.cp_exchange else ''}",
+            name,
             str(cost.rounds),
             *(f"{size / KIB:,.1f}" for size in (cost.payload_bytes, cost.wire_bytes, cost.wire_bytes * len(layers))),
         )
     return table
+
+
+def _left_out(config: TransformerConfig) -> tuple[int | None, int | None]:
+    return config.cp_truncate_ranks, config.cp_transition_rank
 
 
 def _others(config: TransformerConfig, batch: int, attention: int, linear: int) -> str:

@@ -9,18 +9,13 @@ The rank's view of the sequences is made of array operations alone, with numpy o
 ranks run, the rank and the offsets are not known before it runs.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-WIRE_DTYPES = (None, "bfloat16")
-"""Types in which states travel: None is their own."""
-EXCHANGES = ("all_gather", "ring", "scan")
-"""How states travel: every pair (M, H) to everyone; the state alone from rank to rank; composed pairs over distances
-that double."""
+from plans.exchange import check_exchange
 
 
 class LocalSequences(NamedTuple):
@@ -75,6 +70,8 @@ class FLACPContext:
     """Tokens before the part that a convolution still reads; None without a kernel."""
     cp_exchange: str = "all_gather"
     cp_wire_dtype: str | None = None
+    cp_truncate_ranks: int | None = None
+    cp_transition_rank: int | None = None
     overlap: bool = True
     """PyTorch: states travel while outputs are computed, and their gradients while backward computes again what it did
     not keep; off: one waits for the other."""
@@ -84,14 +81,18 @@ class FLACPContext:
     timeout: float = 600.0
     """PyTorch: seconds a rank waits for what another sends. Training sets it to pipeline_timeout."""
 
+    @property
+    def is_approximate(self) -> bool:
+        """Whether states come otherwise than they were."""
+        return self.cp_truncate_ranks is not None or self.cp_transition_rank is not None
+
 
 def check_sequences(
     cu_seqlens: Any,
     dtype: str,
     size: int,
     conv1d_kernel_size: int | None = None,
-    cp_exchange: str = "all_gather",
-    cp_wire_dtype: str | None = None,
+    **exchange: Any,
 ) -> None:
     """Refuse sequences that cannot be split over ranks.
 
@@ -100,8 +101,7 @@ def check_sequences(
         dtype: theirs, by numpy's name.
         size: number of ranks.
         conv1d_kernel_size: taps of the short convolution.
-        cp_exchange: one of EXCHANGES.
-        cp_wire_dtype: one of WIRE_DTYPES.
+        exchange: see plans.exchange.check_exchange.
 
     Raises:
         ValueError: naming the argument, what was expected, what came.
@@ -111,10 +111,7 @@ def check_sequences(
     kernel = conv1d_kernel_size
     if kernel is not None and (not isinstance(kernel, int) or isinstance(kernel, bool) or kernel < 1):
         raise ValueError(f"conv1d_kernel_size: expected an integer of at least 1, or None, got {kernel!r}")
-    if cp_exchange not in EXCHANGES:
-        raise ValueError(f"cp_exchange: expected one of {EXCHANGES}, got {cp_exchange!r}")
-    if cp_wire_dtype not in WIRE_DTYPES:
-        raise ValueError(f"cp_wire_dtype: expected one of {WIRE_DTYPES}, got {cp_wire_dtype!r}")
+    check_exchange(**exchange)
     if cu_seqlens is None:
         return
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
@@ -178,6 +175,21 @@ def check_part(context: Any, shape: tuple[int, ...], cu_seqlens: np.ndarray | No
         raise ValueError(f"cu_seqlens: expected None or cp_context.cu_seqlens, {own.tolist()}, got {came}")
 
 
+def implementation_for(impl: str, context: FLACPContext | None) -> str:
+    """Who computes; kernels pass exact states on.
+
+    Raises:
+        ValueError: kernels are asked for with a context that approximates.
+    """
+    if context is None or not context.is_approximate:
+        return impl
+    if impl == "triton":
+        raise ValueError(
+            "impl: expected 'auto' or 'reference' with a cp_context that approximates states, got 'triton'"
+        )
+    return "reference"
+
+
 def check_taps(context: FLACPContext, taps: int) -> None:
     """Refuse a convolution that the context was not made for."""
     if context.conv1d_kernel_size not in (None, taps):
@@ -204,11 +216,6 @@ def check_context(context: FLACPContext | None, unfit: Mapping[str, Any], positi
             raise ValueError(f"{name}: expected None with a cp_context, which says where sequences begin, got one")
     if positions is None:
         raise ValueError("positions: expected those of the part's tokens with a cp_context, got None")
-
-
-def exchange_options(config: Any) -> dict[str, Any]:
-    """What a model's configuration says of how states travel, for build_cp_context."""
-    return {"cp_exchange": config.cp_exchange, "cp_wire_dtype": config.cp_wire_dtype}
 
 
 def check_shared(sequences: int, length: int, size: int) -> None:
@@ -300,66 +307,3 @@ def halo_sizes(part_length: int, conv1d_kernel_size: int) -> list[int]:
     """
     wanted = conv1d_kernel_size - 1
     return [min(part_length, wanted - begin) for begin in range(0, wanted, part_length)]
-
-
-class ExchangeCost(NamedTuple):
-    """What one exchange of states costs, forward or backward."""
-
-    rounds: int
-    """Messages that have to follow one another."""
-    payload_bytes: int
-    """Sent by the rank that sends most, each thing counted once however many receive it."""
-    wire_bytes: int
-    """Received by all ranks together."""
-
-
-def exchange_cost(exchange: str, size: int, heads: int, key: int, value: int, itemsize: int = 4) -> ExchangeCost:
-    """What one exchange costs, by formula.
-
-    Args:
-        exchange: one of EXCHANGES.
-        size: number of ranks.
-        heads: HV, of all rows of the batch.
-        key, value: widths K, V of a head.
-        itemsize: bytes of a number.
-    """
-    state, both = heads * key * value * itemsize, heads * key * (key + value) * itemsize
-    if size == 1:
-        return ExchangeCost(0, 0, 0)
-    if exchange == "all_gather":
-        return ExchangeCost(1, both, size * (size - 1) * both)
-    if exchange == "ring":
-        return ExchangeCost(size - 1, state, (size - 1) * state)
-    steps = scan_steps(size)
-    sent = [state if step.is_last else both for step in steps]
-    wire = sum(step.messages(size) * each for step, each in zip(steps, sent, strict=True))
-    return ExchangeCost(len(steps), sum(sent), wire)
-
-
-class ScanStep(NamedTuple):
-    """One round of the exchange by scan."""
-
-    distance: int
-    """A rank sends to the one so far ahead."""
-    first_sender: int
-    """Ranks before it have nothing to tell."""
-    is_last: bool
-    """Nobody composes further: H goes alone."""
-
-    def messages(self, size: int) -> int:
-        """How many are sent."""
-        return size - self.distance - self.first_sender
-
-    def pairs(self, size: int) -> list[tuple[int, int]]:
-        """Sender and receiver of each, going forward."""
-        return [(rank, rank + self.distance) for rank in range(self.first_sender, size - self.distance)]
-
-
-def scan_steps(size: int) -> list[ScanStep]:
-    """Rounds after which every rank has the composition of all maps before it.
-
-    In the first everyone hands its own map on. From then on rank r holds the maps of ranks r - n .. r - 1 composed, n
-    doubles, and rank 0 has none.
-    """
-    distances = [1, *(2**step for step in range(max(0, math.ceil(math.log2(max(1, size - 1))))))]
-    return [ScanStep(d, int(place > 0), place == len(distances) - 1) for place, d in enumerate(distances)]

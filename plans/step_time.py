@@ -40,15 +40,17 @@ class Machine:
     """Of a message, seconds."""
     link_bandwidth: float = 50e9
     """Between host and device, bytes a second."""
+    operation_latency: float = 0.0
+    """The least that an operation takes beside its work, seconds."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not value >= 0.0 or (value == 0.0 and name != "network_latency") or value == float("inf"):
+            if not 0.0 <= value < float("inf") or (value == 0.0 and not name.endswith("latency")):
                 raise ValueError(f"{name}: expected a number above 0, got {value}")
 
     def seconds(self, flops: float, moved: float) -> float:
         """Of an operation."""
-        return max(flops / self.compute_rate, moved / self.memory_bandwidth)
+        return max(flops / self.compute_rate, moved / self.memory_bandwidth) + self.operation_latency
 
 
 class StageTime(NamedTuple):

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from plans.config import TransformerConfig
-from plans.context import exchange_cost, halo_sizes
+from plans.context import halo_sizes
+from plans.exchange import exchange_cost
 from plans.memory.graph import ITEM_SIZES
 from plans.memory.ranks import parameter_bytes
 from plans.parameters import embedding_spec
@@ -136,7 +137,8 @@ def layer_exchanges(
         yield Exchange("gradients of keys and values", f"sum of {size}", *summed, 1)
         return
     key_heads, heads, key, value = config.linear_heads
-    cost = exchange_cost(config.cp_exchange, size, heads, key, value, _state_item(config))
+    approximate = config.cp_truncate_ranks, config.cp_transition_rank
+    cost = exchange_cost(config.cp_exchange, size, heads, key, value, _state_item(config), *approximate)
     one = cost.payload_bytes * (size - 1 if config.cp_exchange == "all_gather" else 1)
     yield Exchange("states and gradients", f"{config.cp_exchange} by {size}", one, cost.wire_bytes, 2 + replays_mixer)
     token = (2 * key_heads * key + heads * value) * item

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from plans.config import TransformerConfig
-from plans.context import end_to_end, exchange_options
+from plans.context import end_to_end
 from plans.data import Batch
+from plans.exchange import exchange_options
 from reference_torch.context_parallel import build_cp_context
 from reference_torch.offload import TensorOffloadManager
 from reference_torch.transformer import GPTModel

@@ -3,6 +3,7 @@
 import inspect
 import os
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from functools import cache, partial
 
@@ -21,8 +22,10 @@ from jax_impl.delta_rule import chunk_gated_delta_rule, chunk_kda, chunked
 from jax_impl.saving import export_parameters
 from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
-from plans.context import EXCHANGES, FLACPContext
+from plans.context import FLACPContext
+from plans.exchange import EXCHANGES
 from plans.implementation import callback_threads
+from tests.approximate_jobs import WAYS, approximated
 from tests.context_jobs import (
     LAYERS,
     MODEL,
@@ -32,6 +35,7 @@ from tests.context_jobs import (
     Case,
     arrays_of,
     cotangents_of,
+    exchange_of,
     held,
     layer_arrays,
     layer_undivided,
@@ -57,10 +61,9 @@ def padded(offsets: tuple[int, ...], count: int = LONGEST) -> np.ndarray:
 
 
 @cache
-def program(rule: str, exchange: str, size: int, disable_recompute: bool, impl: str = "reference"):
+def program(case: Case, size: int):
     """Outputs, final states by rank, and gradients, of any division."""
     mesh = Mesh(np.array(jax.devices()[:size]), ("cp",))
-    case = Case(rule, (0, TOKENS), exchange, disable_recompute, impl=impl)
     whole = ("A_log", "dt_bias")
 
     def loss(arrays, offsets, d_o, d_finals):
@@ -68,7 +71,7 @@ def program(rule: str, exchange: str, size: int, disable_recompute: bool, impl: 
 
         @partial(jax.shard_map, mesh=mesh, in_specs=(by, P()), out_specs=(P(None, "cp"), P("cp")))
         def run(arrays, offsets):
-            context = build_cp_context(offsets, "cp", cp_exchange=exchange)
+            context = build_cp_context(offsets, "cp", **exchange_of(case))
             arrays = arrays | {"initial_state": arrays["initial_state"][0]}
             o, finals = run_rule(case, arrays, RULES_OF_JAX, cp_context=context)
             return o, finals[None]
@@ -198,6 +201,7 @@ def together(states: np.ndarray, case: Case, size: int) -> np.ndarray:
 
 RULES = ("kda", "gdn", "gate")
 DAILY = (("all_gather", 2), ("ring", 3), ("scan", 4))
+DAILY_WAYS = ("the nearest two", "rank 3")
 """What make test takes: each rule, each exchange, each way of keeping."""
 
 
@@ -211,23 +215,31 @@ DAILY = (("all_gather", 2), ("ring", 3), ("scan", 4))
 )
 def test_c2_c3_c4_ranks_compute_what_pytorch_does_alone(size, exchange):
     rule = RULES[(size + EXCHANGES.index(exchange)) % 3]
-    assert_ranks_equal(rule, exchange, size, [*OFFSETS.values()], disable_recompute=size == 3)
+    assert_ranks_equal(Case(rule, (0, TOKENS), exchange, disable_recompute=size == 3), size, [*OFFSETS.values()])
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way in DAILY_WAYS else pytest.mark.slow) for way in WAYS]
+)
+def test_c8_ranks_compute_what_one_process_hands_on(way):
+    case = Case(RULES[len(way) % 3], (0, TOKENS), **WAYS[way])
+    assert_ranks_equal(case, 4, [*OFFSETS.values()], approximated)
 
 
 @pytest.mark.parametrize(
     ("rule", "exchange"), [("gdn", "scan"), *(pytest.param("gate", x, marks=pytest.mark.slow) for x in EXCHANGES)]
 )
 def test_c2_c3_kernels_over_ranks_are_the_reference_on_one(rule, exchange):
-    assert_ranks_equal(rule, exchange, 3, [OFFSETS["at the ends of parts"]], exchange == "ring", "triton")
+    case = Case(rule, (0, TOKENS), exchange, exchange == "ring", impl="triton")
+    assert_ranks_equal(case, 3, [OFFSETS["at the ends of parts"]])
 
 
-def assert_ranks_equal(
-    rule: str, exchange: str, size: int, divisions: list, disable_recompute: bool, impl: str = "reference"
-) -> None:
-    run, count = program(rule, exchange, size, disable_recompute, impl), max(map(len, divisions))
+def assert_ranks_equal(like: Case, size: int, divisions: list, wanted: Callable | None = None) -> None:
+    """A case, divided otherwise, is what one process computes, or what is wanted of a case and its ranks."""
+    run, count = program(like, size), max(map(len, divisions))
     for offsets in divisions:
-        case = Case(rule, tuple(offsets), exchange)
-        o, finals, gradients = undivided(case)
+        case = like._replace(offsets=tuple(offsets), impl="reference")
+        o, finals, gradients = undivided(case) if wanted is None else wanted(case, size)
         d_o, d_finals = cotangents_of(case)
         arrays = arrays_of(case)
         arrays["initial_state"] = by_rank(arrays["initial_state"], case, size, count)

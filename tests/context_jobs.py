@@ -14,6 +14,7 @@ from plans.communication import PipelineError
 from plans.config import TransformerConfig
 from plans.context import local_sequences
 from reference_torch.context_parallel import build_cp_context, cp_attention, cp_short_convolution, exchange_states
+from reference_torch.context_parallel.exchange import pass_states
 from reference_torch.delta_rule import chunk_gated_delta_rule, chunk_kda, chunked
 from reference_torch.ops import causal_attention, short_convolution
 from reference_torch.transformer import GPTModel
@@ -44,6 +45,10 @@ class Case(NamedTuple):
     """Initial states are given, and final ones asked for."""
     wire: str | None = None
     impl: str = "reference"
+    truncate: int | None = None
+    """cp_truncate_ranks."""
+    rank: int | None = None
+    """cp_transition_rank."""
     alone: str | None = None
     """finals: the loss is of final states; initial_state: nothing else has a gradient."""
 
@@ -120,7 +125,7 @@ def run_part(case: Case) -> tuple[np.ndarray, np.ndarray | None, dict[str, np.nd
     """The same of this rank's part; states of its own sequences."""
     group = dist.group.WORLD if dist.is_initialized() else None
     offsets = torch.tensor(case.offsets, dtype=torch.int32)
-    context = build_cp_context(offsets, group, cp_exchange=case.exchange, cp_wire_dtype=case.wire)
+    context = build_cp_context(offsets, group, **exchange_of(case))
     whole, (d_o, d_finals) = arrays_of(case), cotangents_of(case)
     part, own = own_slices(case, context.rank, context.size)
     cut = {name: x if name in ("A_log", "dt_bias") else x[:, part] for name, x in whole.items()}
@@ -129,6 +134,16 @@ def run_part(case: Case) -> tuple[np.ndarray, np.ndarray | None, dict[str, np.nd
     arrays = leaves_of(case, cut)
     o, finals = run_rule(case, arrays, cu_seqlens=context.cu_seqlens, cp_context=context)
     return gradients_of(case, arrays, o, finals, d_o[:, part], d_finals[own])
+
+
+def exchange_of(case: Case) -> dict[str, Any]:
+    """How states travel, for build_cp_context."""
+    return {
+        "cp_exchange": case.exchange,
+        "cp_wire_dtype": case.wire,
+        "cp_truncate_ranks": case.truncate,
+        "cp_transition_rank": case.rank,
+    }
 
 
 def run_kernels(case: Case, parts: int) -> Any:
@@ -316,7 +331,7 @@ def model_part(name: str) -> tuple[float, dict[str, np.ndarray]]:
 
 
 def count_sent(
-    size: int, exchange: str, heads: int, key: int, value: int, wire: str | None = None
+    size: int, exchange: str, heads: int, key: int, value: int, wire: str | None = None, options: Any = ()
 ) -> tuple[int, int, int]:
     """Bytes this rank handed over, bytes that others were to receive, and messages, in one exchange."""
     sent = [0, 0, 0]
@@ -336,12 +351,11 @@ def count_sent(
 
     dist.isend, dist.all_gather = send, gather
     try:
-        offsets, travel = (
-            torch.tensor([0, 4 * size], dtype=torch.int32),
-            {"cp_exchange": exchange, "cp_wire_dtype": wire},
-        )
+        offsets = torch.tensor([0, 4 * size], dtype=torch.int32)
+        travel = {"cp_exchange": exchange, "cp_wire_dtype": wire} | dict(options)
         context = build_cp_context(offsets, dist.group.WORLD, **travel)
-        exchange_states(torch.zeros(heads, key, key), torch.ones(heads, key, value), context)
+        map_ = torch.zeros(heads, key, key), torch.ones(heads, key, value)
+        pass_states(*map_, torch.zeros(heads, key), context)
     finally:
         dist.isend, dist.all_gather = plain_send, plain_gather
     return sent[0], sent[1], sent[2]

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_impl.train import Trainer
-from tests.test_context_training import CONFIG, CUTS, STAGES, TRAIN, config_of, corpus_of
+from tests.test_context_training import APPROXIMATE, CONFIG, CUTS, STAGES, TRAIN, config_of, corpus_of
 from tests.test_pipeline_training import course
 
 
@@ -23,7 +23,7 @@ def main(cut: str, documents: bool, path: Path) -> None:
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_disable_most_optimizations", True)
     mesh, config = None, CONFIG
-    if cut in CUTS:
+    if cut in CUTS | APPROXIMATE:
         config = config_of(cut)
     else:
         config = replace(CONFIG, context_parallel_size=2, **(STAGES if "stages" in cut else {}))

@@ -103,6 +103,26 @@ BROKEN = {
         r"context_parallel_size: expected an integer >= 1, got 0",
     ),
     (TransformerConfig, "cp_exchange"): ({"cp_exchange": "tree"}, r"cp_exchange: expected one of .* got 'tree'"),
+    (TransformerConfig, "cp_truncate_ranks"): (
+        {"cp_truncate_ranks": 0, "cp_exchange": "ring"},
+        "cp_truncate_ranks: expected an integer >= 1, got 0",
+    ),
+    (TransformerConfig, "cp_truncate_ranks needs ring"): (
+        {"cp_truncate_ranks": 2},
+        "cp_truncate_ranks: expected None unless cp_exchange is 'ring', got 2 with 'all_gather'",
+    ),
+    (TransformerConfig, "cp_transition_rank"): (
+        {"cp_transition_rank": 0},
+        "cp_transition_rank: expected an integer >= 1, got 0",
+    ),
+    (TransformerConfig, "cp_transition_rank needs all_gather"): (
+        {"cp_transition_rank": 4, "cp_exchange": "scan"},
+        "cp_transition_rank: expected None unless cp_exchange is 'all_gather', got 4 with 'scan'",
+    ),
+    (TransformerConfig, "kernels pass exact states on"): (
+        {"cp_transition_rank": 4, "impl": "triton"},
+        "expected None with impl='triton', got None and 4; impl='reference' takes them",
+    ),
     (TransformerConfig, "cp_wire_dtype"): ({"cp_wire_dtype": "int8"}, r"cp_wire_dtype: expected one of .* got 'int8'"),
     (TransformerConfig, "stages divide layers"): (
         {"pipeline_model_parallel_size": 3},

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from plans.context import EXCHANGES, check_sequences, exchange_cost, local_sequences, scan_steps
+from plans.context import check_sequences, local_sequences
+from plans.exchange import EXCHANGES, exchange_cost, scan_steps
 
 
 @st.composite
@@ -87,6 +88,16 @@ def test_c4_costs_by_hand():
         ([0, 8], {"dtype": "int64"}, "cu_seqlens: expected int32, got int64"),
         ([0, 8], {"conv1d_kernel_size": 0}, "conv1d_kernel_size: expected an integer of at least 1, or None, got 0"),
         ([0, 8], {"cp_wire_dtype": "int8"}, r"cp_wire_dtype: expected one of \(None, 'bfloat16'\), got 'int8'"),
+        (
+            [0, 8],
+            {"cp_truncate_ranks": 1},
+            "cp_truncate_ranks: expected None unless cp_exchange is 'ring', got 1 with 'all_gather'",
+        ),
+        (
+            [0, 8],
+            {"cp_transition_rank": True},
+            "cp_transition_rank: expected an integer of at least 1, or None, got True",
+        ),
         ([0, 8], {"cp_exchange": "tree"}, r"cp_exchange: expected one of \('all_gather', 'ring', 'scan'\), got 'tree'"),
     ],
 )

@@ -11,7 +11,8 @@ import torch
 from benchmarks.context import LONG
 from benchmarks.context_jobs import Load
 from parity.compare import relative_difference
-from plans.context import EXCHANGES, check_part, exchange_cost
+from plans.context import check_part
+from plans.exchange import EXCHANGES, exchange_cost
 from reference_torch.context_parallel import (
     build_cp_context,
     compress_h0,
@@ -55,9 +56,9 @@ def expected(case: Case):
     return undivided(case._replace(exchange="", disable_recompute=False))
 
 
-def assert_equal(case: Case, parts: list, size: int) -> None:
-    """All ranks' outputs, final states and gradients together are the undivided call's."""
-    o, finals, gradients = expected(case)
+def assert_equal(case: Case, parts: list, size: int, wanted: tuple | None = None) -> None:
+    """All ranks' outputs, final states and gradients together are those wanted, or the undivided call's."""
+    o, finals, gradients = wanted or expected(case)
     assert relative_difference(np.concatenate([part[0] for part in parts], axis=1), o) <= TOLERANCE
     whole = {name: np.zeros_like(gradient) for name, gradient in gradients.items()}
     found = None if finals is None else np.zeros_like(finals)

@@ -59,6 +59,11 @@ CUTS = {  # three ranks share a microbatch of two sequences: every border but on
     "stages, recomputed, offload": {"context_parallel_size": 3, **STAGES, **HYPER, **OFFLOAD},
     "tokens counted": {"context_parallel_size": 3, "calculate_per_token_loss": True},
 }
+APPROXIMATE = {
+    "the nearest": {"context_parallel_size": 6, "cp_exchange": "ring", "cp_truncate_ranks": 1},
+    "rank 1": {"context_parallel_size": 6, "cp_transition_rank": 1},
+}
+"""Not what one process computes, and the same in both backends; a sequence lies on three ranks."""
 TORCH_ALONE = ("tokens counted",)
 DAILY = (("stages, zero bubble", True), ("a scan over three", False), ("stages, recomputed, offload", True))
 """What make test takes, of PyTorch; JAX compiles long."""
@@ -69,7 +74,7 @@ def corpus_of(documents: bool) -> Corpus:
 
 
 def config_of(cut: str) -> TransformerConfig:
-    return replace(CONFIG, **CUTS[cut])
+    return replace(CONFIG, **(CUTS | APPROXIMATE)[cut])
 
 
 def undivided_outcome(cut: str, corpus) -> tuple:
@@ -121,8 +126,22 @@ def test_c11_c12_jax_trains_with_replicas(cut, tmp_path):
     in_jax(cut, True, tmp_path)
 
 
-def in_jax(cut: str, documents: bool, folder: Path) -> None:
-    """Train in a process that has the devices; see tests/context_training_child.py."""
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("cut", APPROXIMATE)
+def test_c8_both_train_alike_with_states_that_are_not_passed_on_whole(cut, tmp_path):
+    corpus = corpus_of(False)
+    with RankTrainer(config_of(cut), TRAIN, corpus) as trainer:
+        found = course(trainer, corpus)
+    in_jax(cut, False, tmp_path, found)
+    assert worst(found, undivided_outcome(cut, corpus))[0] > 1e-9  # something was left out
+
+
+def in_jax(cut: str, documents: bool, folder: Path, expected: tuple | None = None) -> None:
+    """Train in a process that has the devices; see tests/context_training_child.py.
+
+    It trains as expected, or as one process of PyTorch does.
+    """
     found = folder / "course"
     done = subprocess.run(
         [sys.executable, "-m", "tests.context_training_child", cut, str(documents), str(found)],
@@ -133,7 +152,7 @@ def in_jax(cut: str, documents: bool, folder: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert_same(pickle.loads(found.read_bytes()), undivided_outcome(cut, corpus_of(documents)))
+    assert_same(pickle.loads(found.read_bytes()), expected or undivided_outcome(cut, corpus_of(documents)))
 
 
 @pytest.mark.multiprocess

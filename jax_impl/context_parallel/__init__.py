@@ -4,7 +4,7 @@ A rank runs its part of the sequences from a state of 0, and beside it what an i
 R S, to the last state M S. Both come out of one scan, as further columns of values that are 0 and of a state that
 begins as the identity. What a rank passes on is then M S + H; the ranks' maps compose, and once a rank knows the S it
 begins with, one product completes its outputs. Backward, automatic differentiation asks for the gradient of S, which
-is the same exchange from the other end, of M^T: see ``exchanged``.
+is the same exchange from the other end, of M^T: see ``exchange.pass_states``.
 
 All of it runs under jax.shard_map (or jax.pmap): one program, in which ranks differ by numbers alone. Twin of
 ``reference_torch/context_parallel/``. What a rank holds is decided in ``plans/context.py``.

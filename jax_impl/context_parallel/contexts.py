@@ -11,8 +11,9 @@ from jax.core import Tracer
 from jaxtyping import Float
 
 from plans.context import FLACPContext, check_kinds, check_sequences, local_sequences
+from plans.exchange import OPTIONS
 
-KNOWN = ("group", "cu_seqlens_cpu", "size", "part_length", "conv1d_kernel_size", "cp_exchange", "cp_wire_dtype")
+KNOWN = ("group", "cu_seqlens_cpu", "size", "part_length", "conv1d_kernel_size", *OPTIONS)
 KNOWN += ("overlap", "by_groups", "timeout")
 """What a program is made for, of a context; all else differs by rank, and is arrays in it like any other."""
 
@@ -29,6 +30,8 @@ def build_cp_context(
     *,
     cp_exchange: str = "all_gather",
     cp_wire_dtype: str | None = None,
+    cp_truncate_ranks: int | None = None,
+    cp_transition_rank: int | None = None,
 ) -> FLACPContext:
     """What each rank holds of sequences split over the devices along a mesh axis; inside jax.shard_map.
 
@@ -37,8 +40,11 @@ def build_cp_context(
         group: name of the mesh axis.
         conv1d_kernel_size: taps of a short convolution that will run on the part.
         cu_seqlens_cpu: the same, not traced; without it traced offsets are not looked at.
-        cp_exchange: how states travel, one of plans.context.EXCHANGES.
-        cp_wire_dtype: in which type; None: their own. One of plans.context.WIRE_DTYPES.
+        cp_exchange: how states travel, one of plans.exchange.EXCHANGES.
+        cp_wire_dtype: in which type; None: their own. One of plans.exchange.WIRE_DTYPES.
+        cp_truncate_ranks: how many ranks ahead a state reaches at most, with ring; None: all. An approximation, whose
+            error plans.approximation bounds beforehand, and so is the next.
+        cp_transition_rank: rank of what a rank's map is sent as, beside a diagonal, with all_gather; None: the map.
 
     Raises:
         ValueError: naming the argument, what was expected, what came. Nothing is sent.
@@ -50,7 +56,9 @@ def build_cp_context(
         size, rank = lax.axis_size(group), lax.axis_index(group)
     except (NameError, TypeError):
         raise ValueError(f"group: expected an axis of the shard_map or pmap around, got {group!r}") from None
-    check_sequences(values, known.dtype.name, size, conv1d_kernel_size, cp_exchange, cp_wire_dtype)
+    given = cp_exchange, cp_wire_dtype, cp_truncate_ranks, cp_transition_rank
+    exchange: dict[str, Any] = dict(zip(OPTIONS, given, strict=True))
+    check_sequences(values, known.dtype.name, size, conv1d_kernel_size, **exchange)
     offsets = jnp.asarray(known)
     part: Any = offsets[-1] // size if values is None else int(values[-1]) // size
     local = local_sequences(offsets, rank, part, jnp)
@@ -71,8 +79,7 @@ def build_cp_context(
         pre_num_tokens=local.pre_num_tokens,
         conv1d_kernel_size=kernel,
         pre_num_conv_tokens=None if kernel is None else jnp.minimum(kernel - 1, local.pre_num_tokens),
-        cp_exchange=cp_exchange,
-        cp_wire_dtype=cp_wire_dtype,
+        **exchange,
     )
 
 

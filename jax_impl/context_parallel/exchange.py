@@ -9,7 +9,9 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
-from plans.context import FLACPContext, scan_steps
+from jax_impl.context_parallel.approximate import LowRank, low_rank, state_of_nearest
+from plans.context import FLACPContext
+from plans.exchange import scan_steps
 
 
 def exchange_states(
@@ -37,15 +39,18 @@ class Ranks(NamedTuple):
     exchange: str
     wire_dtype: str | None
     by_groups: bool
+    truncate_ranks: int | None = None
+    transition_rank: int | None = None
 
 
 def ranks_of(context: FLACPContext) -> Ranks:
     """Of a context."""
-    return Ranks(context.group, context.size, context.cp_exchange, context.cp_wire_dtype, context.by_groups)
+    how = context.cp_exchange, context.cp_wire_dtype, context.by_groups
+    return Ranks(context.group, context.size, *how, context.cp_truncate_ranks, context.cp_transition_rank)
 
 
-def exchange_over(transition: Array, state: Array, ranks: Ranks, reverse: bool = False) -> Array:
-    """exchange_states, of ranks."""
+def exchange_over(transition: Array | LowRank, state: Array, ranks: Ranks, reverse: bool = False) -> Array:
+    """exchange_states, of ranks; gathered, maps may be of low rank."""
     if ranks.size == 1:
         return jnp.zeros_like(state)
     rank = lax.axis_index(ranks.group)
@@ -53,13 +58,15 @@ def exchange_over(transition: Array, state: Array, ranks: Ranks, reverse: bool =
     return run(transition, state, ranks, ranks.size - 1 - rank if reverse else rank, reverse)
 
 
-def _gathered(transition: Array, state: Array, ranks: Ranks, place: Array, reverse: bool) -> Array:
-    packed = _everywhere(jnp.concatenate([state, transition], axis=-1), ranks)
+def _gathered(transition: Array | LowRank, state: Array, ranks: Ranks, place: Array, reverse: bool) -> Array:
+    is_narrow = isinstance(transition, LowRank)
+    packed = _everywhere(jnp.concatenate([state, transition.packed() if is_narrow else transition], axis=-1), ranks)
     if reverse:
         packed = packed[::-1]
     found, width = jnp.zeros_like(state), state.shape[-1]
     for number in range(ranks.size - 1):
-        after = packed[number, ..., width:] @ found + packed[number, ..., :width]
+        own, map_ = packed[number, ..., :width], packed[number, ..., width:]
+        after = (LowRank.unpacked(map_).times(found) if is_narrow else map_ @ found) + own
         found = jnp.where(number < place, after, found)
     return found
 
@@ -112,25 +119,47 @@ def _on_wire(x: Array, ranks: Ranks) -> Array:
     return x if ranks.wire_dtype is None else x.astype(ranks.wire_dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def exchanged(transition: Array, state: Array, ranks: Ranks) -> Array:
-    """exchange_states. Of S_r = M S + H over the ranks before r, the gradient of rank r's H is the same of the M^T and
-    of the gradients of S over the ranks after it, and that of its M is this times S^T."""
-    return exchange_over(transition, state, ranks, reverse=False)
+def pass_states(transition: Array, state: Array, log_decay: Array | None, ranks: Ranks) -> Array:
+    """exchange_states, or what the context approximates it by.
+
+    Args:
+        transition, state: M [HV, K, K] and H [HV, K, V].
+        log_decay: sum of the log decays of M's tokens, for a low rank. [HV, K] or [HV, 1]
+        ranks: of the context.
+    """
+    if ranks.truncate_ranks is None or ranks.size == 1:
+        return _exchanged(transition, state, log_decay, ranks)
+    pairs = [(rank, rank + 1) for rank in range(ranks.size - 1)]
+    rounds = min(ranks.truncate_ranks, ranks.size - 1)
+    return state_of_nearest(transition, state, rounds, lambda x: permute(x, ranks, pairs))
 
 
-def _exchanged_forward(transition: Array, state: Array, ranks: Ranks) -> tuple[Array, tuple[Array, Array]]:
-    found = exchange_over(transition, state, ranks, reverse=False)
-    return found, (transition, found)
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _exchanged(transition: Array, state: Array, log_decay: Array | None, ranks: Ranks) -> Array:
+    """Of S_r = M S + H over the ranks before r, the gradient of rank r's H is the same of the M^T and of the gradients
+    of S over the ranks after it, and that of its M is this times S^T."""
+    return _exchanged_forward(transition, state, log_decay, ranks)[0]
 
 
-def _exchanged_backward(ranks: Ranks, kept: tuple[Array, Array], d_found: Array) -> tuple[Array, Array]:
-    transition, found = kept
-    passed_back = exchange_over(transition.mT, d_found, ranks, reverse=True)
-    return passed_back @ found.mT, passed_back
+Kept = tuple[Array | LowRank, Array, Array | None]
+"""M as it was sent, what was found, and the log decay, which gets no gradient."""
 
 
-exchanged.defvjp(_exchanged_forward, _exchanged_backward)
+def _exchanged_forward(transition: Array, state: Array, log_decay: Array | None, ranks: Ranks) -> tuple[Array, Kept]:
+    sent: Array | LowRank = transition
+    if ranks.transition_rank is not None and log_decay is not None:
+        sent = low_rank(transition, log_decay, ranks.transition_rank)
+    found = exchange_over(sent, state, ranks, reverse=False)
+    return found, (sent, found, log_decay)
+
+
+def _exchanged_backward(ranks: Ranks, kept: Kept, d_found: Array) -> tuple[Array, Array, Array | None]:
+    sent, found, log_decay = kept
+    passed_back = exchange_over(sent.mT, d_found, ranks, reverse=True)
+    return passed_back @ found.mT, passed_back, None if log_decay is None else jnp.zeros_like(log_decay)
+
+
+_exchanged.defvjp(_exchanged_forward, _exchanged_backward)
 
 
 class Crossing(NamedTuple):
@@ -139,3 +168,5 @@ class Crossing(NamedTuple):
     context: FLACPContext
     value: int
     """Width V."""
+    log_decay: Array | None = None
+    """Sum of the log decays of the part, for a map of low rank. [HV, K] or [HV, 1]"""

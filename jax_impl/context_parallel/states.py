@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jax_impl.context_parallel.exchange import Crossing, exchanged, ranks_of
+from jax_impl.context_parallel.exchange import Crossing, pass_states, ranks_of
 from plans.context import FLACPContext
 
 
@@ -42,12 +42,12 @@ def complete(
     Returns:
         [1, T, HV, V] and [n, HV, K, V]; a sequence that goes on on another rank has a final state of 0 here.
     """
-    context, value = crossing
+    context, value, log_decay = crossing
     last, came, goes_on = context.num_sequences - 1, ~context.is_first_rank, ~context.is_last_rank
     states, transitions = finals[..., :value], finals[..., value:]
     transition = jnp.where(came & goes_on & (last == 0), transitions[0], 0)
     state = jnp.where(goes_on, states[last], 0)
-    begun: Array = exchanged(transition, state, ranks_of(context))
+    begun = pass_states(transition, state, log_decay, ranks_of(context))
     o = o[..., :value] + jnp.einsum("bthk,hkv->bthv", o[..., value:], begun)  # responses are 0 where nothing came
     states = states.at[0].add(transitions[0] @ begun)
     return o, states.at[last].set(jnp.where(goes_on, 0, states[last]))

@@ -4,16 +4,16 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.core import Tracer
 
 from jax_impl.context_parallel import Crossing, complete, with_responses
 from jax_impl.delta_rule.by_kernels import chunked_by_kernels
 from jax_impl.delta_rule.chunked import Arguments, chunked
-from jax_impl.delta_rule.gates import gated
+from jax_impl.delta_rule.gates import gated, prepared
 from jax_impl.delta_rule.recurrent import recurrent
 from jax_impl.ops import kernel_door
-from plans.context import FLACPContext, check_part
+from plans.context import FLACPContext, check_part, implementation_for
 from plans.delta_rule import (
     CHUNK_SIZE,
     ArrayInfo,
@@ -204,7 +204,8 @@ def _chunked(
             raise ValueError("cu_seqlens: expected None or cp_context.cu_seqlens, got another array")
         cu_seqlens = context.cu_seqlens
     _check(arguments, initial, cu_seqlens, options)
-    options, kernels = options.for_length(arguments.q.shape[1]), kernel_door(impl, arguments.q)
+    options, impl = options.for_length(arguments.q.shape[1]), implementation_for(impl, context)
+    kernels = kernel_door(impl, arguments.q)
     if kernels is not None:
         o, finals = chunked_by_kernels(kernels, arguments, initial, options, cu_seqlens, recompute, context)
     elif context is None:
@@ -228,5 +229,14 @@ def _over_ranks(
     o, finals = chunked(
         arguments, with_responses(initial, context, like), options, context.cu_seqlens, recompute, responses=key
     )
-    o, finals = complete(o, finals, Crossing(context, value))
+    o, finals = complete(o, finals, Crossing(context, value, _log_decay(arguments, options, context)))
     return o.astype(v.dtype), finals
+
+
+def _log_decay(arguments: Arguments, options: DeltaRuleOptions, context: FLACPContext) -> Array | None:
+    """Sum of log decays over the part, which a map of low rank has on its diagonal. [HV, K] or [HV, 1]"""
+    if context.cp_transition_rank is None:
+        return None
+    q, k, _, g, _, A_log, dt_bias = arguments
+    total = prepared(q, k, g, A_log, dt_bias, options)[2][0].sum(0, dtype=jnp.promote_types(q.dtype, jnp.float32))
+    return lax.stop_gradient(total if total.ndim == 2 else total[:, None])

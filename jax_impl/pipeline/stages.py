@@ -28,7 +28,7 @@ from jax_impl.context_parallel import build_cp_context
 from jax_impl.offload import without_offload
 from plans.actions import Schedule
 from plans.config import TransformerConfig
-from plans.context import exchange_options
+from plans.exchange import exchange_options
 from plans.implementation import uses_kernels
 from plans.layers import LayerConfig
 from plans.partition import layers_by_stage

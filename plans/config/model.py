@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from plans.config.context import CONTEXT_RULES
 from plans.config.pipeline import PIPELINE_RULES
 from plans.config.recompute import RECOMPUTE_RULES, RecomputeModule
 from plans.config.rules import Rule, choice, count, flag, number, validate
-from plans.context import EXCHANGES, WIRE_DTYPES
 from plans.implementation import IMPLEMENTATIONS, MAX_KERNEL_CHANNELS, MAX_KERNEL_STREAMS
 from plans.layers import ACTIVATIONS, LayerConfig, parse_layer
 from plans.partition import layers_by_stage
@@ -140,6 +140,12 @@ class TransformerConfig:
     logarithm of rounds."""
     cp_wire_dtype: Literal["bfloat16"] | None = None
     """Type in which they travel; None: their own. A message then has a relative error of up to 2**-9."""
+    cp_truncate_ranks: int | None = None
+    """Ranks ahead that a state reaches, with cp_exchange ring, at most; None: all. Wrong by what plans.approximation
+    bounds."""
+    cp_transition_rank: int | None = None
+    """With cp_exchange all_gather: the map of states a rank sends has this rank beside its diagonal; None: it is sent
+    whole. Wrong by what plans.approximation bounds."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute whole layers (full), or the modules named (selective); None: keep everything for backward."""
     recompute_method: Literal["uniform", "block"] | None = None
@@ -359,9 +365,7 @@ MODEL_RULES: tuple[Rule, ...] = (
         ),
     ),
     *PIPELINE_RULES,
-    count("context_parallel_size"),
-    choice("cp_exchange", EXCHANGES),
-    choice("cp_wire_dtype", WIRE_DTYPES),
+    *CONTEXT_RULES,
     *RECOMPUTE_RULES,
     flag("enable_tensor_offload"),
     flag("tensor_offload_pin_memory"),

@@ -1,5 +1,7 @@
 """What a rank knows of sequences that ranks share, from the offsets of all; states of its first sequence."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
@@ -7,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from plans.context import FLACPContext, check_kinds, check_sequences, local_sequences
+from plans.exchange import OPTIONS
 
 
 def build_cp_context(
@@ -17,6 +20,8 @@ def build_cp_context(
     *,
     cp_exchange: str = "all_gather",
     cp_wire_dtype: str | None = None,
+    cp_truncate_ranks: int | None = None,
+    cp_transition_rank: int | None = None,
 ) -> FLACPContext:
     """What this rank holds of sequences split over the ranks of a group.
 
@@ -25,8 +30,11 @@ def build_cp_context(
         group: the ranks, in the order of their parts; None: this process holds all.
         conv1d_kernel_size: taps of a short convolution that will run on the part.
         cu_seqlens_cpu: the same on the host; without it a device is waited for.
-        cp_exchange: how states travel, one of plans.context.EXCHANGES.
-        cp_wire_dtype: in which type; None: their own. One of plans.context.WIRE_DTYPES.
+        cp_exchange: how states travel, one of plans.exchange.EXCHANGES.
+        cp_wire_dtype: in which type; None: their own. One of plans.exchange.WIRE_DTYPES.
+        cp_truncate_ranks: how many ranks ahead a state reaches at most, with ring; None: all. An approximation, whose
+            error plans.approximation bounds beforehand, and so is the next.
+        cp_transition_rank: rank of what a rank's map is sent as, beside a diagonal, with all_gather; None: the map.
 
     Raises:
         ValueError: naming the argument, what was expected, what came. Nothing is sent.
@@ -37,7 +45,9 @@ def build_cp_context(
     known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     offsets, dtype = known.detach().cpu().numpy(), str(known.dtype).removeprefix("torch.")
     size, rank = (1, 0) if group is None else (group.size(), dist.get_rank(group))
-    check_sequences(offsets, dtype, size, conv1d_kernel_size, cp_exchange, cp_wire_dtype)
+    given = cp_exchange, cp_wire_dtype, cp_truncate_ranks, cp_transition_rank
+    exchange: dict[str, Any] = dict(zip(OPTIONS, given, strict=True))
+    check_sequences(offsets, dtype, size, conv1d_kernel_size, **exchange)
     part = int(offsets[-1]) // size
     local = local_sequences(offsets, rank, part)
     count = int(local.num_sequences)
@@ -58,8 +68,7 @@ def build_cp_context(
         pre_num_tokens=int(local.pre_num_tokens),
         conv1d_kernel_size=conv1d_kernel_size,
         pre_num_conv_tokens=conv1d_kernel_size and min(conv1d_kernel_size - 1, int(local.pre_num_tokens)),
-        cp_exchange=cp_exchange,
-        cp_wire_dtype=cp_wire_dtype,
+        **exchange,
     )
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plans.context import FLACPContext, check_part
+from plans.context import FLACPContext, check_part, implementation_for
 from plans.delta_rule import (
     CHUNK_SIZE,
     ArrayInfo,
@@ -16,9 +16,9 @@ from plans.delta_rule import (
 from reference_torch.context_parallel import Crossing, complete, with_responses
 from reference_torch.delta_rule.by_kernels import chunked_by_kernels
 from reference_torch.delta_rule.chunked import chunked
-from reference_torch.delta_rule.gates import gated
+from reference_torch.delta_rule.gates import gated, prepared
 from reference_torch.delta_rule.recurrent import recurrent
-from reference_torch.ops import kernel_door
+from reference_torch.ops import at_least_float32, kernel_door
 
 
 @refuse_unknown_keywords
@@ -203,7 +203,8 @@ def _chunked(
     if context is not None:
         check_part(context, tuple(getattr(arrays[0], "shape", ())), _values_beside(context, cu_seqlens))
     offsets = _offsets(arrays, cu_seqlens if context is None else context.cu_seqlens_cpu, options)
-    options, kernels = options.for_length(arrays[0].shape[1]), kernel_door(impl, arrays[0])
+    options, impl = options.for_length(arrays[0].shape[1]), implementation_for(impl, context)
+    kernels = kernel_door(impl, arrays[0])
     with torch.autocast(arrays[0].device.type, enabled=False):  # the types are the arguments'
         if kernels is not None:
             o, finals = chunked_by_kernels(kernels, *arrays, options, offsets, recompute, context)
@@ -231,6 +232,17 @@ def _over_ranks(
     dtype = getattr(torch, compute_dtype(str(q.dtype).removeprefix("torch.")))
     like = q.new_zeros(v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
     initial, responses = with_responses(initial, context, like), 0 if context.is_first_rank else q.shape[3]
-    crossing = Crossing(context, v.shape[3])
+    crossing = Crossing(context, v.shape[3], _log_decay(arrays, options, context))
     o, finals = complete(*chunked(*arrays[:-1], initial, options, offsets, recompute, responses, crossing), crossing)
     return o.to(v.dtype), finals
+
+
+def _log_decay(arrays: Arrays, options: DeltaRuleOptions, context: FLACPContext) -> Tensor | None:
+    """Sum of log decays over the part, which a map of low rank has on its diagonal. [HV, K] or [HV, 1]"""
+    if context.cp_transition_rank is None:
+        return None
+    q, k, _, g, _, A_log, dt_bias, _ = arrays
+    with torch.no_grad():
+        _, _, g = prepared(q, k, g, A_log, dt_bias, options)
+        total = at_least_float32(g[0]).sum(0)
+    return total if total.ndim == 2 else total[:, None]

@@ -1,0 +1,148 @@
+"""States that ranks do not pass on whole: bytes, the bound that gates give beforehand, and the error there is.
+
+    python -m benchmarks.approximate_context          (make bench-approximate-cp)
+
+One KDA layer's rule over four gloo ranks in float64, forward and backward, so that all that is wrong is what was left
+out. Errors of states are the largest over ranks and heads, relative to the largest state; those of outputs and
+gradients are relative norms beside the exact exchange.
+"""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.context_jobs import Load
+from parity.compare import relative_difference
+from parity.report import environment
+from plans.approximation import low_rank_bounds, rank_bounds, truncation_bounds
+from plans.exchange import exchange_cost
+from reference_torch.context_parallel import build_cp_context, exchange
+from reference_torch.delta_rule import chunk_kda
+from reference_torch.rank_pool import RankPool
+
+RANKS, PER_RANK, HEADS, WIDTH = 4, 256, 4, 64
+RESULT = Path("benchmarks/results/approximate_context-cpu.json")
+
+
+class Text(NamedTuple):
+    """What tokens do to a state."""
+
+    name: str
+    decay: float
+    """Of log decays, which are this times 0.1 to 2 a token."""
+    share: float
+    """Of beta, which is at most this."""
+
+    def arrays(self) -> list[np.ndarray]:
+        """q, k, v, g and beta of all tokens, float64."""
+        q, k, v, g, beta = Load(RANKS * PER_RANK, HEADS, WIDTH, self.decay).arrays()
+        return [x.astype(np.float64) for x in (q, k, v, g, beta * np.float32(self.share))]
+
+
+TEXTS = (
+    Text("slow decay", 0.001, 1.0),
+    Text("slow decay, small beta", 0.001, 0.02),
+    Text("middling decay", 0.01, 1.0),
+    Text("middling decay, small beta", 0.01, 0.02),
+    Text("fast decay", 0.1, 1.0),
+)
+WAYS: dict[str, dict[str, Any]] = {
+    "the nearest rank": {"cp_exchange": "ring", "cp_truncate_ranks": 1},
+    "the nearest two": {"cp_exchange": "ring", "cp_truncate_ranks": 2},
+    **{f"rank {rank}": {"cp_transition_rank": rank} for rank in (2, 8, 16, 31)},
+}
+
+
+def run_rule(text: Text, way: dict[str, Any]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Of this rank: the state it begins with, and its outputs and gradients."""
+    rank = dist.get_rank()
+    part = slice(rank * PER_RANK, (rank + 1) * PER_RANK)
+    inputs = [torch.from_numpy(x[:, part].copy()).requires_grad_() for x in text.arrays()]
+    offsets = torch.tensor([0, RANKS * PER_RANK], dtype=torch.int32)
+    context, found, plain = build_cp_context(offsets, dist.group.WORLD, **way), [], exchange.pass_states
+
+    def watched(*arguments: Any) -> exchange.Passed:
+        found.append(plain(*arguments))
+        return found[-1]
+
+    exchange.pass_states = watched
+    try:
+        o = chunk_kda(*inputs, cp_context=context)[0]
+        gradients = torch.autograd.grad(o, inputs, inputs[2].detach())
+    finally:
+        exchange.pass_states = plain
+    return found[0].found.detach().numpy(), [x.detach().numpy() for x in (o, *gradients)]
+
+
+def measure(pool: RankPool, text: Text) -> list[dict[str, Any]]:
+    """A row for every way."""
+    _, k, v, g, beta = text.arrays()
+    bounds = rank_bounds(k, v, g, beta, np.array([0, RANKS * PER_RANK], np.int32), RANKS)
+    exact_states, exact = together(pool.run("benchmarks.approximate_context:run_rule", text, {}))
+    largest, rows = norms(exact_states).max(), []
+    for name, way in WAYS.items():
+        states, found = together(pool.run("benchmarks.approximate_context:run_rule", text, way))
+        ranks, rank = way.get("cp_truncate_ranks"), way.get("cp_transition_rank")
+        bound = low_rank_bounds(bounds, rank) if rank else truncation_bounds(bounds, ranks)
+        wrong = norms(states - exact_states)
+        if (wrong > bound * (1 + 1e-9) + 1e-12 * largest).any():
+            raise AssertionError(f"{text.name}, {name}: a state is further off than its bound")
+        cost = exchange_cost(way.get("cp_exchange", "all_gather"), RANKS, HEADS, WIDTH, WIDTH, 4, ranks, rank)
+        differences = [relative_difference(ours, theirs) for ours, theirs in zip(found, exact, strict=True)]
+        rows.append(
+            {
+                "text": text.name,
+                "way": name,
+                "rounds": cost.rounds,
+                "payload": cost.payload_bytes / exchange_cost("all_gather", RANKS, HEADS, WIDTH, WIDTH).payload_bytes,
+                "state_bound": float(bound.max() / largest),
+                "state_error": float(wrong.max() / largest),
+                "output_error": differences[0],
+                "gradient_error": max(differences[1:]),
+            }
+        )
+    return rows
+
+
+def together(ranks: list) -> tuple[np.ndarray, list[np.ndarray]]:
+    """States by rank, and outputs and gradients of all tokens."""
+    return np.stack([state for state, _ in ranks]), [
+        np.concatenate(x, axis=1) for x in zip(*(found for _, found in ranks), strict=True)
+    ]
+
+
+def norms(states: np.ndarray) -> np.ndarray:
+    """Frobenius norms. [R, HV]"""
+    return np.sqrt((states**2).sum((-1, -2)))
+
+
+def main() -> None:
+    """Measure, print, write JSON."""
+    console = Console(width=130)
+    with RankPool(RANKS, 300.0, ("benchmarks.approximate_context",)) as pool:
+        rows = [row for text in track(TEXTS, "texts", console=console, transient=True) for row in measure(pool, text)]
+    title = f"{PER_RANK} tokens on each of {RANKS} ranks, H={HEADS}, K=V={WIDTH}; sent: beside all_gather's"
+    table = Table(box=None, title=title, title_justify="left")
+    for heading in ("text", "passed on", "rounds", "sent", "state, bound", "state", "outputs", "gradients"):
+        table.add_column(heading, justify="left" if heading in ("text", "passed on") else "right")
+    for row in rows:
+        errors = (f"{row[name]:.1e}" for name in ("state_bound", "state_error", "output_error", "gradient_error"))
+        table.add_row(row["text"], row["way"], str(row["rounds"]), f"{row['payload']:.2f}", *errors)
+    console.print(table)
+    RESULT.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    console.print(f"written: {RESULT}")
+
+
+if __name__ == "__main__":
+    main()
