@@ -447,7 +447,7 @@ SHRUNK = {
     "delta_rule": "LENGTH, b.LENGTHS, b.TURNS = 128, (64, 128), 1",
     "context": "PER_RANK, b.TURNS, b.DELAYS, b.LONG = 128, 1, (0.05,), b.LONG._replace(length=1024)",
     "approximate_context": "PER_RANK, b.HEADS, b.WIDTH, b.TEXTS = 16, 2, 8, b.TEXTS[:1]",
-    "step_time": "STEPS, b.BASE, b.CASES = 1, replace(b.BASE, hidden_size=32, seq_length=16), (b.CASES[0], b.CASES[-1])",
+    "step_time": "STEPS, b.BASE = 1, replace(b.BASE, hidden_size=32, seq_length=16)\nb.CASES = b.CASES[0], b.CASES[-1]",
     "offload": "CONFIG, b.BATCH, b.STEPS, b.AHEAD = replace(b.CONFIG, hidden_size=32, seq_length=16), 1, 2, range(2)",
 }
 """Benchmarks that make starts, as small as their constants make them. Those of kernels are run in test_kernels_ahead;
