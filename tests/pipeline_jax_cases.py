@@ -28,12 +28,15 @@ from jax_impl.pipeline.stages import Batch, StagedParameters, cut, names_of
 from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT, PARAMETERS
+from plans.actions import Schedule
 from plans.config import TransformerConfig
+from plans.generate import generate_schedule
 from plans.implementation import callback_threads
 from plans.partition import undivided
 from plans.placement import SCHEDULES
 from plans.schedule import build_schedule, schedule_for
 from plans.schedule_file import schedule_to_csv
+from plans.simulate import Costs
 from tests.pipeline_draws import any_cut
 from tests.test_documents import CONFIG, TRAIN, assert_alike, trained
 
@@ -160,17 +163,26 @@ CASES = {
         mesh=Mesh(devices(2, 2), ("dp", "pp")),
         door="shard_map",
     ),
+    "a table made for its costs, some backwards split": lambda: check(
+        replace(DROPPED, **TWICE_TWO, pipeline_schedule_file=made_for_uneven_stages()), 4
+    ),
     "there and back, some backwards split": lambda: check(
         replace(DROPPED, **TWICE_TWO, pipeline_schedule="dualpipe-v"), 5
     ),
 }
 
 
-def own_schedule() -> str:
-    """A file with a schedule of two ranks and four microbatches, in which only some backwards are split."""
+def own_schedule(schedule: Schedule | None = None) -> str:
+    """A file with a schedule; None: of two ranks and four microbatches, in which only some backwards are split."""
     path = Path(tempfile.mkdtemp(prefix="schedule")) / "own.csv"
-    path.write_text(schedule_to_csv(build_schedule("dualpipe-v", 2, 4, 2)))
+    path.write_text(schedule_to_csv(schedule or build_schedule("dualpipe-v", 2, 4, 2)))
     return str(path)
+
+
+def made_for_uneven_stages() -> str:
+    """A file with a schedule made for stages unlike each other, slow messages and little memory."""
+    costs = Costs([1.0, 2.0, 1.0, 2.6], [1.2, 2.0, 1.5, 2.0], [0.7, 1.9, 0.8, 2.0], 0.4, 1.0, 0.5)
+    return own_schedule(generate_schedule(2, 4, 2, costs, 4.0, effort=0.1).schedule)
 
 
 HYBRID = replace(DROPPED, layer_pattern="kda,gdn,attention", linear_num_value_heads=4)
