@@ -23,6 +23,7 @@ from parity.commands import Command, Compare, Curves, Info, Plan, Sample, Train,
 from parity.config_file import with_config_file
 from parity.context_report import print_context
 from parity.driver import SavePlan, run_training
+from parity.generate_report import print_generated
 from parity.launch import (
     check_processes,
     is_one_of_several,
@@ -230,16 +231,18 @@ def _place(command: Train) -> dict[str, Any]:
 
 
 def _plan(command: Plan, console: Console) -> int:
-    for output in (command.picture, command.write_schedule):
+    for output in (command.picture, command.write_schedule, command.generate_schedule):
         if output is not None:
             _check_output(output.parent, (output.name,))
-    if command.memory_limit is not None:
+    if command.ranks is not None:
         print_search(console, command)
         return 0
     model, shape = command.model, (command.micro_batch_size, command.num_microbatches)
     check_shared(command.micro_batch_size, model.seq_length, model.context_parallel_size)
     console.print(mesh_words(model, command.data_parallel_size), highlight=False)
-    if model.pipeline_model_parallel_size > 1:
+    if command.generate_schedule is not None:
+        model = print_generated(console, command, command.generate_schedule)
+    elif model.pipeline_model_parallel_size > 1:
         print_schedule(console, model, *shape, picture=command.picture)
         if command.write_schedule is not None:
             command.write_schedule.write_text(schedule_to_csv(schedule_for(model, command.num_microbatches)))

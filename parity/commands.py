@@ -174,12 +174,20 @@ class Plan:
     """Timeline of a pipeline to draw, .png or .svg."""
     write_schedule: Path | None = None
     """CSV file to write the pipeline's schedule to, for pipeline_schedule_file or torch.distributed.pipelining."""
+    generate_schedule: Path | None = None
+    """CSV file for a schedule made for the pipeline's costs, as good as every named one or better; for
+    pipeline_schedule_file. Stages lie where the model's schedule has them."""
+    stage_costs: Path | None = None
+    """JSON file with measured times of every stage, for generate_schedule; None: they are predicted."""
+    generate_effort: float = 3.0
+    """How long generate_schedule searches, in millions of actions simulated, about a second each."""
     link_bandwidth: float = 50.0
     """Between host and device, in GB/s; for offload, and the search."""
     compute_rate: float = 300.0
     """Of the device in matrix products, in TFLOP/s; for offload, and the search."""
     memory_limit: str | None = None
-    """Bytes a rank has, as in 80GiB. With ranks: search the fastest ways to train the model within it."""
+    """Bytes a rank has, as in 80GiB. With ranks: search the fastest ways to train the model within it. With
+    generate_schedule: what any rank may hold in all, parameters, gradients and moments included."""
     ranks: int | None = None
     """Of the whole mesh, for the search."""
     global_batch_size: int | None = None
@@ -206,20 +214,48 @@ class Plan:
         for name in sizes:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if (self.memory_limit is None) != (self.ranks is None):
+        self._check_generation()
+        if self.generate_schedule is None and (self.memory_limit is None) != (self.ranks is None):
             missing = "ranks" if self.ranks is None else "memory_limit"
             raise ValueError(f"{missing}: expected a value beside the other of memory_limit and ranks, got None")
         if self.memory_limit is not None:
             parse_bytes("memory_limit", self.memory_limit)
         if self.schedule is not None:
             object.__setattr__(self, "model", replace(self.model, pipeline_schedule=self.schedule))
-        for name in ("picture", "write_schedule"):
+        for name in ("picture", "write_schedule", "generate_schedule"):
             if getattr(self, name) is not None and self.model.pipeline_model_parallel_size == 1:
                 raise ValueError(f"{name}: expected pipeline_model_parallel_size above 1, got 1")
         if self.picture is not None and self.picture.suffix not in (".png", ".svg"):
             raise ValueError(f"picture: expected a name that ends in .png or .svg, got {str(self.picture)!r}")
-        if self.write_schedule is not None and self.write_schedule.suffix != ".csv":
-            raise ValueError(f"write_schedule: expected a name that ends in .csv, got {str(self.write_schedule)!r}")
+        for name in ("write_schedule", "generate_schedule"):
+            path = getattr(self, name)
+            if path is not None and path.suffix != ".csv":
+                raise ValueError(f"{name}: expected a name that ends in .csv, got {str(path)!r}")
+
+    def _check_generation(self) -> None:
+        """What goes with generate_schedule, and what does not."""
+        if not 0.0 <= self.generate_effort < math.inf:
+            raise ValueError(f"generate_effort: expected a finite number of at least 0, got {self.generate_effort}")
+        if self.generate_schedule is None:
+            if self.stage_costs is not None:
+                raise ValueError(
+                    f"stage_costs: expected None without generate_schedule, got {str(self.stage_costs)!r}; give "
+                    "generate_schedule FILE.csv"
+                )
+            return
+        beside = (
+            ("write_schedule", self.write_schedule, "generate_schedule writes its own"),
+            ("ranks", self.ranks, "the pipeline's sizes are given"),
+            ("pipeline_schedule_file", self.model.pipeline_schedule_file, "the new one takes its place"),
+            (
+                "enable_tensor_offload",
+                self.model.enable_tensor_offload or None,
+                "plan it with the file that is written",
+            ),
+        )
+        for name, value, why in beside:
+            if value is not None:
+                raise ValueError(f"{name}: expected none beside generate_schedule, got {str(value)!r}; {why}")
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def other_schedules(
         if name == plan.schedule.name:
             continue
         try:
-            other = _with_schedule(config, name)
+            other = with_schedule(config, name)
             if costs is not None and num_stages(other) != num_stages(config):
                 raise ValueError(f"times were given for {num_stages(config)} stages, it has {num_stages(other)}")
             planned = plan_pipeline(other, micro_batch_size, num_microbatches, costs, head)
@@ -112,7 +112,12 @@ def other_schedules(
     return found
 
 
-def _with_schedule(config: TransformerConfig, name: str) -> TransformerConfig:
+def with_schedule(config: TransformerConfig, name: str) -> TransformerConfig:
+    """The same model and ranks with another schedule, and with the virtual stages it needs.
+
+    Raises:
+        ValueError: it cannot be had.
+    """
     if name == "none":
         return undivided(config)
     virtual = config.virtual_pipeline_model_parallel_size if name == "interleaved" else None

@@ -66,6 +66,14 @@ def rank_memories(config: TransformerConfig, schedule: Schedule, stages: Sequenc
     return found
 
 
+def standing_bytes(config: TransformerConfig) -> list[int]:
+    """Of every pipeline rank, without offload: parameters, their gradients and AdamW's two moments."""
+    found = [0] * config.pipeline_model_parallel_size
+    for stage in range(num_stages(config)):
+        found[get_stage_place(config, stage).pp_rank] += 4 * parameter_bytes(config, stage)
+    return found
+
+
 def parameter_bytes(config: TransformerConfig, stage: int) -> int:
     """Bytes of a stage's parameters, and of their gradients: exact, with its copy of a tied embedding."""
     last = num_stages(config) - 1
