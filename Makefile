@@ -9,6 +9,7 @@
 # make bench-step-time  steps beside what the roofline predicts from measured rates
 # make bench-cp         context parallelism: bytes, step time, wire error, a long sequence
 # make bench-pipeline   pipeline steps beside what their tables predict and beside PyTorch's own
+# make bench-generated-schedule  a schedule made for its costs beside the best one with a name
 # make composition     compositions of all features beside the plain model, in both backends: 15 minutes
 # make drill          training runs broken on purpose, and what came of each
 # make kernels-report   registers, spills and shared memory of every kernel, compiled without a GPU
@@ -54,7 +55,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_INSTALLED := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
 ON_GPU := JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON)
 
-.PHONY: install demo check test test-all test-gpu bench bench-recompute bench-pipeline bench-offload bench-delta-rule bench-cp bench-approximate-cp bench-step-time bench-gpu kernels-report composition drill clean
+.PHONY: install demo check test test-all test-gpu bench bench-recompute bench-pipeline bench-offload bench-delta-rule bench-cp bench-approximate-cp bench-step-time bench-gpu kernels-report composition drill clean bench-generated-schedule
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@echo "making $(VENV): about a minute, 2 GB"
@@ -94,6 +95,9 @@ bench-recompute: $(INSTALLED)
 
 bench-pipeline: $(INSTALLED)
 	$(BIN)/python -m benchmarks.pipeline
+
+bench-generated-schedule: $(INSTALLED)
+	$(BIN)/python -m benchmarks.generated_schedule
 
 bench-offload: $(INSTALLED)
 	$(BIN)/python -m benchmarks.offload

@@ -1,0 +1,122 @@
+"""Measures F, I and W of every stage of a pipeline, and its messages, and writes them for ``diptych plan``.
+
+    python -m benchmarks.stage_costs --output stage_costs.json --num-layers 4 --pipeline-model-parallel-size 2
+
+PyTorch's executor runs a configuration's table with every backward split, a process a rank on this machine, and each
+action is timed from when it has what it needs; medians over microbatches and steps are written. So ranks that share
+cores slow each other down in the numbers as in the run. A message is half of there and back between two ranks that do
+nothing else.
+"""
+
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import tyro
+
+from benchmarks.generated_schedule_jobs import write_table
+from plans.actions import Schedule
+from plans.config import TransformerConfig
+from plans.partition import num_stages
+from plans.schedule import schedule_for
+from plans.schedule_file import schedule_to_csv
+from plans.simulate import Costs
+from plans.stage_costs import write_stage_costs
+from reference_torch.rank_pool import RankPool
+
+JOBS = "benchmarks.generated_schedule_jobs"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Measure the stages of a pipeline on this machine."""
+
+    model: tyro.conf.OmitArgPrefixes[TransformerConfig] = field(
+        default_factory=lambda: TransformerConfig(128, 4, 4, pipeline_model_parallel_size=2)
+    )
+    output: Path = Path("runs/stage_costs.json")
+    """JSON file to write, as plans.stage_costs has it."""
+    micro_batch_size: int = 1
+    """Sequences of a microbatch."""
+    num_microbatches: int = 8
+    """Of a step."""
+    steps: int = 3
+    """That are timed, after one that is not."""
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_size", "num_microbatches", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.model.pipeline_model_parallel_size == 1 or self.model.context_parallel_size > 1:
+            raise ValueError(
+                "pipeline_model_parallel_size, context_parallel_size: expected a pipeline without context ranks, got "
+                f"{self.model.pipeline_model_parallel_size} and {self.model.context_parallel_size}"
+            )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, write, and print."""
+    command = tyro.cli(Measurement, prog="stage_costs", args=arguments)
+    costs = measure(command.model, command.micro_batch_size, command.num_microbatches, command.steps)
+    count = num_stages(command.model)
+    from parity.report import environment
+
+    about: dict[str, Any] = {"environment": environment(), "micro_batch_size": command.micro_batch_size}
+    command.output.parent.mkdir(parents=True, exist_ok=True)
+    write_stage_costs(command.output, costs, count, False, about)
+    for stage in range(count):
+        times = [1e3 * costs.of(name, stage) for name in ("forward", "input_gradient", "weight_gradient")]
+        print(f"stage {stage}: F {times[0]:.3g}, I {times[1]:.3g}, W {times[2]:.3g} ms")
+    print(f"a message: {1e3 * costs.communication:.3g} ms\nwritten: {command.output}")
+    return 0
+
+
+def measure(config: TransformerConfig, batch: int, num_microbatches: int, steps: int) -> Costs:
+    """Seconds of every stage's actions and of a message.
+
+    Args:
+        config: the model's, with its pipeline; no context ranks.
+        batch: sequences of a microbatch.
+        num_microbatches: of a step.
+        steps: that are timed.
+    """
+    streams = config.num_residual_streams if config.enable_hyper_connections else 1
+    shape = (batch, config.seq_length, streams * config.hidden_size)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RankPool(config.pipeline_model_parallel_size, 300.0, (JOBS,)) as pool,
+    ):
+        table = write_table(folder, "split", schedule_to_csv(split(schedule_for(config, num_microbatches))))
+        split_config = replace(
+            config, pipeline_schedule=None, pipeline_schedule_file=table, microbatch_group_size_per_vp_stage=None
+        )
+        ranks = pool.run(f"{JOBS}:time_actions", split_config, batch, num_microbatches, steps)
+        messages = pool.run(f"{JOBS}:time_messages", shape, config.compute_dtype, 20)[0]
+    seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    for of_rank in ranks:
+        for (kind, stage, _), time in of_rank:
+            seconds[kind, stage].append(time)
+    times = [[median(seconds[kind, stage]) for stage in range(num_stages(config))] for kind in "FIW"]
+    return Costs(*times, communication=median(messages))
+
+
+def split(schedule: Schedule) -> Schedule:
+    """The same table with every backward in two parts, one after the other."""
+    actions = tuple(
+        tuple(
+            part
+            for action in of_rank
+            for part in ([action._replace(kind=k) for k in "IW"] if action.kind == "B" else [action])
+        )
+        for of_rank in schedule.actions
+    )
+    return replace(schedule, actions=actions)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
