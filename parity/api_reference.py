@@ -29,6 +29,8 @@ SHARED = (
     "plans.schedule",
     "plans.schedule_file",
     "plans.simulate",
+    "plans.generate",
+    "plans.stage_costs",
     "plans.ticks",
     "plans.recompute",
     "plans.memory",

@@ -1,8 +1,9 @@
 """List scheduling: a rank that is free begins whatever its rule prefers of all that could begin.
 
 A rule is made of three choices. Which of the forwards and input gradients that have arrived goes first; how many
-microbatches a stage may have in flight beyond those it needs to be busy; and how much a W, which nobody waits for, may
-delay something whose arrival is known. A rank that has room for a forward no more runs W at once.
+microbatches a stage may have in flight beyond those it needs to be busy; and when a W, which nobody waits for, has its
+turn: where nothing else could begin, if it delays nothing that is known to arrive by more than a share of W's time; or
+at a planned time of its own, half a period after I. A rank that has no room for a forward runs W at once.
 
 No rank waits for ever, whatever the limit of memory, as long as one microbatch fits. A forward begins only if, after
 it, the microbatches in flight can still be finished one after the other, oldest first: what the rank has left, and
@@ -22,7 +23,7 @@ from plans.generate.orders import ROUNDING, B, F, I, Orders, Pipeline, W
 
 FOREVER = float("inf")
 Priority = Callable[[int, int, int], tuple[float, ...]]
-"""Kind, stage and microbatch of a forward or an input gradient; the smallest goes first."""
+"""Kind, stage and microbatch of what could begin; the smallest goes first."""
 
 
 class Rule(NamedTuple):
@@ -33,6 +34,8 @@ class Rule(NamedTuple):
     """Microbatches in flight, by stage."""
     delay: float
     """Share of its time that a W may keep others waiting."""
+    plans_weights: bool = False
+    """Whether the priority has a time for W too."""
 
 
 def rules(pipeline: Pipeline) -> Iterator[Rule]:
@@ -40,15 +43,18 @@ def rules(pipeline: Pipeline) -> Iterator[Rule]:
     p = pipeline
     period = max(p.work(rank) for rank in range(p.p))
     heads, backs, _ = p.way()
-    planned = {F: heads, I: backs}
+    planned = {F: heads, I: backs, W: [time + period / 2 for time in backs]}
     needed = [max(1.0, -((heads[s] - backs[s] - p.inputs[s]) // period)) for s in range(p.num_stages)]
     priorities: tuple[Priority, ...] = (
         lambda kind, stage, microbatch: (float(kind == F), microbatch, -stage),
         lambda kind, stage, microbatch: (float(kind != F), -stage if kind == F else microbatch),
         lambda kind, stage, microbatch: (planned[kind][stage] + microbatch * period,),
     )
-    for more, priority, delay in product((0, 1, 2, 3, p.p, FOREVER), priorities, (1.0, 0.5, 0.0)):
-        yield Rule(priority, tuple(count + more for count in needed), delay)
+    for more in (0, 1, 2, 3, p.p, FOREVER):
+        most = tuple(count + more for count in needed)
+        for priority, delay in product(priorities, (1.0, 0.5, 0.0)):
+            yield Rule(priority, most, delay)
+        yield Rule(priorities[-1], most, 1.0, plans_weights=True)
 
 
 class Listed(NamedTuple):
@@ -105,15 +111,16 @@ class _Listing:
                     count = (self._forwards if kind == F else self._backwards)[stage]
                     found = self._rule.priority(kind, stage, count), kind, stage
                     chosen = found if chosen is None else min(chosen, found)
-        if chosen is not None:
-            self._begin(rank, now, chosen[1], chosen[2])
-            return
         waiting = [stage for stage in self._p.own[rank] if self._weights[stage] < self._splits[stage]]
         if waiting:
             stage = min(waiting, key=lambda s: (self._weights[s], s))
-            if lacks_room or now + self._p.weights[stage] * (1.0 - self._rule.delay) <= arrives:
-                self._begin(rank, now, W, stage)
-                return
+            found = self._rule.priority(W, stage, self._weights[stage]), W, stage
+            on_time = now + self._p.weights[stage] * (1.0 - self._rule.delay) <= arrives
+            if (chosen is None and (lacks_room or on_time)) or (self._rule.plans_weights and chosen and found < chosen):
+                chosen = found
+        if chosen is not None:
+            self._begin(rank, now, chosen[1], chosen[2])
+            return
         if arrives < FOREVER:
             heapq.heappush(self._events, (arrives, rank))
 
