@@ -31,7 +31,7 @@ from reference_torch.rank_pool import RankPool
 
 RANKS, MICROBATCHES = 4, 8
 STEPS, ROUNDS = 2, 2
-RESULT = Path("benchmarks/results/generated-schedule-cpu.json")
+RESULT = Path("benchmarks/results/generated_schedule-cpu.json")
 
 
 class Case(NamedTuple):

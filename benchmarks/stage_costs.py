@@ -20,6 +20,8 @@ from typing import Any
 import tyro
 
 from benchmarks.generated_schedule_jobs import write_table
+from parity.commands import Plan
+from parity.report import environment
 from plans.actions import Schedule
 from plans.config import TransformerConfig
 from plans.partition import num_stages
@@ -36,12 +38,10 @@ JOBS = "benchmarks.generated_schedule_jobs"
 class Measurement:
     """Measure the stages of a pipeline on this machine."""
 
-    model: tyro.conf.OmitArgPrefixes[TransformerConfig] = field(
-        default_factory=lambda: TransformerConfig(128, 4, 4, pipeline_model_parallel_size=2)
-    )
+    model: tyro.conf.OmitArgPrefixes[TransformerConfig] = field(default_factory=lambda: Plan().model)
     output: Path = Path("runs/stage_costs.json")
     """JSON file to write, as plans.stage_costs has it."""
-    micro_batch_size: int = 1
+    micro_batch_size: int = Plan.micro_batch_size
     """Sequences of a microbatch."""
     num_microbatches: int = 8
     """Of a step."""
@@ -64,8 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = tyro.cli(Measurement, prog="stage_costs", args=arguments)
     costs = measure(command.model, command.micro_batch_size, command.num_microbatches, command.steps)
     count = num_stages(command.model)
-    from parity.report import environment
-
     about: dict[str, Any] = {"environment": environment(), "micro_batch_size": command.micro_batch_size}
     command.output.parent.mkdir(parents=True, exist_ok=True)
     write_stage_costs(command.output, costs, count, False, about)
