@@ -44,13 +44,9 @@ class Pipeline:
         rooms: Sequence[float],
         placement: Placement = "loop",
     ) -> None:
-        self.p, self.m, self.v, self.placement, self.rooms = (
-            pp_size,
-            num_microbatches,
-            stages_per_rank,
-            placement,
-            rooms,
-        )
+        self.p, self.m, self.v = pp_size, num_microbatches, stages_per_rank
+        self.placement: Placement = placement
+        self.rooms = rooms
         self.num_stages = pp_size * stages_per_rank
         stages = range(self.num_stages)
         self.home = [place_of(stage, pp_size, placement).pp_rank for stage in stages]
