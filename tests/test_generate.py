@@ -13,6 +13,7 @@ from plans.actions import Action, Schedule
 from plans.config import TransformerConfig
 from plans.generate import generate_schedule, named_schedules
 from plans.generate.listing import list_orders, rules
+from plans.generate.moves import Budget, lower_peaks
 from plans.generate.orders import Pipeline, run
 from plans.schedule import build_schedule
 from plans.schedule_file import schedule_from_csv, schedule_to_csv
@@ -276,6 +277,18 @@ def test_of_equally_short_ones_it_is_one_that_keeps_less():
     named = simulate(build_schedule("zb-h1", 4, 8), costs)
     assert found.course.makespan == pytest.approx(named.makespan, rel=1e-9)
     assert max(found.course.peak_bytes) < max(named.peak_bytes)
+
+
+def test_peaks_are_lowered_in_the_same_time():
+    """zb-h2 has forwards ahead that F = I = W has no use for: zb-h1 takes as long and keeps 4; moves get to 6."""
+    pipeline = Pipeline(4, 8, 1, Costs(activation_bytes=1.0, weight_gradient_bytes=0.5), [math.inf] * 4)
+    orders = pipeline.orders_of(build_schedule("zb-h2", 4, 8))
+    before, lowered = pipeline.peaks(orders), lower_peaks(pipeline, orders, Budget(1e5), 27.0)
+    course = run(pipeline, lowered)
+    assert course is not None
+    assert course.makespan == 27.0
+    assert all(after <= peak for after, peak in zip(pipeline.peaks(lowered), before, strict=True))
+    assert (max(before), max(pipeline.peaks(lowered))) == (7.0, 6.0)
 
 
 def test_eight_ranks_and_many_microbatches_take_seconds():
