@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,7 @@ from plans.schedule_file import read_schedule
 from plans.simulate import Costs, simulate, validate_schedule
 from plans.stage_costs import read_stage_costs, write_stage_costs
 
-MIB = 2**20
+ROOT = Path(__file__).parent.parent
 SHAPE = "plan --num-layers 4 --pipeline-model-parallel-size 2 --num-microbatches 6"
 MEASURED = Costs([0.010, 0.020], [0.012, 0.020], [0.008, 0.016], 0.004)
 
@@ -191,6 +192,14 @@ def test_a_table_is_split_everywhere():
     validate_schedule(schedule)
     assert {action.kind for actions in schedule.actions for action in actions} == {"F", "I", "W"}
     assert Action("I", 0, 0) in schedule.actions[0]
+
+
+def test_the_table_of_measured_steps_is_the_benchmark_s():
+    results = json.loads((ROOT / "benchmarks/results/generated_schedule-cpu.json").read_text())
+    page = (ROOT / "docs/pipeline.md").read_text()
+    for row in results["time"]:
+        cells = row["case"], row["schedule"], f"{row['peak_kept']:g}", f"{row['predicted_seconds']:.3f}"
+        assert "| " + " | ".join([*cells, f"{row['seconds']:.3f}", f"{row['excess']:.1%}"]) + " |\n" in page
 
 
 @pytest.mark.multiprocess
