@@ -180,7 +180,7 @@ class Plan:
     stage_costs: Path | None = None
     """JSON file with measured times of every stage, for generate_schedule; None: they are predicted."""
     generate_effort: float = 3.0
-    """How long generate_schedule searches, in millions of actions simulated, about a second each."""
+    """How long generate_schedule searches, in millions of actions simulated, about half a second each."""
     link_bandwidth: float = 50.0
     """Between host and device, in GB/s; for offload, and the search."""
     compute_rate: float = 300.0

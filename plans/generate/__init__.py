@@ -64,8 +64,8 @@ def generate_schedule(
         costs: times, and bytes kept for backward, of all p v stages.
         memory_limit: bytes that every rank may keep for backward, or a sequence with one number a rank; None: any.
         placement: where stages lie.
-        effort: how long to search, in millions of actions simulated, each about a microsecond; what rules make
-            comes on top.
+        effort: how long to search, in millions of actions simulated, what rules make counted too; a million takes
+            about half a second. At least one rule is tried.
 
     Raises:
         ValueError: sizes, costs or a limit that cannot be; the message names which, and what was expected.
@@ -84,15 +84,15 @@ def generate_schedule(
 def named_schedules(
     pp_size: int, num_microbatches: int, stages_per_rank: int, placement: Placement = "loop"
 ) -> Iterator[Schedule]:
-    """Every schedule with a name that has these sizes; ``interleaved`` in groups of p, and of p + 1 to 2 p or m.
+    """Every schedule with a name that has these sizes; ``interleaved`` in groups of p to 2 p, and of m.
 
     Arguments as generate_schedule's.
     """
     for name in SCHEDULES:
         if (name in V_SCHEDULES) != (placement == "v"):
             continue
-        groups = range(pp_size, 2 * pp_size + 1) if name == "interleaved" else (None,)
-        for group in (*groups, num_microbatches) if name == "interleaved" else groups:
+        several = sorted({*range(pp_size, 2 * pp_size + 1), num_microbatches})
+        for group in several if name == "interleaved" else (None,):
             try:
                 check_sizes(name, pp_size, num_microbatches, stages_per_rank, group)
             except ValueError:
