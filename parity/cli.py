@@ -36,6 +36,7 @@ from parity.launch import (
 from parity.memory_report import block_words, print_plan
 from parity.mesh_report import mesh_words, print_mesh
 from parity.offload_report import print_offload
+from parity.page import PageRequest, write_page
 from parity.schedule_report import print_schedule
 from parity.search_report import print_search
 from plans.checkpoint import MODEL, list_checkpoints, read_checkpoint, split_arrays
@@ -231,13 +232,14 @@ def _place(command: Train) -> dict[str, Any]:
 
 
 def _plan(command: Plan, console: Console) -> int:
-    for output in (command.picture, command.write_schedule, command.generate_schedule):
+    for output in (command.picture, command.html, command.write_schedule, command.generate_schedule):
         if output is not None:
             _check_output(output.parent, (output.name,))
     if command.ranks is not None:
         print_search(console, command)
         return 0
     model, shape = command.model, (command.micro_batch_size, command.num_microbatches)
+    page = PageRequest(model, *shape, command.data_parallel_size, command.machine) if command.html else None
     check_shared(command.micro_batch_size, model.seq_length, model.context_parallel_size)
     console.print(mesh_words(model, command.data_parallel_size), highlight=False)
     if command.generate_schedule is not None:
@@ -255,6 +257,9 @@ def _plan(command: Plan, console: Console) -> int:
     print_mesh(console, model, *shape, command.data_parallel_size)
     if model.enable_tensor_offload:
         print_offload(console, command)
+    if command.html is not None and page is not None:
+        write_page(command.html, page)
+        console.print(f"written: {command.html}")
     return 0
 
 

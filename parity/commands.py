@@ -11,6 +11,7 @@ import tyro
 
 from plans.config import DataConfig, TrainConfig, TransformerConfig
 from plans.placement import ScheduleName
+from plans.step_time import Machine
 
 
 def _demo_model() -> TransformerConfig:
@@ -172,6 +173,8 @@ class Plan:
     """Replicas of context ranks of pipeline ranks."""
     picture: Path | None = None
     """Timeline of a pipeline to draw, .png or .svg."""
+    html: Path | None = None
+    """Page to write that explains the plan: an interactive timeline in one file, .html."""
     write_schedule: Path | None = None
     """CSV file to write the pipeline's schedule to, for pipeline_schedule_file or torch.distributed.pipelining."""
     generate_schedule: Path | None = None
@@ -231,6 +234,10 @@ class Plan:
             path = getattr(self, name)
             if path is not None and path.suffix != ".csv":
                 raise ValueError(f"{name}: expected a name that ends in .csv, got {str(path)!r}")
+        if self.html is not None and self.html.suffix != ".html":
+            raise ValueError(f"html: expected a name that ends in .html, got {str(self.html)!r}")
+        if self.html is not None and self.memory_limit is not None:
+            raise ValueError("html: expected no memory_limit beside it, got one; draw one of the ways that are found")
 
     def _check_generation(self) -> None:
         """What goes with generate_schedule, and what does not."""
@@ -256,6 +263,16 @@ class Plan:
         for name, value, why in beside:
             if value is not None:
                 raise ValueError(f"{name}: expected none beside generate_schedule, got {str(value)!r}; {why}")
+
+    @property
+    def machine(self) -> Machine:
+        """Its rates."""
+        return Machine(
+            compute_rate=self.compute_rate * 1e12,
+            memory_bandwidth=self.memory_bandwidth * 1e9,
+            network_bandwidth=self.network_bandwidth * 1e9,
+            link_bandwidth=self.link_bandwidth * 1e9,
+        )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from rich.table import Table
 from plans.config import TransformerConfig
 from plans.data import Batch
 from plans.memory import MemoryPrediction, predict_memory
+from plans.partition import get_stage_place
 from plans.recompute import recompute_blocks
 
 MIB = 2**20
@@ -67,7 +68,7 @@ def _rows(columns: list[MemoryPrediction]) -> list[tuple]:
 def block_words(config: TransformerConfig, stage: int = 0) -> str:
     """What is recomputed in which layers of a stage: consecutive blocks that are alike, in words."""
     words: list[list] = []
-    for block in recompute_blocks(config, *divmod(stage, config.pipeline_model_parallel_size)):
+    for block in recompute_blocks(config, *get_stage_place(config, stage)):
         what = (
             "kept"
             if block.kind == "none"

@@ -55,7 +55,7 @@ def print_mesh(
     shared = config.context_parallel_size > 1
     activations = f" Activations of a rank's part of the tokens{_gathered(config)}." * shared
     offloaded = " Activations as without their offload." * config.enable_activation_offload
-    unit = _unit(ranks[largest].total)
+    unit = memory_unit(ranks[largest].total)
     console.print(
         f"Most on pipeline rank {largest}: {ranks[largest].total / UNITS[unit]:,.1f} {unit}. Parameters, gradients and "
         f"AdamW's two moments exact, activations predicted.{activations}{offloaded} Left out: what an action needs "
@@ -78,7 +78,7 @@ def _memory_table(ranks: Sequence[RankMemory]) -> Table:
     terms = ["parameters", "gradients", "moments", "activations", "waiting", "total", "on_host"]
     terms = [name for name in terms if name not in ("waiting", "on_host") or any(getattr(r, name) for r in ranks)]
     headings = {"waiting": "from I to W", "on_host": "beside, on host"}
-    unit = _unit(max(rank.total for rank in ranks))
+    unit = memory_unit(max(rank.total for rank in ranks))
     table = Table(box=None, title=f"bytes of one rank, by term, {unit}", title_justify="left")
     for heading in ("pipeline rank", *(headings.get(name, name) for name in terms)):
         table.add_column(heading, justify="right")
@@ -90,7 +90,7 @@ def _memory_table(ranks: Sequence[RankMemory]) -> Table:
 def _wire_table(config: TransformerConfig, batch: int, count: int, replicas: int) -> Table:
     traffic = wire_traffic(config, batch, count, replicas)
     together = [sum(each) for each in zip(*(term.by_rank for term in traffic), strict=True)]
-    unit = _unit(max(together))
+    unit = memory_unit(max(together))
     table = Table(box=None, title=f"bytes on the wire, of one step, {unit}", title_justify="left")
     for heading in ("", "how", "a rank sends", "pipeline rank", "all ranks"):
         table.add_column(heading, justify="left" if heading in ("", "how") else "right", no_wrap=True)
@@ -105,7 +105,7 @@ def _wire_table(config: TransformerConfig, batch: int, count: int, replicas: int
     return table
 
 
-def _unit(largest: int) -> str:
+def memory_unit(largest: int) -> str:
     """In which a table's numbers are short."""
     return "GiB" if largest >= 10 * UNITS["GiB"] else "MiB"
 

@@ -229,7 +229,7 @@ def _stage_table(plan: PipelinePlan) -> Table:
             place = [str(rank), *([str(stage // schedule.pp_size)] if virtual else []), str(stage)]
             sizes = [plan.costs.of("activation_bytes", stage), plan.costs.of("weight_gradient_bytes", stage)]
             shown = [f"{size / MIB:,.1f}" for size in sizes[: 1 + split]]
-            rows.append([*place, _held(config, stage), *shown])
+            rows.append([*place, held_words(config, stage), *shown])
     add_rows(table, rows)
     return table
 
@@ -243,7 +243,7 @@ def _print_blocks(console: Console, config: TransformerConfig) -> None:
         console.print(f"blocks, {stages}: {what or 'no layer'}", highlight=False)
 
 
-def _held(config: TransformerConfig, stage: int) -> str:
+def held_words(config: TransformerConfig, stage: int) -> str:
     """Embedding, layers and head of a stage, in words."""
     count = layers_by_stage(config)[stage]
     first = get_transformer_layer_offset(config, *get_stage_place(config, stage))
