@@ -141,7 +141,7 @@ function showOffload(course, data) {
           time(rank.transfer), time(rank.compute), time(rank.waited), time(rank.alone),
         ]));
       const cut = sum(copies.ranks.map((rank) => rank.count - rank.begin.length));
-      if (cut > 0) words.push(`The link falls behind: ${count(cut, "copy").replace("copys", "copies")} would begin after the step's end, and ${cut === 1 ? "is" : "are"} not drawn.`);
+      if (cut > 0) words.push(`Not drawn: ${cut.toLocaleString("en-US")} that the link begins when the step has ended, or later.`);
     }
   }
   if (copies.activations) words.push("What layers keep for backward leaves for the host (arrow down) and is asked for again before its backward (arrow up). How many bytes move the planner does not say, so arrows have no length, and memory is drawn as without it.");

@@ -65,21 +65,24 @@ class Timeline {
     const { course, sizes } = this;
     const group = svg("g", { transform: `translate(0 ${this.top(rank)})` });
     group.append(svg("rect", { class: "track", width: this.x(course.makespan), height: sizes.cell }));
+    const stages = Array.from({ length: course.virtual }, (_, place) => {
+      const later = place && Math.round((24 * place) / (course.virtual - 1));
+      return svg("g", { style: later ? `--later:${later}%` : null });
+    });
+    group.append(...stages);
     for (let id = course.first[rank]; id < course.first[rank + 1]; id++) {
       const kind = course.kind[id];
       const stage = course.stages[course.stage[id]];
-      const later = course.virtual > 1 ? Math.round((24 * stage.virtual) / (course.virtual - 1)) : 0;
       const cell = svg("rect", {
         id: `a${id}`, class: `cell ${kind}`, x: this.x(course.start[id]), width: this.x(course.lasts(id)), height: sizes.cell,
         "data-rank": rank, "data-kind": kind, "data-stage": course.stage[id], "data-microbatch": course.microbatch[id],
-        style: later ? `--later:${later}%` : null,
       });
       this.cells[id] = [cell];
-      group.append(cell);
+      stages[stage.virtual].append(cell);
       if ((kind === "B" || kind === "I") && stage.recomputed > 0) {
         const again = svg("rect", { class: "again", x: this.x(course.start[id]), width: this.x(stage.recomputed), height: sizes.cell });
         this.cells[id].push(again);
-        group.append(again);
+        stages[stage.virtual].append(again);
       }
     }
     if (sizes.memory) this.drawMemory(group, rank);
