@@ -13,6 +13,7 @@
 # make composition     compositions of all features beside the plain model, in both backends: 15 minutes
 # make drill          training runs broken on purpose, and what came of each
 # make kernels-report   registers, spills and shared memory of every kernel, compiled without a GPU
+# make test-page        the page of a plan in a headless Chromium, which has to be there: apt-get install chromium
 # make test-gpu         kernels compiled and run        make bench-gpu  and measured; both need one GPU
 #
 # The first target that needs it makes .venv. TORCH=cuda takes the CUDA build of PyTorch and the JAX
@@ -55,7 +56,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_INSTALLED := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
 ON_GPU := JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON)
 
-.PHONY: install demo check test test-all test-gpu bench bench-recompute bench-pipeline bench-offload bench-delta-rule bench-cp bench-approximate-cp bench-step-time bench-gpu kernels-report composition drill clean bench-generated-schedule
+.PHONY: install demo check test test-all test-gpu bench bench-recompute bench-pipeline bench-offload bench-delta-rule bench-cp bench-approximate-cp bench-step-time bench-gpu kernels-report composition drill clean bench-generated-schedule test-page
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@echo "making $(VENV): about a minute, 2 GB"
@@ -122,6 +123,10 @@ kernels-report: $(INSTALLED)
 
 composition: $(INSTALLED)
 	$(BIN)/python -m tests.composition_report
+
+test-page: $(INSTALLED)
+	$(BIN)/python -m tests.browser
+	$(PYTEST) tests/test_page.py tests/test_page_browser.py
 
 test-gpu: $(GPU_INSTALLED)
 	$(ON_GPU) -m pytest -m gpu tests

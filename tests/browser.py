@@ -2,6 +2,8 @@
 
 Messages are JSON with a zero byte after each, read from the browser's file 4 and written to its file 3. Every wait has
 an end, and the browser's process group is killed when its test is over.
+
+    python -m tests.browser          (says which one is found)
 """
 
 import base64
@@ -72,6 +74,7 @@ class Browser:
         profile: an empty folder of its own.
 
     Attributes:
+        process: the browser's, which leads a group of its own.
         errors: what the page threw or wrote to its console as an error, and what it tried to load.
     """
 
@@ -83,7 +86,7 @@ class Browser:
         # Above 3 and 4, which they become in the browser.
         ends = [fcntl.fcntl(each, fcntl.F_DUPFD, 10) for each in (to_read, to_write)]
         command = [path, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", START.format(*ends), *command],
             pass_fds=ends,
             start_new_session=True,
@@ -113,7 +116,10 @@ class Browser:
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:
             message["sessionId"] = self._session
-        os.write(self._write, json.dumps(message).encode() + b"\0")
+        try:
+            os.write(self._write, json.dumps(message).encode() + b"\0")
+        except BrokenPipeError:
+            raise BrowserError(f"{method}: expected an answer, but the browser has ended") from None
         until = time.monotonic() + PATIENCE
         while True:
             answer = self._next(until, method)
@@ -186,8 +192,8 @@ class Browser:
         for each in (self._read, self._write):
             os.close(each)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(PATIENCE)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(PATIENCE)
 
     def _next(self, until: float, what: str) -> dict[str, Any]:
         while b"\0" not in self._buffer:
@@ -214,3 +220,15 @@ class Browser:
             self.errors.append(parameters["entry"]["text"])
         elif method == "Network.requestWillBeSent" and not parameters["request"]["url"].startswith("file:"):
             self.errors.append(f"loads {parameters['request']['url']}")
+
+
+def main() -> None:
+    """Say which browser is used, or how to install one."""
+    found = find_browser()
+    if found is None:
+        raise SystemExit(f"browser: expected one of {', '.join(NAMES)}, got none; {INSTALL}")
+    print(f"browser: {found}")
+
+
+if __name__ == "__main__":
+    main()

@@ -27,7 +27,7 @@ function time(seconds) {
 /** A time on a schedule's clock: all in one unit, with one number of places. */
 function clock(seconds, total) {
   const [name, size] = unitOf(total);
-  const places = Math.max(0, 4 - Math.ceil(Math.log10(total / size)));
+  const places = Math.max(0, 5 - Math.ceil(Math.log10(total / size)));
   return `${(seconds / size).toFixed(places)} ${name}`;
 }
 
