@@ -33,8 +33,13 @@ function clock(seconds, total) {
 
 /** Bytes of a rank, in the planner's unit. */
 function memory(bytes, unit) {
-  const value = (bytes / unit.size).toLocaleString("en-US", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
-  return `${value} ${unit.name}`;
+  return `${inUnit(bytes, unit)} ${unit.name}`;
+}
+
+/** The same without the unit's name; ties go to the even digit, as where the planner prints. */
+function inUnit(bytes, unit) {
+  const places = { minimumFractionDigits: 1, maximumFractionDigits: 1, roundingMode: "halfEven" };
+  return (bytes / unit.size).toLocaleString("en-US", places);
 }
 
 /** Bytes in a unit of their own. */

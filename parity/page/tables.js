@@ -73,7 +73,7 @@ function showSchedules(data, choose) {
 }
 
 function showRanks(course, data) {
-  const size = (amount) => (amount / data.memoryUnit.size).toLocaleString("en-US", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
+  const size = (amount) => inUnit(amount, data.memoryUnit);
   const all = [
     ["parameters", "parameters"], ["gradients", "gradients"], ["moments", "moments"], ["kept for backward", "activations"],
     ["from I to W", "waiting"], ["total", "total"], ["beside, on host", "on_host"],

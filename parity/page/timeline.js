@@ -216,14 +216,15 @@ class Timeline {
     this.labels.replaceChildren();
     const small = sizes.cell < 20;
     const wide = small ? 5.4 : 6.6;
+    const digits = String(course.microbatches - 1).length;
     for (let rank = 0; rank < course.ranksCount; rank++) {
       for (let id = course.first[rank]; id < course.first[rank + 1]; id++) {
         if (course.end[id] < this.view[0] || course.start[id] > this.view[1]) continue;
         const begin = this.pixel(course.start[id]);
         const room = this.pixel(course.end[id]) - begin;
         const number = String(course.microbatch[id]);
-        if (room < wide * number.length + 3) continue;
-        const text = room > wide * (number.length + 2) + 6 ? `${course.kind[id]} ${number}` : number;
+        if (room < wide * digits + 3) continue; // all numbers of a kind, or none
+        const text = room > wide * (digits + 2) + 6 ? `${course.kind[id]} ${number}` : number;
         const mine = course.microbatch[id] === marked.microbatch ? " mine" : "";
         this.labels.append(svg("text", {
           class: `number ${course.kind[id]}${mine}${small ? " small" : ""}`, x: begin + room / 2,
