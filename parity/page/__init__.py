@@ -25,7 +25,7 @@ def page_html(data: dict[str, Any]) -> str:
     Args:
         data: as describe_plan gives it.
     """
-    here = files(__package__)
+    here = files("parity.page")
     colors = " ".join(f"--{kind}: {color};" for kind, color in COLORS.items())
     script = "\n".join(here.joinpath(name).read_text("utf-8") for name in SCRIPTS)
     parts = {

@@ -28,6 +28,8 @@ class Timeline {
     const clip = svg("clipPath", { id: "plot" }, (this.window = svg("rect", { y: 0 })));
     const plot = svg("g", { "clip-path": "url(#plot)" }, this.axis, this.scaled, this.arrows, this.labels, this.line);
     this.cells = new Array(course.size);
+    const lasts = course.stages.flatMap((stage) => [stage.F, stage.I, stage.W]).filter((seconds) => seconds > 0);
+    this.shortest = Math.min(...lasts);
     for (let rank = 0; rank < course.ranksCount; rank++) this.drawRank(rank);
     this.drawAfter();
     this.root.replaceChildren(svg("defs", {}, clip, this.pattern), plot, this.gutter);
@@ -188,6 +190,9 @@ class Timeline {
     const scale = (this.width * this.end) / (this.view[1] - this.view[0]) / SPAN;
     this.scaled.setAttribute("transform", `translate(${this.left - this.x(this.view[0]) * scale} 0) scale(${scale} 1)`);
     this.pattern.setAttribute("patternTransform", `scale(${1 / scale} 1) rotate(45)`);
+    // Lines between cells would hide narrow ones.
+    const narrow = this.pixel(this.shortest) - this.pixel(0);
+    this.scaled.style.setProperty("--line-width", narrow > 8 ? 1 : narrow > 4 ? 0.5 : 0);
     this.drawAxis();
     this.drawLabels();
     this.drawGutter();
