@@ -206,7 +206,7 @@ def peak_bytes(config: TransformerConfig, batch: int, num_microbatches: int) -> 
         communicator = P2PCommunicator(groups.pp, settings)
 
         def step(c: TransformerConfig = settings, m: Any = model, messages: P2PCommunicator = communicator) -> None:
-            parts: Iterator[Microbatch] = iter([Microbatch((tokens, tokens), 0, 0, True)] * num_microbatches)  # pyright: ignore
+            parts: Iterator[Microbatch] = iter([Microbatch((tokens, tokens, None), 0, 0, True)] * num_microbatches)  # pyright: ignore
             m.zero_grad(set_to_none=False)
             get_forward_backward_func(c)(
                 forward_step_func=forward_step,

@@ -38,6 +38,7 @@ SHARED = (
     "plans.search",
     "plans.offload",
     "plans.context",
+    "plans.zigzag",
     "plans.data",
     "plans.training",
     "plans.checkpoint",

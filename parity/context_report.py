@@ -8,6 +8,7 @@ from parity.mesh_report import add_rows
 from plans.config import TransformerConfig
 from plans.context import end_to_end, local_sequences
 from plans.exchange import EXCHANGES, exchange_cost
+from plans.zigzag import ATTENTION_LAYOUTS, move_cost, score_pairs
 
 KIB = 2**10
 
@@ -101,4 +102,19 @@ def _others(config: TransformerConfig, batch: int, attention: int, linear: int) 
             f"An attention layer gathers keys and values, {whole / size / KIB:,.1f} KiB of every rank on every rank, "
             f"{(size - 1) * whole / KIB:,.1f} KiB in all."
         )
+        said.append(_scores(config, batch * config.seq_length // size, itemsize))
     return " ".join(said)
+
+
+def _scores(config: TransformerConfig, part: int, itemsize: int) -> str:
+    """What a rank computes of an attention layer, and what moving queries costs."""
+    size, layout = config.context_parallel_size, config.cp_attention_layout
+    pairs = {name: max(score_pairs(name, rank, size, part) for rank in range(size)) for name in ATTENTION_LAYOUTS}
+    said = f"Its layout is {layout}: a rank computes scores of {pairs[layout]:,} pairs of query and key"
+    if layout == "contiguous":
+        return f"{said}, zigzag {pairs['zigzag']:,}."
+    moved = move_cost(size, part, config.num_attention_heads, config.head_dim, itemsize)
+    return (
+        f"{said}, contiguous {pairs['contiguous']:,}; moving queries and outputs, a rank sends up to "
+        f"{moved.payload_bytes / KIB:,.1f} KiB, all {moved.wire_bytes / KIB:,.1f} KiB, and as much again backward."
+    )

@@ -203,6 +203,7 @@ _EXECUTION = frozenset(
         "context_parallel_size",
         "cp_exchange",
         "cp_wire_dtype",
+        "cp_attention_layout",
         "tensor_model_parallel_size",
         "fp8",
     }

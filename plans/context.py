@@ -80,6 +80,9 @@ class FLACPContext:
     by all of the group, since a permutation waits for every device of the mesh on XLA's CPU runtime."""
     timeout: float = 600.0
     """PyTorch: seconds a rank waits for what another sends. Training sets it to pipeline_timeout."""
+    cp_attention_layout: str = "contiguous"
+    all_cu_seqlens: Any = None
+    """Where all sequences begin, and the end of all. [N + 1] int32"""
 
     @property
     def is_approximate(self) -> bool:

@@ -8,6 +8,8 @@ each handing on what it has at the same time as all others; or M as a diagonal a
 import math
 from typing import Any, NamedTuple
 
+from plans.zigzag import check_layout
+
 WIRE_DTYPES = (None, "bfloat16")
 """Types in which states travel: None is their own."""
 EXCHANGES = ("all_gather", "ring", "scan")
@@ -15,12 +17,12 @@ EXCHANGES = ("all_gather", "ring", "scan")
 that double."""
 
 
-OPTIONS = ("cp_exchange", "cp_wire_dtype", "cp_truncate_ranks", "cp_transition_rank")
-"""What build_cp_context and a model's configuration say of how states travel."""
+OPTIONS = ("cp_exchange", "cp_wire_dtype", "cp_truncate_ranks", "cp_transition_rank", "cp_attention_layout")
+"""What build_cp_context and a model's configuration say of how states and queries travel."""
 
 
 def exchange_options(config: Any) -> dict[str, Any]:
-    """What a model's configuration, or a context, says of how states travel, for build_cp_context."""
+    """What a model's configuration, or a context, says of how states and queries travel, for build_cp_context."""
     return {name: getattr(config, name) for name in OPTIONS}
 
 
@@ -29,14 +31,16 @@ def check_exchange(
     cp_wire_dtype: str | None = None,
     cp_truncate_ranks: int | None = None,
     cp_transition_rank: int | None = None,
+    cp_attention_layout: str = "contiguous",
 ) -> None:
-    """Refuse a way for states to travel that there is not.
+    """Refuse a way for states and queries to travel that there is not.
 
     Args:
         cp_exchange: one of EXCHANGES.
         cp_wire_dtype: one of WIRE_DTYPES.
         cp_truncate_ranks: ranks ahead that a state reaches, at most; None: all.
         cp_transition_rank: columns of the two matrices that M is sent as; None: M itself.
+        cp_attention_layout: one of plans.zigzag.ATTENTION_LAYOUTS.
 
     Raises:
         ValueError: naming the argument, what was expected, what came.
@@ -45,6 +49,7 @@ def check_exchange(
         raise ValueError(f"cp_exchange: expected one of {EXCHANGES}, got {cp_exchange!r}")
     if cp_wire_dtype not in WIRE_DTYPES:
         raise ValueError(f"cp_wire_dtype: expected one of {WIRE_DTYPES}, got {cp_wire_dtype!r}")
+    check_layout(cp_attention_layout)
     for name, value, exchange in (
         ("cp_truncate_ranks", cp_truncate_ranks, "ring"),
         ("cp_transition_rank", cp_transition_rank, "all_gather"),

@@ -20,6 +20,7 @@ from plans.memory.ranks import parameter_bytes
 from plans.parameters import embedding_spec
 from plans.partition import get_stage_place, num_stages
 from plans.recompute import recompute_blocks
+from plans.zigzag import move_cost
 
 
 class Traffic(NamedTuple):
@@ -135,6 +136,9 @@ def layer_exchanges(
         yield Exchange("keys and values", f"gathered by {size}", *gathered, 1 + replays_mixer)
         summed = 2 * (size - 1) * own, 2 * (size - 1) * size * own
         yield Exchange("gradients of keys and values", f"sum of {size}", *summed, 1)
+        if config.cp_attention_layout == "zigzag":
+            moved = move_cost(size, part, config.num_attention_heads, config.head_dim, item)
+            yield Exchange("queries and outputs", "point to point", *moved, 2 + replays_mixer)
         return
     key_heads, heads, key, value = config.linear_heads
     approximate = config.cp_truncate_ranks, config.cp_transition_rank

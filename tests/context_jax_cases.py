@@ -23,7 +23,7 @@ from jax_impl.saving import export_parameters
 from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
 from plans.context import FLACPContext
-from plans.exchange import EXCHANGES
+from plans.exchange import EXCHANGES, exchange_options
 from plans.implementation import callback_threads
 from tests.approximate_jobs import WAYS, approximated
 from tests.context_jobs import (
@@ -290,7 +290,7 @@ def test_c11_c12_a_hybrid_model_over_ranks(name, size):
 
     @partial(jax.shard_map, mesh=mesh, in_specs=by, out_specs=P())
     def loss(params, tokens, targets, samples, positions, offsets):
-        context = build_cp_context(offsets, "cp", MODEL.linear_conv_kernel_dim)
+        context = build_cp_context(offsets, "cp", MODEL.linear_conv_kernel_dim, **exchange_options(MODELS[name]))
         told = {"step": 3, "samples": samples, "positions": positions, "cp_context": context}
         return jax.lax.pmean(nnx.merge(graph, params)(tokens, targets, **told), "cp")
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from kernels import functions
 from plans.communication import PipelineError
 from plans.config import TransformerConfig
-from plans.context import local_sequences
+from plans.context import exchange_options, local_sequences
 from reference_torch.context_parallel import build_cp_context, cp_attention, cp_short_convolution, exchange_states
 from reference_torch.context_parallel.exchange import pass_states
 from reference_torch.delta_rule import chunk_gated_delta_rule, chunk_kda, chunked
@@ -284,6 +284,14 @@ MODELS = {
         recompute_modules=("core_attn", "mhc", "layernorm"),
     ),
     "fused attention": replace(MODEL, use_flash_attn=True),
+    "zigzag": replace(MODEL, cp_attention_layout="zigzag"),
+    "zigzag, fused, attention recomputed": replace(
+        MODEL,
+        cp_attention_layout="zigzag",
+        use_flash_attn=True,
+        recompute_granularity="selective",
+        recompute_modules=("core_attn",),
+    ),
     "whole layers recomputed": replace(
         MODEL, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
     ),
@@ -321,7 +329,8 @@ def model_undivided(name: str) -> tuple[float, dict[str, np.ndarray]]:
 def model_part(name: str) -> tuple[float, dict[str, np.ndarray]]:
     """The same of this rank's tokens."""
     model, group = GPTModel(MODELS[name]), dist.group.WORLD if dist.is_initialized() else None
-    context = build_cp_context(torch.from_numpy(model_offsets()), group, MODEL.linear_conv_kernel_dim)
+    kernel, travel = MODEL.linear_conv_kernel_dim, exchange_options(MODELS[name])
+    context = build_cp_context(torch.from_numpy(model_offsets()), group, kernel, **travel)
     place = torch.arange(48).chunk(context.size)[context.rank]
     tokens, targets = (torch.from_numpy(x).flatten()[place][None] for x in model_batch())
     told = {"samples": (place // 24)[None], "positions": place % 24, "step": 3}

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from parity.ranks import make_trainer
 from plans.config import TrainConfig, TransformerConfig
+from plans.context import exchange_options
 from reference_torch.context_parallel import build_cp_context
 from reference_torch.recompute import measure_memory
 from reference_torch.transformer import GPTModel
@@ -52,7 +53,7 @@ def measure_part(config: TransformerConfig, batch: int) -> int:
     """Bytes that the model keeps for backward of this rank's part of some sequences."""
     model, group, length = GPTModel(replace(config, context_parallel_size=1)), dist.group.WORLD, config.seq_length
     offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32)
-    context = build_cp_context(offsets, group, config.linear_conv_kernel_dim, offsets)
+    context = build_cp_context(offsets, group, config.linear_conv_kernel_dim, offsets, **exchange_options(config))
     place = torch.arange(batch * length).chunk(context.size)[context.rank]
     tokens, targets = torch.randint(0, config.vocab_size, (2, 1, len(place)))
     told = {"samples": (place // length)[None], "positions": place % length, "step": 0, "cp_context": context}

@@ -359,6 +359,22 @@ def test_plan_shows_what_ranks_that_share_sequences_hold_and_send(capsys):
     assert "context_parallel_size: expected a divisor of a microbatch's 1 x 16 tokens" in capsys.readouterr().err
 
 
+def test_plan_says_what_zigzag_attention_computes_and_moves(capsys):
+    """Parts of 1,024 tokens of 4 x 32 numbers; ranks 1 and 3 move both halves of theirs, 0 and 2 one."""
+    command = "plan --num-layers 2 --layer-pattern kda,attention --context-parallel-size 4 --seq-length 4096"
+    assert diptych(f"{command} --micro-batch-size 1 --cp-attention-layout zigzag") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "Its layout is zigzag: a rank computes scores of 2,359,296 pairs of query and key, contiguous 4,194,304" in said
+    )
+    assert "a rank sends up to 1,024.0 KiB, all 3,072.0 KiB, and as much again backward." in said
+    assert re.search(r"queries and outputs +point to point", said)
+    assert diptych(f"{command} --micro-batch-size 1") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "contiguous: a rank computes scores of 4,194,304 pairs of query and key, zigzag 2,359,296." in said
+    assert "queries and outputs" not in said
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_training_with_recompute_is_training(backend, capsys):

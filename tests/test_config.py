@@ -124,6 +124,10 @@ BROKEN = {
         "expected None with impl='triton', got None and 4; impl='reference' takes them",
     ),
     (TransformerConfig, "cp_wire_dtype"): ({"cp_wire_dtype": "int8"}, r"cp_wire_dtype: expected one of .* got 'int8'"),
+    (TransformerConfig, "cp_attention_layout"): (
+        {"cp_attention_layout": "striped"},
+        r"cp_attention_layout: expected one of .* got 'striped'",
+    ),
     (TransformerConfig, "stages divide layers"): (
         {"pipeline_model_parallel_size": 3},
         r"num_layers: expected layers that divide evenly over 3 pipeline ranks .* got 4 of 4 left for them; change",

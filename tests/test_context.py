@@ -99,6 +99,11 @@ def test_c4_costs_by_hand():
             "cp_transition_rank: expected an integer of at least 1, or None, got True",
         ),
         ([0, 8], {"cp_exchange": "tree"}, r"cp_exchange: expected one of \('all_gather', 'ring', 'scan'\), got 'tree'"),
+        (
+            [0, 8],
+            {"cp_attention_layout": "striped"},
+            r"cp_attention_layout: expected one of .*'zigzag'\), got 'striped'",
+        ),
     ],
 )
 def test_c9_bad_sequences_are_named(offsets, options, message):

@@ -65,7 +65,7 @@ TWINS = (
     "modules",
     "documents",
     "cache",
-    *(f"context_parallel/{name}" for name in ("contexts", "states", "layers")),
+    *(f"context_parallel/{name}" for name in ("contexts", "states", "layers", "zigzag")),
     "linear_attention",
     "transformer",
     "decoding",

@@ -41,6 +41,7 @@ TINY = TransformerConfig(
 STAGES = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 CORE = {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}
+ZIGZAG = {"cp_attention_layout": "zigzag"}
 MHC = {"enable_hyper_connections": True, "num_residual_streams": 2}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 
@@ -52,9 +53,11 @@ MESHES = {
     "gathered, replayed": (4, 2, {"context_parallel_size": 2, **CORE}),
     "ring": (3, 1, {"context_parallel_size": 3, "cp_exchange": "ring", **FULL, "linear_conv_kernel_dim": 11}),
     "scan": (4, 1, {"context_parallel_size": 4, "cp_exchange": "scan", "cp_wire_dtype": "bfloat16"}),
+    "zigzag": (3, 1, {**ZIGZAG, "context_parallel_size": 3, "seq_length": 6, **CORE}),
+    "zigzag, parts of odd length": (4, 1, {**ZIGZAG, "context_parallel_size": 4, "seq_length": 10}),
 }
 """Ranks, replicas, settings. Of the ring's convolutions one reads beyond the rank before."""
-DAILY = ("context ranks of stages, bf16", "ring")
+DAILY = ("context ranks of stages, bf16", "ring", "zigzag")
 
 
 @pytest.mark.multiprocess
@@ -79,7 +82,7 @@ def test_bytes_on_the_wire_are_those_that_pytorch_sends(name):
     assert found["all_reduce embedding"] == 2 * total.pop("gradient of tied embedding", 0)
     assert found["all_reduce cp"] * (cp - 1) == total.pop("gradients of keys and values", 0) * cp
     assert found["all_gather cp"] + found["isend cp"] == sum(total.values())
-    assert len(total) == (3 if cp > 1 else 0)
+    assert len(total) == (3 + (config.cp_attention_layout == "zigzag") if cp > 1 else 0)
     assert all(total.values())
     for place in range(p):
         most = max(own["all_gather cp"] + own["isend cp"] for own in sent[place::p])
@@ -98,6 +101,8 @@ def test_terms_without_their_ranks_are_left_out():
 PARTS = {
     "attention": {},
     "fused": {"use_flash_attn": True, "bf16": True},
+    "zigzag": ZIGZAG,
+    "zigzag, fused": {**ZIGZAG, "use_flash_attn": True, "bf16": True},
     "gdn, kda": {"layer_pattern": "gdn,kda"},
     "kda, recomputed": {"layer_pattern": "kda", **CORE},
 }

@@ -32,6 +32,7 @@ def build_cp_context(
     cp_wire_dtype: str | None = None,
     cp_truncate_ranks: int | None = None,
     cp_transition_rank: int | None = None,
+    cp_attention_layout: str = "contiguous",
 ) -> FLACPContext:
     """What each rank holds of sequences split over the devices along a mesh axis; inside jax.shard_map.
 
@@ -45,6 +46,7 @@ def build_cp_context(
         cp_truncate_ranks: how many ranks ahead a state reaches at most, with ring; None: all. An approximation, whose
             error plans.approximation bounds beforehand, and so is the next.
         cp_transition_rank: rank of what a rank's map is sent as, beside a diagonal, with all_gather; None: the map.
+        cp_attention_layout: who computes attention of which queries, one of plans.zigzag.ATTENTION_LAYOUTS.
 
     Raises:
         ValueError: naming the argument, what was expected, what came. Nothing is sent.
@@ -56,7 +58,7 @@ def build_cp_context(
         size, rank = lax.axis_size(group), lax.axis_index(group)
     except (NameError, TypeError):
         raise ValueError(f"group: expected an axis of the shard_map or pmap around, got {group!r}") from None
-    given = cp_exchange, cp_wire_dtype, cp_truncate_ranks, cp_transition_rank
+    given = cp_exchange, cp_wire_dtype, cp_truncate_ranks, cp_transition_rank, cp_attention_layout
     exchange: dict[str, Any] = dict(zip(OPTIONS, given, strict=True))
     check_sequences(values, known.dtype.name, size, conv1d_kernel_size, **exchange)
     offsets = jnp.asarray(known)
@@ -80,6 +82,7 @@ def build_cp_context(
         conv1d_kernel_size=kernel,
         pre_num_conv_tokens=None if kernel is None else jnp.minimum(kernel - 1, local.pre_num_tokens),
         **exchange,
+        all_cu_seqlens=offsets,
     )
 
 

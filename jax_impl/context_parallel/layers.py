@@ -5,6 +5,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jax_impl.context_parallel.exchange import permute, ranks_of
+from jax_impl.context_parallel.zigzag import zigzag_attention
 from jax_impl.ops import masked_attention, short_convolution
 from plans.context import FLACPContext, check_part, check_taps, halo_sizes
 
@@ -53,8 +54,10 @@ def cp_attention(
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_part(context, x.shape, name=name)
-    place, begin = _sequences(context, q.shape[1])
     k, v = (lax.all_gather(x, context.group, axis=1, tiled=True) for x in (k, v))
+    if context.cp_attention_layout == "zigzag":
+        return zigzag_attention(q, k, v, context, fused)
+    place, begin = _sequences(context, q.shape[1])
     keys = jnp.arange(k.shape[1])
     return masked_attention(q, k, v, (keys >= begin[:, None]) & (keys <= place[:, None]), fused)
 

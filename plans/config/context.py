@@ -4,6 +4,7 @@ from typing import Any
 
 from plans.config.rules import Rule, choice, count
 from plans.exchange import EXCHANGES, WIRE_DTYPES
+from plans.zigzag import ATTENTION_LAYOUTS
 
 
 def _needs(field: str, exchange: str) -> Rule:
@@ -20,6 +21,7 @@ CONTEXT_RULES = (
     count("context_parallel_size"),
     choice("cp_exchange", EXCHANGES),
     choice("cp_wire_dtype", WIRE_DTYPES),
+    choice("cp_attention_layout", ATTENTION_LAYOUTS),
     count("cp_truncate_ranks"),
     _needs("cp_truncate_ranks", "ring"),
     count("cp_transition_rank"),

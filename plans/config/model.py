@@ -146,6 +146,9 @@ class TransformerConfig:
     cp_transition_rank: int | None = None
     """With cp_exchange all_gather: the map of states a rank sends has this rank beside its diagonal; None: it is sent
     whole. Wrong by what plans.approximation bounds."""
+    cp_attention_layout: Literal["contiguous", "zigzag"] = "contiguous"
+    """Softmax attention between them: each of its own part's queries, the last needing most keys, or of half a part
+    from either end (zigzag), all as much. Other layers' parts stay."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute whole layers (full), or the modules named (selective); None: keep everything for backward."""
     recompute_method: Literal["uniform", "block"] | None = None

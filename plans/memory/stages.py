@@ -9,6 +9,7 @@ from plans.memory.graph import GraphBuilder, Layer, Node, Value
 from plans.memory.simulate import Simulation
 from plans.partition import get_stage_place, get_transformer_layer_offset, layers_by_stage, num_stages, undivided
 from plans.recompute import recompute_blocks
+from plans.zigzag import score_pairs
 
 
 class StageMemory(NamedTuple):
@@ -30,9 +31,9 @@ def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, leng
     more can wait for W than was kept for I.
 
     Where ranks share tokens (context_parallel_size) it is what a rank keeps whose first sequence began on another:
-    softmax attention keeps keys and values of all ranks, and what says which of them a token may see; the delta rule
-    keeps the responses to the state it begins with. Copies that a convolution makes of the tokens before the part are
-    left out.
+    softmax attention keeps keys and values of all ranks, and what says which of them a token may see, in the zigzag
+    layout of the queries it computes; the delta rule keeps the responses to the state it begins with. Copies that a
+    convolution makes of the tokens before the part are left out.
 
     Args:
         config: the whole model, with its pipeline.
@@ -113,23 +114,31 @@ class _StageBuilder(GraphBuilder):
             super()._core_attention(nodes, inputs, attended)
             return
         config, region = self.config, ("core_attn",)
-        q, *own = inputs
+        layout, (q, *own), found = config.cp_attention_layout, inputs, attended
         k, v = (Value(f"{value.name} of all ranks", self.cp_size * value.size) for value in own)
-        pairs = self.tokens * self.tokens * self.cp_size
+        pairs = max(score_pairs(layout, rank, self.cp_size, self.tokens) for rank in range(self.cp_size))
         flops = 2 * pairs * config.num_attention_heads * config.head_dim
         allowed = Value("which token sees which", pairs * (self.item if config.use_flash_attn else 1))
         nodes += [Node([value], [all_], [], region) for value, all_ in zip(own, (k, v), strict=True)]
+        if layout == "zigzag":
+            q, found = Value("queries of two half-parts", q.size), Value("their outputs", attended.size)
+            nodes.append(Node([inputs[0]], [q], [], region))
         if config.use_flash_attn:  # what is allowed is added to scores, as numbers
             statistics = self.coefficient("attention statistics", config.num_attention_heads)
-            kept = [q, k, v, attended, statistics, allowed]
-            nodes.append(Node([q, k, v], [attended, statistics, allowed], kept, region, flops=2 * flops))
-            return
-        count = config.num_attention_heads * pairs
-        softmax, weights = Value("attention weights", count * self.wide), Value("attention_weights", count * self.item)
-        nodes += [
-            Node([q, k], [allowed, softmax], [q, k, allowed, softmax], region, flops=flops),
-            Node([softmax, v], [weights, attended], [weights, v], region, flops=flops),  # as that product reads them
-        ]
+            kept = [q, k, v, found, statistics, allowed]
+            nodes.append(Node([q, k, v], [found, statistics, allowed], kept, region, flops=2 * flops))
+        else:
+            count = config.num_attention_heads * pairs
+            softmax, weights = (
+                Value("attention weights", count * self.wide),
+                Value("attention_weights", count * self.item),
+            )
+            nodes += [
+                Node([q, k], [allowed, softmax], [q, k, allowed, softmax], region, flops=flops),
+                Node([softmax, v], [weights, found], [weights, v], region, flops=flops),  # as that product reads them
+            ]
+        if found is not attended:
+            nodes.append(Node([found], [attended], [], region))
 
     def _rule(self, nodes: list[Node], inputs: list[Value], parameters: int) -> Value:
         attended = super()._rule(nodes, inputs, parameters)

@@ -22,6 +22,7 @@ def build_cp_context(
     cp_wire_dtype: str | None = None,
     cp_truncate_ranks: int | None = None,
     cp_transition_rank: int | None = None,
+    cp_attention_layout: str = "contiguous",
 ) -> FLACPContext:
     """What this rank holds of sequences split over the ranks of a group.
 
@@ -35,6 +36,7 @@ def build_cp_context(
         cp_truncate_ranks: how many ranks ahead a state reaches at most, with ring; None: all. An approximation, whose
             error plans.approximation bounds beforehand, and so is the next.
         cp_transition_rank: rank of what a rank's map is sent as, beside a diagonal, with all_gather; None: the map.
+        cp_attention_layout: who computes attention of which queries, one of plans.zigzag.ATTENTION_LAYOUTS.
 
     Raises:
         ValueError: naming the argument, what was expected, what came. Nothing is sent.
@@ -45,7 +47,7 @@ def build_cp_context(
     known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     offsets, dtype = known.detach().cpu().numpy(), str(known.dtype).removeprefix("torch.")
     size, rank = (1, 0) if group is None else (group.size(), dist.get_rank(group))
-    given = cp_exchange, cp_wire_dtype, cp_truncate_ranks, cp_transition_rank
+    given = cp_exchange, cp_wire_dtype, cp_truncate_ranks, cp_transition_rank, cp_attention_layout
     exchange: dict[str, Any] = dict(zip(OPTIONS, given, strict=True))
     check_sequences(offsets, dtype, size, conv1d_kernel_size, **exchange)
     part = int(offsets[-1]) // size
@@ -69,6 +71,7 @@ def build_cp_context(
         conv1d_kernel_size=conv1d_kernel_size,
         pre_num_conv_tokens=conv1d_kernel_size and min(conv1d_kernel_size - 1, int(local.pre_num_tokens)),
         **exchange,
+        all_cu_seqlens=cu_seqlens,
     )
 
 

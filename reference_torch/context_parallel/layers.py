@@ -9,6 +9,7 @@ from torch import Tensor
 from plans.context import FLACPContext, check_part, check_taps, halo_sizes
 from reference_torch.autograd import differentiable_once
 from reference_torch.context_parallel.exchange import receive_part, send_part, wait_for_part
+from reference_torch.context_parallel.zigzag import zigzag_attention
 from reference_torch.groups import sum_over, wait_for
 from reference_torch.ops import masked_attention, short_convolution
 
@@ -54,8 +55,10 @@ def cp_attention(
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_part(context, x.shape, name=name)
-    place, begin = _sequences(context, q.device)
     k, v = (_AllParts.apply(x, context) for x in (k, v))
+    if context.cp_attention_layout == "zigzag":
+        return zigzag_attention(q, k, v, context, fused)
+    place, begin = _sequences(context, q.device)
     keys = torch.arange(k.shape[1], device=q.device)
     return masked_attention(q, k, v, (keys >= begin[:, None]) & (keys <= place[:, None]), fused)
 

@@ -1,0 +1,150 @@
+"""Softmax attention of as many keys on every rank: queries go to the ranks that compute them, outputs back.
+
+Ranks run one program, so each goes through 2R + 1 blocks of half a part's queries by half a part's keys, the same
+number everywhere, and looks up which. A block's scores are used at once (an online softmax, with a running maximum m
+and sum l of each query) and computed again in backward, from what is kept: q, k, v, outputs and m + log l.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+from jax_impl.context_parallel.exchange import permute, ranks_of
+from jax_impl.ops import at_least_float32
+from kernels.mesh_axes import varying_alike
+from plans.context import FLACPContext
+from plans.zigzag import block_pairs, half_begin, half_lengths, half_moves
+
+
+def zigzag_attention(
+    q: Float[Array, "b t h d"],
+    k: Float[Array, "b s g d"],
+    v: Float[Array, "b s g d"],
+    context: FLACPContext,
+    fused: bool = False,
+) -> Float[Array, "b t h d"]:
+    """Causal attention of this rank's queries, of which other ranks compute most; see plans.zigzag.
+
+    Args:
+        q: queries of the part. [1, T, H, d]
+        k, v: keys and values of all ranks. [1, R T, G, d]
+        context: of the ranks; all have to call it.
+        fused: without effect: scores are never kept.
+    """
+    length, (first, second) = q.shape[1], half_lengths(q.shape[1])
+    groups, width = k.shape[2:]
+    filled = [(0, 0), (0, first - second), (0, 0), (0, 0)]  # halves as long as each other
+    moved = [_move(half, context, place, back=False) for place, half in enumerate((q[:, :first], q[:, first:]))]
+    halves = jnp.concatenate([moved[0], jnp.pad(moved[1], filled)]).reshape(2, first, groups, -1, width)
+    keys, values = (jnp.pad(x, filled)[0] for x in (k, v))
+    blocks = jnp.asarray([block_pairs(rank, context.size) for rank in range(context.size)], jnp.int32)[context.rank]
+    attend: Any = _attended
+    o = attend(length, *varying_alike((halves, keys, values, blocks, context.all_cu_seqlens)))
+    o = o.reshape(2, 1, first, *q.shape[2:])
+    return jnp.concatenate([_move(o[0], context, 0, back=True), _move(o[1, :, :second], context, 1, back=True)], axis=1)
+
+
+def _move(half: Array, context: FLACPContext, place: int, back: bool) -> Array:
+    """All parts' first (0) or second (1) halves, moved to the ranks that compute them, or back to their holders."""
+    pairs = [move[::-1] if back else move for move in half_moves(context.size, place)]
+    return permute(half, ranks_of(context)._replace(wire_dtype=None), pairs)
+
+
+class _Block(NamedTuple):
+    """Half a part's queries and half a part's keys."""
+
+    q: Float[Array, "c g r d"]
+    k: Float[Array, "c g d"]
+    v: Float[Array, "c g d"]
+    allowed: Array
+    """Which queries may look at which keys. [C, C]"""
+
+    def scores(self) -> Array:
+        """Wide. [C, G, r, C]"""
+        return at_least_float32(jnp.einsum("tgrd,sgd->tgrs", self.q, self.k) * self.q.shape[-1] ** -0.5)
+
+
+def _block(pair: Array, length: int, halves: Array, keys: Array, values: Array, cu_seqlens: Array) -> _Block:
+    """What a pair of half-parts names."""
+    query, key = pair
+    begin, size = half_begin(key, length), halves.shape[1]
+    place = (half_begin(query, length) + jnp.arange(size))[:, None]
+    looked_at = begin + jnp.arange(size)
+    first = cu_seqlens[jnp.searchsorted(cu_seqlens, place, side="right") - 1]
+    k, v = (lax.dynamic_slice_in_dim(x, begin, size) for x in (keys, values))
+    within = looked_at < half_begin(key + 1, length)  # of a half that is shorter by one
+    return _Block(halves[query % 2], k, v, (looked_at >= first) & (looked_at <= place) & within)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attended(length: int, halves: Array, keys: Array, values: Array, blocks: Array, cu_seqlens: Array) -> Array:
+    """Of two half-parts' queries.
+
+    Args:
+        length: tokens of a part.
+        halves: queries. [2, C, G, r, d]
+        keys, values: of all ranks, filled up so that the last half is C long. [R T + 0 or 1, G, d]
+        blocks: this rank's half-parts of queries and of keys. [2R + 1, 2]
+        cu_seqlens: where all sequences begin, and the end. [N + 1]
+    """
+    return _attended_forward(length, halves, keys, values, blocks, cu_seqlens)[0]
+
+
+def _attended_forward(
+    length: int, halves: Array, keys: Array, values: Array, blocks: Array, cu_seqlens: Array
+) -> tuple[Array, tuple[Array, ...]]:
+    wide = jnp.promote_types(halves.dtype, jnp.float32)
+
+    def add(carry: tuple[Array, ...], pair: Array) -> tuple[tuple[Array, ...], None]:
+        block, place = _block(pair, length, halves, keys, values, cu_seqlens), pair[0] % 2
+        o, top, total = (x[place] for x in carry)
+        allowed = block.allowed[:, None, None]
+        scores = jnp.where(allowed, block.scores(), jnp.finfo(wide).min)
+        new_top = jnp.maximum(top, scores.max(-1))
+        weights, scale = jnp.where(allowed, jnp.exp(scores - new_top[..., None]), 0), jnp.exp(top - new_top)
+        added = jnp.einsum("tgrs,sgd->tgrd", weights.astype(values.dtype), block.v, preferred_element_type=wide)
+        found = o * scale[..., None] + added, new_top, total * scale + weights.sum(-1)
+        return tuple(x.at[place].set(y) for x, y in zip(carry, found, strict=True)), None
+
+    rows = halves.shape[:-1]
+    start = jnp.zeros(halves.shape, wide), jnp.full(rows, jnp.finfo(wide).min, wide), jnp.zeros(rows, wide)
+    (o, top, total), _ = lax.scan(add, tuple(varying_alike((*start, blocks, halves))[:3]), blocks)
+    total = jnp.where(total > 0, total, 1)  # of what fills a half up
+    o = (o / total[..., None]).astype(values.dtype)
+    return o, (halves, keys, values, blocks, cu_seqlens, o, top + jnp.log(total))
+
+
+def _attended_backward(length: int, kept: tuple[Array, ...], d_o: Array) -> tuple[Array | None, ...]:
+    *inputs, blocks, cu_seqlens, o, logsumexp = kept
+    wide, width = logsumexp.dtype, d_o.shape[-1]
+    through = (o.astype(wide) * d_o.astype(wide)).sum(-1)
+
+    def add(carry: tuple[Array, ...], pair: Array) -> tuple[tuple[Array, ...], None]:
+        d_halves, d_keys, d_values = carry
+        block, place = _block(pair, length, *inputs, cu_seqlens), pair[0] % 2
+        begin, own = half_begin(pair[1], length), d_o[place]
+        weights = jnp.where(block.allowed[:, None, None], jnp.exp(block.scores() - logsumexp[place][..., None]), 0)
+        d_weights = at_least_float32(jnp.einsum("tgrd,sgd->tgrs", own, block.v))
+        d_scores = (weights * (d_weights - through[place][..., None]) * width**-0.5).astype(own.dtype)
+        product = partial(jnp.einsum, preferred_element_type=wide)
+        d_halves = d_halves.at[place].add(product("tgrs,sgd->tgrd", d_scores, block.k))
+        d_k = product("tgrs,tgrd->sgd", d_scores, block.q)
+        d_v = product("tgrs,tgrd->sgd", weights.astype(own.dtype), own)
+        return (d_halves, _added(d_keys, d_k, begin), _added(d_values, d_v, begin)), None
+
+    start = varying_alike((*(jnp.zeros(x.shape, wide) for x in inputs), blocks, *inputs, d_o))[:3]
+    found, _ = lax.scan(add, tuple(start), blocks)
+    return *(d.astype(x.dtype) for d, x in zip(found, inputs, strict=True)), None, None
+
+
+def _added(whole: Array, block: Array, begin: Array) -> Array:
+    """The whole with a block added to what begins there."""
+    before = lax.dynamic_slice_in_dim(whole, begin, len(block))
+    return lax.dynamic_update_slice_in_dim(whole, before + block, begin, 0)
+
+
+_attended.defvjp(_attended_forward, _attended_backward)

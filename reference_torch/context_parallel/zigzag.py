@@ -1,0 +1,78 @@
+"""Softmax attention of as many keys on every rank: queries go to the ranks that compute them, outputs back."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from plans.context import FLACPContext
+from plans.zigzag import computed_halves, half_begin, half_lengths, half_moves
+from reference_torch.autograd import differentiable_once
+from reference_torch.context_parallel.exchange import receive_part, send_part
+from reference_torch.groups import wait_for
+from reference_torch.ops import masked_attention
+
+
+def zigzag_attention(
+    q: Float[Tensor, "b t h d"],
+    k: Float[Tensor, "b s g d"],
+    v: Float[Tensor, "b s g d"],
+    context: FLACPContext,
+    fused: bool = False,
+) -> Float[Tensor, "b t h d"]:
+    """Causal attention of this rank's queries, of which other ranks compute most; see plans.zigzag.
+
+    Args:
+        q: queries of the part. [1, T, H, d]
+        k, v: keys and values of all ranks. [1, R T, G, d]
+        context: of the ranks; all have to call it.
+        fused: see ops.masked_attention.
+    """
+    length = q.shape[1]
+    halves = list(_Moved.apply(*q.split(half_lengths(length), dim=1), context, False))
+    for half in computed_halves(context.rank, context.size):
+        end = half_begin(half + 1, length)
+        allowed = _allowed(context.all_cu_seqlens.to(q.device), half_begin(half, length), end)
+        halves[half % 2] = masked_attention(halves[half % 2], k[:, :end], v[:, :end], allowed, fused)
+    return torch.cat(_Moved.apply(*halves, context, True), dim=1)
+
+
+def _allowed(cu_seqlens: Int[Tensor, " n"], begin: int, end: int) -> Tensor:
+    """Which keys before the end the tokens from begin on may look at: of their own sequence, up to themselves."""
+    keys = torch.arange(end, device=cu_seqlens.device)
+    place = keys[begin:, None]
+    first = cu_seqlens[torch.searchsorted(cu_seqlens, place, right=True) - 1]
+    return (keys >= first) & (keys <= place)
+
+
+class _Moved(torch.autograd.Function):
+    """First halves and second halves of all parts, moved to the ranks that compute them, or back to their holders;
+    their gradients go the other way."""
+
+    @staticmethod
+    def forward(ctx, first, second, context, back):
+        ctx.context, ctx.back = context, back
+        return _move((first, second), context, back)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, *gradients):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return *_move(gradients, ctx.context, not ctx.back), None, None
+
+
+def _move(halves: tuple[Tensor, ...], context: FLACPContext, back: bool) -> tuple[Tensor, ...]:
+    """What this rank gets for its first and second half; what stays is copied, so that q itself need not be kept."""
+    rank, found, works, sent = context.rank, [], [], []
+    for place, own in enumerate(halves):
+        pairs = [move[::-1] if back else move for move in half_moves(context.size, place)]
+        to = dict(pairs)[rank]
+        if to == rank or not own.numel():
+            found.append(own.clone())
+            continue
+        source = next(sender for sender, receiver in pairs if receiver == rank)
+        sent.append(own.contiguous())
+        found.append(torch.empty_like(sent[-1]))
+        works.append(send_part(sent[-1], to, context, reverse=False))
+        works.append(receive_part(found[-1], source, context, reverse=False))
+    for work in works:
+        wait_for(work, "the queries, outputs or gradients of another rank's half-part", context.timeout)
+    return tuple(found)
