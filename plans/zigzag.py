@@ -50,15 +50,16 @@ def computed_halves(rank: int, size: int) -> tuple[int, int]:
     return rank, 2 * size - 1 - rank
 
 
-def half_moves(size: int, place: int) -> list[tuple[int, int]]:
-    """Holder and computing rank of every part's first (0) or second (1) half, by holder: a permutation of the ranks.
+def half_moves(size: int, place: int, back: bool = False) -> list[tuple[int, int]]:
+    """Sender and receiver of every part's first (0) or second (1) half, a permutation of the ranks.
 
     Args:
         size: number of ranks.
         place: of the halves in their parts.
+        back: from the ranks that compute them to their holders; else there.
     """
-    halves = [2 * rank + place for rank in range(size)]
-    return [(half // 2, min(half, 2 * size - 1 - half)) for half in halves]
+    computing = [min(half, 2 * size - 1 - half) for half in range(place, 2 * size, 2)]
+    return [(there, rank) if back else (rank, there) for rank, there in enumerate(computing)]
 
 
 def block_pairs(rank: int, size: int) -> list[tuple[int, int]]:

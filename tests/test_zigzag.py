@@ -47,15 +47,17 @@ def test_everyone_receives_what_it_computes_and_gets_its_outputs_back(size, part
     tokens = [range(rank * part, (rank + 1) * part) for rank in range(size)]
     first = half_lengths(part)[0]
     halves = [(own[:first], own[first:]) for own in tokens]
-    moves = [(holder, computing, place) for place in (0, 1) for holder, computing in half_moves(size, place)]
-    came = {(computing, place): halves[holder][place] for holder, computing, place in moves}
-    assert len(came) == len(moves) == 2 * size
-    back = {(holder, place): came[computing, place] for holder, computing, place in moves}
+    came, back = (
+        {(receiver, place): (sender, place) for place in (0, 1) for sender, receiver in half_moves(size, place, back)}
+        for back in (False, True)
+    )
+    assert len(came) == len(back) == 2 * size
     for rank in range(size):
         for half in computed_halves(rank, size):
             begin, end = half_begin(half, part), half_begin(half + 1, part)
-            assert [*came[rank, half % 2]] == [*range(begin, end)]
-        assert [*back[rank, 0], *back[rank, 1]] == [*tokens[rank]]
+            holder, place = came[rank, half % 2]
+            assert [*halves[holder][place]] == [*range(begin, end)]
+            assert back[holder, place] == (rank, place)
 
 
 @given(sizes, part_lengths)

@@ -50,8 +50,7 @@ def zigzag_attention(
 
 def _move(half: Array, context: FLACPContext, place: int, back: bool) -> Array:
     """All parts' first (0) or second (1) halves, moved to the ranks that compute them, or back to their holders."""
-    pairs = [move[::-1] if back else move for move in half_moves(context.size, place)]
-    return permute(half, ranks_of(context)._replace(wire_dtype=None), pairs)
+    return permute(half, ranks_of(context)._replace(wire_dtype=None), half_moves(context.size, place, back))
 
 
 class _Block(NamedTuple):
@@ -119,13 +118,14 @@ def _attended_forward(
 
 
 def _attended_backward(length: int, kept: tuple[Array, ...], d_o: Array) -> tuple[Array | None, ...]:
-    *inputs, blocks, cu_seqlens, o, logsumexp = kept
+    halves, keys, values, blocks, cu_seqlens, o, logsumexp = kept
+    inputs = halves, keys, values
     wide, width = logsumexp.dtype, d_o.shape[-1]
     through = (o.astype(wide) * d_o.astype(wide)).sum(-1)
 
     def add(carry: tuple[Array, ...], pair: Array) -> tuple[tuple[Array, ...], None]:
         d_halves, d_keys, d_values = carry
-        block, place = _block(pair, length, *inputs, cu_seqlens), pair[0] % 2
+        block, place = _block(pair, length, halves, keys, values, cu_seqlens), pair[0] % 2
         begin, own = half_begin(pair[1], length), d_o[place]
         weights = jnp.where(block.allowed[:, None, None], jnp.exp(block.scores() - logsumexp[place][..., None]), 0)
         d_weights = at_least_float32(jnp.einsum("tgrd,sgd->tgrs", own, block.v))

@@ -63,12 +63,11 @@ def _move(halves: tuple[Tensor, ...], context: FLACPContext, back: bool) -> tupl
     """What this rank gets for its first and second half; what stays is copied, so that q itself need not be kept."""
     rank, found, works, sent = context.rank, [], [], []
     for place, own in enumerate(halves):
-        pairs = [move[::-1] if back else move for move in half_moves(context.size, place)]
-        to = dict(pairs)[rank]
+        moves = half_moves(context.size, place, back)
+        to, source = dict(moves)[rank], {receiver: sender for sender, receiver in moves}[rank]
         if to == rank or not own.numel():
             found.append(own.clone())
             continue
-        source = next(sender for sender, receiver in pairs if receiver == rank)
         sent.append(own.contiguous())
         found.append(torch.empty_like(sent[-1]))
         works.append(send_part(sent[-1], to, context, reverse=False))
