@@ -127,7 +127,7 @@ def main() -> None:
     """Measure, print, write JSON."""
     console, rows = Console(width=130), []
     for size in SIZES:
-        with RankPool(size, 600.0, (JOBS,)) as pool, console.status(f"{size} ranks"):
+        with RankPool(size, 600.0, ("torch.distributed",)) as pool, console.status(f"{size} ranks"):
             rows += [measure(pool, Load(length, fused)) for length in LENGTHS for fused in (False, True)]
     show(console, rows)
     RESULT.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
