@@ -15,6 +15,7 @@ from torch.distributed.pipelining import Schedule1F1B as Schedule1F1BOfTorch
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from plans.config import TransformerConfig
+from plans.data import Batch
 from plans.placement import V_SCHEDULES, StagePlace, stage_at
 from plans.simulate import Costs
 from reference_torch.groups import make_groups, make_mesh
@@ -206,7 +207,7 @@ def peak_bytes(config: TransformerConfig, batch: int, num_microbatches: int) -> 
         communicator = P2PCommunicator(groups.pp, settings)
 
         def step(c: TransformerConfig = settings, m: Any = model, messages: P2PCommunicator = communicator) -> None:
-            parts: Iterator[Microbatch] = iter([Microbatch((tokens, tokens, None), 0, 0, True)] * num_microbatches)  # pyright: ignore
+            parts: Iterator[Microbatch] = iter([Microbatch(Batch(tokens, tokens), 0, 0, True)] * num_microbatches)
             m.zero_grad(set_to_none=False)
             get_forward_backward_func(c)(
                 forward_step_func=forward_step,

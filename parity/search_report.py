@@ -6,7 +6,6 @@ from rich.table import Table
 
 from parity.commands import Plan, parse_bytes
 from plans.search import search
-from plans.step_time import Machine
 
 MIB = 2**20
 
@@ -23,19 +22,13 @@ def print_search(console: Console, command: Plan) -> None:
     """
     assert command.memory_limit is not None, "the command asks for a search"
     assert command.ranks is not None, "the command asks for a search"
-    machine = Machine(
-        compute_rate=command.compute_rate * 1e12,
-        memory_bandwidth=command.memory_bandwidth * 1e9,
-        network_bandwidth=command.network_bandwidth * 1e9,
-        link_bandwidth=command.link_bandwidth * 1e9,
-    )
     limit, batch = parse_bytes("memory_limit", command.memory_limit), command.global_batch_size or command.ranks
     outcome = search(
         command.model,
         command.ranks,
         limit,
         batch,
-        machine,
+        command.machine,
         command.num_results,
         progress=lambda ways, total: track(ways, "ways", total, console=console, transient=True),
     )

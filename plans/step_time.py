@@ -6,7 +6,7 @@ with them. What ranks that share sequences exchange is not hidden and comes on t
 come the sum of gradients over the ranks that hold the same stage, and the update.
 
 Left out: launching operations, messages that wait for one another on a wire, kernels that read less than single
-operations do, and whatever the machine does besides. Not set beside measurements yet.
+operations do, and whatever the machine does besides. Beside measured steps: benchmarks/step_time.py.
 """
 
 from collections.abc import Hashable, Sequence
