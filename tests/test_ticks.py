@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from plans.actions import Action, Schedule
@@ -40,13 +40,12 @@ class Machine:
 
     def turn(self, rank: int, tick: int) -> tuple[Action | None, Action | None]:
         rows, last = self.rows, self.schedule.num_stages - 1
-        backward = "I" if self.schedule.splits_backward else "B"
         forward = self.action("F", rank, tick, rows.forward_stage, rows.forward_microbatch)
         if forward is not None:
             if forward.stage > 0:
                 self.expect("inputs", rank, rows.forward_input[rank, tick], forward._replace(stage=forward.stage - 1))
             self.buffers["kept"][rank][rows.forward_kept[rank, tick]] = forward
-        pulled = self.action(backward, rank, tick, rows.backward_stage, rows.backward_microbatch)
+        pulled = self.action("B", rank, tick, rows.backward_stage, rows.backward_microbatch)
         if pulled is not None:
             _, stage, microbatch = pulled
             if self.keep == "residuals":
@@ -55,8 +54,12 @@ class Machine:
                 self.expect("inputs", rank, rows.backward_input[rank, tick], Action("F", stage - 1, microbatch))
             if stage < last:
                 slot = rows.backward_gradient[rank, tick]
-                self.expect("gradients", rank, slot, Action(backward, stage + 1, microbatch))
+                self.expect("gradients", rank, slot, self.schedule.backward_of(stage + 1, microbatch))
             self.buffers["weights"][rank][rows.backward_weights[rank, tick]] = pulled
+        if pulled is not None and pulled.kind == "B" and self.schedule.splits_backward:  # its second half, at once
+            assert (rows.weights_stage[rank, tick], rows.weights_microbatch[rank, tick]) == pulled[1:]
+            self.expect("weights", rank, rows.weights_kept[rank, tick], pulled)
+            return forward, pulled
         weights = self.action("W", rank, tick, rows.weights_stage, rows.weights_microbatch)
         if weights is not None:
             self.expect("weights", rank, rows.weights_kept[rank, tick], weights._replace(kind="I"))
@@ -67,7 +70,7 @@ class Machine:
         assert (stage < 0) == (microbatch < 0)
         if stage < 0:
             return None
-        action = Action(kind, stage, microbatch)
+        action = self.schedule.backward_of(stage, microbatch) if kind == "B" else Action(kind, stage, microbatch)
         assert self.schedule.rank_of(stage) == rank
         assert action not in self.done, f"{action} runs twice"
         for needed in dependencies(self.schedule, action):
@@ -82,6 +85,7 @@ class Machine:
 
 
 @given(ANY, st.sampled_from(KEEPS), st.booleans())
+@example(("dualpipe-v", 2, 1, 2), "inputs", False)  # one whole backward among split ones
 def test_canonical_ticks_run_the_schedule(arguments, keep, forward_only):
     """Each rank's order is the schedule's, and every value read is the one meant: nothing live is overwritten."""
     schedule = build_schedule(*arguments)

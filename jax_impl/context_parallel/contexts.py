@@ -43,9 +43,8 @@ def build_cp_context(
         cu_seqlens_cpu: the same, not traced; without it traced offsets are not looked at.
         cp_exchange: how states travel, one of plans.exchange.EXCHANGES.
         cp_wire_dtype: in which type; None: their own. One of plans.exchange.WIRE_DTYPES.
-        cp_truncate_ranks: how many ranks ahead a state reaches at most, with ring; None: all. An approximation, whose
-            error plans.approximation bounds beforehand, and so is the next.
-        cp_transition_rank: rank of what a rank's map is sent as, beside a diagonal, with all_gather; None: the map.
+        cp_truncate_ranks: ranks ahead that a state reaches, with ring; None: all. Its error: plans.approximation.
+        cp_transition_rank: rank of what a map is sent as, beside a diagonal, with all_gather; None: the map. The same.
         cp_attention_layout: who computes attention of which queries, one of plans.zigzag.ATTENTION_LAYOUTS.
 
     Raises:
@@ -64,7 +63,6 @@ def build_cp_context(
     offsets = jnp.asarray(known)
     part: Any = offsets[-1] // size if values is None else int(values[-1]) // size
     local = local_sequences(offsets, rank, part, jnp)
-    kernel = conv1d_kernel_size
     return FLACPContext(
         group=group,
         cu_seqlens=local.cu_seqlens,
@@ -79,8 +77,8 @@ def build_cp_context(
         size=size,
         part_length=None if values is None else part,
         pre_num_tokens=local.pre_num_tokens,
-        conv1d_kernel_size=kernel,
-        pre_num_conv_tokens=None if kernel is None else jnp.minimum(kernel - 1, local.pre_num_tokens),
+        conv1d_kernel_size=conv1d_kernel_size,
+        pre_num_conv_tokens=conv1d_kernel_size and jnp.minimum(conv1d_kernel_size - 1, local.pre_num_tokens),
         **exchange,
         all_cu_seqlens=offsets,
     )

@@ -33,9 +33,8 @@ def build_cp_context(
         cu_seqlens_cpu: the same on the host; without it a device is waited for.
         cp_exchange: how states travel, one of plans.exchange.EXCHANGES.
         cp_wire_dtype: in which type; None: their own. One of plans.exchange.WIRE_DTYPES.
-        cp_truncate_ranks: how many ranks ahead a state reaches at most, with ring; None: all. An approximation, whose
-            error plans.approximation bounds beforehand, and so is the next.
-        cp_transition_rank: rank of what a rank's map is sent as, beside a diagonal, with all_gather; None: the map.
+        cp_truncate_ranks: ranks ahead that a state reaches, with ring; None: all. Its error: plans.approximation.
+        cp_transition_rank: rank of what a map is sent as, beside a diagonal, with all_gather; None: the map. The same.
         cp_attention_layout: who computes attention of which queries, one of plans.zigzag.ATTENTION_LAYOUTS.
 
     Raises:
