@@ -9,7 +9,8 @@ embedding or the loss counted as a layer, or a layout that writes every stage ou
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from plans.placement import StagePlace, place_of, placement_of, stage_at
 
@@ -99,6 +100,33 @@ def layers_by_stage(config: "TransformerConfig") -> tuple[int, ...]:
     Raises:
         ValueError: the options do not add up; the message names the one to change.
     """
+    if config.pipeline_schedule_file is not None:  # what lies there may change
+        return _layers_by_stage(config)
+    return _layers_of_split(_Split(*(getattr(config, name) for name in _Split._fields)))
+
+
+class _Split(NamedTuple):
+    """All of a configuration that says how many layers each stage has."""
+
+    num_layers: int
+    pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None
+    pipeline_model_parallel_layout: str | None
+    num_layers_in_first_pipeline_stage: int | None
+    num_layers_in_last_pipeline_stage: int | None
+    account_for_embedding_in_pipeline_split: bool
+    account_for_loss_in_pipeline_split: bool
+    pipeline_schedule: str | None
+    pipeline_schedule_file: None = None
+
+
+@lru_cache(maxsize=512)
+def _layers_of_split(split: _Split) -> tuple[int, ...]:
+    """Planning asks for the same ones many thousand times."""
+    return _layers_by_stage(split)
+
+
+def _layers_by_stage(config: Any) -> tuple[int, ...]:
     if config.pipeline_model_parallel_layout is not None:
         return _layers_of_layout(config, config.pipeline_model_parallel_layout)
     p, v = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1

@@ -17,6 +17,8 @@ Qi et al., arXiv 2401.10241, sections 2 and 3.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from typing import Any
 
 from plans.actions import Action, Schedule
 from plans.config import TransformerConfig
@@ -31,7 +33,7 @@ def schedule_for(config: TransformerConfig, num_microbatches: int, forward_only:
     """The table a configuration asks for. Errors as build_schedule's, or read_schedule's."""
     if config.pipeline_schedule_file is not None:
         return _from_file(read_schedule(config.pipeline_schedule_file), num_microbatches, forward_only)
-    return build_schedule(
+    return _built(
         schedule_name(config),
         config.pipeline_model_parallel_size,
         num_microbatches,
@@ -39,6 +41,12 @@ def schedule_for(config: TransformerConfig, num_microbatches: int, forward_only:
         config.microbatch_group_size_per_vp_stage,
         forward_only,
     )
+
+
+@lru_cache(maxsize=16)
+def _built(*sizes: Any) -> Schedule:
+    """build_schedule; the same one is asked for in a row."""
+    return build_schedule(*sizes)
 
 
 def any_num_microbatches(config: TransformerConfig) -> int:

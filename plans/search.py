@@ -4,9 +4,9 @@ A way is a mesh (pipeline, context ranks, replicas), a schedule with its virtual
 parameters are offloaded, and how many sequences a microbatch has. Memory is plans.memory's, time plans.step_time's.
 Offloaded activations are not searched: their memory is not predicted.
 
-Ways are taken in the order of a bound that no schedule beats: the busiest rank's work, and what comes after it. Once
-the bound exceeds the slowest of the ways asked for, nothing that follows can be among them; so the result is that of
-trying all, which a test does where there are few.
+Ways are taken in the order of a bound that no schedule beats: a rank's work, with what has to come before and after it.
+Once the bound exceeds the slowest of the ways asked for, nothing that follows can be among them; so the result is that
+of trying all, which a test does where there are few.
 """
 
 from collections import Counter
@@ -228,8 +228,30 @@ class _Predictions:
         self._after: dict[Any, tuple[float, float]] = {}
 
     def bound(self, way: Way) -> float:
-        """Seconds that no schedule can be below: work of the busiest rank, sum of gradients, update."""
-        return max(sum(parts) for parts in self._work(way)) + sum(self._after_backward(way))
+        """Seconds that no schedule can be below.
+
+        A rank waits for its first forward; its forwards and input gradients follow; then the last gradient has to reach
+        the first stage, or weights' gradients are left. Of the rank where that takes longest, with the sum of gradients
+        and the update.
+        """
+        config, times = way.config, self._stage_times(way)
+        costs = costs_of(config, times, way.micro_batch_size, self._machine)
+        passes, weights, first = ([0.0] * config.pipeline_model_parallel_size for _ in range(3))
+        leads = [(0.0, 0.0)]  # of the stages before one: forwards, and input gradients, with their messages
+        for stage, time in enumerate(times):
+            rank = get_stage_place(config, stage).pp_rank
+            if not passes[rank]:
+                first[rank] = stage
+            passes[rank] += way.num_microbatches * (time.forward + time.input_gradient)
+            weights[rank] += way.num_microbatches * time.weight_gradient
+            ahead, back = leads[-1]
+            wire = costs.communication
+            leads.append((ahead + time.forward + wire, back + time.input_gradient + wire))
+        bounds = []
+        for own, late, stage in zip(passes, weights, map(int, first), strict=True):
+            ahead, back = leads[stage]
+            bounds.append(ahead + own + max(late, back + (times[0].weight_gradient if stage else 0.0)))
+        return max(bounds) + sum(self._after_backward(way))
 
     def memory(self, way: Way) -> RankMemory:
         """Of the rank that needs most."""

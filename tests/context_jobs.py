@@ -12,7 +12,8 @@ import torch.distributed as dist
 from kernels import functions
 from plans.communication import PipelineError
 from plans.config import TransformerConfig
-from plans.context import exchange_options, local_sequences
+from plans.context import local_sequences
+from plans.exchange import exchange_options
 from reference_torch.context_parallel import build_cp_context, cp_attention, cp_short_convolution, exchange_states
 from reference_torch.context_parallel.exchange import pass_states
 from reference_torch.delta_rule import chunk_gated_delta_rule, chunk_kda, chunked

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from parity.ranks import make_trainer
 from plans.config import TrainConfig, TransformerConfig
-from plans.context import exchange_options
+from plans.exchange import exchange_options
 from reference_torch.context_parallel import build_cp_context
 from reference_torch.recompute import measure_memory
 from reference_torch.transformer import GPTModel

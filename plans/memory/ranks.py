@@ -9,6 +9,7 @@ alike; of context ranks it is one whose first sequence began on another.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 from plans.actions import Action, Schedule
 from plans.config import TransformerConfig
@@ -16,7 +17,7 @@ from plans.memory.graph import ITEM_SIZES
 from plans.memory.stages import StageMemory
 from plans.offload import layer_storages, pass_uses, rank_layers, stage_layers
 from plans.parameters import parameter_specs
-from plans.partition import get_stage, get_stage_place, num_stages
+from plans.partition import get_stage, get_stage_place, num_stages, undivided
 from plans.recompute import recompute_blocks
 
 
@@ -51,9 +52,7 @@ def rank_memories(config: TransformerConfig, schedule: Schedule, stages: Sequenc
         stages: what a microbatch keeps on each; see plans.memory.stages.predict_stages.
     """
     sizes = [parameter_bytes(config, stage) for stage in range(num_stages(config))]
-    layers = {}
-    if config.enable_tensor_offload:
-        layers = {number: sum(each.values()) for number, each in layer_storages(config).items()}
+    layers = _layer_sizes(undivided(config)) if config.enable_tensor_offload else {}
     found = []
     for rank, actions in enumerate(schedule.actions):
         own = sum(size for stage, size in enumerate(sizes) if schedule.rank_of(stage) == rank)
@@ -64,6 +63,12 @@ def rank_memories(config: TransformerConfig, schedule: Schedule, stages: Sequenc
         kept, waiting = _peak(actions, stages, schedule.splits_backward)
         found.append(RankMemory(own - away + there, own, 2 * own, kept, waiting, away))
     return found
+
+
+@lru_cache(maxsize=32)
+def _layer_sizes(config: TransformerConfig) -> dict[int, int]:
+    """Bytes of every layer's parameters, of a whole model, which many divide alike."""
+    return {number: sum(each.values()) for number, each in layer_storages(config).items()}
 
 
 def standing_bytes(config: TransformerConfig) -> list[int]:
