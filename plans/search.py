@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 from plans.config import TransformerConfig
 from plans.context import check_shared
-from plans.memory.ranks import RankMemory, rank_memories
+from plans.memory.ranks import RankMemory, moved_bytes, rank_memories
 from plans.memory.stages import StageMemory, predict_stages
-from plans.offload import layer_storages, rank_layers
 from plans.partition import get_stage_place, undivided
 from plans.placement import SCHEDULES, V_SCHEDULES
 from plans.recompute import NO_RECOMPUTE
@@ -331,11 +330,8 @@ class _Predictions:
         return [(a, b, c) for a, b, c in sums]
 
     def _copies(self, way: Way) -> float:
-        """Seconds of the link with offloaded parameters, at most: every layer comes for each forward and backward."""
-        config = way.config
-        if not config.enable_tensor_offload:
+        """Seconds of the link with offloaded parameters, of the rank that copies most."""
+        if not way.config.enable_tensor_offload:
             return 0.0
-        sizes = {number: sum(each.values()) for number, each in layer_storages(config).items()}
-        own = max(sum(sizes[n] for n in rank_layers(config, r)) for r in range(config.pipeline_model_parallel_size))
-        passes = 2 * way.num_microbatches + 2
-        return passes * own / self._machine.link_bandwidth
+        moved = moved_bytes(way.config, schedule_for(way.config, way.num_microbatches))
+        return max(moved) / self._machine.link_bandwidth

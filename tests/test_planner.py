@@ -15,7 +15,7 @@ from parity.schedule_report import plan_pipeline
 from plans.checkpoint import Checkpoint, check_settings, run_settings
 from plans.config import TrainConfig, TransformerConfig
 from plans.memory import activation_recompute_saving, predict_memory
-from plans.memory.ranks import offload_peak, parameter_bytes, rank_memories
+from plans.memory.ranks import moved_bytes, offload_use, parameter_bytes, rank_memories
 from plans.memory.stages import predict_stage_memory, predict_stages
 from plans.offload import Use, layer_storages, plan_offload, rank_layers, rank_uses
 from plans.partition import num_stages
@@ -186,7 +186,10 @@ def test_offloaded_layers_on_the_device_are_the_plans(ahead, settings):
         layers = rank_layers(config, rank)
         uses = rank_uses(config, 4, rank) + [Use("S", layer) for layer in layers]
         peak = plan_offload(uses, storages, ahead).peak_bytes
-        assert offload_peak([use.layer for use in uses], sizes, ahead) == peak
+        once, twice = (plan_offload(uses * count, storages, ahead) for count in (1, 2))
+        second = twice.bytes_in + twice.bytes_out - once.bytes_in - once.bytes_out
+        assert offload_use([use.layer for use in uses], sizes, ahead) == (peak, second)
+        assert moved_bytes(config, schedule_for(config, 4))[rank] == second
         assert found.on_host == sum(sizes[layer] for layer in layers)
         assert found.parameters == found.gradients - found.on_host + peak
         assert found.total == found.parameters + 3 * found.gradients + found.activations

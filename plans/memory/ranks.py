@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import NamedTuple
 
 from plans.actions import Action, Schedule
 from plans.config import TransformerConfig
@@ -59,7 +60,8 @@ def rank_memories(config: TransformerConfig, schedule: Schedule, stages: Sequenc
         away, there = 0, 0
         if config.enable_tensor_offload:
             away = sum(layers[layer] for layer in rank_layers(config, rank))
-            there = offload_peak(_layer_order(config, rank, actions), layers, config.tensor_offload_num_prefetch_layers)
+            order, ahead = _layer_order(config, rank, actions), config.tensor_offload_num_prefetch_layers
+            there = offload_use(order, layers, ahead).peak
         kept, waiting = _peak(actions, stages, schedule.splits_backward)
         found.append(RankMemory(own - away + there, own, 2 * own, kept, waiting, away))
     return found
@@ -86,23 +88,46 @@ def parameter_bytes(config: TransformerConfig, stage: int) -> int:
     return sum(math.prod(spec.shape) for spec in specs.values()) * ITEM_SIZES[config.params_dtype]
 
 
-def offload_peak(order: Sequence[int], sizes: Mapping[int, int], num_prefetch_layers: int) -> int:
-    """Most bytes of offloaded layers on the device, as plan_offload finds them, in one pass over a long order.
+class OffloadUse(NamedTuple):
+    """What a step's uses of offloaded layers take."""
+
+    peak: int
+    """Most bytes of them on the device."""
+    moved: int
+    """Bytes copied, to the device and, of layers that the optimizer has changed, back."""
+
+
+def offload_use(order: Sequence[int], sizes: Mapping[int, int], num_prefetch_layers: int) -> OffloadUse:
+    """Peak and copies, as plan_offload finds them from a second step on, in one pass over a long order.
 
     When a use begins there are exactly its layer and the next others. Layers that share memory are counted twice.
 
     Args:
-        order: of the layers' uses in a step; the next step is like it.
+        order: of the layers' uses in a step, the optimizer's included; the next step is like it.
         sizes: bytes of each layer.
         num_prefetch_layers: fetched ahead.
     """
     window: list[int] = []
-    peak = 0
+    peak = moved = 0
+    leave: set[int] = set()
     for place, layer in enumerate(reversed([*order, *order])):
+        later = window
         window = [layer, *(other for other in window if other != layer)][: num_prefetch_layers + 1]
         if place >= len(order):
             peak = max(peak, sum(sizes[each] for each in window))
-    return peak
+            come = [each for each in later if each not in window]
+            moved += sum(sizes[each] for each in come)
+            leave.update(come)
+    return OffloadUse(peak, moved + sum(sizes[each] for each in leave))
+
+
+def moved_bytes(config: TransformerConfig, schedule: Schedule) -> list[int]:
+    """Of every pipeline rank: what offload of parameters copies in a step, both ways together."""
+    layers, ahead = _layer_sizes(undivided(config)), config.tensor_offload_num_prefetch_layers
+    return [
+        offload_use(_layer_order(config, rank, actions), layers, ahead).moved
+        for rank, actions in enumerate(schedule.actions)
+    ]
 
 
 def _layer_order(config: TransformerConfig, rank: int, actions: Iterable[Action]) -> list[int]:
