@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.pipeline_jobs import WIDTH, SleepingStage, SlowLink, _Slept, _timed
+from benchmarks.pipeline_jobs import WIDTH, OurStage, SlowLink, _timed
 from plans.actions import Action
 from plans.config import TransformerConfig
 from plans.data import Batch
@@ -23,27 +23,6 @@ from reference_torch.pipeline import get_forward_backward_func, get_model, split
 from reference_torch.stage import Microbatch, forward_step, model_provider
 
 
-class Stage(SleepingStage):
-    """Sleeps for F and for I, and for W too where its backward is whole: a table may have both kinds.
-
-    Args:
-        forward, inputs, weights: seconds.
-    """
-
-    def __init__(self, forward: float, inputs: float, weights: float) -> None:
-        super().__init__(forward, inputs)
-        self.weights = weights
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, T, D] to the same."""
-        x, self.input_tensor = x if self.input_tensor is None else self.input_tensor, None
-        product = torch.nn.functional.linear(x, self.weight)
-        assert product.grad_fn is not None, "the weight wants a gradient"
-        is_split = product.grad_fn.name() == "_LinearBackward"  # of DeferredWeightGradients
-        forward, inputs = self.times
-        return _Slept.apply(product, forward, inputs if is_split else inputs + self.weights)
-
-
 def time_table(config: TransformerConfig, num_microbatches: int, costs: Costs, steps: int) -> list[float]:
     """Seconds of several steps of a configuration's table over stages that sleep, the first left out.
 
@@ -52,10 +31,10 @@ def time_table(config: TransformerConfig, num_microbatches: int, costs: Costs, s
     rank = dist.get_rank()
     weights: dict[int, float] = {}
 
-    def build(vp_stage: int | None, **_: Any) -> Stage:
+    def build(vp_stage: int | None, **_: Any) -> OurStage:
         stage = get_stage(config, vp_stage or 0, rank)
-        made = Stage(*(float(costs.of(name, stage)) for name in ("forward", "input_gradient", "weight_gradient")))
-        weights[id(made.weight)] = made.weights
+        made = OurStage(*(float(costs.of(name, stage)) for name in ("forward", "input_gradient", "weight_gradient")))
+        weights[id(made.weight)] = made.weight_time
         return made
 
     built = get_model(build, config, rank)
