@@ -9,6 +9,7 @@
 # make bench-step-time  steps beside what the roofline predicts from measured rates
 # make bench-cp         context parallelism: bytes, step time, wire error, a long sequence
 # make bench-zigzag     attention of context ranks, contiguous and zigzag: products and step time
+# make bench-wavefront  microbatches that follow one another over context ranks beside exchanges in step
 # make bench-pipeline   pipeline steps beside what their tables predict and beside PyTorch's own
 # make bench-generated-schedule  a schedule made for its costs beside the best one with a name
 # make composition     compositions of all features beside the plain model, in both backends: 15 minutes
@@ -57,7 +58,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_INSTALLED := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
 ON_GPU := JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON)
 
-.PHONY: install demo check test test-all test-gpu bench bench-recompute bench-pipeline bench-offload bench-delta-rule bench-cp bench-approximate-cp bench-step-time bench-gpu kernels-report composition drill clean bench-generated-schedule test-page bench-zigzag
+.PHONY: install demo check test test-all test-gpu bench bench-recompute bench-pipeline bench-offload bench-delta-rule bench-cp bench-approximate-cp bench-step-time bench-gpu kernels-report composition drill clean bench-generated-schedule test-page bench-zigzag bench-wavefront
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@echo "making $(VENV): about a minute, 2 GB"
@@ -118,6 +119,9 @@ bench-cp: $(INSTALLED)
 
 bench-zigzag: $(INSTALLED)
 	$(BIN)/python -m benchmarks.zigzag
+
+bench-wavefront: $(INSTALLED)
+	$(BIN)/python -m benchmarks.wavefront
 
 drill: $(INSTALLED)
 	$(BIN)/python -m benchmarks.drill

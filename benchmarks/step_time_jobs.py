@@ -61,7 +61,7 @@ def torch_steps(config: TransformerConfig, train: TrainConfig, steps: int, toget
     from reference_torch.groups import make_mesh
     from reference_torch.train import Trainer
 
-    trainer = Trainer(config, train, _corpus(), device="cpu", mesh=make_mesh(config) if together else None)
+    trainer = Trainer(config, train, random_corpus(), device="cpu", mesh=make_mesh(config) if together else None)
     return [trainer.train_step(step).seconds for step in range(steps + 1)][1:]
 
 
@@ -69,11 +69,12 @@ def jax_steps(config: TransformerConfig, train: TrainConfig, steps: int) -> list
     """The same on the only device."""
     from jax_impl.train import Trainer
 
-    trainer = Trainer(config, train, _corpus())
+    trainer = Trainer(config, train, random_corpus())
     return [trainer.train_step(step).seconds for step in range(steps + 1)][1:]
 
 
-def _corpus() -> Corpus:
+def random_corpus() -> Corpus:
+    """Bytes that cannot be learnt."""
     text = np.random.default_rng(0).integers(0, 256, 65536).astype(np.uint8)
     return Corpus("random", text[:-8192], text[-8192:], 0)
 

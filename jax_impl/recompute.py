@@ -18,6 +18,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.extend.core import Literal, jaxprs_in_params
 
+from jax_impl.handing import collecting
 from plans.config import TransformerConfig
 from plans.recompute import VALUES, RecomputeBlock, recompute_blocks
 
@@ -71,7 +72,8 @@ def checkpoint_blocks(
         for block in recompute_blocks(config, vp_stage, pp_rank):
             layers = partial(run_block, block)
             if block.kind != "none":
-                layers = jax.checkpoint(layers, policy=recompute_policy(config, block))  # pyright: ignore[reportPrivateImportUsage]
+                again = partial(jax.checkpoint, policy=recompute_policy(config, block))  # pyright: ignore[reportPrivateImportUsage]
+                layers = collecting(layers, again)
             hidden_states = name_value(layers(hidden_states), "residual_streams")
         return hidden_states
 

@@ -7,7 +7,8 @@ from rich.table import Table
 from parity.mesh_report import add_rows
 from plans.config import TransformerConfig
 from plans.context import end_to_end, local_sequences
-from plans.exchange import EXCHANGES, exchange_cost
+from plans.exchange import CP_EXCHANGES, PIPELINED, exchange_cost
+from plans.wire import layer_exchanges
 from plans.zigzag import ATTENTION_LAYOUTS, move_cost, score_pairs
 
 KIB = 2**10
@@ -66,7 +67,7 @@ def _exchanges(config: TransformerConfig, layers: list[int]) -> Table:
         table.add_column(heading, justify="left" if heading == "exchange" else "right")
     ways: list[tuple[str, str, tuple]] = [
         (f"{exchange}{' *' if exchange == config.cp_exchange and not approximate else ''}", exchange, ())
-        for exchange in EXCHANGES
+        for exchange in CP_EXCHANGES
     ]
     if approximate:
         ways.append((f"{config.cp_exchange}, {approximate} *", config.cp_exchange, _left_out(config)))
@@ -93,6 +94,8 @@ def _others(config: TransformerConfig, batch: int, attention: int, linear: int) 
         said.append(
             f"What is kept from forward to backward is of a rank that has all tokens; of one of {size} see below."
         )
+    if config.cp_exchange == PIPELINED:
+        return " ".join([*said, _handed_on(config, batch)])
     if linear:
         halo = (config.linear_conv_kernel_dim - 1) * (2 * key_heads * key + heads * value) * itemsize
         said.append(f"A gdn or kda layer's convolutions take {halo / KIB:,.1f} KiB from the ranks before.")
@@ -104,6 +107,19 @@ def _others(config: TransformerConfig, batch: int, attention: int, linear: int) 
         )
         said.append(_scores(config, batch * config.seq_length // size, itemsize))
     return " ".join(said)
+
+
+def _handed_on(config: TransformerConfig, batch: int) -> str:
+    """What a rank hands on of each kind of layer."""
+    size, said = config.context_parallel_size, []
+    for mixer in sorted(config.mixers):
+        layer = next(number for number in range(config.num_layers) if config.layer(number).mixer == mixer)
+        for exchange in layer_exchanges(config, layer, batch):
+            said.append(f"{exchange.name} of a {mixer} layer up to {exchange.one / KIB:,.1f} KiB")
+    return (
+        f"A rank hands on, forward, and takes as much back: {'; '.join(said)}. The last of {size} ranks begins "
+        f"{size - 1} layers behind the first, which has {size} microbatches in flight; in JAX {size - 1} microbatches."
+    )
 
 
 def _scores(config: TransformerConfig, part: int, itemsize: int) -> str:

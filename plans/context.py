@@ -10,7 +10,7 @@ ranks run, the rank and the offsets are not known before it runs.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,8 +81,16 @@ class FLACPContext:
     timeout: float = 600.0
     """PyTorch: seconds a rank waits for what another sends. Training sets it to pipeline_timeout."""
     cp_attention_layout: str = "contiguous"
+    layer: int | None = None
+    """PyTorch, pipelined: the layer that takes and hands on; None: a call by hand."""
+    handing: Any = None
+    """There: what of this microbatch has been handed on; of reference_torch.context_parallel.wavefront."""
     all_cu_seqlens: Any = None
     """Where all sequences begin, and the end of all. [N + 1] int32"""
+
+    def of_layer(self, number: int) -> "FLACPContext":
+        """The same for one layer of a model."""
+        return self if self.handing is None else replace(self, layer=number)
 
     @property
     def is_approximate(self) -> bool:

@@ -1,8 +1,9 @@
 """How states travel between ranks that share sequences, and what that costs.
 
-Exactly: every pair (M, H) to everyone, the state alone from rank to rank, or composed pairs over distances that
-double. Or nearly, with what plans.approximation says of the error beforehand: the state of the nearest ranks alone,
-each handing on what it has at the same time as all others; or M as a diagonal and a product of two narrow matrices.
+Exactly: every pair (M, H) to everyone, the state alone from rank to rank, or composed pairs over distances that double;
+or pipelined, where a rank computes nothing before it has its state (plans.wavefront). Or nearly, with what
+plans.approximation says of the error beforehand: the state of the nearest ranks alone, each handing on what it has at
+the same time as all others; or M as a diagonal and a product of two narrow matrices.
 """
 
 import math
@@ -13,9 +14,11 @@ from plans.zigzag import check_layout
 WIRE_DTYPES = (None, "bfloat16")
 """Types in which states travel: None is their own."""
 EXCHANGES = ("all_gather", "ring", "scan")
-"""How states travel: every pair (M, H) to everyone; the state alone from rank to rank; composed pairs over distances
-that double."""
-
+"""How states travel while all ranks are at the same call: every pair (M, H) to everyone; the state alone from rank to
+rank; composed pairs over distances that double."""
+PIPELINED = "pipelined"
+CP_EXCHANGES = (*EXCHANGES, PIPELINED)
+"""All of them; pipelined, ranks are at different calls."""
 
 OPTIONS = ("cp_exchange", "cp_wire_dtype", "cp_truncate_ranks", "cp_transition_rank", "cp_attention_layout")
 """What build_cp_context and a model's configuration say of how states and queries travel."""
@@ -36,7 +39,7 @@ def check_exchange(
     """Refuse a way for states and queries to travel that there is not.
 
     Args:
-        cp_exchange: one of EXCHANGES.
+        cp_exchange: one of CP_EXCHANGES.
         cp_wire_dtype: one of WIRE_DTYPES.
         cp_truncate_ranks: ranks ahead that a state reaches, at most; None: all.
         cp_transition_rank: columns of the two matrices that M is sent as; None: M itself.
@@ -45,11 +48,16 @@ def check_exchange(
     Raises:
         ValueError: naming the argument, what was expected, what came.
     """
-    if cp_exchange not in EXCHANGES:
-        raise ValueError(f"cp_exchange: expected one of {EXCHANGES}, got {cp_exchange!r}")
+    if cp_exchange not in CP_EXCHANGES:
+        raise ValueError(f"cp_exchange: expected one of {CP_EXCHANGES}, got {cp_exchange!r}")
     if cp_wire_dtype not in WIRE_DTYPES:
         raise ValueError(f"cp_wire_dtype: expected one of {WIRE_DTYPES}, got {cp_wire_dtype!r}")
     check_layout(cp_attention_layout)
+    if cp_exchange == PIPELINED and cp_attention_layout != "contiguous":
+        raise ValueError(
+            "cp_attention_layout: expected 'contiguous' with cp_exchange 'pipelined', whose ranks are not at one layer "
+            f"at the same time, got {cp_attention_layout!r}"
+        )
     for name, value, exchange in (
         ("cp_truncate_ranks", cp_truncate_ranks, "ring"),
         ("cp_transition_rank", cp_transition_rank, "all_gather"),
@@ -88,7 +96,7 @@ def exchange_cost(
     """What one exchange costs, by formula.
 
     Args:
-        exchange: one of EXCHANGES.
+        exchange: one of CP_EXCHANGES; pipelined, rounds are those a last rank is behind the first.
         size: number of ranks.
         heads: HV, of all rows of the batch.
         key, value: widths K, V of a head.
@@ -105,7 +113,7 @@ def exchange_cost(
     if exchange == "ring" and truncate_ranks is not None:
         rounds = min(truncate_ranks, size - 1)
         return ExchangeCost(rounds, rounds * state, rounds * (size - 1) * state)
-    if exchange == "ring":
+    if exchange in ("ring", PIPELINED):
         return ExchangeCost(size - 1, state, (size - 1) * state)
     steps = scan_steps(size)
     sent = [state if step.is_last else both for step in steps]

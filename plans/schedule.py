@@ -10,6 +10,7 @@ tables: nothing about the order of work is decided elsewhere.
     zb-h1         1f1b with the backward split: weight gradients fill what would be bubble
     zb-h2         the same with twice the forwards ahead: no bubble but ranks beginning one after the other
     zb-v, v-half, v-min, dualpipe-v     over stages that go there and back: plans.v_schedules
+    pipelined     1f1b over ranks that share sequences, each with the whole model: plans.wavefront
 
 Reference: GPipe, arXiv 1811.06965; 1F1B and interleaving, Narayanan et al., arXiv 2104.04473, section 2.2; zero bubble,
 Qi et al., arXiv 2401.10241, sections 2 and 3.
@@ -22,6 +23,7 @@ from typing import Any
 
 from plans.actions import Action, Schedule
 from plans.config import TransformerConfig
+from plans.exchange import PIPELINED
 from plans.placement import SCHEDULES, V_SCHEDULES, schedule_name
 from plans.schedule_file import read_schedule
 from plans.v_schedules import dualpipe_v, v_half, v_min, zb_v
@@ -29,8 +31,13 @@ from plans.v_schedules import dualpipe_v, v_half, v_min, zb_v
 NAMES = SCHEDULES
 
 
-def schedule_for(config: TransformerConfig, num_microbatches: int, forward_only: bool = False) -> Schedule:
-    """The table a configuration asks for. Errors as build_schedule's, or read_schedule's."""
+def schedule_for(
+    config: TransformerConfig, num_microbatches: int, forward_only: bool = False, context_rank: int = 0
+) -> Schedule:
+    """The table a configuration asks for, on one of the ranks that share sequences, which differ with cp_exchange
+    "pipelined" alone; the first has most in flight. Errors as build_schedule's, or read_schedule's."""
+    if config.cp_exchange == PIPELINED and config.context_parallel_size > 1:
+        return context_schedule(config.context_parallel_size, context_rank, num_microbatches, forward_only)
     if config.pipeline_schedule_file is not None:
         return _from_file(read_schedule(config.pipeline_schedule_file), num_microbatches, forward_only)
     return _built(
@@ -41,6 +48,24 @@ def schedule_for(config: TransformerConfig, num_microbatches: int, forward_only:
         config.microbatch_group_size_per_vp_stage,
         forward_only,
     )
+
+
+@lru_cache(maxsize=64)
+def context_schedule(size: int, rank: int, num_microbatches: int, forward_only: bool = False) -> Schedule:
+    """In which order a rank runs microbatches that follow one another over ranks that share sequences: that of 1f1b,
+    whose stages parts of sequences stand for. See plans.wavefront.
+
+    Args:
+        size, rank: of the ranks that share sequences.
+        num_microbatches: of a step.
+        forward_only: leave out every backward.
+
+    Returns:
+        A table of this rank alone, as of a model that lies whole on it.
+    """
+    table = build_schedule("1f1b" if size > 1 else "none", size, num_microbatches, forward_only=forward_only)
+    actions = tuple(action._replace(stage=0) for action in table.actions[rank])
+    return Schedule(PIPELINED, 1, num_microbatches, 1, (actions,), forward_only)
 
 
 @lru_cache(maxsize=16)

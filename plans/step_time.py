@@ -2,7 +2,8 @@
 
 An operation takes as long as its products or as what it reads and writes, whichever is longer. A stage's F, I and W are
 sums of that over its operations, I with everything that recomputing runs again; the pipeline's table is then simulated
-with them. What ranks that share sequences exchange is not hidden and comes on top of F and I. After the last backward
+with them. What ranks that share sequences exchange is not hidden and comes on top of F and I; pipelined, the last is
+behind the first by a layer a rank (plans.wavefront). After the last backward
 come the sum of gradients over the ranks that hold the same stage, and the update.
 
 Left out: launching operations, messages that wait for one another on a wire, kernels that read less than single
@@ -10,10 +11,11 @@ operations do, and whatever the machine does besides. Beside measured steps: ben
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from plans.config import TransformerConfig
+from plans.exchange import PIPELINED
 from plans.memory.graph import Node
 from plans.memory.ranks import parameter_bytes
 from plans.memory.simulate import Simulation
@@ -113,7 +115,7 @@ class StageTimes:
 
     def _block(self, config: TransformerConfig, block: RecomputeBlock, batch: int) -> StageTime:
         alike = tuple(map(config.layer, block.layers))
-        key = alike, block.kind, block.modules, batch, config.context_parallel_size
+        key = alike, block.kind, block.modules, batch, config.context_parallel_size, config.cp_exchange
         if key not in self._found:
             builder, layers = stage_builder(config, batch), {}
             x = builder.hidden()
@@ -177,8 +179,16 @@ def step_time(
     stages = StageTimes(machine).of(config, micro_batch_size)
     schedule = schedule_for(config, num_microbatches)
     course = simulate(schedule, costs_of(config, stages, micro_batch_size, machine))
+    if schedule.name == PIPELINED:
+        course = replace(course, makespan=course.makespan + _waits(config, stages[0], machine))
     gradients, update = after_backward(config, micro_batch_size, num_microbatches, data_parallel_size, machine)
     return StepTime(course.makespan + gradients + update, course, stages, gradients, update)
+
+
+def _waits(config: TransformerConfig, stage: StageTime, machine: Machine) -> float:
+    """Seconds from the first rank's beginning to the last one's and back, where microbatches follow one another."""
+    layer = (stage.forward + stage.input_gradient + stage.weight_gradient) / config.num_layers
+    return (config.context_parallel_size - 1) * (layer + 2 * machine.network_latency)
 
 
 def after_backward(

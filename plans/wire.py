@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from plans.config import TransformerConfig
 from plans.context import halo_sizes
-from plans.exchange import exchange_cost
+from plans.exchange import PIPELINED, exchange_cost
 from plans.memory.graph import ITEM_SIZES
 from plans.memory.ranks import parameter_bytes
 from plans.parameters import embedding_spec
@@ -128,6 +128,9 @@ def layer_exchanges(
         replays_layer: backward computes the whole layer again.
         replays_mixer: it computes attention or the delta rule again, and with it what travels there.
     """
+    if config.cp_exchange == PIPELINED:
+        yield from _handed_on(config, layer, batch)
+        return
     size, item = config.context_parallel_size, ITEM_SIZES[config.compute_dtype]
     part = batch * config.seq_length // size
     if config.layer(layer).mixer == "attention":
@@ -151,6 +154,25 @@ def layer_exchanges(
     one = sum(tokens for tokens, sent in zip(halo, messages, strict=True) if sent) * token
     total = sum(tokens * sent for tokens, sent in zip(halo, messages, strict=True)) * token
     yield Exchange("tokens of convolutions", "point to point", one, total, 2 + replays_layer)
+
+
+def _handed_on(config: TransformerConfig, layer: int, batch: int) -> Iterator[Exchange]:
+    """layer_exchanges where ranks hand on what they have, of sequences that go on alone, and nothing a second time."""
+    size, item = config.context_parallel_size, ITEM_SIZES[config.compute_dtype]
+    part = batch * config.seq_length // size
+    before = [rank * part % config.seq_length for rank in range(1, size)]  # tokens of a rank's first sequence
+    goes_on = sum(tokens > 0 for tokens in before)
+    if config.layer(layer).mixer == "attention":
+        token = 2 * config.query_groups * config.head_dim * item
+        yield Exchange("keys and values", "handed on", max(before, default=0) * token, sum(before) * token, 2)
+        return
+    key_heads, heads, key, value = config.linear_heads
+    sent = {
+        "states and gradients": heads * key * value * _state_item(config),
+        "tokens of convolutions": (config.linear_conv_kernel_dim - 1) * (2 * key_heads * key + heads * value) * item,
+    }
+    for name, one in sent.items():
+        yield Exchange(name, "handed on", one * (goes_on > 0), one * goes_on, 2)
 
 
 def _state_item(config: TransformerConfig) -> int:

@@ -105,6 +105,8 @@ class _DeltaRuleMixer(nn.Module):
                 "attention_mask: expected None in a model with gdn or kda layers, whose state has seen all tokens, got "
                 f"one of shape {list(attention_mask.shape)}"
             )
+        if isinstance(sequences, FLACPContext):
+            sequences = sequences.of_layer(self.layer_number)
         projected = _apply(self.linear_qkv, hidden_states)
         beta = torch.sigmoid(at_least_float32(_apply(self.linear_beta, hidden_states)))
         if self.config.linear_allow_neg_eigval:

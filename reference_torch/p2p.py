@@ -13,8 +13,6 @@ What is sent stays alive until it has left; a thread waits for that.
 """
 
 import datetime
-import queue
-import threading
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import takewhile
@@ -28,6 +26,7 @@ from torch.distributed import ProcessGroup
 from plans.actions import Action
 from plans.communication import Message, PipelineError, Program
 from plans.config import TransformerConfig
+from reference_torch.departures import Departures, cause_of
 
 Shape = tuple[int, ...]
 
@@ -55,7 +54,7 @@ class P2PCommunicator:
         self._counted: dict[tuple[str, str], int] = {}
         self._posted: dict[Message, list[_Receive]] = {}
         self._channels = self._make_channels() if self._ordered else {}
-        self._senders = _Departures()
+        self._senders = Departures()
 
     def begin_step(self, program: Program) -> None:
         """Number the messages of a step; every rank begins its steps in the same order."""
@@ -224,7 +223,7 @@ class P2PCommunicator:
         except RuntimeError as error:
             raise PipelineError(
                 f"rank {self.rank}, step {self.step}: expected {message}, {list(shape)} {self.config.compute_dtype}, "
-                f"within pipeline_timeout={self.config.pipeline_timeout:g} s, and it did not come ({_cause(error)}); "
+                f"within pipeline_timeout={self.config.pipeline_timeout:g} s, and it did not come ({cause_of(error)}); "
                 f"look at what rank {message.peer} says, or raise pipeline_timeout"
             ) from None
 
@@ -233,7 +232,7 @@ class P2PCommunicator:
         try:
             work = dist.irecv(buffer, group=group, group_src=peer, tag=self._tag(message, place, shape))
         except RuntimeError as error:
-            raise PipelineError(f"rank {self.rank}, step {self.step}: {message} failed: {_cause(error)}") from None
+            raise PipelineError(f"rank {self.rank}, step {self.step}: {message} failed: {cause_of(error)}") from None
         assert work is not None, "this rank is in its own pipeline"
         return work
 
@@ -267,7 +266,7 @@ class P2PCommunicator:
         try:
             return post()
         except RuntimeError as error:
-            raise PipelineError(f"rank {self.rank}, step {self.step}: {message} failed: {_cause(error)}") from None
+            raise PipelineError(f"rank {self.rank}, step {self.step}: {message} failed: {cause_of(error)}") from None
 
     def _tag(self, message: Message, place: int, shape: Shape | str) -> int:
         number = self._numbers[message.peer, message.produced_by] * MAX_TENSORS + place
@@ -332,50 +331,3 @@ class _Receive:
         shape: Shape,
     ) -> None:
         self.header, self.content, self.shape = header, content, shape
-
-
-class _Departures:
-    """Keeps what is being sent alive until it has left; a thread waits, so that nobody else has to."""
-
-    def __init__(self) -> None:
-        self._queue: queue.Queue[tuple[Any, Tensor, str, float] | None] = queue.Queue()
-        self._error: str | None = None
-        self._thread: threading.Thread | None = None
-
-    def add(self, work: dist.Work | None, content: Tensor, told: str, timeout: float) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, daemon=True, name="departures")
-            self._thread.start()
-        self._queue.put((work, content, told, timeout))
-
-    def wait(self) -> None:
-        self._queue.join()
-        self.check()
-
-    def check(self) -> None:
-        if self._error is not None:
-            raise PipelineError(self._error)
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
-
-    def _serve(self) -> None:
-        while (waiting := self._queue.get()) is not None:
-            work, content, told, timeout = waiting
-            try:
-                if work is not None and self._error is None:
-                    work.wait(datetime.timedelta(seconds=timeout))
-            except RuntimeError as error:
-                self._error = f"{told} within pipeline_timeout={timeout:g} s, and it was not ({_cause(error)})"
-            del waiting, work, content  # the memory, now that it has left
-            self._queue.task_done()
-        self._queue.task_done()
-
-
-def _cause(error: Exception) -> str:
-    """A framework's error without its source file."""
-    first = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return first.split("] ", 1)[-1].split(" This is typically")[0].rstrip(".")

@@ -83,9 +83,9 @@ class SelfAttention(nn.Module):
         # A copy of v alone: as a view it would keep the projection of q, k and v for backward.
         q, k, v = name_value(q, "q"), name_value(k, "k"), name_value(v.contiguous(), "v")
         if isinstance(sequences, FLACPContext):
-            attended = recompute(
-                "core_attn", partial(cp_attention, context=sequences, fused=self.config.use_flash_attn), q, k, v
-            )
+            context = sequences.of_layer(self.layer_number)
+            attend = partial(cp_attention, context=context, fused=self.config.use_flash_attn)
+            attended = recompute("core_attn", attend, q, k, v)
         elif cache is None:
             attended = recompute("core_attn", attend, q, k, v, both_masks(attention_mask, sequences))
         else:

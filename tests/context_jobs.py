@@ -16,6 +16,7 @@ from plans.context import local_sequences
 from plans.exchange import exchange_options
 from reference_torch.context_parallel import build_cp_context, cp_attention, cp_short_convolution, exchange_states
 from reference_torch.context_parallel.exchange import pass_states
+from reference_torch.context_parallel.states import begun_with
 from reference_torch.delta_rule import chunk_gated_delta_rule, chunk_kda, chunked
 from reference_torch.ops import causal_attention, short_convolution
 from reference_torch.transformer import GPTModel
@@ -156,16 +157,20 @@ def run_kernels(case: Case, parts: int) -> Any:
         functions.parts_of = usual
 
 
-def late_part(timeout: float, late: float) -> tuple[str, float] | None:
+def late_part(timeout: float, late: float, exchange: str = "all_gather") -> tuple[str, float] | None:
     """Rank 0 comes so many seconds late to an exchange; what the others say, and when."""
-    context = build_cp_context(torch.tensor([0, TOKENS], dtype=torch.int32), dist.group.WORLD)
-    context = replace(context, timeout=timeout)
+    offsets = torch.tensor([0, TOKENS], dtype=torch.int32)
+    context = build_cp_context(offsets, dist.group.WORLD, cp_exchange=exchange)
+    context = replace(context, timeout=timeout).of_layer(5)
     if context.rank == 0:
         time.sleep(late)
         return None
     start = time.perf_counter()
     try:
-        exchange_states(torch.zeros(1, 2, 2), torch.zeros(1, 2, 3), context)
+        if exchange == "pipelined":
+            begun_with([None], torch.zeros(1, 2, 3), context)
+        else:
+            exchange_states(torch.zeros(1, 2, 2), torch.zeros(1, 2, 3), context)
     except PipelineError as error:
         return str(error), time.perf_counter() - start
     return None
@@ -207,6 +212,7 @@ class Layer(NamedTuple):
 
     offsets: tuple[int, ...]
     kernel_size: int | None
+    exchange: str = "all_gather"
 
 
 def layer_arrays(layer: Layer) -> list[np.ndarray]:
@@ -239,7 +245,8 @@ def layer_undivided(layer: Layer) -> list[np.ndarray]:
 def layer_part(layer: Layer) -> list[np.ndarray]:
     """The same of this rank's part."""
     group = dist.group.WORLD if dist.is_initialized() else None
-    context = build_cp_context(torch.tensor(layer.offsets, dtype=torch.int32), group, layer.kernel_size)
+    offsets = torch.tensor(layer.offsets, dtype=torch.int32)
+    context = build_cp_context(offsets, group, layer.kernel_size, cp_exchange=layer.exchange)
     length = TOKENS // context.size
     part = slice(context.rank * length, (context.rank + 1) * length)
     whole = [torch.from_numpy(x) for x in layer_arrays(layer)]
@@ -257,6 +264,7 @@ def layer_parts(layers: list[Layer]) -> list[Any]:
 
 LAYERS = [Layer(tuple(offsets), size) for size in (None, 1, 4, 9, 30) for offsets in OFFSETS.values()]
 """Taps that reach over the rank before, and over several."""
+PIPELINED_LAYERS = [layer._replace(exchange="pipelined") for layer in LAYERS]
 
 
 MODEL = TransformerConfig(
@@ -297,6 +305,12 @@ MODELS = {
         MODEL, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
     ),
 }
+PIPELINED_MODELS = {
+    f"pipelined, {name}": replace(model, cp_exchange="pipelined")
+    for name, model in MODELS.items()
+    if model.cp_attention_layout == "contiguous"
+}
+ALL_MODELS = MODELS | PIPELINED_MODELS
 STARTS = np.array([[0, 1, 9, 24], [0, 12, 17, 17]], np.int32)
 
 
@@ -314,7 +328,7 @@ def model_undivided(name: str) -> tuple[float, dict[str, np.ndarray]]:
     """Loss and gradients."""
     model = GPTModel(
         replace(
-            MODELS[name],
+            ALL_MODELS[name],
             recompute_granularity=None,
             recompute_method=None,
             recompute_num_layers=None,
@@ -329,8 +343,8 @@ def model_undivided(name: str) -> tuple[float, dict[str, np.ndarray]]:
 
 def model_part(name: str) -> tuple[float, dict[str, np.ndarray]]:
     """The same of this rank's tokens."""
-    model, group = GPTModel(MODELS[name]), dist.group.WORLD if dist.is_initialized() else None
-    kernel, travel = MODEL.linear_conv_kernel_dim, exchange_options(MODELS[name])
+    model, group = GPTModel(ALL_MODELS[name]), dist.group.WORLD if dist.is_initialized() else None
+    kernel, travel = MODEL.linear_conv_kernel_dim, exchange_options(ALL_MODELS[name])
     context = build_cp_context(torch.from_numpy(model_offsets()), group, kernel, **travel)
     place = torch.arange(48).chunk(context.size)[context.rank]
     tokens, targets = (torch.from_numpy(x).flatten()[place][None] for x in model_batch())

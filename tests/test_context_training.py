@@ -59,6 +59,8 @@ CUTS = {  # three ranks share a microbatch of two sequences: every border but on
     "stages, recomputed, offload": {"context_parallel_size": 3, **STAGES, **HYPER, **OFFLOAD},
     "zigzag": {"context_parallel_size": 4, "cp_attention_layout": "zigzag"},
     "stages, recomputed, zigzag": {"context_parallel_size": 3, "cp_attention_layout": "zigzag", **STAGES, **HYPER},
+    "pipelined": {"context_parallel_size": 4, "cp_exchange": "pipelined"},
+    "pipelined, recomputed": {"context_parallel_size": 3, "cp_exchange": "pipelined", **HYPER},
     "tokens counted": {"context_parallel_size": 3, "calculate_per_token_loss": True},
 }
 APPROXIMATE = {
@@ -68,7 +70,7 @@ APPROXIMATE = {
 """Not what one process computes, and the same in both backends; a sequence lies on three ranks."""
 TORCH_ALONE = ("tokens counted",)
 DAILY = (("stages, zero bubble", True), ("a scan over three", False), ("stages, recomputed, offload", True))
-DAILY += (("stages, recomputed, zigzag", True),)
+DAILY += (("stages, recomputed, zigzag", True), ("pipelined, recomputed", True))
 """What make test takes, of PyTorch; JAX compiles long."""
 
 

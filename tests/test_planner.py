@@ -54,10 +54,11 @@ MESHES = {
     "ring": (3, 1, {"context_parallel_size": 3, "cp_exchange": "ring", **FULL, "linear_conv_kernel_dim": 11}),
     "scan": (4, 1, {"context_parallel_size": 4, "cp_exchange": "scan", "cp_wire_dtype": "bfloat16"}),
     "zigzag": (3, 1, {**ZIGZAG, "context_parallel_size": 3, "seq_length": 6, **CORE}),
+    "handed on, replayed": (3, 1, {"context_parallel_size": 3, "cp_exchange": "pipelined", **FULL}),
     "zigzag, parts of odd length": (4, 1, {**ZIGZAG, "context_parallel_size": 4, "seq_length": 10}),
 }
 """Ranks, replicas, settings. Of the ring's convolutions one reads beyond the rank before."""
-DAILY = ("context ranks of stages, bf16", "ring", "zigzag")
+DAILY = ("context ranks of stages, bf16", "ring", "zigzag", "handed on, replayed")
 
 
 @pytest.mark.multiprocess
@@ -105,6 +106,8 @@ PARTS = {
     "zigzag, fused": {**ZIGZAG, "use_flash_attn": True, "bf16": True},
     "gdn, kda": {"layer_pattern": "gdn,kda"},
     "kda, recomputed": {"layer_pattern": "kda", **CORE},
+    "attention, pipelined": {"cp_exchange": "pipelined"},
+    "kda, pipelined": {"layer_pattern": "kda", "cp_exchange": "pipelined"},
 }
 
 

@@ -14,6 +14,7 @@ from jax_impl.context_parallel.contexts import build_cp_context, compress_h0, ex
 from jax_impl.context_parallel.exchange import Crossing, exchange_states
 from jax_impl.context_parallel.layers import cp_attention, cp_short_convolution
 from jax_impl.context_parallel.states import complete, with_responses
+from jax_impl.context_parallel.wavefront import over_microbatches
 
 __all__ = [
     "build_cp_context",
@@ -25,4 +26,5 @@ __all__ = [
     "complete",
     "cp_short_convolution",
     "cp_attention",
+    "over_microbatches",
 ]

@@ -14,7 +14,7 @@ from plans.context import FLACPContext, check_kinds, check_sequences, local_sequ
 from plans.exchange import OPTIONS
 
 KNOWN = ("group", "cu_seqlens_cpu", "size", "part_length", "conv1d_kernel_size", *OPTIONS)
-KNOWN += ("overlap", "by_groups", "timeout")
+KNOWN += ("overlap", "by_groups", "timeout", "layer", "handing")
 """What a program is made for, of a context; all else differs by rank, and is arrays in it like any other."""
 
 jax.tree_util.register_dataclass(
@@ -41,7 +41,7 @@ def build_cp_context(
         group: name of the mesh axis.
         conv1d_kernel_size: taps of a short convolution that will run on the part.
         cu_seqlens_cpu: the same, not traced; without it traced offsets are not looked at.
-        cp_exchange: how states travel, one of plans.exchange.EXCHANGES.
+        cp_exchange: how states travel, one of plans.exchange.CP_EXCHANGES.
         cp_wire_dtype: in which type; None: their own. One of plans.exchange.WIRE_DTYPES.
         cp_truncate_ranks: ranks ahead that a state reaches, with ring; None: all. Its error: plans.approximation.
         cp_transition_rank: rank of what a map is sent as, beside a diagonal, with all_gather; None: the map. The same.

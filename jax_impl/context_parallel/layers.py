@@ -5,7 +5,9 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jax_impl.context_parallel.exchange import permute, ranks_of
+from jax_impl.context_parallel.wavefront import is_pipelined
 from jax_impl.context_parallel.zigzag import zigzag_attention
+from jax_impl.handing import hand_over
 from jax_impl.ops import masked_attention, short_convolution
 from plans.context import FLACPContext, check_part, check_taps, halo_sizes
 
@@ -27,11 +29,10 @@ def cp_short_convolution(
     check_taps(context, weight.shape[1])
     length, wanted = x.shape[1], weight.shape[1] - 1
     place, begin = _sequences(context, length)
-    halo = []
-    for distance, size in enumerate(halo_sizes(length, weight.shape[1]), 1):
-        pairs = [(rank, rank + distance) for rank in range(context.size - distance)]
-        halo.insert(0, permute(x[:, length - size :], ranks_of(context)._replace(wire_dtype=None), pairs))
-    joined = jnp.concatenate([*halo, x], axis=1)
+    if is_pipelined(context) and wanted:
+        joined = _joined_with_tokens(x, wanted)
+    else:
+        joined = jnp.concatenate([*_halo(x, weight.shape[1], context), x], axis=1)
     return short_convolution(joined, weight, jnp.pad(place - begin, (wanted, 0)))[:, wanted:]
 
 
@@ -54,12 +55,47 @@ def cp_attention(
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_part(context, x.shape, name=name)
-    k, v = (lax.all_gather(x, context.group, axis=1, tiled=True) for x in (k, v))
+    if is_pipelined(context):
+        k, v = _joined_with_earlier(k, v, context)
+    else:
+        k, v = (lax.all_gather(x, context.group, axis=1, tiled=True) for x in (k, v))
     if context.cp_attention_layout == "zigzag":
         return zigzag_attention(q, k, v, context, fused)
     place, begin = _sequences(context, q.shape[1])
     keys = jnp.arange(k.shape[1])
     return masked_attention(q, k, v, (keys >= begin[:, None]) & (keys <= place[:, None]), fused)
+
+
+def _halo(x: Array, taps: int, context: FLACPContext) -> list[Array]:
+    """The tokens before the part that a convolution reads, from the farthest rank to the nearest."""
+    halo, ranks = [], ranks_of(context)._replace(wire_dtype=None)
+    for distance, size in enumerate(halo_sizes(x.shape[1], taps), 1):
+        pairs = [(rank, rank + distance) for rank in range(context.size - distance)]
+        halo.insert(0, permute(x[:, x.shape[1] - size :], ranks, pairs))
+    return halo
+
+
+def _joined_with_tokens(x: Array, wanted: int) -> Array:
+    """x and so many tokens before it, pipelined; of a sequence that begins here nobody looks at them."""
+
+    def own(came: Array) -> tuple[Array, Array]:
+        joined = jnp.concatenate([came, x], axis=1)
+        return joined[:, -wanted:], joined
+
+    return hand_over((x.shape[0], wanted, *x.shape[2:]), x.dtype, own)
+
+
+def _joined_with_earlier(k: Array, v: Array, context: FLACPContext) -> tuple[Array, Array]:
+    """Keys and values of this rank and those before, pipelined, each at its place among all; 0 where later ones are."""
+    both, length = jnp.stack([k, v]), k.shape[1]
+
+    def own(came: Array) -> tuple[Array, Array]:
+        joined = lax.dynamic_update_slice_in_dim(came, both, context.rank * length, axis=2)
+        return joined, joined
+
+    shape = (*both.shape[:2], length * context.size, *both.shape[3:])
+    k, v = hand_over(shape, both.dtype, own)
+    return k, v
 
 
 def _sequences(context: FLACPContext, length: int) -> tuple[Array, Array]:

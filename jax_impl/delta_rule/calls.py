@@ -8,6 +8,8 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from jax_impl.context_parallel import Crossing, complete, with_responses
+from jax_impl.context_parallel.states import handed_through
+from jax_impl.context_parallel.wavefront import is_pipelined
 from jax_impl.delta_rule.by_kernels import chunked_by_kernels
 from jax_impl.delta_rule.chunked import Arguments, chunked
 from jax_impl.delta_rule.gates import gated, prepared
@@ -206,12 +208,18 @@ def _chunked(
     _check(arguments, initial, cu_seqlens, options)
     options, impl = options.for_length(arguments.q.shape[1]), implementation_for(impl, context)
     kernels = kernel_door(impl, arguments.q)
-    if kernels is not None:
-        o, finals = chunked_by_kernels(kernels, arguments, initial, options, cu_seqlens, recompute, context)
-    elif context is None:
-        o, finals = chunked(arguments, initial, options, cu_seqlens, recompute)
+
+    def run(initial: Array | None, context: FLACPContext | None = None) -> tuple[Array, Array]:
+        if kernels is not None:
+            return chunked_by_kernels(kernels, arguments, initial, options, cu_seqlens, recompute, context)
+        if context is None:
+            return chunked(arguments, initial, options, cu_seqlens, recompute)
+        return _over_ranks(arguments, initial, options, recompute, context)
+
+    if context is not None and is_pipelined(context):  # within, the part is whole sequences
+        o, finals = handed_through(initial, _state_like(arguments), context, run)
     else:
-        o, finals = _over_ranks(arguments, initial, options, recompute, context)
+        o, finals = run(initial, context)
     return o, finals if output_final_state else None
 
 
@@ -223,14 +231,19 @@ def _over_ranks(
     context: FLACPContext,
 ) -> tuple[Array, Array]:
     """The rule over every rank's part of the sequences."""
-    q, v = arguments.q, arguments.v
-    key, value = q.shape[3], v.shape[3]
-    like = jnp.zeros((v.shape[2], key, value), jnp.promote_types(q.dtype, jnp.float32))
+    v, like = arguments.v, _state_like(arguments)
+    _, key, value = like.shape
     o, finals = chunked(
         arguments, with_responses(initial, context, like), options, context.cu_seqlens, recompute, responses=key
     )
     o, finals = complete(o, finals, Crossing(context, value, _log_decay(arguments, options, context)))
     return o.astype(v.dtype), finals
+
+
+def _state_like(arguments: Arguments) -> Array:
+    """A state of 0. [HV, K, V]"""
+    q, v = arguments.q, arguments.v
+    return jnp.zeros((v.shape[2], q.shape[3], v.shape[3]), jnp.promote_types(q.dtype, jnp.float32))
 
 
 def _log_decay(arguments: Arguments, options: DeltaRuleOptions, context: FLACPContext) -> Array | None:

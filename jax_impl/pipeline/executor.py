@@ -10,7 +10,7 @@ A tick stores what arrived, runs a forward and a backward (either may be nothing
 Ranks take different branches at the same tick, and a collective that only some of them reach hangs or is silently
 wrong. So there is none inside a branch. That takes care with gradients: of a value that is equal on every rank JAX sums
 the gradient over ranks where it is taken, inside the branch. Everything is therefore made to differ by rank first
-(_vary), the local loss is differentiated, and sums over ranks are taken once, after the last tick.
+(vary), the local loss is differentiated, and sums over ranks are taken once, after the last tick.
 
 Ranks that share sequences do exchange inside a branch, where their layers are: they are at the same place of the
 pipeline, so that all of them take it.
@@ -27,6 +27,7 @@ from jax import Array, lax
 from jax_impl.offload import Moved, is_on_host
 from jax_impl.pipeline.kept import Keeper, Task
 from jax_impl.pipeline.stages import CONTEXT_AXIS, Batch, Program, StagedParameters, Stages
+from jax_impl.varying import vary
 from plans.ticks import Keep, Ticks
 
 PIPELINE_AXIS, DATA_AXIS = "pp", "dp"
@@ -74,7 +75,7 @@ def run_ticks(
         Losses [m], the same on every rank. Gradients as params, those of the ends the same on every rank; without
         leaves where the schedule is forward only.
     """
-    params, batch = _vary((params, batch), axes)
+    params, batch = vary((params, batch), axes)
     run = _Run(stages, ticks, keep, axes, params, batch, moved)
     rank = lax.axis_index(PIPELINE_AXIS)
     rows = jax.tree.map(lambda column: jnp.asarray(column)[rank], ticks.rows)
@@ -104,7 +105,7 @@ class _Run:
         self._forward_only, self._splits = ticks.schedule.forward_only, ticks.schedule.splits_backward
         config = stages.config
         hidden = (*batch.tokens.shape[1:], config.residual_streams * config.hidden_size)
-        self._payload = _vary(jnp.zeros(hidden, config.compute_dtype), axes)
+        self._payload = vary(jnp.zeros(hidden, config.compute_dtype), axes)
         task = self._task(jnp.int32(0), jnp.int32(0))
         keep = "inputs" if self._forward_only else keep
         self._keeper = Keeper(stages.programs, task, self._payload, keep, self._splits)
@@ -127,7 +128,7 @@ class _Run:
             sums=nothing if self._forward_only else jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), self._params),
             losses=jnp.zeros(len(self._batch.tokens), self._stages.config.params_dtype),
         )
-        state = _vary(state, self._axes)
+        state = vary(state, self._axes)
         return state._replace(kept={dtype: self._away(buffer) for dtype, buffer in state.kept.items()})
 
     def tick(self, state: _State, row: Any) -> tuple[_State, None]:
@@ -164,7 +165,7 @@ class _Run:
     def _backward(self, state: _State, row: Any) -> tuple[Array, _State]:
         task = self._task(row.backward_stage, row.backward_microbatch)
         x, gradient = state.inputs[row.backward_input], state.gradients[row.backward_gradient]
-        share = _vary(jnp.full_like(state.losses[0], 1 / len(state.losses)), self._axes)
+        share = vary(jnp.full_like(state.losses[0], 1 / len(state.losses)), self._axes)
         nothing = jnp.zeros_like(x), jnp.zeros_like(share), _empty(state.weights), state.sums
 
         def run(program: Program) -> tuple:
@@ -216,7 +217,7 @@ class _Run:
         """What the program of a stage gives, or nothing for stage -1."""
         branches = [lambda: nothing, *(partial(run, program) for program in self._stages.programs)]
         choice = jnp.asarray([1 + program for program in self._stages.program_of])[stage]
-        return lax.switch(jnp.where(stage < 0, 0, choice), [lambda b=b: _vary(b(), self._axes) for b in branches])
+        return lax.switch(jnp.where(stage < 0, 0, choice), [lambda b=b: vary(b(), self._axes) for b in branches])
 
     def _send(self, x: Array, direction: int) -> tuple[Array, ...]:
         """To the rank so far ahead (1) or behind (-1), for each shift; by every rank, at every tick."""
@@ -227,16 +228,6 @@ class _Run:
             else x
             for shift in self._ticks.shifts
         )
-
-
-def _vary(tree: Any, axes: tuple[str, ...]) -> Any:
-    """The same values, of a type that may differ along every axis of the mesh."""
-
-    def vary(x: Array) -> Array:
-        missing = tuple(axis for axis in axes if axis not in jax.typeof(x).manual_axis_type.varying)
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(vary, tree)
 
 
 def _on_device(x: Array) -> Array:

@@ -14,10 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_impl.offload import Moved
 from jax_impl.pipeline.executor import DATA_AXIS, PIPELINE_AXIS, run_ticks
 from jax_impl.pipeline.stages import CONTEXT_AXIS, Batch, StagedParameters, cut, names_of
+from jax_impl.pipeline.wavefront import run_wavefront
 from plans.actions import Action
 from plans.config import TransformerConfig
 from plans.context import check_shared, end_to_end
 from plans.documents import check_document_starts
+from plans.exchange import PIPELINED
 from plans.implementation import callback_threads, uses_kernels
 from plans.parameters import parameter_specs
 from plans.partition import model_parallel_words, undivided
@@ -158,12 +160,15 @@ class PipelineStep:
         return compile_ticks(schedule, self._fused, self.keep)
 
     def trace(self, num_microbatches: int) -> tuple[tuple[Action, ...], ...]:
-        """What every rank does, in order, as its table says."""
+        """What every rank does, in order, as its table says; pipelined, of a rank that shares no sequences."""
         return self.ticks(num_microbatches).actions()
 
     def _local(self, params: StagedParameters, batch: Batch) -> tuple[Array, StagedParameters]:
         ticks, self.moved = self.ticks(len(batch.tokens)), Moved()
-        return run_ticks(self.stages, ticks, self.keep, tuple(self.mesh.axis_names), params, batch, self.moved)
+        axes = tuple(self.mesh.axis_names)
+        if CONTEXT_AXIS in axes and self.config.cp_exchange == PIPELINED:
+            return run_wavefront(self.stages, self.keep, axes, params, batch, self._forward_only)
+        return run_ticks(self.stages, ticks, self.keep, axes, params, batch, self.moved)
 
     def _batch(
         self, tokens: Any, targets: Any, step: int | Array = 0, samples: Any = None, document_starts: Any = None

@@ -3,7 +3,7 @@
 from typing import Any
 
 from plans.config.rules import Rule, choice, count
-from plans.exchange import EXCHANGES, WIRE_DTYPES
+from plans.exchange import CP_EXCHANGES, PIPELINED, WIRE_DTYPES
 from plans.zigzag import ATTENTION_LAYOUTS
 
 
@@ -17,15 +17,30 @@ def _needs(field: str, exchange: str) -> Rule:
     return Rule(f"{field} needs {exchange}", lambda c: getattr(c, field) is None or c.cp_exchange == exchange, fault)
 
 
+def _pipelined_without(field: str, default: Any, why: str) -> Rule:
+    """Ranks at different microbatches do nothing together."""
+
+    def fault(config: Any) -> str:
+        return f"{field}: expected {default!r} with cp_exchange 'pipelined', {why}, got {getattr(config, field)!r}"
+
+    return Rule(
+        f"pipelined without {field}", lambda c: c.cp_exchange != PIPELINED or getattr(c, field) == default, fault
+    )
+
+
 CONTEXT_RULES = (
     count("context_parallel_size"),
-    choice("cp_exchange", EXCHANGES),
+    choice("cp_exchange", CP_EXCHANGES),
     choice("cp_wire_dtype", WIRE_DTYPES),
     choice("cp_attention_layout", ATTENTION_LAYOUTS),
     count("cp_truncate_ranks"),
     _needs("cp_truncate_ranks", "ring"),
     count("cp_transition_rank"),
     _needs("cp_transition_rank", "all_gather"),
+    _pipelined_without("pipeline_model_parallel_size", 1, "which has an order of microbatches of its own"),
+    _pipelined_without("cp_attention_layout", "contiguous", "whose ranks are not at one layer at the same time"),
+    _pipelined_without("enable_tensor_offload", False, "under which layers are not used in the order offload plans"),
+    _pipelined_without("enable_activation_offload", False, "under which layers are not used in the order it plans"),
     Rule(
         "kernels pass exact states on",
         lambda c: c.impl != "triton" or (c.cp_truncate_ranks is None and c.cp_transition_rank is None),

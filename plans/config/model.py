@@ -135,7 +135,7 @@ class TransformerConfig:
     """PyTorch: seconds a message may take before every rank gives up and names it."""
     context_parallel_size: int = 1
     """Ranks that share the tokens of every microbatch."""
-    cp_exchange: Literal["all_gather", "ring", "scan"] = "all_gather"
+    cp_exchange: Literal["all_gather", "ring", "scan", "pipelined"] = "all_gather"
     """How states of gdn and kda layers travel between them: to all at once, from one to the next, or composed in a
     logarithm of rounds."""
     cp_wire_dtype: Literal["bfloat16"] | None = None

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from plans.config import TransformerConfig
 from plans.delta_rule import SEGMENT_SIZE
+from plans.exchange import PIPELINED
 from plans.memory.graph import GraphBuilder, Layer, Node, Value
 from plans.memory.simulate import Simulation
 from plans.partition import get_stage_place, get_transformer_layer_offset, layers_by_stage, num_stages, undivided
@@ -32,8 +33,8 @@ def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, leng
 
     Where ranks share tokens (context_parallel_size) it is what a rank keeps whose first sequence began on another:
     softmax attention keeps keys and values of all ranks, and what says which of them a token may see, in the zigzag
-    layout of the queries it computes; the delta rule keeps the responses to the state it begins with. Copies that a
-    convolution makes of the tokens before the part are left out.
+    layout of the queries it computes; the delta rule keeps the responses to the state it begins with, which pipelined
+    it does not compute. Copies that a convolution makes of the tokens before the part are left out.
 
     Args:
         config: the whole model, with its pipeline.
@@ -142,7 +143,7 @@ class _StageBuilder(GraphBuilder):
 
     def _rule(self, nodes: list[Node], inputs: list[Value], parameters: int) -> Value:
         attended = super()._rule(nodes, inputs, parameters)
-        if self.cp_size > 1:
+        if self.cp_size > 1 and self.config.cp_exchange != PIPELINED:
             _, heads, key, value = self.config.linear_heads
             segments = -(-self.length // SEGMENT_SIZE)
             states = heads * key * ((segments - 1) * key + 3 * (value + key)) * self.wide

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from plans.context import FLACPContext, check_kinds, check_sequences, local_sequences
-from plans.exchange import OPTIONS
+from plans.exchange import OPTIONS, PIPELINED
+from reference_torch.context_parallel.wavefront import Handing
 
 
 def build_cp_context(
@@ -31,7 +32,7 @@ def build_cp_context(
         group: the ranks, in the order of their parts; None: this process holds all.
         conv1d_kernel_size: taps of a short convolution that will run on the part.
         cu_seqlens_cpu: the same on the host; without it a device is waited for.
-        cp_exchange: how states travel, one of plans.exchange.EXCHANGES.
+        cp_exchange: how states travel, one of plans.exchange.CP_EXCHANGES.
         cp_wire_dtype: in which type; None: their own. One of plans.exchange.WIRE_DTYPES.
         cp_truncate_ranks: ranks ahead that a state reaches, with ring; None: all. Its error: plans.approximation.
         cp_transition_rank: rank of what a map is sent as, beside a diagonal, with all_gather; None: the map. The same.
@@ -70,6 +71,7 @@ def build_cp_context(
         conv1d_kernel_size=conv1d_kernel_size,
         pre_num_conv_tokens=conv1d_kernel_size and min(conv1d_kernel_size - 1, int(local.pre_num_tokens)),
         **exchange,
+        handing=Handing(group) if cp_exchange == PIPELINED else None,
         all_cu_seqlens=cu_seqlens,
     )
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from plans.context import FLACPContext, check_part, check_taps, halo_sizes
 from reference_torch.autograd import differentiable_once
 from reference_torch.context_parallel.exchange import receive_part, send_part, wait_for_part
+from reference_torch.context_parallel.wavefront import handed_on, is_pipelined, taken
 from reference_torch.context_parallel.zigzag import zigzag_attention
 from reference_torch.groups import sum_over, wait_for
 from reference_torch.ops import masked_attention, short_convolution
@@ -32,7 +33,12 @@ def cp_short_convolution(
     wanted = weight.shape[1] - 1
     _, begin = _sequences(context, x.device)
     before = torch.arange(x.shape[1], device=x.device) + context.rank * x.shape[1] - begin
-    joined = torch.cat([_Halo.apply(x, context, weight.shape[1]), x], dim=1) if wanted else x
+    if not wanted:
+        joined = x
+    elif is_pipelined(context):
+        joined = _joined_with_tokens(x, wanted, context)
+    else:
+        joined = torch.cat([_Halo.apply(x, context, weight.shape[1]), x], dim=1)
     return short_convolution(joined, weight, F.pad(before, (wanted, 0)))[:, wanted:]
 
 
@@ -55,11 +61,15 @@ def cp_attention(
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_part(context, x.shape, name=name)
-    k, v = (_AllParts.apply(x, context) for x in (k, v))
+    first = 0
+    if is_pipelined(context):
+        k, v, first = _joined_with_earlier(k, v, context)
+    else:
+        k, v = (_AllParts.apply(x, context) for x in (k, v))
     if context.cp_attention_layout == "zigzag":
         return zigzag_attention(q, k, v, context, fused)
     place, begin = _sequences(context, q.device)
-    keys = torch.arange(k.shape[1], device=q.device)
+    keys = torch.arange(k.shape[1], device=q.device) + first
     return masked_attention(q, k, v, (keys >= begin[:, None]) & (keys <= place[:, None]), fused)
 
 
@@ -71,6 +81,32 @@ def _sequences(context: FLACPContext, device: torch.device) -> tuple[Tensor, Ten
     own = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
     begin = cu_seqlens[own] - torch.where(own == 0, context.pre_num_tokens, 0)
     return tokens + context.rank * len(tokens), begin + context.rank * len(tokens)
+
+
+def _joined_with_tokens(x: Tensor, wanted: int, context: FLACPContext) -> Tensor:
+    """x and so many tokens before it, pipelined; zeros where the first sequence begins here."""
+    shape = (x.shape[0], wanted, *x.shape[2:])
+    what = "tokens of a convolution"
+    came = x.new_zeros(shape) if context.is_first_rank else taken(what, shape, x, context, x.dtype)
+    joined = torch.cat([came, x], dim=1)
+    if context.is_last_rank:
+        return joined
+    (joined,) = handed_on(what, joined[:, -wanted:], context, joined)
+    return joined
+
+
+def _joined_with_earlier(k: Tensor, v: Tensor, context: FLACPContext) -> tuple[Tensor, Tensor, int]:
+    """Keys and values from where the first sequence begins, pipelined, and the number of the first token among all."""
+    what, before = "keys and values", context.pre_num_tokens
+    joined = torch.stack([k, v])
+    if not context.is_first_rank:
+        shape = (*joined.shape[:2], before, *joined.shape[3:])
+        joined = torch.cat([taken(what, shape, k, context, k.dtype), joined], dim=2)
+    if not context.is_last_rank:
+        begin = before + int(context.cu_seqlens_cpu[-2]) if context.num_sequences > 1 else 0
+        (joined,) = handed_on(what, joined[:, :, begin:], context, joined)
+    k_, v_ = joined.unbind(0)
+    return k_, v_, context.rank * k.shape[1] - before
 
 
 class _Halo(torch.autograd.Function):

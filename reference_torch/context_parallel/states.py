@@ -1,5 +1,7 @@
 """Before an exchange and after it: what a scan begins with, and how it is completed."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -8,6 +10,7 @@ from torch import Tensor
 from plans.context import FLACPContext
 from reference_torch.autograd import differentiable_once
 from reference_torch.context_parallel.exchange import Crossing, ExchangedState, map_passed_on
+from reference_torch.context_parallel.wavefront import handed_on, taken
 
 
 class _Attached(torch.autograd.Function):
@@ -47,6 +50,36 @@ def with_responses(initial_state: Tensor | None, context: FLACPContext, like: Te
     if len(initial_state) == 1:
         return first
     return torch.cat([first, F.pad(initial_state[1:], (0, key))])
+
+
+def begun_with(arrays: Sequence[Tensor | None], like: Tensor, context: FLACPContext) -> Tensor | None:
+    """What the rank's sequences begin with, pipelined: the first with the state that the rank before hands on.
+
+    Args:
+        arrays: the rule's arguments, the last of them initial states as given, [n, HV, K, V], or None.
+        like: a state's shape and type. [HV, K, V]
+        context: of the ranks.
+    """
+    initial_state = arrays[-1]
+    if context.is_first_rank:
+        return initial_state
+    beside = next((x for x in arrays if x is not None and x.requires_grad), like)
+    state = taken("state", like.shape, beside, context, like.dtype)[None]
+    if initial_state is None:
+        return torch.cat([state, like.new_zeros(context.num_sequences - 1, *like.shape)])
+    return torch.cat([_Attached.apply(state, initial_state[:1]), initial_state[1:]])
+
+
+def hand_state_on(
+    o: Float[Tensor, "b t h v"], finals: Float[Tensor, "n h k v"], context: FLACPContext
+) -> tuple[Tensor, Tensor]:
+    """Outputs and final states, pipelined; that of a sequence which goes on on the next rank is there, and here 0."""
+    if context.is_last_rank:
+        return o, finals
+    last = context.num_sequences - 1
+    here = torch.cat([finals[:last], torch.zeros_like(finals[last:])])
+    o, here = handed_on("state", finals[last], context, o, here)
+    return o, here
 
 
 def complete(

@@ -14,6 +14,8 @@ from plans.delta_rule import (
     refuse_unknown_keywords,
 )
 from reference_torch.context_parallel import Crossing, complete, with_responses
+from reference_torch.context_parallel.states import begun_with, hand_state_on
+from reference_torch.context_parallel.wavefront import is_pipelined
 from reference_torch.delta_rule.by_kernels import chunked_by_kernels
 from reference_torch.delta_rule.chunked import chunked
 from reference_torch.delta_rule.gates import gated, prepared
@@ -204,14 +206,20 @@ def _chunked(
         check_part(context, tuple(getattr(arrays[0], "shape", ())), _values_beside(context, cu_seqlens))
     offsets = _offsets(arrays, cu_seqlens if context is None else context.cu_seqlens_cpu, options)
     options, impl = options.for_length(arrays[0].shape[1]), implementation_for(impl, context)
-    kernels = kernel_door(impl, arrays[0])
+    kernels, handing = kernel_door(impl, arrays[0]), None
+    if context is not None and is_pipelined(context):  # from here on the part is whole sequences
+        context, handing = None, context
     with torch.autocast(arrays[0].device.type, enabled=False):  # the types are the arguments'
+        if handing is not None:
+            arrays = (*arrays[:-1], begun_with(arrays, _state_like(arrays), handing))
         if kernels is not None:
             o, finals = chunked_by_kernels(kernels, *arrays, options, offsets, recompute, context)
         elif context is None:
             o, finals = chunked(*arrays, options, offsets, recompute)
         else:
             o, finals = _over_ranks(arrays, options, recompute, context)
+        if handing is not None:
+            o, finals = hand_state_on(o, finals, handing)
     return o, finals if output_final_state else None
 
 
@@ -228,13 +236,18 @@ def _over_ranks(
     arrays: Arrays, options: DeltaRuleOptions, recompute: bool, context: FLACPContext
 ) -> tuple[Tensor, Tensor]:
     """The rule over this rank's part of the sequences."""
-    q, v, initial, offsets = arrays[0], arrays[2], arrays[-1], context.cu_seqlens_cpu
-    dtype = getattr(torch, compute_dtype(str(q.dtype).removeprefix("torch.")))
-    like = q.new_zeros(v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
+    q, v, initial, offsets, like = arrays[0], arrays[2], arrays[-1], context.cu_seqlens_cpu, _state_like(arrays)
     initial, responses = with_responses(initial, context, like), 0 if context.is_first_rank else q.shape[3]
     crossing = Crossing(context, v.shape[3], _log_decay(arrays, options, context))
     o, finals = complete(*chunked(*arrays[:-1], initial, options, offsets, recompute, responses, crossing), crossing)
     return o.to(v.dtype), finals
+
+
+def _state_like(arrays: Arrays) -> Tensor:
+    """A state of 0. [HV, K, V]"""
+    q, v = arrays[0], arrays[2]
+    dtype = getattr(torch, compute_dtype(str(q.dtype).removeprefix("torch.")))
+    return q.new_zeros(v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
 
 
 def _log_decay(arrays: Arrays, options: DeltaRuleOptions, context: FLACPContext) -> Tensor | None:

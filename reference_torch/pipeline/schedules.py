@@ -7,6 +7,7 @@ from the schedule table the configuration asks for, and all of them hand it to t
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from plans.actions import Action
@@ -213,7 +214,8 @@ def _run(
             "collect_non_loss_data: expected False without forward_only, since it leaves no loss to start a backward "
             "from, got True; give forward_only=True"
         )
-    schedule = schedule_for(config, num_microbatches, forward_only)
+    context_rank = 0 if groups is None or groups.cp is None else dist.get_rank(groups.cp)
+    schedule = schedule_for(config, num_microbatches, forward_only, context_rank)
     models = [*model] if isinstance(model, Sequence) else [model]
     iterators = [*data_iterator] if isinstance(data_iterator, Sequence) else [data_iterator]
     for name, given in (("model", models), ("data_iterator", iterators)):

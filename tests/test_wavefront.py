@@ -1,0 +1,170 @@
+"""Microbatches that follow one another over ranks that share sequences: their order, its time, and what is computed."""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parity.compare import relative_difference
+from plans.exchange import check_exchange, exchange_cost
+from plans.schedule import build_schedule, context_schedule
+from plans.simulate import Costs, simulate
+from plans.wavefront import makespan, num_ticks
+from reference_torch.rank_pool import RankPool
+from tests.context_jobs import MODEL, OFFSETS, PIPELINED_LAYERS, PIPELINED_MODELS, Case, model_undivided, undivided
+from tests.test_context_parallel import assert_equal, assert_layer_equal, cases_of
+from tests.test_pipeline_jax import run_cases
+
+SIZES = (3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4, 8)))
+JOBS = "tests.context_jobs"
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def pool(request):
+    with RankPool(request.param, preload=("torch.distributed", JOBS)) as pool:
+        yield pool
+
+
+sizes = st.tuples(st.integers(1, 8), st.integers(1, 12), st.integers(1, 40))
+"""Ranks, microbatches, layers."""
+
+
+@given(sizes)
+def test_every_rank_runs_each_microbatch_once(numbers):
+    size, count, _ = numbers
+    for rank in range(size):
+        (order,) = context_schedule(size, rank, count).actions
+        places = {(action.kind, action.microbatch): place for place, action in enumerate(order)}
+        assert len(places) == len(order) == 2 * count
+        assert {action.stage for action in order} == {0}
+        assert all(places["F", number] < places["B", number] for number in range(count))
+        for kind in "FB":
+            assert sorted(range(count), key=lambda number, kind=kind: places[kind, number]) == [*range(count)]
+        assert places["B", 0] == min(count, size - rank)
+        (forwards,) = context_schedule(size, rank, count, forward_only=True).actions
+        assert [action.microbatch for action in forwards] == [*range(count)]
+
+
+@given(sizes, st.floats(0.1, 10), st.floats(0.1, 10), st.floats(0, 2))
+def test_a_step_ends_and_takes_no_less_than_it_must(numbers, forward, backward, communication):
+    """A rank's own work; and from the first rank to the last and back, a layer each."""
+    size, count, layers = numbers
+    found = makespan(size, count, layers, forward, backward, communication)
+    hops = (size - 1) * (forward + backward) / layers + 2 * (size - 1) * communication
+    assert found >= count * (forward + backward) * (1 - 1e-12)
+    assert found >= (forward + backward + hops) * (1 - 1e-12)
+
+
+@given(sizes, st.floats(0.1, 10))
+def test_what_ranks_wait_is_paid_once_a_step_and_not_once_a_microbatch(numbers, backward):
+    size, count, layers = numbers
+    hops = (size - 1) * (1 + backward) / layers
+    assert makespan(size, count, layers, 1.0, backward) == pytest.approx(count * (1 + backward) + hops, rel=1e-9)
+
+
+@given(st.integers(1, 8), st.integers(1, 12))
+def test_with_one_layer_it_is_a_pipeline_whose_stages_are_parts(size, count):
+    schedule = build_schedule("1f1b" if size > 1 else "none", size, count)
+    assert makespan(size, count, 1) == pytest.approx(simulate(schedule, Costs()).makespan)
+
+
+def test_ticks_of_jax():
+    assert [num_ticks(size, 4) for size in (1, 2, 8)] == [4, 5, 11]
+
+
+@cache
+def expected(case: Case):
+    return undivided(case._replace(exchange="", disable_recompute=False, impl="reference"))
+
+
+@pytest.mark.multiprocess
+def test_ranks_compute_what_one_process_does(pool):
+    """Every rule, every division; a loss of final states alone, or a gradient of initial ones alone."""
+    cases = cases_of("pipelined")
+    cases += [Case("gdn", (0, 48), "pipelined", alone="finals")]
+    cases += [Case("gdn", (0, 20, 48), "pipelined", alone="initial_state")]
+    for case, parts in zip(cases, zip(*pool.run(f"{JOBS}:run_parts", cases), strict=True), strict=True):
+        assert_equal(case, list(parts), pool.size)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "division", [pytest.param(name, marks=() if "many" in name else pytest.mark.slow) for name in OFFSETS]
+)
+def test_kernels_need_nothing_else(pool, division):
+    """To them a part is whole sequences, with an initial state."""
+    case = Case("gdn", tuple(OFFSETS[division]), "pipelined", impl="triton")
+    parts = pool.run(f"{JOBS}:run_part", case)
+    assert_equal(case, parts, pool.size, expected(case))
+
+
+@pytest.mark.multiprocess
+def test_convolutions_and_attention_see_the_ranks_before(pool):
+    found = zip(*pool.run(f"{JOBS}:layer_parts", PIPELINED_LAYERS), strict=True)
+    for layer, parts in zip(PIPELINED_LAYERS, found, strict=True):
+        assert_layer_equal(layer, list(parts))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", PIPELINED_MODELS)
+def test_a_hybrid_model_over_ranks(pool, name):
+    """With documents, dropout, and recomputation, for which nothing travels a second time."""
+    loss, gradients = model_undivided(name)
+    parts = pool.run(f"{JOBS}:model_part", name)
+    assert np.mean([part[0] for part in parts]) == pytest.approx(loss, rel=1e-12)
+    for parameter, gradient in gradients.items():
+        found = sum(part[1][parameter] for part in parts) / pool.size
+        assert relative_difference(found, gradient) <= 1e-11, parameter
+
+
+@pytest.mark.multiprocess
+def test_states_may_travel_in_bfloat16(pool):
+    case = Case("kda", (0, 48), "pipelined", wire="bfloat16")
+    o, _, gradients = undivided(case)
+    parts = pool.run(f"{JOBS}:run_part", case)
+    assert 1e-5 < relative_difference(np.concatenate([part[0] for part in parts], axis=1), o) < 2**-8
+    for name in ("q", "k", "v", "g", "beta"):
+        found = np.concatenate([part[2][name] for part in parts], axis=1)
+        assert 1e-5 < relative_difference(found, gradients[name]) < 2**-6, name
+
+
+@pytest.mark.multiprocess
+def test_nobody_waits_for_a_rank_longer_than_asked(pool):
+    if pool.size != 3:
+        pytest.skip("three ranks are enough")
+    ends = pool.run(f"{JOBS}:late_part", 2.0, 7.0, "pipelined")
+    waited = [end for end in ends if end is not None]
+    assert waited, "somebody waited"
+    for message, seconds in waited:
+        assert "expected the state of layer 5" in message
+        assert "pipeline_timeout=2 s" in message
+        assert seconds < 6.0
+
+
+def test_bytes_are_those_of_a_ring():
+    assert exchange_cost("pipelined", 4, 2, 8, 16) == exchange_cost("ring", 4, 2, 8, 16)
+
+
+def test_what_needs_ranks_to_be_at_one_layer_is_refused():
+    with pytest.raises(ValueError, match=r"cp_attention_layout: expected 'contiguous' with cp_exchange 'pipelined', "):
+        check_exchange("pipelined", cp_attention_layout="zigzag")
+    with pytest.raises(ValueError, match=r"cp_truncate_ranks: expected None unless cp_exchange is 'ring', got 1"):
+        check_exchange("pipelined", cp_truncate_ranks=1)
+    with pytest.raises(ValueError, match=r"pipeline_model_parallel_size: expected 1 with cp_exchange 'pipelined', "):
+        replace(MODEL, num_layers=4, cp_exchange="pipelined", pipeline_model_parallel_size=2)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(900)
+def test_in_jax():
+    run_cases("tests/wavefront_jax_cases.py", "not slow", 880)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(1200)
+def test_more_in_jax():
+    run_cases("tests/wavefront_jax_cases.py", "slow", 1180)
