@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from benchmarks.step_time_jobs import random_corpus
 from plans.config import TrainConfig, TransformerConfig
 from plans.exchange import CP_EXCHANGES
 from reference_torch.context_parallel import build_cp_context
-from reference_torch.context_parallel.states import begun_with, hand_state_on
+from reference_torch.context_parallel.states import handed_through
 from reference_torch.groups import ProcessGroups
 from reference_torch.pipeline import get_forward_backward_func
 
@@ -52,11 +53,12 @@ class SleepingLayers(nn.Module):
         x = x * self.weight
         for number in range(self.count):
             here, like = context.of_layer(number), x.new_zeros(HEADS, WIDTH, WIDTH)
-            state = begun_with([x, None], like, here)
-            state = x.new_zeros(1, *like.shape) if state is None else state
-            x, state = _Slept.apply(x, state, *self.times)
-            x, _ = hand_state_on(x, state, here)
+            x, _ = handed_through(None, like, here, partial(self._sleep, x), x)
         return x
+
+    def _sleep(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        state = x.new_zeros(1, HEADS, WIDTH, WIDTH) if state is None else state
+        return _Slept.apply(x, state, *self.times)
 
 
 def time_sleeping(layers: int, forward: float, backward: float, count: int, turns: int) -> list[float]:

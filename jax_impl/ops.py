@@ -64,9 +64,17 @@ def philox_4x32(key: tuple, counter: tuple) -> tuple[Array, Array, Array, Array]
 
     Reference: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
-    c0, c1, c2, c3 = (jnp.asarray(word, jnp.uint32) for word in counter)
-    k0, k1 = (jnp.asarray(word, jnp.uint32) for word in key)
-    for _ in range(ROUNDS):
+    words = [jnp.asarray(word, jnp.uint32) for word in (*counter, *key)]
+    return _philox_rounds(*words, rounds=ROUNDS)
+
+
+@partial(
+    jax.jit, static_argnames="rounds"
+)  # traced once for all masks of a shape, which are most of a model's operations
+def _philox_rounds(
+    c0: Array, c1: Array, c2: Array, c3: Array, k0: Array, k1: Array, *, rounds: int
+) -> tuple[Array, Array, Array, Array]:
+    for _ in range(rounds):
         (high0, low0), (high2, low2) = _multiply_high_low(c0, MULTIPLIERS[0]), _multiply_high_low(c2, MULTIPLIERS[1])
         c0, c1 = high2 ^ c1 ^ k0, low2
         c2, c3 = high0 ^ c3 ^ k1, low0

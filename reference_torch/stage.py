@@ -119,6 +119,8 @@ def _part(batch: Batch, first: int, model: PipelineStage, cp: ProcessGroup) -> t
     kernel, travel = model.config.linear_conv_kernel_dim, exchange_options(model.config)
     context = build_cp_context(offsets.to(model.device), cp, kernel, offsets, **travel)
     context = replace(context, timeout=model.config.pipeline_timeout)
+    if context.handing is not None:
+        context.handing.keeps = model.config.recompute_granularity is not None
     parts = (np.array_split(x, context.size, axis=-1)[context.rank] for x in laid[:4])
     inputs, answers, samples, positions = (torch.from_numpy(x.copy()).to(model.device) for x in parts)
     return inputs, answers, {"samples": samples, "positions": positions, "cp_context": context}

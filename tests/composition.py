@@ -7,7 +7,6 @@ one device of PyTorch: loss, every gradient, every parameter after AdamW's step,
     python -m tests.composition        # draws hundreds, and writes which pairs were covered to docs/composition.md
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -15,6 +14,7 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from hypothesis import reject
 from hypothesis import strategies as st
 
@@ -107,6 +107,8 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
         "context ranks": {"context_parallel_size": 2},
         "context ranks, ring": {"context_parallel_size": 2, "cp_exchange": "ring"},
         "context ranks, scan": {"context_parallel_size": 2, "cp_exchange": "scan"},
+        "context ranks, zigzag": {"context_parallel_size": 2, "cp_attention_layout": "zigzag"},
+        "context ranks, pipelined": {"context_parallel_size": 2, "cp_exchange": "pipelined"},
     },
     "replicas": {"replicas": {"replicas": 2}},
     "streams": {"mHC": HYPER, "mHC of the MLP": {**HYPER, "do_self_attention_hyper_connection": False}},
@@ -153,10 +155,18 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 """What can be other than plain: of each dimension at most one feature, with the settings that make it."""
 FEATURES = {name: (dimension, settings) for dimension, named in DIMENSIONS.items() for name, settings in named.items()}
+REFUSED = {"context ranks, pipelined": ("schedule", "parameters offloaded", "activations offloaded")}
+"""Dimensions whose features a feature does not go with."""
 QUICK = [name for name in FEATURES if name != "kernels"]
 """Those the interpreter has no part in."""
 RARE = ("kernels", "bf16")
 """Never drawn but as one of the two: the interpreter takes its time, and bfloat16 hides small mistakes."""
+
+
+def are_accepted(first: str, second: str) -> bool:
+    """Whether two features of two dimensions go together."""
+    dimensions = FEATURES[first][0], FEATURES[second][0]
+    return dimensions[1] not in REFUSED.get(first, ()) and dimensions[0] not in REFUSED.get(second, ())
 
 
 @st.composite
@@ -252,12 +262,10 @@ def torch_step(composition: Composition) -> Outcome:
 
     mesh = make_mesh(composition.model) if composition.ranks > 1 else None
     trainer = Trainer(composition.model, composition.train, corpus_of(composition), device="cpu", mesh=mesh)
-    return step_of(trainer, composition)
-
-
-USES = 2
-"""Compositions that processes serve before new ones are started: every trainer makes groups, whose threads stay, and
-wake a hundred times a second."""
+    outcome = step_of(trainer, composition)
+    for group in {*trainer._groups} - {None, torch.distributed.group.WORLD}:  # else their threads stay, and wake up
+        torch.distributed.destroy_process_group(group)
+    return outcome
 
 
 class Pools:
@@ -265,7 +273,6 @@ class Pools:
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
-        self._uses: Counter[int] = Counter()
 
     def step(self, composition: Composition, timeout: float = 120.0):
         """One step of PyTorch, on as many ranks as the composition has."""
@@ -273,9 +280,6 @@ class Pools:
             return torch_step(composition)
         count = composition.ranks
         pool = self._pools.setdefault(count, RankPool(count, timeout, ("reference_torch.train",)))
-        self._uses[count] += 1
-        if self._uses[count] % USES == 0:
-            pool.close()  # the next call starts new ones
         return pool.run("tests.composition:torch_step", composition)[0]
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from tests.composition import (
     QUICK,
     Composition,
     Pools,
+    are_accepted,
     assert_learns_as_plain,
     compositions,
     jax_step,
@@ -90,13 +91,14 @@ def table(results: dict) -> str:
     runs = {backend: sum(case["backend"] == backend for case in cases) for backend in ("torch", "jax")}
     failed = [case for case in cases if case["failure"]]
     possible = [p for p in combinations(QUICK, 2) if FEATURES[p[0]][0] != FEATURES[p[1]][0]]
+    possible = [pair for pair in possible if are_accepted(*pair)]
     seen = {backend: sum((backend, *pair) in counted(cases) for pair in possible) for backend in runs}
     versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("torch", "jax"))
     lines = [
         f"{environment['date'][:10]}, {environment['machine']}, {versions}: {runs['torch']} compositions in PyTorch, "
         f"{runs['jax']} of them in JAX, {len(failed)} unlike the plain model. Of {len(possible)} pairs of features of "
-        f"two dimensions, {seen['torch']} were run in PyTorch and {seen['jax']} in JAX. Runs of a pair of dimensions, "
-        "PyTorch / JAX:\n",
+        f"two dimensions that go together, {seen['torch']} were run in PyTorch and {seen['jax']} in JAX. Runs of a "
+        "pair of dimensions, PyTorch / JAX:\n",
         "| |" + "".join(f" {name} |" for name in names[1:-1]),
         "|---|" + "---|" * (len(names) - 2),
     ]

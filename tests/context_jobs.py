@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from kernels import functions
 from plans.communication import PipelineError
@@ -16,7 +17,7 @@ from plans.context import local_sequences
 from plans.exchange import exchange_options
 from reference_torch.context_parallel import build_cp_context, cp_attention, cp_short_convolution, exchange_states
 from reference_torch.context_parallel.exchange import pass_states
-from reference_torch.context_parallel.states import begun_with
+from reference_torch.context_parallel.states import handed_through
 from reference_torch.delta_rule import chunk_gated_delta_rule, chunk_kda, chunked
 from reference_torch.ops import causal_attention, short_convolution
 from reference_torch.transformer import GPTModel
@@ -168,12 +169,41 @@ def late_part(timeout: float, late: float, exchange: str = "all_gather") -> tupl
     start = time.perf_counter()
     try:
         if exchange == "pipelined":
-            begun_with([None], torch.zeros(1, 2, 3), context)
+            handed_through(None, torch.zeros(1, 2, 3), context, lambda states: (states, states))
         else:
             exchange_states(torch.zeros(1, 2, 2), torch.zeros(1, 2, 3), context)
     except PipelineError as error:
         return str(error), time.perf_counter() - start
     return None
+
+
+def reused_context(passes: int, recomputed: bool) -> tuple[list[np.ndarray], str]:
+    """Gradients of some texts, one after the other, whose convolutions share a context; recomputed: all forwards come
+    first, and backward computes them again. And the error, where there is one."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    context = build_cp_context(
+        torch.tensor([0, 4 * size], dtype=torch.int32), dist.group.WORLD, cp_exchange="pipelined"
+    )
+    weight = torch.arange(1.0, 4.0).repeat(2, 1).requires_grad_()
+
+    def text(number: int) -> torch.Tensor:
+        return torch.arange(8.0 * size).view(1, -1, 2)[:, 4 * rank : 4 * rank + 4] + number
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        layer = context.of_layer(0)
+        if recomputed:
+            return checkpoint(lambda x: cp_short_convolution(x, weight, layer), x, use_reentrant=False)
+        return cp_short_convolution(x, weight, layer)
+
+    found = []
+    try:
+        outputs = [run(text(number)) for number in range(passes)] if recomputed else None
+        for number in range(passes):
+            output = run(text(number)) if outputs is None else outputs[number]
+            found.append(torch.autograd.grad(output.square().sum(), weight)[0].numpy())
+    except ValueError as error:
+        return found, str(error)
+    return found, ""
 
 
 def own_slices(case: Case, rank: int, size: int) -> tuple[slice, slice]:

@@ -52,8 +52,7 @@ def build_cp_context(
     check_sequences(offsets, dtype, size, conv1d_kernel_size, **exchange)
     part = int(offsets[-1]) // size
     local = local_sequences(offsets, rank, part)
-    count = int(local.num_sequences)
-    own = local.cu_seqlens[: count + 1]
+    own = local.cu_seqlens[: (count := int(local.num_sequences)) + 1]
     return FLACPContext(
         group=group,
         cu_seqlens=torch.from_numpy(own).to(cu_seqlens.device, non_blocking=True),

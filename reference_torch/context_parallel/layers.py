@@ -85,9 +85,9 @@ def _sequences(context: FLACPContext, device: torch.device) -> tuple[Tensor, Ten
 
 def _joined_with_tokens(x: Tensor, wanted: int, context: FLACPContext) -> Tensor:
     """x and so many tokens before it, pipelined; zeros where the first sequence begins here."""
-    shape = (x.shape[0], wanted, *x.shape[2:])
-    what = "tokens of a convolution"
-    came = x.new_zeros(shape) if context.is_first_rank else taken(what, shape, x, context, x.dtype)
+    what, came = "tokens of a convolution", x.new_zeros(x.shape[0], wanted, *x.shape[2:])
+    if not context.is_first_rank:
+        came = taken(what, came, x, context)
     joined = torch.cat([came, x], dim=1)
     if context.is_last_rank:
         return joined
@@ -100,8 +100,8 @@ def _joined_with_earlier(k: Tensor, v: Tensor, context: FLACPContext) -> tuple[T
     what, before = "keys and values", context.pre_num_tokens
     joined = torch.stack([k, v])
     if not context.is_first_rank:
-        shape = (*joined.shape[:2], before, *joined.shape[3:])
-        joined = torch.cat([taken(what, shape, k, context, k.dtype), joined], dim=2)
+        earlier = joined.new_empty(*joined.shape[:2], before, *joined.shape[3:])
+        joined = torch.cat([taken(what, earlier, joined, context), joined], dim=2)
     if not context.is_last_rank:
         begin = before + int(context.cu_seqlens_cpu[-2]) if context.num_sequences > 1 else 0
         (joined,) = handed_on(what, joined[:, :, begin:], context, joined)

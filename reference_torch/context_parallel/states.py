@@ -1,6 +1,6 @@
 """Before an exchange and after it: what a scan begins with, and how it is completed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -52,31 +52,35 @@ def with_responses(initial_state: Tensor | None, context: FLACPContext, like: Te
     return torch.cat([first, F.pad(initial_state[1:], (0, key))])
 
 
-def begun_with(arrays: Sequence[Tensor | None], like: Tensor, context: FLACPContext) -> Tensor | None:
-    """What the rank's sequences begin with, pipelined: the first with the state that the rank before hands on.
+def handed_through(
+    initial_state: Tensor | None,
+    like: Tensor,
+    context: FLACPContext,
+    run: Callable[[Tensor | None], tuple[Tensor, Tensor]],
+    beside: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs and final states, pipelined: the first sequence begins with the state that the rank before hands on.
 
     Args:
-        arrays: the rule's arguments, the last of them initial states as given, [n, HV, K, V], or None.
+        initial_state: as with_responses'.
         like: a state's shape and type. [HV, K, V]
         context: of the ranks.
+        run: outputs and final states of initial ones, [n, HV, K, V] each.
+        beside: something else that run reads, which has a gradient if anything has; None: nothing has.
+
+    Returns:
+        The same; a sequence that goes on on another rank has a final state of 0 here.
     """
-    initial_state = arrays[-1]
-    if context.is_first_rank:
-        return initial_state
-    beside = next((x for x in arrays if x is not None and x.requires_grad), like)
-    state = taken("state", like.shape, beside, context, like.dtype)[None]
-    if initial_state is None:
-        return torch.cat([state, like.new_zeros(context.num_sequences - 1, *like.shape)])
-    return torch.cat([_Attached.apply(state, initial_state[:1]), initial_state[1:]])
-
-
-def hand_state_on(
-    o: Float[Tensor, "b t h v"], finals: Float[Tensor, "n h k v"], context: FLACPContext
-) -> tuple[Tensor, Tensor]:
-    """Outputs and final states, pipelined; that of a sequence which goes on on the next rank is there, and here 0."""
+    states, last = initial_state, context.num_sequences - 1
+    if not context.is_first_rank:
+        begun = taken("state", like, like if beside is None else beside, context)[None]
+        if states is None:
+            states = torch.cat([begun, like.new_zeros(last, *like.shape)])
+        else:
+            states = torch.cat([_Attached.apply(begun, states[:1]), states[1:]])
+    o, finals = run(states)
     if context.is_last_rank:
         return o, finals
-    last = context.num_sequences - 1
     here = torch.cat([finals[:last], torch.zeros_like(finals[last:])])
     o, here = handed_on("state", finals[last], context, o, here)
     return o, here

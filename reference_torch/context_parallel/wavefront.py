@@ -5,7 +5,6 @@ the other way. In which order a rank runs its microbatches is plans/wavefront.py
 ``jax_impl/context_parallel/wavefront.py``.
 """
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -26,18 +25,18 @@ WHAT = ("state", "tokens of a convolution", "keys and values")
 
 
 class Handing:
-    """Of one microbatch, what has been handed on; made by build_cp_context.
-
-    What came to a layer stays here, and what it handed on is known: where backward computes a layer again, nothing
-    travels again.
+    """What came to layers, should backward compute them again, for which nothing travels again; of build_cp_context.
 
     Args:
         group: the ranks.
     """
 
+    keeps = True
+    """Off: backward computes nothing again."""
+
     def __init__(self, group: ProcessGroup | None) -> None:
-        self.came: dict[tuple[int, str], Tensor] = {}
-        self.gone: set[tuple[int, str]] = set()
+        self.came: dict[tuple[int | None, str], list[Tensor]] = {}
+        """By layer: of every pass whose backward is to come."""
         if group is not None:
             _channels(group)  # by all ranks at the same time
 
@@ -47,20 +46,24 @@ def is_pipelined(context: FLACPContext) -> bool:
     return context.cp_exchange == PIPELINED
 
 
-def taken(what: str, shape: Sequence[int], beside: Tensor, context: FLACPContext, dtype: torch.dtype) -> Tensor:
+def taken(what: str, like: Tensor, beside: Tensor, context: FLACPContext) -> Tensor:
     """What the rank before hands on; waits for it. Its gradient goes back there.
 
     Args:
         what: one of WHAT.
-        shape: of it.
-        beside: another argument of the operation, which has a gradient where this has.
+        like: of its shape and type.
+        beside: another argument of the operation, by way of which autograd gets here.
         context: of the ranks; its first sequence began on another.
-        dtype: of it.
 
     Raises:
         PipelineError: it did not come within context.timeout.
     """
-    return _Taken.apply(beside, what, tuple(shape), context, dtype)
+    if _is_backward():
+        return _Taken.apply(beside, what, context, _came_before(what, context))
+    found = _receive(what, context, tuple(like.shape), like.dtype, like.device, reverse=False)
+    if context.handing.keeps:
+        context.handing.came.setdefault((context.layer, what), []).append(found)
+    return _Taken.apply(beside, what, context, found)
 
 
 def handed_on(what: str, part: Float[Tensor, "..."], context: FLACPContext, *others: Tensor) -> tuple[Tensor, ...]:
@@ -79,40 +82,56 @@ def handed_on(what: str, part: Float[Tensor, "..."], context: FLACPContext, *oth
 
 
 class _Taken(torch.autograd.Function):
+    """What came."""
+
     @staticmethod
-    def forward(ctx, beside, what, shape, context, dtype):
+    def forward(ctx, beside, what, context, found):
         ctx.what, ctx.context = what, context
-        key, handing = (context.layer, what), context.handing
-        if key in handing.came:
-            return handing.came[key].clone()
-        found = _receive(what, shape, context, dtype, beside.device, reverse=False)
-        if context.layer is not None:
-            handing.came[key] = found.clone()
-        return found
+        return found.detach()
 
     @staticmethod
     @differentiable_once
     def backward(ctx, d_found):  # pyright: ignore[reportIncompatibleMethodOverride]
         _send(ctx.what, d_found, ctx.context, reverse=True)
-        return None, None, None, None, None
+        if came := ctx.context.handing.came.get((ctx.context.layer, ctx.what)):
+            came.pop()
+        return None, None, None, None
 
 
 class _HandedOn(torch.autograd.Function):
+    """The others; the part is on its way."""
+
     @staticmethod
     def forward(ctx, what, context, part, *others):
         ctx.what, ctx.context, ctx.like = what, context, (tuple(part.shape), part.dtype, part.device)
-        key = context.layer, what
-        if key not in context.handing.gone:
+        if not _is_backward():
             _send(what, part, context, reverse=False)
-            if context.layer is not None:
-                context.handing.gone.add(key)
         return tuple(x.view_as(x) for x in others)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, *d_others):  # pyright: ignore[reportIncompatibleMethodOverride]
-        shape, dtype, device = ctx.like
-        return None, None, _receive(ctx.what, shape, ctx.context, dtype, device, reverse=True), *d_others
+        return None, None, _receive(ctx.what, ctx.context, *ctx.like, reverse=True), *d_others
+
+
+def _is_backward() -> bool:
+    """Whether autograd is on its way back, so that what is computed now was computed before."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _came_before(what: str, context: FLACPContext) -> Tensor:
+    """What came to a layer when it was computed first.
+
+    Raises:
+        ValueError: it is not known of which pass this is.
+    """
+    came = context.handing.came.get((context.layer, what), [])
+    if len(came) != 1:
+        raise ValueError(
+            "cp_context: expected one of its own for every microbatch, and for every layer that backward computes "
+            f"again (context.of_layer), got {len(came)} passes with {_name(what, context, False)}"
+        )
+    return came[0]
 
 
 def _send(what: str, part: Tensor, context: FLACPContext, reverse: bool) -> None:
@@ -126,7 +145,7 @@ def _send(what: str, part: Tensor, context: FLACPContext, reverse: bool) -> None
 
 
 def _receive(
-    what: str, shape: tuple[int, ...], context: FLACPContext, dtype: torch.dtype, device: torch.device, reverse: bool
+    what: str, context: FLACPContext, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, reverse: bool
 ) -> Tensor:
     came = torch.empty(shape, dtype=_wire_dtype(what, dtype, context), device=device)
     work = dist.irecv(came, **_route(what, context, -1, reverse))

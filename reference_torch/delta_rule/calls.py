@@ -14,7 +14,7 @@ from plans.delta_rule import (
     refuse_unknown_keywords,
 )
 from reference_torch.context_parallel import Crossing, complete, with_responses
-from reference_torch.context_parallel.states import begun_with, hand_state_on
+from reference_torch.context_parallel.states import handed_through
 from reference_torch.context_parallel.wavefront import is_pipelined
 from reference_torch.delta_rule.by_kernels import chunked_by_kernels
 from reference_torch.delta_rule.chunked import chunked
@@ -206,20 +206,21 @@ def _chunked(
         check_part(context, tuple(getattr(arrays[0], "shape", ())), _values_beside(context, cu_seqlens))
     offsets = _offsets(arrays, cu_seqlens if context is None else context.cu_seqlens_cpu, options)
     options, impl = options.for_length(arrays[0].shape[1]), implementation_for(impl, context)
-    kernels, handing = kernel_door(impl, arrays[0]), None
-    if context is not None and is_pipelined(context):  # from here on the part is whole sequences
-        context, handing = None, context
-    with torch.autocast(arrays[0].device.type, enabled=False):  # the types are the arguments'
-        if handing is not None:
-            arrays = (*arrays[:-1], begun_with(arrays, _state_like(arrays), handing))
+    kernels, given = kernel_door(impl, arrays[0]), arrays[:-1]
+
+    def run(initial: Tensor | None, context: FLACPContext | None = None) -> tuple[Tensor, Tensor]:
         if kernels is not None:
-            o, finals = chunked_by_kernels(kernels, *arrays, options, offsets, recompute, context)
-        elif context is None:
-            o, finals = chunked(*arrays, options, offsets, recompute)
+            return chunked_by_kernels(kernels, *given, initial, options, offsets, recompute, context)
+        if context is None:
+            return chunked(*given, initial, options, offsets, recompute)
+        return _over_ranks((*given, initial), options, recompute, context)
+
+    with torch.autocast(arrays[0].device.type, enabled=False):  # the types are the arguments'
+        if context is not None and is_pipelined(context):  # within, the part is whole sequences
+            beside = next((x for x in arrays if x is not None and x.requires_grad), arrays[0])
+            o, finals = handed_through(arrays[-1], _state_like(arrays), context, run, beside)
         else:
-            o, finals = _over_ranks(arrays, options, recompute, context)
-        if handing is not None:
-            o, finals = hand_state_on(o, finals, handing)
+            o, finals = run(arrays[-1], context)
     return o, finals if output_final_state else None
 
 
