@@ -115,7 +115,7 @@ def _handed_on(config: TransformerConfig, batch: int) -> str:
     for mixer in sorted(config.mixers):
         layer = next(number for number in range(config.num_layers) if config.layer(number).mixer == mixer)
         for exchange in layer_exchanges(config, layer, batch):
-            said.append(f"{exchange.name} of a {mixer} layer up to {exchange.one / KIB:,.1f} KiB")
+            said.append(f"{exchange.name} of {mixer} layers up to {exchange.one / KIB:,.1f} KiB each")
     return (
         f"A rank hands on, forward, and takes as much back: {'; '.join(said)}. The last of {size} ranks begins "
         f"{size - 1} layers behind the first, which has {size} microbatches in flight; in JAX {size - 1} microbatches."
