@@ -236,8 +236,16 @@ class Plan:
                 raise ValueError(f"{name}: expected a name that ends in .csv, got {str(path)!r}")
         if self.html is not None and self.html.suffix != ".html":
             raise ValueError(f"html: expected a name that ends in .html, got {str(self.html)!r}")
-        if self.html is not None and self.memory_limit is not None:
-            raise ValueError("html: expected no memory_limit beside it, got one; draw one of the ways that are found")
+        if self.html is not None and self.model.cp_exchange == "pipelined" and self.model.context_parallel_size > 1:
+            raise ValueError(
+                "html: expected another cp_exchange than 'pipelined', whose ranks are no pipeline's, got it"
+            )
+        for name in ("html", "picture", "write_schedule", "schedule"):
+            if self.memory_limit is not None and self.generate_schedule is None and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name}: expected None beside memory_limit and ranks, which ask for a search, got "
+                    f"{str(getattr(self, name))!r}; plan one of the ways that are found"
+                )
 
     def _check_generation(self) -> None:
         """What goes with generate_schedule, and what does not."""

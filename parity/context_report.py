@@ -118,7 +118,9 @@ def _handed_on(config: TransformerConfig, batch: int) -> str:
             said.append(f"{exchange.name} of {mixer} layers up to {exchange.one / KIB:,.1f} KiB each")
     return (
         f"A rank hands on, forward, and takes as much back: {'; '.join(said)}. The last of {size} ranks begins "
-        f"{size - 1} layers behind the first, which has {size} microbatches in flight; in JAX {size - 1} microbatches."
+        f"{size - 1} layers behind the first, in JAX {size - 1} microbatches; the first has up to {size} microbatches "
+        "in flight, in JAX each rank has all. Bytes below are at most those: the first rank's microbatches with the "
+        "last one's keys."
     )
 
 

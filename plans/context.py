@@ -84,7 +84,7 @@ class FLACPContext:
     layer: int | None = None
     """PyTorch, pipelined: the layer that takes and hands on; None: a call by hand."""
     handing: Any = None
-    """There: what of this microbatch has been handed on; of reference_torch.context_parallel.wavefront."""
+    """There: this microbatch on its way; a Handing of reference_torch.context_parallel.wavefront."""
     all_cu_seqlens: Any = None
     """Where all sequences begin, and the end of all. [N + 1] int32"""
 

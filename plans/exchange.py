@@ -72,6 +72,19 @@ def check_exchange(
             )
 
 
+def check_together(cp_exchange: str) -> None:
+    """Refuse to exchange maps where ranks are not at the same call.
+
+    Raises:
+        ValueError: it is pipelined.
+    """
+    if cp_exchange not in EXCHANGES:
+        raise ValueError(
+            f"cp_exchange: expected one of {EXCHANGES} to exchange maps of states, got {cp_exchange!r}, where the rule "
+            "itself takes its state and hands it on"
+        )
+
+
 class ExchangeCost(NamedTuple):
     """What one exchange of states costs, forward or backward."""
 

@@ -1,7 +1,7 @@
 """Pipeline schedules as data: for every rank, in which order it runs which part of which microbatch.
 
 A stage is a run of layers, one of v on a rank; plans.placement says which ranks hold which. Both backends execute these
-tables: nothing about the order of work is decided elsewhere.
+tables: nothing about the order of work is decided elsewhere (pipelined, JAX runs all forwards first).
 
     none          one rank, forward and backward of one microbatch after the other
     gpipe         all forwards, then all backwards

@@ -8,11 +8,8 @@ computation alone), is read here. Messages are not read but made from the table:
 """
 
 import csv
-import io
-import os
 import re
 from collections.abc import Iterable
-from functools import lru_cache
 from pathlib import Path
 from typing import cast, get_args
 
@@ -45,10 +42,19 @@ def schedule_from_csv(text: str, name: str = FROM_FILE) -> Schedule:
         ValueError: a cell is no action (the message names row and cell), or stages lie otherwise than plans.placement
             knows.
     """
-    rows = [list(_actions(row, rank)) for rank, row in enumerate(csv.reader(io.StringIO(text.strip("\n"))))]
+    try:
+        cells = [*csv.reader(text.splitlines())]
+    except csv.Error as error:
+        raise ValueError(f"schedule: expected rows of cells with commas between them, got {error}") from None
+    while cells and not any(cell.strip() for cell in cells[-1]):
+        cells.pop()
+    rows = [list(_actions(row, rank)) for rank, row in enumerate(cells)]
     if not any(rows):
         raise ValueError("schedule: expected a row of actions for each rank, got none")
+    if not all(rows):
+        raise ValueError(f"schedule, row {rows.index([])}: expected a rank's actions, got none")
     everything = [action for row in rows for action in row]
+    _check_numbers(everything)
     stages, microbatches = 1 + max(a.stage for a in everything), 1 + max(a.microbatch for a in everything)
     per_rank = -(-stages // len(rows))
     forward_only = all(action.kind == "F" for action in everything)
@@ -56,19 +62,44 @@ def schedule_from_csv(text: str, name: str = FROM_FILE) -> Schedule:
     return Schedule(name, len(rows), microbatches, per_rank, tuple(map(tuple, rows)), forward_only, placement)
 
 
-def read_schedule(path: str | Path) -> Schedule:
-    """Read a schedule from a file. Errors as schedule_from_csv's, with the file's name; FileNotFoundError."""
-    status = os.stat(path)
-    return _read(str(path), status.st_mtime_ns, status.st_size)
+def read_schedule(path: str | Path, again: bool = False) -> Schedule:
+    """A schedule that runs, from a file, which a process reads once: what it executes does not change under it.
+
+    Args:
+        path: the file.
+        again: read it anew, as a configuration does that is made with it.
+
+    Raises:
+        ValueError: see schedule_from_csv and plans.simulate.validate_schedule; the message begins with the path.
+        FileNotFoundError: there is none.
+    """
+    if again:
+        _read.pop(str(path), None)
+    if str(path) not in _read:
+        from plans.simulate import validate_schedule  # which needs a configuration's rules, as they need this
+
+        try:
+            schedule = schedule_from_csv(Path(path).read_text(encoding="utf-8-sig"))
+            validate_schedule(schedule)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        _read[str(path)] = schedule
+    return _read[str(path)]
 
 
-@lru_cache(maxsize=32)
-def _read(path: str, _changed: int, _size: int) -> Schedule:
-    """A file as it is now: read again only once it has changed."""
-    try:
-        return schedule_from_csv(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+_read: dict[str, Schedule] = {}
+"""Files of this process, as they were when they were read."""
+
+
+def _check_numbers(actions: list[Action]) -> None:
+    """Refuse numbers of stages or microbatches beyond what so many actions can be of."""
+    for name in ("stage", "microbatch"):
+        largest = max(actions, key=lambda action: getattr(action, name))
+        if getattr(largest, name) >= len(actions):
+            raise ValueError(
+                f"schedule: expected numbers of {name} from 0 on, each with actions of its own, {len(actions)} in all, "
+                f"got {largest}"
+            )
 
 
 def _actions(cells: Iterable[str], rank: int) -> Iterable[Action]:
@@ -92,6 +123,8 @@ def _placement(rows: list[list[Action]], stages: int) -> Placement:
     p = len(rows)
     held = [sorted({action.stage for action in row}) for row in rows]
     for placement in get_args(Placement):
+        if placement == "v" and stages != 2 * p:
+            continue
         if held == [[s for s in range(stages) if place_of(s, p, placement).pp_rank == rank] for rank in range(p)]:
             return placement
     told = "; ".join(f"rank {rank}: {', '.join(map(str, own)) or 'none'}" for rank, own in enumerate(held))

@@ -23,7 +23,7 @@ from plans.placement import SCHEDULES, V_SCHEDULES
 from plans.recompute import NO_RECOMPUTE
 from plans.schedule import check_sizes, schedule_for
 from plans.simulate import simulate
-from plans.step_time import Machine, StageTime, StageTimes, after_backward, costs_of
+from plans.step_time import Machine, StageTime, StageTimes, after_backward, costs_of, waits_of_wavefront
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -148,20 +148,35 @@ def search(
             f"divided over, got {ranks}; change num_layers, global_batch_size or ranks"
         )
     ways.sort(key=lambda each: each[:2])
-    beaten: Way | None = None  # the fastest that does not fit, by its bound
+    too_large: list[tuple[float, Way, RankMemory]] = []
     for bound, _, way in progress(ways, len(ways)):
         if len(outcome.best) >= count and bound >= outcome.best[count - 1].seconds:
             break
-        largest = predictions.memory(way)
-        if largest.total > memory_limit:
-            outcome.too_large += 1
-            if beaten is None:
-                beaten = way
+        if (largest := predictions.memory(way)).total > memory_limit:
+            too_large.append((bound, way, largest))
             continue
         outcome.simulated += 1
         outcome.best = sorted([*outcome.best, predictions.found(way, largest)], key=lambda each: each.seconds)[:count]
-    outcome.best = [replace(found, constraint=predictions.constraint(found, beaten)) for found in outcome.best]
+    faster: Found | None = None  # the fastest of those too large that were looked at, by the order of their bounds
+    outcome.too_large = len(too_large)
+    for place, found in enumerate(outcome.best):
+        while too_large and too_large[0][0] < found.seconds and (faster is None or faster.seconds >= found.seconds):
+            _, way, largest = too_large.pop(0)
+            other = predictions.found(way, largest)
+            faster = other if faster is None or other.seconds < faster.seconds else faster
+        outcome.best[place] = replace(found, constraint=_constraint(found, faster))
     return outcome
+
+
+def _constraint(found: Found, faster: Found | None) -> str:
+    """What keeps a way from being faster: memory, if one that needs more than there is would be; else where its time
+    goes."""
+    if faster is not None and faster.seconds < found.seconds:
+        needed = faster.memory.total / 2**20
+        return f"memory: {faster.way.words} takes {faster.seconds:.3g} s and needs {needed:,.1f} MiB"
+    lost = {name: share for name, share in found.shares.items() if name != "operations"}
+    name = max(lost, key=lambda each: lost[each])
+    return f"{name} ({lost[name]:.0%})" if lost[name] >= 0.01 else "operations"
 
 
 def _ways(
@@ -263,6 +278,7 @@ class _Predictions:
         config, times = way.config, self._stage_times(way)
         costs = costs_of(config, times, way.micro_batch_size, self._machine)
         course = simulate(schedule_for(config, way.num_microbatches), costs)
+        course = replace(course, makespan=course.makespan + waits_of_wavefront(config, times, self._machine))
         gradients, update = self._after_backward(way)
         copies = max(0.0, self._copies(way) - course.makespan - update)
         total = course.makespan + gradients + update + copies
@@ -277,15 +293,6 @@ class _Predictions:
             "copies": copies,
         }
         return Found(way, total, memory, {name: seconds / total for name, seconds in shares.items()})
-
-    def constraint(self, found: Found, beaten: Way | None) -> str:
-        """What keeps a way from being faster: memory, if one that needs more may be; else where its time goes."""
-        if beaten is not None and self.bound(beaten) < found.seconds:
-            needed = self.memory(beaten).total / 2**20
-            return f"memory: {beaten.words} takes at least {self.bound(beaten):.3g} s and needs {needed:,.1f} MiB"
-        lost = {name: share for name, share in found.shares.items() if name != "operations"}
-        name = max(lost, key=lambda each: lost[each])
-        return f"{name} ({lost[name]:.0%})" if lost[name] >= 0.01 else "operations"
 
     def _key(self, way: Way) -> Any:
         """What decides the times and the memory of stages."""

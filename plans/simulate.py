@@ -124,13 +124,13 @@ class _Run:
         self._schedule, self._program, self._semantics = schedule, program, semantics
         self._place = [0] * len(program)
         self._have: list[set[Action]] = [set() for _ in program]
-        self._sent: set[tuple[int, Message]] = set()
+        self._sent: Counter[tuple[int, Message]] = Counter()
         self._queues: defaultdict[tuple[int, int | None], deque[Message]] = defaultdict(deque)
 
     @property
     def ended(self) -> bool:
         done = all(at == len(steps) for at, steps in zip(self._place, self._program, strict=True))
-        return done and not any(self._queues.values())
+        return done and not any(self._queues.values()) and not self._sent.total()
 
     def advance(self, rank: int) -> bool:
         """Run a rank as far as it goes; whether it went at all."""
@@ -143,10 +143,12 @@ class _Run:
                 self._have[rank].add(step.produced_by)
                 if self._in_order:
                     self._queue(step.peer, rank).popleft()
+                else:
+                    self._sent[rank, step] -= 1
             elif self._in_order:
                 self._queue(rank, step.peer).append(step)
             else:
-                self._sent.add((step.peer, _other_end(step, rank)))
+                self._sent[step.peer, _other_end(step, rank)] += 1
         return self._place[rank] > start
 
     def blocked(self) -> str:
@@ -162,6 +164,7 @@ class _Run:
             elif step is not None:
                 told.append(f"rank {rank} waits in {step}{self._in_front_of(rank, step)}")
         left = [f"nobody takes {queue[0]}" for queue in self._queues.values() if queue]
+        left += [f"rank {rank} never gets to {message}" for (rank, message), count in self._sent.items() if count]
         return "; ".join(told or left)
 
     @property
@@ -193,7 +196,7 @@ class _Run:
             at_peer = self._queue(step.peer, rank)
             return not self._queue(rank, step.peer) and bool(at_peer) and at_peer[0] == _other_end(step, rank)
         if step.direction == "RECV":
-            return (rank, step) in self._sent
+            return self._sent[rank, step] > 0
         if step.produced_by not in self._have[rank]:
             return False
         # A blocking send ends with its receive, and that has to be where the other rank stands.

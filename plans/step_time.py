@@ -179,14 +179,17 @@ def step_time(
     stages = StageTimes(machine).of(config, micro_batch_size)
     schedule = schedule_for(config, num_microbatches)
     course = simulate(schedule, costs_of(config, stages, micro_batch_size, machine))
-    if schedule.name == PIPELINED:
-        course = replace(course, makespan=course.makespan + _waits(config, stages[0], machine))
+    course = replace(course, makespan=course.makespan + waits_of_wavefront(config, stages, machine))
     gradients, update = after_backward(config, micro_batch_size, num_microbatches, data_parallel_size, machine)
     return StepTime(course.makespan + gradients + update, course, stages, gradients, update)
 
 
-def _waits(config: TransformerConfig, stage: StageTime, machine: Machine) -> float:
-    """Seconds from the first rank's beginning to the last one's and back, where microbatches follow one another."""
+def waits_of_wavefront(config: TransformerConfig, stages: Sequence[StageTime], machine: Machine) -> float:
+    """Seconds from the first rank's beginning to the last one's and back, where microbatches follow one another over
+    ranks that share sequences (plans.wavefront); else 0."""
+    if config.cp_exchange != PIPELINED or config.context_parallel_size == 1:
+        return 0.0
+    (stage,) = stages
     layer = (stage.forward + stage.input_gradient + stage.weight_gradient) / config.num_layers
     return (config.context_parallel_size - 1) * (layer + 2 * machine.network_latency)
 

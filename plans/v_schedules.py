@@ -6,7 +6,7 @@ long time what the other half of the same rank holds a short time: all ranks kee
 ``zb_v`` and ``dualpipe_v`` are written down phase by phase. ``v_half`` and ``v_min`` repeat one microbatch's passes
 every six ticks, as far apart as keeps few microbatches alive. That building block wastes ticks before the first and
 after the last microbatches; `_Course` then moves single actions into idle ticks, later and back, where the bound on
-what is kept allows it. No move makes anything later than the block had it.
+what is kept allows it. No move makes a step longer.
 
 Reference: Qi et al., Pipeline parallelism with controllable memory, arXiv 2405.15362 (building blocks; V-Min, V-Half,
 V-ZB); Qi et al., arXiv 2401.10241 (ZB-V); DeepSeek's DualPipe as cut in half (DualPipe-V), arXiv 2412.19437.
@@ -44,10 +44,7 @@ def v_half(p: int, m: int) -> Actions:
 
 
 def v_min(p: int, m: int) -> Actions:
-    """At most 2 floor((p + 4) / 3) stages' worth in flight, the least at which microbatches can follow every six ticks.
-
-    A third of what 1F1B keeps, for large p.
-    """
+    """At most 2 floor((p + 4) / 3) stages' worth in flight, for large p a third of what 1F1B keeps."""
     return _Course(p, m, _block(p, (1, 1, 1, 1), (1, 1, 1) if p % 3 else (3, 1, 3)), 2 * ((p + 4) // 3)).improved()
 
 

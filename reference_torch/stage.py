@@ -12,8 +12,9 @@ from torch.distributed import ProcessGroup
 from plans.config import TransformerConfig
 from plans.context import end_to_end
 from plans.data import Batch
-from plans.exchange import exchange_options
+from plans.exchange import PIPELINED, exchange_options
 from reference_torch.context_parallel import build_cp_context
+from reference_torch.context_parallel.wavefront import WHAT, finish
 from reference_torch.offload import TensorOffloadManager
 from reference_torch.transformer import GPTModel
 
@@ -111,8 +112,19 @@ def _whole(batch: Batch, first: int, model: PipelineStage) -> tuple[Tensor, Tens
     return inputs, answers, {"samples": samples, "document_starts": documents}
 
 
+def _asked_for_again(config: TransformerConfig) -> tuple[str, ...]:
+    """Of what ranks hand on, that which backward needs again: of layers, or of their mixers, that it recomputes."""
+    if not torch.is_grad_enabled():
+        return ()
+    if config.recompute_granularity == "full":
+        return WHAT
+    return ("state", "keys and values") if "core_attn" in config.recompute_modules else ()
+
+
 def _part(batch: Batch, first: int, model: PipelineStage, cp: ProcessGroup) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """The same of this rank's part of them."""
+    if model.config.cp_exchange == PIPELINED and not torch.is_grad_enabled():
+        finish(cp)  # no backward holds this rank back from running ahead of all others
     tokens, targets, starts = batch
     laid = end_to_end(tokens, targets, np.arange(first, first + len(tokens)), starts)
     offsets = torch.from_numpy(laid.cu_seqlens)
@@ -120,7 +132,7 @@ def _part(batch: Batch, first: int, model: PipelineStage, cp: ProcessGroup) -> t
     context = build_cp_context(offsets.to(model.device), cp, kernel, offsets, **travel)
     context = replace(context, timeout=model.config.pipeline_timeout)
     if context.handing is not None:
-        context.handing.keeps = model.config.recompute_granularity is not None
+        context.handing.keeps = _asked_for_again(model.config)
     parts = (np.array_split(x, context.size, axis=-1)[context.rank] for x in laid[:4])
     inputs, answers, samples, positions = (torch.from_numpy(x.copy()).to(model.device) for x in parts)
     return inputs, answers, {"samples": samples, "positions": positions, "cp_context": context}

@@ -55,7 +55,7 @@ def measure_part(config: TransformerConfig, batch: int) -> int:
     offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32)
     context = build_cp_context(offsets, group, config.linear_conv_kernel_dim, offsets, **exchange_options(config))
     if context.handing is not None:
-        context.handing.keeps = False  # as in training, without recomputation
+        context.handing.keeps = ()  # as in training, without recomputation
     place = torch.arange(batch * length).chunk(context.size)[context.rank]
     tokens, targets = torch.randint(0, config.vocab_size, (2, 1, len(place)))
     told = {"samples": (place // length)[None], "positions": place % length, "step": 0, "cp_context": context}

@@ -120,19 +120,19 @@ BROKEN = {
         "cp_transition_rank: expected None unless cp_exchange is 'all_gather', got 4 with 'scan'",
     ),
     (TransformerConfig, "pipelined without pipeline_model_parallel_size"): (
-        {"cp_exchange": "pipelined", "pipeline_model_parallel_size": 2, "num_layers": 4},
+        {"cp_exchange": "pipelined", "context_parallel_size": 2, "pipeline_model_parallel_size": 2, "num_layers": 4},
         "pipeline_model_parallel_size: expected 1 with cp_exchange 'pipelined', which has an order of .*, got 2",
     ),
     (TransformerConfig, "pipelined without cp_attention_layout"): (
-        {"cp_exchange": "pipelined", "cp_attention_layout": "zigzag"},
+        {"cp_exchange": "pipelined", "context_parallel_size": 2, "cp_attention_layout": "zigzag"},
         "cp_attention_layout: expected 'contiguous' with cp_exchange 'pipelined', whose ranks .*, got 'zigzag'",
     ),
     (TransformerConfig, "pipelined without enable_tensor_offload"): (
-        {"cp_exchange": "pipelined", "enable_tensor_offload": True},
+        {"cp_exchange": "pipelined", "context_parallel_size": 2, "enable_tensor_offload": True},
         "enable_tensor_offload: expected False with cp_exchange 'pipelined', under which layers .*, got True",
     ),
     (TransformerConfig, "pipelined without enable_activation_offload"): (
-        {"cp_exchange": "pipelined", "enable_activation_offload": True},
+        {"cp_exchange": "pipelined", "context_parallel_size": 2, "enable_activation_offload": True},
         "enable_activation_offload: expected False with cp_exchange 'pipelined', under which layers .*, got True",
     ),
     (TransformerConfig, "kernels pass exact states on"): (

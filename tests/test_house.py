@@ -28,7 +28,7 @@ ROOMS = {
     "departures": set(),
     "handing": set(),
     "varying": set(),
-    "context_parallel": {"autograd", "departures", "groups", "handing", "ops", "varying"},
+    "context_parallel": {"autograd", "departures", "groups", "handing", "ops", "recompute", "varying"},
     "delta_rule": {"autograd", "ops", "context_parallel"},
     "modules": {"ops"},
     "documents": set(),

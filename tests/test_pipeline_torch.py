@@ -560,6 +560,8 @@ def test_warm_up_counts():
     assert get_pp_rank_microbatches(2, divided(4), 0) == (2, True, 2, 0)
     assert get_pp_rank_microbatches(8, divided(4), 1) == (8, False, 2, 6)
     assert get_pp_rank_microbatches(8, TINY, 0) == (8, False, 0, 8)
+    assert get_pp_rank_microbatches(8, divided(4, "zb-h2"), 0) == (8, False, 6, 2)
+    assert get_pp_rank_microbatches(8, divided(4, "gpipe"), 3) == (8, True, 8, 0)
 
 
 def test_shapes_between_stages_hold_all_streams():

@@ -412,6 +412,16 @@ def test_a_message_that_nobody_takes_is_named():
     for semantics in ("pair", "rank"):
         with pytest.raises(ScheduleError, match="nobody takes SEND 0F1 to rank 1"):
             validate_program(schedule, tuple(map(tuple, program)), semantics)
+    with pytest.raises(ScheduleError, match="rank 1 never gets to RECV 0F1 from rank 0"):
+        validate_program(schedule, tuple(map(tuple, program)), "async")
+
+
+def test_a_message_that_is_received_twice_is_named():
+    schedule = one_f_one_b()
+    program = list(map(list, lower(schedule)))
+    program[1].append(Message("RECV", Action("F", 0, 1), 0))
+    with pytest.raises(ScheduleError, match="rank 1 waits in RECV 0F1 from rank 0"):
+        validate_program(schedule, tuple(map(tuple, program)), "async")
 
 
 def test_a_lost_message_is_named():

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import schedules as theirs
 
 from plans.config import TransformerConfig
 from plans.schedule import build_schedule, schedule_for
-from plans.schedule_file import schedule_from_csv, schedule_to_csv
+from plans.schedule_file import read_schedule, schedule_from_csv, schedule_to_csv
 from plans.simulate import ScheduleError, simulate, validate_schedule
 from reference_torch.rank_pool import RankPool
 from tests import schedule_file_jobs
@@ -95,6 +95,10 @@ REFUSED = {
     "0F0,0X0": r"row 0, cell 1: expected stage, one of F, B, I and W, and microbatch, as in '0F1', got '0X0'$",
     "0F0,0B0\n1F": r"row 1, cell 0: expected stage, .* got '1F'$",
     "0F0,0SEND_F0": r"row 0, cell 1: .* got '0SEND_F0'; save computation alone, without messages",
+    "0F0,0F99999999999,0B0": r"expected numbers of microbatch from 0 on, .*, 3 in all, got 0F99999999999",
+    "1000000000F0": r"expected numbers of stage from 0 on, each with actions of its own, 1 in all, got 1000000000F0",
+    "0F0,0B0\n,,\n1F0,1B0": r"schedule, row 1: expected a rank's actions, got none",
+    '"' + "0" * 200_000: r"expected rows of cells with commas between them, got field larger than field limit",
     "0F0,0B0\n2F0,2B0\n1F0,1B0": r"expected stage s on rank s mod 3, or two stages a rank there and back .*, got "
     r"rank 0: 0; rank 1: 2; rank 2: 1",
 }
@@ -124,10 +128,45 @@ def test_a_configuration_takes_its_schedule_from_a_file(tmp_path):
         schedule_for(config, 5)
 
 
-def test_a_file_that_changes_is_read_again(tmp_path):
-    config = written(tmp_path / "own.csv")
-    written(tmp_path / "own.csv", "v-min", m=5)
-    assert schedule_for(config, 5).actions == build_schedule("v-min", 2, 5, 2).actions
+def test_a_file_that_changes_is_read_again_by_the_next_configuration_alone(tmp_path):
+    """What is run does not change under a run."""
+    path = tmp_path / "own.csv"
+    config = written(path)
+    for text in (schedule_to_csv(build_schedule("v-min", 2, 5, 2)), "0F0,", "no schedule at all"):
+        path.write_text(text)
+        assert schedule_for(config, 4).actions == build_schedule("v-half", 2, 4, 2).actions
+    assert schedule_for(written(path, "v-min", m=5), 5).actions == build_schedule("v-min", 2, 5, 2).actions
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n  ,,\n", "\r\n\r\n"])
+def test_blank_lines_at_the_end_are_no_ranks(end, tmp_path):
+    text = schedule_to_csv(build_schedule("1f1b", 2, 3)).strip()
+    assert schedule_from_csv(text.replace("\n", end[:2].strip(" ") if "\r" in end else "\n") + end).pp_size == 2
+    (tmp_path / "marked.csv").write_text(text, encoding="utf-8-sig")
+    assert read_schedule(tmp_path / "marked.csv").actions == build_schedule("1f1b", 2, 3).actions
+
+
+def test_stages_three_times_there_and_back_are_refused():
+    swapped = str.maketrans("23", "32")  # stages: 0 3 4 and 1 2 5
+    rows = schedule_to_csv(build_schedule("interleaved", 2, 4, 3)).split()
+    rows = [",".join(cell[0].translate(swapped) + cell[1:] for cell in row.split(",")) for row in rows]
+    with pytest.raises(ValueError, match="or two stages a rank there and back"):
+        schedule_from_csv("\n".join(rows))
+
+
+def test_a_file_is_not_ignored_where_context_ranks_have_an_order(tmp_path):
+    with pytest.raises(ValueError, match="pipeline_schedule_file: expected None with cp_exchange 'pipelined', which"):
+        replace(
+            TINY, context_parallel_size=2, cp_exchange="pipelined", pipeline_schedule_file=str(tmp_path / "own.csv")
+        )
+
+
+def test_one_row_is_no_pipeline(tmp_path):
+    (tmp_path / "one.csv").write_text("0F0,1F0,1B0,0B0")
+    with pytest.raises(
+        ValueError, match="pipeline_schedule_file: expected a row for each of two ranks or more, got one"
+    ):
+        replace(TINY, pipeline_schedule_file=str(tmp_path / "one.csv"))
 
 
 FAULTY = {
@@ -176,6 +215,23 @@ def test_torchs_runtime_runs_what_is_written_here(two, name, tmp_path):
     for stage, gradients in expected.items():
         for ours, theirs_ in zip(gradients, found[stage], strict=True):
             np.testing.assert_allclose(theirs_, ours, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0F1,0F0,0B0,0B1\n1F0,1F1,1B0,1B1",
+        "0F2,0F0,0B2,0F1,0B0,0B1\n1F2,1I2,1F0,1B0,1W2,1F1,1B1",
+        "0F1,0F0,0F2,0B1,0B2,0B0\n1F1,1B1,1F2,1F0,1B2,1B0",
+    ],
+)
+def test_microbatches_may_come_in_any_order(two, text, tmp_path):
+    """Each with its own tokens, targets and dropout, on every stage; losses are reported in their own order."""
+    path = tmp_path / "own.csv"
+    path.write_text(text)
+    config = replace(TINY, pipeline_model_parallel_size=2, pipeline_schedule_file=str(path))
+    equal_to_undivided(two, {text: Case(config, 1 + max(int(a[2]) for a in text.replace("\n", ",").split(",")))})
 
 
 @pytest.mark.multiprocess

@@ -139,7 +139,7 @@ def test_a_context_may_serve_one_pass_after_the_other_but_not_two_at_once_that_a
         assert relative_difference(one[0], found[0][0]) <= 1e-5
         errors = [error for _, error in pool.run(f"{JOBS}:reused_context", 2, True)]
         assert "expected one of its own for every microbatch" in errors[-1]
-        assert "got 2 passes with the tokens of a convolution of layer 0" in errors[-1]
+        assert "got 2 passes whose backward is to come with the tokens of a convolution of layer 0" in errors[-1]
 
 
 @pytest.mark.multiprocess
@@ -176,7 +176,13 @@ def test_what_needs_ranks_to_be_at_one_layer_is_refused():
     with pytest.raises(ValueError, match=r"cp_truncate_ranks: expected None unless cp_exchange is 'ring', got 1"):
         check_exchange("pipelined", cp_truncate_ranks=1)
     with pytest.raises(ValueError, match=r"pipeline_model_parallel_size: expected 1 with cp_exchange 'pipelined', "):
-        replace(MODEL, num_layers=4, cp_exchange="pipelined", pipeline_model_parallel_size=2)
+        replace(
+            MODEL,
+            num_layers=4,
+            cp_exchange="pipelined",
+            context_parallel_size=2,
+            pipeline_model_parallel_size=2,
+        )
 
 
 @pytest.mark.multiprocess

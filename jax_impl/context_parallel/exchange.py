@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from jax_impl.context_parallel.approximate import LowRank, low_rank, state_of_nearest
 from plans.context import FLACPContext
-from plans.exchange import scan_steps
+from plans.exchange import check_together, scan_steps
 
 
 def exchange_states(
@@ -51,6 +51,7 @@ def ranks_of(context: FLACPContext) -> Ranks:
 
 def exchange_over(transition: Array | LowRank, state: Array, ranks: Ranks, reverse: bool = False) -> Array:
     """exchange_states, of ranks; gathered, maps may be of low rank."""
+    check_together(ranks.exchange)
     if ranks.size == 1:
         return jnp.zeros_like(state)
     rank = lax.axis_index(ranks.group)

@@ -160,7 +160,8 @@ class PipelineStep:
         return compile_ticks(schedule, self._fused, self.keep)
 
     def trace(self, num_microbatches: int) -> tuple[tuple[Action, ...], ...]:
-        """What every rank does, in order, as its table says; pipelined, of a rank that shares no sequences."""
+        """What every rank does, in order, as its table says; with microbatches one after another over context ranks
+        it is PyTorch's order on the first of them, while here all forwards come before all backwards."""
         return self.ticks(num_microbatches).actions()
 
     def _local(self, params: StagedParameters, batch: Batch) -> tuple[Array, StagedParameters]:

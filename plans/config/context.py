@@ -21,10 +21,13 @@ def _pipelined_without(field: str, default: Any, why: str) -> Rule:
     """Ranks at different microbatches do nothing together."""
 
     def fault(config: Any) -> str:
-        return f"{field}: expected {default!r} with cp_exchange 'pipelined', {why}, got {getattr(config, field)!r}"
+        expected = f"{field}: expected {default!r} with cp_exchange 'pipelined', {why}"
+        return f"{expected}, got {getattr(config, field)!r}; choose another cp_exchange"
 
     return Rule(
-        f"pipelined without {field}", lambda c: c.cp_exchange != PIPELINED or getattr(c, field) == default, fault
+        f"pipelined without {field}",
+        lambda c: c.cp_exchange != PIPELINED or c.context_parallel_size == 1 or getattr(c, field) == default,
+        fault,
     )
 
 

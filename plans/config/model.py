@@ -9,7 +9,7 @@ from plans.config.recompute import RECOMPUTE_RULES, RecomputeModule
 from plans.config.rules import Rule, choice, count, flag, number, validate
 from plans.implementation import IMPLEMENTATIONS, MAX_KERNEL_CHANNELS, MAX_KERNEL_STREAMS
 from plans.layers import ACTIVATIONS, LayerConfig, parse_layer
-from plans.partition import layers_by_stage
+from plans.partition import get_stage_place, layers_by_stage
 from plans.placement import ScheduleName
 
 DTYPES = ("float32", "float64")
@@ -137,7 +137,8 @@ class TransformerConfig:
     """Ranks that share the tokens of every microbatch."""
     cp_exchange: Literal["all_gather", "ring", "scan", "pipelined"] = "all_gather"
     """How states of gdn and kda layers travel between them: to all at once, from one to the next, or composed in a
-    logarithm of rounds."""
+    logarithm of rounds; pipelined: microbatches follow one another over the ranks, and keys and values of attention are
+    handed on, too."""
     cp_wire_dtype: Literal["bfloat16"] | None = None
     """Type in which they travel; None: their own. A message then has a relative error of up to 2**-9."""
     cp_truncate_ranks: int | None = None
@@ -205,9 +206,10 @@ class TransformerConfig:
     @property
     def layers_per_rank(self) -> int:
         """Layers of the pipeline rank with most of them, all its virtual stages together."""
-        counts = layers_by_stage(self)
-        p = self.pipeline_model_parallel_size
-        return max(sum(counts[rank::p]) for rank in range(p))
+        found = [0] * self.pipeline_model_parallel_size
+        for stage, layers in enumerate(layers_by_stage(self)):
+            found[get_stage_place(self, stage).pp_rank] += layers
+        return max(found)
 
     @property
     def layers_per_stage(self) -> int:

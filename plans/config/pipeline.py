@@ -1,6 +1,7 @@
 """Rules of the pipeline settings: how layers are cut into stages, and in which order ranks work."""
 
 from plans.config.rules import Rule, choice, count, flag, number
+from plans.exchange import PIPELINED
 from plans.partition import layers_by_stage
 from plans.placement import SCHEDULES, V_SCHEDULES, placement_of, schedule_name
 
@@ -57,14 +58,16 @@ def _file_error(config) -> str:
         return f"pipeline_schedule_file: expected the path of a CSV file, got {path!r}"
     if config.pipeline_schedule is not None:
         return f"pipeline_schedule: expected None beside pipeline_schedule_file, got {config.pipeline_schedule!r}"
-    from plans.schedule_file import read_schedule  # here and below: both need a configuration's rules
-    from plans.simulate import validate_schedule
+    if config.cp_exchange == PIPELINED and config.context_parallel_size > 1:
+        return f"pipeline_schedule_file: expected None with cp_exchange 'pipelined', which has an order, got {path!r}"
+    from plans.schedule_file import read_schedule  # which needs a configuration's rules
 
     try:
-        schedule = read_schedule(path)
-        validate_schedule(schedule)
+        schedule = read_schedule(path, again=True)
     except (OSError, ValueError) as error:
         return f"pipeline_schedule_file: expected a schedule that runs, got {error}"
+    if schedule.pp_size == 1:
+        return f"pipeline_schedule_file: expected a row for each of two ranks or more, got one in {path}"
     for name, given, found in (
         ("pipeline_model_parallel_size", config.pipeline_model_parallel_size, schedule.pp_size),
         (

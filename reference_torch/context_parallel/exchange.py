@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from plans.context import FLACPContext
-from plans.exchange import scan_steps
+from plans.exchange import check_together, scan_steps
 from reference_torch.autograd import differentiable_once
 from reference_torch.context_parallel.approximate import (
     LowRank,
@@ -40,6 +40,7 @@ def exchange_states(
     Returns:
         S, 0 on the first rank.
     """
+    check_together(context.cp_exchange)
     place = context.size - 1 - context.rank if reverse else context.rank
     if context.size == 1:
         return torch.zeros_like(state)

@@ -5,8 +5,11 @@ the other way. In which order a rank runs its microbatches is plans/wavefront.py
 ``jax_impl/context_parallel/wavefront.py``.
 """
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -14,31 +17,52 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from plans.communication import PipelineError
 from plans.context import FLACPContext
 from plans.exchange import PIPELINED
 from reference_torch.autograd import differentiable_once
-from reference_torch.departures import Departures
+from reference_torch.departures import Departures, cause_of
 from reference_torch.groups import wait_for
+from reference_torch.recompute.slots import in_replay
 
 WHAT = ("state", "tokens of a convolution", "keys and values")
 """What is handed on."""
 
 
 class Handing:
-    """What came to layers, should backward compute them again, for which nothing travels again; of build_cp_context.
+    """One microbatch on its way over the ranks, and what came to layers that backward computes again, for which nothing
+    travels again; made by build_cp_context, as often on every rank.
 
     Args:
-        group: the ranks.
+        group: the ranks; None: there is one.
     """
 
-    keeps = True
-    """Off: backward computes nothing again."""
+    keeps: tuple[str, ...] = WHAT
+    """Those of WHAT that backward may ask for again."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self.came: dict[tuple[int | None, str], list[Tensor]] = {}
         """By layer: of every pass whose backward is to come."""
+        self.number = 0
+        """Of the group's microbatches: messages of another are not taken for its own."""
         if group is not None:
-            _channels(group)  # by all ranks at the same time
+            _channel(group, reverse=True)  # by all ranks at the same time
+            self.number = _NUMBERS[group.group_name]
+            _NUMBERS[group.group_name] += 1
+
+
+_NUMBERS: Counter[str] = Counter()
+"""Of microbatches so far, by the group's name."""
+
+
+def finish(group: ProcessGroup | None) -> None:
+    """Wait until the other ranks have taken all that was handed on and back.
+
+    Raises:
+        PipelineError: something was not taken in time.
+    """
+    if group is not None:
+        _departures(group.group_name).wait()
 
 
 def is_pipelined(context: FLACPContext) -> bool:
@@ -58,10 +82,10 @@ def taken(what: str, like: Tensor, beside: Tensor, context: FLACPContext) -> Ten
     Raises:
         PipelineError: it did not come within context.timeout.
     """
-    if _is_backward():
+    if in_replay():
         return _Taken.apply(beside, what, context, _came_before(what, context))
     found = _receive(what, context, tuple(like.shape), like.dtype, like.device, reverse=False)
-    if context.handing.keeps:
+    if what in context.handing.keeps:
         context.handing.came.setdefault((context.layer, what), []).append(found)
     return _Taken.apply(beside, what, context, found)
 
@@ -86,15 +110,16 @@ class _Taken(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, beside, what, context, found):
-        ctx.what, ctx.context = what, context
+        ctx.what, ctx.context, ctx.found = what, context, found
         return found.detach()
 
     @staticmethod
     @differentiable_once
     def backward(ctx, d_found):  # pyright: ignore[reportIncompatibleMethodOverride]
         _send(ctx.what, d_found, ctx.context, reverse=True)
-        if came := ctx.context.handing.came.get((ctx.context.layer, ctx.what)):
-            came.pop()
+        came = ctx.context.handing.came
+        key = ctx.context.layer, ctx.what
+        came[key] = [other for other in came.get(key, []) if other is not ctx.found]
         return None, None, None, None
 
 
@@ -104,7 +129,7 @@ class _HandedOn(torch.autograd.Function):
     @staticmethod
     def forward(ctx, what, context, part, *others):
         ctx.what, ctx.context, ctx.like = what, context, (tuple(part.shape), part.dtype, part.device)
-        if not _is_backward():
+        if not in_replay():
             _send(what, part, context, reverse=False)
         return tuple(x.view_as(x) for x in others)
 
@@ -112,11 +137,6 @@ class _HandedOn(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, *d_others):  # pyright: ignore[reportIncompatibleMethodOverride]
         return None, None, _receive(ctx.what, ctx.context, *ctx.like, reverse=True), *d_others
-
-
-def _is_backward() -> bool:
-    """Whether autograd is on its way back, so that what is computed now was computed before."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _came_before(what: str, context: FLACPContext) -> Tensor:
@@ -129,18 +149,21 @@ def _came_before(what: str, context: FLACPContext) -> Tensor:
     if len(came) != 1:
         raise ValueError(
             "cp_context: expected one of its own for every microbatch, and for every layer that backward computes "
-            f"again (context.of_layer), got {len(came)} passes with {_name(what, context, False)}"
+            f"again (context.of_layer), got {len(came)} passes whose backward is to come with "
+            f"{_name(what, context, False)}"
         )
     return came[0]
 
 
 def _send(what: str, part: Tensor, context: FLACPContext, reverse: bool) -> None:
     """To the next rank, or back to the one before; does not wait."""
-    departures = _departures()
+    departures = _departures(context.group.group_name)
     departures.check()
     sent = part.detach().to(_wire_dtype(what, part.dtype, context)).contiguous()
-    work = dist.isend(sent, **_route(what, context, 1, reverse))
-    told = f"context rank {context.rank}: expected {_name(what, context, reverse)} to be received"
+    peer, name = _peer(context, 1, reverse), _name(what, context, reverse)
+    told = f"context rank {context.rank}: expected context rank {peer} to receive {name}"
+    with _named(told):
+        work = dist.isend(sent, group=_channel(context.group, reverse), group_dst=peer, tag=_tag(what, context))
     departures.add(work, sent, told, context.timeout)
 
 
@@ -148,18 +171,34 @@ def _receive(
     what: str, context: FLACPContext, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, reverse: bool
 ) -> Tensor:
     came = torch.empty(shape, dtype=_wire_dtype(what, dtype, context), device=device)
-    work = dist.irecv(came, **_route(what, context, -1, reverse))
-    wait_for(work, f"{_name(what, context, reverse)}, {list(shape)}, from another context rank", context.timeout)
+    peer = _peer(context, -1, reverse)
+    name = f"{_name(what, context, reverse)}, {list(shape)}, from context rank {peer}"
+    with _named(f"context rank {context.rank}: expected {name}"):
+        work = dist.irecv(came, group=_channel(context.group, reverse), group_src=peer, tag=_tag(what, context))
+    wait_for(work, name, context.timeout)
     return came.to(dtype)
 
 
-def _route(what: str, context: FLACPContext, ahead: int, reverse: bool) -> dict[str, Any]:
-    """Group, rank there and tag of a message."""
-    peer = context.rank + (-ahead if reverse else ahead)
+@contextmanager
+def _named(expected: str) -> Iterator[None]:
+    """Say what was expected where a message cannot even set out."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PipelineError(
+            f"{expected}, and it failed ({cause_of(error)}); look at what the other ranks say"
+        ) from None
+
+
+def _peer(context: FLACPContext, ahead: int, reverse: bool) -> int:
+    """The rank so far ahead in the group, or backward, behind."""
+    return context.rank + (-ahead if reverse else ahead)
+
+
+def _tag(what: str, context: FLACPContext) -> int:
+    """Of the microbatch, layer and thing, 31 bits: 16, 13 and 2."""
     layer = -1 if context.layer is None else context.layer
-    tag = (layer + 1) * len(WHAT) + WHAT.index(what)
-    group = _channels(context.group)[reverse]
-    return {"group": group, "group_src" if ahead < 0 else "group_dst": peer, "tag": tag}
+    return ((context.handing.number % 2**16) * 2**13 + (layer + 1) % 2**13) * 4 + WHAT.index(what)
 
 
 def _name(what: str, context: FLACPContext, reverse: bool) -> str:
@@ -173,15 +212,18 @@ def _wire_dtype(what: str, dtype: torch.dtype, context: FLACPContext) -> torch.d
     return dtype if asked is None else getattr(torch, asked)
 
 
-@cache
-def _channels(group: ProcessGroup) -> tuple[ProcessGroup, ProcessGroup]:
-    """For what is handed on, and for what goes back: NCCL runs the messages of two ranks of a group in one order."""
-    if dist.get_backend(group) != "nccl":
-        return group, group
-    back = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
-    return group, cast("ProcessGroup", back)
+def _channel(group: ProcessGroup, reverse: bool) -> ProcessGroup:
+    """What goes back has a group of its own with NCCL, which runs the messages of a group in one order."""
+    return _group_back(group) if reverse and dist.get_backend(group) == "nccl" else group
 
 
 @cache
-def _departures() -> Departures:
+def _group_back(group: ProcessGroup) -> ProcessGroup:
+    ranks = dist.get_process_group_ranks(group)
+    return cast("ProcessGroup", dist.new_group(ranks, use_local_synchronization=True))
+
+
+@cache
+def _departures(group_name: str) -> Departures:
+    """A group's own: what fails there is no fault of another's."""
     return Departures()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -72,6 +73,8 @@ class Executor:
         self._deferred: defaultdict[tuple[int, int], DeferredWeightGradients] = defaultdict(DeferredWeightGradients)
         self._backward_left = dict.fromkeys(range(schedule.stages_per_rank), schedule.num_microbatches)
         self.reports: list[Any] = []
+        self._reported: list[int] = []
+        self._data = [_Data(*each) for each in zip(inputs.data_iterators, self._orders(), strict=True)]
         self.num_tokens = torch.zeros((), dtype=torch.float64)  # exact, and a mask may be summed in any type
 
     def run(self) -> None:
@@ -94,6 +97,16 @@ class Executor:
                 self._send(step)
         if self._communicator is not None:
             self._communicator.end_step()
+        if len(self.reports) == len(self._reported):  # one a microbatch: in their order, whatever the table's
+            self.reports = [self.reports[place] for place in np.argsort(self._reported)]
+
+    def _orders(self) -> list[list[int]]:
+        """By virtual stage, microbatches in the order of their forwards."""
+        orders: list[list[int]] = [[] for _ in range(self._schedule.stages_per_rank)]
+        for kind, stage, microbatch in self._schedule.actions[self._rank]:
+            if kind == "F":
+                orders[stage // self._schedule.pp_size].append(microbatch)
+        return orders
 
     def _post_receives(self, steps: Sequence[Action | Message], place: int, posted: int) -> int:
         """Post every receive that stands before the next action; returns where that is.
@@ -141,7 +154,7 @@ class Executor:
         with self._split(action):
             output, tokens = forward_step(
                 inputs.forward_step_func,
-                inputs.data_iterators[vp_stage],
+                self._data[vp_stage].of(action.microbatch),
                 inputs.models[vp_stage],
                 self._schedule.num_microbatches,
                 None if entered is None else entered[0] if len(entered) == 1 else entered,
@@ -153,6 +166,8 @@ class Executor:
                 last,
             )
         self.num_tokens = self.num_tokens.to(tokens.device) + tokens
+        if last:
+            self._reported.append(action.microbatch)
         if not last:
             if inputs.config.deallocate_pipeline_outputs:
                 output = own_memory(output)
@@ -196,6 +211,29 @@ class Executor:
             # What has no graph is the stage's own input, or the user's data, handed on.
             freed = [tensor for tensor in sent if tensor.grad_fn is not None]
             deallocate_output_tensor(freed, self._inputs.config.deallocate_pipeline_outputs)
+
+
+class _Data:
+    """A virtual stage's microbatches, which a table may take in any order.
+
+    Args:
+        iterator: over them, in their own order; None: the stage reads none.
+        order: that of the table.
+    """
+
+    def __init__(self, iterator: Iterator[Any] | None, order: Sequence[int]) -> None:
+        self._iterator, self._in_order = iterator, list(order) == sorted(order)
+        self._taken: dict[int, Any] = {}
+        self._next = 0
+
+    def of(self, microbatch: int) -> Iterator[Any] | None:
+        """An iterator whose next is this microbatch."""
+        if self._iterator is None or self._in_order:
+            return self._iterator
+        while self._next <= microbatch:
+            self._taken[self._next] = next(self._iterator)
+            self._next += 1
+        return iter([self._taken.pop(microbatch)])
 
 
 @lru_cache(maxsize=32)

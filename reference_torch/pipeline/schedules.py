@@ -12,9 +12,11 @@ from torch import nn
 
 from plans.actions import Action
 from plans.config import TransformerConfig
+from plans.exchange import PIPELINED
 from plans.partition import is_pipeline_first_stage, is_pipeline_last_stage
 from plans.placement import schedule_name
 from plans.schedule import num_warmup_microbatches, schedule_for
+from reference_torch.context_parallel.wavefront import finish
 from reference_torch.groups import ProcessGroups
 from reference_torch.p2p import P2PCommunicator, Shape
 from reference_torch.pipeline.executor import Executor, StepInputs
@@ -194,8 +196,13 @@ def get_pp_rank_microbatches(
     """A rank's forwards: all of them, whether all are warm-up, how many are, and how many are not."""
     p, v = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     total = num_microbatches * v
-    group = config.microbatch_group_size_per_vp_stage
-    warmup = num_warmup_microbatches(pp_rank, p, num_microbatches, v, group, forward_only)
+    if schedule_name(config) in ("none", "1f1b", "interleaved", "zb-h1") or forward_only:
+        group = config.microbatch_group_size_per_vp_stage
+        warmup = num_warmup_microbatches(pp_rank, p, num_microbatches, v, group, forward_only)
+    else:  # the forward before the first backward is a pair's
+        kinds = [action.kind for action in schedule_for(config, num_microbatches).actions[pp_rank]]
+        ahead = next(place for place, kind in enumerate(kinds) if kind != "F")
+        warmup = ahead if ahead == total else ahead - 1
     return total, warmup == total, warmup, total - warmup
 
 
@@ -230,6 +237,8 @@ def _run(
     executor = Executor(schedule, inputs, communicator or made, sums, trace)
     earlier = [] if forward_only else set_aside(models)
     executor.run()
+    if config.cp_exchange == PIPELINED:
+        finish(groups.cp)
     if made is not None:
         made.close()
     if not forward_only:
