@@ -33,6 +33,7 @@ FORWARD, BACKWARD = 0.08, 0.16
 """Seconds of a rank's part of a microbatch in all sleeping layers."""
 SIZES, TURNS = (2, 4), 5
 MICROBATCHES = 4
+EXCHANGES = CP_EXCHANGES
 MODEL = TransformerConfig(
     hidden_size=128,
     num_layers=4,
@@ -67,11 +68,11 @@ def measure_steps(console: Console) -> list[dict[str, Any]]:
     train = TrainConfig(train_iters=100, global_batch_size=MICROBATCHES, micro_batch_size=1, eval_iters=1)
     for size in SIZES:
         with RankPool(size, 1200.0, ("torch.distributed", JOBS)) as pool, console.status(f"PyTorch, {size} ranks"):
-            parts = pool.run(f"{JOBS}:torch_steps", MODEL, train, TURNS)
+            parts = pool.run(f"{JOBS}:torch_steps", MODEL, train, EXCHANGES, TURNS)
         found = {way: [max(step) for step in zip(*(part[way] for part in parts), strict=True)] for way in parts[0]}
         rows.append({"backend": "torch", "ranks": size} | _medians(found))
         with RankPool(1, 1800.0) as pool, console.status(f"JAX, {size} devices"):
-            (found,) = pool.run(f"{JOBS}:jax_steps", MODEL, train, size, TURNS)
+            (found,) = pool.run(f"{JOBS}:jax_steps", MODEL, train, EXCHANGES, size, TURNS)
         rows.append({"backend": "jax", "ranks": size} | _medians(found))
     return rows
 
@@ -95,11 +96,11 @@ def show(console: Console, order: list[dict[str, Any]], steps: list[dict[str, An
         table.add_row(str(row["microbatches"]), *cells)
     console.print(table)
     table = Table(title=f"steps of {MICROBATCHES} microbatches, of the same ranks without exchange")
-    for heading in ("backend", "ranks", "without, s", *CP_EXCHANGES, "pipelined, by the plan"):
+    for heading in ("backend", "ranks", "without, s", *EXCHANGES, "pipelined, by the plan"):
         table.add_column(heading, justify="right")
     for row in steps:
         alone, size = row["alone"]["seconds"], row["ranks"]
-        ratios = [f"{row[way]['seconds'] / alone:.2f}" for way in CP_EXCHANGES]
+        ratios = [f"{row[way]['seconds'] / alone:.2f}" for way in EXCHANGES]
         table.add_row(row["backend"], str(size), f"{alone:.2f}", *ratios, f"{planned(row['backend'], size):.2f}")
     console.print(table)
 

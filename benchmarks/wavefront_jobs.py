@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from benchmarks.step_time_jobs import random_corpus
 from plans.config import TrainConfig, TransformerConfig
-from plans.exchange import CP_EXCHANGES
 from reference_torch.context_parallel import build_cp_context
 from reference_torch.context_parallel.states import handed_through
 from reference_torch.groups import ProcessGroups
@@ -89,13 +88,15 @@ def time_sleeping(layers: int, forward: float, backward: float, count: int, turn
     return seconds[1:]
 
 
-def torch_steps(model: TransformerConfig, train: TrainConfig, turns: int) -> dict[str, list[float]]:
+def torch_steps(
+    model: TransformerConfig, train: TrainConfig, exchanges: tuple[str, ...], turns: int
+) -> dict[str, list[float]]:
     """Seconds of steps by exchange, and of this rank alone with as many tokens; in turns, the first left out."""
     from reference_torch.groups import make_mesh
     from reference_torch.train import Trainer
 
     size, trainers = dist.get_world_size(), {}
-    for exchange in CP_EXCHANGES:
+    for exchange in exchanges:
         config = replace(model, context_parallel_size=size, cp_exchange=exchange)
         trainers[exchange] = Trainer(config, train, random_corpus(), device="cpu", mesh=make_mesh(config))
     alone = replace(model, seq_length=model.seq_length // size)
@@ -110,7 +111,9 @@ def torch_steps(model: TransformerConfig, train: TrainConfig, turns: int) -> dic
     return {way: steps[1:] for way, steps in seconds.items()}
 
 
-def jax_steps(model: TransformerConfig, train: TrainConfig, size: int, turns: int) -> dict[str, list[float]]:
+def jax_steps(
+    model: TransformerConfig, train: TrainConfig, exchanges: tuple[str, ...], size: int, turns: int
+) -> dict[str, list[float]]:
     """The same on so many devices of this process; alone: all devices at once, each with tokens of its own."""
     import jax
 
@@ -121,7 +124,7 @@ def jax_steps(model: TransformerConfig, train: TrainConfig, size: int, turns: in
     from jax_impl.train import Trainer
 
     trainers = {}
-    for exchange in CP_EXCHANGES:
+    for exchange in exchanges:
         config = replace(model, context_parallel_size=size, cp_exchange=exchange)
         trainers[exchange] = Trainer(config, train, random_corpus())
     replicas = replace(train, global_batch_size=size * train.global_batch_size)

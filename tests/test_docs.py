@@ -448,7 +448,8 @@ SHRUNK = {
     "context": "PER_RANK, b.TURNS, b.DELAYS, b.LONG = 128, 1, (0.05,), b.LONG._replace(length=1024)",
     "approximate_context": "PER_RANK, b.HEADS, b.WIDTH, b.TEXTS = 16, 2, 8, b.TEXTS[:1]",
     "step_time": "STEPS, b.BASE = 1, replace(b.BASE, hidden_size=32, seq_length=16)\nb.CASES = b.CASES[0], b.CASES[-1]",
-    "wavefront": "COUNTS, b.SIZES, b.TURNS, b.MODEL = (2,), (2,), 1, replace(b.MODEL, hidden_size=32, seq_length=32)",
+    "wavefront": "COUNTS, b.SIZES, b.TURNS, b.EXCHANGES = (2,), (2,), 1, ('pipelined',)\n"
+    "b.MODEL = replace(b.MODEL, hidden_size=32, seq_length=32)",
     "offload": "CONFIG, b.BATCH, b.STEPS, b.AHEAD = replace(b.CONFIG, hidden_size=32, seq_length=16), 1, 2, range(2)",
 }
 """Benchmarks that make starts, as small as their constants make them. Those of kernels are run in test_kernels_ahead;
