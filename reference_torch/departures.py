@@ -3,6 +3,7 @@
 import datetime
 import queue
 import threading
+from collections import deque
 from typing import Any
 
 import torch.distributed as dist
@@ -12,9 +13,16 @@ from plans.communication import PipelineError
 
 
 class Departures:
-    """Keeps what is being sent alive until it has left; a thread waits, so that nobody else has to."""
+    """Keeps what is being sent alive until it has left; a thread waits, so that nobody else has to.
 
-    def __init__(self) -> None:
+    Args:
+        lingers: what has left is let go where the next is sent or waited for, not in the thread: PyTorch's profiler has
+            been seen to crash where another thread frees memory.
+    """
+
+    def __init__(self, lingers: bool = False) -> None:
+        self._lingers = lingers
+        self._left: deque[Tensor] = deque()
         self._queue: queue.Queue[tuple[Any, Tensor, str, float] | None] = queue.Queue()
         self._error: str | None = None
         self._thread: threading.Thread | None = None
@@ -28,6 +36,8 @@ class Departures:
             told: beginning of the error, should nobody receive it.
             timeout: seconds it may take.
         """
+        while len(self._left) > 1:  # the thread may be about to let go of the last
+            self._left.popleft()
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, daemon=True, name="departures")
             self._thread.start()
@@ -36,6 +46,7 @@ class Departures:
     def wait(self) -> None:
         """Until all has left. Raises: see check."""
         self._queue.join()
+        self._left.clear()
         self.check()
 
     def check(self) -> None:
@@ -62,6 +73,8 @@ class Departures:
                     work.wait(datetime.timedelta(seconds=timeout))
             except RuntimeError as error:
                 self._error = f"{told} within pipeline_timeout={timeout:g} s, and it was not ({cause_of(error)})"
+            if self._lingers:
+                self._left.append(content)
             del waiting, work, content  # the memory, now that it has left
             self._queue.task_done()
         self._queue.task_done()

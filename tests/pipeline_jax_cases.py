@@ -477,13 +477,13 @@ def traced(config: TransformerConfig, **options):
 
 def test_collective_test_sees_one_that_jax_puts_in_a_branch(monkeypatch):
     """Parameters that do not vary by rank: JAX sums their gradient over ranks where it is taken."""
-    vary = executor._vary
+    vary = executor.vary
 
     def vary_all_but_parameters(tree, axes):
         is_pair = isinstance(tree, tuple) and len(tree) == 2 and isinstance(tree[0], StagedParameters)
         return (tree[0], vary(tree[1], axes)) if is_pair else vary(tree, axes)
 
-    monkeypatch.setattr(executor, "_vary", vary_all_but_parameters)
+    monkeypatch.setattr(executor, "vary", vary_all_but_parameters)
     config = replace(PLAIN, num_layers=2, pipeline_model_parallel_size=2)
     assert ("psum_invariant", True) in collectives(traced(config, door="shard_map"))
 

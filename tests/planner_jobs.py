@@ -11,6 +11,7 @@ from parity.ranks import make_trainer
 from plans.config import TrainConfig, TransformerConfig
 from plans.exchange import exchange_options
 from reference_torch.context_parallel import build_cp_context
+from reference_torch.context_parallel.wavefront import finish
 from reference_torch.recompute import measure_memory
 from reference_torch.transformer import GPTModel
 from tests.backends import tiny_corpus
@@ -65,7 +66,9 @@ def measure_part(config: TransformerConfig, batch: int) -> int:
         return model(tokens, targets, **told)
 
     def backward(loss: torch.Tensor) -> Any:
-        return torch.autograd.grad(loss, parameters)
+        gradients = torch.autograd.grad(loss, parameters)
+        finish(group)
+        return gradients
 
     backward(forward())  # buffers made on first use
     # Now and then gloo's thread still holds what it has gathered when forward is over.

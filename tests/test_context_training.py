@@ -161,7 +161,11 @@ def in_jax(cut: str, documents: bool, folder: Path, expected: tuple | None = Non
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("changes", [pytest.param({}, marks=pytest.mark.slow), STAGES], ids=["ranks", "stages"])
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, marks=pytest.mark.slow), STAGES, {"cp_exchange": "pipelined"}],
+    ids=["ranks", "stages", "pipelined"],
+)
 def test_c11_replicas_of_ranks_train_as_one_process(changes):
     """Gradients are summed over parts of sequences and over sequences."""
     corpus, config = corpus_of(True), replace(CONFIG, context_parallel_size=2, **changes)

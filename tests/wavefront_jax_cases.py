@@ -2,6 +2,7 @@
 eight devices."""
 
 import os
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -13,11 +14,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_impl.context_parallel import build_cp_context, cp_attention, cp_short_convolution, over_microbatches
+from jax_impl.pipeline import make_pipeline_step
 from jax_impl.saving import export_parameters
 from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
 from plans.exchange import exchange_options
 from plans.implementation import callback_threads
+from plans.partition import undivided as undivided_config
 from tests.context_jobs import (
     MODEL,
     OFFSETS,
@@ -162,6 +165,22 @@ def test_a_hybrid_model_over_ranks(name, size):
     assert float(value) == pytest.approx(expected, rel=1e-12)
     for parameter, gradient in export_parameters(found).items():
         assert relative_difference(gradient, gradients[parameter]) <= 1e-11, parameter
+
+
+@pytest.mark.slow
+def test_a_step_that_keeps_its_inputs_alone_has_the_same_gradients():
+    config = replace(MODEL, context_parallel_size=3, cp_exchange="pipelined")
+    model = GPTModel(undivided_config(config))
+    tokens, targets = np.random.default_rng(5).integers(0, 32, (2, 4, 2, 24)).astype(np.int32)
+    found = []
+    for keep in ("residuals", "inputs"):
+        step = make_pipeline_step(model, config, door="shard_map", keep=keep)
+        staged = step.stage_parameters(nnx.split(model, nnx.Param)[1])
+        loss, gradients = step(staged, tokens, targets, 3)
+        found.append((float(loss), export_parameters(step.join_parameters(gradients))))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-13)
+    for name, gradient in found[0][1].items():
+        assert relative_difference(found[1][1][name], gradient) <= TOLERANCE, name
 
 
 def test_states_may_travel_in_bfloat16():

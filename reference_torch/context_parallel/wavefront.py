@@ -226,4 +226,4 @@ def _group_back(group: ProcessGroup) -> ProcessGroup:
 @cache
 def _departures(group_name: str) -> Departures:
     """A group's own: what fails there is no fault of another's."""
-    return Departures()
+    return Departures(lingers=True)
