@@ -19,6 +19,20 @@ def varying_alike(arrays: tuple) -> list[Any]:
     ]
 
 
+def vary(tree: Any, axes: tuple[str, ...]) -> Any:
+    """Inside shard_map: the same values, of a type that may differ along every axis given.
+
+    Gradients of such values are the rank's own; of values known to be equal on all ranks JAX sums them where they are
+    taken.
+    """
+
+    def varying(x: Array) -> Array:
+        missing = tuple(axis for axis in axes if axis not in _varying_axes(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(varying, tree)
+
+
 def _varying_axes(x: Array) -> frozenset:
     kind = jax.typeof(x)
     manual = getattr(kind, "manual_axis_type", None)

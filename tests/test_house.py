@@ -27,8 +27,7 @@ ROOMS = {
     "hyper_connections": {"ops", "recompute"},
     "departures": set(),
     "handing": set(),
-    "varying": set(),
-    "context_parallel": {"autograd", "departures", "groups", "handing", "ops", "recompute", "varying"},
+    "context_parallel": {"autograd", "departures", "groups", "handing", "ops", "recompute"},
     "delta_rule": {"autograd", "ops", "context_parallel"},
     "modules": {"ops"},
     "documents": set(),
@@ -51,7 +50,7 @@ ROOMS = {
     "groups": set(),
     "p2p": {"departures"},
     "rank_pool": set(),
-    "pipeline": {"ops", "context_parallel", "recompute", "groups", "p2p", "offload", "varying"},
+    "pipeline": {"ops", "context_parallel", "recompute", "groups", "p2p", "offload"},
     "stage": {"context_parallel", "transformer", "offload"},
     "train": {"ops", "transformer", "saving", "groups", "p2p", "pipeline", "stage", "offload"},
 }
@@ -61,8 +60,8 @@ TORCH_ONLY = {"autograd", "departures", "p2p", "rank_pool", "stage"}
 """Rooms for backward functions, for processes that send each other messages, and for what they call; JAX's step takes
 the model whole."""
 
-JAX_ONLY = {"handing", "varying"}
-"""Rooms for what one program of all ranks has to be told."""
+JAX_ONLY = {"handing"}
+"""A room for what one program of all ranks has to be told."""
 
 TWINS = (
     "ops",

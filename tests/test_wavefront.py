@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity.compare import relative_difference
-from plans.exchange import check_exchange, exchange_cost
+from plans.exchange import check_exchange
 from plans.schedule import build_schedule, context_schedule
 from plans.simulate import Costs, simulate
 from plans.wavefront import makespan, num_ticks
@@ -164,10 +164,6 @@ def test_nobody_waits_for_a_rank_longer_than_asked(pool):
         assert "expected the state of layer 5" in message
         assert "pipeline_timeout=2 s" in message
         assert seconds < 6.0
-
-
-def test_bytes_are_those_of_a_ring():
-    assert exchange_cost("pipelined", 4, 2, 8, 16) == exchange_cost("ring", 4, 2, 8, 16)
 
 
 def test_what_needs_ranks_to_be_at_one_layer_is_refused():

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_impl.handing import handing
-from jax_impl.varying import vary
+from kernels.mesh_axes import vary
 from plans.context import FLACPContext
 from plans.exchange import PIPELINED
 from plans.wavefront import num_ticks

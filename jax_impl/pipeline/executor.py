@@ -27,7 +27,7 @@ from jax import Array, lax
 from jax_impl.offload import Moved, is_on_host
 from jax_impl.pipeline.kept import Keeper, Task
 from jax_impl.pipeline.stages import CONTEXT_AXIS, Batch, Program, StagedParameters, Stages
-from jax_impl.varying import vary
+from kernels.mesh_axes import vary
 from plans.ticks import Keep, Ticks
 
 PIPELINE_AXIS, DATA_AXIS = "pp", "dp"

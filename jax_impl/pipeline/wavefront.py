@@ -11,7 +11,7 @@ from jax_impl.context_parallel import over_microbatches
 from jax_impl.pipeline.executor import DATA_AXIS, PIPELINE_AXIS
 from jax_impl.pipeline.stages import CONTEXT_AXIS, Batch, StagedParameters, Stages
 from jax_impl.recompute import recompute_policy
-from jax_impl.varying import vary
+from kernels.mesh_axes import vary
 from plans.recompute import RecomputeBlock
 from plans.ticks import Keep
 
