@@ -1,7 +1,9 @@
 """Microbatches that follow one another over ranks that share sequences: their order, its time, and what is computed."""
 
+import json
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import wavefront
 from parity.compare import relative_difference
-from plans.exchange import check_exchange
+from plans.exchange import CP_EXCHANGES, check_exchange
 from plans.schedule import build_schedule, context_schedule
 from plans.simulate import Costs, simulate
 from plans.wavefront import makespan, num_ticks
@@ -179,6 +182,23 @@ def test_what_needs_ranks_to_be_at_one_layer_is_refused():
             context_parallel_size=2,
             pipeline_model_parallel_size=2,
         )
+
+
+def test_the_tables_of_measured_steps_are_the_benchmark_s():
+    root = Path(__file__).parent.parent
+    results = json.loads((root / "benchmarks/results/wavefront-cpu.json").read_text())
+    page = (root / "docs/context_parallel.md").read_text()
+    for row in results["order"]:
+        predicted, measured = row["predicted"], row["measured"]
+        cells = f"{predicted:.3f} | {measured:.3f} | {measured / predicted - 1:.1%} | {measured / row['work']:.2f}"
+        assert f"| {row['microbatches']} | {cells} |\n" in page
+    for row in results["steps"]:
+        alone, size = row["alone"]["seconds"], row["ranks"]
+        ratios = [row[way]["seconds"] / alone for way in CP_EXCHANGES]
+        ratios.append(wavefront.planned(row["backend"], size))
+        backend = {"torch": "PyTorch", "jax": "JAX"}[row["backend"]]
+        ranks = f"{size}, on 2 cores" if size > 2 else f"{size}"
+        assert f"| {backend} | {ranks} | {alone:.2f} | " + " | ".join(f"{r:.2f}" for r in ratios) + " |\n" in page
 
 
 @pytest.mark.multiprocess
