@@ -2,13 +2,17 @@
 
     python -m benchmarks.generated_schedule             (make bench-generated-schedule)
 
-Stages that sleep, unlike each other, on 4 gloo ranks of this machine. Both tables run from files, turn by turn; medians
-are quoted.
+1. Stages that sleep, unlike each other, on 4 gloo ranks of this machine.
+2. Stages that compute, on a rank a core: each action's time is measured first (benchmarks/stage_costs.py), the table is
+   made for those times, and whole steps are set beside the makespan.
+
+Both tables run from files, turn by turn; medians are quoted.
 """
 
 import json
 import os
 import tempfile
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.generated_schedule_jobs import write_table
+from benchmarks.stage_costs import measure
 from parity.report import environment
 from plans.actions import Schedule
 from plans.config import TransformerConfig
@@ -29,8 +34,10 @@ from plans.schedule_file import schedule_to_csv
 from plans.simulate import Costs, simulate
 from reference_torch.rank_pool import RankPool
 
-RANKS, MICROBATCHES = 4, 8
 STEPS, ROUNDS = 2, 2
+REAL_ROUNDS, TIMED = 6, 6
+"""Of stages that compute: times that all tables take turns, and steps by which their actions are measured."""
+JOBS = "benchmarks.generated_schedule_jobs"
 RESULT = Path("benchmarks/results/generated_schedule-cpu.json")
 
 
@@ -43,6 +50,8 @@ class Case(NamedTuple):
     """Seconds; in units of one microbatch's activations on a stage."""
     memory_limit: float | None = None
     placement: Placement = "loop"
+    ranks: int = 4
+    microbatches: int = 8
 
 
 CASES = (
@@ -57,14 +66,49 @@ CASES = (
 )
 
 
+REAL = TransformerConfig(
+    hidden_size=256,
+    num_layers=4,
+    num_attention_heads=4,
+    seq_length=256,
+    vocab_size=4096,
+    untie_embeddings_and_output_weights=True,
+    pipeline_model_parallel_size=2,
+    virtual_pipeline_model_parallel_size=2,
+)
+REAL_CASES: dict[str, tuple[TransformerConfig, Placement, int]] = {
+    "two stages a rank": (replace(REAL, pipeline_schedule="interleaved"), "loop", 4),
+    "there and back": (replace(REAL, pipeline_schedule="zb-v"), "v", 4),
+    "a short last stage, one a rank": (
+        replace(
+            REAL, num_layers=5, virtual_pipeline_model_parallel_size=None, pipeline_model_parallel_layout="Ettt|ttL"
+        ),
+        "loop",
+        4,
+    ),
+}
+"""Models, where their stages lie, and microbatches of one sequence."""
+
+
 def main() -> None:
     """Measure, print, and write the JSON file."""
-    console = Console()
+    console = Console(width=120)
+    slept, real = measure_sleeping(console), measure_real(console)
+    show(console, "stages that sleep", slept)
+    show(console, "stages that compute", real)
+    results = {"environment": environment(), "time": slept, "real": real}
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    RESULT.write_text(json.dumps(results, indent=1) + "\n")
+    console.print(f"written: {RESULT}")
+
+
+def measure_sleeping(console: Console) -> list[dict[str, Any]]:
+    """Rows of the first table."""
     tables = [(case, schedule) for case in CASES for schedule in (best_named(case), generated(case))]
     seconds: list[list[float]] = [[] for _ in tables]
     with (
         tempfile.TemporaryDirectory() as folder,
-        RankPool(RANKS, 300.0, ("benchmarks.generated_schedule_jobs",)) as pool,
+        RankPool(max(case.ranks for case in CASES), 300.0, (JOBS,)) as pool,
     ):
         configs = [
             config_of(case, write_table(folder, str(place), schedule_to_csv(schedule)))
@@ -72,20 +116,40 @@ def main() -> None:
         ]
         for _ in track(range(ROUNDS), "rounds of sleeping stages", console=console, transient=True):
             for place, (case, _) in enumerate(tables):
-                job = ("benchmarks.generated_schedule_jobs:time_table", configs[place], MICROBATCHES, case.costs, STEPS)
+                job = (f"{JOBS}:time_table", configs[place], case.microbatches, case.costs, STEPS)
                 seconds[place] += np.max(pool.run(*job), axis=0).tolist()
-    rows = [row_of(case, table, times) for (case, table), times in zip(tables, seconds, strict=True)]
-    show(console, rows)
-    results = {"environment": environment(), "microbatches": MICROBATCHES, "time": rows}
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(json.dumps(results, indent=1) + "\n")
-    console.print(f"written: {RESULT}")
+    return [row_of(case, table, times) for (case, table), times in zip(tables, seconds, strict=True)]
+
+
+def measure_real(console: Console) -> list[dict[str, Any]]:
+    """Rows of the second table."""
+    tables = []
+    for name, (config, placement, count) in track(REAL_CASES.items(), "actions", console=console, transient=True):
+        costs = measure(config, 1, count, TIMED)
+        ranks, stages = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+        case = Case(name, stages, costs, None, placement, ranks, count)
+        tables += [(case, config, schedule) for schedule in (best_named(case), generated(case))]
+    seconds: list[list[float]] = [[] for _ in tables]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RankPool(max(case.ranks for case, *_ in tables), 300.0, (JOBS,)) as pool,
+    ):
+        paths = [write_table(folder, str(n), schedule_to_csv(schedule)) for n, (*_, schedule) in enumerate(tables)]
+        for _ in track(range(REAL_ROUNDS), "rounds of stages that compute", console=console, transient=True):
+            for place, (case, config, _) in enumerate(tables):
+                by_file = replace(config, pipeline_schedule=None, pipeline_schedule_file=paths[place])
+                ranks = pool.run(f"{JOBS}:time_steps", by_file, 1, case.microbatches, STEPS)
+                seconds[place] += np.max(ranks, axis=0).tolist()
+    return [
+        row_of(case, schedule, times) | {"costs": asdict(case.costs)}
+        for (case, _, schedule), times in zip(tables, seconds, strict=True)
+    ]
 
 
 def best_named(case: Case) -> Schedule:
     """The shortest of those with a name that fit."""
     found = []
-    for schedule in named_schedules(RANKS, MICROBATCHES, case.stages_per_rank, case.placement):
+    for schedule in named_schedules(case.ranks, case.microbatches, case.stages_per_rank, case.placement):
         course = simulate(schedule, case.costs)
         if case.memory_limit is None or max(course.peak_bytes) <= case.memory_limit:
             found.append((course.makespan, schedule.name, schedule))
@@ -94,18 +158,18 @@ def best_named(case: Case) -> Schedule:
 
 def generated(case: Case) -> Schedule:
     """The one made for the costs."""
-    made = generate_schedule(RANKS, MICROBATCHES, case.stages_per_rank, case.costs, case.memory_limit, case.placement)
-    return made.schedule
+    sizes = case.ranks, case.microbatches, case.stages_per_rank
+    return generate_schedule(*sizes, case.costs, case.memory_limit, case.placement).schedule
 
 
 def config_of(case: Case, path: str) -> TransformerConfig:
     """Stages that sleep have no layers that matter; width and length are those of what is sent."""
     return TransformerConfig(
         16,
-        RANKS * case.stages_per_rank,
+        case.ranks * case.stages_per_rank,
         1,
         seq_length=1,
-        pipeline_model_parallel_size=RANKS,
+        pipeline_model_parallel_size=case.ranks,
         virtual_pipeline_model_parallel_size=case.stages_per_rank if case.stages_per_rank > 1 else None,
         pipeline_schedule_file=path,
     )
@@ -116,6 +180,8 @@ def row_of(case: Case, schedule: Schedule, times: list[float]) -> dict[str, Any]
     course = simulate(schedule, case.costs)
     return {
         "case": case.name,
+        "ranks": case.ranks,
+        "microbatches": case.microbatches,
         "schedule": schedule.name,
         "predicted_seconds": course.makespan,
         "peak_kept": max(course.peak_bytes),
@@ -125,9 +191,9 @@ def row_of(case: Case, schedule: Schedule, times: list[float]) -> dict[str, Any]
     }
 
 
-def show(console: Console, rows: list[dict[str, Any]]) -> None:
+def show(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
     """A table."""
-    title = f"{RANKS} ranks, {MICROBATCHES} microbatches, stages that sleep"
+    title += f": {rows[0]['ranks']} ranks, {rows[0]['microbatches']} microbatches"
     table = Table(box=None, title=title, title_justify="left")
     for heading in ("costs", "schedule", "kept at most", "predicted s", "median s", "over"):
         table.add_column(heading, justify="left" if heading in ("costs", "schedule") else "right")

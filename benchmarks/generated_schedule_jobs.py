@@ -75,16 +75,11 @@ def time_table(config: TransformerConfig, num_microbatches: int, costs: Costs, s
 def time_actions(
     config: TransformerConfig, batch: int, num_microbatches: int, steps: int
 ) -> list[tuple[Action, float]]:
-    """Seconds of every action this rank runs in several steps of real training data, the first step left out.
+    """Seconds of every action this rank runs in several steps of real stages, the first step left out.
 
     What is timed begins when an action has what it needs, and ends before its result is sent.
     """
-    rank = dist.get_rank()
-    built = get_model(lambda **ends: model_provider(config, **ends), config, rank)
-    stages = built if isinstance(built, list) else [built]
-    groups = make_groups(config, make_mesh(config))
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (batch, config.seq_length + 1))
-    part = Microbatch(Batch(tokens[:, :-1], tokens[:, 1:], None), 0, 0, True)
+    step = _real_step(config, batch, num_microbatches)
     found: list[tuple[Action, float]] = []
     for number in range(steps + 1):
         seconds: list[float] = []
@@ -105,21 +100,41 @@ def time_actions(
             patch.object(room, "backward_step", timed(room.backward_step)),
             patch.object(deferred, "run", timed(deferred.run)),
         ):
-            data: list[Iterator[Microbatch]] = [iter([part] * num_microbatches) for _ in stages]
-            get_forward_backward_func(config)(
-                forward_step_func=forward_step,
-                data_iterator=data if len(stages) > 1 else data[0],
-                model=built,
-                num_microbatches=num_microbatches,
-                seq_length=config.seq_length,
-                micro_batch_size=batch,
-                config=config,
-                pg_collection=groups,
-                trace=trace,
-            )
+            step(trace)
         if number:
             found += zip(trace, seconds, strict=True)
     return found
+
+
+def time_steps(config: TransformerConfig, batch: int, num_microbatches: int, steps: int) -> list[float]:
+    """Seconds of several steps of real stages, the first left out, all ranks starting together."""
+    return _timed(_real_step(config, batch, num_microbatches), steps)
+
+
+def _real_step(config: TransformerConfig, batch: int, num_microbatches: int) -> Callable[..., None]:
+    """Forward and backward of all microbatches, the same random tokens in each; takes the trace to write, or None."""
+    rank = dist.get_rank()
+    built = get_model(lambda **ends: model_provider(config, **ends), config, rank)
+    stages = built if isinstance(built, list) else [built]
+    groups = make_groups(config, make_mesh(config))
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (batch, config.seq_length + 1))
+    part = Microbatch(Batch(tokens[:, :-1], tokens[:, 1:], None), 0, 0, True)
+
+    def step(trace: list[Action] | None = None) -> None:
+        data: list[Iterator[Microbatch]] = [iter([part] * num_microbatches) for _ in stages]
+        get_forward_backward_func(config)(
+            forward_step_func=forward_step,
+            data_iterator=data if len(stages) > 1 else data[0],
+            model=built,
+            num_microbatches=num_microbatches,
+            seq_length=config.seq_length,
+            micro_batch_size=batch,
+            config=config,
+            pg_collection=groups,
+            trace=trace,
+        )
+
+    return step
 
 
 def time_messages(shape: tuple[int, ...], dtype: str, rounds: int) -> list[float]:

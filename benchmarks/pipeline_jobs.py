@@ -34,7 +34,7 @@ PEERS = {
 """Schedules torch.distributed.pipelining has too."""
 
 
-class _Slept(torch.autograd.Function):
+class Slept(torch.autograd.Function):
     """The identity; sleeps on the way there and on the way back."""
 
     @staticmethod
@@ -73,7 +73,7 @@ class SleepingStage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] to the same."""
         x, self.input_tensor = x if self.input_tensor is None else self.input_tensor, None
-        return _Slept.apply(nn.functional.linear(x, self.slow_weight()), *self.times)
+        return Slept.apply(nn.functional.linear(x, self.slow_weight()), *self.times)
 
 
 class OurStage(SleepingStage):
@@ -98,7 +98,7 @@ class PeerStage(SleepingStage):
 
     def slow_weight(self) -> Tensor:
         """Behind an operation that sleeps in backward."""
-        return _Slept.apply(self.weight, 0.0, self.weight_time)
+        return Slept.apply(self.weight, 0.0, self.weight_time)
 
 
 class SlowLink(P2PCommunicator):

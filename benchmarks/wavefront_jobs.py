@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.pipeline_jobs import Slept
 from benchmarks.step_time_jobs import random_corpus
 from plans.config import TrainConfig, TransformerConfig
 from reference_torch.context_parallel import build_cp_context
@@ -17,21 +18,6 @@ from reference_torch.groups import ProcessGroups
 from reference_torch.pipeline import get_forward_backward_func
 
 TOKENS, HEADS, WIDTH = 8, 1, 4
-
-
-class _Slept(torch.autograd.Function):
-    """The identity; sleeps on the way there and on the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, state: Tensor, forward: float, backward: float) -> tuple[Tensor, Tensor]:
-        ctx.backward_time = backward
-        time.sleep(forward)
-        return x.clone(), state.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        time.sleep(ctx.backward_time)
-        return gradients[0], gradients[1], None, None
 
 
 class SleepingLayers(nn.Module):
@@ -57,7 +43,8 @@ class SleepingLayers(nn.Module):
 
     def _sleep(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         state = x.new_zeros(1, HEADS, WIDTH, WIDTH) if state is None else state
-        return _Slept.apply(x, state, *self.times)
+        both = Slept.apply(torch.cat([x.flatten(), state.flatten()]), *self.times)
+        return both[: x.numel()].view_as(x), both[x.numel() :].view_as(state)
 
 
 def time_sleeping(layers: int, forward: float, backward: float, count: int, turns: int) -> list[float]:

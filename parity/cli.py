@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rich.console import Console
 
 from parity.commands import Command, Compare, Curves, Info, Plan, Sample, Train, TrainingRun
 from parity.config_file import with_config_file
+from parity.console import print_written
 from parity.context_report import print_context
 from parity.driver import SavePlan, run_training
 from parity.generate_report import print_generated
@@ -193,7 +195,7 @@ def _compare(command: Compare, console: Console) -> int:
     report.print_summary(console, result)
     report.write_json(command.output_dir / "report.json", result, command.model, command.train, corpus)
     report.write_picture(command.output_dir / "compare.png", result)
-    console.print(f"written: {command.output_dir}/report.json, {command.output_dir}/compare.png")
+    print_written(console, command.output_dir / "report.json", command.output_dir / "compare.png")
     return FAILURE if result.failures else 0
 
 
@@ -248,7 +250,7 @@ def _plan(command: Plan, console: Console) -> int:
         print_schedule(console, model, *shape, picture=command.picture)
         if command.write_schedule is not None:
             command.write_schedule.write_text(schedule_to_csv(schedule_for(model, command.num_microbatches)))
-            console.print(f"written: {command.write_schedule}")
+            print_written(console, command.write_schedule)
     else:
         print_plan(console, model, command.micro_batch_size)
     if model.context_parallel_size > 1:
@@ -258,8 +260,8 @@ def _plan(command: Plan, console: Console) -> int:
     if model.enable_tensor_offload:
         print_offload(console, command)
     if command.html is not None and page is not None:
-        write_page(command.html, page)
-        console.print(f"written: {command.html}")
+        write_page(command.html, replace(page, config=model))  # with the schedule that was made
+        print_written(console, command.html)
     return 0
 
 
@@ -294,7 +296,7 @@ def _curves(command: Curves, console: Console) -> int:
         raise ValueError("runs: expected at least one folder given to train --save, got none")
     command.output.parent.mkdir(parents=True, exist_ok=True)
     write_curves(command.runs, command.output)
-    console.print(f"written: {command.output}")
+    print_written(console, command.output)
     return 0
 
 
@@ -317,6 +319,8 @@ def _check_output(folder: Path, names: tuple[str, ...]) -> None:
         for name in names:
             if (folder / name).is_dir():
                 raise IsADirectoryError(f"a folder named {folder / name}")
+            if (folder / name).exists() and not os.access(folder / name, os.W_OK):
+                raise PermissionError(f"a file {folder / name} that may not be written")
     except OSError as error:
         raise ValueError(f"{folder}: expected a folder to write to, got {error}") from None
 

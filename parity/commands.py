@@ -11,6 +11,7 @@ import tyro
 
 from plans.config import DataConfig, TrainConfig, TransformerConfig
 from plans.placement import ScheduleName
+from plans.search import undecided
 from plans.step_time import Machine
 
 
@@ -178,7 +179,7 @@ class Plan:
     write_schedule: Path | None = None
     """CSV file to write the pipeline's schedule to, for pipeline_schedule_file or torch.distributed.pipelining."""
     generate_schedule: Path | None = None
-    """CSV file for a schedule made for the pipeline's costs, as good as every named one or better; for
+    """CSV file for a schedule made for the pipeline's costs, as good as every named one of its stages or better; for
     pipeline_schedule_file. Stages lie where the model's schedule has them."""
     stage_costs: Path | None = None
     """JSON file with measured times of every stage, for generate_schedule; None: they are predicted."""
@@ -223,6 +224,7 @@ class Plan:
             raise ValueError(f"{missing}: expected a value beside the other of memory_limit and ranks, got None")
         if self.memory_limit is not None:
             parse_bytes("memory_limit", self.memory_limit)
+        self._check_search()
         if self.schedule is not None:
             object.__setattr__(self, "model", replace(self.model, pipeline_schedule=self.schedule))
         for name in ("picture", "write_schedule", "generate_schedule"):
@@ -240,11 +242,27 @@ class Plan:
             raise ValueError(
                 "html: expected another cp_exchange than 'pipelined', whose ranks are no pipeline's, got it"
             )
-        for name in ("html", "picture", "write_schedule", "schedule"):
-            if self.memory_limit is not None and self.generate_schedule is None and getattr(self, name) is not None:
+
+    def _check_search(self) -> None:
+        """What goes with ranks, and what does not: what the search decides is not asked for."""
+        if self.ranks is None:
+            for name in ("global_batch_size", "num_results"):
+                if getattr(self, name) != getattr(Plan, name):
+                    raise ValueError(
+                        f"{name}: expected {getattr(Plan, name)} without memory_limit and ranks, which ask for a "
+                        f"search, got {getattr(self, name)}"
+                    )
+            return
+        free = undecided(self.model)
+        own = ("schedule", "micro_batch_size", "num_microbatches", "data_parallel_size")
+        own += ("html", "picture", "write_schedule")
+        decided = [(name, getattr(self, name), getattr(Plan, name)) for name in own]
+        decided += [(name, value, getattr(free, name)) for name, value in vars(self.model).items()]
+        for name, value, default in decided:
+            if value != default:
                 raise ValueError(
-                    f"{name}: expected None beside memory_limit and ranks, which ask for a search, got "
-                    f"{str(getattr(self, name))!r}; plan one of the ways that are found"
+                    f"{name}: expected {default!r} beside memory_limit and ranks, which ask for a search, got "
+                    f"{value if isinstance(value, int | float) else str(value)!r}; plan one of the ways that are found"
                 )
 
     def _check_generation(self) -> None:
@@ -271,6 +289,11 @@ class Plan:
         for name, value, why in beside:
             if value is not None:
                 raise ValueError(f"{name}: expected none beside generate_schedule, got {str(value)!r}; {why}")
+        if self.html is not None and self.stage_costs is not None:
+            raise ValueError(
+                f"html: expected None beside stage_costs, whose times the page does not have, got {str(self.html)!r}; "
+                "plan the file that is written"
+            )
 
     @property
     def machine(self) -> Machine:

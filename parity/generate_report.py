@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from parity.commands import Plan, parse_bytes
+from parity.console import print_written
 from parity.mesh_report import add_rows
 from parity.schedule_report import with_schedule
 from parity.timeline import draw_timelines, timeline_of
@@ -67,7 +69,7 @@ def print_generated(console: Console, command: Plan, path: Path) -> TransformerC
     path.write_text(schedule_to_csv(found.schedule))
     made = Planned(found.schedule, costs, found.course, _largest(found.course, standing))
     named, refused = _named(command)
-    source = "predicted" if command.stage_costs is None else f"of {command.stage_costs}"
+    source = "predicted" if command.stage_costs is None else f"of {escape(str(command.stage_costs))}"
     console.print(
         f"pipeline: {GENERATED}, {config.pipeline_model_parallel_size} ranks of {made.schedule.stages_per_rank} "
         f"stage{'s' * (made.schedule.stages_per_rank > 1)}, {m} microbatches of {command.micro_batch_size} sequences; "
@@ -78,18 +80,18 @@ def print_generated(console: Console, command: Plan, path: Path) -> TransformerC
     console.print()
     console.print(_comparison(made, named, limit))
     for name, reason in refused.items():
-        console.print(f"{name} does not fit: {reason}", highlight=False)
+        console.print(f"{name} does not fit: {reason}", highlight=False, markup=False)
     over = made.course.makespan / found.at_least - 1.0
     console.print(
         f"{GENERATED}: makespan {made.course.makespan:.5g} s, at least {found.at_least:.5g} s: it is {over:.1%} above "
         "what no schedule of these stages can be below",
         highlight=False,
     )
-    console.print(f"written: {path}")
+    print_written(console, path)
     if command.picture is not None:
         drawn = [made, *(each for each in named if each.schedule.num_stages == made.schedule.num_stages)]
         draw_timelines([timeline_of(each.schedule, each.costs) for each in drawn], command.picture, "seconds")
-        console.print(f"written: {command.picture}")
+        print_written(console, command.picture)
     return replace(
         config, pipeline_schedule=None, pipeline_schedule_file=str(path), microbatch_group_size_per_vp_stage=None
     )

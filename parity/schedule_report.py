@@ -9,6 +9,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from parity.console import print_written
 from parity.memory_report import block_words
 from parity.mesh_report import add_rows, places_shown
 from parity.timeline import draw_timelines, timeline_of
@@ -176,14 +177,14 @@ def print_schedule(
     console.print(_comparison(plan, others))
     for name, other, reason in others:
         if other is None:
-            console.print(f"{name} does not fit: {reason}", highlight=False)
+            console.print(f"{name} does not fit: {reason}", highlight=False, markup=False)
     unit = "as given" if costs is not None else "in forwards of one layer; I and W each take as long as F"
     console.print(f"time: {unit}. Memory: kept for backward, without what an action needs only while it runs.")
     if picture is not None:
         drawn = [plan, *(other.plan for other in others if other.plan is not None and other.name != "none")]
         unit = "as given" if costs is not None else "a layer's forward is 1"
         draw_timelines([timeline_of(p.schedule, p.costs) for p in drawn], picture, unit)
-        console.print(f"written: {picture}")
+        print_written(console, picture)
 
 
 def shortened(row: str, width: int) -> str:

@@ -1,5 +1,7 @@
 """The fastest ways to train a model on so many ranks, as a table."""
 
+import re
+
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -46,18 +48,25 @@ def print_search(console: Console, command: Plan) -> None:
         * bool(refused),
         highlight=False,
     )
-    if not outcome.best:
-        console.print("no way fits: more ranks or memory, shorter sequences or another batch would be needed")
+    if outcome.smallest is not None:
+        way, memory = outcome.smallest
+        console.print(
+            f"no way fits: {way.words} needs least, {memory.total / MIB:,.1f} MiB; more ranks or memory, shorter "
+            "sequences or another batch would be needed",
+            highlight=False,
+        )
         return
     table = Table(box=None, title="fastest first, as predicted", title_justify="left")
-    for heading in ("s a step", "tokens/s", "MiB", "operations", "way"):
-        table.add_column(heading, justify="left" if heading == "way" else "right", no_wrap=heading != "way")
+    for heading in ("s a step", "tokens/s", "MiB", "operations", "held back by", "way"):
+        justify = "left" if heading in ("held back by", "way") else "right"
+        table.add_column(heading, justify=justify, no_wrap=heading != "way")
     for found in outcome.best:
         table.add_row(
             f"{found.seconds:.4g}",
             f"{tokens / found.seconds:,.0f}",
             f"{found.memory.total / MIB:,.1f}",
             f"{found.shares['operations']:.0%}",
+            re.split(r": | \(", found.constraint)[0],
             found.way.words,
         )
     console.print(table)

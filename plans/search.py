@@ -9,9 +9,11 @@ Once the bound exceeds the slowest of the ways asked for, nothing that follows c
 of trying all, which a test does where there are few.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from plans.config import TransformerConfig
@@ -104,6 +106,13 @@ class Outcome:
     """Of those looked at: ways that need more memory."""
     refused: Counter[str] = field(default_factory=Counter)
     """By the setting that a refusal names: ways that are none."""
+    smallest: tuple[Way, RankMemory] | None = None
+    """Where none fits: the way that needs least, and what its rank that needs most does."""
+
+
+def undecided(config: TransformerConfig) -> TransformerConfig:
+    """The model without any setting that a search decides."""
+    return undivided(replace(config, enable_activation_offload=False, enable_tensor_offload=False, **NO_RECOMPUTE))
 
 
 def search(
@@ -157,6 +166,9 @@ def search(
             continue
         outcome.simulated += 1
         outcome.best = sorted([*outcome.best, predictions.found(way, largest)], key=lambda each: each.seconds)[:count]
+    if not outcome.best:
+        _, way, largest = min(too_large, key=lambda each: each[2].total)
+        outcome.smallest = way, largest
     faster: Found | None = None  # the fastest of those too large that were looked at, by the order of their bounds
     outcome.too_large = len(too_large)
     for place, found in enumerate(outcome.best):
@@ -183,7 +195,7 @@ def _ways(
     config: TransformerConfig, ranks: int, batch: int, schedules: tuple[str, ...], outcome: Outcome
 ) -> Iterator[Way]:
     """Every accepted way; refusals are counted."""
-    base = undivided(replace(config, enable_activation_offload=False, enable_tensor_offload=False, **NO_RECOMPUTE))
+    base = undecided(config)
     modes = {name: s for name, s in RECOMPUTE.items() if config.enable_hyper_connections or "mhc" not in name}
     for p in _divisors(ranks):
         for cp in _divisors(ranks // p):
@@ -227,8 +239,10 @@ def _schedules(p: int, names: tuple[str, ...]) -> Iterator[tuple[str, int | None
             )
 
 
+@cache
 def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+    low = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return sorted({*low, *(number // each for each in low)})
 
 
 class _Predictions:
@@ -278,7 +292,8 @@ class _Predictions:
         config, times = way.config, self._stage_times(way)
         costs = costs_of(config, times, way.micro_batch_size, self._machine)
         course = simulate(schedule_for(config, way.num_microbatches), costs)
-        course = replace(course, makespan=course.makespan + waits_of_wavefront(config, times, self._machine))
+        waits = waits_of_wavefront(config, way.micro_batch_size, times, self._machine)
+        course = replace(course, makespan=course.makespan + waits)
         gradients, update = self._after_backward(way)
         copies = max(0.0, self._copies(way) - course.makespan - update)
         total = course.makespan + gradients + update + copies

@@ -84,7 +84,8 @@ def validate_schedule(schedule: Schedule, semantics: Semantics = "async") -> Non
 
     Args:
         schedule: any table, built here or by hand.
-        semantics: how messages go; see SEMANTICS.
+        semantics: how messages go; see SEMANTICS. Messages made of a table (plans.communication.lower) go under all of
+            them where they go under one; for messages of another order there is validate_program.
 
     Raises:
         ScheduleError: the first fault found.

@@ -25,6 +25,7 @@ from plans.recompute import RecomputeBlock, recompute_blocks
 from plans.schedule import schedule_for
 from plans.simulate import Costs, simulate
 from plans.simulate import Simulation as Course
+from plans.wavefront import tokens_before
 from plans.wire import layer_exchanges, message_bytes, wire_traffic
 
 
@@ -179,19 +180,23 @@ def step_time(
     stages = StageTimes(machine).of(config, micro_batch_size)
     schedule = schedule_for(config, num_microbatches)
     course = simulate(schedule, costs_of(config, stages, micro_batch_size, machine))
-    course = replace(course, makespan=course.makespan + waits_of_wavefront(config, stages, machine))
+    waits = waits_of_wavefront(config, micro_batch_size, stages, machine)
+    course = replace(course, makespan=course.makespan + waits)
     gradients, update = after_backward(config, micro_batch_size, num_microbatches, data_parallel_size, machine)
     return StepTime(course.makespan + gradients + update, course, stages, gradients, update)
 
 
-def waits_of_wavefront(config: TransformerConfig, stages: Sequence[StageTime], machine: Machine) -> float:
+def waits_of_wavefront(config: TransformerConfig, batch: int, stages: Sequence[StageTime], machine: Machine) -> float:
     """Seconds from the first rank's beginning to the last one's and back, where microbatches follow one another over
-    ranks that share sequences (plans.wavefront); else 0."""
-    if config.cp_exchange != PIPELINED or config.context_parallel_size == 1:
+    ranks that share sequences (plans.wavefront); else 0. As long as the longest row of ranks that share one."""
+    size = config.context_parallel_size
+    if config.cp_exchange != PIPELINED or size == 1:
         return 0.0
     (stage,) = stages
     layer = (stage.forward + stage.input_gradient + stage.weight_gradient) / config.num_layers
-    return (config.context_parallel_size - 1) * (layer + 2 * machine.network_latency)
+    before = tokens_before(size, batch * config.seq_length // size, config.seq_length)
+    longest = max(len(row) for row in "".join("01"[tokens > 0] for tokens in before).split("0"))
+    return longest * (layer + 2 * machine.network_latency)
 
 
 def after_backward(
@@ -222,7 +227,7 @@ def _exchanged(config: TransformerConfig, block: RecomputeBlock, batch: int, mac
     replayed = block.kind == "full", block.kind == "full" or "core_attn" in block.modules
     for number in block.layers:
         for exchange in layer_exchanges(config, number, batch, *replayed):
-            once = exchange.one / machine.network_bandwidth + machine.network_latency
+            once = exchange.hops * exchange.one / machine.network_bandwidth + exchange.rounds * machine.network_latency
             ahead = 0 if exchange.name.startswith("gradients of") else 1
             forward += once * ahead
             backward += once * (exchange.times - ahead)
@@ -238,11 +243,11 @@ def _gradient_times(nodes: Sequence[Node], machine: Machine) -> tuple[float, flo
     inputs = weights = 0.0
     for node in nodes:
         kept, gradients = sum(value.size for value in node.keeps), _moved(node)
-        if node.parameters and node.flops:  # a linear map: a product for each
+        if node.is_linear:  # a product for each
             inputs += machine.seconds(node.flops, gradients + node.parameters)
             weights += machine.seconds(node.flops, kept + gradients // 2 + node.parameters)
         else:
-            inputs += machine.seconds(2 * node.flops, kept + gradients + node.parameters)
+            inputs += machine.seconds(2 * node.flops + node.flops_again, kept + gradients + node.parameters)
     return inputs, weights
 
 

@@ -58,6 +58,17 @@ def makespan(
     return max(times)
 
 
+def tokens_before(size: int, part: int, length: int) -> list[int]:
+    """Of every rank's first sequence, how many tokens lie on the ranks before; 0 where it begins there.
+
+    Args:
+        size: number of ranks.
+        part: tokens of a rank.
+        length: of every sequence; they lie end to end.
+    """
+    return [rank * part % length for rank in range(size)]
+
+
 def num_ticks(size: int, num_microbatches: int) -> int:
     """Of a forward, or a backward, in JAX."""
     return num_microbatches + size - 1

@@ -20,6 +20,7 @@ from plans.memory.ranks import parameter_bytes
 from plans.parameters import embedding_spec
 from plans.partition import get_stage_place, num_stages
 from plans.recompute import recompute_blocks
+from plans.wavefront import tokens_before
 from plans.zigzag import move_cost
 
 
@@ -46,6 +47,10 @@ class Exchange(NamedTuple):
     """Bytes that all of them receive."""
     times: int
     """How often: forward, forward again where it is recomputed, and backward."""
+    rounds: int = 1
+    """Messages of each time that have to follow one another."""
+    hops: int = 1
+    """How often these bytes cross the wire, one crossing after the other, before the last rank has what it needs."""
 
 
 def message_bytes(config: TransformerConfig, micro_batch_size: int) -> int:
@@ -109,7 +114,7 @@ def _context_traffic(config: TransformerConfig, batch: int, count: int, replicas
         for block in recompute_blocks(config, *place):
             for number in block.layers:
                 replayed = (block.kind == "full", block.kind == "full" or "core_attn" in block.modules)
-                for name, algorithm, one, total, times in layer_exchanges(config, number, batch, *replayed):
+                for name, algorithm, one, total, times, *_ in layer_exchanges(config, number, batch, *replayed):
                     by_rank, all_ = found.setdefault((name, algorithm), ([0] * p, [0]))
                     by_rank[place.pp_rank] += one * times * count
                     all_[0] += total * times * count * replicas
@@ -147,7 +152,9 @@ def layer_exchanges(
     approximate = config.cp_truncate_ranks, config.cp_transition_rank
     cost = exchange_cost(config.cp_exchange, size, heads, key, value, _state_item(config), *approximate)
     one = cost.payload_bytes * (size - 1 if config.cp_exchange == "all_gather" else 1)
-    yield Exchange("states and gradients", f"{config.cp_exchange} by {size}", one, cost.wire_bytes, 2 + replays_mixer)
+    hops = cost.rounds if config.cp_exchange == "ring" and config.cp_truncate_ranks is None else 1
+    algorithm, times = f"{config.cp_exchange} by {size}", 2 + replays_mixer
+    yield Exchange("states and gradients", algorithm, one, cost.wire_bytes, times, cost.rounds, hops)
     token = (2 * key_heads * key + heads * value) * item
     halo = halo_sizes(part, config.linear_conv_kernel_dim)
     messages = [max(0, size - distance) for distance in range(1, len(halo) + 1)]
@@ -160,11 +167,11 @@ def _handed_on(config: TransformerConfig, layer: int, batch: int) -> Iterator[Ex
     """layer_exchanges where ranks hand on what they have, of sequences that go on alone, and nothing a second time."""
     size, item = config.context_parallel_size, ITEM_SIZES[config.compute_dtype]
     part = batch * config.seq_length // size
-    before = [rank * part % config.seq_length for rank in range(1, size)]  # tokens of a rank's first sequence
+    before = tokens_before(size, part, config.seq_length)
     goes_on = sum(tokens > 0 for tokens in before)
     if config.layer(layer).mixer == "attention":
         token = 2 * config.query_groups * config.head_dim * item
-        yield Exchange("keys and values", "handed on", max(before, default=0) * token, sum(before) * token, 2)
+        yield Exchange("keys and values", "handed on", max(before) * token, sum(before) * token, 2)
         return
     key_heads, heads, key, value = config.linear_heads
     sent = {

@@ -58,6 +58,10 @@ class Departures:
         if self._error is not None:
             raise PipelineError(self._error)
 
+    def dismiss(self) -> None:
+        """End the thread once all has left; nobody waits for that."""
+        self._queue.put(None)
+
     def close(self) -> None:
         """End the thread."""
         if self._thread is not None:

@@ -39,6 +39,7 @@ from plans.schedule_file import schedule_to_csv
 from plans.simulate import Costs
 from tests.pipeline_draws import any_cut
 from tests.test_documents import CONFIG, TRAIN, assert_alike, trained
+from tests.test_schedule_file import written_by_torch
 
 jax.config.update("jax_num_cpu_devices", 8)
 os.environ["NPROC"] = str(callback_threads(8))
@@ -172,10 +173,11 @@ CASES = {
 }
 
 
-def own_schedule(schedule: Schedule | None = None) -> str:
+def own_schedule(schedule: Schedule | str | None = None) -> str:
     """A file with a schedule; None: of two ranks and four microbatches, in which only some backwards are split."""
     path = Path(tempfile.mkdtemp(prefix="schedule")) / "own.csv"
-    path.write_text(schedule_to_csv(schedule or build_schedule("dualpipe-v", 2, 4, 2)))
+    schedule = schedule or build_schedule("dualpipe-v", 2, 4, 2)
+    path.write_text(schedule if isinstance(schedule, str) else schedule_to_csv(schedule))
     return str(path)
 
 
@@ -186,6 +188,14 @@ def made_for_uneven_stages() -> str:
 
 
 HYBRID = replace(DROPPED, layer_pattern="kda,gdn,attention", linear_num_value_heads=4)
+
+SEVEN_OF_EIGHT = replace(
+    SEVEN,
+    pipeline_model_parallel_size=4,
+    virtual_pipeline_model_parallel_size=2,
+    pipeline_model_parallel_layout="Et|t|t|t|t|t|t|L",
+)
+ANY_ORDER = "0F2,0F0,0B2,0F1,0B0,0B1\n1F2,1I2,1F0,1B0,1W2,1F1,1B1"
 
 SLOW = {
     "interleaved, fused": lambda: check(
@@ -256,15 +266,26 @@ SLOW = {
         ),
         4,
     ),
-    "v-half, four ranks": lambda: check(
+    **{
+        f"{name}, four ranks": lambda name=name, m=m: check(replace(SEVEN_OF_EIGHT, pipeline_schedule=name), m)
+        for name, m in (("zb-v", 7), ("v-half", 6), ("v-min", 5), ("dualpipe-v", 8))
+    },
+    "microbatches in any order": lambda: check(
         replace(
-            SEVEN,
-            pipeline_model_parallel_size=4,
-            virtual_pipeline_model_parallel_size=2,
-            pipeline_model_parallel_layout="Et|t|t|t|t|t|t|L",
-            pipeline_schedule="v-half",
+            DROPPED,
+            pipeline_model_parallel_size=2,
+            pipeline_model_parallel_layout="Ett|tL",
+            pipeline_schedule_file=own_schedule(ANY_ORDER),
         ),
-        6,
+        3,
+    ),
+    "PyTorch's interleaved zero bubble": lambda: check(
+        replace(
+            DROPPED,
+            **TWICE_TWO,
+            pipeline_schedule_file=own_schedule(written_by_torch("ScheduleInterleavedZeroBubble", 2, 4, 2)),
+        ),
+        4,
     ),
     "v-min, data parallel, inputs kept": lambda: check(
         replace(DROPPED, **TWICE_TWO, pipeline_schedule="v-min"),

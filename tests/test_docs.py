@@ -447,7 +447,12 @@ SHRUNK = {
     "delta_rule": "LENGTH, b.LENGTHS, b.TURNS = 128, (64, 128), 1",
     "context": "PER_RANK, b.TURNS, b.DELAYS, b.LONG = 128, 1, (0.05,), b.LONG._replace(length=1024)",
     "approximate_context": "PER_RANK, b.HEADS, b.WIDTH, b.TEXTS = 16, 2, 8, b.TEXTS[:1]",
+    "zigzag": "SIZES, b.LENGTHS, b.TURNS = (2,), (64,), 1",
     "step_time": "STEPS, b.BASE = 1, replace(b.BASE, hidden_size=32, seq_length=16)\nb.CASES = b.CASES[0], b.CASES[-1]",
+    "generated_schedule": "CASES = (b.CASES[-1]._replace(costs=b.Costs(0.005, 0.006, 0.004, 0.001, 1.0, 0.5)),)\n"
+    "b.REAL_CASES = {name: (replace(config, hidden_size=16, seq_length=8, vocab_size=64), *more)\n"
+    "                for name, (config, *more) in b.REAL_CASES.items()}\n"
+    "b.REAL_ROUNDS, b.TIMED = 1, 1",
     "wavefront": "COUNTS, b.SIZES, b.TURNS, b.EXCHANGES = (2,), (2,), 1, ('pipelined',)\n"
     "b.MODEL = replace(b.MODEL, hidden_size=32, seq_length=32)",
     "offload": "CONFIG, b.BATCH, b.STEPS, b.AHEAD = replace(b.CONFIG, hidden_size=32, seq_length=16), 1, 2, range(2)",

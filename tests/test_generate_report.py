@@ -1,6 +1,7 @@
 """Schedules made from the command line: what is read, what is refused, what is written and printed; measured costs."""
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -171,6 +172,10 @@ def test_bytes_of_the_file_count(tmp_path):
         ),
         ("--generate-schedule own.csv --enable-tensor-offload", "enable_tensor_offload: expected none beside generate"),
         ("--generate-schedule own.csv --generate-effort -1", "generate_effort: expected a finite number of at least 0"),
+        (
+            "--generate-schedule own.csv --stage-costs none.json --html p.html",
+            "html: expected None beside stage_costs, whose times the page does not have, got 'p.html'; plan the file",
+        ),
         ("--generate-schedule own.csv --stage-costs none.json", "stage_costs, none.json: expected a JSON file, got"),
         ("--generate-schedule own.csv --memory-limit many", "memory_limit: expected a size such as 80GiB or 80GB"),
         ("--memory-limit 1GiB", "ranks: expected a value beside the other of memory_limit and ranks, got None"),
@@ -180,6 +185,35 @@ def test_flags_that_do_not_go_together_are_refused(flags, message, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     assert diptych(f"{SHAPE} {flags}") == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_page_shows_the_schedule_that_was_made(tmp_path, capsys):
+    """Also where the model's own schedule cannot have so many microbatches; paths are printed as they are."""
+    folder = tmp_path / "[draft] with a name that is longer than a line of the terminal is where nobody looks [/b]"
+    made, page = folder / "own.csv", folder / "page.html"
+    shape = SHAPE.replace("microbatches 6", "microbatches 1") + " --virtual-pipeline-model-parallel-size 2"
+    assert diptych(shape, "--generate-schedule", made, "--html", page) == 0
+    out = capsys.readouterr().out
+    assert f"written: {made}\n" in out
+    assert f"written: {page}\n" in out
+    title = re.search(r"<title>(.*?)</title>", page.read_text())[1]
+    assert title.startswith("file")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to this user")
+def test_a_file_that_may_not_be_written_is_refused_before_the_work(tmp_path, capsys):
+    path = tmp_path / "own.csv"
+    path.touch(0o444)
+    assert diptych(f"{SHAPE} --generate-effort 1e9", "--generate-schedule", path) == 2
+    assert "that may not be written" in capsys.readouterr().err
+
+
+def test_access_is_asked_for(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "own.csv"
+    path.touch()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert diptych(f"{SHAPE} --generate-effort 1e9", "--generate-schedule", path) == 2
+    assert f"a file {path} that may not be written" in capsys.readouterr().err.replace("\n", "")
 
 
 def test_a_pipeline_is_needed(capsys):
@@ -197,7 +231,7 @@ def test_a_table_is_split_everywhere():
 def test_the_table_of_measured_steps_is_the_benchmark_s():
     results = json.loads((ROOT / "benchmarks/results/generated_schedule-cpu.json").read_text())
     page = (ROOT / "docs/pipeline.md").read_text()
-    for row in results["time"]:
+    for row in [*results["time"], *results["real"]]:
         cells = row["case"], row["schedule"], f"{row['peak_kept']:g}", f"{row['predicted_seconds']:.3f}"
         assert "| " + " | ".join([*cells, f"{row['seconds']:.3f}", f"{row['excess']:.1%}"]) + " |\n" in page
 

@@ -8,15 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import wavefront
 from parity.compare import relative_difference
+from plans.communication import PipelineError
 from plans.exchange import CP_EXCHANGES, check_exchange
 from plans.schedule import build_schedule, context_schedule
 from plans.simulate import Costs, simulate
 from plans.wavefront import makespan, num_ticks
+from reference_torch.context_parallel import wavefront as wavefront_room
 from reference_torch.ops import short_convolution
 from reference_torch.rank_pool import RankPool
 from tests.context_jobs import MODEL, OFFSETS, PIPELINED_LAYERS, PIPELINED_MODELS, Case, model_undivided, undivided
@@ -154,6 +157,21 @@ def test_states_may_travel_in_bfloat16(pool):
     for name in ("q", "k", "v", "g", "beta"):
         found = np.concatenate([part[2][name] for part in parts], axis=1)
         assert 1e-5 < relative_difference(found, gradients[name]) < 2**-6, name
+
+
+def test_a_group_that_takes_the_name_of_another_begins_anew():
+    """As in a process that joins again after a failure."""
+    for _ in range(2):
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        try:
+            group = dist.new_group([0])
+            assert [wavefront_room.Handing(group).number for _ in range(3)] == [0, 1, 2]
+            wavefront_room.finish(group)
+            wavefront_room._shared(group).departures._error = "it was not received"
+            with pytest.raises(PipelineError, match="it was not received"):
+                wavefront_room.finish(group)
+        finally:
+            dist.destroy_process_group()
 
 
 @pytest.mark.multiprocess

@@ -49,6 +49,10 @@ class Node:
     """What a variable of the caller's still holds while it runs forward."""
     flops: int = 0
     """Multiplications and additions in its products, forward."""
+    flops_again: int = 0
+    """Those of them that its own backward computes again, beside two products for each of forward."""
+    is_linear: bool = False
+    """Whether it is a linear map, whose weight's gradient a split backward leaves to W; any other comes with I."""
 
 
 @dataclass
@@ -242,9 +246,10 @@ class GraphBuilder:
         weight = self.weights[f"{name}.weight"]
         parameters, flops = weight + self.weights.get(f"{name}.bias", 0), self._product(weight)
         if self.item == self.wide:
-            return [Node([x], [y], [x], region, parameters, flops=flops)]
+            return [Node([x], [y], [x], region, parameters, flops=flops, is_linear=True)]
         rounded = Value("weights in bfloat16", weight // 2)
-        return [Node([x], [y, rounded], [x, rounded], region, parameters, 0, rounded.size, flops=flops)]
+        kept = [x, rounded]
+        return [Node([x], [y, rounded], kept, region, parameters, 0, rounded.size, flops=flops, is_linear=True)]
 
     def _product(self, weight_bytes: int) -> int:
         """Of all tokens with a matrix."""
@@ -314,7 +319,8 @@ class GraphBuilder:
         )
         writes = [attended, finals, *kept[3:]]
         flops = chunks * self.batch * value_heads * chunk_flops(CHUNK_SIZE, key, value)
-        nodes.append(Node(inputs, writes, kept, ("core_attn",), parameters, forward, backward, flops=flops))
+        rule = Node(inputs, writes, kept, ("core_attn",), parameters, forward, backward, flops=flops, flops_again=flops)
+        nodes.append(rule)
         return attended
 
     def _norm_by_head(self, nodes: list[Node], x: Value, name: str) -> Value:
@@ -334,7 +340,8 @@ class GraphBuilder:
         if config.use_flash_attn:
             statistics = self.coefficient("attention statistics", config.num_attention_heads)
             kept = [*inputs, attended, statistics]
-            nodes.append(Node(inputs, [attended, statistics], kept, region, flops=2 * flops))
+            writes = [attended, statistics]
+            nodes.append(Node(inputs, writes, kept, region, flops=2 * flops, flops_again=flops))
             return
         q, k, v = copies = [Value(value.name, value.size) for value in inputs]
         for source, copy in zip(inputs, copies, strict=True):

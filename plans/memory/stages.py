@@ -4,12 +4,13 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from plans.config import TransformerConfig
-from plans.delta_rule import SEGMENT_SIZE
+from plans.delta_rule import CHUNK_SIZE, SEGMENT_SIZE, chunk_flops
 from plans.exchange import PIPELINED
 from plans.memory.graph import GraphBuilder, Layer, Node, Value
 from plans.memory.simulate import Simulation
 from plans.partition import get_stage_place, get_transformer_layer_offset, layers_by_stage, num_stages, undivided
 from plans.recompute import recompute_blocks
+from plans.wavefront import tokens_before
 from plans.zigzag import score_pairs
 
 
@@ -93,12 +94,14 @@ class _StageBuilder(GraphBuilder):
     what it gives.
 
     Attributes:
+        length_of_all: tokens of a sequence, on all ranks.
         multiplied: what linear maps read.
         gradients: bytes of the gradients of what they give.
     """
 
     def __init__(self, config: TransformerConfig, batch: int, length: int) -> None:
         self.cp_size = config.context_parallel_size
+        self.length_of_all = length
         if self.cp_size > 1:  # its sequences lie end to end
             batch, length = 1, batch * length // self.cp_size
         super().__init__(undivided(config), batch, length)
@@ -116,8 +119,12 @@ class _StageBuilder(GraphBuilder):
             return
         config, region = self.config, ("core_attn",)
         layout, (q, *own), found = config.cp_attention_layout, inputs, attended
-        k, v = (Value(f"{value.name} of all ranks", self.cp_size * value.size) for value in own)
         pairs = max(score_pairs(layout, rank, self.cp_size, self.tokens) for rank in range(self.cp_size))
+        keys = self.cp_size * self.tokens
+        if config.cp_exchange == PIPELINED:  # those before a rank's own are of its first sequence alone
+            keys = self.tokens + max(tokens_before(self.cp_size, self.tokens, self.length_of_all))
+            pairs = self.tokens * keys
+        k, v = (Value(f"{value.name} of all ranks", value.size * keys // self.tokens) for value in own)
         flops = 2 * pairs * config.num_attention_heads * config.head_dim
         allowed = Value("which token sees which", pairs * (self.item if config.use_flash_attn else 1))
         nodes += [Node([value], [all_], [], region) for value, all_ in zip(own, (k, v), strict=True)]
@@ -127,7 +134,8 @@ class _StageBuilder(GraphBuilder):
         if config.use_flash_attn:  # what is allowed is added to scores, as numbers
             statistics = self.coefficient("attention statistics", config.num_attention_heads)
             kept = [q, k, v, found, statistics, allowed]
-            nodes.append(Node([q, k, v], [found, statistics, allowed], kept, region, flops=2 * flops))
+            writes = [found, statistics, allowed]
+            nodes.append(Node([q, k, v], writes, kept, region, flops=2 * flops, flops_again=flops))
         else:
             count = config.num_attention_heads * pairs
             softmax, weights = (
@@ -151,4 +159,8 @@ class _StageBuilder(GraphBuilder):
             widened = [outputs, Value("states and transitions", states)]
             nodes[-1].writes += widened
             nodes[-1].keeps += widened
+            columns = chunk_flops(CHUNK_SIZE, key, value + key) - chunk_flops(CHUNK_SIZE, key, value)  # the map's
+            more = -(-self.length // CHUNK_SIZE) * self.batch * heads * columns
+            nodes[-1].flops += more
+            nodes[-1].flops_again += more
         return attended

@@ -5,11 +5,11 @@ the other way. In which order a rank runs its microbatches is plans/wavefront.py
 ``jax_impl/context_parallel/wavefront.py``.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import cast
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -47,12 +47,27 @@ class Handing:
         """Of the group's microbatches: messages of another are not taken for its own."""
         if group is not None:
             _channel(group, reverse=True)  # by all ranks at the same time
-            self.number = _NUMBERS[group.group_name]
-            _NUMBERS[group.group_name] += 1
+            shared = _shared(group)
+            self.number, shared.microbatches = shared.microbatches, shared.microbatches + 1
 
 
-_NUMBERS: Counter[str] = Counter()
-"""Of microbatches so far, by the group's name."""
+class _Shared:
+    """What all microbatches of a group share: what is on its way, and their number so far."""
+
+    def __init__(self) -> None:
+        self.departures = Departures(lingers=True)
+        self.microbatches = 0
+
+
+_SHARED: WeakKeyDictionary[ProcessGroup, _Shared] = WeakKeyDictionary()
+"""Of every group, as long as it is: its name another may have after it."""
+
+
+def _shared(group: ProcessGroup) -> _Shared:
+    if group not in _SHARED:
+        _SHARED[group] = shared = _Shared()
+        finalize(group, shared.departures.dismiss).atexit = False
+    return _SHARED[group]
 
 
 def finish(group: ProcessGroup | None) -> None:
@@ -62,7 +77,7 @@ def finish(group: ProcessGroup | None) -> None:
         PipelineError: something was not taken in time.
     """
     if group is not None:
-        _departures(group.group_name).wait()
+        _shared(group).departures.wait()
 
 
 def is_pipelined(context: FLACPContext) -> bool:
@@ -157,7 +172,7 @@ def _came_before(what: str, context: FLACPContext) -> Tensor:
 
 def _send(what: str, part: Tensor, context: FLACPContext, reverse: bool) -> None:
     """To the next rank, or back to the one before; does not wait."""
-    departures = _departures(context.group.group_name)
+    departures = _shared(context.group).departures
     departures.check()
     sent = part.detach().to(_wire_dtype(what, part.dtype, context)).contiguous()
     peer, name = _peer(context, 1, reverse), _name(what, context, reverse)
@@ -221,9 +236,3 @@ def _channel(group: ProcessGroup, reverse: bool) -> ProcessGroup:
 def _group_back(group: ProcessGroup) -> ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
     return cast("ProcessGroup", dist.new_group(ranks, use_local_synchronization=True))
-
-
-@cache
-def _departures(group_name: str) -> Departures:
-    """A group's own: what fails there is no fault of another's."""
-    return Departures(lingers=True)
