@@ -7,7 +7,7 @@ from rich.progress import track
 from rich.table import Table
 
 from parity.commands import Plan, parse_bytes
-from plans.search import search
+from plans.search import Found, search
 
 MIB = 2**20
 
@@ -56,11 +56,19 @@ def print_search(console: Console, command: Plan) -> None:
             highlight=False,
         )
         return
+    console.print(_table(outcome.best, tokens))
+    first = outcome.best[0]
+    lost = ", ".join(f"{name} {share:.1%}" for name, share in first.shares.items() if share >= 0.001)
+    console.print(f"the first: {lost}; held back by {first.constraint}", highlight=False)
+
+
+def _table(best: list[Found], tokens: int) -> Table:
+    """A row a way, given the tokens of a step."""
     table = Table(box=None, title="fastest first, as predicted", title_justify="left")
     for heading in ("s a step", "tokens/s", "MiB", "operations", "held back by", "way"):
         justify = "left" if heading in ("held back by", "way") else "right"
         table.add_column(heading, justify=justify, no_wrap=heading != "way")
-    for found in outcome.best:
+    for found in best:
         table.add_row(
             f"{found.seconds:.4g}",
             f"{tokens / found.seconds:,.0f}",
@@ -69,7 +77,4 @@ def print_search(console: Console, command: Plan) -> None:
             re.split(r": | \(", found.constraint)[0],
             found.way.words,
         )
-    console.print(table)
-    first = outcome.best[0]
-    lost = ", ".join(f"{name} {share:.1%}" for name, share in first.shares.items() if share >= 0.001)
-    console.print(f"the first: {lost}; held back by {first.constraint}", highlight=False)
+    return table

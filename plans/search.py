@@ -140,11 +140,7 @@ def search(
     Raises:
         ValueError: sizes below 1, an unknown schedule, or no way at all that is accepted.
     """
-    for name, value in (("ranks", ranks), ("memory_limit", memory_limit), ("count", count)):
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
-    if unknown := [name for name in schedules if name not in SCHEDULES]:
-        raise ValueError(f"schedules: expected some of {SCHEDULES}, got {unknown[0]!r}")
+    _check_request(ranks, memory_limit, count, schedules)
     predictions, outcome = _Predictions(machine or Machine()), Outcome([], 0, 0, 0)
     ways = [
         (predictions.bound(way), place, way)
@@ -167,8 +163,7 @@ def search(
         outcome.simulated += 1
         outcome.best = sorted([*outcome.best, predictions.found(way, largest)], key=lambda each: each.seconds)[:count]
     if not outcome.best:
-        _, way, largest = min(too_large, key=lambda each: each[2].total)
-        outcome.smallest = way, largest
+        outcome.smallest = min(too_large, key=lambda each: each[2].total)[1:]
     faster: Found | None = None  # the fastest of those too large that were looked at, by the order of their bounds
     outcome.too_large = len(too_large)
     for place, found in enumerate(outcome.best):
@@ -178,6 +173,14 @@ def search(
             faster = other if faster is None or other.seconds < faster.seconds else faster
         outcome.best[place] = replace(found, constraint=_constraint(found, faster))
     return outcome
+
+
+def _check_request(ranks: int, memory_limit: int, count: int, schedules: tuple[str, ...]) -> None:
+    for name, value in (("ranks", ranks), ("memory_limit", memory_limit), ("count", count)):
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    if unknown := [name for name in schedules if name not in SCHEDULES]:
+        raise ValueError(f"schedules: expected some of {SCHEDULES}, got {unknown[0]!r}")
 
 
 def _constraint(found: Found, faster: Found | None) -> str:

@@ -1,10 +1,12 @@
 """The search for the fastest way to train, against trying all; and the times it goes by."""
 
+import json
 import math
 import re
 import time
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -278,6 +280,22 @@ def test_pipelined_ranks_wait_and_look_only_where_sequences_go_on():
         scores[batch] = (stages[0].forward * 1e9 - linear) / (4 * part * MODEL.hidden_size * MODEL.num_layers)
     assert waits == pytest.approx({1: 3.0, 2: 1.0, 4: 0.0})
     assert scores == pytest.approx(dict.fromkeys(waits, MODEL.seq_length)), "keys that a query is held against"
+
+
+def test_the_table_of_measured_steps_is_the_benchmark_s():
+    root = Path(__file__).parent.parent
+    results = json.loads((root / "benchmarks/results/step_time-cpu.json").read_text())
+    page = (root / "docs/planner.md").read_text()
+    jax = {row["case"]: f"{row['ratio']:.2f} " for row in results["jax"]["rows"]}
+    found = 0
+    for row in results["torch"]["rows"]:
+        if f"\n| {row['case']} | " in page:
+            found += 1
+            cells = f"{row['predicted_seconds']:.3f} | {row['measured_seconds']:.3f} | {row['ratio']:.2f}"
+            assert f"\n| {row['case']} | {cells} | {jax.get(row['case'], '')}|\n" in page
+    assert found == 13
+    pairs = [f"{results[backend]['pairs_in_order']} of" for backend in ("torch", "jax")]
+    assert all(each in page for each in pairs)
 
 
 # The command.
