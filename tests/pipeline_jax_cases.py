@@ -352,7 +352,7 @@ def any_case(draw) -> tuple[TransformerConfig, int, dict[str, str]]:
 def test_any_schedule_over_any_split_computes_what_one_device_does():
     drawn: Counter[str] = Counter()
 
-    @settings(max_examples=20, phases=(Phase.explicit, Phase.generate))
+    @settings(max_examples=14, phases=(Phase.explicit, Phase.generate))
     @given(any_case())
     def compute(case):
         config, m, options = case
