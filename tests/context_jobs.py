@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.context_jobs import Load, time_with_delay
 from kernels import functions
 from plans.communication import PipelineError
 from plans.config import TransformerConfig
 from plans.context import local_sequences
 from plans.exchange import exchange_options
 from reference_torch.context_parallel import build_cp_context, cp_attention, cp_short_convolution, exchange_states
-from reference_torch.context_parallel.exchange import pass_states
+from reference_torch.context_parallel.exchange import Crossing, pass_states
 from reference_torch.context_parallel.states import handed_through
 from reference_torch.delta_rule import chunk_gated_delta_rule, chunk_kda, chunked
 from reference_torch.ops import causal_attention, short_convolution
@@ -413,3 +414,29 @@ def count_sent(
     finally:
         dist.isend, dist.all_gather = plain_send, plain_gather
     return sent[0], sent[1], sent[2]
+
+
+def seconds_beside_sleep(load: Load, delay: float, work: float, turns: int) -> dict[bool, list[float]]:
+    """Of steps, by whether exchanges overlap: a rank sleeps where it computes on once an exchange can begin, forward
+    and backward, and what is exchanged is there so much later."""
+    plain_begin, plain_back = Crossing.begin, Crossing.passed_back
+
+    def begin(self: Crossing, finals: torch.Tensor) -> None:
+        plain_begin(self, finals)
+        time.sleep(work)
+
+    def passed_back(self: Crossing, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        meanwhile = self.meanwhile
+        assert meanwhile is not None, "there is something to compute meanwhile"
+        if self.context.overlap:
+            self.meanwhile = lambda: (time.sleep(work), meanwhile())
+        else:
+            time.sleep(work)
+        return plain_back(self, *arguments)
+
+    Crossing.begin, Crossing.passed_back = begin, passed_back
+    try:
+        found = time_with_delay(load, (delay,), turns)
+    finally:
+        Crossing.begin, Crossing.passed_back = plain_begin, plain_back
+    return {overlap: seconds for (_, overlap), seconds in found.items()}
