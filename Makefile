@@ -88,7 +88,8 @@ test-all: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(PYTEST) -n 2 --hypothesis-profile=all --durations=40
+	$(PYTEST) -n 2 -m "not alone" --hypothesis-profile=all --durations=40
+	$(PYTEST) -m alone
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.mhc

@@ -1,7 +1,6 @@
 """Context parallelism in PyTorch: ranks that hold parts of sequences compute what one process does."""
 
 import inspect
-import os
 from functools import cache
 from pathlib import Path
 
@@ -282,7 +281,7 @@ def test_c13_states_travel_meanwhile():
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="measures computing: needs the cores for itself")
+@pytest.mark.alone
 def test_c13_states_travel_while_ranks_compute():
     """Exchanges take an eighth of the computation each; of three tries one has to be undisturbed."""
     load, jobs, tries = Load(1024, 8, 64), "benchmarks.context_jobs:time_with_delay", []
