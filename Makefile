@@ -134,8 +134,8 @@ composition: $(INSTALLED)
 	$(BIN)/python -m tests.composition_report
 
 test-page: $(INSTALLED)
-	$(BIN)/python -m tests.browser
-	$(PYTEST) tests/test_page.py tests/test_page_browser.py
+	$(BIN)/python -m tests.planner.browser
+	$(PYTEST) tests/planner/test_page.py tests/planner/test_page_file.py tests/planner/test_page_browser.py
 
 test-gpu: $(GPU_INSTALLED)
 	$(ON_GPU) -m pytest -m gpu tests

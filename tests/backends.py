@@ -1,7 +1,8 @@
 """One way to call either backend from numpy: outputs and gradients of all inputs, under given cotangents."""
 
+import contextlib
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +109,15 @@ def model_gradients(
         logits, gradients = run(params)
     flat = nnx.to_flat_state(gradients)
     return np.asarray(logits), {".".join(path): np.asarray(leaf[...]) for path, leaf in flat}
+
+
+@contextlib.contextmanager
+def rounds(count: int) -> Iterator[None]:
+    """As many rounds of random numbers in both backends."""
+    with pytest.MonkeyPatch.context() as patch:
+        for backend in BACKENDS:
+            patch.setattr(room(backend, "ops"), "ROUNDS", count)
+        yield
 
 
 class _Unoptimised:

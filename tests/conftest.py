@@ -1,11 +1,18 @@
 """Settings of every test: 64-bit JAX, one torch thread, shapes checked at every public function."""
 
 import os
+from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("DIPTYCH_TUNE", "0")  # nothing is measured, nor written to the user's cache
 
-import jaxtyping
+FLAGS = os.environ.get("XLA_FLAGS", "")
+"""As they were: notebooks are run with them."""
+if version("jax").startswith("0.10."):  # XLA ends a process for a flag it does not know
+    # The older code generator takes XLA a quarter less time, and tests compile more than they compute.
+    os.environ["XLA_FLAGS"] = f"{FLAGS} --xla_cpu_use_fusion_emitters=false"
+
+import jaxtyping  # noqa: E402
 
 # Before the packages are imported: their annotations are then enforced on every call.
 jaxtyping.install_import_hook(["reference_torch", "jax_impl"], "beartype.beartype")
@@ -37,12 +44,9 @@ def few_rounds():
 
     Ten of them take JAX half its compiling. That they are right is tested where this is not used.
     """
-    import jax_impl.ops
-    import reference_torch.ops
+    from tests.backends import rounds
 
-    with pytest.MonkeyPatch.context() as patch:
-        for room in (jax_impl.ops, reference_torch.ops):
-            patch.setattr(room, "ROUNDS", 3)
+    with rounds(3):
         yield
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from parity.cli import _check_output, _load_backend, _parse, main
+from parity.cli import _check_output, _load_backend, _parse
+from tests.command import diptych
 
 ROOT = Path(__file__).parent.parent
 SMALL = "--hidden-size 16 --num-layers 1 --num-attention-heads 2 --seq-length 8 --eval-iters 1 --global-batch-size 2"
@@ -22,10 +23,6 @@ def corpus(tmp_path):
     path = tmp_path / "corpus.txt"
     path.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
     return path
-
-
-def diptych(command: str, *more: object) -> int:
-    return main([*command.split(), *map(str, more)])
 
 
 @pytest.mark.slow
@@ -327,54 +324,6 @@ def test_interpreted_kernels_run_in_a_pipeline(corpus):
     assert "validation loss" in done.stdout
 
 
-def test_a_schedule_that_plan_wrote_is_planned_again(tmp_path, capsys):
-    shape = "plan --num-layers 4 --pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2"
-    path = tmp_path / "new" / "schedule.csv"
-    assert diptych(f"{shape} --schedule zb-v --num-microbatches 4 --write-schedule", path) == 0
-    written, told = path.read_text(), capsys.readouterr().out
-    assert written.startswith("0F0,0F1,0F2,3F0,3I0,3W0,")
-    assert diptych(f"{shape} --num-microbatches 4 --pipeline-schedule-file", path) == 0
-    again = capsys.readouterr().out
-    assert "pipeline: file, 2 ranks of 2 virtual stages" in again
-    assert re.search(r"makespan (\S+)", told)[1] == re.search(r"makespan (\S+)", again)[1]
-    assert diptych(f"{shape} --num-microbatches 5 --pipeline-schedule-file", path) == 2
-    assert "num_microbatches: expected the 4 that pipeline_schedule_file has, got 5" in capsys.readouterr().err
-
-
-def test_plan_makes_the_folder_of_its_picture(tmp_path, capsys):
-    picture = tmp_path / "new" / "plan.svg"
-    assert diptych("plan --pipeline-model-parallel-size 2 --picture", picture) == 0
-    assert f"written: {picture}" in capsys.readouterr().out.replace("\n", "")
-    assert picture.read_text().startswith("<?xml")
-
-
-def test_plan_shows_what_ranks_that_share_sequences_hold_and_send(capsys):
-    command = "plan --num-layers 4 --layer-pattern kda,kda,kda,attention --context-parallel-size 4 --seq-length 4096"
-    assert diptych(f"{command} --micro-batch-size 3 --cp-exchange scan") == 0
-    rows = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
-    assert ["2", "6,144 to 9,215", "1 to 2", "2,048", "1"] in rows
-    assert ["ring", "3", "16.0", "48.0", "144.0"] in rows
-    assert ["scan *", "3", "80.0", "176.0", "528.0"] in rows
-    assert diptych("plan --context-parallel-size 3 --micro-batch-size 1 --seq-length 16") == 2
-    assert "context_parallel_size: expected a divisor of a microbatch's 1 x 16 tokens" in capsys.readouterr().err
-
-
-def test_plan_says_what_zigzag_attention_computes_and_moves(capsys):
-    """Parts of 1,024 tokens of 4 x 32 numbers; ranks 1 and 3 move both halves of theirs, 0 and 2 one."""
-    command = "plan --num-layers 2 --layer-pattern kda,attention --context-parallel-size 4 --seq-length 4096"
-    assert diptych(f"{command} --micro-batch-size 1 --cp-attention-layout zigzag") == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert (
-        "Its layout is zigzag: a rank computes scores of 2,359,296 pairs of query and key, contiguous 4,194,304" in said
-    )
-    assert "a rank sends up to 1,024.0 KiB, all 3,072.0 KiB, and as much again backward." in said
-    assert re.search(r"queries and outputs +point to point", said)
-    assert diptych(f"{command} --micro-batch-size 1") == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "contiguous: a rank computes scores of 4,194,304 pairs of query and key, zigzag 2,359,296." in said
-    assert "queries and outputs" not in said
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_training_with_recompute_is_training(backend, capsys):
@@ -392,14 +341,3 @@ def test_training_with_recompute_is_training(backend, capsys):
         assert ("recompute, blocks: " in out) == bool(flags)
     assert "1 of 1 layer: recomputed whole; 2 of 1 layer: activation" in out
     assert losses == pytest.approx([losses[0]] * 3, abs=2e-6)
-
-
-def test_plan_prints_every_term_for_a_size_no_machine_here_could_run(capsys):
-    big = "--hidden-size 4096 --num-layers 32 --num-attention-heads 32 --seq-length 4096 --use-flash-attn"
-    assert diptych(f"plan {big} --recompute-granularity selective --recompute-modules mhc layernorm") == 0
-    out = capsys.readouterr().out
-    assert "blocks: 6 of 5 layers: layernorm, mhc; 1 of 2 layers: layernorm, mhc" in out
-    for term in ("residual_streams", "fc1", "silu of the gate", "saved", "peak of the step"):
-        assert term in out
-    assert diptych("plan --micro-batch-size 0") == 2
-    assert "micro_batch_size: expected at least 1, got 0" in capsys.readouterr().err

@@ -28,7 +28,7 @@ from tests.composition import (
     torch_step,
 )
 from tests.composition_report import BEGIN, END, PAGE, RESULTS, table
-from tests.test_pipeline_jax import run_cases
+from tests.jax_process import run_cases
 
 EXAMPLES = {8: 8, 25: 24}.get(settings.default.max_examples, 240)
 """Of make check, of make test, of make test-all."""
@@ -88,14 +88,14 @@ def test_kernels_learn_as_plain(features, pools):
 @pytest.mark.multiprocess
 @pytest.mark.timeout(900)
 def test_jax_learns_as_plain():
-    run_cases("tests/composition_jax_cases.py", "not slow", 880)
+    run_cases("not slow", 880, "tests/composition_jax_cases.py")
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(2700)
 def test_jax_learns_as_plain_whatever_is_asked():
-    run_cases("tests/composition_jax_cases.py", "slow", 2680)
+    run_cases("slow", 2680, "tests/composition_jax_cases.py")
 
 
 def test_every_pair_of_features_is_accepted_but_those_listed():

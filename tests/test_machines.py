@@ -16,8 +16,8 @@ from parity.commands import Train
 from parity.compare import relative_difference
 from parity.driver import read_metrics
 from plans.checkpoint import read_checkpoint
-from tests.test_pipeline_jax import free_port
-from tests.test_pipeline_training import ROOT, after_steps
+from tests.pipeline.test_jax import free_port
+from tests.pipeline.test_training import ROOT, after_steps
 
 SMALL = (
     "--hidden-size 16 --num-layers 2 --num-attention-heads 2 --seq-length 8 --eval-iters 1 --global-batch-size 4 "

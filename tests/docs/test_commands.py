@@ -1,0 +1,158 @@
+"""Commands told on the pages in docs/ run, and what make does."""
+
+import json
+import re
+import shlex
+import subprocess
+
+import pytest
+
+from parity.cli import main
+from tests.docs.pages import PAGES, ROOT, run
+
+COMMAND = r"(?:diptych|torchrun|python -m|make) [^`\n]*?"
+SHOWN = [
+    (page, shlex.split(command, comments=True))
+    for page, text in PAGES.items()
+    for command in re.findall(rf"^    ({COMMAND})$", text.replace("\\\n", ""), re.MULTILINE)
+]
+"""Lines of their own."""
+TOLD = [
+    (page, shlex.split(" ".join(command.split())))
+    for page, text in PAGES.items()
+    for command in re.findall(r"(?<!`)`((?:diptych|torchrun|python -m|make) [^`]*)`(?!`)", text)
+    + re.findall(r"<!-- table.*: (python -m [\w.]+) -->", text)
+]
+"""Within sentences, over the ends of lines; and what writes tables."""
+
+
+def is_whole(words: list[str]) -> bool:
+    """Whether words within a sentence are a command that somebody could give."""
+    return len(words) > 2 and not words[-1].startswith("--")
+
+
+def unique(commands: list[list[str]]) -> list[list[str]]:
+    return [list(words) for words in dict.fromkeys(map(tuple, commands))]
+
+
+WHOLE = unique([words for _, words in SHOWN] + [words for _, words in TOLD if words[0] != "diptych" or is_whole(words)])
+PLANS = [words for words in WHOLE if words[:2] == ["diptych", "plan"]]
+TRAINING = [words for words in WHOLE if words[0] == "torchrun" or words[1] in ("train", "compare")]
+MODULES = sorted({words[2] for words in WHOLE if words[:2] == ["python", "-m"]})
+TARGETS = sorted({words[1] for words in WHOLE if words[0] == "make"})
+SMALL = "--train-iters 2 --lr-warmup-iters 1 --seq-length 8 --global-batch-size 4 --hidden-size 16 --eval-iters 1"
+
+
+def test_every_command_is_of_a_kind_that_is_run():
+    kinds = [PLANS, TRAINING, [w for w in WHOLE if w[:2] == ["python", "-m"]], [w for w in WHOLE if w[0] == "make"]]
+    assert sum(map(len, kinds)) == len(WHOLE)
+    assert [len(kind) > 3 for kind in kinds] == [True] * 4
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("words", PLANS, ids=" ".join)
+def test_plans_are_printed(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(words[1:]) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out
+    assert ("--picture" not in words) or (tmp_path / words[words.index("--picture") + 1]).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("words", TRAINING, ids=" ".join)
+def test_training_runs_when_made_small(words, tmp_path):
+    """In processes of its own, which ranks and devices need; two steps. What goes on from another's comes after it."""
+    start = ["torch.distributed.run"] if words[0] == "torchrun" else ["parity.cli"]
+    warnings = ["-W", "default"] if words[0] == "torchrun" else []  # of torchrun's own
+    folder = words[words.index("--save") + 1] if "--resume" in words else None
+    before = [other for other in TRAINING if folder in other and "--exit-step" in other][-1:]
+    printed = ""
+    for command in (*before, words):
+        early = [] if command is words else ["--exit-step", "1"]
+        printed = run([*warnings, "-m", *start, *command[1:], *SMALL.split(), *early], tmp_path)
+    assert "equal within tolerance" in printed or re.search(r"validation loss: \d\.\d+", printed)
+
+
+@pytest.mark.parametrize("words", unique([w for _, w in TOLD if w[0] == "diptych" and not is_whole(w)]), ids=" ".join)
+def test_commands_told_in_passing_exist(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*words[1:2], "--help"])
+    assert stop.value.code == 0
+    told = capsys.readouterr().out
+    assert all(word in told for word in words[2:])
+
+
+TABLES = {
+    "benchmarks.kept_values": "tests/recompute/test_recompute.py",
+    "benchmarks.kernels_report": "tests/kernels/test_ahead.py",
+    "tests.composition_report": "tests/test_composition.py",
+}
+"""What writes tables into pages, and the tests that make the tables again."""
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_told_can_be_run(module):
+    source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+    assert re.search(r'\nif __name__ == "__main__":\n    (main\(\)|sys\.exit\(main\(sys\.argv\[1:\]\)\))\n$', source)
+    assert f"python -m {module}" in source
+    if module in TABLES:
+        package, name = module.split(".")
+        assert f"from {package}.{name} import BEGIN" in (ROOT / TABLES[module]).read_text()
+    else:
+        run_elsewhere = "parity.api_reference", "benchmarks.architecture", "benchmarks.errata", "benchmarks.drill"
+        assert module in (*run_elsewhere, "benchmarks.stage_costs"), "run it below, or in test_generate_report.py"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_make_targets_exist_and_their_modules_too(target, tmp_path):
+    done = subprocess.run(["make", "-n", target], capture_output=True, text=True, check=False, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for module in re.findall(r"-m (benchmarks\.\w+)", done.stdout):
+        source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+        assert "def main() -> None:" in source or "sys.exit(main(" in source
+
+
+SHRUNK = {
+    "mhc": "STEPS, b.WARM_UP = 1, 0",
+    "recompute": "CONFIG, b.BATCH, b.ROUNDS = replace(b.CONFIG, hidden_size=32, seq_length=16), 1, 1\n"
+    "b.MODES = {name: {**flags} for name, flags in b.MODES.items()}",
+    "delta_rule": "LENGTH, b.LENGTHS, b.TURNS = 128, (64, 128), 1",
+    "context": "PER_RANK, b.TURNS, b.DELAYS, b.LONG = 128, 1, (0.05,), b.LONG._replace(length=1024)",
+    "approximate_context": "PER_RANK, b.HEADS, b.WIDTH, b.TEXTS = 16, 2, 8, b.TEXTS[:1]",
+    "zigzag": "SIZES, b.LENGTHS, b.TURNS = (2,), (64,), 1",
+    "step_time": "STEPS, b.BASE = 1, replace(b.BASE, hidden_size=32, seq_length=16)\nb.CASES = b.CASES[0], b.CASES[-1]",
+    "generated_schedule": "CASES = (b.CASES[-1]._replace(costs=b.Costs(0.005, 0.006, 0.004, 0.001, 1.0, 0.5)),)\n"
+    "b.REAL_CASES = {name: (replace(config, hidden_size=16, seq_length=8, vocab_size=64), *more)\n"
+    "                for name, (config, *more) in b.REAL_CASES.items()}\n"
+    "b.REAL_ROUNDS, b.TIMED = 1, 1",
+    "wavefront": "COUNTS, b.SIZES, b.TURNS, b.EXCHANGES = (2,), (2,), 1, ('pipelined',)\n"
+    "b.MODEL = replace(b.MODEL, hidden_size=32, seq_length=32)",
+    "offload": "CONFIG, b.BATCH, b.STEPS, b.AHEAD = replace(b.CONFIG, hidden_size=32, seq_length=16), 1, 2, range(2)",
+}
+"""Benchmarks that make starts, as small as their constants make them. Those of kernels are run in test_kernels_ahead;
+that of pipelines, whose times mean something in full only, is checked to exist."""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", SHRUNK)
+def test_benchmarks_run_when_made_small(name, tmp_path):
+    for folder in ("benchmarks/results", "docs/images"):
+        (tmp_path / folder).mkdir(parents=True)
+    start = f"from dataclasses import replace\nimport benchmarks.{name} as b\nb.{SHRUNK[name]}\n"
+    code = f"{start}if __name__ == '__main__':\n    b.main()\n"  # processes of ranks import it again
+    (tmp_path / "small.py").write_text(code)
+    assert "written: " in run(["small.py"], tmp_path)
+    assert json.loads((tmp_path / f"benchmarks/results/{name}-cpu.json").read_text())["environment"]
+
+
+def test_the_cost_of_mhc_is_the_benchmark_s():
+    """The table of hyper_connections.md, and the ratios below it, are those of the committed results."""
+    found = json.loads((ROOT / "benchmarks/results/mhc-cpu.json").read_text())
+    page = PAGES["hyper_connections.md"]
+    rows = dict(re.findall(r"^\| ([\w ,]+?) \| ([\d.]+) \|$", page, re.MULTILINE))
+    assert rows == {name: f"{1e3 * seconds:.1f}" for name, seconds in found["median_step_seconds"].items()}
+    for backend, words in (("torch", "{:.1f}\ntimes as long in PyTorch"), ("jax", "{:.1f} times in JAX")):
+        assert words.format(found["ratios"][f"{backend}: step time with mHC / without"]) in page
+    assert found["environment"]["date"].startswith(re.findall(r"results.*?\), (\d{4}-\d\d-\d\d)", page)[0])

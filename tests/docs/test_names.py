@@ -1,0 +1,121 @@
+"""Links and names on the pages in docs/ lead somewhere and mean something."""
+
+import importlib
+import re
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from parity.commands import Compare, Plan, Sample, Train
+from plans.config import DataConfig, TrainConfig, TransformerConfig
+from tests.docs.pages import DOCS, PAGES, PROSE, ROOT
+
+CHECKED = ("README.md", "architecture.md", "errata.md", "extending.md", "hyper_connections.md")
+"""Pages in which every name in backticks is looked up."""
+PACKAGES = ("plans", "kernels", "reference_torch", "jax_impl", "parity")
+BACKENDS = ("reference_torch", "jax_impl")
+SETTINGS = (TransformerConfig, TrainConfig, DataConfig, Compare, Plan, Sample, Train)
+
+
+def slugs(text: str) -> set[str]:
+    """Anchors of a page's headings, as they are made of them on GitHub."""
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", PROSE[page]):
+        path, _, anchor = target.partition("#")
+        if path.startswith("https://"):
+            continue
+        there = (DOCS / path).resolve() if path else DOCS / page
+        assert there.exists(), target
+        assert not anchor or anchor in slugs(there.read_text()), target
+
+
+def test_the_index_names_every_page():
+    linked = re.findall(r"^\| \[\w+\]\((\w+\.md)\) \|", PAGES["README.md"], re.MULTILINE)
+    assert sorted([*linked, "README.md"]) == [*sorted(PAGES)]
+    notebooks = {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert notebooks == set(re.findall(r"notebooks/(\w+\.ipynb)", PAGES["README.md"]))
+
+
+def names_of(page: str) -> list[tuple[str, tuple[str, ...]]]:
+    """What stands in backticks, programs apart, with the packages it may be relative to."""
+    found = []
+    for line in PROSE[page].splitlines():
+        cells = line.strip("| ").split(" | ") if line.startswith("|") else [line]
+        for place, cell in enumerate(cells):
+            # The third and fourth columns of a table of four are the backends'.
+            roots = (
+                BACKENDS if page != "architecture.md" or len(cells) != 3 else (BACKENDS[place - 1 : place] or BACKENDS)
+            )
+            found += [(name, roots) for name in re.findall(r"`([^`]+)`", cell)]
+    return found
+
+
+@cache
+def sources() -> str:
+    """All code, for words that have to be in it somewhere."""
+    files = [path for package in (*PACKAGES, "tests", "benchmarks") for path in (ROOT / package).rglob("*.py")]
+    return "\n".join(path.read_text() for path in [*files, ROOT / "pyproject.toml"] if path != Path(__file__))
+
+
+def is_path(name: str) -> bool:
+    """Whether something looks like one."""
+    return re.fullmatch(r"[\w./-]+/|[\w./-]+\.(py|md|ipynb|json|toml|png)", name) is not None
+
+
+def attribute(name: str) -> object:
+    """What a dotted name means.
+
+    Raises:
+        AttributeError, ModuleNotFoundError: nothing.
+    """
+    head, *rest = name.split(".")
+    value: object = importlib.import_module("jax.lax" if head == "lax" else head)
+    path = value.__name__  # pyright: ignore[reportAttributeAccessIssue]
+    for part in rest:
+        path += f".{part}"
+        if not hasattr(value, part):
+            importlib.import_module(path)
+        value = getattr(value, part)
+    return value
+
+
+def means_something(name: str, roots: tuple[str, ...]) -> bool:
+    """Whether a name in backticks exists: a file, a module's attribute, an option, a word of the code."""
+    if is_path(name):
+        return (ROOT / name).exists() or all((ROOT / root / name).exists() for root in roots)
+    if re.fullmatch(r"--[\w-]+( \w+)?", name):
+        option = name.split()[0].removeprefix("--").removeprefix("no-").replace("-", "_")
+        return option in {field.name for settings in SETTINGS for field in fields(settings)}
+    if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", name):
+        known = name.split(".")[0] in (*PACKAGES, "benchmarks", "jax", "lax", "torch")
+        for full in [name] if known else [f"{root}.{name}" for root in roots]:
+            try:
+                attribute(full)
+            except (AttributeError, ModuleNotFoundError):
+                return False
+        return True
+    if re.fullmatch(r"[A-Za-z_]\w*", name):
+        return re.search(rf"\b{name}\b", sources()) is not None
+    return True
+
+
+@pytest.mark.parametrize("page", CHECKED)
+def test_every_name_exists(page):
+    names = names_of(page)
+    assert page == "README.md" or len(names) > 10
+    missing = [name for name, roots in names if name != ".data" and not means_something(name, roots)]
+    assert not missing
+
+
+def test_names_that_do_not_exist_are_seen():
+    for name in ("plans/nothing.py", "train.Trainer.nothing", "plans.schedule.nothing", "--nothing", "nothing_like_it"):
+        assert not means_something(name, BACKENDS), name
+    assert not means_something("stage.py", BACKENDS), "JAX has none"
+    assert means_something("stage.forward_step", BACKENDS[:1])

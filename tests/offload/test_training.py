@@ -1,0 +1,117 @@
+"""Offload with recompute, pipelines and several microbatches (O11)."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from plans.offload import Use, step_uses
+from reference_torch.rank_pool import RankPool
+from reference_torch.recompute import CheckpointWithoutOutput, lazy_restore
+from tests.offload.support import (
+    ACTIVATIONS,
+    CONFIG,
+    LAYERS,
+    MODES,
+    Net,
+    assert_as_planned,
+    assert_equal_state,
+    batch,
+    build,
+    check_a_step,
+    train,
+)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2, 9)), 1])
+@pytest.mark.parametrize("mode", MODES)
+def test_o11_training_with_recompute_and_microbatches(mode, n):
+    """The trainer's whole step: numbers, moves, bytes."""
+    check_a_step(replace(CONFIG, **MODES[mode], tensor_offload_num_prefetch_layers=n))
+
+
+PIPELINES = {
+    "1f1b": {"pipeline_model_parallel_layout": "Ettt|ttL"},
+    "interleaved": {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|tt|t|tL"},
+    "zb-h1, full recompute": {"pipeline_schedule": "zb-h1", "pipeline_model_parallel_layout": "Ettt|ttL"}
+    | MODES["full"],
+    "1f1b, mhc recomputed": {"pipeline_model_parallel_layout": "Ettt|ttL"} | MODES["mhc"] | ACTIVATIONS,
+}
+
+
+@pytest.mark.multiprocess
+def test_o11_pipelines():
+    """Every rank moves what its part of the schedule says, with several microbatches in flight."""
+    with RankPool(2, preload=("torch.distributed", "tests.offload.jobs")) as pool:
+        for cut in PIPELINES.values():
+            check_a_step(replace(CONFIG, **cut, pipeline_model_parallel_size=2), pool)
+
+
+def test_o11_several_microbatches_in_flight(managers):
+    """Forwards of three before the first backward, backwards in another order."""
+    results = []
+    for model in (build(), build()):
+        if results:
+            manager = managers(model, 1)
+            uses = [Use("F", n) for n in range(LAYERS)] * 3 + [Use("B", n) for n in reversed(range(LAYERS))] * 3
+            manager.expect(uses)
+        losses = [model(batch(step)).square().mean() for step in range(3)]
+        for place in (1, 2, 0):
+            losses[place].backward()
+        results.append([p.grad for p in model.parameters()])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+    assert_as_planned(manager, uses, step_uses(range(LAYERS))[2 * LAYERS :])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_o11_checkpoints_of_pytorch(reentrant, managers):
+    class Checkpointed(Net):
+        def forward(self, x):
+            x = self.first(x)
+            x = checkpoint(lambda y: self.layers[1](self.layers[0](y)), x, use_reentrant=reentrant)
+            x = checkpoint(self.layers[2], x, use_reentrant=reentrant)
+            x = self.layers[4](self.layers[3](x))
+            return self.head(x)
+
+    plain, ours = build(kind=Checkpointed), build(kind=Checkpointed)
+    manager = managers(ours, 0)
+    train(ours, 3, manager)
+    train(plain, 3)
+    assert_equal_state(ours, plain)
+    assert manager.stats["peak_layers"] <= 2
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_o11_regions_that_span_layers(lazy, managers):
+    class Regions(Net):
+        def forward(self, x):
+            x = self.first(x)
+            with lazy_restore() if lazy else torch.enable_grad():
+                region = CheckpointWithoutOutput()
+                inner = region.checkpoint(lambda y: self.layers[1](self.layers[0](y)), x)
+                x = self.layers[3](self.layers[2](inner))
+                region.discard_output_and_register_recompute(x)
+                return self.head(self.layers[4](x))
+
+    plain, ours = build(kind=Regions), build(kind=Regions)
+    train(ours, 3, managers(ours, 0))
+    train(plain, 3)
+    assert_equal_state(ours, plain)
+
+
+def test_o11_saved_tensor_hooks_outside_get_everything_else(managers):
+    plain, ours = build(), build()
+    managers(ours, 0)
+    weights = {p.untyped_storage()._cdata for layer in ours.layers for p in layer.parameters()}
+    packed = []
+    for model in (plain, ours):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.clone(), lambda t: t):
+            out = model(batch())
+        out.sum().backward()
+    assert not {t.untyped_storage()._cdata for t in packed} & weights
+    assert len(packed) > 4 * LAYERS
+    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)

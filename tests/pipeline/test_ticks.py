@@ -1,0 +1,194 @@
+"""Schedules in lock-step: every action once and in time, no value overwritten while needed, no slot too many."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from plans.actions import Action, Schedule
+from plans.communication import dependencies
+from plans.schedule import NAMES, build_schedule
+from plans.simulate import ScheduleError, simulate
+from plans.ticks import FUSED, KEEPS, Ticks, compile_ticks
+from tests.pipeline.schedules import sizes
+
+ANY = st.sampled_from(NAMES).flatmap(sizes)
+ALTERNATING = st.sampled_from(FUSED).flatmap(sizes)
+
+
+class Machine:
+    """Runs a table as its columns say: values are the actions that made them, poison where nothing was stored."""
+
+    def __init__(self, ticks: Ticks, keep: str) -> None:
+        self.schedule, self.rows, self.ticks, self.keep = ticks.schedule, ticks.rows, ticks, keep
+        ranks = range(ticks.schedule.pp_size)
+        self.buffers = {name: [["poison"] * (n + 1) for _ in ranks] for name, n in ticks.slots._asdict().items()}
+        self.done: dict[Action, int] = {}
+
+    def run(self) -> None:
+        p, shifts = self.schedule.pp_size, self.ticks.shifts
+        sent = [(None, None)] * p  # what each rank sent at the tick before: activations, gradient
+        for tick in range(self.ticks.count):
+            for rank in range(p):
+                for i, shift in enumerate(shifts):
+                    forward, backward = sent[(rank - shift) % p][0], sent[(rank + shift) % p][1]
+                    self.buffers["inputs"][rank][self.rows.input_arrivals[rank, tick, i]] = forward
+                    self.buffers["gradients"][rank][self.rows.gradient_arrivals[rank, tick, i]] = backward
+            sent = [self.turn(rank, tick) for rank in range(p)]
+
+    def turn(self, rank: int, tick: int) -> tuple[Action | None, Action | None]:
+        rows, last = self.rows, self.schedule.num_stages - 1
+        forward = self.action("F", rank, tick, rows.forward_stage, rows.forward_microbatch)
+        if forward is not None:
+            if forward.stage > 0:
+                self.expect("inputs", rank, rows.forward_input[rank, tick], forward._replace(stage=forward.stage - 1))
+            self.buffers["kept"][rank][rows.forward_kept[rank, tick]] = forward
+        pulled = self.action("B", rank, tick, rows.backward_stage, rows.backward_microbatch)
+        if pulled is not None:
+            _, stage, microbatch = pulled
+            if self.keep == "residuals":
+                self.expect("kept", rank, rows.backward_kept[rank, tick], Action("F", stage, microbatch))
+            elif stage > 0:
+                self.expect("inputs", rank, rows.backward_input[rank, tick], Action("F", stage - 1, microbatch))
+            if stage < last:
+                slot = rows.backward_gradient[rank, tick]
+                self.expect("gradients", rank, slot, self.schedule.backward_of(stage + 1, microbatch))
+            self.buffers["weights"][rank][rows.backward_weights[rank, tick]] = pulled
+        if pulled is not None and pulled.kind == "B" and self.schedule.splits_backward:  # its second half, at once
+            assert (rows.weights_stage[rank, tick], rows.weights_microbatch[rank, tick]) == pulled[1:]
+            self.expect("weights", rank, rows.weights_kept[rank, tick], pulled)
+            return forward, pulled
+        weights = self.action("W", rank, tick, rows.weights_stage, rows.weights_microbatch)
+        if weights is not None:
+            self.expect("weights", rank, rows.weights_kept[rank, tick], weights._replace(kind="I"))
+        return forward, pulled
+
+    def action(self, kind: str, rank: int, tick: int, stages: np.ndarray, microbatches: np.ndarray) -> Action | None:
+        stage, microbatch = int(stages[rank, tick]), int(microbatches[rank, tick])
+        assert (stage < 0) == (microbatch < 0)
+        if stage < 0:
+            return None
+        action = self.schedule.backward_of(stage, microbatch) if kind == "B" else Action(kind, stage, microbatch)
+        assert self.schedule.rank_of(stage) == rank
+        assert action not in self.done, f"{action} runs twice"
+        for needed in dependencies(self.schedule, action):
+            same = self.schedule.rank_of(needed.stage) == rank
+            assert self.done[needed] < tick + same, f"{action} runs before {needed} has arrived"
+        self.done[action] = tick
+        return action
+
+    def expect(self, buffer: str, rank: int, slot: int, value: Action) -> None:
+        assert slot < getattr(self.ticks.slots, buffer), f"{value} is read from the scratch slot"
+        assert self.buffers[buffer][rank][slot] == value
+
+
+@given(ANY, st.sampled_from(KEEPS), st.booleans())
+@example(("dualpipe-v", 2, 1, 2), "inputs", False)  # one whole backward among split ones
+def test_canonical_ticks_run_the_schedule(arguments, keep, forward_only):
+    """Each rank's order is the schedule's, and every value read is the one meant: nothing live is overwritten."""
+    schedule = build_schedule(*arguments)
+    if forward_only:
+        forwards = tuple(tuple(a for a in actions if a.kind == "F") for actions in schedule.actions)
+        schedule = replace(schedule, actions=forwards, forward_only=True)
+    ticks = compile_ticks(schedule, keep=keep)
+    assert ticks.actions() == schedule.actions
+    rows = ticks.rows
+    weights = (rows.weights_stage, rows.weights_microbatch)
+    # Where other backwards are split, a whole one is both halves of one microbatch in one tick.
+    halves = np.all([a == b for a, b in zip(weights, (rows.backward_stage, rows.backward_microbatch), strict=True)], 0)
+    busy = (rows.forward_stage >= 0) + 0 + (rows.backward_stage >= 0) + ((rows.weights_stage >= 0) & ~halves)
+    assert busy.max() == 1
+    machine = Machine(ticks, "inputs" if forward_only else keep)
+    machine.run()
+    assert len(machine.done) == sum(map(len, schedule.actions))
+
+
+@given(ALTERNATING, st.sampled_from(KEEPS))
+def test_fused_ticks_keep_the_order_of_each_kind(arguments, keep):
+    schedule = build_schedule(*arguments)
+    ticks = compile_ticks(schedule, fused=True, keep=keep)
+    for kind in "FB":
+        for ours, theirs in zip(ticks.actions(), schedule.actions, strict=True):
+            assert [a for a in ours if a.kind == kind] == [a for a in theirs if a.kind == kind]
+    machine = Machine(ticks, keep)
+    machine.run()
+    assert len(machine.done) == sum(map(len, schedule.actions))
+
+
+@given(ANY)
+def test_slots_are_no_more_than_what_is_in_flight(arguments):
+    """Residuals: as many slots as microbatches in flight at most. Inputs: these, and what waits for its forward."""
+    schedule = build_schedule(*arguments)
+    most = max(simulate(schedule).peak_in_flight)
+    assert compile_ticks(schedule, keep="residuals").slots.kept == (
+        most if not schedule.splits_backward else first_half_in_flight(schedule)
+    )
+    assert compile_ticks(schedule, keep="inputs").slots.inputs <= most + schedule.stages_per_rank
+
+
+def first_half_in_flight(schedule: Schedule) -> int:
+    """Most microbatches from F to I, or a whole B, on any rank."""
+    begun = [np.cumsum([a.kind == "F" for a in actions]) for actions in schedule.actions]
+    ended = [np.cumsum([False, *(a.kind in "IB" for a in actions[:-1])]) for actions in schedule.actions]
+    return max(int((b - e).max()) for b, e in zip(begun, ended, strict=True))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_buffers_do_not_grow_with_the_number_of_microbatches(name):
+    assert len({compile_ticks(build_schedule(name, 4, m), keep=keep).slots for m in (8, 64) for keep in KEEPS}) == 2
+    grows = [compile_ticks(build_schedule("gpipe", 4, m), keep="residuals").slots.kept for m in (8, 64)]
+    assert grows == [8, 64]
+
+
+@pytest.mark.parametrize(("m", "p"), [(8, 4), (1, 3), (2, 5), (7, 1)])
+def test_number_of_ticks(m, p):
+    """1F1B: canonical 2 m + 2 (p - 1), fused m + 2 (p - 1), with min(m, 2 p - 1) in flight."""
+    schedule = build_schedule("1f1b", p, m)
+    assert compile_ticks(schedule).count == 2 * m + 2 * (p - 1)
+    fused = compile_ticks(schedule, fused=True, keep="residuals")
+    assert fused.count == m + 2 * (p - 1)
+    assert fused.slots.kept == min(m, 2 * p - 1)
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [(2, 4, 2), (4, 8, 2), (3, 9, 3)])
+def test_interleaved_fused_ticks(p, m, v):
+    """m v pairs of a forward and a backward, and one microbatch's way through all stages and back."""
+    assert compile_ticks(build_schedule("interleaved", p, m, v), fused=True).count == m * v + 2 * (p * v - 1)
+
+
+class Folded(Schedule):
+    """Two stages a rank, back and forth: 0 1 2 | 2 1 0."""
+
+    def rank_of(self, stage: int) -> int:
+        return min(stage, 2 * self.pp_size - 1 - stage)
+
+
+def test_stages_may_lie_on_ranks_in_any_way():
+    """Results go to the next rank, the rank before, or stay."""
+    p, m = 3, 4
+    actions = tuple(
+        tuple(
+            Action(kind, stage, i)
+            for i in range(m)
+            for kind, stages in (("F", (rank, 2 * p - 1 - rank)), ("B", (2 * p - 1 - rank, rank)))
+            for stage in stages
+        )
+        for rank in range(p)
+    )
+    ticks = compile_ticks(Folded("by hand", p, m, 2, actions))
+    assert ticks.shifts == (0, 1, 2)
+    assert ticks.actions() == actions
+    Machine(ticks, "inputs").run()
+
+
+def test_what_cannot_be_compiled_is_refused():
+    for name in ("gpipe", "zb-h1"):
+        with pytest.raises(ValueError, match=f"fused: expected False with schedule '{name}' .*, got True"):
+            compile_ticks(build_schedule(name, 2, 4), fused=True)
+    with pytest.raises(ValueError, match=r"keep: expected one of \('inputs', 'residuals'\), got 'all'"):
+        compile_ticks(build_schedule("1f1b", 2, 4), keep="all")  # pyright: ignore[reportArgumentType]
+    schedule = build_schedule("1f1b", 2, 2)
+    with pytest.raises(ScheduleError, match="rank 0, 0B0: expected once, got none"):
+        compile_ticks(replace(schedule, actions=(schedule.actions[0][:1], schedule.actions[1])))

@@ -1,0 +1,110 @@
+"""Predicted memory against every allocation PyTorch makes."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from plans.config import TransformerConfig
+from plans.memory import predict_memory
+from reference_torch.recompute import measure_memory, residual_report
+from reference_torch.transformer import GPTModel
+from tests.recompute.test_recompute import MODES, SELECTIVE
+
+CONFIG = TransformerConfig(
+    hidden_size=96,
+    num_layers=4,
+    num_attention_heads=4,
+    seq_length=160,
+    enable_hyper_connections=True,
+    use_flash_attn=True,
+)
+VARIANTS = {
+    "swiglu, fused attention": {},
+    "gelu, dropout, bias": {"activation": "gelu", "hidden_dropout": 0.1, "add_bias_linear": True},
+    "explicit attention, groups": {"use_flash_attn": False, "num_query_groups": 2},
+    "float64, mixed layers": {
+        "params_dtype": "float64",
+        "layer_pattern": "attention,attention+gelu+no-mlp-hc,attention+no-attention-hc",
+        "untie_embeddings_and_output_weights": True,
+    },
+    "delta rule": {"layer_pattern": "kda,gdn,attention", "linear_num_value_heads": 8},
+    "no mhc": {"enable_hyper_connections": False},
+}
+
+
+@cache
+def measured(config: TransformerConfig, batch: int):
+    tokens, targets = torch.randint(0, config.vocab_size, (2, batch, config.seq_length))
+    model = GPTModel(config)
+    parameters = list(model.parameters())
+
+    def forward():
+        return model(tokens, targets)
+
+    def backward(loss):
+        return torch.autograd.grad(loss, parameters)
+
+    backward(forward())
+    return measure_memory(forward, backward), residual_report(forward)
+
+
+CASES = [
+    pytest.param(variant, mode, marks=() if (v + m) % 4 == 0 else pytest.mark.slow)
+    for v, variant in enumerate(VARIANTS)
+    for m, mode in enumerate(MODES)
+]
+"""make test takes a quarter of them, with every variant and every mode."""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("variant", "mode"), CASES)
+def test_prediction_within_two_percent(variant, mode):
+    flags = MODES[mode]
+    if variant == "no mhc" and ("mhc" in mode or mode == "all modules"):
+        flags = {**SELECTIVE, "recompute_modules": ("layernorm", "core_attn", "mlp")}
+    config = replace(CONFIG, **VARIANTS[variant], **flags)
+    (saved, peak), report = measured(config, batch=4)
+    prediction = predict_memory(config, batch=4)
+    assert prediction.saved == pytest.approx(saved, rel=0.02)
+    assert prediction.peak == pytest.approx(peak, rel=0.02)
+    for name, value in report.items():
+        assert prediction.kept[name] == value.bytes, name
+
+
+@pytest.mark.parametrize("mixer", ["kda", "gdn"])
+def test_peak_in_the_delta_rule_is_predicted_within_a_tenth(mixer):
+    """Where layers of it are all there is, the peak is in its backward; what is kept is exact as elsewhere."""
+    config = replace(CONFIG, layer_pattern=mixer, num_layers=2)
+    (saved, peak), report = measured(config, batch=4)
+    prediction = predict_memory(config, batch=4)
+    assert prediction.saved == pytest.approx(saved, rel=1e-3)
+    assert prediction.peak == pytest.approx(peak, rel=0.1)
+    assert {name: prediction.kept[name] for name in report} == {name: value.bytes for name, value in report.items()}
+
+
+def test_kept_terms_add_up_and_grow_with_the_batch():
+    one, two = (predict_memory(CONFIG, batch) for batch in (1, 2))
+    assert one.saved == sum(one.kept.values())
+    assert {n: 2 * v for n, v in one.kept.items() if n not in ("rotary angles", "loss")} == {
+        n: v for n, v in two.kept.items() if n not in ("rotary angles", "loss")
+    }
+
+
+def test_predicts_what_no_machine_here_could_run():
+    """The size of the mHC paper's example: S=4, C=4096, L=32, T=4096."""
+    config = TransformerConfig(
+        hidden_size=4096,
+        num_layers=32,
+        num_attention_heads=32,
+        seq_length=4096,
+        enable_hyper_connections=True,
+        use_flash_attn=True,
+        bf16=True,
+    )
+    none = predict_memory(config, 1)
+    mhc = predict_memory(replace(config, recompute_granularity="selective", recompute_modules=("mhc", "layernorm")), 1)
+    assert none.kept["residual_streams"] == 64 * 4096 * 4 * 4096 * 2
+    assert mhc.kept["residual_streams"] == 7 * 4096 * 4 * 4096 * 2
+    assert none.saved > 40e9

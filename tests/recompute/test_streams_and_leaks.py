@@ -1,0 +1,196 @@
+"""Streams, a module somebody else wrote, and what is freed by reference counting alone (R14)."""
+
+import contextlib
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from reference_torch.recompute import CheckpointWithoutOutput, lazy_restore
+from reference_torch.recompute.slots import slot_of
+from tests.recompute.support import assert_equal, branch, gradients, measure, normal, reader, reference_counting_only
+
+# R14
+
+cuda = pytest.mark.gpu
+
+
+def slow_gelu(log: list) -> Callable[[Tensor], Tensor]:
+    def call(x):
+        log.append(torch.cuda.current_stream())
+        torch.cuda._sleep(20_000_000)
+        return F.gelu(x)
+
+    return call
+
+
+@pytest.mark.gpu
+@cuda
+@pytest.mark.parametrize("scoped", [True, False])
+def test_r14_replay_runs_on_the_stream_of_the_forward(scoped):
+    x = normal(0, 256, 256, dtype=torch.float32).detach().cuda().requires_grad_()
+    cotangent = normal(1, 256 * 256, dtype=torch.float32, grad=False).cuda()
+    expected = torch.autograd.grad(reader(F.gelu(x)), x, cotangent)
+    side, log = torch.cuda.Stream(), []
+    side.wait_stream(torch.cuda.current_stream())
+    checkpoint = CheckpointWithoutOutput()
+    with lazy_restore() if scoped else contextlib.nullcontext():
+        with torch.cuda.stream(side):
+            y = checkpoint.checkpoint(slow_gelu(log), x)
+        torch.cuda.current_stream().wait_stream(side)
+        loss = reader(y)
+        checkpoint.discard_output_and_register_recompute(loss)
+    actual = torch.autograd.grad(loss, x, cotangent)
+    torch.cuda.synchronize()
+    assert log == [side, side]
+    assert_equal(actual, expected)
+
+
+@pytest.mark.gpu
+@cuda
+def test_r14_readers_on_another_stream_wait_for_the_replay():
+    x = normal(0, 256, 256, dtype=torch.float32).detach().cuda().requires_grad_()
+    cotangent = normal(1, 256 * 256, dtype=torch.float32, grad=False).cuda()
+    expected = torch.autograd.grad(reader(F.gelu(x)), x, cotangent)
+    log, first, second = [], torch.cuda.Stream(), torch.cuda.Stream()
+    for stream in (first, second):
+        stream.wait_stream(torch.cuda.current_stream())
+    checkpoint = CheckpointWithoutOutput()
+    with lazy_restore():
+        with torch.cuda.stream(first):
+            y = checkpoint.checkpoint(slow_gelu(log), x)
+        second.wait_stream(first)
+        with torch.cuda.stream(second):
+            loss = reader(y)
+        torch.cuda.synchronize()
+        checkpoint.discard_output()
+    torch.full((256, 256), 7.0, device="cuda")  # uses again what was freed
+    with torch.cuda.stream(second):
+        actual = torch.autograd.grad(loss, x, cotangent)
+    torch.cuda.synchronize()
+    assert log[1] == first
+    assert_equal(actual, expected)
+    assert slot_of(y).event is not None
+
+
+@pytest.mark.gpu
+@cuda
+def test_r14_memory_is_given_back_on_cuda():
+    x = normal(0, 1024, 1024, dtype=torch.float32).detach().cuda().requires_grad_()
+    size = x.nbytes
+    before = torch.cuda.memory_allocated()
+    checkpoint = CheckpointWithoutOutput()
+    with lazy_restore():
+        y = checkpoint.checkpoint(torch.tanh, x)
+        loss = (y * y).mean()
+        checkpoint.discard_output()
+    assert torch.cuda.memory_allocated() - before < size // 2
+    torch.cuda.reset_peak_memory_stats()
+    checkpoint.recompute()
+    assert torch.cuda.max_memory_allocated() - before < 1.5 * size
+    assert_equal(torch.autograd.grad(loss, x), torch.autograd.grad((x.tanh() * x.tanh()).mean(), x))
+
+
+# Somebody else's module
+
+
+class ForeignAttention(nn.Module):
+    """As a library has it: options by keyword, a tuple and a dict given back, dropout inside."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query_key_value, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.drop = nn.Dropout(0.25)
+
+    def forward(self, hidden, mask=None, *, need_weights=False):
+        parts = self.query_key_value(hidden).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = parts.unbind()
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        if mask is not None:
+            scores = scores.masked_fill(mask, -1e9)
+        weights = self.drop(scores.softmax(-1))
+        out = self.out((weights @ v).transpose(1, 2).flatten(2))
+        return out, {"weights": weights if need_weights else None, "norm": out.norm(dim=-1), "heads": self.heads}
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_a_foreign_module_is_wrapped_as_it_is(need_weights, trace):
+    torch.manual_seed(0)
+    module, last = ForeignAttention(32, 4), nn.Linear(32, 32)
+    parameters = [*module.parameters(), *last.parameters()]
+    x, mask = normal(0, 8, 64, 32, dtype=torch.float32), torch.ones(64, 64, dtype=torch.bool).triu(1)
+
+    def run(recompute: bool, mark=lambda name: None):
+        torch.manual_seed(6)
+        checkpoint = CheckpointWithoutOutput("foreign")
+        mark("start")
+        with lazy_restore():
+            call = checkpoint.checkpoint if recompute else lambda fn, *args, **kwargs: fn(*args, **kwargs)
+            out, extra = call(module, x, mask, need_weights=need_weights)
+            assert extra["heads"] == 4
+            loss = last(out).tanh().sum((1, 2)) + extra["norm"].sin().sum(1)
+            if need_weights:
+                loss = loss + extra["weights"].square().sum((1, 2, 3))
+            if recompute:
+                checkpoint.discard_output()
+        del out, extra
+        mark("forward")
+        assert checkpoint.kept == []
+        result = gradients(loss, [x, *parameters])
+        mark("backward")
+        return result
+
+    assert_equal(run(True), run(False))
+    assert trace.replayed == ["foreign"]
+    kept = {}
+    for recompute in (False, True):
+        memory = measure(lambda mark, recompute=recompute: run(recompute, mark))
+        kept[recompute] = memory.live("forward") - memory.live("start")
+    attention = 8 * 4 * 64 * 64 * 4
+    assert kept[False] > 3 * attention
+    assert kept[True] < 0.15 * kept[False]
+
+
+# Leaks
+
+
+@pytest.mark.parametrize("scoped", [True, False])
+def test_everything_is_freed_by_reference_counting(scoped, refill, trace):
+    with reference_counting_only():
+        x = normal(0, 4, 4)
+        checkpoints = [CheckpointWithoutOutput(str(i)) for i in range(3)]
+        with lazy_restore() if scoped else contextlib.nullcontext():
+            a = checkpoints[0].checkpoint(torch.tanh, x)
+            b, c = checkpoints[1].checkpoint(branch, a)
+            d = checkpoints[2].checkpoint(lambda b, c: b * c, b, c)
+            loss = reader(d) + reader(a)
+            for checkpoint in checkpoints:
+                checkpoint.discard_output_and_register_recompute(loss)
+        watched = [weakref.ref(t) for t in (a, b, c, d, loss)]
+        storages = [StorageWeakRef(t.untyped_storage()) for t in (a, b, c, d)]
+        gradients(loss, [x])
+        assert sorted(trace.replayed) == ["0", "1", "2"]
+        del a, b, c, d, checkpoint, checkpoints, loss
+        assert trace.alive == []
+        assert [reference() for reference in watched] == [None] * 5
+        assert all(storage.expired() for storage in storages)
+
+
+@pytest.mark.parametrize("scoped", [True, False])
+def test_a_forward_without_backward_is_freed_by_reference_counting(scoped, trace):
+    with reference_counting_only():
+        x = normal(0, 4, 4)
+        checkpoint = CheckpointWithoutOutput()
+        with lazy_restore() if scoped else contextlib.nullcontext():
+            y = checkpoint.checkpoint(torch.tanh, x)
+            loss = reader(y)
+            checkpoint.discard_output_and_register_recompute(loss)
+        storage = StorageWeakRef(slot_of(y).region.node.saved_tensors[0].untyped_storage())
+        assert not storage.expired()
+        del y, loss, checkpoint
+        assert trace.alive == []
