@@ -95,6 +95,7 @@ def test_options_of_other_types_are_named(options):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_time_grows_no_faster_than_the_number_of_sequences(backend):
     """With initial states, in forward and backward; four times as many take less than eight times as long."""
