@@ -105,8 +105,7 @@ def model_gradients(
         logits, pull_back = jax.vjp(lambda p: nnx.merge(graph, p)(jnp.asarray(tokens), **arguments), params)
         return logits, pull_back(jnp.asarray(cotangent))[0]
 
-    with _Unoptimised():
-        logits, gradients = run(params)
+    logits, gradients = run(params)
     flat = nnx.to_flat_state(gradients)
     return np.asarray(logits), {".".join(path): np.asarray(leaf[...]) for path, leaf in flat}
 
@@ -118,16 +117,6 @@ def rounds(count: int) -> Iterator[None]:
         for backend in BACKENDS:
             patch.setattr(room(backend, "ops"), "ROUNDS", count)
         yield
-
-
-class _Unoptimised:
-    """Compile fast rather than well: property tests compile more than they compute."""
-
-    def __enter__(self) -> None:
-        jax.config.update("jax_disable_most_optimizations", True)
-
-    def __exit__(self, *exception: object) -> None:
-        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def tiny_corpus(length: int = 4096, seed: int = 0) -> Corpus:

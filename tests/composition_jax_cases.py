@@ -13,7 +13,6 @@ from tests.composition import MUST_BE_ACCEPTED, QUICK, assert_learns_as_plain, c
 os.environ["NPROC"] = str(callback_threads(8))
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)
-jax.config.update("jax_disable_most_optimizations", True)
 pytestmark = pytest.mark.usefixtures("few_rounds")
 COMPILED = settings(phases=[Phase.explicit, Phase.generate], suppress_health_check=[*hypothesis.HealthCheck])
 """Every example is compiled anew: none is tried again to make it smaller."""

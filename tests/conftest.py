@@ -6,11 +6,13 @@ from importlib.metadata import version
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("DIPTYCH_TUNE", "0")  # nothing is measured, nor written to the user's cache
 
-FLAGS = os.environ.get("XLA_FLAGS", "")
-"""As they were: notebooks are run with them."""
+COMPILING = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
+GIVEN = {name: os.environ.get(name) for name in COMPILING}
+"""How XLA was asked to compile: so notebooks are run, as a reader runs them."""
+# Tests compile more than they compute, so they compile fast rather than well, in processes they start as well.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 if version("jax").startswith("0.10."):  # XLA ends a process for a flag it does not know
-    # The older code generator takes XLA a quarter less time, and tests compile more than they compute.
-    os.environ["XLA_FLAGS"] = f"{FLAGS} --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = f"{GIVEN['XLA_FLAGS'] or ''} --xla_cpu_use_fusion_emitters=false"
 
 import jaxtyping  # noqa: E402
 
@@ -48,6 +50,14 @@ def few_rounds():
 
     with rounds(3):
         yield
+
+
+@pytest.fixture
+def compiled_well():
+    """Where operations or bytes of a compiled program are counted, or programs as users run them are meant."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture

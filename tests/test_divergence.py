@@ -36,7 +36,7 @@ from plans.config import TrainConfig, TransformerConfig
 from plans.training import learning_rate
 from reference_torch.train import Trainer as TorchTrainer
 from reference_torch.transformer import GPTModel
-from tests.backends import BACKENDS, _Unoptimised, normal, tiny_corpus
+from tests.backends import BACKENDS, normal, tiny_corpus
 
 CONFIG = TransformerConfig(
     hidden_size=8,
@@ -70,8 +70,7 @@ def test_layer_values_end_in_the_models_logits(config, dtype):
 
 def test_layer_values_are_the_same_in_both_backends():
     config = computing_in(CONFIG, "float64")
-    with _Unoptimised():
-        ours, theirs = (layer_values(backend, config, initial_parameters(config), TOKENS) for backend in BACKENDS)
+    ours, theirs = (layer_values(backend, config, initial_parameters(config), TOKENS) for backend in BACKENDS)
     for a, b in zip(ours, theirs, strict=True):
         assert a.dtype == b.dtype == np.float64
         assert relative_difference(a, b) < GRADIENT["float64"]
@@ -118,12 +117,11 @@ def test_one_ulp_names_an_unknown_parameter():
 def test_trajectory_is_a_new_trainers(make):
     """From the values given, with moments of 0, on the corpus given, however the trainer was used before."""
     start, corpus = initial_parameters(PLAIN, 1), replace(tiny_corpus(), seed=3)
-    with _Unoptimised():
-        new, used = make(PLAIN, TRAIN, corpus), make(PLAIN, TRAIN, tiny_corpus())
-        new.set_parameters(start)
-        losses = [new.train_step(step).loss for step in range(3)]
-        trajectory(used, initial_parameters(PLAIN), tiny_corpus(), 2)
-        seen = trajectory(used, start, corpus, 3)
+    new, used = make(PLAIN, TRAIN, corpus), make(PLAIN, TRAIN, tiny_corpus())
+    new.set_parameters(start)
+    losses = [new.train_step(step).loss for step in range(3)]
+    trajectory(used, initial_parameters(PLAIN), tiny_corpus(), 2)
+    seen = trajectory(used, start, corpus, 3)
     assert seen.losses.tolist() == losses
     assert seen.parameters.shape[0] == 3
     np.testing.assert_array_equal(seen.parameters[-1], flat(new.parameters()))
@@ -193,14 +191,13 @@ def test_a_wrong_operation_is_named_and_spoils_no_other(monkeypatch):
     trainer = TorchTrainer(computing_in(CONFIG, "float64"), TRAIN, tiny_corpus())
     trainer.train_step(0)
     batch = tiny_corpus().batch(1, 2, CONFIG.seq_length)
-    with _Unoptimised():
-        errors = operation_errors(trainer, batch)
-        assert [error.name for error in errors] == NAMES
-        assert max(max(error[1:4]) for error in errors) < 10
-        assert all(error.torch == 0.0 for error in errors), "PyTorch in float64 is the truth itself"
-        right = jax_impl.ops.swiglu
-        monkeypatch.setattr(jax_impl.ops, "swiglu", lambda x: right(x[..., ::-1]))
-        errors = operation_errors(trainer, batch)
+    errors = operation_errors(trainer, batch)
+    assert [error.name for error in errors] == NAMES
+    assert max(max(error[1:4]) for error in errors) < 10
+    assert all(error.torch == 0.0 for error in errors), "PyTorch in float64 is the truth itself"
+    right = jax_impl.ops.swiglu
+    monkeypatch.setattr(jax_impl.ops, "swiglu", lambda x: right(x[..., ::-1]))
+    errors = operation_errors(trainer, batch)
     assert [error.name for error in errors if error.jax > 10] == ["activation"]
 
 

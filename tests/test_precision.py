@@ -193,6 +193,7 @@ def apart(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("bf16 curves")
+@pytest.mark.usefixtures("compiled_well")
 def test_loss_curves_stay_within_the_spread_of_two_seeds():
     seeds = [apart(curve(backend, True, 0), curve(backend, True, 1)) for backend in BACKENDS]
     for seed in (0, 1):

@@ -220,6 +220,7 @@ def test_float64_needs_jax_in_64_bits():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_well")
 def test_comparison_of_equal_backends_has_no_failures():
     result = compare(replace(CONFIG, params_dtype="float32"), replace(TRAIN, train_iters=5), tiny_corpus())
     assert result.failures == []

@@ -159,6 +159,7 @@ def independent_products(program: str) -> list[int]:
     return [sum(name not in before[gather] and gather not in before[name] for name in products) for gather in gathers]
 
 
+@pytest.mark.usefixtures("compiled_well")
 @pytest.mark.parametrize("disable_recompute", [False, True])
 def test_c5_products_need_not_wait_for_states(disable_recompute, monkeypatch):
     """In the compiled program: forward outputs, and backward what was not kept, wait for no other rank."""

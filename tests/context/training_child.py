@@ -26,7 +26,6 @@ def main(cut: str, folder: Path, rounds: int, corpora: list[str]) -> None:
     """One cut, or replicas of ranks."""
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_enable_x64", True)
-    jax.config.update("jax_disable_most_optimizations", True)
     ops.ROUNDS = rounds
     mesh, config = None, CONFIG
     if cut in CUTS | APPROXIMATE:

@@ -38,7 +38,6 @@ from tests.context.layer_jobs import (
 os.environ["NPROC"] = str(callback_threads(8))
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)
-jax.config.update("jax_disable_most_optimizations", True)
 
 from tests.context.jax_cases import LONGEST, RULES_OF_JAX, by_rank, padded, together  # noqa: E402 (devices first)
 

@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.conftest import FLAGS
+from tests.conftest import GIVEN
 
 PATHS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 DAILY = ("00_start_here", "05_offload")
@@ -27,7 +27,11 @@ def test_every_link_leads_somewhere(path):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("path", NOTEBOOKS)
 def test_notebook_runs(path, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", FLAGS)  # as a reader runs it
+    for name, value in GIVEN.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(path.parent.parent), os.environ.get("PYTHONPATH", "")]))
     notebook = nbformat.read(path, as_version=4)
     assert any(cell.cell_type == "code" and cell.outputs for cell in notebook.cells), "committed without outputs"

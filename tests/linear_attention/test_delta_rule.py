@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plans.delta_rule import cut_into_chunks, most_chunks
-from tests.backends import BACKENDS, TORCH_DAILY, TORCH_FIRST, _Unoptimised, assert_close, normal, room
+from tests.backends import BACKENDS, TORCH_DAILY, TORCH_FIRST, assert_close, normal, room
 from tests.linear_attention.support import RULES, TOLERANCE, Case, cases, make_case, run
 
 
@@ -105,8 +105,7 @@ def test_jax_is_torch(rule, bucket):
     for seed, case in enumerate(drawn):
         expected = run("torch", "recurrent", case, seed)
         for form in forms:
-            with _Unoptimised():
-                assert_close(form(case, seed), expected, TOLERANCE)
+            assert_close(form(case, seed), expected, TOLERANCE)
 
 
 @pytest.mark.thorough

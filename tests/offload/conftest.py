@@ -1,14 +1,11 @@
-"""How programs of JAX's offload are compiled."""
+"""What tests of JAX's offload have in common."""
 
 import pytest
 
 from jax_impl import ops
-from tests.backends import _Unoptimised
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Random numbers of fewer rounds, and programs compiled fast rather than well: here it is the order that counts."""
+    """Random numbers of fewer rounds: here it is the order that counts."""
     monkeypatch.setattr(ops, "ROUNDS", 3)
-    with _Unoptimised():
-        yield

@@ -55,9 +55,6 @@ TRAIN = TrainConfig(
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(ops, "ROUNDS", 3)
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def offloaded(config: TransformerConfig, ahead: int = 1, activations: bool = False) -> TransformerConfig:

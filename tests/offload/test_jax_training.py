@@ -103,6 +103,7 @@ def assert_same_parameters(moved: Trainer, plain: Trainer, tolerance: float) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_well")
 def test_training_agrees_with_pytorch(monkeypatch):
     monkeypatch.undo()
     config = offloaded(replace(DROPPED, **STREAMS))

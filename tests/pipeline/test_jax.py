@@ -33,7 +33,6 @@ import jax
 jax.config.update("jax_num_cpu_devices", 1)
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.config.update("jax_disable_most_optimizations", True)
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
 """
 

@@ -23,7 +23,6 @@ def main(folder: Path, cuts: list[str]) -> None:
     """Cuts of the model beside the whole one, and runs that go on from one to the other."""
     jax.config.update("jax_num_cpu_devices", 4)
     jax.config.update("jax_enable_x64", True)
-    jax.config.update("jax_disable_most_optimizations", True)
     corpus = tiny_corpus()
     alone = Trainer(CONFIG, TRAIN, corpus)
     whole = course(alone, corpus)
