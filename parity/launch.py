@@ -22,6 +22,8 @@ from plans.training import check_trainable
 
 GRACE = 10.0
 """Seconds the other processes get to end by themselves after one has failed."""
+SPEAKING = 10.0
+"""Seconds one process has to say what all would say alike, before another says it."""
 LONGEST_SILENCE = 100.0
 """Seconds after which a process of jax.distributed counts as dead, unless pipeline_timeout is shorter."""
 CHILD = "DIPTYCH_CHILD"
@@ -39,8 +41,17 @@ def rank() -> int:
 
 
 def speaks() -> bool:
-    """Whether this process says what all would say alike: one on every machine, since each sees its own files."""
-    return not is_one_of_several() or int(os.environ.get("LOCAL_RANK", "0")) == 0
+    """Whether this process says what all would say alike: one on every machine, since each sees its own files.
+
+    Torchrun ends all processes when one has ended, so the others stay until it has spoken; who is not ended by then has
+    something of its own to say. Processes of start_processes have their time, and need not.
+    """
+    if not is_one_of_several() or int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        return True
+    if CHILD in os.environ:
+        return False
+    time.sleep(SPEAKING)
+    return True
 
 
 def check_processes(command: Train) -> None:

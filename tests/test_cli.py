@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from parity import launch
 from parity.cli import _check_output, _load_backend, _parse
 from tests.command import diptych
 
@@ -280,11 +281,49 @@ def test_jax_is_not_one_of_several_processes(corpus, capsys, monkeypatch):
     """Each would train the whole model, and write the same files. Of every machine's processes one says so."""
     message = "backend: expected 'torch' under torchrun, got 'jax'; start each of its processes by itself, with --coord"
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv(launch.CHILD, "1")
     for rank, local_rank, speaks in (("0", "0", True), ("1", "1", False), ("2", "0", True), ("3", "1", False)):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         assert diptych(f"train --backend jax {SMALL} --data-path", corpus) == 2
         assert bool(re.search(message, capsys.readouterr().err)) == speaks
+
+
+LATE = """
+import os, sys, time
+time.sleep(4.0 * (os.environ["LOCAL_RANK"] == "0"))
+from parity.cli import main
+os._exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.multiprocess
+def test_torchrun_does_not_end_who_speaks_before_it_has(corpus, tmp_path):
+    """The first process to end has all others ended."""
+    (tmp_path / "late.py").write_text(LATE)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "late.py"]
+    split = ["--num-layers", "2", "--pipeline-model-parallel-size", "2", "--data-path", corpus]
+    done = subprocess.run(
+        [*torchrun, "train", "--backend", "torch", *SMALL.split(), *split],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        check=False,
+    )
+    says = "diptych: nproc: expected a multiple of pipeline_model_parallel_size=2 processes, got 3"
+    assert done.stderr.count(says) == 1, done.stderr
+
+
+def test_who_does_not_speak_does_so_where_nobody_has_ended_it(corpus, capsys, monkeypatch):
+    """As torchrun does once the one that speaks has."""
+    monkeypatch.setattr(launch, "SPEAKING", 0.2)
+    monkeypatch.delenv(launch.CHILD, raising=False)
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    assert diptych(f"train --backend jax {SMALL} --data-path", corpus) == 2
+    assert "backend: expected 'torch'" in capsys.readouterr().err
 
 
 def test_processes_look_at_one_folder_at_once(tmp_path):
