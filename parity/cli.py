@@ -9,6 +9,7 @@ import importlib
 import io
 import os
 import re
+import select
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -58,6 +59,8 @@ Settings may also stand in a TOML file: diptych train --config run.toml; flags g
 USER_ERROR = 2
 FAILURE = 1
 INTERRUPTED = 130
+STANDARD_OUTPUT = 1
+"""Its file descriptor."""
 PLAIN_WIDTH = 100
 """Columns where there is no terminal to ask."""
 PACKAGES = {"torch": "reference_torch", "jax": "jax_impl"}
@@ -84,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"diptych: {error}", file=sys.stderr)
         return USER_ERROR
     except (NonFiniteLossError, NotImplementedError, OSError, PipelineError) as error:
-        print(f"diptych: {error}", file=sys.stderr)
+        if not (isinstance(error, BrokenPipeError) and _nobody_reads_on()):
+            print(f"diptych: {error}", file=sys.stderr)
         return FAILURE
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not re.search("allocate|RESOURCE_EXHAUSTED", str(error)):
@@ -95,6 +99,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("diptych: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _nobody_reads_on() -> bool:
+    """Whether standard output was closed, as in ``diptych plan | head``; then nothing more is written to it."""
+    watch = select.poll()
+    watch.register(STANDARD_OUTPUT, 0)  # errors are told unasked
+    if not watch.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), STANDARD_OUTPUT)
+    return True
 
 
 def _parse(arguments: list[str]) -> Compare | Train | Plan | Sample | Info | Curves:

@@ -21,6 +21,7 @@ from tests.composition import (
     DIMENSIONS,
     FEATURES,
     QUICK,
+    RARE,
     Composition,
     Pools,
     are_accepted,
@@ -134,7 +135,8 @@ def main() -> None:
         cases = [run("torch", each, pools) for each in track(drawn, "in PyTorch")]
     finally:
         pools.close()
-    cases += [run("jax", each, pools) for each in track(drawn[:jax_cases], "in JAX")]
+    rare_first = sorted(drawn, key=lambda composition: not {*RARE} & {*composition.features})
+    cases += [run("jax", each, pools) for each in track(rare_first[:jax_cases], "in JAX")]
     results = {"environment": environment(), "seed": SEED, "cases": [asdict(case) for case in cases]}
     RESULTS.write_text(json.dumps(json.loads(json.dumps(results)), indent=1) + "\n")
     PAGE.write_text(written(PAGE.read_text(), table(json.loads(RESULTS.read_text()))))

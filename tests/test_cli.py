@@ -326,6 +326,17 @@ def test_who_does_not_speak_does_so_where_nobody_has_ended_it(corpus, capsys, mo
     assert "backend: expected 'torch'" in capsys.readouterr().err
 
 
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("command", ["plan", "train --help"])
+def test_a_reader_may_stop_reading(command):
+    with subprocess.Popen(
+        [sys.executable, "-m", "parity.cli", *command.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 1
+
+
 def test_processes_look_at_one_folder_at_once(tmp_path):
     """Each sees that it can be written to, and takes no other's file for its own."""
     with ThreadPoolExecutor(8) as pool:
