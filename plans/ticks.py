@@ -10,6 +10,7 @@ a backward in one tick. As every rank waits for the slowest, a canonical tick co
 2 m + 2 (p - 1) of them; fused ticks cost F + B and are m + 2 (p - 1), but hold up to 2 p - 1 microbatches, not p.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,7 +20,7 @@ import numpy as np
 
 from plans.actions import Action, Kind, Schedule
 from plans.communication import dependencies
-from plans.simulate import validate_schedule
+from plans.simulate import Costs, validate_schedule
 
 Keep = Literal["inputs", "residuals"]
 KEEPS = ("inputs", "residuals")
@@ -75,6 +76,8 @@ class Ticks:
     slots: Slots
     shifts: tuple[int, ...]
     """How many ranks further, modulo p, activations are sent at every tick; gradients go as far back."""
+    fused: bool = False
+    """A forward and a backward in one tick; else one action."""
 
     @property
     def count(self) -> int:
@@ -122,11 +125,36 @@ def compile_ticks(schedule: Schedule, fused: bool = False, keep: Keep = "inputs"
     if keep not in KEEPS:
         raise ValueError(f"keep: expected one of {KEEPS}, got {keep!r}")
     validate_schedule(schedule)
-    times = _times(schedule, fused and not schedule.forward_only)
+    fused = fused and not schedule.forward_only
+    times = _times(schedule, fused)
     lives = _lives(schedule, times, keep)
     places = [{name: _colour(intervals) for name, intervals in rank.items()} for rank in lives]
     slots = Slots(*(max(len(set(rank[name].values())) for rank in places) for name in Slots._fields))
-    return Ticks(schedule, _fill(schedule, times, places, slots), slots, _shifts(schedule))
+    return Ticks(schedule, _fill(schedule, times, places, slots), slots, _shifts(schedule), fused)
+
+
+def lockstep_makespan(schedule: Schedule, costs: Costs | None = None, fused: bool = False) -> float:
+    """Time of a step in lock-step: each tick as long as its busiest rank, and a message between two of them.
+
+    Never less than plans.simulate.simulate's makespan of the same order, where ranks wait only for what they need.
+
+    Args:
+        schedule: a valid table.
+        costs: of actions and messages; None: F = I = W = 1, communication free.
+        fused: see compile_ticks.
+
+    Raises:
+        ValueError: the schedule cannot be fused.
+    """
+    costs = costs or Costs()
+    work: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for action, tick in _times(schedule, fused and not schedule.forward_only).items():
+        work[tick, schedule.rank_of(action.stage)] += costs.time(action)
+    busiest: defaultdict[int, float] = defaultdict(float)
+    for (tick, _), time in work.items():
+        busiest[tick] = max(busiest[tick], time)
+    messages = costs.communication * (len(busiest) - 1) if schedule.pp_size > 1 else 0.0
+    return sum(busiest.values()) + messages
 
 
 def _times(schedule: Schedule, fused: bool) -> dict[Action, int]:

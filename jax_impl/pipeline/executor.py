@@ -16,7 +16,7 @@ Ranks that share sequences do exchange inside a branch, where their layers are: 
 pipeline, so that all of them take it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_impl.offload import Moved, is_on_host
-from jax_impl.pipeline.kept import Keeper, Task
+from jax_impl.pipeline.kept import Keeper, Packed, Task
 from jax_impl.pipeline.stages import CONTEXT_AXIS, Batch, Program, StagedParameters, Stages
 from kernels.mesh_axes import vary
 from plans.ticks import Keep, Ticks
@@ -87,6 +87,23 @@ def run_ticks(
     return lax.pmean(result, alike) if alike else result
 
 
+class _Done(NamedTuple):
+    """What a tick's work gives: zeros where it has none."""
+
+    output: Array
+    """[b, T, S*D]"""
+    input_gradient: Array
+    """[b, T, S*D]"""
+    kept: Packed
+    """By a forward, for its backward."""
+    weights: Packed
+    """By I, for W."""
+    losses: Array
+    """[m]; of all ticks so far."""
+    sums: StagedParameters
+    """Of all ticks so far."""
+
+
 class _Run:
     """A rank's course through the table. Arguments as run_ticks', parameters and batch made to vary."""
 
@@ -103,6 +120,9 @@ class _Run:
         self._stages, self._ticks, self._axes, self._params, self._batch = stages, ticks, axes, params, batch
         self._moved = moved
         self._forward_only, self._splits = ticks.schedule.forward_only, ticks.schedule.splits_backward
+        kinds = {action.kind for actions in ticks.schedule.actions for action in actions}
+        self._also_whole = kinds.issuperset("BI")
+        """Some backwards are split and some are not: those have their W in the same tick."""
         config = stages.config
         hidden = (*batch.tokens.shape[1:], config.residual_streams * config.hidden_size)
         self._payload = vary(jnp.zeros(hidden, config.compute_dtype), axes)
@@ -138,55 +158,89 @@ class _Run:
             inputs = inputs.at[row.input_arrivals[shift]].set(x)
             gradients = gradients.at[row.gradient_arrivals[shift]].set(gradient)
         state = state._replace(inputs=inputs, gradients=gradients)
-        y, state = self._forward(state, row)
-        state = state._replace(arrived_inputs=self._send(y, 1))
+        done = _Done(
+            output=jnp.zeros_like(self._payload),
+            input_gradient=jnp.zeros_like(self._payload),
+            kept=_empty(state.kept),
+            weights=_empty(state.weights),
+            losses=state.losses,
+            sums=state.sums,
+        )
+        state, done = (self._two_actions if self._ticks.fused else self._one_action)(state, row, done)
+        state = state._replace(
+            weights=_store(state.weights, row.backward_weights, done.weights),
+            losses=done.losses,
+            sums=done.sums,
+            arrived_inputs=self._send(done.output, 1),
+        )
         if not self._forward_only:
-            dx, state = self._backward(state, row)
-            state = state._replace(arrived_gradients=self._send(dx, -1))
-        if self._splits:
-            state = self._weight_gradients(state, row)
+            state = state._replace(arrived_gradients=self._send(done.input_gradient, -1))
         return state, None
 
-    def _forward(self, state: _State, row: Any) -> tuple[Array, _State]:
-        task = self._task(row.forward_stage, row.forward_microbatch)
-        x = state.inputs[row.forward_input]
-        nothing = jnp.zeros_like(x), jnp.zeros_like(state.losses[0]), _empty(state.kept)
+    def _one_action(self, state: _State, row: Any, done: _Done) -> tuple[_State, _Done]:
+        """Of a canonical tick: under one switch, so that no rank sends, and so waits, before it has done its own."""
+        forwards, backwards, weighs = (
+            stage >= 0 for stage in (row.forward_stage, row.backward_stage, row.weights_stage)
+        )
 
-        def run(program: Program) -> tuple:
+        def backward(done: _Done) -> _Done:
+            done = self._backward(state, row, done)
+            if not self._also_whole:
+                return done
+            return self._switch(weighs, [_nothing, partial(self._weight_gradients, row, done.weights)], done)
+
+        branches: list[Callable[[_Done], _Done]] = [_nothing, partial(self._forward, state, row)]
+        if not self._forward_only:
+            branches.append(backward)
+        if self._splits:
+            branches.append(partial(self._weight_gradients, row, _slot(state.weights, row.weights_kept)))
+        choice = jnp.where(forwards, 1, jnp.where(backwards, 2, jnp.where(weighs, 3, 0)))
+        done = self._switch(choice, branches, done)
+        return state._replace(kept=self._keep(state.kept, row.forward_kept, done.kept)), done
+
+    def _two_actions(self, state: _State, row: Any, done: _Done) -> tuple[_State, _Done]:
+        """Of a fused tick: a forward, and a backward that may read what it kept; either may be nothing."""
+        done = self._switch(row.forward_stage >= 0, [_nothing, partial(self._forward, state, row)], done)
+        state = state._replace(kept=self._keep(state.kept, row.forward_kept, done.kept))
+        return state, self._switch(row.backward_stage >= 0, [_nothing, partial(self._backward, state, row)], done)
+
+    def _forward(self, state: _State, row: Any, done: _Done) -> _Done:
+        task, x = self._task(row.forward_stage, row.forward_microbatch), state.inputs[row.forward_input]
+
+        def run(program: Program, done: _Done) -> _Done:
             if program.last and not self._forward_only and self._keeper.skips_last_forward:
-                return nothing
+                return done
             y, kept = self._keeper.forward(program, task, x)
-            return (nothing[0], y, kept) if program.last else (y, nothing[1], kept)
+            if program.last:
+                return done._replace(losses=_add_loss(done.losses, row.forward_microbatch, y), kept=kept)
+            return done._replace(output=y, kept=kept)
 
-        y, loss, kept = self._switch(row.forward_stage, run, nothing)
-        losses = _add_loss(state.losses, row.forward_microbatch, loss)
-        return y, state._replace(kept=self._keep(state.kept, row.forward_kept, kept), losses=losses)
+        return self._of_program(row.forward_stage, run, done)
 
-    def _backward(self, state: _State, row: Any) -> tuple[Array, _State]:
+    def _backward(self, state: _State, row: Any, done: _Done) -> _Done:
         task = self._task(row.backward_stage, row.backward_microbatch)
         x, gradient = state.inputs[row.backward_input], state.gradients[row.backward_gradient]
-        share = vary(jnp.full_like(state.losses[0], 1 / len(state.losses)), self._axes)
-        nothing = jnp.zeros_like(x), jnp.zeros_like(share), _empty(state.weights), state.sums
+        share = vary(jnp.full_like(done.losses[0], 1 / len(done.losses)), self._axes)
 
-        def run(program: Program) -> tuple:
-            kept = jax.tree.map(lambda buffer: _on_device(buffer[row.backward_kept]), state.kept)
+        def run(program: Program, done: _Done) -> _Done:
+            kept = jax.tree.map(_on_device, _slot(state.kept, row.backward_kept))
             result = self._keeper.backward(program, task, x, kept, share if program.last else gradient)
-            sums = program.add(state.sums, task.vp_stage, result.gradients)
-            return result.input_gradient, nothing[1] if result.loss is None else result.loss, result.weights, sums
+            losses = done.losses
+            if result.loss is not None:
+                losses = _add_loss(losses, row.backward_microbatch, result.loss)
+            sums = program.add(done.sums, task.vp_stage, result.gradients)
+            return done._replace(input_gradient=result.input_gradient, weights=result.weights, losses=losses, sums=sums)
 
-        dx, loss, weights, sums = self._switch(row.backward_stage, run, nothing)
-        weights = _store(state.weights, row.backward_weights, weights)
-        losses = _add_loss(state.losses, row.backward_microbatch, loss)
-        return dx, state._replace(weights=weights, sums=sums, losses=losses)
+        return self._of_program(row.backward_stage, run, done)
 
-    def _weight_gradients(self, state: _State, row: Any) -> _State:
+    def _weight_gradients(self, row: Any, weights: Packed, done: _Done) -> _Done:
         task = self._task(row.weights_stage, row.weights_microbatch)
-        weights = jax.tree.map(lambda buffer: buffer[row.weights_kept], state.weights)
 
-        def run(program: Program) -> StagedParameters:
-            return program.add(state.sums, task.vp_stage, self._keeper.weight_gradients(program, weights))
+        def run(program: Program, done: _Done) -> _Done:
+            gradients = self._keeper.weight_gradients(program, weights)
+            return done._replace(sums=program.add(done.sums, task.vp_stage, gradients))
 
-        return state._replace(sums=self._switch(row.weights_stage, run, state.sums))
+        return self._of_program(row.weights_stage, run, done)
 
     def _away(self, buffer: Array) -> Array:
         """A buffer where what is kept in it waits: on the host with activation offload, if a slot is large enough."""
@@ -213,11 +267,13 @@ class _Run:
         first_layers = jnp.asarray(self._stages.first_layers, jnp.int32)
         return Task(self._params, self._batch.microbatch(microbatch), vp_stages[stage], first_layers[stage])
 
-    def _switch(self, stage: Array, run: Callable[[Program], Any], nothing: Any) -> Any:
-        """What the program of a stage gives, or nothing for stage -1."""
-        branches = [lambda: nothing, *(partial(run, program) for program in self._stages.programs)]
-        choice = jnp.asarray([1 + program for program in self._stages.program_of])[stage]
-        return lax.switch(jnp.where(stage < 0, 0, choice), [lambda b=b: vary(b(), self._axes) for b in branches])
+    def _of_program(self, stage: Array, run: Callable[[Program, _Done], _Done], done: _Done) -> _Done:
+        """What the program of a stage makes of what is done."""
+        choice = jnp.asarray(self._stages.program_of)[stage]
+        return self._switch(choice, [partial(run, program) for program in self._stages.programs], done)
+
+    def _switch(self, choice: Array, branches: Sequence[Callable[[_Done], _Done]], done: _Done) -> _Done:
+        return lax.switch(jnp.int32(choice), [lambda done, b=b: vary(b(done), self._axes) for b in branches], done)
 
     def _send(self, x: Array, direction: int) -> tuple[Array, ...]:
         """To the rank so far ahead (1) or behind (-1), for each shift; by every rank, at every tick."""
@@ -230,6 +286,10 @@ class _Run:
         )
 
 
+def _nothing(done: _Done) -> _Done:
+    return done
+
+
 def _on_device(x: Array) -> Array:
     return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
 
@@ -237,6 +297,10 @@ def _on_device(x: Array) -> Array:
 def _empty(buffers: Any) -> Any:
     """Zeros of the shape of one slot."""
     return jax.tree.map(lambda buffer: jnp.zeros(buffer.shape[1:], buffer.dtype), buffers)
+
+
+def _slot(buffers: Any, slot: Array) -> Any:
+    return jax.tree.map(lambda buffer: buffer[slot], buffers)
 
 
 def _store(buffers: Any, slot: Array, values: Any) -> Any:

@@ -19,6 +19,7 @@ from parity.tolerances import GRADIENT
 from plans.config import TransformerConfig
 from plans.partition import undivided
 from plans.schedule import schedule_for
+from plans.ticks import Rows
 from tests.pipeline.jax_cases.support import (
     DROPPED,
     FOUR,
@@ -84,22 +85,17 @@ def test_what_runs_is_the_schedule(schedule, monkeypatch):
     def report(kind: str, rank, stage, microbatch) -> None:
         ran[int(rank)].append(f"{int(stage)}{kind}{int(microbatch)}")
 
-    def reported(kind: str, microbatch_of: str, method):
-        def run(self, state, row):
-            switch = self._switch
+    def reported(kind: str, name: str, method):
+        def run(self, *arguments):
+            row = next(argument for argument in arguments if isinstance(argument, Rows))
 
-            def reporting_switch(stage, branch, nothing):
-                def reporting_branch(program):
-                    microbatch = getattr(row, microbatch_of)
-                    jax.debug.callback(partial(report, kind), jax.lax.axis_index("pp"), stage, microbatch)
-                    return branch(program)
+            def reporting(stage, branch, done):
+                jax.debug.callback(partial(report, kind), jax.lax.axis_index("pp"), stage, getattr(row, name))
+                return executor._Run._of_program(self, stage, branch, done)
 
-                return switch(stage, reporting_branch, nothing)
-
-            self._switch = reporting_switch
-            result = method(self, state, row)
-            self._switch = switch
-            return result
+            with monkeypatch.context() as patch:
+                patch.setattr(self, "_of_program", reporting, raising=False)
+                return method(self, *arguments)
 
         return run
 
