@@ -12,7 +12,7 @@ from rich.table import Table
 from parity.commands import Plan, parse_bytes
 from parity.console import print_written
 from parity.mesh_report import add_rows
-from parity.schedule_report import with_schedule
+from parity.schedule_report import IN_JAX, with_schedule
 from parity.timeline import draw_timelines, timeline_of
 from plans.actions import Schedule
 from plans.config import TransformerConfig
@@ -26,6 +26,7 @@ from plans.schedule_file import schedule_to_csv
 from plans.simulate import Costs, Simulation, simulate
 from plans.stage_costs import read_stage_costs
 from plans.step_time import Machine, StageTimes, costs_of
+from plans.ticks import lockstep_makespan
 
 MIB = 2**20
 
@@ -81,6 +82,7 @@ def print_generated(console: Console, command: Plan, path: Path) -> TransformerC
     console.print(_comparison(made, named, limit))
     for name, reason in refused.items():
         console.print(f"{name} does not fit: {reason}", highlight=False, markup=False)
+    console.print(IN_JAX)
     over = made.course.makespan / found.at_least - 1.0
     console.print(
         f"{GENERATED}: makespan {made.course.makespan:.5g} s, at least {found.at_least:.5g} s: it is {over:.1%} above "
@@ -184,7 +186,7 @@ def _stage_table(made: Planned) -> Table:
 def _comparison(made: Planned, named: Sequence[Planned], limit: int | None) -> Table:
     """The generated schedule above the named ones."""
     table = Table(box=None, title="schedules", title_justify="left")
-    for heading in ("", "makespan, s", "relative", "idle", "rank that holds most, MiB", ""):
+    for heading in ("", "makespan, s", "relative", "in JAX, s", "idle", "rank that holds most, MiB", ""):
         table.add_column(heading, justify="right" if heading else "left")
     for each in (made, *named):
         schedule, course = each.schedule, each.course
@@ -193,6 +195,7 @@ def _comparison(made: Planned, named: Sequence[Planned], limit: int | None) -> T
             f"{schedule.name}, v={schedule.stages_per_rank}" if schedule.stages_per_rank > 1 else schedule.name,
             f"{course.makespan:.5g}",
             f"{course.makespan / made.course.makespan:.3f}",
+            f"{lockstep_makespan(schedule, each.costs):.5g}",
             f"{sum(course.bubble) / (schedule.pp_size * course.makespan):.1%}",
             f"{each.largest / MIB:,.1f}",
             note,

@@ -21,10 +21,13 @@ from plans.placement import SCHEDULES, V_SCHEDULES
 from plans.schedule import num_warmup_microbatches, schedule_for
 from plans.schedule_file import schedule_rows
 from plans.simulate import Costs, Simulation, simulate
+from plans.ticks import lockstep_makespan
 
 MIB = 2**20
 DEFAULT_VIRTUAL_STAGES = 2
 """Of the schedules with several stages a rank that a configuration without virtual stages is compared with."""
+
+IN_JAX = "in JAX: the makespan of ticks, each as long as its busiest rank"
 
 
 class PipelinePlan(NamedTuple):
@@ -180,6 +183,7 @@ def print_schedule(
             console.print(f"{name} does not fit: {reason}", highlight=False, markup=False)
     unit = "as given" if costs is not None else "in forwards of one layer; I and W each take as long as F"
     console.print(f"time: {unit}. Memory: kept for backward, without what an action needs only while it runs.")
+    console.print(IN_JAX)
     if picture is not None:
         drawn = [plan, *(other.plan for other in others if other.plan is not None and other.name != "none")]
         unit = "as given" if costs is not None else "a layer's forward is 1"
@@ -281,7 +285,7 @@ def _rank_table(plan: PipelinePlan) -> Table:
 def _comparison(plan: PipelinePlan, others: Sequence[OtherSchedule]) -> Table:
     """The chosen schedule above all others that fit."""
     table = Table(box=None, title="schedules", title_justify="left")
-    for heading in ("", "makespan", "relative", "idle", "peak in flight", "peak kept, MiB", ""):
+    for heading in ("", "makespan", "relative", "in JAX", "idle", "peak in flight", "peak kept, MiB", ""):
         table.add_column(heading, justify="right" if heading else "left")
     for name, other, _ in (OtherSchedule(plan.schedule.name, plan, ""), *others):
         if other is None:
@@ -292,6 +296,7 @@ def _comparison(plan: PipelinePlan, others: Sequence[OtherSchedule]) -> Table:
             f"{name}, v={schedule.stages_per_rank}" if schedule.stages_per_rank > 1 else name,
             f"{course.makespan:g}",
             f"{course.makespan / plan.course.makespan:.3f}",
+            f"{lockstep_makespan(schedule, other.costs):g}",
             f"{sum(course.bubble) / (schedule.pp_size * course.makespan):.1%}",
             str(max(course.peak_in_flight)),
             f"{max(course.peak_bytes) / MIB:,.1f}",

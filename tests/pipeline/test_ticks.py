@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from plans.actions import Action, Schedule
 from plans.communication import dependencies
 from plans.schedule import NAMES, build_schedule
-from plans.simulate import ScheduleError, simulate
-from plans.ticks import FUSED, KEEPS, Ticks, compile_ticks
+from plans.simulate import Costs, ScheduleError, simulate
+from plans.ticks import FUSED, KEEPS, Ticks, compile_ticks, lockstep_makespan
 from tests.pipeline.schedules import sizes
 
 ANY = st.sampled_from(NAMES).flatmap(sizes)
@@ -156,6 +156,38 @@ def test_number_of_ticks(m, p):
 def test_interleaved_fused_ticks(p, m, v):
     """m v pairs of a forward and a backward, and one microbatch's way through all stages and back."""
     assert compile_ticks(build_schedule("interleaved", p, m, v), fused=True).count == m * v + 2 * (p * v - 1)
+
+
+@given(ANY, st.tuples(*[st.floats(0.1, 3.0)] * 3), st.floats(0.0, 1.0))
+def test_lock_step_takes_at_least_what_ranks_take_that_wait_for_less(size, times, communication):
+    schedule = build_schedule(*size)
+    costs = Costs(*times, communication)
+    together, apart = lockstep_makespan(schedule, costs), simulate(schedule, costs).makespan
+    assert together >= apart * (1 - 1e-12)
+    work = [sum(map(costs.time, actions)) for actions in schedule.actions]
+    if schedule.pp_size == 1:
+        assert together == pytest.approx(work[0])
+
+
+@given(st.integers(2, 6), st.integers(1, 9), st.tuples(*[st.floats(0.1, 3.0)] * 3))
+def test_lock_step_of_1f1b(p, m, times):
+    """Canonical, F <= B: p ticks of forwards alone, and some backward in all others; fused: as 1F1B itself."""
+    costs = Costs(min(times), times[1], max(times))
+    F, B = costs.time(Action("F", 0, 0)), costs.time(Action("B", 0, 0))
+    alone = lockstep_makespan(build_schedule("1f1b", p, m), costs)
+    assert alone == pytest.approx(p * F + (2 * m + p - 2) * B)
+    late = replace(costs, communication=0.5)
+    assert lockstep_makespan(build_schedule("1f1b", p, m), late) == pytest.approx(alone + 0.5 * (2 * m + 2 * p - 3))
+    for name in ("1f1b", "gpipe"):
+        fused = lockstep_makespan(build_schedule(name, p, m), costs, fused=name == "1f1b")
+        assert fused == pytest.approx((m + p - 1) * (F + B))
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v", "v-half", "v-min"])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (5, 12)])
+def test_lock_step_loses_nothing_where_all_actions_are_alike(name, p, m):
+    schedule = build_schedule(name, p, m, 2 if name.startswith("v") or name.endswith("v") else 1)
+    assert lockstep_makespan(schedule) == simulate(schedule).makespan
 
 
 class Folded(Schedule):

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 import jax_impl.pipeline.executor as executor
+from benchmarks.sleeping_jax import Sleeping, time_sleeping
 from jax_impl import ops
 from jax_impl.pipeline import make_pipeline_step
 from jax_impl.pipeline.stages import StagedParameters
@@ -19,7 +20,8 @@ from parity.tolerances import GRADIENT
 from plans.config import TransformerConfig
 from plans.partition import undivided
 from plans.schedule import schedule_for
-from plans.ticks import Rows
+from plans.simulate import Costs
+from plans.ticks import Rows, lockstep_makespan
 from tests.pipeline.jax_cases.support import (
     DROPPED,
     FOUR,
@@ -108,6 +110,15 @@ def test_what_runs_is_the_schedule(schedule, monkeypatch):
     jax.effects_barrier()
     expected = schedule_for(config, m).actions
     assert [ran[rank] for rank in range(4)] == [[str(action) for action in actions] for actions in expected]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.slow)])
+def test_a_tick_costs_its_slowest_rank(schedule):
+    """Nobody sends, and so waits for others to, before it has done its own work."""
+    config = replace(PLAIN, num_layers=4, pipeline_model_parallel_size=4, pipeline_schedule=schedule)
+    case = Sleeping(config, 8, Costs(0.04, 0.02, 0.02))
+    predicted = lockstep_makespan(schedule_for(config, 8), case.costs)
+    assert predicted <= min(time_sleeping(case, 4)) <= 1.3 * predicted
 
 
 # No collective in a branch.
