@@ -2,7 +2,7 @@
 
     python -m benchmarks.generated_schedule             (make bench-generated-schedule)
 
-1. Stages that sleep, unlike each other, on 4 gloo ranks of this machine.
+1. Stages that sleep, unlike each other, on 4 gloo ranks of this machine; and on 4 CPU devices of JAX, in lock-step.
 2. Stages that compute, on a rank a core: each action's time is measured first (benchmarks/stage_costs.py), the table is
    made for those times, and whole steps are set beside the makespan.
 
@@ -24,6 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.generated_schedule_jobs import write_table
+from benchmarks.sleeping_jax import Sleeping, time_apart
 from benchmarks.stage_costs import measure
 from parity.report import environment
 from plans.actions import Schedule
@@ -32,6 +33,7 @@ from plans.generate import generate_schedule, named_schedules
 from plans.placement import Placement
 from plans.schedule_file import schedule_to_csv
 from plans.simulate import Costs, simulate
+from plans.ticks import lockstep_makespan
 from reference_torch.rank_pool import RankPool
 
 STEPS, ROUNDS = 2, 2
@@ -65,6 +67,9 @@ CASES = (
     Case("two stages a rank", 2, Costs(0.05, 0.06, 0.04, 0.01, 1.0, 0.5)),
 )
 
+
+IN_JAX = {"jax_predicted_seconds": ".3f", "jax_seconds": ".3f", "jax_excess": "+.1%"}
+"""Of rows that have them: as they are shown."""
 
 REAL = TransformerConfig(
     hidden_size=256,
@@ -118,7 +123,23 @@ def measure_sleeping(console: Console) -> list[dict[str, Any]]:
             for place, (case, _) in enumerate(tables):
                 job = (f"{JOBS}:time_table", configs[place], case.microbatches, case.costs, STEPS)
                 seconds[place] += np.max(pool.run(*job), axis=0).tolist()
-    return [row_of(case, table, times) for (case, table), times in zip(tables, seconds, strict=True)]
+        # JAX's devices have no slow link.
+        costs = [replace(case.costs, communication=0.0) for case, _ in tables]
+        given = zip(configs, tables, costs, strict=True)
+        in_jax = time_apart(
+            [Sleeping(config, case.microbatches, own) for config, (case, _), own in given], STEPS * ROUNDS
+        )
+    rows = zip(tables, seconds, costs, in_jax, strict=True)
+    return [
+        row_of(case, schedule, times)
+        | {
+            "jax_predicted_seconds": lockstep_makespan(schedule, own),
+            "jax_seconds": float(np.median(theirs)),
+            "jax_all_seconds": theirs,
+            "jax_excess": float(np.median(theirs)) / lockstep_makespan(schedule, own) - 1.0,
+        }
+        for (case, schedule), times, own, theirs in rows
+    ]
 
 
 def measure_real(console: Console) -> list[dict[str, Any]]:
@@ -195,7 +216,9 @@ def show(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
     """A table."""
     title += f": {rows[0]['ranks']} ranks, {rows[0]['microbatches']} microbatches"
     table = Table(box=None, title=title, title_justify="left")
-    for heading in ("costs", "schedule", "kept at most", "predicted s", "median s", "over"):
+    headings = ["costs", "schedule", "kept at most", "predicted s", "median s", "over"]
+    in_jax = "jax_seconds" in rows[0]
+    for heading in [*headings, *(["in JAX: predicted s", "median s", "over"] if in_jax else [])]:
         table.add_column(heading, justify="left" if heading in ("costs", "schedule") else "right")
     for row in rows:
         table.add_row(
@@ -205,6 +228,7 @@ def show(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
             f"{row['predicted_seconds']:.3f}",
             f"{row['seconds']:.3f}",
             f"{row['excess']:+.1%}",
+            *(f"{row[name]:{form}}" for name, form in IN_JAX.items() if in_jax),
         )
     console.print(table)
 

@@ -3,9 +3,9 @@
     python -m benchmarks.pipeline             (make bench-pipeline)
 
 Stages that sleep, on 4 gloo ranks of this machine: what is over the predicted makespan is the executor's own. All runs
-take turns, so that neighbours in time are compared; medians are quoted. Then: bytes freed by
-``deallocate_pipeline_outputs``, overlap over a slow link, the cost of splitting a backward, and in JAX the compiled
-program's temporary bytes against the number of microbatches.
+take turns, so that neighbours in time are compared; medians are quoted. Then the same stages on 4 CPU devices of JAX,
+beside what ticks in lock-step take; bytes freed by ``deallocate_pipeline_outputs``, overlap over a slow link, the cost
+of splitting a backward, and in JAX the compiled program's temporary bytes against the number of microbatches.
 """
 
 import json
@@ -26,11 +26,14 @@ from rich.progress import track
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.sleeping_jax import Sleeping, time_apart
 from parity.report import environment
+from plans.actions import Schedule
 from plans.config import TransformerConfig
 from plans.placement import V_SCHEDULES
 from plans.schedule import build_schedule
 from plans.simulate import Costs, simulate
+from plans.ticks import FUSED, lockstep_makespan
 from reference_torch.pipeline import DeferredWeightGradients
 from reference_torch.rank_pool import RankPool
 from reference_torch.transformer import GPTModel
@@ -71,9 +74,14 @@ class Case:
         return Costs(unit, unit, unit, self.delay)
 
     @property
+    def schedule(self) -> Schedule:
+        """The table."""
+        return build_schedule(self.name, RANKS, MICROBATCHES, self.stages_per_rank)
+
+    @property
     def predicted(self) -> float:
         """Makespan of the table, seconds."""
-        return simulate(build_schedule(self.name, RANKS, MICROBATCHES, self.stages_per_rank), self.costs).makespan
+        return simulate(self.schedule, self.costs).makespan
 
 
 CASES = (
@@ -91,6 +99,7 @@ def main() -> None:
     with RankPool(RANKS, 300.0, ("benchmarks.pipeline_jobs",)) as pool:
         results["time"] = measure_times(pool, console)
         results["memory"] = measure_peaks(pool)
+    results["time"] += measure_jax_times()
     results["split_backward"] = measure_split()
     results["jax"] = json.loads(
         subprocess.run(
@@ -114,20 +123,34 @@ def measure_times(pool: RankPool, console: Console) -> list[dict]:
                 job = ("benchmarks.pipeline_jobs:time_peer", case.name, case.stages_per_rank, MICROBATCHES, case.costs)
                 times = np.max(pool.run(*job, STEPS), axis=0).tolist()
                 seconds.setdefault(("torch.distributed.pipelining", case), []).extend(times)
+    return [row_of(executor, case, case.predicted, times) for (executor, case), times in seconds.items()]
+
+
+def measure_jax_times() -> list[dict]:
+    """The same of JAX, beside what ticks in lock-step take."""
+    ways = [(case, "canonical") for case in CASES] + [(case, "fused") for case in CASES if case.name in FUSED]
+    seconds = time_apart(
+        [Sleeping(case.config, MICROBATCHES, case.costs, ticks) for case, ticks in ways], STEPS * ROUNDS
+    )
     return [
-        {
-            "executor": executor,
-            "schedule": case.name,
-            "stages_per_rank": case.stages_per_rank,
-            "link_delay": case.delay,
-            "overlap": case.overlap,
-            "predicted_seconds": case.predicted,
-            "seconds": float(np.median(times)),
-            "all_seconds": times,
-            "excess": float(np.median(times)) / case.predicted - 1.0,
-        }
-        for (executor, case), times in seconds.items()
+        row_of(f"JAX, {ticks} ticks", case, lockstep_makespan(case.schedule, case.costs, fused=ticks == "fused"), times)
+        for (case, ticks), times in zip(ways, seconds, strict=True)
     ]
+
+
+def row_of(executor: str, case: Case, predicted: float, times: list[float]) -> dict[str, Any]:
+    """What was measured of one schedule, beside its makespan."""
+    return {
+        "executor": executor,
+        "schedule": case.name,
+        "stages_per_rank": case.stages_per_rank,
+        "link_delay": case.delay,
+        "overlap": case.overlap,
+        "predicted_seconds": predicted,
+        "seconds": float(np.median(times)),
+        "all_seconds": times,
+        "excess": float(np.median(times)) / predicted - 1.0,
+    }
 
 
 def measure_peaks(pool: RankPool) -> dict:
