@@ -1,11 +1,14 @@
 """The tick loop: one program that every rank runs, over the rows of the schedule's table.
 
-A tick stores what arrived, runs a forward and a backward (either may be nothing), and sends both results on:
+A tick stores what arrived, runs one action, and sends its result on:
 
     inputs[slot], gradients[slot] = what arrived
-    y     = switch(nothing, or the program of the row's stage)    forward
-    dx    = switch(nothing, or the program of the row's stage)    backward; adds to the gradients of parameters
+    y, dx = switch(nothing, forward, backward, weights)     each for the program of the row's stage
     what arrives next = ppermute(y, to the next rank), ppermute(dx, to the rank before)
+
+Where ranks send, they wait for each other. With a switch for each kind of action XLA sends y before it comes to the
+backward, and a tick takes as long as its slowest forward and its slowest backward together; with one it takes as long
+as its slowest rank. Fused ticks, in which most ranks run a forward and a backward, have one for each.
 
 Ranks take different branches at the same tick, and a collective that only some of them reach hangs or is silently
 wrong. So there is none inside a branch. That takes care with gradients: of a value that is equal on every rank JAX sums
@@ -88,20 +91,20 @@ def run_ticks(
 
 
 class _Done(NamedTuple):
-    """What a tick's work gives: zeros where it has none."""
+    """What a tick's work gives; within a branch None stands for zeros."""
 
-    output: Array
-    """[b, T, S*D]"""
-    input_gradient: Array
-    """[b, T, S*D]"""
-    kept: Packed
-    """By a forward, for its backward."""
-    weights: Packed
-    """By I, for W."""
     losses: Array
-    """[m]; of all ticks so far."""
+    """Of all ticks so far. [m]"""
     sums: StagedParameters
     """Of all ticks so far."""
+    output: Any = None
+    """[b, T, S*D]"""
+    input_gradient: Any = None
+    """[b, T, S*D]"""
+    kept: Any = None
+    """Packed, by a forward for its backward."""
+    weights: Any = None
+    """Packed, by I for W."""
 
 
 class _Run:
@@ -129,6 +132,9 @@ class _Run:
         task = self._task(jnp.int32(0), jnp.int32(0))
         keep = "inputs" if self._forward_only else keep
         self._keeper = Keeper(stages.programs, task, self._payload, keep, self._splits)
+        hidden_like = jax.ShapeDtypeStruct(self._payload.shape, self._payload.dtype)
+        self._likes = dict.fromkeys(("output", "input_gradient"), hidden_like)
+        self._likes |= {"kept": self._keeper.kept, "weights": self._keeper.weights}
 
     def start(self) -> _State:
         """Empty buffers and sums."""
@@ -158,14 +164,7 @@ class _Run:
             inputs = inputs.at[row.input_arrivals[shift]].set(x)
             gradients = gradients.at[row.gradient_arrivals[shift]].set(gradient)
         state = state._replace(inputs=inputs, gradients=gradients)
-        done = _Done(
-            output=jnp.zeros_like(self._payload),
-            input_gradient=jnp.zeros_like(self._payload),
-            kept=_empty(state.kept),
-            weights=_empty(state.weights),
-            losses=state.losses,
-            sums=state.sums,
-        )
+        done = _Done(state.losses, state.sums)
         state, done = (self._two_actions if self._ticks.fused else self._one_action)(state, row, done)
         state = state._replace(
             weights=_store(state.weights, row.backward_weights, done.weights),
@@ -273,7 +272,14 @@ class _Run:
         return self._switch(choice, [partial(run, program) for program in self._stages.programs], done)
 
     def _switch(self, choice: Array, branches: Sequence[Callable[[_Done], _Done]], done: _Done) -> _Done:
-        return lax.switch(jnp.int32(choice), [lambda done, b=b: vary(b(done), self._axes) for b in branches], done)
+        """What one of the branches makes of what is done, zeros written out: made in it, and not handed through it."""
+
+        def run(branch: Callable[[_Done], _Done], done: _Done) -> _Done:
+            done = branch(done)
+            zeros = {name: _zeros(like) for name, like in self._likes.items() if getattr(done, name) is None}
+            return vary(done._replace(**zeros), self._axes)
+
+        return lax.switch(jnp.int32(choice), [partial(run, branch) for branch in branches], done)
 
     def _send(self, x: Array, direction: int) -> tuple[Array, ...]:
         """To the rank so far ahead (1) or behind (-1), for each shift; by every rank, at every tick."""
@@ -294,9 +300,8 @@ def _on_device(x: Array) -> Array:
     return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
 
 
-def _empty(buffers: Any) -> Any:
-    """Zeros of the shape of one slot."""
-    return jax.tree.map(lambda buffer: jnp.zeros(buffer.shape[1:], buffer.dtype), buffers)
+def _zeros(likes: Any) -> Any:
+    return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), likes)
 
 
 def _slot(buffers: Any, slot: Array) -> Any:
