@@ -8,6 +8,9 @@ import subprocess
 import pytest
 
 from parity.cli import main
+from plans.schedule import build_schedule
+from plans.simulate import Costs, simulate
+from plans.ticks import lockstep_makespan
 from tests.docs.pages import PAGES, ROOT, run
 
 COMMAND = r"(?:diptych|torchrun|python -m|make) [^`\n]*?"
@@ -156,3 +159,23 @@ def test_the_cost_of_mhc_is_the_benchmark_s():
     for backend, words in (("torch", "{:.1f}\ntimes as long in PyTorch"), ("jax", "{:.1f} times in JAX")):
         assert words.format(found["ratios"][f"{backend}: step time with mHC / without"]) in page
     assert found["environment"]["date"].startswith(re.findall(r"results.*?\), (\d{4}-\d\d-\d\d)", page)[0])
+
+
+def test_measured_pipelines_are_the_benchmark_s():
+    """Every time of the results stands in its line of pipeline.md, beside what the tables' simulation says today."""
+    page, times = PAGES["pipeline.md"], json.loads((ROOT / "benchmarks/results/pipeline-cpu.json").read_text())["time"]
+    for row in times:
+        schedule = build_schedule(row["schedule"], 4, 8, row["stages_per_rank"])
+        unit = 0.1 / row["stages_per_rank"]
+        costs = Costs(unit, unit, unit, row["link_delay"])
+        predicted = simulate(schedule, costs).makespan
+        if "JAX" in row["executor"]:
+            predicted = lockstep_makespan(schedule, costs, fused="fused" in row["executor"])
+        assert row["predicted_seconds"] == pytest.approx(predicted)
+        label = row["schedule"] + ", fused ticks" * ("fused" in row["executor"])
+        if row["link_delay"]:
+            late = f"1f1b, every message {1e3 * row['link_delay']:g} ms late"
+            label = late if row["overlap"] else "the same, waiting for each message"
+        (line,) = re.findall(rf"^\| {re.escape(label)}(?:, 2 virtual stages)? (\|.*) \|$", page, re.MULTILINE)
+        assert f"| {row['seconds']:.3f} | {row['excess']:.1%}" in line
+        assert f"| {predicted:.2f} |" in line
