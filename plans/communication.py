@@ -7,7 +7,7 @@ after the action that made it, so a receiver knows what it waits for, and no two
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from plans.actions import Action, Schedule
+from plans.actions import Action, Kind, Schedule
 
 
 class PipelineError(RuntimeError):
@@ -33,15 +33,19 @@ Program = tuple[tuple[Action | Message, ...], ...]
 
 def dependencies(schedule: Schedule, action: Action) -> list[Action]:
     """What must be finished before an action, wherever it runs."""
+    return [Action(*each) for each in needed_by(schedule, action)]
+
+
+def needed_by(schedule: Schedule, action: Action) -> tuple[tuple[Kind, int, int], ...]:
+    """The same as plain tuples, which equal actions and are made sooner: for whoever asks about every action."""
     kind, stage, microbatch = action
     if kind == "F":
-        return [Action("F", stage - 1, microbatch)] if stage > 0 else []
+        return (("F", stage - 1, microbatch),) if stage > 0 else ()
     if kind == "W":
-        return [Action("I", stage, microbatch)]
-    needed = [Action("F", stage, microbatch)]
-    if stage + 1 < schedule.num_stages:
-        needed.append(schedule.backward_of(stage + 1, microbatch))
-    return needed
+        return (("I", stage, microbatch),)
+    if stage + 1 == schedule.num_stages:
+        return (("F", stage, microbatch),)
+    return ("F", stage, microbatch), ("I" if schedule.splits(stage + 1, microbatch) else "B", stage + 1, microbatch)
 
 
 def receiver(schedule: Schedule, action: Action) -> int | None:

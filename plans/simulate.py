@@ -11,7 +11,7 @@ from itertools import product
 from typing import Literal, get_args
 
 from plans.actions import Action, Kind, Schedule
-from plans.communication import Message, Program, dependencies, lower
+from plans.communication import Message, Program, dependencies, lower, needed_by
 
 Semantics = Literal["async", "pair", "rank", "blocking"]
 SEMANTICS = ("async", "pair", "rank", "blocking")
@@ -282,11 +282,13 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 
     def start_of(action: Action, rank: int) -> float | None:
         """When its rank is free and all it needs has arrived; None: something has not been run."""
-        needed = dependencies(schedule, action)
-        if not all(other in ends for other in needed):
-            return None
-        waits = [ends[other] + (0.0 if home[other.stage] == rank else costs.communication) for other in needed]
-        return max([free[rank], *waits])
+        start = free[rank]
+        for other in needed_by(schedule, action):
+            end = ends.get(other)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            if end is None:
+                return None
+            start = max(start, end if home[other[1]] == rank else end + costs.communication)
+        return start
 
     while left:
         before = left
@@ -315,9 +317,12 @@ def _flight(schedule: Schedule, actions: Sequence[Action], costs: Costs) -> tupl
     """Peaks of one rank, whose own order alone decides them: microbatches in flight, and bytes kept."""
     count = peak_count = 0
     size = peak_size = 0.0
+    sizes = {
+        stage: (costs.of("activation_bytes", stage), costs.of("weight_gradient_bytes", stage))
+        for stage in {action.stage for action in actions}
+    }
     for action in actions:
-        whole = costs.of("activation_bytes", action.stage)
-        part = costs.of("weight_gradient_bytes", action.stage)
+        whole, part = sizes[action.stage]
         if action.kind == "F":
             count, size = count + 1, size + whole
         peak_count, peak_size = max(peak_count, count), max(peak_size, size)

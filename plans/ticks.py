@@ -14,12 +14,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from plans.actions import Action, Kind, Schedule
-from plans.communication import dependencies
+from plans.communication import needed_by
 from plans.simulate import Costs, validate_schedule
 
 Keep = Literal["inputs", "residuals"]
@@ -147,9 +147,12 @@ def lockstep_makespan(schedule: Schedule, costs: Costs | None = None, fused: boo
         ValueError: the schedule cannot be fused.
     """
     costs = costs or Costs()
+    stages = range(schedule.num_stages)
+    home = [schedule.rank_of(stage) for stage in stages]
+    lasts = {(kind, stage): costs.time(Action(kind, stage, 0)) for kind in get_args(Kind) for stage in stages}
     work: defaultdict[tuple[int, int], float] = defaultdict(float)
-    for action, tick in _times(schedule, fused and not schedule.forward_only).items():
-        work[tick, schedule.rank_of(action.stage)] += costs.time(action)
+    for (kind, stage, _), tick in _times(schedule, fused and not schedule.forward_only).items():
+        work[tick, home[stage]] += lasts[kind, stage]
     busiest: defaultdict[int, float] = defaultdict(float)
     for (tick, _), time in work.items():
         busiest[tick] = max(busiest[tick], time)
@@ -160,28 +163,29 @@ def lockstep_makespan(schedule: Schedule, costs: Costs | None = None, fused: boo
 def _times(schedule: Schedule, fused: bool) -> dict[Action, int]:
     """The tick of every action: ranks in step, each going on with its own list as soon as it can."""
     waiting = [list(reversed(actions)) for actions in (_fused_order(schedule) if fused else schedule.actions)]
+    home = [schedule.rank_of(stage) for stage in range(schedule.num_stages)]
     times: dict[Action, int] = {}
     tick = 0
+
+    def can_run(action: Action, rank: int) -> bool:
+        """All it needs is done: at an earlier tick, or on the same rank before in this one."""
+        for needed in needed_by(schedule, action):
+            when = times.get(needed)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            if when is None or (when >= tick and home[needed[1]] != rank):
+                return False
+        return True
+
     while any(waiting):
         before = len(times)
-        for left in waiting:
+        for rank, left in enumerate(waiting):
             # Canonical: one action. Fused: also two, if they are a forward and then a backward.
             for expected in ("F", "B") if fused else ("FBIW",):
                 action = left[-1] if left else None
-                if action is not None and action.kind in expected and _can_run(schedule, times, action, tick):
+                if action is not None and action.kind in expected and can_run(action, rank):
                     times[left.pop()] = tick
         assert len(times) > before, f"every rank of {schedule.name!r} waits at tick {tick}"
         tick += 1
     return times
-
-
-def _can_run(schedule: Schedule, times: dict[Action, int], action: Action, tick: int) -> bool:
-    """All it needs is done: at an earlier tick, or on the same rank before in this one."""
-    rank = schedule.rank_of(action.stage)
-    return all(
-        needed in times and times[needed] < tick + (schedule.rank_of(needed.stage) == rank)
-        for needed in dependencies(schedule, action)
-    )
 
 
 def _fused_order(schedule: Schedule) -> list[list[Action]]:

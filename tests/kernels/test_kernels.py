@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from kernels import jax_ops, torch_ops
@@ -15,13 +15,12 @@ from reference_torch import hyper_connections, ops
 from tests.backends import BACKENDS, assert_close, normal, room, value_and_gradients
 from tests.kernels.support import CASES, DOORS, R, assert_within_budget, error, inputs_of, torch_gradients
 
-DRAWN: dict[str, set] = {}
+HARD = [((1, 5), 3, 33, "float64"), ((3, 1), 5, 20, "float32"), ((1, 7), 2, 1, "bfloat16"), ((3, 7), 8, 70, "float16")]
+"""Odd and even widths, numbers of tokens that no program's share divides, every type: left to no chance."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_are_as_exact_as_their_type_allows(name):
-    seen = DRAWN.setdefault(name, set())
-
     @settings(max_examples=min(settings().max_examples, 10))
     @given(
         lead=st.tuples(st.integers(1, 3), st.integers(1, 7)),
@@ -33,11 +32,11 @@ def test_kernels_are_as_exact_as_their_type_allows(name):
     def check(lead, streams, width, dtype, seed):
         # One number over its own rms is 1: its gradient is all rounding.
         assume(name != "compute_mappings" or streams * width > 3)
-        seen.update({dtype, "odd" if width % 2 else "even", "ragged" if (lead[0] * lead[1]) % 4 else "whole"})
         assert_within_budget(CASES[name], inputs_of(CASES[name], lead, streams, width, seed), dtype)
 
+    for lead, streams, width, dtype in HARD:
+        check = example(lead, streams, width, dtype, 0)(check)
     check()
-    assert {"float64", "odd", "even", "ragged"} <= seen, "the hard cases were not drawn"
 
 
 @pytest.mark.parametrize("streams", [1, 2, 3, 4, 5, 6, 7, 8])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plans.delta_rule import cut_into_chunks, most_chunks
-from tests.backends import BACKENDS, TORCH_DAILY, TORCH_FIRST, assert_close, normal, room
+from tests.backends import BACKENDS, TORCH_DAILY, TORCH_FIRST, assert_close, draws_are_fixed, normal, room
 from tests.linear_attention.support import RULES, TOLERANCE, Case, cases, make_case, run
 
 
@@ -37,7 +37,7 @@ def test_chunked_is_recurrent_in_torch(monkeypatch):
         assert_close(run("torch", "chunk", case, chunk_size=chunk_size, disable_recompute=keep), expected, TOLERANCE)
 
     check()
-    if settings().max_examples >= 25:
+    if draws_are_fixed():
         hard = {
             "an empty sequence",
             "no decay",
