@@ -1,6 +1,6 @@
 """Pipelines of JAX whose stages sleep, on CPU devices of a process of its own; for pipeline.py, generated_schedule.py.
 
-python -m benchmarks.sleeping_jax < cases        cases pickled, seconds printed as JSON
+As a program it reads cases from standard input, pickled by time_apart, and prints their seconds as JSON.
 """
 
 import json
@@ -27,7 +27,7 @@ class Sleeping(NamedTuple):
     """A pipeline, and how long its actions sleep."""
 
     config: TransformerConfig
-    """With the schedule; what its stages compute is small beside their sleep, and in float32 or float64."""
+    """With the schedule; what its stages compute is small beside their sleep."""
     num_microbatches: int
     costs: Costs
     """Seconds."""

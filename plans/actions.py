@@ -63,6 +63,10 @@ class Schedule:
         """Whether a stage computes a microbatch's input and weight gradients apart."""
         return self.splits_backward and (stage, microbatch) not in self._whole
 
+    def backward_kind(self, stage: int, microbatch: int) -> Kind:
+        """Of the action that gives the gradient of a stage's input: B or I."""
+        return "I" if self.splits(stage, microbatch) else "B"
+
     def backward_of(self, stage: int, microbatch: int) -> Action:
-        """The action that gives the gradient of a stage's input: B or I."""
-        return Action("I" if self.splits(stage, microbatch) else "B", stage, microbatch)
+        """The action that gives the gradient of a stage's input."""
+        return Action(self.backward_kind(stage, microbatch), stage, microbatch)

@@ -45,7 +45,7 @@ def needed_by(schedule: Schedule, action: Action) -> tuple[tuple[Kind, int, int]
         return (("I", stage, microbatch),)
     if stage + 1 == schedule.num_stages:
         return (("F", stage, microbatch),)
-    return ("F", stage, microbatch), ("I" if schedule.splits(stage + 1, microbatch) else "B", stage + 1, microbatch)
+    return ("F", stage, microbatch), (schedule.backward_kind(stage + 1, microbatch), stage + 1, microbatch)
 
 
 def receiver(schedule: Schedule, action: Action) -> int | None:

@@ -273,7 +273,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
         ScheduleError: the table does not run.
     """
     costs = costs or Costs()
-    ends: dict[Action, float] = {}
+    ends: dict[tuple[Kind, int, int], float] = {}
     starts: dict[Action, float] = {}
     free = [0.0] * schedule.pp_size
     home = [schedule.rank_of(stage) for stage in range(schedule.num_stages)]
@@ -284,7 +284,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
         """When its rank is free and all it needs has arrived; None: something has not been run."""
         start = free[rank]
         for other in needed_by(schedule, action):
-            end = ends.get(other)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            end = ends.get(other)
             if end is None:
                 return None
             start = max(start, end if home[other[1]] == rank else end + costs.communication)

@@ -188,11 +188,14 @@ class _Run:
                 return done
             return self._switch(weighs, [_nothing, partial(self._weight_gradients, row, done.weights)], done)
 
+        def weights(done: _Done) -> _Done:
+            return self._weight_gradients(row, _slot(state.weights, row.weights_kept), done)
+
         branches: list[Callable[[_Done], _Done]] = [_nothing, partial(self._forward, state, row)]
         if not self._forward_only:
             branches.append(backward)
         if self._splits:
-            branches.append(partial(self._weight_gradients, row, _slot(state.weights, row.weights_kept)))
+            branches.append(weights)
         choice = jnp.where(forwards, 1, jnp.where(backwards, 2, jnp.where(weighs, 3, 0)))
         done = self._switch(choice, branches, done)
         return state._replace(kept=self._keep(state.kept, row.forward_kept, done.kept)), done
