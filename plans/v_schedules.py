@@ -19,6 +19,8 @@ from collections.abc import Iterable, Iterator
 from itertools import permutations
 from typing import cast
 
+import numpy as np
+
 from plans.actions import Action, Kind
 
 PERIOD = 6
@@ -197,7 +199,7 @@ class _Course:
             kind: [[block[kind, stage] + PERIOD * i for i in range(m)] for stage in range(2 * p)] for kind in _KINDS
         }
         length = 1 + max(max(ticks) for by_stage in self._ticks.values() for ticks in by_stage)
-        self._kept = [[0] * length for _ in range(p)]  # stages' worth in flight during each tick
+        self._kept = np.zeros((p, length), np.int32)  # stages' worth in flight during each tick
         idle = [set(range(length)) for _ in range(p)]
         for stage in range(2 * p):
             rank = self._rank(stage)
@@ -210,28 +212,27 @@ class _Course:
     def improved(self) -> Actions:
         """Every rank's actions in order, once each has been moved as late as it can be, and then as early."""
         for later in (True, False):
-            for _, action in sorted(self._actions(), reverse=later):
-                self._move(action, later)
+            for old, kind, stage, i in sorted(self._actions(), reverse=later):
+                self._move(kind, stage, i, old, later)
         ranks: Actions = [[] for _ in range(self._p)]
-        for _, action in sorted(self._actions()):
-            ranks[self._rank(action.stage)].append(action)
+        for _, kind, stage, i in sorted(self._actions()):
+            ranks[self._rank(stage)].append(Action(kind, stage, i))
         return ranks
 
-    def _actions(self) -> Iterator[tuple[int, Action]]:
+    def _actions(self) -> Iterator[tuple[int, Kind, int, int]]:
         for kind, by_stage in self._ticks.items():
             for stage, ticks in enumerate(by_stage):
                 for i, tick in enumerate(ticks):
-                    yield tick, Action(kind, stage, i)
+                    yield tick, kind, stage, i
 
-    def _move(self, action: Action, later: bool) -> None:
+    def _move(self, kind: Kind, stage: int, i: int, old: int, later: bool) -> None:
         """To the idle tick farthest in one direction that what it needs, what needs it and the bound allow."""
-        kind, stage, i = action
-        rank, old = self._rank(stage), self._ticks[kind][stage][i]
+        rank = self._rank(stage)
         idle, place = self._idle[rank], 0
         if later:
-            place = bisect_left(idle, self._latest(action, old)) - 1
+            place = bisect_left(idle, self._latest(kind, stage, i, old)) - 1
         else:
-            place = bisect_left(idle, self._earliest(action, old))
+            place = bisect_left(idle, self._earliest(kind, stage, i, old))
         if not 0 <= place < len(idle) or (idle[place] < old) == later:
             return
         new = idle.pop(place)
@@ -242,35 +243,31 @@ class _Course:
         elif kind == "W":
             self._add(rank, old + 1, new + 1)
 
-    def _latest(self, action: Action, old: int) -> int:
+    def _latest(self, kind: Kind, stage: int, i: int, old: int) -> int:
         """The first tick that is too late for an action."""
-        kind, stage, i = action
-        kept = self._kept[self._rank(stage)]
         if kind == "W":  # until it has run, its stage's worth is in flight
-            return next((tick for tick in range(old + 1, len(kept)) if kept[tick] == self._most), len(kept))
+            kept = self._kept[self._rank(stage), old + 1 :]
+            full = np.flatnonzero(kept == self._most)
+            return old + 1 + (int(full[0]) if full.size else kept.size)
         after, onward = ("I", stage + 1) if kind == "F" else ("W", stage - 1)
         own = self._ticks[after][stage][i]
         return min(own, self._ticks[kind][onward][i]) if 0 <= onward < self._stages else own
 
-    def _earliest(self, action: Action, old: int) -> int:
+    def _earliest(self, kind: Kind, stage: int, i: int, old: int) -> int:
         """The first tick that is not too early for an action."""
-        kind, stage, i = action
         if kind == "W":
             return self._ticks["I"][stage][i] + 1
         before = stage - 1 if kind == "F" else stage + 1
         begin = self._ticks[kind][before][i] + 1 if 0 <= before < self._stages else 0
         if kind == "I":
             return max(begin, self._ticks["F"][stage][i] + 1)
-        kept = self._kept[self._rank(stage)]
-        return next((tick + 1 for tick in range(old - 1, begin - 1, -1) if kept[tick] == self._most), begin)
+        full = np.flatnonzero(self._kept[self._rank(stage), begin:old] == self._most)
+        return begin + 1 + int(full[-1]) if full.size else begin
 
     def _add(self, rank: int, begin: int, end: int) -> None:
         """A stage's worth more is in flight from one tick to another, or less from the other to the one."""
-        kept = self._kept[rank]
-        for tick in range(begin, end):
-            kept[tick] += 1
-        for tick in range(end, begin):
-            kept[tick] -= 1
+        self._kept[rank, begin:end] += 1
+        self._kept[rank, end:begin] -= 1
 
     def _rank(self, stage: int) -> int:
         return min(stage, self._stages - 1 - stage)

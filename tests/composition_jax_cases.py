@@ -57,7 +57,7 @@ def test_any_accepted_configuration(composition):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(COMPILED, max_examples=12)
+@settings(COMPILED, max_examples=9)
 @given(compositions(QUICK))
 def test_more_accepted_configurations(composition):
     check(composition)

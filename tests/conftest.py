@@ -12,7 +12,9 @@ GIVEN = {name: os.environ.get(name) for name in COMPILING}
 # Tests compile more than they compute, so they compile fast rather than well, in processes they start as well.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 if version("jax").startswith("0.10."):  # XLA ends a process for a flag it does not know
-    os.environ["XLA_FLAGS"] = f"{GIVEN['XLA_FLAGS'] or ''} --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = (
+        f"{GIVEN['XLA_FLAGS'] or ''} --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    )
 
 import jaxtyping  # noqa: E402
 
@@ -32,7 +34,7 @@ _common = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.to
 # The same examples in every run of make check and make test; make test-all draws new ones.
 hypothesis.settings.register_profile("fast", max_examples=8, derandomize=True, **_common)
 hypothesis.settings.register_profile("test", max_examples=25, derandomize=True, **_common)
-hypothesis.settings.register_profile("all", max_examples=40, **_common)
+hypothesis.settings.register_profile("all", max_examples=30, **_common)
 hypothesis.settings.load_profile("test")
 
 

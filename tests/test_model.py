@@ -149,7 +149,7 @@ HARD = TransformerConfig(
     untie_embeddings_and_output_weights=True,
     hidden_dropout=0.3,
 )
-EXAMPLES = {40: 25}.get(settings.default.max_examples, max(settings.default.max_examples // 4, 4))
+EXAMPLES = {30: 15}.get(settings.default.max_examples, max(settings.default.max_examples // 4, 4))
 HARD_CASES = {
     "odd sizes": lambda config, length: config.hidden_size % 8 != 0,
     "several streams": lambda config, length: config.residual_streams >= 2,
@@ -176,11 +176,11 @@ def test_backends_agree_on_logits_and_every_gradient(dtype):
         step=st.integers(0, 2**32 - 1),
     )
     @example(HARD, 2, 11, 5)
+    @example(replace(HARD, untie_embeddings_and_output_weights=False), 1, 17, 6)
     def check(config, batch, length, step):
         # Normalising 2 or 6 numbers is ill-conditioned; float64 covers such widths.
         assume(dtype == "float64" or config.hidden_size >= 12)
-        if config is not HARD:  # what hypothesis drew, not what it was given
-            drawn.update(name for name, holds in HARD_CASES.items() if holds(config, length))
+        drawn.update(name for name, holds in HARD_CASES.items() if holds(config, length))
         config = replace(config, params_dtype=dtype)
         tokens = tokens_for(config, batch, length, config.seed)
         cotangent = normal(config.seed + 1, batch, length, config.vocab_size).astype(dtype)
@@ -196,9 +196,7 @@ def test_backends_agree_on_logits_and_every_gradient(dtype):
             assert judged <= GRADIENT[dtype], f"{name}: {relative=:.1e}, {judged=:.1e}"
 
     check()
-    if settings.default.max_examples < 40:
-        return  # make test draws too few to see them all
-    assert set(drawn) == set(HARD_CASES), f"never drawn: {set(HARD_CASES) - set(drawn)}"
+    assert set(drawn) == set(HARD_CASES), f"never run: {set(HARD_CASES) - set(drawn)}"
 
 
 def run(backend: str, model, inputs, **arguments) -> np.ndarray:

@@ -42,6 +42,7 @@ class Slow(nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_o12_hiding_is_shown(managers, monkeypatch):
     """Forwards and fetches of equal length: with prefetch the longer of the two counts, without their sum."""
     count, steps = 8, 3

@@ -229,7 +229,7 @@ def test_name_must_be_a_known_value():
 def test_gradients_do_not_change_and_agree_between_the_backends(dtype):
     """PyTorch to the last bit; JAX, whose compiler fuses anew, to 1e-13 and 2e-6."""
     drawn = Counter()
-    examples = 8 if settings.default.max_examples >= 40 else 1  # JAX compiles twice for each
+    examples = 5 if settings.default.max_examples >= 30 else 1  # JAX compiles twice for each
 
     @settings(phases=[Phase.explicit, Phase.generate], max_examples=examples)
     @given(
@@ -257,7 +257,7 @@ def test_gradients_do_not_change_and_agree_between_the_backends(dtype):
         assert relative_difference(ours, again) <= GRADIENT[dtype]
 
     check()
-    assert len(drawn) >= examples // 3, drawn
+    assert len(drawn) >= examples // 4, drawn
 
 
 @pytest.mark.parametrize("backend", TORCH_DAILY)
