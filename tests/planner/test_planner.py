@@ -269,6 +269,7 @@ BIG = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.alone
 def test_four_thousand_ranks_are_planned_quickly_and_shown_briefly(capsys):
     start = time.process_time()

@@ -76,6 +76,7 @@ def all_ways(config, ranks, limit, batch, machine, schedules):
     return sorted(found, key=lambda each: each[0])
 
 
+@pytest.mark.thorough
 @settings(max_examples=4)
 @given(
     ranks=st.sampled_from([2, 4]),
@@ -316,6 +317,7 @@ def test_the_command_prints_ways_and_what_holds_them_back(capsys):
     assert re.search(r"no way fits: .+ needs least, [\d.]+ MiB; more ranks", capsys.readouterr().out.replace("\n", " "))
 
 
+@pytest.mark.thorough
 def test_a_thousand_ranks_are_searched_quickly(capsys):
     start = time.process_time()
     sizes = "--hidden-size 4096 --num-layers 32 --num-attention-heads 32 --seq-length 4096 --bf16 --use-flash-attn"

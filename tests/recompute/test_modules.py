@@ -230,6 +230,7 @@ def check_model(draw: dict) -> None:
     drawn["norm and MLP"] += {"layernorm", "mlp"} <= set(modules)
 
 
+@pytest.mark.thorough
 def test_r27_any_subset_of_modules_has_the_gradients_of_the_plain_model():
     drawn.clear()
     every = {"num_layers": 4, "enable_hyper_connections": True, "layer_pattern": "attention", "modules": MODULE_NAMES}
