@@ -322,7 +322,7 @@ def test_a_thousand_ranks_are_searched_quickly(capsys):
     start = time.process_time()
     sizes = "--hidden-size 4096 --num-layers 32 --num-attention-heads 32 --seq-length 4096 --bf16 --use-flash-attn"
     assert main(f"plan {sizes} --memory-limit 80GiB --ranks 1024".split()) == 0
-    assert time.process_time() - start < 60, "it took a tenth of that"
+    assert time.process_time() - start < 60, "about 13 on a core of its own"
     out = capsys.readouterr().out
     assert "1,024 ranks of 81,920.0 MiB" in out
     assert len(re.findall(rf"% +{LOSSES} +\S", out)) == 10

@@ -257,7 +257,7 @@ def test_gradients_do_not_change_and_agree_between_the_backends(dtype):
         assert relative_difference(ours, again) <= GRADIENT[dtype]
 
     check()
-    assert len(drawn) >= examples // 4, drawn
+    assert len(drawn) >= min(examples, 2), drawn
 
 
 @pytest.mark.parametrize("backend", TORCH_DAILY)

@@ -1,7 +1,6 @@
 """Loss and gradients of the undivided model, whatever the schedule, the cut and the door."""
 
 import tempfile
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from plans.actions import Schedule
 from plans.config import TransformerConfig
 from plans.generate import generate_schedule
 from plans.partition import undivided
-from plans.placement import SCHEDULES
 from plans.schedule import build_schedule
 from plans.schedule_file import schedule_to_csv
 from plans.simulate import Costs
@@ -215,34 +213,29 @@ SMALL_HYPER = {
 
 
 @st.composite
-def any_case(draw) -> tuple[TransformerConfig, int, dict[str, str]]:
-    """A configuration, a number of microbatches, and options of the step."""
+def any_case(draw) -> tuple[TransformerConfig, int, str]:
+    """A configuration, a number of microbatches, and what a tick is."""
     cut = draw(any_cut())
     config = replace(PLAIN, hidden_dropout=0.1, **cut.settings, **(SMALL_HYPER if draw(st.booleans()) else {}))
     alternates = config.pipeline_schedule in ("1f1b", "interleaved")
-    options = {
-        "keep": draw(st.sampled_from(["inputs", "residuals"])),
-        "door": draw(st.sampled_from(["pmap", "shard_map"])),
-        "ticks": draw(st.sampled_from(["canonical", "fused"])) if alternates else "canonical",
-    }
-    return config, cut.num_microbatches, options
+    ticks = draw(st.sampled_from(["canonical", "fused"])) if alternates else "canonical"
+    return config, cut.num_microbatches, ticks
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_any_schedule_over_any_split_computes_what_one_device_does():
-    drawn: Counter[str] = Counter()
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("keep", ["inputs", "residuals"])
+@pytest.mark.parametrize("door", ["pmap", "shard_map"])
+def test_any_schedule_over_any_split_computes_what_one_device_does(door, keep):
+    """The schedules themselves are all in SLOW."""
 
-    @settings(max_examples=10, phases=(Phase.explicit, Phase.generate))
+    @settings(max_examples=3, phases=(Phase.explicit, Phase.generate))
     @given(any_case())
     def compute(case):
-        config, m, options = case
-        drawn.update([str(config.pipeline_schedule), *options.values()])
-        check(config, m, **options)
+        config, m, ticks = case
+        check(config, m, ticks=ticks, door=door, keep=keep)
 
     compute()
-    assert drawn.keys() >= {"inputs", "residuals", "pmap", "shard_map"}
-    assert len(drawn.keys() & {*SCHEDULES}) >= 3, drawn
 
 
 @pytest.mark.slow
