@@ -13,6 +13,7 @@
 # make bench-pipeline   pipeline steps beside what their tables predict and beside PyTorch's own
 # make bench-generated-schedule  a schedule made for its costs beside the best one with a name
 # make composition     compositions of all features beside the plain model, in both backends: 15 minutes
+# make fuzz FUZZ_MINUTES=30  random programs of what users write, held against the plain program, as long as given
 # make drill          training runs broken on purpose, and what came of each
 # make kernels-report   registers, spills and shared memory of every kernel, compiled without a GPU
 # make test-page        the page of a plan in a headless Chromium, which has to be there: apt-get install chromium
@@ -58,7 +59,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_INSTALLED := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
 ON_GPU := JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON)
 
-.PHONY: install demo check test test-all test-gpu bench bench-recompute bench-pipeline bench-offload bench-delta-rule bench-cp bench-approximate-cp bench-step-time bench-gpu kernels-report composition drill clean bench-generated-schedule test-page bench-zigzag bench-wavefront
+.PHONY: fuzz install demo check test test-all test-gpu bench bench-recompute bench-pipeline bench-offload bench-delta-rule bench-cp bench-approximate-cp bench-step-time bench-gpu kernels-report composition drill clean bench-generated-schedule test-page bench-zigzag bench-wavefront
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@echo "making $(VENV): about a minute, 2 GB"
@@ -123,6 +124,10 @@ bench-zigzag: $(INSTALLED)
 
 bench-wavefront: $(INSTALLED)
 	$(BIN)/python -m benchmarks.wavefront
+
+FUZZ_MINUTES ?= 10
+fuzz: $(INSTALLED)
+	$(BIN)/python -m tests.fuzz --minutes $(FUZZ_MINUTES)
 
 drill: $(INSTALLED)
 	$(BIN)/python -m benchmarks.drill

@@ -1,0 +1,1 @@
+"""The grammars: one module a technique, each a tests.fuzz.harness.Fuzzer."""
