@@ -38,7 +38,21 @@ class RecomputeUsageError(RecomputeError):
 METADATA = frozenset(
     {"shape", "dtype", "device", "requires_grad", "grad_fn", "is_leaf", "ndim", "layout", "names", "grad"}
     | {"size", "dim", "numel", "stride", "storage_offset", "untyped_storage", "element_size", "nbytes"}
-    | {"is_contiguous", "is_floating_point", "register_hook", "retain_grad", "_version", "_base", "__class__"}
+    | {
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "is_conj",
+        "is_neg",
+        "itemsize",
+        "is_cuda",
+        "is_sparse",
+        "register_hook",
+        "retain_grad",
+        "_version",
+        "_base",
+        "__class__",
+    }
 )
 """What may be asked of a tensor whose memory is not there: all that does not read its elements."""
 

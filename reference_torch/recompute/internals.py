@@ -4,6 +4,7 @@ Present in PyTorch 2.11 to 2.13, but for what the two constants say.
 """
 # pyright: reportAttributeAccessIssue=false, reportReturnType=false
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,21 @@ def storage_from_weak(address: int) -> torch.UntypedStorage:
 def storage_from_pointer(pointer: int, device: torch.device, size: int) -> torch.UntypedStorage:
     """A storage over memory it does not own."""
     return torch._C._construct_storage_from_data_pointer(pointer, device, size)
+
+
+def version_watch(tensor: Tensor) -> Tensor:
+    """Return a tensor without elements that shares the version counter of another, and holds nothing of its memory.
+
+    A weak reference to a tensor dies with its Python object, while operations that saved the tensor keep it alive.
+    """
+    watch = tensor.detach()  # shares the counter; taking other data leaves the counter in place
+    watch.data = _nothing(tensor.dtype, tensor.device)
+    return watch
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def swap_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:

@@ -8,10 +8,11 @@ region holds the slots its inputs come from, slots hold their region, and a regi
 only weakly. So everything is freed by reference counting as backward passes.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +21,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from reference_torch.recompute import internals
 from reference_torch.recompute.guards import RecomputeMismatchError, RecomputeUsageError
+from reference_torch.recompute.operations import OperationRecorder
 from reference_torch.recompute.slots import (
     Slot,
     in_replay,
     is_held_only_by,
-    replay_lock,
     replaying,
     slot_address,
     slot_of,
@@ -57,6 +58,30 @@ class _Held:
         self.region, self.place = region, place
 
 
+class _Recorded(NamedTuple):
+    """A value that a replay has computed, until its reader takes it."""
+
+    tensor: Tensor
+    version: int
+    slot: Slot | None = None
+    """The output whose memory the value shares."""
+
+    def take(self, name: str) -> Tensor:
+        """Return the value.
+
+        Raises:
+            RecomputeUsageError: it was modified in place after the operation had saved it.
+        """
+        changed_output = self.slot is not None and self.slot.is_changed
+        if changed_output or self.tensor._version != self.version:
+            raise RecomputeUsageError(
+                f"{name!r}: expected values kept for backward unchanged, got one modified in place (one of the "
+                f"variables needed for gradient computation is at version {self.tensor._version}; expected version "
+                f"{self.version}); clone it before it is changed"
+            )
+        return self.tensor
+
+
 class Region:
     """A call, and all that is needed to make it again."""
 
@@ -75,9 +100,12 @@ class Region:
                 slot.note_replayer(self)
         self.state = ReplayState(inputs, generators)
         self.is_nested = in_replay()
+        self.lock = threading.RLock()
+        """Held while the call is made again: CUDA runs backward on a thread a device."""
+        self._operations = OperationRecorder(inputs)
         self._handles: list[weakref.ref[_Held]] = []
         self._saved: list[tuple] = []
-        self._recorded: dict[int, Tensor] = {}
+        self._recorded: dict[int, _Recorded] = {}
         self._parameters: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._before_replay = before_replay.get()
         self._slots: list[weakref.ref[Slot]] = []
@@ -113,7 +141,7 @@ class Region:
             self._saved.append((tensor.shape, tensor.dtype, tensor.device))
             return handle
 
-        with saved_tensors_hooks(drop, _compute_again):
+        with self._operations, saved_tensors_hooks(drop, _compute_again):
             output = self.function(*args, **kwargs)
         if [leaf._version for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)] != self._versions:
             raise RecomputeUsageError(
@@ -174,32 +202,46 @@ class Region:
             read = [reference() for reference, _ in self._parameters.values()]
             self._before_replay([parameter for parameter in read if parameter is not None])
         args, kwargs = self._inputs()
-        recorded: dict[int, Tensor] = {}
+        operations = OperationRecorder([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+        recorded: dict[int, _Recorded] = {}
         count = 0
+
+        def mismatch(expected: str, actual: str) -> RecomputeMismatchError:
+            difference = self._operations.difference(operations, whole=False)
+            return RecomputeMismatchError(
+                f"replay of {self.name!r}: expected {expected}, got {actual}; a recomputed call must do the same each "
+                f"time{f' ({difference}; was a module switched between train() and eval()?)' if difference else ''}"
+            )
 
         def record(tensor: Tensor) -> None:
             nonlocal count
             expected = self._saved[count] if count < len(self._saved) else None
             if expected != (tensor.shape, tensor.dtype, tensor.device):
-                raise RecomputeMismatchError(
-                    f"replay of {self.name!r}: expected value {count} kept for backward to be {_words(expected)}, got "
-                    f"{_words((tensor.shape, tensor.dtype, tensor.device))}; a recomputed call must do the same each "
-                    "time"
-                )
+                actual = _words((tensor.shape, tensor.dtype, tensor.device))
+                raise mismatch(f"value {count} kept for backward to be {_words(expected)}", actual)
             if self._handles[count]() is not None:
-                recorded[count] = tensor.detach()
+                recorded[count] = _Recorded(tensor.detach(), tensor._version)
             count += 1
 
-        with self.state.entered(), replaying(), torch.enable_grad(), saved_tensors_hooks(record, _no_second_graph):
+        hooks = saved_tensors_hooks(record, _no_second_graph)
+        with self.state.entered(), replaying(), torch.enable_grad(), operations, hooks:
             output = self.function(*args, **kwargs)
         del args, kwargs
         if count != len(self._saved):
-            raise RecomputeMismatchError(
-                f"replay of {self.name!r}: expected {len(self._saved)} values kept for backward, got {count}; a "
-                "recomputed call must do the same each time"
-            )
+            raise mismatch(f"{len(self._saved)} values kept for backward", str(count))
         outputs = [leaf.detach() if isinstance(leaf, Tensor) else None for leaf in tree_leaves(output)]
         del output
+        layout = [_layout(output) for output in outputs]
+        if layout != self._output_layout:
+            expected = f"outputs {self._output_layout} (shape, dtype, stride, offset, conjugation, sign) as in forward"
+            raise mismatch(expected, str(layout))
+        difference = self._operations.difference(operations)
+        if difference is not None:
+            raise RecomputeMismatchError(
+                f"replay of {self.name!r}: expected the operations and values of its forward, but {difference}; pass "
+                "what changes as an argument, and change it after backward (was a module switched between train() and "
+                "eval()?)"
+            )
         self._refill(outputs, recorded)
         self._recorded.update(recorded)
 
@@ -223,13 +265,7 @@ class Region:
             leaves[place] = tensor.detach().requires_grad_(requires_grad)
         return tree_unflatten(leaves, self._structure)
 
-    def _refill(self, outputs: list[Tensor | None], recorded: dict[int, Tensor]) -> None:
-        layout = [_layout(output) for output in outputs]
-        if layout != self._output_layout:
-            raise RecomputeMismatchError(
-                f"replay of {self.name!r}: expected outputs {self._output_layout} (shape, dtype, stride, offset) as in "
-                f"forward, got {layout}"
-            )
+    def _refill(self, outputs: list[Tensor | None], recorded: dict[int, _Recorded]) -> None:
         for slot in filter(None, (reference() for reference in self._slots)):
             if slot.is_full or not slot.is_alive:
                 continue
@@ -239,17 +275,21 @@ class Region:
             shared = [place for place, o in enumerate(outputs) if o is not None and slot_address(o) == address]
             for place in shared:
                 outputs[place] = None
-            slot.refill(replayed, recorded)
+            aliases = {i: r for i, r in recorded.items() if slot_address(r.tensor) == address}
+            rebound = slot.refill(replayed, [value.tensor for value in aliases.values()])
+            for (i, value), tensor in zip(aliases.items(), rebound, strict=True):
+                unchanged = value.tensor._version == value.version
+                recorded[i] = _Recorded(tensor, tensor._version if unchanged else -1, slot)
 
 
 def _compute_again(handle: _Held) -> Tensor:
     region = handle.region
-    with replay_lock:
+    with region.lock:
         if handle.place not in region._recorded:
             for slot in region.upstream:
                 slot.restore()
             region.replay()
-        return region._recorded.pop(handle.place)
+        return region._recorded.pop(handle.place).take(region.name)
 
 
 def _no_second_graph(_: Any) -> Tensor:
@@ -263,7 +303,8 @@ def _has_memory(tensor: Tensor) -> bool:
 def _layout(output: Any) -> tuple | None:
     if not isinstance(output, Tensor) or output.layout is not torch.strided:
         return None
-    return tuple(output.shape), output.dtype, output.stride(), output.storage_offset()
+    place = tuple(output.shape), output.dtype, output.stride(), output.storage_offset()
+    return *place, output.is_conj(), output.is_neg()
 
 
 def _words(saved: tuple | None) -> str:

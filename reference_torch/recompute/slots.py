@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 _slots: weakref.WeakValueDictionary[int, "Slot"] = weakref.WeakValueDictionary()
 """Slots by the address of their StorageImpl; a slot's weak reference keeps the address from being used again."""
-replay_lock = threading.RLock()
-"""Held while storages are refilled: CUDA runs backward on a thread a device."""
 _thread = threading.local()
 
 
@@ -63,7 +61,8 @@ class Slot:
         self.region: Region | None = region
         self.place, self.is_full = place, True
         self.address, self.nbytes = storage._cdata, storage.nbytes()
-        self._storage, self._version = StorageWeakRef(storage), tensors[0]._version
+        self._storage = StorageWeakRef(storage)
+        self._watches = [(watch, watch._version) for watch in map(internals.version_watch, tensors)]
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self._aliases: list[weakref.ref[Tensor]] = []
         self._replayers: list[weakref.ref[Region]] = []
@@ -103,11 +102,7 @@ class Slot:
         if region is None or not self.is_alive or not self.is_full or region.is_nested or in_replay():
             return
         tensors = self.tensors
-        if tensors and tensors[0]._version != self._version:
-            raise RecomputeUsageError(
-                f"output {self.place} of {region.name!r}: expected it as the call returned it, got it modified in "
-                "place, which a replay cannot repeat; modify a copy, or inside the call"
-            )
+        self._check_unchanged("before its discard")
         storage = internals.storage_from_weak(self._storage.cdata)
         aliases = [alias for alias in (reference() for reference in self._aliases) if alias is not None]
         replayers = sum(reference() is not None for reference in self._replayers)
@@ -120,6 +115,20 @@ class Slot:
         for tensor in tensors:
             mark_discarded(tensor, region.name, self._restore_in_replay)
 
+    def _check_unchanged(self, when: str) -> None:
+        """Compare the version counters, which see a change also where no Python object of the output is left."""
+        if self.is_changed:
+            name = self.region.name if self.region is not None else ""
+            raise RecomputeUsageError(
+                f"output {self.place} of {name!r}: expected it as the call returned it, got it modified in place "
+                f"{when}, which a replay cannot repeat; modify a copy, or inside the call"
+            )
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether an output, a view or an alias of it was modified in place since the call."""
+        return any(watch._version != version for watch, version in self._watches)
+
     def live_with_outputs(self) -> None:
         """Be known for as long as an output is."""
         for tensor in self.tensors:
@@ -130,45 +139,45 @@ class Slot:
         self.region = None
         _slots.pop(self.address, None)
 
-    def refill(self, replayed: Tensor, recorded: dict[int, Tensor]) -> None:
+    def refill(self, replayed: Tensor, aliases: list[Tensor]) -> list[Tensor]:
         """Take over the memory of the replayed output.
 
         Args:
             replayed: the only reference to it.
-            recorded: what the replayed graph keeps; values in the same memory are moved to this storage, or two
-                copies would stay alive.
+            aliases: what the replayed graph keeps in the same memory.
+
+        Returns:
+            The aliases as views of this storage: two copies would stay alive otherwise.
         """
         assert self.region is not None, "a slot that is kept was refilled"
+        self._check_unchanged("while it was empty")
         source = replayed.untyped_storage()
         if source.nbytes() != self.nbytes:
             raise RecomputeMismatchError(
                 f"replay of {self.region.name!r}: expected output {self.place} to hold {self.nbytes} bytes as in "
                 f"forward, got {source.nbytes()}"
             )
-        aliases = {i: t for i, t in recorded.items() if slot_address(t) == source._cdata}
         storage = internals.storage_from_weak(self._storage.cdata)
-        refill_storage(storage, source, is_held_only_by(source, [replayed, *aliases.values()]))
-        for i, alias in aliases.items():
-            shape, stride = alias.shape, alias.stride()
-            empty = torch.empty(0, dtype=alias.dtype, device=alias.device)
-            recorded[i] = empty.set_(storage, alias.storage_offset(), shape, stride)
+        refill_storage(storage, source, is_held_only_by(source, [replayed, *aliases]))
+        rebound = [_rebound(alias, storage) for alias in aliases]
         self.is_full, self.event = True, self.region.state.record_event(storage.device)
         for tensor in self.tensors:
             mark_restored(tensor)
+        return rebound
 
     def restore(self) -> None:
         """Refill the storage if it is empty, and all it is computed from: nearest the input first, in a loop."""
-        with replay_lock:
-            waiting = [] if self.is_full or self.region is None else [self.region]
-            while waiting:
-                region = waiting[-1]
-                empty = [] if region.is_restored else region.missing_inputs
-                if empty:
-                    waiting.extend(empty)
-                else:
-                    waiting.pop()
-                    if not region.is_restored:
-                        region.replay()
+        waiting = [] if self.is_full or self.region is None else [self.region]
+        while waiting:
+            region = waiting[-1]
+            empty = [] if region.is_restored else region.missing_inputs
+            if empty:
+                waiting.extend(empty)
+                continue
+            waiting.pop()
+            with region.lock:  # another thread may have been faster
+                if not region.is_restored:
+                    region.replay()
         if self.event is not None:  # a reader on another stream waits for the replay
             torch.cuda.current_stream(self.event.device).wait_event(self.event)  # pyright: ignore
 
@@ -177,6 +186,15 @@ class Slot:
             return False
         self.restore()
         return True
+
+
+def _rebound(alias: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """Return the same view as ``alias``, of another storage: shape, strides, dtype, conjugation and sign."""
+    view = torch.empty(0, dtype=alias.dtype, device=alias.device)
+    view.set_(storage, alias.storage_offset(), alias.shape, alias.stride())  # pyright: ignore[reportCallIssue, reportArgumentType]
+    if alias.is_conj():
+        view = view.conj()
+    return torch._neg_view(view) if alias.is_neg() else view
 
 
 def slot_address(tensor: Tensor) -> int:

@@ -8,7 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reference_torch.recompute import CheckpointWithoutOutput, RecomputeUsageError, lazy_restore
+from reference_torch.recompute import (
+    CheckpointWithoutOutput,
+    MHCBlockRecomputeManager,
+    RecomputeUsageError,
+    lazy_restore,
+)
 from tests.recompute.support import HandsBack, assert_equal, gradients, is_empty, listed, normal, reader
 
 OLDER = {name: normal(50 + i, 4, 4) for i, name in enumerate(("parameter", "buffer", "older"))}
@@ -164,3 +169,66 @@ def test_r07_an_output_changed_after_its_restore_is_an_error_as_in_the_plain_gra
         y.mul_(2)
     with pytest.raises(RuntimeError, match=r"modified (in place|by an inplace operation)"):
         gradients(loss, [x])
+
+
+IN_PLACE: dict[str, Callable] = {
+    "relu": lambda h: F.relu(h, inplace=True),
+    "augmented assignment": lambda h: h.__iadd__(1),
+    "view": lambda h: (h.view(-1).mul_(2), h)[1],
+    "detached": lambda h: (h.detach().mul_(2), h)[1],
+}
+
+
+@pytest.mark.parametrize("managed", [True, False])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_r07_an_output_changed_in_a_function_that_has_returned_is_refused(name, managed):
+    """Its Python object is gone at the discard; what saved it is not."""
+    norm, linear, x = nn.LayerNorm(4).double(), nn.Linear(4, 4).double(), normal(0, 4, 4)
+
+    def mlp(run):
+        return linear(IN_PLACE[name](run(norm, x)))
+
+    checkpoint, manager = CheckpointWithoutOutput(), MHCBlockRecomputeManager()
+    y = mlp(manager.checkpoint if managed else checkpoint.checkpoint)
+    owner = manager if managed else checkpoint
+    discard = owner.discard_all_outputs_and_register_unified_recompute if managed else None
+    with pytest.raises(RecomputeUsageError, match="expected it as the call returned it, got it modified in place"):
+        (discard or checkpoint.discard_output_and_register_recompute)(y)
+
+
+def test_r07_an_output_changed_while_it_was_empty_is_refused():
+    x = normal(0, 4, 4)
+    checkpoint = CheckpointWithoutOutput()
+    y = checkpoint.checkpoint(torch.tanh, x)
+    alias = y.detach()
+    loss = (y * y).sum()
+    checkpoint.discard_output()
+    alias.zero_()
+    with pytest.raises(RecomputeUsageError, match="modified in place while it was empty"):
+        checkpoint.recompute()
+    loss.detach_()
+
+
+def conjugates(z: Tensor) -> tuple[Tensor, Tensor]:
+    a = torch.exp(z)
+    return a, (a * a.conj()).real
+
+
+def signs(z: Tensor) -> tuple[Tensor, Tensor]:
+    a = torch.exp(z).conj()
+    return a.imag, a.real * a.imag
+
+
+@pytest.mark.parametrize("call", [conjugates, signs, lambda z: torch.exp(z).conj(), lambda z: torch.exp(z).conj().imag])
+@pytest.mark.parametrize("scoped", [True, False])
+def test_r13_conjugates_and_signs_of_complex_outputs(call, scoped):
+    def read(outputs):
+        return sum((y * y.conj() * y).abs().sum() for y in listed(outputs))
+
+    z = torch.randn(4, 4, dtype=torch.complex128, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    expected = torch.autograd.grad(read(call(z)), z)
+    checkpoint = CheckpointWithoutOutput()
+    with lazy_restore() if scoped else contextlib.nullcontext():
+        loss = read(checkpoint.checkpoint(call, z))
+        checkpoint.discard_output_and_register_recompute(loss)
+    assert_equal(torch.autograd.grad(loss, z), expected)

@@ -11,6 +11,7 @@ from reference_torch.recompute import (
     CheckpointWithoutOutput,
     DiscardedActivationError,
     MHCBlockRecomputeManager,
+    RecomputeError,
     RecomputeMismatchError,
     RecomputeUsageError,
     internals,
@@ -115,6 +116,19 @@ def test_r10_after_an_exception_in_the_replay_the_next_try_is_right(scoped, refi
 
 # R11
 
+
+class Doubled(torch.autograd.Function):
+    """Twice its input, in memory of its size or of twice as much: no operation that a replay could compare."""
+
+    @staticmethod
+    def forward(ctx, x, wide):
+        return torch.cat([x * 2, x])[:4] if wide else x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2, None
+
+
 DIFFERENT: dict[str, tuple[Callable, Callable, str]] = {
     "more saved values": (
         lambda x: x.tanh(),
@@ -132,7 +146,14 @@ DIFFERENT: dict[str, tuple[Callable, Callable, str]] = {
     "output count": (lambda x: (x * 2, x * 3), lambda x: (x * 2,), "expected outputs"),
     "one output more": (lambda x: (x * 2,), lambda x: (x * 2, x * 3), "expected outputs"),
     "no tensor": (lambda x: (x * 2, x * 3), lambda x: (x * 2, None), "expected outputs"),
-    "output bytes": (lambda x: x * 2, lambda x: torch.cat([x * 2, x])[:4], "hold 128 bytes as in forward, got 256"),
+    "output bytes": (lambda x: Doubled.apply(x, False), lambda x: Doubled.apply(x, True), "hold 128 .*, got 256"),
+    "number": (
+        lambda x: x.exp() * 2,
+        lambda x: x.exp() * 3,
+        r"operation 1 was mul\(2\) in forward and is mul\(3\)",
+    ),
+    "function": (lambda x: x * 2, lambda x: x + 2, r"operation 0 was mul\(2\) in forward and is add\(2\)"),
+    "flag": (lambda x: F.dropout(x, 0.5, True), lambda x: F.dropout(x, 0.5, False), r"dropout.*train\(\) and eval\(\)"),
 }
 
 
@@ -155,18 +176,28 @@ def test_r11_a_replay_that_does_something_else_is_refused(name, scoped, refill):
         gradients(loss, [x])
 
 
+class Fickle(torch.autograd.Function):
+    """Computes a new tensor the first time, and hands its input back later."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        Fickle.calls += 1
+        return x * 2 if Fickle.calls == 1 else x.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
 def test_r11_a_replay_that_hands_its_input_back_leaves_the_input_its_memory(refill):
-    calls = []
-
-    def fickle(x):
-        calls.append(1)
-        return x * 2 if len(calls) == 1 else x.view_as(x)
-
+    Fickle.calls = 0
     x = normal(0, 4, 4)
     h = x * 1
     value = h.detach().clone()
     checkpoint = CheckpointWithoutOutput()
-    y = checkpoint.checkpoint(fickle, h)
+    y = checkpoint.checkpoint(Fickle.apply, h)
     loss = reader(y)
     checkpoint.discard_output_and_register_recompute(loss)
     checkpoint.recompute()
@@ -175,12 +206,89 @@ def test_r11_a_replay_that_hands_its_input_back_leaves_the_input_its_memory(refi
     loss.detach_()
 
 
-def test_r11_closure_variables_are_looked_up_again():
-    """Documented: the replay sees what the variable names then."""
-    x, scale = normal(0, 4, 4), 2.0
+def refused(function: Callable, change: Callable, message: str) -> None:
+    """Change something between the forward of a checkpointed call and its replay."""
+    x = normal(0, 4, 4)
+    with lazy_restore():
+        checkpoint = CheckpointWithoutOutput("late")
+        loss = reader(checkpoint.checkpoint(function, x * 1))
+        checkpoint.discard_output_and_register_recompute(loss)
+    with torch.no_grad():
+        change()
+    with pytest.raises(RecomputeError, match=f"'late'.*({message})"):
+        gradients(loss, [x])
+
+
+def test_r11_a_number_of_the_closure_that_changes_is_refused():
+    scale = 2.0
+
+    def change():
+        nonlocal scale
+        scale = 3.0
+
+    refused(lambda x: x.tanh() * scale, change, r"operation 1 was mul\(2.0\) in forward and is mul\(3.0\)")
+
+
+@pytest.mark.parametrize("needs_gradient", [True, False])
+def test_r11_a_tensor_of_the_closure_that_changes_is_refused(needs_gradient):
+    weight = normal(1, 4, 4, grad=needs_gradient)
+    changed = r"a tensor of shape \(4, 4\) from outside the call, read by sin, was changed in place since"
+    refused(lambda x: x + weight.sin(), lambda: weight.mul_(2), "unchanged|" * needs_gradient + changed)
+
+
+def test_r11_a_tensor_that_takes_the_place_of_another_is_refused():
+    shifts = [normal(1, 4, 4, grad=False)]
+
+    def change():
+        shifts[0] = shifts[0] + 1
+
+    refused(lambda x: x + shifts[0], change, "operation 0, add.*reads another tensor of the closure")
+
+
+def test_r11_a_counter_that_the_call_reads_and_changes_is_refused():
+    count = torch.zeros(())
+
+    def counted(x):
+        count.add_(1)
+        return x * count
+
+    refused(counted, lambda: None, "from outside the call, read by mul, was changed in place")
+
+
+def test_r11_a_cache_that_the_first_call_fills_is_not_refused():
+    cache = {}
+
+    def rotated(x):
+        if "cos" not in cache:
+            cache["cos"] = torch.arange(4.0, dtype=x.dtype).cos()
+        return (x * cache["cos"]).tanh()
+
+    x = normal(0, 4, 4)
+    expected = gradients(reader((x * torch.arange(4.0, dtype=x.dtype).cos()).tanh()), [x])
     checkpoint = CheckpointWithoutOutput()
-    y = checkpoint.checkpoint(lambda x: x.tanh() * scale, x)
-    checkpoint.discard_output()
-    scale = 3.0
-    checkpoint.recompute()
-    assert torch.equal(y, x.tanh() * 3.0)
+    loss = reader(checkpoint.checkpoint(rotated, x))
+    checkpoint.discard_output_and_register_recompute(loss)
+    assert_equal(gradients(loss, [x]), expected)
+
+
+@pytest.mark.parametrize("make", [lambda: torch.nn.Dropout(0.5), lambda: torch.nn.BatchNorm1d(4)])
+def test_r11_a_switch_of_train_and_eval_before_the_replay_is_refused(make):
+    module = make().double()
+    refused(lambda x: module(x), module.eval, r"was a module switched between train\(\) and eval\(\)")
+
+
+def test_r11_a_value_changed_after_an_operation_inside_has_saved_it_is_refused_as_by_pytorch():
+    def changes(x):
+        inner = x.exp()
+        product = inner * inner
+        inner.add_(1)
+        return product
+
+    x = normal(0, 4, 4)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(changes(x), [x])
+    checkpoint = CheckpointWithoutOutput("changes")
+    loss = reader(checkpoint.checkpoint(changes, x))
+    checkpoint.discard_output_and_register_recompute(loss)
+    with pytest.raises(RecomputeUsageError, match="'changes': expected values kept for backward unchanged"):
+        gradients(loss, [x])
