@@ -200,8 +200,7 @@ class Executor:
     def _check_output(self, output: Any, stage: int) -> None:
         """Refuse what the stage after, on this rank or on another, could not take."""
         config, expected = self._inputs.config, self._inputs.shapes[stage // self._schedule.pp_size][1]
-        shapes = None if config.variable_seq_lengths else expected
-        check_output(output, stage, len(expected), shapes, getattr(torch, config.compute_dtype))
+        check_output(output, stage, expected, config.variable_seq_lengths, getattr(torch, config.compute_dtype))
 
     def _backward(self, action: Action) -> None:
         key = (action.stage, action.microbatch)

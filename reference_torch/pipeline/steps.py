@@ -137,15 +137,15 @@ def forward_step_calc_loss(
     return loss * (scale / num_microbatches) / tokens.clamp(min=1), none
 
 
-def check_output(output: Any, stage: int, count: int, shapes: Sequence[Shape] | None, dtype: torch.dtype) -> None:
+def check_output(output: Any, stage: int, shapes: Sequence[Shape], variable: bool, dtype: torch.dtype) -> None:
     """Refuse an output that the next stage could not receive, before anything is sent.
 
     Args:
         output: what a stage before the last returned.
         stage: its number, for the error.
-        count: tensors that the next stage expects.
-        shapes: theirs; None: every message announces its own.
-        dtype: theirs.
+        shapes: of the tensors that the next stage expects.
+        variable: whether messages announce their shapes; then only the number of dimensions and the last are checked.
+        dtype: of the tensors.
 
     Raises:
         ValueError: it is something else.
@@ -156,23 +156,25 @@ def check_output(output: Any, stage: int, count: int, shapes: Sequence[Shape] | 
             f"forward_step_func: expected stage {stage} to return a tensor or a list of tensors, got "
             f"{_described(output)}; return what the next stage reads"
         )
-    if len(tensors) != count:
+    if len(tensors) != len(shapes):
         raise ValueError(
-            f"forward_step_func: expected stage {stage} to return {count} tensors, got {len(tensors)}; return as many "
-            "as the next stage receives, or say otherwise by adjust_tensor_shapes_fn"
+            f"forward_step_func: expected stage {stage} to return {len(shapes)} tensors, got {len(tensors)}; return as "
+            "many as the next stage receives, or say otherwise by adjust_tensor_shapes_fn"
         )
     for place, tensor in enumerate(tensors):
         if tensor.layout != torch.strided or tensor.dtype != dtype:
-            expected = str(dtype).removeprefix("torch.")
             raise ValueError(
-                f"forward_step_func: expected stage {stage} to return {expected}, got {_described(tensor)}; stages "
-                "exchange what the model computes in: cast the output"
+                f"forward_step_func: expected stage {stage} to return {str(dtype).removeprefix('torch.')}, got "
+                f"{_described(tensor)}; stages exchange what the model computes in: cast the output"
             )
-        if shapes is not None and tensor.shape != tuple(shapes[place]):
+        expected = tuple(shapes[place])
+        if variable and tensor.dim() == len(expected) and tensor.shape[-1] == expected[-1]:
+            continue
+        if tensor.shape != expected:
             raise ValueError(
-                f"forward_step_func: expected stage {stage} to return a tensor of shape {[*shapes[place]]}, which the "
+                f"forward_step_func: expected stage {stage} to return a tensor of shape {[*expected]}, which the "
                 f"next stage receives, got {[*tensor.shape]}; return that shape, give the right seq_length and "
-                "micro_batch_size, or set variable_seq_lengths"
+                "micro_batch_size, or set variable_seq_lengths where only the length differs"
             )
 
 
