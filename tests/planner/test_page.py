@@ -220,7 +220,19 @@ def test_other_schedules_stand_beside_the_chosen_one_or_say_why_not():
     names = [schedule["name"] for schedule in told["schedules"]] + [other["name"] for other in told["refused"]]
     assert names[0] == "zb-h1"
     assert sorted(names) == sorted(
-        ["none", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"]
+        [
+            "none",
+            "gpipe",
+            "1f1b",
+            "interleaved",
+            "interleaved-zb1p",
+            "zb-h1",
+            "zb-h2",
+            "zb-v",
+            "v-half",
+            "v-min",
+            "dualpipe-v",
+        ]
     )
     assert {other["name"] for other in told["refused"]} == {"interleaved"}
     assert "num_microbatches: expected" in told["refused"][0]["reason"]
