@@ -28,6 +28,8 @@ JOINED = "DIPTYCH_JOINED"
 """The file descriptor on which a rank says that it has joined the others."""
 TIMEOUT = 600.0
 """Seconds, where a caller names none."""
+REFUSED = 2
+"""Exit code of a rank that refuses what the user asked for, as all ranks do alike."""
 CANNOT_START = 127
 """Exit code of a rank whose program could not be loaded."""
 TICK = 0.05
@@ -167,7 +169,7 @@ class _Watch:
     def __init__(self, ranks: Sequence[_Rank], join_timeout: float, silence: float, signals: Sequence[int]) -> None:
         self._ranks, self._join_timeout, self._silence = ranks, join_timeout, silence
         self._signals, self._begin = signals, time.monotonic()
-        self._first_failed: _Rank | None = None
+        self._failed: list[_Rank] = []
         self._end, self._outlasted = float("inf"), float("inf")
 
     def wait(self) -> int:
@@ -176,11 +178,14 @@ class _Watch:
             now = time.monotonic()
             for rank in self._ranks:  # every one: a rank that is gone must not wait for those before it to end
                 rank.look(now)
-                if rank.code and self._first_failed is None:
-                    self._first_failed, self._end = rank, now + GRACE
+                if rank.code and rank not in self._failed:
+                    self._failed.append(rank)
+                    self._end = min(self._end, now + GRACE)
                 if rank.code == 0:
                     self._outlasted = min(self._outlasted, now + self._silence)
             left = [rank for rank in self._ranks if rank.code is None]
+            if self._ranks[0].code == REFUSED:  # and said why; the others, which would say the same, leave it to it
+                return REFUSED
             if not left or now >= self._end or self._is_late(left, now):
                 return self._told(left)
             time.sleep(TICK)
@@ -210,7 +215,8 @@ class _Watch:
         return False
 
     def _told(self, left: Sequence[_Rank]) -> int:
-        """Say what became of every rank that says nothing itself; the exit code."""
+        """Say which ranks failed, and what became of all that say nothing themselves; the exit code."""
+        first = self._failed[0] if self._failed else None
         for rank in self._ranks:
             if rank.code is not None and rank.code < 0 and -rank.code not in self._signals:
                 before = "" if rank.joined else " before it had joined the others"
@@ -221,13 +227,16 @@ class _Watch:
         for rank in left:
             state = "" if rank.stopped_at is None else " (it had been stopped by a signal)"
             _say(f"rank {rank.number} did not end by itself, and was stopped{state}")
-        if self._first_failed is None:
+        failed = [rank for rank in self._failed if rank.code is not None and rank.code > 0]
+        if failed and not self._signals:
+            each = ", ".join(f"rank {rank.number} with exit code {rank.code}" for rank in failed)
+            _say(f"failed, the first one first: {each}; look at what they said")
+        if first is None:
             return 1 if left else 0
-        code = self._first_failed.code
-        assert code is not None, "it has failed"
-        if code > 0:
-            return code
-        return 128 - code if -code in self._signals else 1
+        assert first.code is not None, "it has failed"
+        if first.code > 0:
+            return first.code
+        return 128 - first.code if -first.code in self._signals else 1
 
 
 def _named(ranks: Sequence[_Rank]) -> str:

@@ -64,6 +64,10 @@ ENDS = {
         Program(2, (Fault("SIGKILL", 1, "joined"),), grandchild=1),
         KILLED,
     ),
+    "a rank exits by itself": (
+        Program(3, (Fault("exit", 2, "joined"),)),
+        "failed, the first one first: rank n with exit code n.*; look at what they said",
+    ),
     "the launcher is interrupted": (Program(3, (), ("SIGINT", 0.3), seconds=5.0), "interrupted"),
     "the launcher is interrupted at once": (Program(4, (), ("SIGINT", 0.0), seconds=5.0), "interrupted"),
     "the launcher is told to end": (Program(3, (), ("SIGTERM", 0.3), seconds=5.0), "interrupted"),
@@ -114,6 +118,32 @@ def test_a_rank_that_cannot_be_started_leaves_none_behind(monkeypatch, capfd):
     assert len(started) == 3
     assert all(map(gone, started))
     assert len(os.listdir("/proc/self/fd")) == files
+
+
+REFUSING = """
+import os, sys, time
+from parity.launch import speaks
+time.sleep(0.3 * (os.environ["RANK"] == "0"))
+if ALL or os.environ["RANK"] == "1":
+    if speaks():
+        print(f"diptych: what rank {os.environ['RANK']} has to say", file=sys.stderr)
+    sys.exit(2)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("everyone", [True, False])
+def test_what_all_refuse_is_said_once_and_what_one_refuses_is_said(everyone, monkeypatch, tmp_path, capfd):
+    (tmp_path / "refusing.py").write_text(REFUSING.replace("ALL", str(everyone)))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "."), os.getcwd()]))
+    assert start_processes(2, "refusing", []) == 2
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("diptych")]
+    if everyone:
+        assert said == ["diptych: what rank 0 has to say"]
+    else:
+        assert said[0] == "diptych: what rank 1 has to say"
+        assert said[1] == "diptych: rank 0 did not end by itself, and was stopped"
+        assert said[2].startswith("diptych: failed, the first one first: rank 1 with exit code 2; look at")
 
 
 def test_a_process_that_no_launcher_started_reports_to_nobody(monkeypatch):

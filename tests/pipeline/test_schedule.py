@@ -156,7 +156,7 @@ def test_interleaved_zero_bubble_refuses_by_name(arguments, message):
 
 @given(st.integers(2, 6), st.integers(1, 3), st.integers(2, 4), TIMES)
 def test_interleaved_zero_bubble(p, rounds, v, weights):
-    """m a multiple of p, F = I = 1 >= W of a stage: at most v p in flight, and the bubble of zb-h1 with stages for ranks."""
+    """m a multiple of p, F = I = 1 >= W: at most v p in flight; the bubble of zb-h1, with stages in place of ranks."""
     weights = min(weights, 1.0)
     course = simulate(build_schedule("interleaved-zb1p", p, rounds * p, v), Costs(1.0, 1.0, weights))
     assert max(course.peak_in_flight) <= v * p

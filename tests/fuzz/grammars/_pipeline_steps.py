@@ -103,6 +103,8 @@ def _average(replicas: list[list[Stage]], divisor: float, earlier: list[list[Ten
     for copies, before in zip(zip(*owners, strict=True), zip(*earlier, strict=True), strict=True):
         given = [p.grad for p in copies if p.grad is not None]
         if not given:
+            for parameter, old in zip(copies, before, strict=True):
+                parameter.grad = old
             continue
         mean = sum(given[1:], given[0]) / divisor if divisor != 1.0 else given[0]
         for parameter, old in zip(copies, before, strict=True):

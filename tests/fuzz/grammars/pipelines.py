@@ -210,7 +210,7 @@ def _bad(program: Program) -> str | None:
     for number, spec in enumerate(program.stages[:-1]):
         if spec.output not in BAD:
             continue
-        if spec.output == "longer" and program.lengths is not None:
+        if spec.output == "longer" and program.lengths is not None and program.tensors == 1:
             continue  # lengths vary: the one that comes may be any
         if spec.output in ("detached", "made without gradient") and program.forward_only:
             continue
@@ -247,7 +247,8 @@ def _judge_error(program: Program, bad: str | None, composed: dict | Exception, 
         return Outcome(REFUSED, re.sub(r"\d+", "n", ours["text"]))
     if isinstance(composed, Exception) and f"{type(composed).__name__}: {str(composed)[:40]}" in told:
         return Outcome(REFUSED, "as the composed stages")
-    if isinstance(composed, Cut) and "that requires a gradient, got a detached one" in told:
+    sometimes = any("sometimes" in spec.operations for spec in program.stages)
+    if (sometimes or isinstance(composed, Cut)) and "that requires a gradient, got a detached one" in told:
         return Outcome(REFUSED, "an output without gradient")  # of whichever stage and microbatch comes first
     if bad is not None:
         stage = re.search(r"stage (\d+)", bad)
