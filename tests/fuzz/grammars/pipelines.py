@@ -6,11 +6,13 @@ the exception itself.
 """
 
 import re
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 import torch
+import torch._dynamo  # which torch.utils.checkpoint loads on first use: not a program's memory
 
 from parity.tolerances import GRADIENT
 from plans.placement import SCHEDULES, V_SCHEDULES
@@ -173,7 +175,9 @@ def _pool(size: int) -> RankPool:
 def _run(program: Program) -> list[tuple[int, Result]]:
     size = program.pp_size * program.replicas
     if size == 1:
-        return [steps.run(program)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return [steps.run(program)]
     before, rank_pool.GRACE = rank_pool.GRACE, GRACE
     try:
         return _pool(size).run(JOB, program)
@@ -223,7 +227,9 @@ def _bad(program: Program) -> str | None:
 def _composed(program: Program) -> dict[int, Result] | Exception:
     """What the composed stages have, or raise."""
     try:
-        return steps.plain(program)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of hooks on modules whose input is data
+            return steps.plain(program)
     except Exception as error:
         return error
 
