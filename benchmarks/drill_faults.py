@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from parity import cli
-from parity.launch import is_one_of_several, rank, start_processes
+from parity.launch import is_one_of_several, rank
+from parity.processes import start_processes
 from plans import checkpoint
 from plans.data import Batch, Corpus
 
@@ -212,8 +213,8 @@ def main() -> None:
     os._exit(code)
 
 
-def _start(fault: Broken, count: int, module: str, arguments: list[str]) -> int:
-    return start_processes(count, "benchmarks.drill_faults", arguments)
+def _start(fault: Broken, count: int, module: str, arguments: list[str], *times: float) -> int:
+    return start_processes(count, "benchmarks.drill_faults", arguments, *times)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.drill_faults import Broken
 from parity.cli import FAILURE, USER_ERROR
 from parity.driver import METRICS, read_metrics
-from parity.launch import GRACE
+from parity.processes import GRACE
 from plans.checkpoint import list_checkpoints, read_checkpoint
 
 ROOT = Path(__file__).parent.parent

@@ -34,12 +34,12 @@ from parity.launch import (
     join_processes,
     rank,
     speaks,
-    start_processes,
 )
 from parity.memory_report import block_words, print_plan
 from parity.mesh_report import mesh_words, print_mesh
 from parity.offload_report import print_offload
 from parity.page import PageRequest, write_page
+from parity.processes import start_processes
 from parity.schedule_report import print_schedule
 from parity.search_report import print_search
 from plans.checkpoint import MODEL, list_checkpoints, read_checkpoint, split_arrays
@@ -80,7 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(command, Train):
             check_processes(command)
             if command.backend == "torch" and command.ranks_here > 1 and not is_one_of_several():
-                return start_processes(command.ranks_here, "reference_torch.train", _after_train(arguments))
+                module, more = "reference_torch.train", _after_train(arguments)
+                silence = command.model.pipeline_timeout
+                return start_processes(command.ranks_here, module, more, command.join_timeout, silence)
         return _ACTIONS[type(command)](command, console)
     except (ValueError, ModuleNotFoundError) as error:
         if speaks():  # the others say the same
@@ -243,7 +245,7 @@ def _place(command: Train) -> dict[str, Any]:
 
     from reference_torch.groups import make_mesh
 
-    device = join_processes("cuda" if torch.cuda.is_available() else "cpu")
+    device = join_processes("cuda" if torch.cuda.is_available() else "cpu", command.join_timeout)
     return {"device": device, "mesh": make_mesh(command.model, device.type)}
 
 

@@ -19,6 +19,10 @@ def _demo_model() -> TransformerConfig:
     return TransformerConfig(hidden_size=128, num_layers=2, num_attention_heads=4, enable_hyper_connections=True)
 
 
+LONGEST_TIMEOUT = 1e9
+"""Seconds; what timers still take."""
+
+
 @dataclass(frozen=True)
 class TrainingRun:
     """What every training run is made of."""
@@ -85,6 +89,8 @@ class Train(TrainingRun):
     nproc: int | None = None
     """Ranks on this machine, pipeline ranks times context ranks times replicas: processes to start, with PyTorch;
     devices to use from this process, with JAX. None: of one replica. On several machines: see docs/composition.md."""
+    join_timeout: float = 600.0
+    """Seconds in which all processes of a run have to meet, from their start on."""
     coordinator_address: str | None = None
     """JAX on several machines: host:port of the first process, as jax.distributed.initialize takes it, with
     num_processes and process_id; auto: all three from the cluster's own (Slurm, Open MPI, Kubernetes, TPU)."""
@@ -101,6 +107,10 @@ class Train(TrainingRun):
             raise ValueError(f"exit_step: expected at least 1, got {self.exit_step}")
         if self.nproc is not None and self.nproc < 1:
             raise ValueError(f"nproc: expected at least 1, got {self.nproc}")
+        if not 0.0 < self.join_timeout <= LONGEST_TIMEOUT:
+            raise ValueError(
+                f"join_timeout: expected more than 0 and at most {LONGEST_TIMEOUT:g} seconds, got {self.join_timeout}"
+            )
         if self.save is None and (self.resume or self.resume_if_saved or self.save_interval):
             raise ValueError(
                 "save: expected a folder with resume, resume_if_saved or save_interval, got none; give --save FOLDER"

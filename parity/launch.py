@@ -1,33 +1,24 @@
-"""The processes of a training run: this one, those that torchrun started, or those started here.
+"""The processes of a training run: this one, those that torchrun started, or those that parity.processes starts here.
 
 A process that is one of several knows it from its environment, which is torchrun's: RANK, WORLD_SIZE, LOCAL_RANK,
 MASTER_ADDR and MASTER_PORT.
 """
 
+import datetime
 import math
 import os
-import signal
-import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Sequence
-from contextlib import contextmanager
-from types import FrameType
 
 from parity.commands import Train
+from parity.processes import CHILD, end_with_parent, report_joined
+from plans.communication import PipelineError
 from plans.partition import model_parallel_words
 from plans.training import check_trainable
 
-GRACE = 10.0
-"""Seconds the other processes get to end by themselves after one has failed."""
 SPEAKING = 10.0
 """Seconds one process has to say what all would say alike, before another says it."""
 LONGEST_SILENCE = 100.0
 """Seconds after which a process of jax.distributed counts as dead, unless pipeline_timeout is shorter."""
-CHILD = "DIPTYCH_CHILD"
-"""Set where start_processes started this process, whose standard input then ends with its parent."""
 
 
 def is_one_of_several() -> bool:
@@ -43,14 +34,12 @@ def rank() -> int:
 def speaks() -> bool:
     """Whether this process says what all would say alike: one on every machine, since each sees its own files.
 
-    Torchrun ends all processes when one has ended, so the others stay until it has spoken; who is not ended by then has
-    something of its own to say. Processes of start_processes have their time, and need not.
+    Torchrun and start_processes end all processes when that one has ended, so the others stay until it has spoken; who
+    is not ended by then has something of its own to say.
     """
     if not is_one_of_several() or int(os.environ.get("LOCAL_RANK", "0")) == 0:
         return True
-    if CHILD in os.environ:
-        return False
-    time.sleep(SPEAKING)
+    time.sleep(SPEAKING / 2 if CHILD in os.environ else SPEAKING)  # within the launcher's GRACE
     return True
 
 
@@ -81,106 +70,42 @@ def check_processes(command: Train) -> None:
     check_trainable(command.model, command.train, size // n)
 
 
-def start_processes(count: int, module: str, arguments: Sequence[str]) -> int:
-    """Run a module in several processes on this machine, and wait for all of them.
+def join_processes(device_type: str, timeout: float):
+    """Make the process group of all processes.
 
-    Signals go on to every process. When one fails, the others get a moment to say what they missed, and are ended. When
-    this process dies, however it does, they end too.
-
-    Returns:
-        The exit code of the first to fail, or 0.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # Of torchrun, where it started this process alone: ranks would look for the store it keeps for its own.
-    outside = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), CHILD: "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            env={**outside, **shared, "RANK": str(number), "LOCAL_RANK": str(number)},
-            stdin=subprocess.PIPE,
-            start_new_session=True,  # a terminal's Ctrl-C comes here, and goes on once
-        )
-        for number in range(count)
-    ]
-    with _forwarded(processes):
-        try:
-            return _wait(processes)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-                if process.stdin is not None:
-                    process.stdin.close()
-
-
-def _wait(processes: list[subprocess.Popen]) -> int:
-    """Until all have ended, or one has failed and the others had their time."""
-    failed, end = 0, float("inf")
-    while any(process.poll() is None for process in processes) and time.monotonic() < end:
-        time.sleep(0.05)
-        codes = [process.returncode for process in processes if process.returncode]
-        if codes and not failed:
-            failed, end = codes[0], time.monotonic() + GRACE
-    codes = [process.poll() for process in processes]
-    for number, code in enumerate(codes):
-        if code is not None and code < 0:
-            print(f"diptych: rank {number} was ended by {signal.Signals(-code).name}", file=sys.stderr)
-            failed = failed if failed > 0 else 1
-        elif code is None:
-            print(f"diptych: rank {number} did not end by itself, and was stopped", file=sys.stderr)
-    return failed or max((code for code in codes if code), default=0)
-
-
-@contextmanager
-def _forwarded(processes: list[subprocess.Popen]):
-    """SIGINT and SIGTERM go to every process instead of ending this one."""
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        for process in processes:
-            if process.poll() is None:
-                process.send_signal(number)
-
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def end_with_parent() -> None:
-    """Where start_processes started this process: end it when the parent is gone."""
-
-    def watch() -> None:
-        # Not sys.stdin, whose lock this thread would hold for good: an interpreter that ends by an error aborts on it.
-        while os.read(0, 1024):
-            pass
-        os._exit(1)
-
-    if os.environ.get(CHILD):
-        threading.Thread(target=watch, daemon=True).start()
-
-
-def join_processes(device_type: str):
-    """Make the process group of all processes, and their mesh's device.
+    Args:
+        device_type: ``cpu`` or ``cuda``.
+        timeout: seconds in which all have to come; also of every collective that has no other bound.
 
     Returns:
         The device this process computes on.
+
+    Raises:
+        PipelineError: not all came in time.
     """
     import torch
     import torch.distributed as dist
 
     end_with_parent()
+    limit, device = datetime.timedelta(seconds=timeout), torch.device("cpu")
     if device_type == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-        torch.cuda.set_device(local)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", local))
-        return torch.device("cuda", local)
-    dist.init_process_group("gloo")
-    return torch.device("cpu")
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    try:
+        if device_type == "cuda":
+            dist.init_process_group("nccl", timeout=limit, device_id=device)
+        else:
+            dist.init_process_group("gloo", timeout=limit)
+    except RuntimeError as error:
+        cause = (str(error).splitlines() or [type(error).__name__])[0]
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise PipelineError(
+            f"rank {rank()}: expected all {os.environ.get('WORLD_SIZE')} ranks to meet at {place} within "
+            f"join_timeout={timeout:g} s, and they did not ({cause}); look at what the other ranks say, start all of "
+            "them, or raise join_timeout"
+        ) from None
+    report_joined()
+    return device
 
 
 def join_devices(command: Train):
@@ -203,7 +128,7 @@ def join_devices(command: Train):
             None if command.coordinator_address == "auto" else command.coordinator_address,
             command.num_processes,
             command.process_id,
-            initialization_timeout=math.ceil(command.model.pipeline_timeout),
+            initialization_timeout=math.ceil(command.join_timeout),
             heartbeat_timeout_seconds=math.ceil(min(command.model.pipeline_timeout, LONGEST_SILENCE)),
         )
         return make_mesh(command.model)

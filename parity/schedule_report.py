@@ -17,7 +17,7 @@ from plans.actions import Schedule
 from plans.config import TransformerConfig
 from plans.memory.stages import predict_stages
 from plans.partition import get_stage_place, get_transformer_layer_offset, layers_by_stage, num_stages, undivided
-from plans.placement import SCHEDULES, V_SCHEDULES
+from plans.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES
 from plans.schedule import num_warmup_microbatches, schedule_for
 from plans.schedule_file import schedule_rows
 from plans.simulate import Costs, Simulation, simulate
@@ -124,8 +124,8 @@ def with_schedule(config: TransformerConfig, name: str) -> TransformerConfig:
     """
     if name == "none":
         return undivided(config)
-    virtual = config.virtual_pipeline_model_parallel_size if name == "interleaved" else None
-    if name in V_SCHEDULES or (name == "interleaved" and (virtual or 1) == 1):
+    virtual = config.virtual_pipeline_model_parallel_size if name in INTERLEAVED_SCHEDULES else None
+    if name in V_SCHEDULES or (name in INTERLEAVED_SCHEDULES and (virtual or 1) == 1):
         virtual = DEFAULT_VIRTUAL_STAGES
     return replace(
         config,

@@ -11,7 +11,17 @@ from typing import Literal, NamedTuple, get_args
 Placement = Literal["loop", "v"]
 
 ScheduleName = Literal[
-    "none", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"
+    "none",
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "interleaved-zb1p",
+    "zb-h1",
+    "zb-h2",
+    "zb-v",
+    "v-half",
+    "v-min",
+    "dualpipe-v",
 ]
 """Those that plans.schedule builds by name."""
 
@@ -19,6 +29,9 @@ SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 
 V_SCHEDULES = ("zb-v", "v-half", "v-min", "dualpipe-v")
 """Those of placement ``v``."""
+
+INTERLEAVED_SCHEDULES = ("interleaved", "interleaved-zb1p")
+"""Those of any number of virtual stages a rank."""
 
 FROM_FILE = "file"
 """What a schedule is called that is read from a file."""

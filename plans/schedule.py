@@ -7,6 +7,7 @@ tables: nothing about the order of work is decided elsewhere (pipelined, JAX run
     gpipe         all forwards, then all backwards
     1f1b          forwards until the first backward can come, then one forward, one backward
     interleaved   1f1b over v stages a rank, microbatches in groups of g
+    interleaved-zb1p     interleaved with the backward split, and fewer forwards ahead of the first
     zb-h1         1f1b with the backward split: weight gradients fill what would be bubble
     zb-h2         the same with twice the forwards ahead: no bubble but ranks beginning one after the other
     zb-v, v-half, v-min, dualpipe-v     over stages that go there and back: plans.v_schedules
@@ -24,7 +25,7 @@ from typing import Any
 from plans.actions import Action, Schedule
 from plans.config import TransformerConfig
 from plans.exchange import PIPELINED
-from plans.placement import SCHEDULES, V_SCHEDULES, schedule_name
+from plans.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES, schedule_name
 from plans.schedule_file import read_schedule
 from plans.v_schedules import dualpipe_v, v_half, v_min, zb_v
 
@@ -95,7 +96,7 @@ def build_schedule(
         name: one of NAMES.
         pp_size: pipeline ranks p.
         num_microbatches: m.
-        stages_per_rank: v, virtual stages of a rank; 2 for those of placement v, more than 1 for interleaved, else 1.
+        stages_per_rank: v, virtual stages of a rank; 2 with placement v, more than 1 where interleaved, else 1.
         group_size: g, consecutive microbatches of one virtual stage; interleaved alone; None: p.
         forward_only: leave out every backward; the order of forwards stays.
 
@@ -106,6 +107,8 @@ def build_schedule(
     p, m, v = pp_size, num_microbatches, stages_per_rank
     if name == "interleaved":
         ranks = [_interleaved(rank, p, m, v, group_size or p) for rank in range(p)]
+    elif name == "interleaved-zb1p":
+        ranks = [_interleaved_zero_bubble(rank, p, m, v) for rank in range(p)]
     elif name == "gpipe":
         ranks = [[Action(kind, rank, i) for kind in ("F", "B") for i in range(m)] for rank in range(p)]
     elif name == "zb-h1":
@@ -203,21 +206,40 @@ def check_sizes(name: str, p: int, m: int, v: int, g: int | None = None) -> None
             raise ValueError(f"{field}: expected at least 1, got {value}")
     if name == "none" and p != 1:
         raise ValueError(f"pp_size: expected 1 without a pipeline, got {p}; choose one of {NAMES[1:]}")
-    if p == 1 and (name == "interleaved" or name in V_SCHEDULES):
+    if p == 1 and name in (*INTERLEAVED_SCHEDULES, *V_SCHEDULES):
         raise ValueError(f"pp_size: expected at least 2 with schedule {name!r}, got 1; choose 'none'")
-    if name != "interleaved":
+    if name != "interleaved" and g is not None:
+        raise ValueError(f"group_size: expected None with schedule {name!r}, got {g}; choose 'interleaved'")
+    if name not in INTERLEAVED_SCHEDULES:
         virtual = 2 if name in V_SCHEDULES else 1
         if v != virtual:
             remedy = "set virtual_pipeline_model_parallel_size" if virtual == 2 else "choose 'interleaved'"
             raise ValueError(f"stages_per_rank: expected {virtual} with schedule {name!r}, got {v}; {remedy}")
-        if g is not None:
-            raise ValueError(f"group_size: expected None with schedule {name!r}, got {g}; choose 'interleaved'")
         return
     if v == 1:
+        alone = "1f1b" if name == "interleaved" else "zb-h1"
         raise ValueError(
-            "stages_per_rank: expected at least 2 with schedule 'interleaved', got 1; set "
-            "virtual_pipeline_model_parallel_size, or choose '1f1b'"
+            f"stages_per_rank: expected at least 2 with schedule {name!r}, got 1; set "
+            f"virtual_pipeline_model_parallel_size, or choose {alone!r}"
         )
+    if name == "interleaved-zb1p":
+        _check_rounds(p, m)
+        return
+    _check_groups(p, m, g)
+
+
+def _check_rounds(p: int, m: int) -> None:
+    """Refuse microbatches that rounds of at least p, all alike, do not divide."""
+    rounds = max(1, m // p)
+    if m % rounds:
+        raise ValueError(
+            f"num_microbatches: expected {rounds} rounds of as many with schedule 'interleaved-zb1p', got {m}, which "
+            f"leaves {m % rounds}; choose a multiple of pp_size={p}"
+        )
+
+
+def _check_groups(p: int, m: int, g: int | None) -> None:
+    """Refuse a size of groups of ``interleaved``, or microbatches that it does not divide well enough."""
     if m < p:
         raise ValueError(f"num_microbatches: expected at least pp_size={p} with schedule 'interleaved', got {m}")
     g = p if g is None else g
@@ -252,6 +274,27 @@ def _zero_bubble(rank: int, p: int, m: int, ahead: int = 1) -> list[Action]:
             actions.append(Action("W", rank, weights))
             weights += 1
     return actions + [Action("W", rank, i) for i in range(weights, m)]
+
+
+def _interleaved_zero_bubble(rank: int, p: int, m: int, v: int) -> list[Action]:
+    """As _interleaved, with I in place of B, p - 1 - rank forwards ahead instead of twice as many, and W of an I after
+    the rank-th I that follows it. Microbatches come in rounds of m // (m // p).
+
+    Reference: Qi et al., arXiv 2401.10241 (ZB-1p), interleaved as in torch.distributed.pipelining's
+    ScheduleInterleavedZeroBubble.
+    """
+    table = get_schedule_table(m, v, m // max(1, m // p))
+    warmup = min((v - 1) * (m // max(1, m // p)) + p - 1 - rank, m * v)
+    forwards = [Action("F", chunk * p + rank, microbatch) for microbatch, chunk in table]
+    inputs = [Action("I", (v - 1 - chunk) * p + rank, microbatch) for microbatch, chunk in table]
+    weights = [action._replace(kind="W") for action in inputs]
+    actions = forwards[:warmup]
+    for number, action in enumerate(inputs):
+        actions += forwards[warmup + number : warmup + number + 1]
+        actions.append(action)
+        if number >= rank:
+            actions.append(weights[number - rank])
+    return actions + weights[max(0, len(inputs) - rank) :]
 
 
 def _interleaved(rank: int, p: int, m: int, v: int, g: int) -> list[Action]:

@@ -4,6 +4,8 @@ A way is a mesh (pipeline, context ranks, replicas), a schedule with its virtual
 parameters are offloaded, and how many sequences a microbatch has. Memory is plans.memory's, time plans.step_time's.
 Offloaded activations are not searched: their memory is not predicted.
 
+What is as slow as another way or slower, and needs as much memory or more, is not listed: nobody would choose it.
+
 Ways are taken in the order of a bound that no schedule beats: a rank's work, with what has to come before and after it.
 Once the bound exceeds the slowest of the ways asked for, nothing that follows can be among them; so the result is that
 of trying all, which a test does where there are few.
@@ -21,7 +23,7 @@ from plans.context import check_shared
 from plans.memory.ranks import RankMemory, moved_bytes, rank_memories
 from plans.memory.stages import StageMemory, predict_stages
 from plans.partition import get_stage_place, undivided
-from plans.placement import SCHEDULES, V_SCHEDULES
+from plans.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES
 from plans.recompute import NO_RECOMPUTE
 from plans.schedule import check_sizes, schedule_for
 from plans.simulate import simulate
@@ -46,7 +48,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 """What is tried, by name; of those with mhc, only where a model has hyper-connections."""
 
 VIRTUAL = (2, 4)
-"""Stages a rank that are tried with ``interleaved``."""
+"""Stages a rank that are tried with the interleaved schedules."""
 
 
 class Way(NamedTuple):
@@ -69,7 +71,7 @@ class Way(NamedTuple):
             f"cp {config.context_parallel_size}" * (config.context_parallel_size > 1),
             f"pp {config.pipeline_model_parallel_size} {config.pipeline_schedule}"
             * (config.pipeline_schedule != "none"),
-            f"v {virtual}" if virtual and config.pipeline_schedule == "interleaved" else "",
+            f"v {virtual}" if virtual and config.pipeline_schedule in INTERLEAVED_SCHEDULES else "",
             f"{self.num_microbatches} x {self.micro_batch_size} sequences",
             f"recompute {self.recompute}" * (self.recompute != "nothing"),
             "parameters offloaded" * config.enable_tensor_offload,
@@ -98,7 +100,7 @@ class Outcome:
     """What a search has found."""
 
     best: list[Found]
-    """Fastest first."""
+    """Fastest first; each needs less memory than all before it."""
     considered: int
     """Ways that are accepted."""
     simulated: int
@@ -133,7 +135,7 @@ def search(
         memory_limit: bytes a rank has.
         global_batch_size: sequences of a step.
         machine: its rates; None: Machine's own.
-        count: ways wanted.
+        count: ways wanted, at most: there may be fewer of which none is slower and larger than another.
         schedules: those tried.
         progress: shows how far it is, given the ways and their number.
 
@@ -155,13 +157,14 @@ def search(
     ways.sort(key=lambda each: each[:2])
     too_large: list[tuple[float, Way, RankMemory]] = []
     for bound, _, way in progress(ways, len(ways)):
-        if len(outcome.best) >= count and bound >= outcome.best[count - 1].seconds:
-            break
+        if len(outcome.best) >= count and bound > outcome.best[count - 1].seconds:
+            break  # what follows is slower than these, and dominates none of them
         if (largest := predictions.memory(way)).total > memory_limit:
             too_large.append((bound, way, largest))
             continue
         outcome.simulated += 1
-        outcome.best = sorted([*outcome.best, predictions.found(way, largest)], key=lambda each: each.seconds)[:count]
+        outcome.best = _undominated([*outcome.best, predictions.found(way, largest)])
+    outcome.best = outcome.best[:count]
     if not outcome.best:
         outcome.smallest = min(too_large, key=lambda each: each[2].total)[1:]
     faster: Found | None = None  # the fastest of those too large that were looked at, by the order of their bounds
@@ -173,6 +176,15 @@ def search(
             faster = other if faster is None or other.seconds < faster.seconds else faster
         outcome.best[place] = replace(found, constraint=_constraint(found, faster))
     return outcome
+
+
+def _undominated(found: list[Found]) -> list[Found]:
+    """Those than which none is both as fast and as small; of ways alike in both, the first. Fastest first."""
+    kept: list[Found] = []
+    for each in sorted(found, key=lambda each: (each.seconds, each.memory.total)):
+        if not kept or each.memory.total < kept[-1].memory.total:
+            kept.append(each)
+    return kept
 
 
 def _check_request(ranks: int, memory_limit: int, count: int, schedules: tuple[str, ...]) -> None:
@@ -238,7 +250,9 @@ def _schedules(p: int, names: tuple[str, ...]) -> Iterator[tuple[str, int | None
     for name in names:
         if (name == "none") == (p == 1):
             yield from (
-                ((name, v) for v in VIRTUAL) if name == "interleaved" else [(name, 2 if name in V_SCHEDULES else None)]
+                ((name, v) for v in VIRTUAL)
+                if name in INTERLEAVED_SCHEDULES
+                else [(name, 2 if name in V_SCHEDULES else None)]
             )
 
 

@@ -81,6 +81,10 @@ class P2PCommunicator:
         """End the thread that waits for sends."""
         self._senders.close()
 
+    def dismiss(self) -> None:
+        """End the thread once it has no send left to wait for; for whoever gives up and does not wait."""
+        self._senders.dismiss()
+
     def post_receive(self, message: Message, shapes: Sequence[Shape]) -> None:
         """Say that a message may come; does not wait.
 

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -278,15 +279,18 @@ def test_installed_command_runs_in_32_bit_jax(corpus, tmp_path):
 
 
 def test_jax_is_not_one_of_several_processes(corpus, capsys, monkeypatch):
-    """Each would train the whole model, and write the same files. Of every machine's processes one says so."""
+    """Each would train the whole model, and write the same files. Of every machine's processes one says so first."""
     message = "backend: expected 'torch' under torchrun, got 'jax'; start each of its processes by itself, with --coord"
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv(launch.CHILD, "1")
-    for rank, local_rank, speaks in (("0", "0", True), ("1", "1", False), ("2", "0", True), ("3", "1", False)):
+    monkeypatch.setattr(launch, "SPEAKING", 1.0)
+    for rank, local_rank, waits in (("0", "0", False), ("1", "1", True), ("2", "0", False), ("3", "1", True)):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", local_rank)
+        begin = time.monotonic()
         assert diptych(f"train --backend jax {SMALL} --data-path", corpus) == 2
-        assert bool(re.search(message, capsys.readouterr().err)) == speaks
+        assert re.search(message, capsys.readouterr().err)
+        assert (time.monotonic() - begin > 0.5) == waits
 
 
 LATE = """

@@ -3,7 +3,7 @@
 from plans.config.rules import Rule, choice, count, flag, number
 from plans.exchange import PIPELINED
 from plans.partition import layers_by_stage
-from plans.placement import SCHEDULES, V_SCHEDULES, placement_of, schedule_name
+from plans.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES, placement_of, schedule_name
 
 _SPLITS = (
     "num_layers_in_first_pipeline_stage",
@@ -39,8 +39,8 @@ def _schedule_error(config) -> str:
                 f"virtual_pipeline_model_parallel_size: expected 2 with schedule {name!r}, whose stages go there and "
                 f"back, got {v}"
             )
-    elif (name == "interleaved") != ((v or 1) > 1):
-        several = "'interleaved', None or, for 2, one of " + ", ".join(map(repr, V_SCHEDULES))
+    elif (name in INTERLEAVED_SCHEDULES) != ((v or 1) > 1):
+        several = "'interleaved', 'interleaved-zb1p', None or, for 2, one of " + ", ".join(map(repr, V_SCHEDULES))
         expected = f"{several} with" if (v or 1) > 1 else "another schedule without"
         return f"pipeline_schedule: expected {expected} virtual stages, got {name!r}"
     if config.microbatch_group_size_per_vp_stage is not None and name != "interleaved":

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from plans.actions import Action, Schedule
-from plans.communication import Message, Program, dependencies, lower, receiver
+from plans.communication import Message, PipelineError, Program, dependencies, lower, receiver
 from plans.config import TransformerConfig
 from reference_torch.p2p import P2PCommunicator, Shape
 from reference_torch.pipeline.gradients import GradientSums
@@ -24,6 +24,8 @@ from reference_torch.pipeline.split_backward import DeferredWeightGradients
 from reference_torch.pipeline.steps import (
     ForwardStep,
     backward_step,
+    check_learns,
+    check_output,
     deallocate_output_tensor,
     forward_step,
     listed,
@@ -131,14 +133,30 @@ class Executor:
         return self._inputs.shapes[stage // self._schedule.pp_size][0 if forward else 1]
 
     def _run(self, action: Action) -> None:
-        """One action of one stage and microbatch."""
+        """One action of one stage and microbatch.
+
+        Raises:
+            ValueError: forward changes its input in place.
+            PipelineError: something that backward needs was changed in place by another microbatch.
+            Exception: whatever a stage raises, with a note that names the action.
+        """
         steps: dict[str, Callable[[Action], None]] = {
             "F": self._forward,
             "B": self._backward,
             "I": self._backward,
             "W": self._weight_gradients,
         }
-        steps[action.kind](action)
+        try:
+            steps[action.kind](action)
+        except Exception as error:
+            explained = _explained(error, action)
+            explained.add_note(
+                f"rank {self._rank}, {action}: {KINDS[action.kind]} of stage {action.stage}, "
+                f"microbatch {action.microbatch}"
+            )
+            if explained is error:
+                raise
+            raise explained from error
         vp_stage = action.stage // self._schedule.pp_size
         if action.kind in "BW":
             self._backward_left[vp_stage] -= 1
@@ -168,12 +186,21 @@ class Executor:
         self.num_tokens = self.num_tokens.to(tokens.device) + tokens
         if last:
             self._reported.append(action.microbatch)
+        else:
+            self._check_output(output, stage)
+        if not self._schedule.forward_only:
+            check_learns(output, entered, inputs.models[vp_stage], stage, last)
         if not last:
             if inputs.config.deallocate_pipeline_outputs:
                 output = own_memory(output)
             self._results[action] = listed(output)
         if not self._schedule.forward_only:
             self._entered[key], self._left[key] = entered, output
+
+    def _check_output(self, output: Any, stage: int) -> None:
+        """Refuse what the stage after, on this rank or on another, could not take."""
+        config, expected = self._inputs.config, self._inputs.shapes[stage // self._schedule.pp_size][1]
+        check_output(output, stage, expected, config.variable_seq_lengths, getattr(torch, config.compute_dtype))
 
     def _backward(self, action: Action) -> None:
         key = (action.stage, action.microbatch)
@@ -211,6 +238,27 @@ class Executor:
             # What has no graph is the stage's own input, or the user's data, handed on.
             freed = [tensor for tensor in sent if tensor.grad_fn is not None]
             deallocate_output_tensor(freed, self._inputs.config.deallocate_pipeline_outputs)
+
+
+KINDS = {"F": "forward", "B": "backward", "I": "backward for the input", "W": "backward for the weights"}
+"""What actions are, in words."""
+
+
+def _explained(error: Exception, action: Action) -> Exception:
+    """An error that says what a pipeline has to do with it, where PyTorch's own does not; else the error itself."""
+    text = str(error).splitlines()[0] if str(error) else ""
+    if isinstance(error, RuntimeError) and "leaf Variable that requires grad is being used in an in-place" in text:
+        return ValueError(
+            f"forward_step_func: expected stage {action.stage} to leave what it received as it is, got an operation in "
+            "place on it; write x = x + y, or change a copy, x.clone()"
+        )
+    if type(error) is RuntimeError and "has been modified by an inplace operation" in text:
+        return PipelineError(
+            f"{action}: expected what forward left for backward unchanged, and it was changed in place ({text[:160]}); "
+            "other microbatches ran in between: yield new tensors from the data iterator, and write into no buffer "
+            "that forward reads"
+        )
+    return error
 
 
 class _Data:

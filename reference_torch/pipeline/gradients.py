@@ -1,5 +1,6 @@
 """What is left to do to gradients once a step's microbatches are through: sum them over all ranks that hold a copy."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -17,17 +18,21 @@ class GradientSums:
     Args:
         group: the ranks that hold the stage, replicas and those that share sequences; None: there is one.
         timeout: seconds a sum may take.
+        models: this rank's stages. A parameter of several is summed with the last of them to be complete.
     """
 
-    def __init__(self, group: ProcessGroup | None, timeout: float) -> None:
+    def __init__(self, group: ProcessGroup | None, timeout: float, models: Sequence[nn.Module]) -> None:
         self._group, self._timeout = group, timeout
+        self._incomplete = Counter(parameter for model in models for parameter in model.parameters())
         self._under_way: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
 
     def start(self, model: nn.Module) -> None:
         """Sum all gradients of a stage; its last backward is over."""
         if self._group is None:
             return
-        gradients = [_gradient(parameter) for parameter in model.parameters() if parameter.requires_grad]
+        self._incomplete.subtract(model.parameters())
+        complete = [parameter for parameter in model.parameters() if not self._incomplete[parameter]]
+        gradients = [_gradient(parameter) for parameter in complete if parameter.requires_grad]
         for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
             alike = [gradient for gradient in gradients if gradient.dtype == dtype]
             flat = torch.cat([gradient.flatten() for gradient in alike])
@@ -76,10 +81,9 @@ def finalize_model_grads(
             _sum_over(divisor, group, "the number of tokens", timeout)
         divisor.clamp_(min=1)
     if isinstance(divisor, Tensor) or divisor != 1.0:
-        for model in models:
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad /= divisor
+        for parameter in _parameters(models):
+            if parameter.grad is not None:
+                parameter.grad /= divisor
 
 
 def _sum_tied(gradients: Sequence[Tensor], groups: ProcessGroups, timeout: float) -> None:
@@ -93,10 +97,18 @@ def _sum_tied(gradients: Sequence[Tensor], groups: ProcessGroups, timeout: float
 
 def set_aside(models: Sequence[nn.Module]) -> Sequence[tuple[Tensor, Tensor]]:
     """Take the gradients of earlier steps from the parameters: this step's sums and divisions are not theirs."""
-    earlier = [(p, p.grad) for model in models for p in model.parameters() if p.grad is not None]
+    earlier = [(parameter, parameter.grad) for parameter in _parameters(models) if parameter.grad is not None]
     for parameter, _ in earlier:
         parameter.grad = None
     return earlier
+
+
+def put_back(models: Sequence[nn.Module], earlier: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Leave only what was set aside: this step failed."""
+    for parameter in _parameters(models):
+        parameter.grad = None
+    for parameter, gradient in earlier:
+        parameter.grad = gradient
 
 
 def add_back(earlier: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -115,6 +127,11 @@ def _sum_over(tensor: Tensor, group: ProcessGroup | None, what: str, timeout: fl
     """Replace a tensor by its sum over a group."""
     if group is not None:
         wait_for(dist.all_reduce(tensor, group=group, async_op=True), what, timeout)
+
+
+def _parameters(models: Sequence[nn.Module]) -> list[Tensor]:
+    """All parameters, each once: stages of one rank may share some."""
+    return [*dict.fromkeys(parameter for model in models for parameter in model.parameters())]
 
 
 def _gradient(parameter: Tensor) -> Tensor:

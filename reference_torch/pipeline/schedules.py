@@ -20,7 +20,7 @@ from reference_torch.context_parallel.wavefront import finish
 from reference_torch.groups import ProcessGroups
 from reference_torch.p2p import P2PCommunicator, Shape
 from reference_torch.pipeline.executor import Executor, StepInputs
-from reference_torch.pipeline.gradients import GradientSums, add_back, finalize_model_grads, set_aside
+from reference_torch.pipeline.gradients import GradientSums, add_back, finalize_model_grads, put_back, set_aside
 from reference_torch.pipeline.steps import ForwardStep
 
 AdjustShapes = Callable[[list[Shape], list[Shape]], tuple[list[Shape], list[Shape]]]
@@ -126,8 +126,12 @@ def forward_backward_pipelining_without_interleaving(
         What the reducers reported, a microbatch each, on the rank of the last stage; elsewhere [].
 
     Raises:
-        ValueError: sizes the schedule cannot have, or arguments that do not fit it.
-        PipelineError: a message did not come, or was not taken, within config.pipeline_timeout.
+        ValueError: sizes the schedule cannot have, arguments that do not fit it, or a stage's output or loss that
+            cannot be sent or differentiated.
+        PipelineError: a message did not come, or was not taken, within config.pipeline_timeout; or what a backward
+            needs was changed in place.
+        Exception: whatever a stage raised, with a note that names the action. After an error the gradients are those
+            of before the step.
     """
     _check_kind(config, _ONE_STAGE)
     received, sent = infer_tensor_shapes(seq_length, micro_batch_size, config)
@@ -232,18 +236,25 @@ def _run(
             )
     groups = groups or ProcessGroups()
     made = _make_communicator(config, groups, models) if communicator is None else None
-    sums = GradientSums(groups.alike, config.pipeline_timeout)
+    sums = GradientSums(groups.alike, config.pipeline_timeout, models)
     inputs = StepInputs(forward_step_func, iterators, models, config, shapes, collect_non_loss_data)
     executor = Executor(schedule, inputs, communicator or made, sums, trace)
     earlier = [] if forward_only else set_aside(models)
-    executor.run()
-    if config.cp_exchange == PIPELINED:
-        finish(groups.cp)
+    try:
+        executor.run()
+        if config.cp_exchange == PIPELINED:
+            finish(groups.cp)
+        if not forward_only:
+            sums.finish()
+            finalize_model_grads(models, config, groups, executor.num_tokens)
+    except BaseException:
+        if not forward_only:
+            put_back(models, earlier)
+        if made is not None:
+            made.dismiss()
+        raise
     if made is not None:
         made.close()
-    if not forward_only:
-        sums.finish()
-        finalize_model_grads(models, config, groups, executor.num_tokens)
     add_back(earlier)
     return executor.reports
 

@@ -13,6 +13,7 @@ from torch.autograd import Variable
 from plans.config import TransformerConfig
 
 Tensors = Tensor | Sequence[Tensor]
+Shape = tuple[int, ...]
 ForwardStep = Callable[[Any, Any], tuple[Any, Callable[..., Any]]]
 """``forward_step_func(data_iterator, model) -> (output, reducer)``."""
 
@@ -48,10 +49,19 @@ def forward_step(
 
     Returns:
         The output, on the last stage the loss to be differentiated; the tokens it is a sum over, 0 where it is a mean.
+
+    Raises:
+        ValueError: forward_step_func returned something else; or see forward_step_calc_loss.
     """
     if input_tensor is not None:
         model.set_input_tensor(input_tensor)  # pyright: ignore[reportCallIssue]
-    output, reducer = forward_step_func(data_iterator, model)
+    result = forward_step_func(data_iterator, model)
+    if not isinstance(result, tuple) or len(result) != 2 or not callable(result[1]):
+        raise ValueError(
+            f"forward_step_func: expected (output, reducer), got {_described(result)}; return the model's output and a "
+            "function that makes a loss of it"
+        )
+    output, reducer = result
     if not is_last_stage:
         return output, torch.zeros((), dtype=torch.int64)
     return forward_step_calc_loss(
@@ -93,7 +103,8 @@ def forward_step_calc_loss(
     What is reported is copied, so that nothing done to the loss later changes it.
 
     Raises:
-        ValueError: the reducer returned something else, or two values where tokens are to be counted.
+        ValueError: the reducer returned something else, two values where tokens are to be counted, or a loss that is
+            no tensor of one element.
     """
     none = torch.zeros((), dtype=torch.int64)
     if collect_non_loss_data:
@@ -105,6 +116,11 @@ def forward_step_calc_loss(
             "forward_step_func: expected a reducer that returns (loss, report) or (loss, num_tokens, report), got "
             f"{type(result).__name__}{f' of {len(result)}' if isinstance(result, tuple) else ''}; use "
             "collect_non_loss_data=True for anything else"
+        )
+    if not isinstance(result[0], Tensor) or result[0].numel() != 1:
+        raise ValueError(
+            f"forward_step_func: expected a reducer whose loss is a tensor of one element, got "
+            f"{_described(result[0])}; return e.g. the mean of the losses"
         )
     forward_data_store.append(_copied(result[-1]))
     scale = cp_group_size or 1
@@ -119,6 +135,70 @@ def forward_step_calc_loss(
     if config.calculate_per_token_loss:
         return loss * scale, tokens.detach().clone()
     return loss * (scale / num_microbatches) / tokens.clamp(min=1), none
+
+
+def check_output(output: Any, stage: int, shapes: Sequence[Shape], variable: bool, dtype: torch.dtype) -> None:
+    """Refuse an output that the next stage could not receive, before anything is sent.
+
+    Args:
+        output: what a stage before the last returned.
+        stage: its number, for the error.
+        shapes: of the tensors that the next stage expects.
+        variable: whether messages announce their shapes; then only the number of dimensions and the last are checked.
+        dtype: of the tensors.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    tensors = [output] if isinstance(output, Tensor) else output
+    if not isinstance(tensors, list | tuple) or not all(isinstance(x, Tensor) for x in tensors):
+        raise ValueError(
+            f"forward_step_func: expected stage {stage} to return a tensor or a list of tensors, got "
+            f"{_described(output)}; return what the next stage reads"
+        )
+    if len(tensors) != len(shapes):
+        raise ValueError(
+            f"forward_step_func: expected stage {stage} to return {len(shapes)} tensors, got {len(tensors)}; return as "
+            "many as the next stage receives, or say otherwise by adjust_tensor_shapes_fn"
+        )
+    for place, tensor in enumerate(tensors):
+        if tensor.layout != torch.strided or tensor.dtype != dtype:
+            raise ValueError(
+                f"forward_step_func: expected stage {stage} to return {str(dtype).removeprefix('torch.')}, got "
+                f"{_described(tensor)}; stages exchange what the model computes in: cast the output"
+            )
+        expected = tuple(shapes[place])
+        if variable and tensor.dim() == len(expected) and tensor.shape[-1] == expected[-1]:
+            continue
+        if tensor.shape != expected:
+            raise ValueError(
+                f"forward_step_func: expected stage {stage} to return a tensor of shape {[*expected]}, which the "
+                f"next stage receives, got {[*tensor.shape]}; return that shape, give the right seq_length and "
+                "micro_batch_size, or set variable_seq_lengths where only the length differs"
+            )
+
+
+def check_learns(output: Tensors, entered: Sequence[Tensor] | None, model: nn.Module, stage: int, last: bool) -> None:
+    """Refuse an output, or a loss, that cuts off the gradient of everything before it.
+
+    Args:
+        output: of a stage, or of the last stage the loss.
+        entered: what the stage received; None on the first.
+        model: the stage.
+        stage: its number, for the error.
+        last: whether it is the last.
+
+    Raises:
+        ValueError: nothing of it requires a gradient, but something before it does.
+    """
+    if any(x.requires_grad for x in listed(output)):
+        return
+    if entered is not None or any(parameter.requires_grad for parameter in model.parameters()):
+        what = "a loss" if last else "an output"
+        raise ValueError(
+            f"forward_step_func: expected {what} of stage {stage} that requires a gradient, got a detached one, which "
+            "leaves nothing before it a gradient; drop detach() or torch.no_grad(), or freeze what is not to be trained"
+        )
 
 
 def backward_step(
@@ -215,6 +295,16 @@ def own_memory(out: Any) -> Any:
 def listed(tensors: Tensors) -> list[Tensor]:
     """One tensor or several, as a list."""
     return [tensors] if isinstance(tensors, Tensor) else [*tensors]
+
+
+def _described(value: Any) -> str:
+    """What a value is, for an error."""
+    if isinstance(value, Tensor):
+        layout = "" if value.layout == torch.strided else f" {str(value.layout).removeprefix('torch.')}"
+        return f"a{layout} tensor {[*value.shape]} of {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {', '.join(map(_described, value[:4])) or 'nothing'}"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _copied(report: Any) -> Any:

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from plans.placement import SCHEDULES, V_SCHEDULES
+from plans.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES
 
 
 class Cut(NamedTuple):
@@ -20,8 +20,10 @@ def any_cut(draw) -> Cut:
     """Schedule, p, m, v, g, and how many layers each stage has: none, one or two."""
     name = draw(st.sampled_from([*(name for name in SCHEDULES if name != "none"), "interleaved"]))  # has most cases
     p = draw(st.integers(2, 4))
-    v = draw(st.integers(2, 3)) if name == "interleaved" else 2 if name in V_SCHEDULES else None
-    if name != "interleaved":
+    v = draw(st.integers(2, 3)) if name in INTERLEAVED_SCHEDULES else 2 if name in V_SCHEDULES else None
+    if name == "interleaved-zb1p":
+        group, count = None, draw(st.sampled_from([1, p, p + 1, 2 * p]))
+    elif name != "interleaved":
         group, count = None, draw(st.integers(1, 6))
     else:
         group = draw(st.integers(p, p + 1))

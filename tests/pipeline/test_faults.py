@@ -18,7 +18,7 @@ import pytest
 
 import reference_torch.rank_pool as rank_pool
 from benchmarks.message_faults import Fault
-from parity.launch import CHILD
+from parity.processes import CHILD
 from plans.schedule import schedule_for
 from plans.simulate import Costs, simulate
 from reference_torch.rank_pool import RankError, RankPool
@@ -330,7 +330,7 @@ def test_a_rank_that_dies_between_messages_is_missed_by_name():
 
 def test_an_error_of_a_rank_does_not_abort_it():
     """The thread that watches for the parent's end reads on while the interpreter ends."""
-    script = "import time\nimport parity.launch as l\nl.end_with_parent()\ntime.sleep(0.5)\nraise ValueError('its own')"
+    script = "import time, parity.processes as p\np.end_with_parent()\ntime.sleep(0.5)\nraise ValueError('its own')"
     process = subprocess.Popen(
         [sys.executable, "-c", script],
         stdin=subprocess.PIPE,

@@ -132,3 +132,32 @@ def test_warmups(arguments):
         warmup = num_warmup_microbatches(rank, p, m, v, g)
         assert first == min(warmup + 1, m * v)
         assert [a.stage % p for a in actions] == [rank] * (2 * m * v)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            (4, 9, 2),
+            r"num_microbatches: expected 2 rounds of as many with schedule 'interleaved-zb1p', got 9, which leaves 1",
+        ),
+        (
+            (4, 8, 1),
+            r"stages_per_rank: expected at least 2 with schedule 'interleaved-zb1p', got 1; .* or choose 'zb-h1'",
+        ),
+        ((4, 8, 2, 4), r"group_size: expected None with schedule 'interleaved-zb1p', got 4; choose 'interleaved'"),
+        ((1, 8, 2), r"pp_size: expected at least 2 with schedule 'interleaved-zb1p', got 1; choose 'none'"),
+    ],
+)
+def test_interleaved_zero_bubble_refuses_by_name(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        build_schedule("interleaved-zb1p", *arguments)
+
+
+@given(st.integers(2, 6), st.integers(1, 3), st.integers(2, 4), TIMES)
+def test_interleaved_zero_bubble(p, rounds, v, weights):
+    """m a multiple of p, F = I = 1 >= W of a stage: the bubble of zb-h1, of one stage; v p stages' worth in flight."""
+    weights = min(weights, 1.0)
+    course = simulate(build_schedule("interleaved-zb1p", p, rounds * p, v), Costs(1.0, 1.0, weights))
+    assert course.bubble == pytest.approx(((p - 1) * (2.0 - weights),) * p)
+    assert course.peak_in_flight == (v * p,) * p

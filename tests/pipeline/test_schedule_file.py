@@ -61,6 +61,7 @@ def written_by_torch(name: str, p: int, m: int, v: int) -> str:
     ("peer", "ours"),
     [
         ("ScheduleInterleaved1F1B", "interleaved"),
+        ("ScheduleInterleavedZeroBubble", "interleaved-zb1p"),
         ("ScheduleZBVZeroBubble", "zb-v"),
         ("ScheduleDualPipeV", "dualpipe-v"),
     ],
@@ -288,7 +289,7 @@ def test_microbatches_may_come_in_any_order(two, text, tmp_path):
 
 @pytest.mark.multiprocess
 def test_what_torch_writes_runs_here(two, tmp_path):
-    """Its interleaved zero bubble, which this project has no name for."""
+    """Its interleaved zero bubble, read from a file."""
     path = tmp_path / "theirs.csv"
     path.write_text(written_by_torch("ScheduleInterleavedZeroBubble", 2, 4, 2))
     config = replace(

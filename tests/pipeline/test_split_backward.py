@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT
+from plans.communication import PipelineError
 from plans.config import TransformerConfig
 from reference_torch.pipeline import DeferredWeightGradients, custom_backward
 from reference_torch.stage import PipelineStage
@@ -108,6 +109,54 @@ def test_inputs_first_and_weights_later_give_the_same_gradients(name, first_stag
         torch.testing.assert_close(split[key], gradient, rtol=1e-6, atol=1e-6)
     if not how.get("autocast"):
         assert not {key for key in after_inputs if key.endswith("weight")}, "a weight's gradient came with its input's"
+
+
+class Uncommon(torch.nn.Module):
+    """Linear maps whose weight's gradient is not one real product that nobody else looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.complex = torch.nn.Linear(6, 6, bias=False, dtype=torch.complex64)
+        self.vector, self.one = torch.nn.Parameter(torch.randn(6)), torch.nn.Parameter(torch.randn(1))
+        self.hooked, self.halved = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+        self.hooked.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        self.halved.weight.register_post_accumulate_grad_hook(halve_gradient)
+
+    def forward(self, x):
+        linear = torch.nn.functional.linear
+        y = linear(x.to(torch.complex64), self.complex.weight)
+        y = y.real + linear(x, self.vector).unsqueeze(-1)
+        y = torch.relu_(linear(y, self.hooked.weight)) + linear(y, self.hooked.weight, self.one)
+        return self.halved(y)
+
+
+def halve_gradient(parameter):
+    parameter.grad.mul_(0.5)
+
+
+def test_linear_maps_that_cannot_wait_give_the_same_gradients():
+    model, x = Uncommon(), torch.randn(2, 3, 6, requires_grad=True)
+    out, gradients = whole_gradients(model, x)
+    of_input, x.grad = x.grad, None
+    split_out, _, split = split_gradients(model, x)
+    torch.testing.assert_close(split_out, out)
+    torch.testing.assert_close(x.grad, of_input)
+    assert split.keys() == gradients.keys()
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(split[key], gradient, msg=key)
+
+
+def test_an_input_that_changes_between_inputs_and_weights_is_refused():
+    """A data iterator that fills one buffer again; autograd looks at versions no later than I."""
+    model, x = deep(), torch.randn(4, 6)
+    deferred = DeferredWeightGradients()
+    with deferred:
+        out = model(x)
+        custom_backward(out, torch.ones_like(out))
+    x.add_(1.0)
+    with pytest.raises(PipelineError, match=r"input of a linear map, \[4, 6\], unchanged from I to W, .*yield new"):
+        deferred.run()
 
 
 def stage_of(**changes) -> tuple[PipelineStage, TransformerConfig]:

@@ -26,6 +26,8 @@ ON_TWO = {
     "interleaved": Case(divided(2, v=2), 4),
     "interleaved in groups of three, the last of two": Case(divided(2, v=2, microbatch_group_size_per_vp_stage=3), 5),
     "zb-h2": Case(divided(2, "zb-h2"), 4),
+    "interleaved-zb1p": Case(divided(2, "interleaved-zb1p", v=2), 4),
+    "interleaved-zb1p, one microbatch": Case(divided(2, "interleaved-zb1p", v=2), 1),
     "zb-v": Case(divided(2, "zb-v", v=2), 4),
     "zb-v, one microbatch, untied": Case(divided(2, "zb-v", v=2, untie_embeddings_and_output_weights=True), 1),
     "v-half": Case(divided(2, "v-half", v=2), 5),
@@ -96,6 +98,7 @@ ON_FOUR = {
     "v-half, stages without layers": Case(divided(4, "v-half", v=2, pipeline_model_parallel_layout="E|t||tt||t||L"), 4),
     "gpipe": Case(divided(4, "gpipe"), 3),
     "interleaved": Case(divided(4, v=2, num_layers=8), 8),
+    "interleaved-zb1p": Case(divided(4, "interleaved-zb1p", v=2, num_layers=8), 8),
     "seven layers": Case(divided(4, pipeline_model_parallel_layout="Ett|tt|tt|tL", num_layers=7), 4),
     "a stage without layers": Case(divided(4, pipeline_model_parallel_layout="Et||ttt|L"), 4),
     "a stage without layers or hyper-connections": Case(

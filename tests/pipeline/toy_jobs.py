@@ -37,7 +37,11 @@ class Toy(torch.nn.Module):
 
 
 class Passing(Toy):
-    """A stage that hands on what it was given; its map is of no use."""
+    """A stage that hands on what it was given; its map is of no use, and frozen."""
+
+    def __init__(self, stage: int, tensors: int = 1) -> None:
+        super().__init__(stage, tensors)
+        self.requires_grad_(False)
 
     def forward(self, data: torch.Tensor) -> Any:
         return data if self.stage == 0 else self.entered

@@ -85,6 +85,17 @@ def rooms(task: dict) -> list[float]:
     return limit if isinstance(limit, list) else [limit] * p
 
 
+@pytest.mark.parametrize(("p", "kept", "makespan"), [(4, 8, 75), (6, 12, 77)])
+def test_it_is_as_good_as_interleaved_zero_bubble_where_it_fits(p, kept, makespan):
+    """12 microbatches, two stages a rank, F = I = W = 1, as much kept from I to W as before."""
+    costs = Costs(1.0, 1.0, 1.0, 0.0, 1.0, 1.0)
+    named = simulate(build_schedule("interleaved-zb1p", p, 12, 2), costs)
+    assert (named.makespan, max(named.peak_bytes)) == (makespan, kept)
+    found = generate_schedule(p, 12, 2, costs, kept).course
+    assert found.makespan <= makespan
+    assert max(found.peak_bytes) <= kept
+
+
 @given(any_task())
 def test_it_runs_fits_and_is_behind_no_name(task):
     found = generate_schedule(**task)
@@ -254,7 +265,7 @@ BETTER = {
 """Four ranks, eight microbatches: stages a rank, costs, limit, placement."""
 GAIN = {
     "a heavy head, there and back": 0.02,
-    "I longer than W, two stages a rank": 0.1,
+    "I longer than W, two stages a rank": 0.065,
     "slow messages, a limit between zb-h1 and zb-h2": 0.08,
     "a limit between v-min and v-half": 0.04,
 }

@@ -99,6 +99,7 @@ SLOW = {
     "delta rule, zero bubble": lambda: check(replace(HYBRID, **FOUR, pipeline_schedule="zb-h1"), 5, door="shard_map"),
     "one rank": lambda: check(DROPPED, 3),
     "fewer microbatches than ranks": lambda: check(replace(DROPPED, **FOUR), 2, ticks="fused"),
+    "interleaved-zb1p": lambda: check(replace(DROPPED, **TWICE_TWO, pipeline_schedule="interleaved-zb1p"), 6),
     "interleaved": lambda: check(replace(DROPPED, **TWICE_TWO), 6, keep="inputs"),
     "hyper-connections, zero bubble": lambda: check(
         replace(HYPER, pipeline_model_parallel_size=2, pipeline_schedule="zb-h1"), 3

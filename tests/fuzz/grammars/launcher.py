@@ -1,0 +1,288 @@
+"""Runs of several processes in which ranks are killed, stopped, or hang, from their start to their end.
+
+Most programs run a stand-in of a rank through the real launcher; few run ``diptych train`` itself. Whatever happens the
+launcher ends in time, fails unless all ranks ended well, names the rank, and leaves no process and no file open.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from parity import processes
+from parity.processes import start_processes
+from tests.fuzz.grammars._launcher_rank import PHASES, PLAN
+from tests.fuzz.harness import EQUAL, REFUSED, Outcome, Wrong
+
+STAND_IN = "tests.fuzz.grammars._launcher_rank"
+KINDS = ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGTERM", "hang", "exit")
+"""What happens to a rank. ``pause``, a stop that is continued in time, happens to some as well."""
+LATEST = 0.4
+"""Seconds after the start at which a rank or the launcher is struck at the latest."""
+SLACK = 20.0
+"""Seconds a loaded machine may take on top of the launcher's own clocks."""
+GRACE, TICK, SHORT, LONG = 0.2, 0.01, 0.4, 30.0
+"""Seconds; SHORT clocks where a program waits for them to run out, LONG where none may."""
+
+HARD_CASES = frozenset(
+    {
+        *(f"{kind} at {phase}" for kind in ("SIGKILL", "SIGSTOP") for phase in ("spawn", "meeting", "end")),
+        *KINDS,
+        "pause",
+        "no fault",
+        "two faults",
+        "every rank stopped",
+        "interrupted",
+        "grandchild",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a rank, and when: in one of its phases, or so many seconds after it was started."""
+
+    kind: str
+    rank: int
+    when: str | float
+
+
+@dataclass(frozen=True)
+class Program:
+    """One run."""
+
+    ranks: int
+    faults: tuple[Fault, ...] = ()
+    interrupt: tuple[str, float] | None = None
+    """A signal to the launcher, and when."""
+    grandchild: int | None = None
+    """The rank that starts a process of its own."""
+    seconds: float = 0.0
+    """How long ranks compute."""
+    real: bool = False
+    """Whether ``diptych train --nproc`` runs."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether some rank keeps the others waiting until a clock has run out."""
+        return any(fault.kind in ("SIGSTOP", "hang") for fault in self.faults)
+
+
+def draw(rng: np.random.Generator) -> Program:
+    """Draw a run."""
+    ranks, chance = int(rng.integers(2, 5)), rng.random()
+    seconds = float(np.round(rng.random() * 0.1, 3))
+    grandchild = int(rng.integers(ranks)) if rng.random() < 0.2 else None
+    if chance < 0.15:
+        return Program(ranks, (), None, grandchild, seconds)
+    if chance < 0.25:
+        when = float(np.round(rng.random() * LATEST, 3))
+        return Program(ranks, (), (str(rng.choice(["SIGINT", "SIGTERM"])), when), grandchild, 1.0)
+    if chance < 0.3:
+        return Program(ranks, (Fault("pause", int(rng.integers(ranks)), _phase(rng)),), None, grandchild, seconds)
+    if chance < 0.34:
+        return Program(ranks, tuple(Fault("SIGSTOP", rank, _phase(rng)) for rank in range(ranks)))
+    faults = [_draw_fault(rng, ranks)]
+    if rng.random() < 0.15:
+        faults.append(_draw_fault(rng, ranks))
+    real = rng.random() < 0.01
+    return Program(ranks, tuple(faults), None, None if real else grandchild, seconds, real)
+
+
+def _phase(rng: np.random.Generator) -> str:
+    return str(rng.choice(PHASES))
+
+
+def _draw_fault(rng: np.random.Generator, ranks: int) -> Fault:
+    kind = str(rng.choice(KINDS, p=(0.35, 0.2, 0.1, 0.1, 0.1, 0.15)))
+    if kind.startswith("SIG") and rng.random() < 0.5:
+        when = 0.0 if rng.random() < 0.3 else float(np.round(rng.random() * LATEST, 3))
+        return Fault(kind, int(rng.integers(ranks)), when)
+    return Fault(kind, int(rng.integers(ranks)), _phase(rng))
+
+
+def features(program: Program) -> Iterable[str]:
+    """Name what happens in a run."""
+    for fault in program.faults:
+        yield fault.kind
+        yield f"{fault.kind} at {'spawn' if fault.when in (0.0, 'start') else fault.when}"
+    hard = {
+        "no fault": not program.faults and program.interrupt is None,
+        "two faults": len(program.faults) == 2,
+        "every rank stopped": [fault.kind for fault in program.faults] == ["SIGSTOP"] * program.ranks,
+        "interrupted": program.interrupt is not None,
+        "grandchild": program.grandchild is not None,
+        "real": program.real,
+    }
+    yield from (name for name, has in hard.items() if has)
+
+
+def check(program: Program) -> Outcome:
+    """Run a program, and look at how it ended."""
+    files = _open_files()
+    with tempfile.TemporaryDirectory() as folder:
+        with _said(folder) as said, _Striker(program) as striker:
+            begin = time.monotonic()
+            code = _launch(program, folder)
+            seconds = time.monotonic() - begin
+        told = said.read_text()
+        grandchild = Path(folder, "grandchild")
+        pids = [*striker.seen, *(int(file.read_text()) for file in [grandchild] if file.exists())]
+    end = time.monotonic() + 5.0
+    while any(map(_is_there, pids)) and time.monotonic() < end:
+        time.sleep(0.005)  # what a rank had started is killed, and nobody here can reap it
+    left = [pid for pid in pids if _is_there(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    if left:
+        raise Wrong(f"processes {left} of {striker.seen} outlived the launcher, which said: {told}")
+    if seconds > SLACK + (60.0 if program.real else 0.0):
+        raise Wrong(f"the launcher took {seconds:.1f} s: {told}")
+    if _open_files() > files:
+        raise Wrong(f"open files grew from {files} to {_open_files()}")
+    return _judged(program, code, told, striker.struck)
+
+
+def _judged(program: Program, code: int, told: str, struck: bool) -> Outcome:
+    lines = re.findall(r"diptych: (.*)", told)
+    if program.interrupt is not None:
+        if code < 0 or (code == 0 and struck):
+            raise Wrong(f"interrupted, and exit code {code}: {told}")
+        return Outcome(REFUSED, "interrupted")
+    harmful = [fault for fault in program.faults if fault.kind != "pause"]
+    if code == 0:
+        # What strikes a rank by the clock may come after its end.
+        if any(isinstance(fault.when, str) for fault in harmful) or lines:
+            raise Wrong(f"exit code 0 after {harmful}: {told}")
+        return Outcome(EQUAL)
+    if not harmful:
+        raise Wrong(f"exit code {code} without a fault: {told}")
+    if not any(_is_named(fault, told) for fault in harmful):
+        raise Wrong(f"exit code {code}, and none of {harmful} is named: {told}")
+    return Outcome(REFUSED, re.sub(r"\d+", "n", " | ".join(lines)))
+
+
+def _is_named(fault: Fault, told: str) -> bool:
+    """Whether the launcher says which rank it was."""
+    rank = rf"ranks?( \d+,)* {fault.rank}\b"
+    if fault.kind in ("SIGSTOP", "hang"):
+        return bool(re.search(rf"diptych: {rank}.* (did not|has been stopped|still ran)", told))
+    if fault.kind == "exit":
+        return bool(re.search(f"diptych: failed, .*{rank} with exit code 3", told))
+    return bool(re.search(f"diptych: {rank} was ended by {fault.kind}", told))
+
+
+def _launch(program: Program, folder: str) -> int:
+    if program.real:
+        return _launch_training(program, folder)
+    faults = [asdict(fault) for fault in program.faults if isinstance(fault.when, str)]
+    clock = SHORT if program.waits else LONG
+    plan = {"faults": faults, "grandchild": program.grandchild, "folder": folder, "seconds": program.seconds}
+    before = processes.GRACE, processes.TICK
+    processes.GRACE, processes.TICK = GRACE, TICK
+    os.environ[PLAN] = json.dumps({**plan, "timeout": clock})
+    try:
+        return start_processes(program.ranks, STAND_IN, [], 3 * clock, clock)
+    finally:
+        processes.GRACE, processes.TICK = before
+        del os.environ[PLAN]
+
+
+def _launch_training(program: Program, folder: str) -> int:
+    """``diptych train``, whose ranks are struck by the clock."""
+    Path(folder, "text").write_bytes(b"a text that is learnt by heart. " * 40)
+    sizes = "--hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --global-batch-size 4"
+    layers = f"--num-layers {program.ranks} --pipeline-model-parallel-size {program.ranks}"
+    times = "--pipeline-timeout 10 --join-timeout 40 --train-iters 3 --eval-iters 1 --lr-warmup-iters 0"
+    flags = f"--data-path {folder}/text {sizes} {layers} {times}".split()
+    return start_processes(program.ranks, "reference_torch.train", flags, 40.0, 10.0)
+
+
+@contextlib.contextmanager
+def _said(folder: str) -> Iterator[Path]:
+    """Collect what the launcher and all ranks write to standard error, and drop what goes to standard output."""
+    path = Path(folder, "said")
+    sys.stderr.flush()
+    sys.stdout.flush()
+    kept = os.dup(1), os.dup(2)
+    with path.open("w") as file, open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        try:
+            with contextlib.redirect_stderr(file):
+                yield path
+        finally:
+            for number, copy in enumerate(kept, 1):
+                os.dup2(copy, number)
+                os.close(copy)
+
+
+class _Striker:
+    """A thread that strikes ranks and the launcher by the clock, and notes every process it has seen."""
+
+    def __init__(self, program: Program) -> None:
+        self.seen: list[int] = []
+        self.struck = False
+        self._due = [(float(f.when), f.kind, f.rank) for f in program.faults if not isinstance(f.when, str)]
+        if program.interrupt is not None:
+            self._due.append((program.interrupt[1], program.interrupt[0], -1))
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._strike)
+        self._main = threading.get_native_id()
+
+    def __enter__(self) -> "_Striker":
+        self._before = {n: signal.signal(n, lambda *_: None) for n in (signal.SIGINT, signal.SIGTERM)}
+        self._children = {*self._now()}
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        self._thread.join()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _now(self) -> list[int]:
+        return [int(pid) for pid in Path(f"/proc/self/task/{self._main}/children").read_text().split()]
+
+    def _strike(self) -> None:
+        begin: float | None = None
+        while not self._over.is_set():
+            for pid in self._now():
+                if pid not in self.seen and pid not in self._children:
+                    self.seen.append(pid)  # in the order of their ranks
+                    begin = begin or time.monotonic()
+            for due in [*self._due]:
+                when, kind, rank = due
+                if begin is not None and time.monotonic() - begin >= when and len(self.seen) > rank:
+                    self._due.remove(due)
+                    self._send(kind, rank)
+            time.sleep(0.002)
+
+    def _send(self, kind: str, rank: int) -> None:
+        if rank < 0:
+            self.struck = any(_is_there(pid) for pid in self.seen)
+            os.kill(os.getpid(), getattr(signal, kind))
+        elif _is_there(self.seen[rank]):
+            os.kill(self.seen[rank], getattr(signal, kind))
+
+
+def _is_there(pid: int) -> bool:
+    """Whether a process runs or is stopped; one that has ended and was not reaped does not."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
