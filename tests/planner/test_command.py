@@ -62,3 +62,19 @@ def test_plan_prints_every_term_for_a_size_no_machine_here_could_run(capsys):
         assert term in out
     assert diptych("plan --micro-batch-size 0") == 2
     assert "micro_batch_size: expected at least 1, got 0" in capsys.readouterr().err
+
+
+def test_a_pipeline_whose_first_rank_has_no_layers_is_planned_with_offload(capsys):
+    shape = "plan --num-layers 4 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
+    assert diptych(shape, "E|ttttL", "--enable-tensor-offload") == 0
+    late, divided = capsys.readouterr().out, "offloaded parameters of 4 layers, a step of 8 x 1,024 tokens on rank 1"
+    assert divided in late
+    assert diptych(shape, "Ett|ttL", "--enable-tensor-offload") == 0
+    assert "offloaded parameters of 2 layers, a step of 8 x 1,024 tokens on rank 0" in capsys.readouterr().out
+
+
+def test_offload_is_planned_for_the_tokens_of_one_context_rank(capsys):
+    assert diptych("plan --context-parallel-size 4 --enable-tensor-offload") == 0
+    said = capsys.readouterr().out
+    assert "a step of 1 x 256 tokens on rank 0" in said
+    assert "tokens a microbatch on: with 256 it" in " ".join(said.split())
