@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from plans.config import TransformerConfig
 from plans.exchange import PIPELINED
-from plans.memory.graph import Node
+from plans.memory.nodes import Node
 from plans.memory.ranks import parameter_bytes
 from plans.memory.simulate import Simulation
 from plans.memory.stages import stage_builder
