@@ -50,6 +50,7 @@ from plans.implementation import callback_threads
 from plans.sampling import next_token
 from plans.schedule import schedule_for
 from plans.schedule_file import schedule_to_csv
+from plans.step_time import StageTimes
 from plans.training import NonFiniteLossError, check_trainable
 
 DESCRIPTION = """One training system in PyTorch and in JAX: compare both, train either, look into runs.
@@ -261,7 +262,7 @@ def _plan(command: Plan, console: Console) -> int:
     if command.generate_schedule is not None:
         model = print_generated(console, command, command.generate_schedule)
     elif model.pipeline_model_parallel_size > 1:
-        print_schedule(console, model, *shape, picture=command.picture)
+        print_schedule(console, model, *shape, picture=command.picture, roofline=StageTimes(command.machine))
         if command.write_schedule is not None:
             command.write_schedule.write_text(schedule_to_csv(schedule_for(model, command.num_microbatches)))
             print_written(console, command.write_schedule)

@@ -1,6 +1,9 @@
 """diptych plan: schedules written and read again, pictures, what ranks hold, send and keep."""
 
+import json
 import re
+
+import pytest
 
 from tests.command import diptych
 
@@ -78,3 +81,22 @@ def test_offload_is_planned_for_the_tokens_of_one_context_rank(capsys):
     said = capsys.readouterr().out
     assert "a step of 1 x 256 tokens on rank 0" in said
     assert "tokens a microbatch on: with 256 it" in " ".join(said.split())
+
+
+def test_printed_times_are_those_of_the_page_and_both_state_the_cost_model(tmp_path, capsys):
+    shape = "plan --num-layers 8 --pipeline-model-parallel-size 4 --virtual-pipeline-model-parallel-size 2"
+    rates = "--compute-rate 1 --network-bandwidth 2 --memory-bandwidth 100"
+    assert diptych(f"{shape} --schedule zb-v --num-microbatches 8 {rates} --html", tmp_path / "plan.html") == 0
+    out, page = capsys.readouterr().out, (tmp_path / "plan.html").read_text()
+    told = json.loads(re.search(r'<script type="application/json" id="plan">(.*?)</script>', page, re.DOTALL)[1])
+    rows = [line.split() for line in out[out.index("schedules; times in ms") :].splitlines()]
+    printed = {row[0].rstrip(","): row for row in rows if len(row) > 5}
+    assert len(told["schedules"]) == len([name for name in printed if name in {s["name"] for s in told["schedules"]}])
+    for schedule in told["schedules"]:
+        row = [cell for cell in printed[schedule["name"]] if not cell.startswith("v=")]
+        assert float(row[1]) == pytest.approx(1e3 * schedule["makespan"], rel=1e-4)
+        assert row[4] == f"{schedule['idle']:.1%}"
+    said = " ".join(out.split())
+    assert "milliseconds of a roofline with 1 TFLOP/s, 100 GB/s of memory and 2 GB/s between ranks" in said
+    assert "diptych plan prints the same times" in page
+    assert "have not been set beside measured" not in page

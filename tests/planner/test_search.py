@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from parity.cli import main
 from parity.commands import parse_bytes
 from plans.config import TrainConfig, TransformerConfig
-from plans.delta_rule import CHUNK_SIZE, chunk_flops
+from plans.delta_rule import chunk_flops
 from plans.parameters import parameter_specs
 from plans.partition import undivided
 from plans.placement import SCHEDULES
@@ -246,8 +246,9 @@ def test_maps_of_states_cost_columns_and_pipelined_none(exchange):
         StageTimes(machine).of(replace(config, cp_exchange=each), 2)[0] for each in (exchange, "pipelined")
     )
     _, heads, key, value = config.linear_heads
-    chunks = -(-2 * MODEL.seq_length // 2 // CHUNK_SIZE) * MODEL.num_layers * heads
-    columns = chunk_flops(CHUNK_SIZE, key, value + key) - chunk_flops(CHUNK_SIZE, key, value)
+    size = MODEL.seq_length  # a part of 32 tokens is one chunk of 32
+    chunks = MODEL.num_layers * heads
+    columns = chunk_flops(size, key, value + key) - chunk_flops(size, key, value)
     assert (with_map.forward - without.forward) * 1e9 == pytest.approx(chunks * columns)
     assert with_map.input_gradient - without.input_gradient == pytest.approx(3 * (with_map.forward - without.forward))
 
