@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import functools
 import io
 import re
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ Settings may also stand in a TOML file: diptych train --config run.toml; flags g
 """
 
 
+@functools.cache
 def flags_of(command: type) -> dict[str, Any]:
     """Return the settings of a command and their types, by their names as fields."""
     hints, found = get_type_hints(command), {}
@@ -55,6 +57,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+@functools.cache
 def description() -> str:
     """Return what ``diptych --help`` says: the flags of every command, those of several commands once."""
     shared = {name: [each for each, kind in COMMANDS.items() if name in flags_of(kind)] for name in _all_settings()}
@@ -91,6 +94,7 @@ def in_flags(message: str, command: str | None) -> str:
     names = {name: flag(name) for name in known if "_" in name}
     names |= {name: flag(setting) for name, setting in OTHER_NAMES.items() if setting in known}
     if "num_microbatches" not in known:
+        message = re.sub(r"num_microbatches=(\d+)", r"\1 microbatches", message)
         names["num_microbatches"] = "the number of microbatches (--global-batch-size, --micro-batch-size)"
     pattern = re.compile(r"'[^']*'|(?<![\w./-])(?:" + "|".join(sorted(names, key=len, reverse=True)) + r")(?![\w./])")
     message = pattern.sub(lambda found: names.get(found[0], found[0]), message)
@@ -98,6 +102,7 @@ def in_flags(message: str, command: str | None) -> str:
     return f"--{message}" if first and first[1] in known else message
 
 
+@functools.cache
 def _all_settings() -> dict[str, Any]:
     return {name: kind for command in COMMANDS.values() for name, kind in flags_of(command).items()}
 
@@ -143,6 +148,10 @@ def _explained(message: str, command: str | None) -> str:
     if value := re.match(r"Error parsing (\S+?): (?:invalid literal for|could not convert).*?: (.*)", message):
         kind = "an integer" if "invalid literal" in message else "a number"
         return f"{value[1]}: expected {kind}, got {value[2]}{hint}"
+    if several := re.match(r"Error parsing (\S+?): no type matching .*? instantiated from \[(.*?)\]\.  Got", message):
+        kind = "an integer or None" if "<class 'int'>" in message else "a number or None"
+        kind = kind if re.search(r"<class '(int|float)'>", message) else "another value"
+        return f"{several[1]}: expected {kind}, got {several[2]}{hint}"
     if choice := re.match(r"invalid choice (.*?) for argument '(\S+)'. Expected one of \((.*)\)\.?$", message):
         allowed = ", ".join(sorted(each.strip(" '") for each in choice[3].split(",")))
         return f"{choice[2]}: expected one of {allowed}, got {choice[1]}{hint}"
