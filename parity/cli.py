@@ -4,9 +4,7 @@ Subcommands import the backends they use and no other: ``diptych train --backend
 PyTorch is not installed, and the other way round.
 """
 
-import contextlib
 import importlib
-import io
 import os
 import re
 import select
@@ -18,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 from rich.console import Console
 
-from parity.commands import Command, Compare, Curves, Info, Plan, Sample, Train, TrainingRun
-from parity.config_file import with_config_file
+from parity.command_line import in_flags, parse
+from parity.commands import Compare, Curves, Info, Plan, Sample, Train, TrainingRun
 from parity.console import print_written
 from parity.context_report import print_context
 from parity.driver import SavePlan, run_training
@@ -50,12 +47,9 @@ from plans.implementation import callback_threads
 from plans.sampling import next_token
 from plans.schedule import schedule_for
 from plans.schedule_file import schedule_to_csv
+from plans.step_time import StageTimes
 from plans.training import NonFiniteLossError, check_trainable
 
-DESCRIPTION = """One training system in PyTorch and in JAX: compare both, train either, look into runs.
-
-Settings may also stand in a TOML file: diptych train --config run.toml; flags given beside it win.
-"""
 USER_ERROR = 2
 FAILURE = 1
 INTERRUPTED = 130
@@ -76,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(quiet=rank() > 0) if sys.stdout.isatty() else Console(quiet=rank() > 0, width=PLAIN_WIDTH)
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        command = _parse(arguments)
+        command = parse(arguments)
         if isinstance(command, Train):
             check_processes(command)
             if command.backend == "torch" and command.ranks_here > 1 and not is_one_of_several():
@@ -84,11 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 silence = command.model.pipeline_timeout
                 return start_processes(command.ranks_here, module, more, command.join_timeout, silence)
         return _ACTIONS[type(command)](command, console)
-    except (ValueError, ModuleNotFoundError) as error:
+    except (ValueError, ModuleNotFoundError, NotImplementedError) as error:
         if speaks():  # the others say the same
-            print(f"diptych: {error}", file=sys.stderr)
+            print(f"diptych: {in_flags(str(error), next(iter(arguments), None))}", file=sys.stderr)
         return USER_ERROR
-    except (NonFiniteLossError, NotImplementedError, OSError, PipelineError) as error:
+    except (NonFiniteLossError, OSError, PipelineError) as error:
         if not (isinstance(error, BrokenPipeError) and _nobody_reads_on()):
             print(f"diptych: {error}", file=sys.stderr)
         return FAILURE
@@ -113,41 +107,10 @@ def _nobody_reads_on() -> bool:
     return True
 
 
-def _parse(arguments: list[str]) -> Compare | Train | Plan | Sample | Info | Curves:
-    """Read the command line.
-
-    Raises:
-        ValueError: it cannot be read; one line that says why.
-        SystemExit: help was asked for and given.
-    """
-    captured = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(captured):
-            return tyro.cli(Command, prog="diptych", description=DESCRIPTION, args=with_config_file(arguments))
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
-        raise ValueError(_first_message(captured.getvalue())) from None
-
-
 def _after_train(arguments: Sequence[str]) -> list[str]:
     """What was said to ``diptych train`` beside its name, which the module that is started adds again."""
     name = [*arguments].index("train")
     return [*arguments[:name], *arguments[name + 1 :]]
-
-
-def _first_message(box: str) -> str:
-    """What tyro says in its framed error message, above the first rule, as one line."""
-    lines: list[str] = []
-    for line in box.splitlines()[1:]:
-        content = line.strip(" │|")
-        if content.startswith(("─", "╰", "╭", "-----", "+-")):  # a frame or a rule, in ASCII too
-            if lines:
-                break
-            continue
-        lines.append(content)
-    message = re.sub(r"^Error parsing __\S+: ", "", " ".join(lines))
-    return f"{message} (diptych --help lists what there is)"
 
 
 def _load_backend(backend: str, params_dtype: str, num_threads: int = 1, ranks: int = 1, impl: str = "auto"):
@@ -263,7 +226,7 @@ def _plan(command: Plan, console: Console) -> int:
     if command.generate_schedule is not None:
         model = print_generated(console, command, command.generate_schedule)
     elif model.pipeline_model_parallel_size > 1:
-        print_schedule(console, model, *shape, picture=command.picture)
+        print_schedule(console, model, *shape, picture=command.picture, roofline=StageTimes(command.machine))
         if command.write_schedule is not None:
             command.write_schedule.write_text(schedule_to_csv(schedule_for(model, command.num_microbatches)))
             print_written(console, command.write_schedule)

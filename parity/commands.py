@@ -150,6 +150,10 @@ class Train(TrainingRun):
         return self.nproc or max(1, self.model.model_parallel_size // (self.num_processes or 1))
 
 
+LEAST_RATE, MOST_RATE = 1e-6, 1e9
+"""Of a machine, in the units of the flags: beyond them times overflow, or are 0."""
+
+
 def parse_bytes(name: str, text: str) -> int:
     """A size such as 80GiB or 1.5 TB.
 
@@ -215,8 +219,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("link_bandwidth", "compute_rate", "memory_bandwidth", "network_bandwidth"):
-            if not 0.0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}: expected a number above 0, got {getattr(self, name)}")
+            if not LEAST_RATE <= getattr(self, name) <= MOST_RATE:
+                raise ValueError(
+                    f"{name}: expected a number from {LEAST_RATE:g} to {MOST_RATE:g}, got {getattr(self, name)}"
+                )
         sizes = (
             "micro_batch_size",
             "num_microbatches",

@@ -24,22 +24,24 @@ MIB = 2**20
 
 
 def print_offload(console: Console, command: Plan) -> None:
-    """A table over the number of layers fetched ahead, for the first rank, and the criterion for hiding.
+    """Print a table over the number of layers fetched ahead, for one rank, and the criterion for hiding.
 
+    The rank is the first of those that hold the most layers: any rank of a pipeline, the first included, may hold none.
     In a pipeline JAX has a column of its own: its copies do not reach from one action into the next.
     """
     config, asked = command.model, command.model.tensor_offload_num_prefetch_layers
-    tokens = command.micro_batch_size * config.seq_length
+    tokens = command.micro_batch_size * config.seq_length // config.context_parallel_size
     bandwidth, rate = command.link_bandwidth * 1e9, command.compute_rate * 1e12
     storages = layer_storages(config)
-    layers = rank_layers(config)
+    rank = max(range(config.pipeline_model_parallel_size), key=lambda rank: len(rank_layers(config, rank)))
+    layers = rank_layers(config, rank)
     count = 1 if config.pipeline_model_parallel_size == 1 else command.num_microbatches
     updates = [Use("S", layer) for layer in layers]
-    uses = rank_uses(config, count) + updates
+    uses = rank_uses(config, count, rank) + updates
     in_pipeline = config.pipeline_model_parallel_size > 1
     table = Table(
         box=None,
-        title=f"offloaded parameters of {len(layers)} layers, a step of {count} x {tokens:,} tokens on rank 0; "
+        title=f"offloaded parameters of {len(layers)} layers, a step of {count} x {tokens:,} tokens on rank {rank}; "
         f"{command.link_bandwidth:g} GB/s, {command.compute_rate:g} TFLOP/s",
         title_justify="left",
     )
@@ -53,7 +55,7 @@ def print_offload(console: Console, command: Plan) -> None:
         times = simulate_offload(plan, seconds, storages, bandwidth)
         in_jax = []
         if in_pipeline:
-            actions = plan_actions(replace(config, tensor_offload_num_prefetch_layers=ahead), count)
+            actions = plan_actions(replace(config, tensor_offload_num_prefetch_layers=ahead), count, rank)
             joined = join_plans([actions, plan_offload(updates, storages, ahead, then=())])
             in_jax = [f"{simulate_offload(joined, seconds, storages, bandwidth).makespan:.3g}"]
         table.add_row(

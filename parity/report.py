@@ -27,7 +27,8 @@ from plans.offload import describe_statistics
 RECENT_STEPS = 10
 """Steps a displayed speed is the median of."""
 VISIBLE_ROWS = 16
-ORANGE, BLUE = "#d1603d", "#1f4e9c"
+ORANGE, BLUE, INK, GREY = "#d1603d", "#1f4e9c", "#222222", "#8a8a8a"
+"""PyTorch, JAX, and what is of neither."""
 
 
 class LiveComparison:
@@ -236,11 +237,11 @@ def write_picture(path: Path, comparison: Comparison) -> None:
     differences.set(xlabel="step", ylabel="|loss PyTorch - loss JAX|", title="Losses apart", ylim=(equal / 2, None))
 
     after = sorted((g for g in comparison.gradients if g.step > 0), key=lambda g: g.relative, reverse=True)
-    for values, marker, label in (
-        ([g.relative for g in after], "o", comparison.dtype),
-        ([g.exact for g in after], "x", "float64"),
+    for values, marker, color, label in (
+        ([g.relative for g in after], "o", INK, comparison.dtype),
+        ([g.exact for g in after], "x", GREY, "float64"),
     ):
-        gradients.semilogy(range(len(values)), np.maximum(values, 1e-17), marker, ms=4, label=label)
+        gradients.semilogy(range(len(values)), np.maximum(values, 1e-17), marker, ms=4, color=color, label=label)
     gradients.set(xlabel="parameter", ylabel="relative difference", title="Gradients apart, after training")
     gradients.legend(frameon=False)
     figure.savefig(path, dpi=110)

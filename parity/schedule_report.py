@@ -21,12 +21,15 @@ from plans.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES
 from plans.schedule import num_warmup_microbatches, schedule_for
 from plans.schedule_file import schedule_rows
 from plans.simulate import Costs, Simulation, simulate
+from plans.step_time import Machine, StageTimes
 from plans.ticks import lockstep_makespan
 
 MIB = 2**20
 DEFAULT_VIRTUAL_STAGES = 2
 """Of the schedules with several stages a rank that a configuration without virtual stages is compared with."""
 
+PRECISION = ".5g"
+"""Of printed times."""
 IN_JAX = "in JAX: the makespan of ticks, each as long as its busiest rank"
 
 
@@ -55,21 +58,25 @@ def plan_pipeline(
     num_microbatches: int,
     costs: Costs | None = None,
     head: float = 0.0,
+    roofline: StageTimes | None = None,
 ) -> PipelinePlan:
-    """A configuration's schedule, simulated.
+    """Return a configuration's schedule, simulated.
 
     Args:
         config: the model's, with its pipeline.
         micro_batch_size: sequences of a microbatch.
         num_microbatches: of a step.
-        costs: times of actions and messages; None: F, I and W of a stage each take its number of layers. Its bytes are
-            not used: they are predicted.
-        head: without costs, how many layers the final norm, the output layer and the loss are worth.
+        costs: times of actions and messages; None: those of roofline, or without it F, I and W of a stage each take its
+            number of layers. Its bytes are not used: they are predicted.
+        head: without costs and roofline, how many layers the final norm, the output layer and the loss are worth.
+        roofline: predicts times of stages and messages in seconds; what ``diptych plan`` uses, for its tables and page.
 
     Raises:
         ValueError: the schedule cannot have so many microbatches, or costs are for another number of stages, or all 0.
     """
     schedule, stages = schedule_for(config, num_microbatches), range(num_stages(config))
+    if costs is None and roofline is not None:
+        costs = roofline.costs(config, micro_batch_size)
     if costs is None:
         times = [float(count) for count in layers_by_stage(config)]
         times[-1] += head
@@ -93,9 +100,13 @@ def plan_pipeline(
 
 
 def other_schedules(
-    plan: PipelinePlan, micro_batch_size: int, costs: Costs | None = None, head: float = 0.0
+    plan: PipelinePlan,
+    micro_batch_size: int,
+    costs: Costs | None = None,
+    head: float = 0.0,
+    roofline: StageTimes | None = None,
 ) -> list[OtherSchedule]:
-    """Every other schedule for the same model, ranks and microbatches; without a pipeline, one rank has it all.
+    """Return every other schedule for the same model, ranks and microbatches; without a pipeline, one rank has it all.
 
     Those of another number of stages divide the layers anew, by the same options. Arguments as plan_pipeline's; times
     given for stages cannot serve others.
@@ -109,7 +120,7 @@ def other_schedules(
             other = with_schedule(config, name)
             if costs is not None and num_stages(other) != num_stages(config):
                 raise ValueError(f"times were given for {num_stages(config)} stages, it has {num_stages(other)}")
-            planned = plan_pipeline(other, micro_batch_size, num_microbatches, costs, head)
+            planned = plan_pipeline(other, micro_batch_size, num_microbatches, costs, head, roofline)
             found.append(OtherSchedule(name, planned, ""))
         except ValueError as error:
             found.append(OtherSchedule(name, None, str(error)))
@@ -144,19 +155,21 @@ def print_schedule(
     costs: Costs | None = None,
     picture: Path | str | None = None,
     head: float = 0.0,
+    roofline: StageTimes | None = None,
 ) -> None:
     """Say where layers lie, what every rank does in which order, what it costs, and what other schedules would.
 
     Args:
         console: to print to.
-        config, micro_batch_size, num_microbatches, costs, head: as plan_pipeline takes them.
+        config, micro_batch_size, num_microbatches, costs, head, roofline: as plan_pipeline takes them.
         picture: a .png or .svg to draw this schedule into, above those of the others that fit; None: none.
 
     Raises:
         ValueError: as plan_pipeline; or a picture of another kind.
     """
-    plan = plan_pipeline(config, micro_batch_size, num_microbatches, costs, head)
-    others = other_schedules(plan, micro_batch_size, costs, head)
+    plan = plan_pipeline(config, micro_batch_size, num_microbatches, costs, head, roofline)
+    others = other_schedules(plan, micro_batch_size, costs, head, roofline)
+    unit = unit_of(costs, roofline)
     schedule = plan.schedule
     stages = f" of {schedule.stages_per_rank} virtual stages" if schedule.stages_per_rank > 1 else ""
     console.print(
@@ -175,20 +188,62 @@ def print_schedule(
         label = f"rank {rank:>{len(str(schedule.pp_size - 1))}}  "
         console.print(label + shortened(row, console.width - len(label)), highlight=False, no_wrap=True)
     console.print()
-    console.print(_rank_table(plan))
+    console.print(_rank_table(plan, unit))
     console.print()
-    console.print(_comparison(plan, others))
+    console.print(_comparison(plan, others, unit))
     for name, other, reason in others:
         if other is None:
             console.print(f"{name} does not fit: {reason}", highlight=False, markup=False)
-    unit = "as given" if costs is not None else "in forwards of one layer; I and W each take as long as F"
-    console.print(f"time: {unit}. Memory: kept for backward, without what an action needs only while it runs.")
+    console.print(f"time: {unit.words}. Memory: kept for backward, without what an action needs only while it runs.")
     console.print(IN_JAX)
     if picture is not None:
         drawn = [plan, *(other.plan for other in others if other.plan is not None and other.name != "none")]
-        unit = "as given" if costs is not None else "a layer's forward is 1"
-        draw_timelines([timeline_of(p.schedule, p.costs) for p in drawn], picture, unit)
+        draw_timelines([timeline_of(p.schedule, in_unit(p.costs, unit)) for p in drawn], picture, unit.name)
         print_written(console, picture)
+
+
+class Unit(NamedTuple):
+    """What a printed time is a number of."""
+
+    name: str
+    words: str
+    """The cost model, as it is told below a table."""
+    scale: float = 1.0
+    """Of the simulation's times."""
+
+
+def unit_of(costs: Costs | None, roofline: StageTimes | None) -> Unit:
+    """Return the unit of times that come from these; see plan_pipeline."""
+    if costs is not None:
+        return Unit("as given", "as given")
+    if roofline is None:
+        return Unit("a layer's forward is 1", "in forwards of one layer; I and W each take as long as F")
+    return Unit(
+        "ms", f"milliseconds of a roofline with {machine_words(roofline.machine)}, as on the page (--html)", 1e3
+    )
+
+
+def machine_words(machine: Machine) -> str:
+    """Return the rates that times of a schedule depend on, in words."""
+    return (
+        f"{machine.compute_rate / 1e12:g} TFLOP/s, {machine.memory_bandwidth / 1e9:g} GB/s of memory and "
+        f"{machine.network_bandwidth / 1e9:g} GB/s between ranks"
+    )
+
+
+def in_unit(costs: Costs, unit: Unit) -> Costs:
+    """Return the same costs with times in another unit."""
+
+    def scaled(value: float | Sequence[float]) -> float | list[float]:
+        return [each * unit.scale for each in value] if isinstance(value, Sequence) else value * unit.scale
+
+    return replace(
+        costs,
+        forward=scaled(costs.forward),
+        input_gradient=scaled(costs.input_gradient),
+        weight_gradient=scaled(costs.weight_gradient),
+        communication=costs.communication * unit.scale,
+    )
 
 
 def shortened(row: str, width: int) -> str:
@@ -261,17 +316,27 @@ def held_words(config: TransformerConfig, stage: int) -> str:
     return " + ".join(parts) or "nothing"
 
 
-def _rank_table(plan: PipelinePlan) -> Table:
-    """Warm-up, idle time and memory of every rank."""
+def _rank_table(plan: PipelinePlan, unit: Unit) -> Table:
+    """Return warm-up, idle time and memory of every rank."""
     schedule, course = plan.schedule, plan.course
-    table = Table(box=None, title=f"ranks; makespan {course.makespan:g}", title_justify="left")
-    for heading in ("rank", "warm-up forwards", "idle", "share", "peak in flight", "peak kept, MiB"):
+    name = " ms" if unit.name == "ms" else ""
+    table = Table(
+        box=None, title=f"ranks; makespan {course.makespan * unit.scale:{PRECISION}}{name}", title_justify="left"
+    )
+    for heading in (
+        "rank",
+        "warm-up forwards",
+        f"idle{',' * bool(name)}{name}",
+        "share",
+        "peak in flight",
+        "peak kept, MiB",
+    ):
         table.add_column(heading, justify="right")
     rows = [
         (
             str(rank),
             str(warmup(plan, rank)),
-            f"{course.bubble[rank]:g}",
+            f"{course.bubble[rank] * unit.scale:{PRECISION}}",
             f"{course.bubble[rank] / course.makespan:.1%}",
             str(course.peak_in_flight[rank]),
             f"{course.peak_bytes[rank] / MIB:,.1f}",
@@ -282,9 +347,9 @@ def _rank_table(plan: PipelinePlan) -> Table:
     return table
 
 
-def _comparison(plan: PipelinePlan, others: Sequence[OtherSchedule]) -> Table:
-    """The chosen schedule above all others that fit."""
-    table = Table(box=None, title="schedules", title_justify="left")
+def _comparison(plan: PipelinePlan, others: Sequence[OtherSchedule], unit: Unit) -> Table:
+    """Return the chosen schedule above all others that fit."""
+    table = Table(box=None, title="schedules; times in ms" if unit.name == "ms" else "schedules", title_justify="left")
     for heading in ("", "makespan", "relative", "in JAX", "idle", "peak in flight", "peak kept, MiB", ""):
         table.add_column(heading, justify="right" if heading else "left")
     for name, other, _ in (OtherSchedule(plan.schedule.name, plan, ""), *others):
@@ -294,9 +359,9 @@ def _comparison(plan: PipelinePlan, others: Sequence[OtherSchedule]) -> Table:
         note = "chosen" if other is plan else "one rank" if name == "none" else ""
         table.add_row(
             f"{name}, v={schedule.stages_per_rank}" if schedule.stages_per_rank > 1 else name,
-            f"{course.makespan:g}",
+            f"{course.makespan * unit.scale:{PRECISION}}",
             f"{course.makespan / plan.course.makespan:.3f}",
-            f"{lockstep_makespan(schedule, other.costs):g}",
+            f"{lockstep_makespan(schedule, other.costs) * unit.scale:{PRECISION}}",
             f"{sum(course.bubble) / (schedule.pp_size * course.makespan):.1%}",
             str(max(course.peak_in_flight)),
             f"{max(course.peak_bytes) / MIB:,.1f}",

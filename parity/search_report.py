@@ -20,7 +20,7 @@ def print_search(console: Console, command: Plan) -> None:
         command: with memory_limit and ranks.
 
     Raises:
-        ValueError: see plans.search.search.
+        ValueError: see plans.search.search; or no configuration fits.
     """
     assert command.memory_limit is not None, "the command asks for a search"
     assert command.ranks is not None, "the command asks for a search"
@@ -50,12 +50,11 @@ def print_search(console: Console, command: Plan) -> None:
     )
     if outcome.smallest is not None:
         way, memory = outcome.smallest
-        console.print(
-            f"no way fits: {way.words} needs least, {memory.total / MIB:,.1f} MiB; more ranks or memory, shorter "
-            "sequences or another batch would be needed",
-            highlight=False,
+        raise ValueError(
+            f"memory_limit: expected room for one configuration, got {limit / MIB:,.1f} MiB: no configuration fits, "
+            f"{way.words} needs least, {memory.total / MIB:,.1f} MiB; give more ranks or memory, shorter sequences or "
+            "another batch"
         )
-        return
     console.print(_table(outcome.best, tokens))
     first = outcome.best[0]
     lost = ", ".join(f"{name} {share:.1%}" for name, share in first.shares.items() if share >= 0.001)

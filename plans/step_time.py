@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from plans.config import TransformerConfig
 from plans.exchange import PIPELINED
-from plans.memory.graph import Node
+from plans.memory.nodes import Node
 from plans.memory.ranks import parameter_bytes
 from plans.memory.simulate import Simulation
 from plans.memory.stages import stage_builder
@@ -92,7 +92,7 @@ class StageTimes:
     """
 
     def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+        self.machine = machine
         self._found: dict[Hashable, StageTime] = {}
 
     def of(self, config: TransformerConfig, batch: int) -> tuple[StageTime, ...]:
@@ -114,6 +114,10 @@ class StageTimes:
             stages.append(StageTime(*(sum(each) for each in zip((0.0,) * 5, *parts, strict=True))))
         return tuple(stages)
 
+    def costs(self, config: TransformerConfig, batch: int) -> Costs:
+        """Return the times of every stage as plans.simulate takes them. Arguments as ``of``'s."""
+        return costs_of(config, self.of(config, batch), batch, self.machine)
+
     def _block(self, config: TransformerConfig, block: RecomputeBlock, batch: int) -> StageTime:
         alike = tuple(map(config.layer, block.layers))
         key = alike, block.kind, block.modules, batch, config.context_parallel_size, config.cp_exchange
@@ -122,11 +126,11 @@ class StageTimes:
             x = builder.hidden()
             for number in block.layers:
                 layers[number], x = builder.layer(number, x)
-            timed = _Timed(self._machine)
+            timed = _Timed(self.machine)
             timed.run([], layers, [block], [])
-            forward_wait, backward_wait = _exchanged(config, block, batch, self._machine)
+            forward_wait, backward_wait = _exchanged(config, block, batch, self.machine)
             nodes = [node for layer in layers.values() for node in layer.nodes]
-            inputs, weights = _gradient_times(nodes, self._machine)
+            inputs, weights = _gradient_times(nodes, self.machine)
             self._found[key] = StageTime(
                 timed.forward + forward_wait,
                 inputs + timed.replayed + backward_wait,
@@ -141,8 +145,8 @@ class StageTimes:
         if key not in self._found:
             builder = stage_builder(config, batch)
             nodes = builder.embedding()[0] if name == "embedding" else builder.head(builder.hidden())
-            forward = sum(self._machine.seconds(node.flops, _moved(node)) for node in nodes)
-            self._found[key] = StageTime(forward, *_gradient_times(nodes, self._machine), 0.0, 0.0)
+            forward = sum(self.machine.seconds(node.flops, _moved(node)) for node in nodes)
+            self._found[key] = StageTime(forward, *_gradient_times(nodes, self.machine), 0.0, 0.0)
         return self._found[key]
 
 

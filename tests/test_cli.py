@@ -13,7 +13,8 @@ import jax
 import pytest
 
 from parity import launch
-from parity.cli import _check_output, _load_backend, _parse
+from parity.cli import _check_output, _load_backend
+from parity.command_line import parse as _parse
 from tests.command import diptych
 
 ROOT = Path(__file__).parent.parent
@@ -94,49 +95,49 @@ def test_loss_that_is_not_finite_ends_in_one_line(backend, corpus, capsys):
 
 
 WRONG = {
-    "unknown flag": ("compare --hiden-size 3", "Unrecognized options: --hiden-size"),
+    "unknown flag": ("compare --hiden-size 3", "--hiden-size: expected a flag of diptych"),
     "unknown command": ("train-both", "train-both"),
-    "no number": ("compare --hidden-size wide", "Error parsing --hidden-size: invalid literal for int()"),
+    "no number": ("compare --hidden-size wide", "--hidden-size: expected an integer, got 'wide'"),
     "unknown choice": ("train --backend numpy", "--backend"),
-    "heads": ("compare --num-attention-heads 3", "num_attention_heads: expected a divisor of hidden_size=128, got 3"),
-    "streams": ("compare --num-residual-streams 0", "num_residual_streams: expected an integer >= 1, got 0"),
-    "sinkhorn": ("train --sinkhorn-iterations 0", "sinkhorn_iterations: expected an integer >= 1, got 0"),
-    "dropout": ("compare --hidden-dropout -0.5", "hidden_dropout: expected a number in [0, 1), got -0.5"),
-    "pattern": ("train --layer-pattern attention,mamba", "layer_pattern: expected a mixer out of"),
-    "threads": ("train --num-threads 0", "num_threads: expected at least 1, got 0"),
-    "more threads than cores": ("train --num-threads 100000000", "num_threads: expected at most this machine's"),
-    "negative tolerance": ("compare --loss-tolerance -1", "loss_tolerance: expected a finite number >= 0, got -1"),
-    "no tolerance": ("compare --gradient-tolerance nan", "gradient_tolerance: expected a finite number >= 0, got nan"),
+    "heads": ("compare --num-attention-heads 3", "expected a divisor of --hidden-size=128, got 3"),
+    "streams": ("compare --num-residual-streams 0", "--num-residual-streams: expected an integer >= 1, got 0"),
+    "sinkhorn": ("train --sinkhorn-iterations 0", "--sinkhorn-iterations: expected an integer >= 1, got 0"),
+    "dropout": ("compare --hidden-dropout -0.5", "--hidden-dropout: expected a number in [0, 1), got -0.5"),
+    "pattern": ("train --layer-pattern attention,mamba", "--layer-pattern: expected a mixer out of"),
+    "threads": ("train --num-threads 0", "--num-threads: expected at least 1, got 0"),
+    "more threads than cores": ("train --num-threads 100000000", "--num-threads: expected at most this machine's"),
+    "negative tolerance": ("compare --loss-tolerance -1", "--loss-tolerance: expected a finite number >= 0, got -1"),
+    "no tolerance": ("compare --gradient-tolerance nan", "--gradient-tolerance: expected a finite number >= 0"),
     "too large": ("train --hidden-size 100000000000 --num-layers 1", "expected a run that fits this machine's memory"),
     "too large, jax": ("train --backend jax --hidden-size 100000000000", "expected a run that fits this machine's"),
-    "device as corpus": ("train --data-path /dev/null", "data_path: expected a file or folder"),
-    "pattern too long": ("train --layer-pattern attention,attention,attention", "layer_pattern: expected at most"),
+    "device as corpus": ("train --data-path /dev/null", "--data-path: expected a file or folder"),
+    "pattern too long": ("train --layer-pattern attention,attention,attention", "--layer-pattern: expected at most"),
     "result is a folder": ("compare --output-dir {blocked}", "expected a folder to write to"),
     "save folder": ("train --save {empty}/below", "expected a folder to write to"),
-    "resume without a folder": ("train --resume", "save: expected a folder with resume, resume_if_saved or"),
+    "resume without a folder": ("train --resume", "save: expected a folder with resume, --resume-if-saved or"),
     "resume from nothing": ("train --save {out} --resume", "checkpoint: expected step_*.safetensors in"),
-    "negative interval": ("train --save {out} --save-interval -1", "save_interval: expected at least 0, got -1"),
-    "exit before the start": ("train --exit-step 0", "exit_step: expected at least 1, got 0"),
+    "negative interval": ("train --save {out} --save-interval -1", "--save-interval: expected at least 0, got -1"),
+    "exit before the start": ("train --exit-step 0", "--exit-step: expected at least 1, got 0"),
     "sample without a run": ("sample {out}", "checkpoint: expected a file or folder, got"),
     "sample nothing": ("sample {out} --length 0", "length: expected at least 1, got 0"),
     "info of no checkpoint": ("info {short}", "checkpoint: expected a whole checkpoint in"),
     "no config file": ("train --config {out}", "config: expected a TOML file in"),
     "no TOML": ("train --config {broken}", "config: expected a TOML file in"),
-    "unknown setting in a file": ("train --config {unknown}", "Unrecognized options: --hiden-size"),
+    "unknown setting in a file": ("train --config {unknown}", "--hiden-size: expected a flag of diptych"),
     "list in a list in a file": (
         "train --config {listed}",
-        "config: expected text, a number, true, false or a list of them for recompute_modules",
+        "config: expected text, a number, true, false or a list of them for --recompute-modules",
     ),
     "config without a file": ("train --config", "config: expected a subcommand before --config and a TOML file"),
-    "corpus missing": ("train --data-path /nowhere/at/all", "data_path: expected an existing file or folder"),
-    "corpus empty": ("train --data-path {empty}", "data_path: expected a corpus with text in it, got 0 bytes"),
-    "corpus short": ("train --data-path {short}", "expected a training split of at least seq_length + 1 = 129 bytes"),
+    "corpus missing": ("train --data-path /nowhere/at/all", "--data-path: expected an existing file or folder"),
+    "corpus empty": ("train --data-path {empty}", "--data-path: expected a corpus with text in it, got 0 bytes"),
+    "corpus short": ("train --data-path {short}", "expected a training split of at least --seq-length + 1 = 129 bytes"),
     "corpus short, compare": ("compare --output-dir {out} --data-path {short}", "expected a training split"),
     "corpus short for validation": (
         "train --data-path {medium}",
-        "a validation split of at least seq_length + 1 = 129",
+        "a validation split of at least --seq-length + 1 = 129",
     ),
-    "vocabulary": ("compare --vocab-size 100", "vocab_size: expected more than the corpus's largest byte"),
+    "vocabulary": ("compare --vocab-size 100", "--vocab-size: expected more than the corpus's largest byte"),
     "output": ("compare --output-dir {empty}/below", "expected a folder to write to"),
     "picture": (
         "plan --pipeline-model-parallel-size 2 --picture {out}.pdf",
@@ -144,15 +145,15 @@ WRONG = {
     ),
     "schedule's name": (
         "plan --pipeline-model-parallel-size 2 --write-schedule {out}.txt",
-        "write_schedule: expected a name that ends in .csv, got",
+        "--write-schedule: expected a name that ends in .csv, got",
     ),
     "schedule without a pipeline": (
         "plan --write-schedule {out}.csv",
-        "write_schedule: expected pipeline_model_parallel_size above 1, got 1",
+        "--write-schedule: expected --pipeline-model-parallel-size above 1, got 1",
     ),
     "no such schedule": (
         "plan --pipeline-model-parallel-size 2 --pipeline-schedule-file {empty}/none.csv",
-        "pipeline_schedule_file: expected a schedule that runs, got",
+        "--pipeline-schedule-file: expected a schedule that runs, got",
     ),
     "picture's folder": (
         "plan --pipeline-model-parallel-size 2 --picture {empty}/below.png",
@@ -206,21 +207,21 @@ def test_help_names_the_seeds_flags(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--nproc 1", r"nproc: expected a multiple of pipeline_model_parallel_size=2 processes, got 1; give --nproc 2"),
-        ("--nproc 3", r"nproc: expected a multiple of pipeline_model_parallel_size=2 processes, got 3"),
+        ("--nproc 1", r"--pipeline-model-parallel-size=2 processes, got 1; give --nproc 2"),
+        ("--nproc 3", r"nproc: expected a multiple of --pipeline-model-parallel-size=2 processes, got 3"),
         ("--nproc 0", r"nproc: expected at least 1, got 0"),
-        ("--backend jax --nproc 3", r"nproc: expected a multiple of pipeline_model_parallel_size=2 devices, got 3"),
-        ("--nproc 2 --pipeline-model-parallel-layout Ettt|L", r"pipeline_model_parallel_layout: expected num_layers=2"),
-        ("--nproc 4 --global-batch-size 3", r"global_batch_size: expected a multiple of the 2 replicas, got 3"),
-        ("--nproc 4 --micro-batch-size 4", r"micro_batch_size: expected a divisor of the 2 sequences each of 2 replic"),
+        ("--backend jax --nproc 3", r"nproc: expected a multiple of --pipeline-model-parallel-size=2 devices, got 3"),
+        ("--nproc 2 --pipeline-model-parallel-layout Ettt|L", r"--pipeline-model-parallel-layout: expected"),
+        ("--nproc 4 --global-batch-size 3", r"--global-batch-size: expected a multiple of the 2 replicas, got 3"),
+        ("--nproc 4 --micro-batch-size 4", r"--micro-batch-size: expected a divisor of the 2 sequences each"),
         (
             "--nproc 2 --num-layers 4 --virtual-pipeline-model-parallel-size 2",
-            r"num_microbatches: expected at least pp_size=2 with schedule 'interleaved', got 1",
+            r"expected at least --pipeline-model-parallel-size=2 with schedule 'interleaved', got 1",
         ),
         (
             "--nproc 2 --num-layers 4 --virtual-pipeline-model-parallel-size 2 --micro-batch-size 1 "
             "--microbatch-group-size-per-vp-stage 5",
-            r"group_size: expected from pp_size=2 to num_microbatches=4, got 5",
+            r"per-vp-stage: expected from --pipeline-model-parallel-size=2 to 4 microbatches, got 5",
         ),
     ],
 )
@@ -316,7 +317,7 @@ def test_torchrun_does_not_end_who_speaks_before_it_has(corpus, tmp_path):
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
         check=False,
     )
-    says = "diptych: nproc: expected a multiple of pipeline_model_parallel_size=2 processes, got 3"
+    says = "diptych: nproc: expected a multiple of --pipeline-model-parallel-size=2 processes, got 3"
     assert done.stderr.count(says) == 1, done.stderr
 
 

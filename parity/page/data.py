@@ -22,7 +22,7 @@ from plans.placement import SCHEDULES
 from plans.recompute import recompute_blocks
 from plans.schedule import schedule_for
 from plans.simulate import Costs
-from plans.step_time import Machine, StageTimes, after_backward, costs_of
+from plans.step_time import Machine, StageTimes, after_backward
 from plans.wire import message_bytes
 
 WITH_OTHERS = 2_048
@@ -137,7 +137,7 @@ def _describe(request: PageRequest, config: TransformerConfig, times: StageTimes
     """One schedule of the model."""
     batch, count, machine = request.micro_batch_size, request.num_microbatches, request.machine
     stage_times = times.of(config, batch)
-    plan = plan_pipeline(config, batch, count, costs_of(config, stage_times, batch, machine))
+    plan = plan_pipeline(config, batch, count, roofline=times)
     schedule, course = plan.schedule, plan.course
     gradients, update = after_backward(config, batch, count, request.data_parallel_size, machine)
     memory = predict_stages(config, batch)

@@ -42,7 +42,9 @@ def _schedule_error(config) -> str:
     elif (name in INTERLEAVED_SCHEDULES) != ((v or 1) > 1):
         several = "'interleaved', 'interleaved-zb1p', None or, for 2, one of " + ", ".join(map(repr, V_SCHEDULES))
         expected = f"{several} with" if (v or 1) > 1 else "another schedule without"
-        return f"pipeline_schedule: expected {expected} virtual stages, got {name!r}"
+        remedy = "2 or more" if name == "interleaved" else "2"
+        remedy = f"give virtual_pipeline_model_parallel_size {remedy}" if (v or 1) == 1 else "choose one of them"
+        return f"pipeline_schedule: expected {expected} virtual stages, got {name!r}; {remedy}"
     if config.microbatch_group_size_per_vp_stage is not None and name != "interleaved":
         return (
             f"microbatch_group_size_per_vp_stage: expected None with schedule {name!r}, got "

@@ -31,8 +31,9 @@ def predict_memory(config: TransformerConfig, batch: int, length: int | None = N
         batch: sequences computed at a time.
         length: tokens of each; None: config.seq_length.
     """
-    first, layers, last = build(config, batch, length or config.seq_length)
-    simulation = Simulation()
+    length = length or config.seq_length
+    first, layers, last = build(config, batch, length)
+    simulation = Simulation(length)
     simulation.run(first, layers, recompute_blocks(config), last)
     kept: Counter[str] = simulation.kept
     return MemoryPrediction(dict(kept.most_common()), sum(kept.values()), simulation.peak)

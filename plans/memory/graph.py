@@ -1,67 +1,16 @@
 """A model's operations as PyTorch's eager autograd sees them: what each reads, writes and keeps, in bytes."""
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from plans.config import TransformerConfig
-from plans.delta_rule import CHUNK_SIZE, SEGMENT_SIZE, chunk_flops
+from plans.delta_rule import SEGMENT_SIZE, chunk_flops
 from plans.layers import LayerConfig
+from plans.memory.nodes import Layer, Node, Value
+from plans.memory.rule import RuleShape, rule_scratch
 from plans.parameters import parameter_specs
 from plans.philox import TILE_ROWS
 
 ITEM_SIZES = {"bfloat16": 2, "float32": 4, "float64": 8}
-
-RULE_SCRATCH = {"kda": ((9, 3.5, 6), (40, 6.5, 5)), "gdn": ((3, 2, 7), (16.5, 6.5, 9))}
-"""What a segment of the delta rule needs at most in forward, and in backward, beside what it keeps and its gradients:
-numbers a token and head, in multiples of K, V and the chunk size. Fitted to what PyTorch allocates, within a tenth."""
-
-
-@dataclass(eq=False)
-class Value:
-    """One tensor's memory."""
-
-    name: str
-    """One of plans.recompute.VALUES, or what it is."""
-    size: int
-    """Bytes, of its gradient too."""
-    is_view: bool = False
-    """Uses another value's memory."""
-
-
-@dataclass(eq=False)
-class Node:
-    """One differentiable operation."""
-
-    reads: list[Value]
-    writes: list[Value]
-    keeps: list[Value] = field(default_factory=list)
-    """What its backward reads."""
-    region: tuple[str, ...] = ()
-    """Names of the values whose recomputation would make this operation again, outermost first."""
-    parameters: int = 0
-    """Bytes of the gradients it gives to parameters."""
-    forward_scratch: int = 0
-    """Bytes forward needs besides reads and writes."""
-    backward_scratch: int = 0
-    """Bytes backward needs besides keeps and gradients."""
-    alive: list[Value] = field(default_factory=list)
-    """What a variable of the caller's still holds while it runs forward."""
-    flops: int = 0
-    """Multiplications and additions in its products, forward."""
-    flops_again: int = 0
-    """Those of them that its own backward computes again, beside two products for each of forward."""
-    is_linear: bool = False
-    """Whether it is a linear map, whose weight's gradient a split backward leaves to W; any other comes with I."""
-
-
-@dataclass
-class Layer:
-    """The operations of one layer; a sublayer ends where its output has been added to the residual."""
-
-    nodes: list[Node]
-    sublayer_ends: list[int]
-    """Indices into nodes, one past each sublayer's last."""
 
 
 class GraphBuilder:
@@ -98,7 +47,9 @@ class GraphBuilder:
     def embedding(self) -> tuple[list[Node], Value]:
         """Token ids to hidden states."""
         embedded, table = self.activation("embedded", self.config.hidden_size), self.weights["embedding.weight"]
-        nodes = [Node([], [embedded], parameters=table)]
+        is_summed = not self.config.untie_embeddings_and_output_weights and self.item == self.wide
+        shared = table if is_summed else 0  # the sum of the head's gradient and the embedding's
+        nodes = [Node([], [embedded], parameters=table, backward_scratch=shared)]
         if self.streams == 1 and not self.config.enable_hyper_connections:
             embedded.name = "residual_streams"
             return nodes, embedded
@@ -278,7 +229,9 @@ class GraphBuilder:
         qkv = self._mapped(nodes, normed, "qkv", channels, f"{name}.linear_qkv")
         conv, ages = self.activation("short_conv", channels), Value("tokens before", 8 * self.length)
         parameters = self.weights[f"{name}.conv1d.weight"]
-        nodes.append(Node([qkv], [conv, ages], [qkv, ages], (), parameters, 3 * conv.size, 8 * conv.size))
+        rounded = [] if self.item == self.wide else [Value("weights in bfloat16", parameters // 2)]
+        own = [ages, *rounded]
+        nodes.append(Node([qkv], [conv, *own], [qkv, *own], (), parameters, 3 * conv.size, 6 * conv.size))
         before = self._mapped(nodes, normed, "beta", value_heads, f"{name}.linear_beta")
         beta = self.coefficient("beta", value_heads)
         nodes.append(Node([self._cast(nodes, before, self.wide, ())], [beta], [beta]))
@@ -307,18 +260,16 @@ class GraphBuilder:
 
     def _rule(self, nodes: list[Node], inputs: list[Value], parameters: int) -> Value:
         """The chunked delta rule: keeps what it reads and a state a segment."""
-        _, value_heads, key, value = self.config.linear_heads
+        heads, value_heads, key, value = self.config.linear_heads
+        kind = "kda" if parameters else "gdn"
+        shape = RuleShape(kind, self.batch, self.length, heads, value_heads, key, value, self.item, self.wide)
         state = self.batch * value_heads * key * value * self.wide
         attended, finals = self.activation("core_attn", value_heads * value), Value("states", state)
-        chunks, step = -(-self.length // CHUNK_SIZE), max(1, SEGMENT_SIZE // CHUNK_SIZE)
+        chunks, step = -(-self.length // shape.chunk), max(1, SEGMENT_SIZE // shape.chunk)
         kept = [*inputs, Value("states", (-(-chunks // step) - 1) * state)]
-        slots = min(chunks, step) * CHUNK_SIZE * self.batch * value_heads * self.wide
-        forward, backward = (
-            slots * round(sum(a * b for a, b in zip(arrays, (key, value, CHUNK_SIZE), strict=True)))
-            for arrays in RULE_SCRATCH["kda" if parameters else "gdn"]
-        )
+        forward, backward = rule_scratch(shape)
         writes = [attended, finals, *kept[3:]]
-        flops = chunks * self.batch * value_heads * chunk_flops(CHUNK_SIZE, key, value)
+        flops = chunks * self.batch * value_heads * chunk_flops(shape.chunk, key, value)
         rule = Node(inputs, writes, kept, ("core_attn",), parameters, forward, backward, flops=flops, flops_again=flops)
         nodes.append(rule)
         return attended
@@ -341,11 +292,17 @@ class GraphBuilder:
             statistics = self.coefficient("attention statistics", config.num_attention_heads)
             kept = [*inputs, attended, statistics]
             writes = [attended, statistics]
-            nodes.append(Node(inputs, writes, kept, region, flops=2 * flops, flops_again=flops))
+            tile = self._attention_tile()
+            scratch = 2 * tile + attended.size
+            nodes.append(Node(inputs, writes, kept, region, 0, tile, scratch, flops=2 * flops, flops_again=flops))
             return
-        q, k, v = copies = [Value(value.name, value.size) for value in inputs]
-        for source, copy in zip(inputs, copies, strict=True):
-            nodes.append(Node([source], [copy], [], region))
+        operands, count = [*inputs], config.num_attention_heads
+        for place, source in enumerate(inputs):
+            is_merged = self.batch == 1 and (place == 1 or (place == 0 and config.query_groups == count))
+            if not is_merged:  # batch and heads become one dimension, which takes a copy
+                operands[place] = Value(source.name, source.size)
+                nodes.append(Node([source], [operands[place]], [], region))
+        q, k, v = operands
         square = self.batch * config.num_attention_heads * self.length**2
         scores, weights = Value("scores", square * self.item), Value("attention_weights", square * self.item)
         mixed = Value("attention mixed", attended.size)
@@ -360,6 +317,12 @@ class GraphBuilder:
             Node([weights, v], [mixed], [weights, v], region, flops=flops),
             Node([mixed], [attended], [], region),
         ]
+
+    def _attention_tile(self) -> int:
+        """Bytes of the scores that PyTorch's fused attention on the CPU holds at a time, on one thread."""
+        queries = 256 if self.length >= 768 else 64 if self.length >= 192 else 32
+        rounded = self.item if self.item < self.wide else 0
+        return min(queries, self.length) * min(512, self.length) * (self.wide + rounded)
 
     def _mlp(self, nodes: list[Node], normed: Value, name: str, layer: LayerConfig) -> Value:
         inner, region = layer.ffn_hidden_size, ("mlp_output",)

@@ -9,8 +9,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from plans.memory.graph import Layer, Node, Value
+from plans.memory.nodes import Layer, Node, Value
 from plans.recompute import RecomputeBlock
+
+GENERATOR_STATE = 5056
+"""Bytes of the state of PyTorch's CPU generator, which torch.utils.checkpoint keeps for each of its calls."""
 
 
 @dataclass(eq=False)
@@ -45,12 +48,16 @@ class Region:
 class Simulation:
     """Runs operations forward and backward, counting bytes.
 
+    Args:
+        length: tokens of a sequence, whose positions torch.utils.checkpoint keeps.
+
     Attributes:
         held, peak: bytes now, and the most so far.
         kept: bytes kept for backward by name, after forward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, length: int = 0) -> None:
+        self._position_bytes = 8 * length
         self.held = self.peak = 0
         self.kept: Counter[str] = Counter()
         self._present: dict[int, Value] = {}
@@ -63,9 +70,15 @@ class Simulation:
         self, first: list[Node], layers: dict[int, Layer], blocks: Iterable[RecomputeBlock], last: list[Node]
     ) -> None:
         """Forward over everything, then backward."""
-        nodes = [*first]
+        nodes, blocks = [*first], [*blocks]
         discards: dict[int, list[Region]] = {}
+        if any(block.kind == "full" for block in blocks):
+            positions = Value("positions", self._position_bytes)
+            nodes.append(Node([], [positions], [positions]))
         for block in blocks:
+            if block.kind == "full":
+                state = Value("generator state", GENERATOR_STATE)
+                nodes.append(Node([], [state], [state]))
             self._plan(block, layers, nodes, discards, last)
         nodes += last
         self._forward(nodes, discards)
@@ -140,7 +153,9 @@ class Simulation:
                 self._restore(node.keeps)
             elif node.keeps and not region.is_replayed:
                 self._replay(region)
-            self._allocate(node.parameters)
+            # The gradient of a weight that was rounded is widened once backward has released what it kept.
+            is_rounded = node.is_linear and node.backward_scratch > 0
+            self._allocate(0 if is_rounded else node.parameters)
             new = 0
             for value in {id(v): v for v in node.reads}.values():
                 new += value.size
@@ -149,8 +164,12 @@ class Simulation:
                     new -= value.size
                     self._allocate(value.size)
             self._allocate(node.backward_scratch + new)
+            if is_rounded:
+                self._release(node.keeps)
+                self._allocate(node.parameters)
             self._free(node.backward_scratch + new)
-            self._release(node.keeps)
+            if not is_rounded:
+                self._release(node.keeps)
             for value in node.writes:
                 self._free(gradients.pop(id(value), 0))
             if region is not None and node is region.nodes[0]:

@@ -4,9 +4,11 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from plans.config import TransformerConfig
-from plans.delta_rule import CHUNK_SIZE, SEGMENT_SIZE, chunk_flops
+from plans.delta_rule import SEGMENT_SIZE, chunk_flops
 from plans.exchange import PIPELINED
-from plans.memory.graph import GraphBuilder, Layer, Node, Value
+from plans.memory.graph import GraphBuilder
+from plans.memory.nodes import Layer, Node, Value
+from plans.memory.rule import chunk_size
 from plans.memory.simulate import Simulation
 from plans.partition import get_stage_place, get_transformer_layer_offset, layers_by_stage, num_stages, undivided
 from plans.recompute import recompute_blocks
@@ -43,7 +45,8 @@ def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, leng
         batch: sequences of a microbatch.
         length: tokens of each; None: config.seq_length.
     """
-    memory, builder = Simulation(), _StageBuilder(config, batch, length or config.seq_length)
+    builder = _StageBuilder(config, batch, length or config.seq_length)
+    memory = Simulation(builder.length)
     if stage == 0:
         begin, x = builder.embedding()
     else:
@@ -159,8 +162,9 @@ class _StageBuilder(GraphBuilder):
             widened = [outputs, Value("states and transitions", states)]
             nodes[-1].writes += widened
             nodes[-1].keeps += widened
-            columns = chunk_flops(CHUNK_SIZE, key, value + key) - chunk_flops(CHUNK_SIZE, key, value)  # the map's
-            more = -(-self.length // CHUNK_SIZE) * self.batch * heads * columns
+            size = chunk_size(self.length)
+            columns = chunk_flops(size, key, value + key) - chunk_flops(size, key, value)  # the map's
+            more = -(-self.length // size) * self.batch * heads * columns
             nodes[-1].flops += more
             nodes[-1].flops_again += more
         return attended

@@ -6,6 +6,7 @@ from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
+import nbformat
 import pytest
 
 from parity.commands import Compare, Plan, Sample, Train
@@ -94,7 +95,7 @@ def means_something(name: str, roots: tuple[str, ...]) -> bool:
         option = name.split()[0].removeprefix("--").removeprefix("no-").replace("-", "_")
         return option in {field.name for settings in SETTINGS for field in fields(settings)}
     if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", name):
-        known = name.split(".")[0] in (*PACKAGES, "benchmarks", "jax", "lax", "torch")
+        known = name.split(".")[0] in (*PACKAGES, "benchmarks", "jax", "lax", "torch", "optax", "triton")
         for full in [name] if known else [f"{root}.{name}" for root in roots]:
             try:
                 attribute(full)
@@ -112,6 +113,21 @@ def test_every_name_exists(page):
     assert page == "README.md" or len(names) > 10
     missing = [name for name, roots in names if name != ".data" and not means_something(name, roots)]
     assert not missing
+
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_name_in_a_notebook_exists(path):
+    cells = nbformat.read(path, as_version=4).cells
+    own = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    names = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", prose, flags=re.DOTALL))
+    names = [re.sub(r"^tl\.", "triton.language.", name) for name in names if not name.startswith("ld.")]  # PTX
+    roots = [BACKENDS, *((package,) for package in PACKAGES)]
+    missing = [n for n in names if not any(means_something(n, root) for root in roots)]
+    assert not [n for n in missing if not re.search(rf"\b{re.escape(n)}\b", own)]
 
 
 def test_names_that_do_not_exist_are_seen():

@@ -1,6 +1,9 @@
 """diptych plan: schedules written and read again, pictures, what ranks hold, send and keep."""
 
+import json
 import re
+
+import pytest
 
 from tests.command import diptych
 
@@ -16,7 +19,7 @@ def test_a_schedule_that_plan_wrote_is_planned_again(tmp_path, capsys):
     assert "pipeline: file, 2 ranks of 2 virtual stages" in again
     assert re.search(r"makespan (\S+)", told)[1] == re.search(r"makespan (\S+)", again)[1]
     assert diptych(f"{shape} --num-microbatches 5 --pipeline-schedule-file", path) == 2
-    assert "num_microbatches: expected the 4 that pipeline_schedule_file has, got 5" in capsys.readouterr().err
+    assert "--num-microbatches: expected the 4 that --pipeline-schedule-file has, got 5" in capsys.readouterr().err
 
 
 def test_plan_makes_the_folder_of_its_picture(tmp_path, capsys):
@@ -34,7 +37,7 @@ def test_plan_shows_what_ranks_that_share_sequences_hold_and_send(capsys):
     assert ["ring", "3", "16.0", "48.0", "144.0"] in rows
     assert ["scan *", "3", "80.0", "176.0", "528.0"] in rows
     assert diptych("plan --context-parallel-size 3 --micro-batch-size 1 --seq-length 16") == 2
-    assert "context_parallel_size: expected a divisor of a microbatch's 1 x 16 tokens" in capsys.readouterr().err
+    assert "--context-parallel-size: expected a divisor of a microbatch's 1 x 16 tokens" in capsys.readouterr().err
 
 
 def test_plan_says_what_zigzag_attention_computes_and_moves(capsys):
@@ -61,4 +64,94 @@ def test_plan_prints_every_term_for_a_size_no_machine_here_could_run(capsys):
     for term in ("residual_streams", "fc1", "silu of the gate", "saved", "peak of the step"):
         assert term in out
     assert diptych("plan --micro-batch-size 0") == 2
-    assert "micro_batch_size: expected at least 1, got 0" in capsys.readouterr().err
+    assert "--micro-batch-size: expected at least 1, got 0" in capsys.readouterr().err
+
+
+def test_a_pipeline_whose_first_rank_has_no_layers_is_planned_with_offload(capsys):
+    shape = "plan --num-layers 4 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
+    assert diptych(shape, "E|ttttL", "--enable-tensor-offload") == 0
+    late, divided = capsys.readouterr().out, "offloaded parameters of 4 layers, a step of 8 x 1,024 tokens on rank 1"
+    assert divided in late
+    assert diptych(shape, "Ett|ttL", "--enable-tensor-offload") == 0
+    assert "offloaded parameters of 2 layers, a step of 8 x 1,024 tokens on rank 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (
+            "plan --num-layrs 3",
+            "expected a flag of diptych plan, got an unknown one; did you mean --num-layers?",
+        ),
+        (
+            "plan --lr 1",
+            "got an unknown one; it is a flag of diptych compare and train",
+        ),
+        (
+            "plann",
+            "sample, info, curves, got 'plann'; did you mean plan?",
+        ),
+        ("plan --num-layers", "--num-layers: expected a value, got none"),
+        ("plan --num-layers x", "--num-layers: expected an integer, got 'x'"),
+        ("plan --link-bandwidth x", "--link-bandwidth: expected a number, got 'x'"),
+        ("plan --schedule 2f2b", "--schedule: expected one of 1f1b, None, dualpipe-v,"),
+        ("plan more", "expected only flags and their values, got more"),
+        ("info", "info: expected a checkpoint, or a run's folder, got none"),
+        ("plan --html page", "--html: expected a name that ends in .html, got 'page'"),
+        ("plan --link-bandwidth 1e308", "--link-bandwidth: expected a number from 1e-06 to 1e+09, got 1e+308"),
+        (
+            "plan --pipeline-model-parallel-size 2 --schedule interleaved",
+            "got 'interleaved'; give --virtual-pipeline-model-parallel-size 2 or more",
+        ),
+        (
+            "plan --num-layers 4 --pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 "
+            "--schedule 1f1b",
+            "with virtual stages, got '1f1b'; choose one of them",
+        ),
+        (
+            "plan --num-layers 4 --pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 "
+            "--num-microbatches 3",
+            "change --num-microbatches or --microbatch-group-size-per-vp-stage",
+        ),
+        ("plan --fp8", "--fp8: expected False, got True"),
+    ],
+)
+def test_a_refusal_exits_with_2_and_names_flags(command, message, capsys):
+    assert diptych(command) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert len(said.splitlines()) == 1
+
+
+def test_help_lists_the_flags_of_every_command(capsys):
+    with pytest.raises(SystemExit):
+        diptych("--help")
+    said = capsys.readouterr().out
+    for flag in ("--num-layers", "--train-iters", "--generate-schedule", "--temperature", "--output-dir"):
+        assert flag in said
+
+
+def test_offload_is_planned_for_the_tokens_of_one_context_rank(capsys):
+    assert diptych("plan --context-parallel-size 4 --enable-tensor-offload") == 0
+    said = capsys.readouterr().out
+    assert "a step of 1 x 256 tokens on rank 0" in said
+    assert "tokens a microbatch on: with 256 it" in " ".join(said.split())
+
+
+def test_printed_times_are_those_of_the_page_and_both_state_the_cost_model(tmp_path, capsys):
+    shape = "plan --num-layers 8 --pipeline-model-parallel-size 4 --virtual-pipeline-model-parallel-size 2"
+    rates = "--compute-rate 1 --network-bandwidth 2 --memory-bandwidth 100"
+    assert diptych(f"{shape} --schedule zb-v --num-microbatches 8 {rates} --html", tmp_path / "plan.html") == 0
+    out, page = capsys.readouterr().out, (tmp_path / "plan.html").read_text()
+    told = json.loads(re.search(r'<script type="application/json" id="plan">(.*?)</script>', page, re.DOTALL)[1])
+    rows = [line.split() for line in out[out.index("schedules; times in ms") :].splitlines()]
+    printed = {row[0].rstrip(","): row for row in rows if len(row) > 5}
+    assert len(told["schedules"]) == len([name for name in printed if name in {s["name"] for s in told["schedules"]}])
+    for schedule in told["schedules"]:
+        row = [cell for cell in printed[schedule["name"]] if not cell.startswith("v=")]
+        assert float(row[1]) == pytest.approx(1e3 * schedule["makespan"], rel=1e-4)
+        assert row[4] == f"{schedule['idle']:.1%}"
+    said = " ".join(out.split())
+    assert "milliseconds of a roofline with 1 TFLOP/s, 100 GB/s of memory and 2 GB/s between ranks" in said
+    assert "diptych plan prints the same times" in page
+    assert "have not been set beside measured" not in page

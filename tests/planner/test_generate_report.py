@@ -143,7 +143,7 @@ def test_the_limit_is_of_all_that_a_rank_holds(tmp_path, capsys):
     assert max(rank.total for rank in ranks) <= limit
     least = max(size + stage.saved for size, stage in zip(standing, stages, strict=True))
     assert diptych(SHAPE, "--generate-schedule", made, "--memory-limit", f"{least - 1}B") == 2
-    assert f"memory_limit: expected at least {least:,} bytes, which pipeline rank" in capsys.readouterr().err
+    assert f"--memory-limit: expected at least {least:,} bytes, which pipeline rank" in capsys.readouterr().err
 
 
 def test_bytes_of_the_file_count(tmp_path):
@@ -159,22 +159,28 @@ def test_bytes_of_the_file_count(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--stage-costs costs.json", "stage_costs: expected None without generate_schedule, got 'costs.json'"),
-        ("--generate-schedule own.txt", "generate_schedule: expected a name that ends in .csv, got 'own.txt'"),
-        ("--generate-schedule own.csv --ranks 8", "ranks: expected none beside generate_schedule, got '8'; the"),
+        ("--stage-costs costs.json", "--stage-costs: expected None without --generate-schedule, got 'costs.json'"),
+        ("--generate-schedule own.txt", "--generate-schedule: expected a name that ends in .csv, got 'own.txt'"),
+        ("--generate-schedule own.csv --ranks 8", "ranks: expected none beside --generate-schedule, got '8'; the"),
         (
             "--generate-schedule own.csv --write-schedule b.csv",
-            "write_schedule: expected none beside generate",
+            "--write-schedule: expected none beside --generate",
         ),
-        ("--generate-schedule own.csv --enable-tensor-offload", "enable_tensor_offload: expected none beside generate"),
-        ("--generate-schedule own.csv --generate-effort -1", "generate_effort: expected a finite number of at least 0"),
+        (
+            "--generate-schedule own.csv --enable-tensor-offload",
+            "--enable-tensor-offload: expected none beside --generate",
+        ),
+        (
+            "--generate-schedule own.csv --generate-effort -1",
+            "--generate-effort: expected a finite number of at least 0",
+        ),
         (
             "--generate-schedule own.csv --stage-costs none.json --html p.html",
-            "html: expected None beside stage_costs, whose times the page does not have, got 'p.html'; plan the file",
+            "html: expected None beside --stage-costs, whose times the page does not have, got 'p.html'; plan the file",
         ),
-        ("--generate-schedule own.csv --stage-costs none.json", "stage_costs, none.json: expected a JSON file, got"),
-        ("--generate-schedule own.csv --memory-limit many", "memory_limit: expected a size such as 80GiB or 80GB"),
-        ("--memory-limit 1GiB", "ranks: expected a value beside the other of memory_limit and ranks, got None"),
+        ("--generate-schedule own.csv --stage-costs none.json", "--stage-costs, none.json: expected a JSON file, got"),
+        ("--generate-schedule own.csv --memory-limit many", "--memory-limit: expected a size such as 80GiB or 80GB"),
+        ("--memory-limit 1GiB", "ranks: expected a value beside the other of --memory-limit and ranks, got None"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(flags, message, tmp_path, monkeypatch, capsys):
@@ -214,7 +220,7 @@ def test_access_is_asked_for(tmp_path, capsys, monkeypatch):
 
 def test_a_pipeline_is_needed(capsys):
     assert diptych("plan --generate-schedule own.csv") == 2
-    assert "generate_schedule: expected pipeline_model_parallel_size above 1, got 1" in capsys.readouterr().err
+    assert "--generate-schedule: expected --pipeline-model-parallel-size above 1, got 1" in capsys.readouterr().err
 
 
 def test_a_table_is_split_everywhere():

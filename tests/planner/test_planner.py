@@ -248,7 +248,7 @@ def test_what_is_out_of_scope_says_so(flags, settings, message, capsys):
     with pytest.raises(NotImplementedError, match=f"{next(iter(settings))}: {message}"):
         replace(TINY, **settings)
     for command in ("plan", "train --train-iters 1", "compare"):
-        assert main(f"{command} {flags}".split()) == 1
+        assert main(f"{command} {flags}".split()) == 2
         assert f"diptych: {next(iter(settings))}: {message}" in capsys.readouterr().err
 
 
@@ -330,4 +330,4 @@ def test_long_tables_show_first_some_and_last_rows(count):
 
 def test_replicas_are_counted(capsys):
     assert main(["plan", "--data-parallel-size", "0"]) == 2
-    assert "data_parallel_size: expected at least 1, got 0" in capsys.readouterr().err
+    assert "--data-parallel-size: expected at least 1, got 0" in capsys.readouterr().err
