@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from reference_torch.offload.observe import LayerObserver
 
 
+IN_USE = "its memory is used by others"
+"""Why a memory stays that somebody else holds, who would not bring it back before reading it."""
 _REGISTERED: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 """Parts of layers that some manager has registered, and their layers' numbers."""
 
@@ -109,6 +111,16 @@ class OffloadedLayer:
         for memory in self.memories:
             memory.show()
 
+    def begin_replay(self) -> None:
+        """A region that reads its parameters is about to be run again, which keeps aliases of them for its backward."""
+        for memory in self.memories:
+            memory.begin_replay()
+
+    def end_replay(self) -> None:
+        """Nothing of a replay is left."""
+        for memory in self.memories:
+            memory.end_replay()
+
     def note_change(self) -> None:
         """The optimizer has written the parameters."""
         for memory in self.memories:
@@ -121,6 +133,8 @@ class OffloadedLayer:
         parameters.
         """
         for memory in self.memories:
+            if kind == "B":
+                memory.end_replay()
             for tensor in memory.tensors:
                 if isinstance(tensor, nn.Parameter):
                     written = kind == "B" and bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
@@ -189,7 +203,11 @@ class OffloadedLayer:
             if type(tensor) not in (Tensor, nn.Parameter, OffloadedParameter, OffloadedTensor):
                 self.kept.append(f"{name}: a tensor subclass, {type(tensor).__name__}")
                 continue
-            storage = tensor.untyped_storage()
+            if tensor.is_inference():
+                self.kept.append(f"{name}: a tensor of inference mode, whose changes are not counted")
+                continue
+            with torch._C.DisableTorchFunctionSubclass():
+                storage = tensor.untyped_storage()
             found.setdefault(storage._cdata, (storage, {}))[1][name] = tensor
         return found
 
@@ -294,5 +312,5 @@ def _reason_to_keep(storage: UntypedStorage, tensors: list[Tensor]) -> str | Non
     if any(tensor.nbytes != storage.nbytes() for tensor in tensors):
         return "a view of part of a memory"
     if not is_held_only_by(storage, tensors):
-        return "its memory is used by others"
+        return IN_USE
     return None
