@@ -1,6 +1,5 @@
 """What one registered layer has: its memories, and how its state is read and loaded while it is away."""
 
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from reference_torch.offload.link import Link, OffloadError
 from reference_torch.offload.memory import OffloadedMemory, OffloadedParameter, OffloadedTensor
+from reference_torch.offload.registry import forget, register, registered_number
 from reference_torch.recompute.slots import is_held_only_by
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 IN_USE = "its memory is used by others"
 """Why a memory stays that somebody else holds, who would not bring it back before reading it."""
-_REGISTERED: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-"""Parts of layers that some manager has registered, and their layers' numbers."""
 
 
 class OffloadedLayer:
@@ -159,7 +157,8 @@ class OffloadedLayer:
                 ),
             ]
         self._handles.append(self.module.register_load_state_dict_post_hook(lambda *_: settle()))
-        _REGISTERED.update(dict.fromkeys(self.module.modules(), self.layer_id))
+        watching = [] if self.observer is None else self.observer.handles
+        register(self.module, self.layer_id, [*self._handles, *watching])
 
     def close(self) -> None:
         """Bring it back for good."""
@@ -168,8 +167,7 @@ class OffloadedLayer:
         for handle in self._handles:
             handle.remove()
         _for_each(self.memories, OffloadedMemory.release)
-        for part in self.module.modules():
-            _REGISTERED.pop(part, None)
+        forget(self.module)
         self.is_here = True
 
     def _give_host_copies(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -249,10 +247,11 @@ def check_new(layer_id: int, module: nn.Module, layers: Mapping[int, OffloadedLa
         raise ValueError(f"layer_id: expected one not registered yet, got {layer_id!r} a second time")
     theirs = {id(part): number for number, layer in layers.items() for part in layer.module.modules()}
     for part in module.modules():
-        if part in _REGISTERED and id(part) not in theirs:
+        number = registered_number(part)
+        if number is not None and id(part) not in theirs:
             raise ValueError(
                 f"module: expected one of no other manager, got {type(part).__name__}, which is in layer "
-                f"{_REGISTERED[part]} of another; close() that one before"
+                f"{number} of another; close() that one before"
             )
         if id(part) in theirs:
             raise ValueError(

@@ -42,9 +42,11 @@ class LayerObserver:
         self._on_replay = weak_method(listener.on_replay)
         self._watched: set[int] = set()
         """Places of the parameters whose gradients are waited for."""
+        self._boundaries: weakref.WeakSet[_Boundary] = weakref.WeakSet()
+        """Of leaves, which outlive the graphs they are in."""
         self._running: list[tuple[_Call, ActivationGroup | None, saved_tensors_hooks, Token]] = []
         self.backward: _Call | None = None
-        self._handles: list[RemovableHandle] = [
+        self.handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             module.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
         ]
@@ -56,9 +58,11 @@ class LayerObserver:
 
     def close(self) -> None:
         """Take every hook away."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
-        self._handles = []
+        self.handles = []
+        for boundary in self._boundaries:
+            boundary.forget(self)
 
     def __deepcopy__(self, memo: dict) -> "LayerObserver":
         return self  # a copied module takes the hooks along, and does not answer to them
@@ -75,7 +79,10 @@ class LayerObserver:
             self._watch_parameters()
             for tensor in _with_gradient((args, kwargs)):
                 call.inputs += 1
-                _boundary(tensor).add_consumer(call)
+                boundary = _boundary(tensor)
+                boundary.add_consumer(call)
+                if tensor.is_leaf:
+                    self._boundaries.add(boundary)
         hooks = listener.saved_tensor_hooks(group)
         hooks.__enter__()
         self._running.append((call, group, hooks, before_replay.set(self._on_replay)))
@@ -104,7 +111,7 @@ class LayerObserver:
             if parameter.requires_grad and place not in self._watched:
                 self._watched.add(place)
                 note = weak_method(self._note_gradient)  # the parameter must not hold what holds it
-                self._handles.append(parameter.register_hook(lambda _, place=place, note=note: note(place)))
+                self.handles.append(parameter.register_hook(lambda _, place=place, note=note: note(place)))
 
     def expected_gradients(self) -> set[int]:
         """Places of the parameters whose gradients the backward that is running comes to."""
@@ -154,7 +161,8 @@ class _Call:
 class _Boundary:
     """Hook of a tensor between layers: its gradient ends backwards and begins others, in this order."""
 
-    def __init__(self) -> None:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._handle = weakref.ref(tensor), tensor.register_hook(self)
         self._consumers: list[weakref.ref[_Call]] = []  # weak: an input may live longer than what is made of it
         self.producers: list[_Call] = []
 
@@ -162,6 +170,18 @@ class _Boundary:
         """A call reads the tensor."""
         self._consumers = [reference for reference in self._consumers if reference() is not None]
         self._consumers.append(weakref.ref(call))
+
+    def forget(self, observer: LayerObserver) -> None:
+        """Leave the tensor where only calls of a layer that has closed were waiting for its gradient."""
+        self._consumers = [r for r in self._consumers if (call := r()) is not None and call.observer is not observer]
+        self.producers = [call for call in self.producers if call.observer is not observer]
+        tensor = self._tensor()
+        if tensor is not None and not self._consumers and not self.producers:
+            self._handle.remove()
+            vars(tensor).pop("_offload_boundary", None)
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # a copy of the tensor, also one on disk, is in no graph
 
     def __call__(self, gradient: Tensor) -> None:
         for call in filter(None, [reference() for reference in self._consumers]):
@@ -174,8 +194,7 @@ def _boundary(tensor: Tensor) -> _Boundary:
     """A tensor's, made on first need."""
     found = vars(tensor).get("_offload_boundary")
     if found is None:
-        found = vars(tensor)["_offload_boundary"] = _Boundary()
-        tensor.register_hook(found)
+        found = vars(tensor)["_offload_boundary"] = _Boundary(tensor)
     return found
 
 
