@@ -46,6 +46,7 @@ class OffloadedLayer:
         moves: bool = True,
     ) -> None:
         self.layer_id, self.module, self.is_here = layer_id, module, True
+        self._is_replayed = False
         self.observer: LayerObserver | None = None
         self.parameters = list(module.parameters())
         self.kept: list[str] = []
@@ -111,11 +112,17 @@ class OffloadedLayer:
 
     def begin_replay(self) -> None:
         """A region that reads its parameters is about to be run again, which keeps aliases of them for its backward."""
+        self._is_replayed = True
         for memory in self.memories:
             memory.begin_replay()
 
+    def run_again(self) -> None:
+        """Its forward, or a part of it, runs again in the use that is open."""
+        self._is_replayed = True
+
     def end_replay(self) -> None:
         """Nothing of a replay is left."""
+        self._is_replayed = False
         for memory in self.memories:
             memory.end_replay()
 
@@ -130,27 +137,36 @@ class OffloadedLayer:
         So do the statistics of a batch norm in its forward, and fused optimizers that run in backward, by hooks on
         parameters.
         """
+        runs_forward = kind in ("F", "R") or self._is_replayed
+        if kind == "B":
+            self.end_replay()
         for memory in self.memories:
-            if kind == "B":
-                memory.end_replay()
             for tensor in memory.tensors:
                 if isinstance(tensor, nn.Parameter):
                     written = kind == "B" and bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
                 else:
-                    written = kind in ("F", "R") and self.module.training
+                    written = runs_forward and self.module.training
                 if written:
                     memory.note_change()
 
-    def watch_state(self, require: Callable[[int], None], settle: Callable[[], None]) -> None:
+    def watch_state(
+        self, require: Callable[[int], None], settle: Callable[[], None], end_failed: Callable[[], None]
+    ) -> None:
         """Have ``state_dict`` and ``load_state_dict`` find the layer whole.
 
         Args:
             require: called before it is loaded.
             settle: called after.
+            end_failed: called before its state is read.
         """
+
+        def before_reading(*_: Any) -> None:
+            end_failed()
+            self._let_detach(True)
+
         for part in self.module.modules():
             self._handles += [
-                part.register_state_dict_pre_hook(lambda *_: self._let_detach(True)),
+                part.register_state_dict_pre_hook(before_reading),
                 part.register_state_dict_post_hook(lambda *arguments: self._give_host_copies(*arguments)),
                 part.register_load_state_dict_pre_hook(
                     lambda part, _, __, how, *___: self._before_load(part, how, require)

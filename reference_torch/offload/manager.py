@@ -17,7 +17,7 @@ from reference_torch.offload.layer import (
     device_of,
 )
 from reference_torch.offload.lifetime import close_dropped, weak_method
-from reference_torch.offload.link import Link, OffloadError
+from reference_torch.offload.link import Link
 from reference_torch.offload.memory import OffloadedMemory
 from reference_torch.offload.observe import LayerObserver
 from reference_torch.offload.optimizer import OptimizerParts
@@ -42,7 +42,8 @@ class TensorOffloadManager(ManagerReport):
 
     A layer is there while its forward runs and while its backward runs, with the next ``num_prefetch_layers`` in the
     order of uses; its gradients stay on the device, beside the optimizer's state. Whatever else reads a parameter
-    brings its layer back first. What is not registered (embedding, final norm, head) stays.
+    brings its layer back first. What is not registered (embedding, final norm, head) stays. Keep the manager:
+    deleting it closes it.
 
     Args:
         enabled: False: nothing is moved, and nothing registered.
@@ -119,7 +120,7 @@ class TensorOffloadManager(ManagerReport):
         device_of(layer_id, module, link.device)
         layer = OffloadedLayer(layer_id, module, self._memories, link, weak_method(self._expose), self._parameters)
         layer.observer = LayerObserver(layer_id, module, layer.own_parameters, self)
-        layer.watch_state(weak_method(self.require), weak_method(self._settle))
+        layer.watch_state(weak_method(self.require), weak_method(self._settle), weak_method(self._end_failed))
         self._link = link
         if self._wants_activations and self._activations is None:
             record = weak_method(self._record)
@@ -344,6 +345,7 @@ class TensorOffloadManager(ManagerReport):
 
     def _replay(self, layer_id: int) -> None:
         """A layer's forward, or a part of it, runs again in backward."""
+        self._layers[layer_id].run_again()
         if layer_id in self._order.pending:
             self._order.pending.remove(layer_id)
             self._begin(Use("B", layer_id))
@@ -368,9 +370,18 @@ class TensorOffloadManager(ManagerReport):
         for layer in self._layers.values():
             if layer.observer is not None:
                 layer.observer.backward = None
-            layer.end_replay()
         for number, kind in list(self._open.items()):
+            if not internals.runs_in_backward():  # it failed, and its layers were as any others since
+                self._layers[number].note_change()
             self._end(number, (kind,))
+        for layer in self._layers.values():
+            layer.end_replay()
+
+    def _end_failed(self) -> None:
+        """End uses that an exception has left open, before somebody looks at what they have written."""
+        running = (layer.observer is not None and layer.observer.is_running for layer in self._layers.values())
+        if self._open and not internals.runs_in_backward() and not any(running):
+            self._close_stale()
 
     def _arrive(self, layer: OffloadedLayer) -> None:
         if self._link is not None and not layer.is_home:
@@ -381,19 +392,3 @@ class TensorOffloadManager(ManagerReport):
         leaving, self._leaving = self._leaving, []
         for layer_id in leaving:
             self._layers[layer_id].finish_leaving()
-
-    # What is refused.
-
-    def _layer(self, layer_id: int) -> OffloadedLayer:
-        if layer_id not in self._layers:
-            self._check_open()
-            raise ValueError(f"layer_id: expected a registered layer of {sorted(self._layers)}, got {layer_id!r}")
-        return self._layers[layer_id]
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise OffloadError("manager: expected an open one, got one that close() has ended; make a new one")
-
-    def _record(self, event: str) -> None:
-        if self.trace is not None:
-            self.trace.append(event)

@@ -99,6 +99,14 @@ def host_value(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
+def bring_back(tensor: Tensor) -> None:
+    """Bring a tensor's memory to the device where it is away."""
+    if isinstance(tensor, _Offloaded):
+        memory: OffloadedMemory = vars(tensor)["_memory"]
+        if not memory.is_home:
+            memory.bring_back()
+
+
 class OffloadedMemory:
     """A storage with a copy on the host.
 
@@ -191,11 +199,15 @@ class OffloadedMemory:
             OffloadError: the tensor has been given another memory.
         """
         self._check_place()
+        before = self._copied_at
         written = self.write_back() if self.is_changed else self._leaving
         if written is not None:
             written.synchronize()
-        like = torch.empty(0, dtype=tensor.dtype)
-        return like.set_(self.host, tensor.storage_offset(), tensor.shape, tensor.stride())  # pyright: ignore
+        if before == ():  # whoever may have written it unseen may do so again
+            self._copied_at = before
+        with torch.inference_mode(False):
+            like = torch.empty(0, dtype=tensor.dtype)
+            return like.set_(self.host, tensor.storage_offset(), tensor.shape, tensor.stride())  # pyright: ignore
 
     def bring_back(self) -> None:
         """Bring it back for somebody who reads or writes it."""

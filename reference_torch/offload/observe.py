@@ -56,6 +56,11 @@ class LayerObserver:
         """Who is told; None where nobody holds it any more, and it has closed."""
         return self._listener()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward of the layer runs now."""
+        return bool(self._running)
+
     def close(self) -> None:
         """Take every hook away."""
         for handle in self.handles:

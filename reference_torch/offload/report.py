@@ -1,4 +1,4 @@
-"""What a manager tells: where layers and their memories are, and what has been moved."""
+"""What a manager tells and refuses: where layers and their memories are, what has been moved, what it does not have."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,19 +8,21 @@ from torch import nn
 
 from plans.offload import describe_statistics
 from reference_torch.offload.layer import IN_USE, OffloadedLayer
-from reference_torch.offload.link import Link
+from reference_torch.offload.link import Link, OffloadError
 from reference_torch.offload.memory import OffloadedMemory
 from reference_torch.offload.statistics import OffloadStatistics
 
 
 class ManagerReport:
-    """The part of a manager that only reads."""
+    """The part of a manager that moves nothing."""
 
     statistics: OffloadStatistics
     _layers: dict[int, OffloadedLayer]
     _leaving: list[int]
     _link: Link | None
     _held: dict[int, OffloadedMemory]
+    _closed: bool
+    trace: list[str] | None
 
     @property
     def layer_params(self) -> dict[int, list[nn.Parameter]]:
@@ -61,6 +63,20 @@ class ManagerReport:
     def storages(self) -> dict[int, dict[str, int]]:
         """Bytes of every memory of every layer; as plans.offload.plan_offload takes them."""
         return {n: {memory.name: memory.nbytes for memory in layer.memories} for n, layer in self._layers.items()}
+
+    def _layer(self, layer_id: int) -> OffloadedLayer:
+        if layer_id not in self._layers:
+            self._check_open()
+            raise ValueError(f"layer_id: expected a registered layer of {sorted(self._layers)}, got {layer_id!r}")
+        return self._layers[layer_id]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise OffloadError("manager: expected an open one, got one that close() has ended; make a new one")
+
+    def _record(self, event: str) -> None:
+        if self.trace is not None:
+            self.trace.append(event)
 
 
 def kept_memories(layers: Mapping[int, OffloadedLayer], held: Iterable[OffloadedMemory]) -> dict[str, str]:

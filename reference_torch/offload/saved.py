@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from reference_torch.offload.activations import ActivationGroup, ActivationOffload, SavedActivation
 from reference_torch.offload.link import OffloadError
-from reference_torch.offload.memory import OffloadedMemory
+from reference_torch.offload.memory import OffloadedMemory, bring_back
 from reference_torch.recompute import internals, lazy_restore
 
 
@@ -70,6 +70,7 @@ def guard_saved(
             require(saved.memory)
         if saved.unpack is not None:
             return value
+        bring_back(saved.tensor)  # another manager may have it by now
         if saved.tensor._version != saved.version:  # PyTorch leaves this check to the hooks
             raise OffloadError(
                 "backward: expected values kept for backward unchanged, got one modified in place (one of the "
