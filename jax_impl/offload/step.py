@@ -1,8 +1,9 @@
 """A training step with offload: microbatches' passes through the layers, and the optimizer's, as one plan has them."""
 
+import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from flax import nnx
 from jax import Array
 
 from jax_impl.offload.device import Layers, Moved, Pass
-from jax_impl.offload.moves import layer_numbers
+from jax_impl.offload.moves import LAYERS, layer_numbers
 from jax_impl.offload.stack import plan_kept
 from jax_impl.offload.update import Change, OffloadedParameters, Parts
 from plans.config import TransformerConfig
@@ -27,6 +28,12 @@ from plans.offload import (
 )
 from plans.recompute import recompute_blocks
 
+_NOT_OFFLOADED = (
+    "loss_fn: expected a model that runs its layers by jax_impl.offload.run_offloaded, as GPTModel does where its "
+    "configuration enables offload, got one that never calls it, so nothing would be offloaded; call run_offloaded in "
+    "the model, or disable offload in its configuration"
+)
+
 
 class OffloadedStep:
     """Moves and computation of a training step whose layers' parameters lie on the host before and after it, or whose
@@ -34,10 +41,15 @@ class OffloadedStep:
 
     Where the configuration does not enable offload, the same calls compute the same and move nothing.
 
+    The model must have its layers at ``decoder.layers.<number>`` and run them by run_offloaded, as GPTModel does.
+
     Args:
         config: the model's, of one device.
         params: its parameters, or their shapes.
         num_microbatches: passes of one step.
+
+    Raises:
+        ValueError: the parameters have other layers than the configuration.
     """
 
     def __init__(self, config: TransformerConfig, params: nnx.State, num_microbatches: int = 1) -> None:
@@ -46,6 +58,7 @@ class OffloadedStep:
         see TensorOffloadManager.trace."""
         self.moves_parameters = config.enable_tensor_offload
         self.enabled = self.moves_parameters or config.enable_activation_offload
+        self._has_run = False
         self.steps_run = self.forwards_run = 0
         """Training steps, and batches of evaluation; for stats."""
         self.plan = plan_offload((), {}, then=())
@@ -57,6 +70,7 @@ class OffloadedStep:
         if not self.enabled:
             return
         layers, blocks = sorted(self._parameters.split(params).layers), recompute_blocks(config)
+        _check_layers(layers, params, config)
         self._kept = plan_kept(config, step_uses(layers, 1, blocks), blocks)
         uses = step_uses(layers, num_microbatches, blocks)
         if self.moves_parameters:
@@ -107,6 +121,9 @@ class OffloadedStep:
 
         Returns:
             Loss and gradients, all on the device; the layers that are on the device now.
+
+        Raises:
+            ValueError: the loss does not run its layers by run_offloaded, so nothing would move.
         """
         if not self.enabled:
             return jax.value_and_grad(loss_fn)(params, *args, **kwargs), here
@@ -114,7 +131,7 @@ class OffloadedStep:
         self._moved = Moved()
         told = Pass(*self._pass, here, activations=self._kept, moved=self._moved, trace=trace)
         if not self.moves_parameters:
-            with told.active():
+            with told.active(), self._check_moved(trace):
                 found = jax.value_and_grad(loss_fn)(params, *args, **kwargs)
             self._record_passes(trace)
             return found, here
@@ -126,7 +143,8 @@ class OffloadedStep:
             with told._replace(gradients=gradients, stay=stay).active():
                 return loss_fn(self._parameters.join(Parts(rest, parts.layers)), *args, **kwargs)
 
-        loss, found = jax.value_and_grad(run, argnums=(0, 1, 2))(parts.rest, zeros, stay)
+        with self._check_moved(trace):
+            loss, found = jax.value_and_grad(run, argnums=(0, 1, 2))(parts.rest, zeros, stay)
         self._record_passes(trace)
         return (loss, self._parameters.join(Parts(*found[:2]))), found[2]
 
@@ -136,6 +154,19 @@ class OffloadedStep:
             return change(params, state, gradients)
         return self._parameters.update(self._update, change, params, state, gradients, here, self.trace)
 
+    @contextlib.contextmanager
+    def _check_moved(self, trace: Sequence[str]) -> Iterator[None]:
+        """Refuse a loss whose layers no plan moves; once one has been traced, it may be compiled and leave no trace."""
+        try:
+            yield
+        except ValueError as error:
+            if trace or self._has_run or "memory_space" not in str(error):
+                raise
+            raise ValueError(_NOT_OFFLOADED) from error
+        if not trace and not self._has_run:
+            raise ValueError(_NOT_OFFLOADED)
+        self._has_run = True
+
     def _record(self, events: Iterable[str]) -> None:
         if self.trace is not None:
             self.trace.extend(events)
@@ -144,6 +175,24 @@ class OffloadedStep:
         """The events of one pass, for every microbatch: activations are each one's own."""
         for microbatch in range(self._num_microbatches):
             self._record(re.sub(r"(a\d+)\.0$", rf"\1.{microbatch}", event) for event in trace)
+
+
+def _check_layers(layers: Sequence[int], params: Any, config: TransformerConfig) -> None:
+    """Refuse parameters whose layers are not found, which would be offloaded silently not at all.
+
+    Raises:
+        ValueError: they are not those of the configuration.
+    """
+    if list(layers) == list(range(config.num_layers)):
+        return
+    paths = (path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0])
+    found = dict.fromkeys(jax.tree_util.keystr(path[:3], simple=True, separator=".") for path in paths)
+    names = ", ".join([*found][:4])
+    raise ValueError(
+        f"params: expected layers 0 to {config.num_layers - 1} at {'.'.join(LAYERS)}.<number>, as GPTModel has them, "
+        f"got layers {list(layers)} there, among parameters at {names}; name the layers so and run them by "
+        "jax_impl.offload.run_offloaded, or disable offload in the configuration"
+    )
 
 
 def plan_statistics(

@@ -21,17 +21,19 @@ def total_statistics(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 total[name] = max(total[name], value)
             elif name == "misses_by_layer":
                 total[name] = dict(sorted((Counter(total[name]) + Counter(value)).items()))
+            elif name == "kept":
+                total[name] = total[name] | value
             else:
                 total[name] += value
     return total
 
 
 def describe_statistics(stats: Mapping[str, Any]) -> str:
-    """What has been moved, as a table of text.
+    """Return what has been moved, as a table of text.
 
     Args:
         stats: ``copies_in``, ``copies_out``, ``bytes_in``, ``bytes_out``, ``hits``, ``misses``, ``peak_layers``,
-            ``peak_bytes``, and ``seconds_waited`` where it was measured.
+            ``peak_bytes``; ``seconds_waited`` where it was measured; ``kept``, what cannot leave and why, by name.
     """
     mib = {name: f"{stats[name] / 2**20:,.1f}" for name in ("bytes_in", "bytes_out", "peak_bytes")}
     uses, waited = stats["hits"] + stats["misses"], stats.get("seconds_waited")
@@ -43,5 +45,6 @@ def describe_statistics(stats: Mapping[str, Any]) -> str:
             f"{stats['misses']:,} of {uses:,} uses of a layer came before it was asked for",
             f"at most {stats['peak_layers']} layers, {mib['peak_bytes']} MiB of them on the device"
             + ("" if waited is None else f"; waited {waited:.3f} s for copies"),
+            *(f"stays on the device: {name} ({reason})" for name, reason in stats.get("kept", {}).items()),
         ]
     )

@@ -1,6 +1,6 @@
 """In which order layers are used."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from plans.actions import Action
@@ -110,14 +110,25 @@ def stage_layers(config: TransformerConfig, vp_stage: int = 0, pp_rank: int = 0)
     return range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
 
 
-def expected_uses(layers: Sequence[int], last: Use, training: bool) -> Iterator[Use]:
-    """What most likely comes after a use, without end, where nobody has said what does.
+def expected_uses(
+    layers: Sequence[int], last: Use, training: bool, replays: Mapping[int, Sequence[int]] | None = None
+) -> Iterator[Use]:
+    """Yield the uses that most likely come after a use, without end, where nobody has said what does.
 
     Args:
         layers: in the order in which forward has used them.
         last: the use.
         training: whether backward follows forward.
+        replays: by layer, the layers that the last backward replayed before this layer's own backward.
     """
+    replays = replays or {}
+    if last.kind == "R":
+        owner = next((layer for layer, some in replays.items() if last.layer in some), None)
+        if owner is not None:
+            some = replays[owner]
+            yield from (Use("R", layer) for layer in some[some.index(last.layer) + 1 :])
+            last = Use("B", owner)
+            yield last
     kind, place = last.kind, layers.index(last.layer)
     after = [Use("F", layer) for layer in layers]
     if kind == "S":
@@ -126,7 +137,9 @@ def expected_uses(layers: Sequence[int], last: Use, training: bool) -> Iterator[
         yield from after[place + 1 :]
     if training and kind != "S":
         before = layers if kind == "F" else layers[:place]
-        yield from (Use("B", layer) for layer in reversed(before))
+        for layer in reversed(before):
+            yield from (Use("R", other) for other in replays.get(layer, ()))
+            yield Use("B", layer)
         yield from (Use("S", layer) for layer in layers)
     while True:
         yield from after

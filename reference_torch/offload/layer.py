@@ -1,6 +1,5 @@
 """What one registered layer has: its memories, and how its state is read and loaded while it is away."""
 
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -11,14 +10,15 @@ from torch.utils.hooks import RemovableHandle
 
 from reference_torch.offload.link import Link, OffloadError
 from reference_torch.offload.memory import OffloadedMemory, OffloadedParameter, OffloadedTensor
+from reference_torch.offload.registry import forget, register, registered_number
 from reference_torch.recompute.slots import is_held_only_by
 
 if TYPE_CHECKING:
     from reference_torch.offload.observe import LayerObserver
 
 
-_REGISTERED: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-"""Parts of layers that some manager has registered, and their layers' numbers."""
+IN_USE = "its memory is used by others"
+"""Why a memory stays that somebody else holds, who would not bring it back before reading it."""
 
 
 class OffloadedLayer:
@@ -46,6 +46,7 @@ class OffloadedLayer:
         moves: bool = True,
     ) -> None:
         self.layer_id, self.module, self.is_here = layer_id, module, True
+        self._is_replayed = False
         self.observer: LayerObserver | None = None
         self.parameters = list(module.parameters())
         self.kept: list[str] = []
@@ -109,6 +110,22 @@ class OffloadedLayer:
         for memory in self.memories:
             memory.show()
 
+    def begin_replay(self) -> None:
+        """A region that reads its parameters is about to be run again, which keeps aliases of them for its backward."""
+        self._is_replayed = True
+        for memory in self.memories:
+            memory.begin_replay()
+
+    def run_again(self) -> None:
+        """Its forward, or a part of it, runs again in the use that is open."""
+        self._is_replayed = True
+
+    def end_replay(self) -> None:
+        """Nothing of a replay is left."""
+        self._is_replayed = False
+        for memory in self.memories:
+            memory.end_replay()
+
     def note_change(self) -> None:
         """The optimizer has written the parameters."""
         for memory in self.memories:
@@ -120,32 +137,44 @@ class OffloadedLayer:
         So do the statistics of a batch norm in its forward, and fused optimizers that run in backward, by hooks on
         parameters.
         """
+        runs_forward = kind in ("F", "R") or self._is_replayed
+        if kind == "B":
+            self.end_replay()
         for memory in self.memories:
             for tensor in memory.tensors:
                 if isinstance(tensor, nn.Parameter):
                     written = kind == "B" and bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
                 else:
-                    written = kind in ("F", "R") and self.module.training
+                    written = runs_forward and self.module.training
                 if written:
                     memory.note_change()
 
-    def watch_state(self, require: Callable[[int], None], settle: Callable[[], None]) -> None:
+    def watch_state(
+        self, require: Callable[[int], None], settle: Callable[[], None], end_failed: Callable[[], None]
+    ) -> None:
         """Have ``state_dict`` and ``load_state_dict`` find the layer whole.
 
         Args:
             require: called before it is loaded.
             settle: called after.
+            end_failed: called before its state is read.
         """
+
+        def before_reading(*_: Any) -> None:
+            end_failed()
+            self._let_detach(True)
+
         for part in self.module.modules():
             self._handles += [
-                part.register_state_dict_pre_hook(lambda *_: self._let_detach(True)),
+                part.register_state_dict_pre_hook(before_reading),
                 part.register_state_dict_post_hook(lambda *arguments: self._give_host_copies(*arguments)),
                 part.register_load_state_dict_pre_hook(
                     lambda part, _, __, how, *___: self._before_load(part, how, require)
                 ),
             ]
         self._handles.append(self.module.register_load_state_dict_post_hook(lambda *_: settle()))
-        _REGISTERED.update(dict.fromkeys(self.module.modules(), self.layer_id))
+        watching = [] if self.observer is None else self.observer.handles
+        register(self.module, self.layer_id, [*self._handles, *watching])
 
     def close(self) -> None:
         """Bring it back for good."""
@@ -154,8 +183,7 @@ class OffloadedLayer:
         for handle in self._handles:
             handle.remove()
         _for_each(self.memories, OffloadedMemory.release)
-        for part in self.module.modules():
-            _REGISTERED.pop(part, None)
+        forget(self.module)
         self.is_here = True
 
     def _give_host_copies(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -189,7 +217,11 @@ class OffloadedLayer:
             if type(tensor) not in (Tensor, nn.Parameter, OffloadedParameter, OffloadedTensor):
                 self.kept.append(f"{name}: a tensor subclass, {type(tensor).__name__}")
                 continue
-            storage = tensor.untyped_storage()
+            if tensor.is_inference():
+                self.kept.append(f"{name}: a tensor of inference mode, whose changes are not counted")
+                continue
+            with torch._C.DisableTorchFunctionSubclass():
+                storage = tensor.untyped_storage()
             found.setdefault(storage._cdata, (storage, {}))[1][name] = tensor
         return found
 
@@ -231,10 +263,11 @@ def check_new(layer_id: int, module: nn.Module, layers: Mapping[int, OffloadedLa
         raise ValueError(f"layer_id: expected one not registered yet, got {layer_id!r} a second time")
     theirs = {id(part): number for number, layer in layers.items() for part in layer.module.modules()}
     for part in module.modules():
-        if part in _REGISTERED and id(part) not in theirs:
+        number = registered_number(part)
+        if number is not None and id(part) not in theirs:
             raise ValueError(
                 f"module: expected one of no other manager, got {type(part).__name__}, which is in layer "
-                f"{_REGISTERED[part]} of another; close() that one before"
+                f"{number} of another; close() that one before"
             )
         if id(part) in theirs:
             raise ValueError(
@@ -294,5 +327,5 @@ def _reason_to_keep(storage: UntypedStorage, tensors: list[Tensor]) -> str | Non
     if any(tensor.nbytes != storage.nbytes() for tensor in tensors):
         return "a view of part of a memory"
     if not is_held_only_by(storage, tensors):
-        return "its memory is used by others"
+        return IN_USE
     return None

@@ -20,10 +20,14 @@ class OffloadError(RuntimeError):
 
 
 class Copy:
-    """A copy under way on a link's thread."""
+    """A copy under way on a link's thread.
 
-    def __init__(self) -> None:
-        self._done = threading.Event()
+    Args:
+        thread: the link's; None where the copy needs none.
+    """
+
+    def __init__(self, thread: threading.Thread | None = None) -> None:
+        self._done, self._thread = threading.Event(), thread
         self.error: BaseException | None = None
 
     def finish(self, error: BaseException | None) -> None:
@@ -37,13 +41,22 @@ class Copy:
         Raises:
             OffloadError: it failed.
         """
-        self._done.wait()
+        while not self._done.wait(_PATIENCE):
+            if self._thread is not None and not self._thread.is_alive() and not self._done.is_set():
+                raise OffloadError(
+                    "copy: expected its thread to finish it, got a process without that thread (by os.fork, in the "
+                    "middle of a copy); fork before offload begins"
+                )
         if self.error is not None:
             raise OffloadError(f"copy: expected to move bytes between host and device, got {self.error}")
 
     def synchronize(self) -> None:
         """Let this thread go on only after the copy."""
         self.wait()
+
+
+_PATIENCE = 1.0
+"""Seconds between two looks at whether the thread that copies is alive."""
 
 
 class StreamCopy(Copy):
@@ -77,11 +90,17 @@ class Link:
         self.device = device
         self.pins = pin_memory and device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._queue: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[list | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         if self.stream is None:
-            thread = threading.Thread(target=_serve, args=(self._queue,), daemon=True, name="offload link")
-            thread.start()
-            weakref.finalize(self, _end, self._queue, thread)
+            self._thread = threading.Thread(target=_serve, args=(self._queue,), daemon=True, name="offload link")
+            self._thread.start()
+            weakref.finalize(self, _end, self._queue, self._thread)
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this code runs on the link's own thread, which cannot wait for its copies."""
+        return self._thread is threading.current_thread()
 
     def host_copy(self, storage: UntypedStorage) -> UntypedStorage:
         """New host memory with a storage's bytes.
@@ -115,8 +134,12 @@ class Link:
         """
         seconds = 0.0 if self.delay is None else self.delay(source.nbytes())
         if self.stream is None:
-            copy = Copy()
-            self._queue.put((copy, _as_bytes(target), _as_bytes(source), seconds))
+            copy = Copy(self._thread)
+            job = [copy, _as_bytes(target), _as_bytes(source), seconds]
+            if self._thread is not None and self._thread.is_alive():
+                self._queue.put(job)
+            else:  # the interpreter is ending, or this process is a fork of the one that had the thread
+                _carry_out(job)
             return copy
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
@@ -131,7 +154,8 @@ _CYCLES = 1.5e9
 
 
 def _as_bytes(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore
+    with torch.inference_mode(False):  # else only inference mode could write it, which the thread is not in
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore
 
 
 def _end(jobs: queue.SimpleQueue, thread: threading.Thread) -> None:
@@ -144,11 +168,19 @@ def _end(jobs: queue.SimpleQueue, thread: threading.Thread) -> None:
 def _serve(jobs: queue.SimpleQueue) -> None:
     """Carry copies out until told to stop."""
     while (job := jobs.get()) is not None:
-        copy, target, source, seconds = job
-        try:
-            time.sleep(seconds)
-            target.copy_(source)
-            copy.finish(None)
-        except BaseException as error:
-            copy.finish(error)
-        del job, copy, target, source
+        _carry_out(job)
+        del job
+
+
+def _carry_out(job: list) -> None:
+    """Make a copy, and say so once nothing here holds its memories any more."""
+    copy, target, source, seconds = job
+    job.clear()
+    failure = None
+    try:
+        time.sleep(seconds)
+        target.copy_(source)
+    except BaseException as error:
+        failure = error
+    del target, source
+    copy.finish(failure)

@@ -1,26 +1,34 @@
 """Who decides what is on the device: the layers of a window over the order of their uses, by plans/offload.py."""
 
+import sys
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from plans.offload import Use, check_num_prefetch_layers, describe_statistics
+from plans.offload import Use, check_num_prefetch_layers
 from reference_torch.offload.activations import ActivationGroup, ActivationOffload
-from reference_torch.offload.layer import OffloadedLayer, ShownLayers, check_new, close_layers, device_of
-from reference_torch.offload.link import Link, OffloadError
+from reference_torch.offload.layer import (
+    OffloadedLayer,
+    ShownLayers,
+    check_new,
+    close_layers,
+    device_of,
+)
+from reference_torch.offload.lifetime import close_dropped, weak_method
+from reference_torch.offload.link import Link
 from reference_torch.offload.memory import OffloadedMemory
 from reference_torch.offload.observe import LayerObserver
 from reference_torch.offload.optimizer import OptimizerParts
 from reference_torch.offload.order import UseOrder
+from reference_torch.offload.report import ManagerReport
 from reference_torch.offload.saved import guard_saved
 from reference_torch.offload.statistics import OffloadStatistics
 from reference_torch.recompute import internals
 
 
-class TensorOffloadManager:
+class TensorOffloadManager(ManagerReport):
     """Keeps most layers' parameters on the host, and brings each to the device in time for its use.
 
     Register the layers, then train as before::
@@ -34,7 +42,8 @@ class TensorOffloadManager:
 
     A layer is there while its forward runs and while its backward runs, with the next ``num_prefetch_layers`` in the
     order of uses; its gradients stay on the device, beside the optimizer's state. Whatever else reads a parameter
-    brings its layer back first. What is not registered (embedding, final norm, head) stays.
+    brings its layer back first. What is not registered (embedding, final norm, head) stays. Keep the manager:
+    deleting it closes it.
 
     Args:
         enabled: False: nothing is moved, and nothing registered.
@@ -49,6 +58,9 @@ class TensorOffloadManager:
     Raises:
         ValueError: num_prefetch_layers is negative.
     """
+
+    _closed = True
+    """Also before it is made, and where it could not be."""
 
     def __init__(
         self,
@@ -69,40 +81,21 @@ class TensorOffloadManager:
         self._activation_min_bytes = activation_min_bytes
         self._activations: ActivationOffload | None = None
         self._link: Link | None = None
-        self._closed = False
         self._layers: dict[int, OffloadedLayer] = {}
         self._memories: dict[int, OffloadedMemory] = {}
         self._order = UseOrder(num_prefetch_layers)
         self._open: dict[int, str] = {}
-        self._pending: int | None = None
         self._task: int | None = None
         self._leaving: list[int] = []
         self._pinned: set[int] = set()
         self._shown = ShownLayers(self._layers, self._open)
+        self._held: dict[int, OffloadedMemory] = {}
+        """Memories that somebody else held when their layer last left."""
+        self._closed = False
 
-    @property
-    def layer_params(self) -> dict[int, list[nn.Parameter]]:
-        """The parameters of every layer."""
-        return {number: layer.parameters for number, layer in self._layers.items()}
-
-    @property
-    def layer_param_devices(self) -> dict[int, list[str]]:
-        """Where each of a layer's parameters can be read now: its device, or ``cpu`` while it is away."""
-        return {number: layer.devices() for number, layer in self._layers.items()}
-
-    @property
-    def prefetch_stream(self) -> torch.cuda.Stream | None:
-        """The stream that copies; None without a GPU, where a thread does."""
-        return None if self._link is None else self._link.stream
-
-    @property
-    def stats(self) -> dict[str, Any]:
-        """What has been moved and waited for; see OffloadStatistics."""
-        return self.statistics.as_dict()
-
-    def print_stats(self) -> None:
-        """Print what has been moved and waited for."""
-        print(describe_statistics(self.stats))
+    def __del__(self) -> None:
+        if not self._closed and not sys.is_finalizing():
+            close_dropped(self, self._link)
 
     def register_layer(self, layer_id: int, module: nn.Module) -> None:
         """Offload a layer's parameters and buffers from now on; it stays on the device until another needs the room.
@@ -125,12 +118,13 @@ class TensorOffloadManager:
         check_new(layer_id, module, self._layers)
         link = self._link or Link(device_of(layer_id, module), self.pin_memory)
         device_of(layer_id, module, link.device)
-        layer = OffloadedLayer(layer_id, module, self._memories, link, self._expose, self._parameters)
+        layer = OffloadedLayer(layer_id, module, self._memories, link, weak_method(self._expose), self._parameters)
         layer.observer = LayerObserver(layer_id, module, layer.own_parameters, self)
-        layer.watch_state(self.require, lambda: self._settle(self._order.next_window()))
+        layer.watch_state(weak_method(self.require), weak_method(self._settle), weak_method(self._end_failed))
         self._link = link
         if self._wants_activations and self._activations is None:
-            self._activations = ActivationOffload(link, self.statistics, self._activation_min_bytes, self._record)
+            record = weak_method(self._record)
+            self._activations = ActivationOffload(link, self.statistics, self._activation_min_bytes, record)
         self._layers[layer_id] = layer
         self._memories.update({memory.home._cdata: memory for memory in layer.memories})
         self._order.add(layer_id)
@@ -155,7 +149,7 @@ class TensorOffloadManager:
             return
         layer.is_here = False
         shared = {id(m) for other in self._layers.values() if other.is_here for m in other.memories}
-        moved = [memory.leave() for memory in layer.memories if id(memory) not in shared]
+        moved = [self._let_leave(memory) for memory in layer.memories if id(memory) not in shared]
         self._leaving.append(layer_id)
         self._record(f"-{layer_id}")
         self.statistics.note_copies("out", moved)
@@ -188,35 +182,24 @@ class TensorOffloadManager:
         self._end_with_backward()
         if torch.is_grad_enabled():  # create_graph: the gradients' own graph reads what no hook of ours announces
             self._pinned.add(layer_id)
-        if self._order.expects_replay:
-            self._pending = layer_id
+        if self._order.expects_replay(layer_id):
+            self._order.pending.append(layer_id)
         else:
             self._begin(Use("B", layer_id))
 
     def on_backward_post_hook(self, layer_id: int) -> None:
         """The gradients of the layer's inputs and parameters exist: it leaves."""
+        if layer_id in self._order.pending:  # it gave way to a replay, and read nothing after that
+            self._order.pending.remove(layer_id)
         self._end(layer_id, ("B",))
 
     def on_replay(self, parameters: list[Tensor]) -> None:
-        """A recomputed region is about to be run again, and reads these."""
+        """A recomputed region is about to be run again, and reads these; several layers announce themselves."""
         numbers = [number for number, layer in self._layers.items() if layer.has_any(parameters)]
         for number in numbers:
-            self._replay(number)
-
-    @property
-    def resident_layers(self) -> tuple[int, ...]:
-        """Layers that are on the device or on their way there."""
-        return tuple(number for number, layer in self._layers.items() if layer.is_here)
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes that registered layers take on the device now."""
-        there = [self._layers[number] for number in {*self.resident_layers, *self._leaving}]
-        return sum({id(memory): memory.device_bytes for layer in there for memory in layer.memories}.values())
-
-    def storages(self) -> dict[int, dict[str, int]]:
-        """Bytes of every memory of every layer; as plans.offload.plan_offload takes them."""
-        return {n: {memory.name: memory.nbytes for memory in layer.memories} for n, layer in self._layers.items()}
+            self._layers[number].begin_replay()
+        if len(numbers) == 1:
+            self._replay(numbers[0])
 
     def set_link_delay(self, seconds: Callable[[int], float] | None) -> None:
         """Have every copy of so many bytes take longer, to see what a slow link does; None: as fast as it is."""
@@ -239,9 +222,8 @@ class TensorOffloadManager:
 
     def require(self, layer_id: int) -> None:
         """Bring a layer back now, and wait for it; until the next use ends it is there."""
-        if layer_id == self._pending:
-            self._pending = None
-            self._begin(Use("B", layer_id))
+        if layer_id in self._order.pending:
+            self._replay(layer_id)
             return
         layer = self._layer(layer_id)
         if not layer.is_here:
@@ -289,12 +271,13 @@ class TensorOffloadManager:
         close_layers(self._layers)
         self._closed = True
         self._memories.clear()
+        self._held.clear()
         if self._activations is not None:
             self._activations.pool.clear()
 
     def saved_tensor_hooks(self, group: ActivationGroup | None) -> saved_tensors_hooks:
         """What a layer's forward runs in, so that no operation's backward reads what is away."""
-        return guard_saved(self._memories, self.require_memory, self._activations, group)
+        return guard_saved(self._memories, weak_method(self.require_memory), self._activations, group)
 
     def new_group(self) -> ActivationGroup | None:
         """What the forward that has begun keeps for backward; None: it keeps nothing that moves."""
@@ -308,9 +291,12 @@ class TensorOffloadManager:
             self._activations.leave(group)
 
     def require_memory(self, memory: OffloadedMemory) -> None:
-        """As ``require``, of the layer that has the memory."""
-        if not memory.is_home or self._pending is not None:
-            self.require(next(n for n, layer in self._layers.items() if memory in layer.memories))
+        """As ``require``, of the layer that has the memory; of several, the one whose backward waits to begin."""
+        if not memory.is_home or self._order.pending:
+            owners = [number for number, layer in self._layers.items() if memory in layer.memories]
+            waiting = [number for number in self._order.pending if number in owners]
+            if waiting or not memory.is_home:
+                self.require([*waiting, *owners][0])
 
     # How a use goes.
 
@@ -340,22 +326,36 @@ class TensorOffloadManager:
             return
         self._layers[layer_id].note_unseen_writes(self._open.pop(layer_id))
         self._shown.hide_unused()
-        self._settle(self._order.next_window())
+        self._settle()
 
-    def _settle(self, keep: tuple[int, ...]) -> None:
-        """Let go what is outside a window."""
+    def _let_leave(self, memory: OffloadedMemory) -> int:
+        """Let a memory go, unless somebody else holds it; return the bytes copied."""
+        moved = memory.leave()
+        if memory.is_home:
+            self._held[id(memory)] = memory
+        else:
+            self._held.pop(id(memory), None)
+        return moved
+
+    def _settle(self, keep: tuple[int, ...] | None = None) -> None:
+        """Let go what is outside a window; None: outside that of the next uses."""
+        keep = self._order.next_window() if keep is None else keep
         for other in [number for number in self.resident_layers if number not in keep]:
             self.offload_layer(other)
 
     def _replay(self, layer_id: int) -> None:
         """A layer's forward, or a part of it, runs again in backward."""
+        self._layers[layer_id].run_again()
+        if layer_id in self._order.pending:
+            self._order.pending.remove(layer_id)
+            self._begin(Use("B", layer_id))
+            return
         if layer_id in self._open:
             return
-        if layer_id == self._pending:
-            self._pending = None
-            self._begin(Use("B", layer_id))
-        else:
-            self._begin(Use("R", layer_id))
+        for number in [number for number, kind in self._open.items() if kind == "B"]:  # it waits for what is replayed
+            self._layers[number].note_unseen_writes(self._open.pop(number))
+            self._order.pending.append(number)
+        self._begin(Use("R", layer_id))
 
     def _end_with_backward(self) -> None:
         """Have everything closed that is still open when the backward that is running ends."""
@@ -366,12 +366,22 @@ class TensorOffloadManager:
 
     def _close_stale(self) -> None:
         """End uses that nobody has ended: parts of a graph that were not run, exceptions."""
-        self._pending = None
+        self._order.pending.clear()
         for layer in self._layers.values():
             if layer.observer is not None:
                 layer.observer.backward = None
         for number, kind in list(self._open.items()):
+            if not internals.runs_in_backward():  # it failed, and its layers were as any others since
+                self._layers[number].note_change()
             self._end(number, (kind,))
+        for layer in self._layers.values():
+            layer.end_replay()
+
+    def _end_failed(self) -> None:
+        """End uses that an exception has left open, before somebody looks at what they have written."""
+        running = (layer.observer is not None and layer.observer.is_running for layer in self._layers.values())
+        if self._open and not internals.runs_in_backward() and not any(running):
+            self._close_stale()
 
     def _arrive(self, layer: OffloadedLayer) -> None:
         if self._link is not None and not layer.is_home:
@@ -382,19 +392,3 @@ class TensorOffloadManager:
         leaving, self._leaving = self._leaving, []
         for layer_id in leaving:
             self._layers[layer_id].finish_leaving()
-
-    # What is refused.
-
-    def _layer(self, layer_id: int) -> OffloadedLayer:
-        if layer_id not in self._layers:
-            self._check_open()
-            raise ValueError(f"layer_id: expected a registered layer of {sorted(self._layers)}, got {layer_id!r}")
-        return self._layers[layer_id]
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise OffloadError("manager: expected an open one, got one that close() has ended; make a new one")
-
-    def _record(self, event: str) -> None:
-        if self.trace is not None:
-            self.trace.append(event)

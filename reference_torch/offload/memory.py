@@ -7,22 +7,45 @@ writes it from Python is noticed, finds it there, and what was written is writte
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from reference_torch.offload.link import Copy, Link, OffloadError
 from reference_torch.recompute import internals
 from reference_torch.recompute.guards import METADATA, empty_storage, function_name, refill_storage
+from reference_torch.recompute.slots import is_held_only_by
 
-_READS_NOTHING = METADATA | (
+_READS_NOTHING = (METADATA - {"untyped_storage"}) | (
     {"requires_grad_", "register_post_accumulate_grad_hook", "retains_grad", "itemsize", "get_device", "ndimension"}
     | {"is_complex", "is_cpu", "is_cuda", "is_meta", "is_nested", "is_quantized", "is_signed", "is_sparse"}
     | {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"}
 )
+
+
+def gradient_node(tensor: Tensor) -> Node | None:
+    """Return the node that adds a parameter's gradient up: of every graph the same; None: it wants no gradient."""
+    if not tensor.requires_grad:
+        return None
+    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
+        return get_gradient_edge(tensor).node
+
+
+def _is_kept_by_others(tensor: Tensor, saved: Iterable[Tensor]) -> bool:
+    """Whether a graph keeps a tensor itself that was not kept under offload's hooks.
+
+    Known are its Python object, the node that adds its gradient up, and what its views hold that were kept.
+    """
+    views = sum(view._base is tensor for view in saved)
+    if internals.tensor_holders(tensor) <= 1 + views:
+        return False
+    node = gradient_node(tensor)  # held while counted
+    return internals.tensor_holders(tensor) > 1 + views + (node is not None)
 
 
 class _Offloaded:
@@ -76,6 +99,14 @@ def host_value(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
+def bring_back(tensor: Tensor) -> None:
+    """Bring a tensor's memory to the device where it is away."""
+    if isinstance(tensor, _Offloaded):
+        memory: OffloadedMemory = vars(tensor)["_memory"]
+        if not memory.is_home:
+            memory.bring_back()
+
+
 class OffloadedMemory:
     """A storage with a copy on the host.
 
@@ -94,7 +125,9 @@ class OffloadedMemory:
         self.home = self.tensors[0].untyped_storage()
         self.nbytes = self.home.nbytes()
         self.host = link.host_copy(self.home)
-        self.bring_back = bring_back
+        self._bring_back = bring_back
+        self._aliases: dict[int, weakref.ref[Tensor]] = {}
+        self._is_replayed = False
         self.may_be_detached = False
         """Whether ``detach`` may give an empty alias; the caller replaces it."""
         self._coming: tuple[UntypedStorage, Copy] | None = None
@@ -115,6 +148,17 @@ class OffloadedMemory:
         return self.home.nbytes() if self._is_home or self._leaving is not None else 0
 
     @property
+    def is_held(self) -> bool:
+        """Whether somebody uses the memory who would not bring it back: an alias, or a graph made elsewhere."""
+        if self._is_replayed:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            saved = [alias for alias in (reference() for reference in [*self._aliases.values()]) if alias is not None]
+            if not is_held_only_by(self.home, [*self.tensors, *saved]):
+                return True
+            return any(_is_kept_by_others(tensor, saved) for tensor in self.tensors)
+
+    @property
     def is_changed(self) -> bool:
         """Whether the host's copy is older than the tensors."""
         return self._is_home and self._copied_at != self._version
@@ -129,6 +173,21 @@ class OffloadedMemory:
         self.tensors += [tensor for tensor in tensors if id(tensor) not in known]
         self._copied_at = () if changed else self._version
 
+    def note_alias(self, alias: Tensor) -> None:
+        """A graph keeps a tensor in it, for a reader that brings it back first."""
+        if any(alias is tensor for tensor in self.tensors):
+            return
+        key = id(alias)
+        self._aliases[key] = weakref.ref(alias, lambda _, aliases=self._aliases: aliases.pop(key, None))
+
+    def begin_replay(self) -> None:
+        """A region is about to be run again: what it records is in the memory, and read in its layer's backward."""
+        self._is_replayed = self._is_replayed or not self.is_held
+
+    def end_replay(self) -> None:
+        """The layer's backward has ended, and with it all that reads what was recorded."""
+        self._is_replayed = False
+
     def note_change(self) -> None:
         """Somebody has written the tensors."""
         self._copied_at = ()
@@ -140,11 +199,21 @@ class OffloadedMemory:
             OffloadError: the tensor has been given another memory.
         """
         self._check_place()
+        before = self._copied_at
         written = self.write_back() if self.is_changed else self._leaving
         if written is not None:
             written.synchronize()
-        like = torch.empty(0, dtype=tensor.dtype)
-        return like.set_(self.host, tensor.storage_offset(), tensor.shape, tensor.stride())  # pyright: ignore
+        if before == ():  # whoever may have written it unseen may do so again
+            self._copied_at = before
+        with torch.inference_mode(False):
+            like = torch.empty(0, dtype=tensor.dtype)
+            return like.set_(self.host, tensor.storage_offset(), tensor.shape, tensor.stride())  # pyright: ignore
+
+    def bring_back(self) -> None:
+        """Bring it back for somebody who reads or writes it."""
+        self._bring_back()
+        if not self._is_home or self._coming is not None:  # the manager is gone, and had no room for it
+            self.release()
 
     def fetch(self) -> int:
         """Begin to bring it back; returns the bytes copied."""
@@ -176,11 +245,17 @@ class OffloadedMemory:
         self._is_home = True
 
     def leave(self) -> int:
-        """Let it go: at once where the host's copy is good, else after it is written back; returns the bytes copied."""
+        """Let it go: at once where the host's copy is good, else after it is written back; returns the bytes copied.
+
+        Where somebody else holds it, it stays.
+        """
         self.arrive()
         if not self._is_home:
             return 0
         self._check_place()
+        if self.is_held:
+            self.note_change()  # whoever holds it may write it, and let it go before this is asked again
+            return 0
         written = self.write_back() if self.is_changed else None
         self.hide()
         self._is_home = False
@@ -233,7 +308,7 @@ class OffloadedMemory:
                 object.__setattr__(tensor, "__class__", guarded)
 
     def _check_place(self) -> None:
-        if any(tensor.untyped_storage()._cdata != self.home._cdata for tensor in self.tensors):
+        if any(internals.storage_address(tensor) != self.home._cdata for tensor in self.tensors):
             raise OffloadError(
                 f"{self.name}: expected to stay in its memory, got another (by .data = or Module.to); close() the "
                 "manager before, and register the layer with a new one after"

@@ -5,17 +5,19 @@ layer's backward begins. It has ended when the gradients of the layer's inputs e
 """
 
 import weakref
-from collections.abc import Callable
 from contextvars import Token
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
+from torch._compile import _disable_dynamo as outside_compiled_graphs
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from reference_torch.offload.activations import ActivationGroup
+from reference_torch.offload.lifetime import weak_method
+from reference_torch.offload.memory import gradient_node
 from reference_torch.recompute import before_replay
 
 if TYPE_CHECKING:
@@ -35,41 +37,62 @@ class LayerObserver:
     def __init__(
         self, layer_id: int, module: nn.Module, parameters: list[nn.Parameter], listener: "TensorOffloadManager"
     ) -> None:
-        self.layer_id, self.listener = layer_id, listener
+        self.layer_id, self._listener = layer_id, weakref.ref(listener)
         self.parameters, self._module = parameters, weakref.ref(module)
+        self._on_replay = weak_method(listener.on_replay)
+        self._watched: set[int] = set()
+        """Places of the parameters whose gradients are waited for."""
+        self._boundaries: weakref.WeakSet[_Boundary] = weakref.WeakSet()
+        """Of leaves, which outlive the graphs they are in."""
         self._running: list[tuple[_Call, ActivationGroup | None, saved_tensors_hooks, Token]] = []
         self.backward: _Call | None = None
-        self._handles: list[RemovableHandle] = [
+        self.handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             module.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
         ]
-        self.nodes: dict[int, Node] = {}
-        """By place among the parameters: what adds its gradient up."""
+
+    @property
+    def listener(self) -> "TensorOffloadManager | None":
+        """Who is told; None where nobody holds it any more, and it has closed."""
+        return self._listener()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward of the layer runs now."""
+        return bool(self._running)
 
     def close(self) -> None:
         """Take every hook away."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
-        self._handles = []
+        self.handles = []
+        for boundary in self._boundaries:
+            boundary.forget(self)
 
     def __deepcopy__(self, memo: dict) -> "LayerObserver":
         return self  # a copied module takes the hooks along, and does not answer to them
 
+    @outside_compiled_graphs
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if module is not self._module():
+        listener = self.listener
+        if module is not self._module() or listener is None:
             return
-        self.listener.on_forward_pre_hook(self.layer_id)
+        listener.on_forward_pre_hook(self.layer_id)
         call = _Call(self)
-        group = self.listener.new_group()
+        group = listener.new_group()
         if torch.is_grad_enabled():
             self._watch_parameters()
             for tensor in _with_gradient((args, kwargs)):
                 call.inputs += 1
-                _boundary(tensor).add_consumer(call)
-        hooks = self.listener.saved_tensor_hooks(group)
+                boundary = _boundary(tensor)
+                boundary.add_consumer(call)
+                if tensor.is_leaf:
+                    self._boundaries.add(boundary)
+        hooks = listener.saved_tensor_hooks(group)
         hooks.__enter__()
-        self._running.append((call, group, hooks, before_replay.set(self.listener.on_replay)))
+        self._running.append((call, group, hooks, before_replay.set(self._on_replay)))
 
+    @outside_compiled_graphs
     def _after_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Also where forward has raised, the call's own hooks before it included."""
         if not self._running or module is not self._module():
@@ -80,24 +103,29 @@ class LayerObserver:
         if torch.is_grad_enabled():
             for tensor in _with_gradient(output):
                 _boundary(tensor).producers.append(call)
-        self.listener.on_forward_post_hook(self.layer_id)
+        listener = self.listener
+        if listener is None:
+            return
+        listener.on_forward_post_hook(self.layer_id)
         if group is not None:
-            self.listener.end_group(group)
+            listener.end_group(group)
 
     def _watch_parameters(self) -> None:
         """Also those that were frozen until now."""
         for place, parameter in enumerate(self.parameters):
-            if parameter.requires_grad and place not in self.nodes:
-                self.nodes[place] = get_gradient_edge(parameter).node
-                self._handles.append(parameter.register_hook(self._note_gradient(place)))
+            if parameter.requires_grad and place not in self._watched:
+                self._watched.add(place)
+                note = weak_method(self._note_gradient)  # the parameter must not hold what holds it
+                self.handles.append(parameter.register_hook(lambda _, place=place, note=note: note(place)))
 
-    def _note_gradient(self, place: int) -> Callable[[Tensor], None]:
-        def note(_: Any) -> None:
-            if self.backward is not None:
-                self.backward.missing.discard(place)
-                self.backward.end_if_complete()
+    def expected_gradients(self) -> set[int]:
+        """Places of the parameters whose gradients the backward that is running comes to."""
+        return {place for place in self._watched if _is_reached(gradient_node(self.parameters[place]))}
 
-        return note
+    def _note_gradient(self, place: int) -> None:
+        if self.backward is not None:
+            self.backward.missing.discard(place)
+            self.backward.end_if_complete()
 
 
 class _Call:
@@ -112,12 +140,13 @@ class _Call:
 
     def begin(self) -> None:
         """A gradient of the output has arrived."""
-        if self.observer.backward is self:
+        listener = self.observer.listener
+        if self.observer.backward is self or listener is None:
             return
         self.observer.backward = self
         self.inputs_left = self.inputs
-        self.missing = {place for place, node in self.observer.nodes.items() if _is_reached(node)}
-        self.observer.listener.on_backward_pre_hook(self.observer.layer_id)
+        self.missing = self.observer.expected_gradients()
+        listener.on_backward_pre_hook(self.observer.layer_id)
 
     def input_done(self) -> None:
         """The gradient of one more input is there."""
@@ -129,13 +158,16 @@ class _Call:
         """Tell, once, that everything this call computes is there."""
         if self.inputs_left <= 0 and not self.missing:
             self.observer.backward = None
-            self.observer.listener.on_backward_post_hook(self.observer.layer_id)
+            listener = self.observer.listener
+            if listener is not None:
+                listener.on_backward_post_hook(self.observer.layer_id)
 
 
 class _Boundary:
     """Hook of a tensor between layers: its gradient ends backwards and begins others, in this order."""
 
-    def __init__(self) -> None:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._handle = weakref.ref(tensor), tensor.register_hook(self)
         self._consumers: list[weakref.ref[_Call]] = []  # weak: an input may live longer than what is made of it
         self.producers: list[_Call] = []
 
@@ -143,6 +175,18 @@ class _Boundary:
         """A call reads the tensor."""
         self._consumers = [reference for reference in self._consumers if reference() is not None]
         self._consumers.append(weakref.ref(call))
+
+    def forget(self, observer: LayerObserver) -> None:
+        """Leave the tensor where only calls of a layer that has closed were waiting for its gradient."""
+        self._consumers = [r for r in self._consumers if (call := r()) is not None and call.observer is not observer]
+        self.producers = [call for call in self.producers if call.observer is not observer]
+        tensor = self._tensor()
+        if tensor is not None and not self._consumers and not self.producers:
+            self._handle.remove()
+            vars(tensor).pop("_offload_boundary", None)
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # a copy of the tensor, also one on disk, is in no graph
 
     def __call__(self, gradient: Tensor) -> None:
         for call in filter(None, [reference() for reference in self._consumers]):
@@ -155,8 +199,7 @@ def _boundary(tensor: Tensor) -> _Boundary:
     """A tensor's, made on first need."""
     found = vars(tensor).get("_offload_boundary")
     if found is None:
-        found = vars(tensor)["_offload_boundary"] = _Boundary()
-        tensor.register_hook(found)
+        found = vars(tensor)["_offload_boundary"] = _Boundary(tensor)
     return found
 
 
@@ -166,8 +209,10 @@ def _with_gradient(values: Any) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in found}.values())
 
 
-def _is_reached(node: Node) -> bool:
+def _is_reached(node: Node | None) -> bool:
     """Whether the backward that is running comes to a node; False where PyTorch does not say."""
+    if node is None:
+        return False
     try:
         return torch._C._will_engine_execute_node(node)  # pyright: ignore[reportAttributeAccessIssue]
     except RuntimeError:  # torch.autograd.grad

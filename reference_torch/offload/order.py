@@ -23,13 +23,19 @@ class UseOrder:
         self._pass: list[int] = []
         self._expected: deque[Use] = deque()
         self._last: Use | None = None
+        self.pending: list[int] = []
+        """Layers whose backward has been announced, or has given way to a replay: it begins when it reads."""
+        self._replays: dict[int, tuple[int, ...]] = {}
+        """By layer, what the last backward replayed before the layer's own."""
+        self._replayed: list[int] = []
         self.current = Use("S", -1)
         """The use that began last; its microbatch is known where uses were announced."""
 
-    @property
-    def expects_replay(self) -> bool:
-        """Whether the next use that was announced is a replay."""
-        return bool(self._expected) and self._expected[0].kind == "R"
+    def expects_replay(self, layer_id: int) -> bool:
+        """Return whether a replay comes before a layer's backward, as was announced, or as the last time."""
+        if self._expected:
+            return self._expected[0].kind == "R"
+        return layer_id in self._replays and not self._replayed
 
     def add(self, layer_id: int) -> None:
         """A layer is registered: it comes where its number says, until a forward shows otherwise."""
@@ -42,6 +48,7 @@ class UseOrder:
     def begin(self, use: Use) -> tuple[int, ...]:
         """A use begins; returns the layers that must be there or on their way, in the order they are needed."""
         self._last = self.current = use
+        self._learn_replays(use)
         if not self._expected:
             self._learn(use)
         else:
@@ -64,10 +71,25 @@ class UseOrder:
         last = self._expected[-1] if self._expected else self._last
         if last is None or last.layer not in self.layers:
             last = Use("S", self.layers[-1])
-        return chain(self._expected, expected_uses(self.layers, last, self.training))
+        replays = self._replays
+        if last.kind == "R" and self.pending and self.pending[-1] not in replays:
+            begin, end = (self.layers.index(layer) for layer in (last.layer, self.pending[-1]))
+            replays = {**replays, self.pending[-1]: tuple(self.layers[begin:end]) or (last.layer,)}
+        return chain(self._expected, expected_uses(self.layers, last, self.training, replays))
 
     def _window(self, uses: Iterable[Use]) -> tuple[int, ...]:
         return next_layers(uses, min(self._num_prefetch_layers + 1, len(self.layers)))
+
+    def _learn_replays(self, use: Use) -> None:
+        """Remember what is replayed before which backward."""
+        if use.kind == "R":
+            self._replayed.append(use.layer)
+            return
+        if use.kind == "B":
+            self._replays.pop(use.layer, None)
+            if self._replayed:
+                self._replays[use.layer] = tuple(dict.fromkeys(self._replayed))
+        self._replayed = []
 
     def _learn(self, use: Use) -> None:
         """Remember in which order forward goes through the layers."""

@@ -8,11 +8,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from reference_torch.offload.activations import ActivationGroup, ActivationOffload, SavedActivation
 from reference_torch.offload.link import OffloadError
-from reference_torch.offload.memory import OffloadedMemory
+from reference_torch.offload.memory import OffloadedMemory, bring_back
 from reference_torch.recompute import internals, lazy_restore
 
 
-class _Saved:
+class SavedParameter:
     """A value kept for backward: a parameter's, somebody else's (``unpack``), or plainly itself."""
 
     __slots__ = ("memory", "tensor", "unpack", "version")
@@ -44,18 +44,24 @@ def guard_saved(
     if group is None or not lazy_restore.is_alone(outer):
         activations = None
 
-    def keep(tensor: Tensor) -> _Saved | SavedActivation:
+    def keep(tensor: Tensor) -> SavedParameter | SavedActivation:
         memory = memories.get(internals.storage_address(tensor) or 0)
         if memory is None and activations is not None and group is not None:
             kept = activations.keep(group, tensor)
             if kept is not None:
                 return kept
-        if outer is not None and (memory is None or outer[1].__module__ == "torch.utils.checkpoint"):
-            return _Saved(outer[0](tensor), memory, outer[1])
-        # Detached: a saved output that held its own graph node would be a cycle.
-        return _Saved(tensor.detach() if tensor.grad_fn is not None else tensor, memory, None)
+        is_checkpoint = outer is not None and outer[1].__module__ == "torch.utils.checkpoint"
+        # Detached: a saved output that held its own graph node would be a cycle. A checkpoint would detach a parameter
+        # itself, and that alias would be taken for one that nobody guards.
+        is_detached = tensor.grad_fn is not None or (memory is not None and is_checkpoint)
+        kept = tensor.detach() if is_detached else tensor
+        if memory is not None:
+            memory.note_alias(kept)
+        if outer is not None and (memory is None or is_checkpoint):
+            return SavedParameter(outer[0](tensor if memory is None else kept), memory, outer[1])
+        return SavedParameter(kept, memory, None)
 
-    def take(saved: _Saved | SavedActivation) -> Tensor:
+    def take(saved: SavedParameter | SavedActivation) -> Tensor:
         if isinstance(saved, SavedActivation):
             assert activations is not None, "who has kept it takes it out"
             return activations.take(saved)
@@ -64,6 +70,7 @@ def guard_saved(
             require(saved.memory)
         if saved.unpack is not None:
             return value
+        bring_back(saved.tensor)  # another manager may have it by now
         if saved.tensor._version != saved.version:  # PyTorch leaves this check to the hooks
             raise OffloadError(
                 "backward: expected values kept for backward unchanged, got one modified in place (one of the "

@@ -7,9 +7,10 @@ from itertools import pairwise
 
 import jax
 import pytest
+from flax import nnx
 from jax.extend.core import Literal, jaxprs_in_params
 
-from jax_impl.offload import layer_numbers, moves_of
+from jax_impl.offload import OffloadedStep, layer_numbers, moves_of
 from jax_impl.recompute import residual_report
 from plans.offload import step_uses
 from plans.recompute import recompute_blocks
@@ -210,3 +211,48 @@ def kept_of_layers_alone(loss, params) -> set[int]:
             made_of |= dict.fromkeys(equation.outvars, set().union(*each))
     crossing = [v for v in program.outvars if not isinstance(v, Literal) and v not in program.invars]
     return {next(iter(made_of[v])) for v in crossing if len(made_of.get(v, ())) == 1} - {-1}
+
+
+# What is refused.
+
+
+class TheirModel(nnx.Module):
+    """A model of somebody else, which names its layers otherwise and runs them itself."""
+
+    def __init__(self, path: tuple[str, ...], count: int) -> None:
+        layers = nnx.Dict({str(k): nnx.Linear(4, 4, rngs=nnx.Rngs(k)) for k in range(count)})
+        for name in reversed(path[1:]):
+            layers = nnx.Dict({name: layers})
+        setattr(self, path[0], layers)
+
+    def __call__(self, x):
+        for layer in self.decoder.layers.values():
+            x = layer(x)
+        return x.sum()
+
+
+@pytest.mark.parametrize("moved", [{"enable_tensor_offload": True}, MOVED])
+@pytest.mark.parametrize(("path", "count"), [(("layers",), 4), (("decoder", "layers"), 3)])
+def test_a_model_whose_layers_are_not_found_is_refused(path, count, moved):
+    """It would run, and nothing of it would be offloaded."""
+    params = nnx.split(TheirModel(path, count), nnx.Param)[1]
+    message = (
+        r"params: expected layers 0 to 3 at decoder\.layers\.<number>, as GPTModel has them, got layers \[.*\] there"
+    )
+    with pytest.raises(ValueError, match=message):
+        OffloadedStep(replace(PLAIN, num_layers=4, **moved), params)
+    OffloadedStep(replace(PLAIN, num_layers=4), params)
+
+
+@pytest.mark.parametrize("moved", [{"enable_tensor_offload": True}, MOVED])
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_model_that_runs_its_layers_itself_is_refused(reads, moved):
+    structure, params = nnx.split(TheirModel(("decoder", "layers"), 4), nnx.Param)
+    step = OffloadedStep(replace(PLAIN, num_layers=4, **moved), params)
+    params, x = step.place(params), jax.numpy.ones((2, 4))
+
+    def loss(params, x):
+        return nnx.merge(structure, params)(x) if reads else x.sum()
+
+    with pytest.raises(ValueError, match=r"loss_fn: expected a model that runs .* by .*run_offloaded, .* got one"):
+        step.value_and_grad(loss, params, step.begin(params), x)
