@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo as outside_compiled_graphs
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -19,6 +18,7 @@ from reference_torch.offload.activations import ActivationGroup
 from reference_torch.offload.lifetime import weak_method
 from reference_torch.offload.memory import gradient_node
 from reference_torch.recompute import before_replay
+from reference_torch.recompute.internals import outside_compiled_graphs
 
 if TYPE_CHECKING:
     from reference_torch.offload.manager import TensorOffloadManager

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from reference_torch.recompute import internals
 from reference_torch.recompute.guards import RecomputeUsageError
+from reference_torch.recompute.internals import outside_compiled_graphs
 from reference_torch.recompute.region import Region
 from reference_torch.recompute.slots import Slot, in_replay, slot_address, slot_of
 
@@ -59,6 +60,7 @@ class CheckpointWithoutOutput:
         """The tensors the call returned, those still alive."""
         return tuple(tensor for tensor in (reference() for reference in self._outputs) if tensor is not None)
 
+    @outside_compiled_graphs
     def checkpoint(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``fn(*args, **kwargs)``, to be replayed in backward.
 
@@ -98,6 +100,7 @@ class CheckpointWithoutOutput:
         self._region, self._called = region, True
         return output
 
+    @outside_compiled_graphs
     def discard_output(self) -> None:
         """Empty the output's memory, to be followed by a hook on :meth:`recompute`.
 
@@ -109,6 +112,7 @@ class CheckpointWithoutOutput:
         for slot in self._slots:
             slot.discard(force=not lazy_restore.is_active())
 
+    @outside_compiled_graphs
     def recompute(self, grad: Tensor | None = None) -> None:
         """Restore the output now; a second time does nothing. Can be registered as a tensor hook.
 
@@ -119,6 +123,7 @@ class CheckpointWithoutOutput:
         for slot in slots:
             slot.restore()
 
+    @outside_compiled_graphs
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
         """Empty the output's memory, and restore it when the gradient of ``hook_tensor`` arrives, or before.
 
@@ -142,6 +147,7 @@ class CheckpointWithoutOutput:
 class MindSpeedCheckpointWithoutOutput(CheckpointWithoutOutput):
     """The same with MindSpeed's second argument."""
 
+    @outside_compiled_graphs
     def checkpoint(self, fn: Callable[..., Any], distribute_saved_activations: bool, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """See CheckpointWithoutOutput.checkpoint.
 
@@ -182,6 +188,7 @@ class MHCBlockRecomputeManager:
         self._scope: lazy_restore | None = None
         self._finished = False
 
+    @outside_compiled_graphs
     def add_checkpoint(self, ckpt: CheckpointWithoutOutput) -> None:
         """Take over a checkpoint whose call has been made, in forward order.
 
@@ -198,6 +205,7 @@ class MHCBlockRecomputeManager:
         self.checkpoints.append(ckpt)
         self._pending.extend(ckpt._slots)
 
+    @outside_compiled_graphs
     def checkpoint(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``fn(*args, **kwargs)`` in a new CheckpointWithoutOutput of this manager.
 
@@ -212,6 +220,7 @@ class MHCBlockRecomputeManager:
         self.add_checkpoint(ckpt)
         return output
 
+    @outside_compiled_graphs
     def discard_consumed(self, *keep: Tensor) -> None:
         """Empty every output so far but those given, which forward still reads. Inside the context only.
 
@@ -228,6 +237,7 @@ class MHCBlockRecomputeManager:
                 slot.discard()
         self._pending = [slot for slot in self._pending if slot.address in kept]
 
+    @outside_compiled_graphs
     def discard_all_outputs_and_register_unified_recompute(self, hook_tensor: Tensor) -> None:
         """Empty every output but the hook tensor's own memory; all are restored when its gradient arrives, or before.
 
@@ -258,6 +268,7 @@ class MHCBlockRecomputeManager:
         if self._scope is not None:  # readers hold what they need; a caller's closure may hold this object
             self.checkpoints = []
 
+    @outside_compiled_graphs
     def _unified_recompute_hook(self, grad: Tensor) -> None:
         checkpoints, self.checkpoints = self.checkpoints, []  # a second firing finds none
         for ckpt in checkpoints:
@@ -270,6 +281,7 @@ class MHCBlockRecomputeManager:
                 "block and microbatch"
             )
 
+    @outside_compiled_graphs
     def __enter__(self) -> "MHCBlockRecomputeManager":
         self._check_unfinished()
         if self._scope is not None:
@@ -278,6 +290,7 @@ class MHCBlockRecomputeManager:
         self._scope.__enter__()
         return self
 
+    @outside_compiled_graphs
     def __exit__(self, *exception: Any) -> None:
         scope, self._scope = self._scope, None
         if scope is not None:
@@ -303,6 +316,7 @@ class lazy_restore:
         """Whether saved-tensor hooks are none, or this context's with none outside: nobody else keeps or drops."""
         return hooks is None or (isinstance(hooks[0], _Keep) and hooks[0].outer is None)
 
+    @outside_compiled_graphs
     def __enter__(self) -> "lazy_restore":
         if getattr(self, "_hooks", None) is not None:
             raise RecomputeUsageError("lazy_restore: expected a context that is not entered yet, got it entered again")
@@ -313,6 +327,7 @@ class lazy_restore:
             self._hooks.__enter__()
         return self
 
+    @outside_compiled_graphs
     def __exit__(self, *exception: Any) -> None:
         _scopes.depth -= 1
         hooks, self._hooks = self._hooks, None
@@ -339,6 +354,7 @@ class _Keep:
     def __init__(self, outer: tuple[Callable, Callable] | None) -> None:
         self.outer = outer
 
+    @outside_compiled_graphs
     def __call__(self, tensor: Tensor) -> _Saved:
         slot = slot_of(tensor)
         if slot is None and self.outer is not None:
@@ -350,6 +366,7 @@ class _Keep:
         return _Saved(tensor.detach() if tensor.grad_fn is not None else tensor, tensor._version, None, None)
 
 
+@outside_compiled_graphs
 def _take(saved: _Saved) -> Tensor:
     if saved.unpack is not None:
         return saved.unpack(saved.tensor)
@@ -373,11 +390,12 @@ def _restore_readers_on_first_use(hook_tensor: Tensor, first: Region) -> None:
             continue
         seen.add(node)
         waiting.extend(following for following, _ in node.next_functions)
-        for attribute in dir(type(node)):
-            if attribute.startswith("_raw_saved_"):
-                raw = getattr(node, attribute)
-                for value in raw if isinstance(raw, tuple) else (raw,):
-                    _hook_saved(value, keep)
+        with internals.without_dispatch_modes():
+            for attribute in dir(type(node)):
+                if attribute.startswith("_raw_saved_"):
+                    raw = getattr(node, attribute)
+                    for value in raw if isinstance(raw, tuple) else (raw,):
+                        _hook_saved(value, keep)
 
 
 def _hook_saved(value: Any, keep: _Keep) -> None:

@@ -5,18 +5,17 @@ StorageImpl is given back. Three guards stand over it:
 
 - its Python class becomes :class:`DiscardedTensor`, whose every use raises;
 - where this build of PyTorch has the message, a read in C++ raises as well;
-- elsewhere (CPU builds) the storage points at one shared buffer of NaN, so that a read in C++ that no
+- elsewhere (CPU builds) the storage points at guard memory (:mod:`guard_memory`), so that a read in C++ that no
   Python object saw coming gives NaN rather than somebody else's memory. PyTorch 2.11 has neither: there
   the storage has no bytes, and what such a read does is undefined.
 """
-
-import functools
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from reference_torch.recompute import internals
+from reference_torch.recompute.guard_memory import guard_address
 
 
 class RecomputeError(RuntimeError):
@@ -110,7 +109,7 @@ def empty_storage(storage: torch.UntypedStorage, message: str) -> None:
     """
     if internals.HAS_SWAP and not internals.HAS_READ_MESSAGE:
         size = storage.nbytes()
-        poison = _nan_buffer(storage.device, 1 << (size - 1).bit_length()).data_ptr()
+        poison = guard_address(size, storage.device)
         internals.swap_memory(storage, internals.storage_from_pointer(poison, storage.device, size))
         return
     storage.resize_(0)
@@ -130,9 +129,3 @@ def refill_storage(storage: torch.UntypedStorage, source: torch.UntypedStorage, 
         internals.swap_memory(storage, torch.UntypedStorage(0, device=storage.device))
     storage.resize_(source.nbytes())
     storage.copy_(source)
-
-
-@functools.cache
-def _nan_buffer(device: torch.device, size: int) -> Tensor:
-    """Bytes of all ones: NaN in every floating type. One a device and power of two, for the process's life."""
-    return torch.full((size,), 0xFF, dtype=torch.uint8, device=device)

@@ -4,13 +4,19 @@ Present in PyTorch 2.11 to 2.13, but for what the two constants say.
 """
 # pyright: reportAttributeAccessIssue=false, reportReturnType=false
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._compile
 import torch.autograd.forward_ad
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+outside_compiled_graphs = torch._compile._disable_dynamo
+"""Decorator of functions that torch.compile must not trace: a call of one breaks the graph."""
 
 HAS_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """Whether a storage's memory can be exchanged without a copy (PyTorch 2.12 and later)."""
@@ -59,6 +65,19 @@ def version_watch(tensor: Tensor) -> Tensor:
 @functools.cache
 def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=dtype, device=device)
+
+
+def without_dispatch_modes() -> contextlib.AbstractContextManager:
+    """Return a context in which no TorchDispatchMode sees operations.
+
+    Hooks registered on a saved value are given a detached copy of it, and a mode cannot detach a number.
+    """
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
+
+
+def negated_view(tensor: Tensor) -> Tensor:
+    """Return a view whose elements count as negated, as the imaginary part of a conjugate has it."""
+    return torch._neg_view(tensor)
 
 
 def swap_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:

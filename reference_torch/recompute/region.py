@@ -220,7 +220,9 @@ class Region:
                 actual = _words((tensor.shape, tensor.dtype, tensor.device))
                 raise mismatch(f"value {count} kept for backward to be {_words(expected)}", actual)
             if self._handles[count]() is not None:
-                recorded[count] = _Recorded(tensor.detach(), tensor._version)
+                # A number that became a tensor has no graph, and no detach() under a dispatch mode.
+                value = tensor if tensor.grad_fn is None else tensor.detach()
+                recorded[count] = _Recorded(value, tensor._version)
             count += 1
 
         hooks = saved_tensors_hooks(record, _no_second_graph)
@@ -282,6 +284,7 @@ class Region:
                 recorded[i] = _Recorded(tensor, tensor._version if unchanged else -1, slot)
 
 
+@internals.outside_compiled_graphs
 def _compute_again(handle: _Held) -> Tensor:
     region = handle.region
     with region.lock:

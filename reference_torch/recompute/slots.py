@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from reference_torch.recompute import internals
+from reference_torch.recompute.guard_memory import lay_anew
 from reference_torch.recompute.guards import (
     RecomputeMismatchError,
     RecomputeUsageError,
@@ -150,6 +151,8 @@ class Slot:
             The aliases as views of this storage: two copies would stay alive otherwise.
         """
         assert self.region is not None, "a slot that is kept was refilled"
+        if self.is_changed:
+            lay_anew(replayed.device)
         self._check_unchanged("while it was empty")
         source = replayed.untyped_storage()
         if source.nbytes() != self.nbytes:
@@ -194,7 +197,7 @@ def _rebound(alias: Tensor, storage: torch.UntypedStorage) -> Tensor:
     view.set_(storage, alias.storage_offset(), alias.shape, alias.stride())  # pyright: ignore[reportCallIssue, reportArgumentType]
     if alias.is_conj():
         view = view.conj()
-    return torch._neg_view(view) if alias.is_neg() else view
+    return internals.negated_view(view) if alias.is_neg() else view
 
 
 def slot_address(tensor: Tensor) -> int:

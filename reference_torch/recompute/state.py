@@ -1,10 +1,15 @@
 """The state around a call that its replay must find again: random generators, autocast, CUDA stream."""
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+
+_generators_lock = threading.RLock()
+"""Held while a replay draws random numbers: the default generators belong to the whole process."""
 
 
 class ReplayState:
@@ -33,6 +38,8 @@ class ReplayState:
     def entered(self) -> Iterator[None]:
         """Everything as before the call; afterwards, or if the body raises, as it was found."""
         with contextlib.ExitStack() as stack:
+            if self._states:  # another thread's replay would draw from the same generators
+                stack.enter_context(_generators_lock)
             for generator, state in self._states.items():
                 stack.callback(generator.set_state, generator.get_state())
                 generator.set_state(state)

@@ -1,6 +1,7 @@
 """Streams, a module somebody else wrote, and what is freed by reference counting alone (R14)."""
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -10,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from reference_torch.recompute import CheckpointWithoutOutput, lazy_restore
-from reference_torch.recompute.slots import slot_of
+from reference_torch.recompute import CheckpointWithoutOutput, internals, lazy_restore
+from reference_torch.recompute.guard_memory import guard_address, lay_anew
+from reference_torch.recompute.slots import in_replay, slot_of
 from tests.recompute.support import assert_equal, branch, gradients, measure, normal, reader, reference_counting_only
 
 # R14
@@ -93,6 +95,58 @@ def test_r14_memory_is_given_back_on_cuda():
     checkpoint.recompute()
     assert torch.cuda.max_memory_allocated() - before < 1.5 * size
     assert_equal(torch.autograd.grad(loss, x), torch.autograd.grad((x.tanh() * x.tanh()).mean(), x))
+
+
+# Threads
+
+
+def test_replays_of_two_threads_that_wait_for_each_other():
+    """As stages of a pipeline do that run in threads and communicate inside a checkpointed call."""
+    meeting = threading.Barrier(2, timeout=20)
+
+    def meets(x):
+        if in_replay():
+            meeting.wait()
+        return x.tanh()
+
+    def train(seed: int) -> None:
+        x = normal(seed, 4, 4)
+        with lazy_restore():
+            checkpoint = CheckpointWithoutOutput()
+            loss = reader(checkpoint.checkpoint(meets, x * 1))
+            checkpoint.discard_output_and_register_recompute(loss)
+        actual[seed] = gradients(loss, [x])
+
+    actual: dict[int, tuple] = {}
+    threads = [threading.Thread(target=train, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for seed in range(2):
+        x = normal(seed, 4, 4)
+        assert_equal(actual[seed], gradients(reader((x * 1).tanh()), [x]))
+
+
+# Guard memory
+
+
+def test_guard_memory_takes_no_pages_of_its_own():
+    def resident_mebibytes() -> float:
+        with open("/proc/self/smaps_rollup") as file:
+            return next(int(line.split()[1]) / 1024 for line in file if line.startswith("Anonymous:"))
+
+    cpu = torch.device("cpu")
+    guard_address(1, cpu)
+    before = resident_mebibytes()
+    address = guard_address(1 << 29, cpu)
+    storage = internals.storage_from_pointer(address, cpu, 1 << 29)
+    values = torch.empty(0).set_(storage, 0, (1 << 27,), (1,))
+    assert values[:: 1 << 12].isnan().all()
+    assert resident_mebibytes() - before < 8
+    values[7] = 0.0
+    lay_anew(cpu)
+    assert values[7].isnan()
 
 
 # Somebody else's module

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from reference_torch.recompute import CheckpointWithoutOutput, lazy_restore
 from reference_torch.recompute.slots import slot_of
@@ -219,3 +221,31 @@ def test_r13_func_transforms_are_refused_by_name(transform):
     }.get(transform, lambda: transform(call)(x))
     with pytest.raises(NotImplementedError, match=r"torch\.func transform"):
         apply()
+
+
+class PassThrough(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [PassThrough, lambda: FlopCounterMode(display=False)])
+@pytest.mark.parametrize("backward_inside", [True, False])
+@pytest.mark.parametrize("scoped", [True, False])
+def test_r13_dispatch_modes(mode, backward_inside, scoped):
+    """Numbers are saved as tensors, which a mode cannot detach."""
+
+    def read(y):
+        return (y * 0.2 + y.t() * y.detach() * 0.5).sum() * 0.1
+
+    x = normal(0, 4, 4)
+    expected = gradients(read((x * 1.5).tanh() * 0.3), [x])
+    with contextlib.ExitStack() as stack:
+        with mode() as entered:
+            checkpoint = CheckpointWithoutOutput()
+            with lazy_restore() if scoped else contextlib.nullcontext():
+                loss = read(checkpoint.checkpoint(lambda x: (x * 1.5).tanh() * 0.3, x))
+                checkpoint.discard_output_and_register_recompute(loss)
+        if backward_inside:
+            stack.enter_context(mode())
+        assert entered is not None
+        assert_equal(gradients(loss, [x]), expected)
