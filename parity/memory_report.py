@@ -11,7 +11,7 @@ from plans.config import TransformerConfig
 from plans.data import Batch
 from plans.memory import MemoryPrediction, predict_memory
 from plans.partition import get_stage_place
-from plans.recompute import recompute_blocks
+from plans.recompute import block_length, recompute_blocks
 
 MIB = 2**20
 SMALL_SHARE = 0.002
@@ -51,6 +51,19 @@ def print_plan(console: Console, config: TransformerConfig, batch: int) -> None:
     console.print(table)
     if len(columns) == 2:
         console.print(f"saved: {plan.saved / full.saved:.3f}, peak: {plan.peak / full.peak:.3f} of keeping everything")
+        if plan.peak >= full.peak:
+            console.print(_higher_peak(config, plan.peak / full.peak), style="yellow")
+
+
+def _higher_peak(config: TransformerConfig, ratio: float) -> str:
+    """Say why recomputing raises the peak, and what to change."""
+    layers = max(len(block.layers) for block in recompute_blocks(config))
+    shorter = block_length(config.num_layers, config.num_residual_streams)
+    remedy = f"--mhc-recompute-layer-num {shorter}" if shorter < layers else "recomputing less, or other modules"
+    return (
+        f"warning: this recomputation costs more memory than it saves, {ratio:.2f} times the peak of keeping everything: "
+        f"in backward all values of a block of {layers} layers are there at once; use {remedy}"
+    )
 
 
 def _rows(columns: list[MemoryPrediction]) -> list[tuple]:

@@ -172,11 +172,15 @@ class MHCBlockRecomputeManager:
     Used as a context around a block's forward, every reader in the block restores on first use, and outputs
     can be discarded as soon as their last forward reader has run (:meth:`discard_consumed`)::
 
-        with MHCBlockRecomputeManager() as manager:
-            for layer in layers:
-                streams = layer(streams, manager)
-                manager.discard_consumed(streams)
-            manager.discard_all_outputs_and_register_unified_recompute(streams)
+        for block in blocks:  # of a few layers each
+            with MHCBlockRecomputeManager() as manager:
+                for layer in block:
+                    streams = layer(streams, manager)
+                    manager.discard_consumed(streams)
+                manager.discard_all_outputs_and_register_unified_recompute(streams)
+
+    Make a manager for each block: in backward all values of a block are resident at once, so one manager around all
+    layers raises the peak instead of lowering it.
 
     Without the context, ``hook_tensor`` must be what the block really returns: what it was computed from is found by
     walking its graph, and its gradient triggers the unified recompute.

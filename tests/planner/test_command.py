@@ -155,3 +155,13 @@ def test_printed_times_are_those_of_the_page_and_both_state_the_cost_model(tmp_p
     assert "milliseconds of a roofline with 1 TFLOP/s, 100 GB/s of memory and 2 GB/s between ranks" in said
     assert "diptych plan prints the same times" in page
     assert "have not been set beside measured" not in page
+
+
+def test_plan_warns_of_blocks_that_cost_more_than_they_save(capsys):
+    command = ["plan", "--num-layers", "12", "--recompute-granularity", "selective", "--recompute-modules", "mhc"]
+    main([*command, "--mhc-recompute-layer-num", "12"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "warning: this recomputation costs more memory than it saves, 1.2" in printed
+    assert "use --mhc-recompute-layer-num 3" in printed
+    main([*command, "--mhc-recompute-layer-num", "3"])
+    assert "warning" not in capsys.readouterr().out
