@@ -17,8 +17,7 @@ from flax import nnx
 from jax import Array
 
 from jax_impl.transformer import GPTModel
-from plans.checkpoint import FIRST_MOMENT, MODEL, SECOND_MOMENT, read_checkpoint, split_arrays
-from plans.config import TransformerConfig
+from plans.checkpoint import FIRST_MOMENT, MODEL, SECOND_MOMENT, read_checkpoint, recorded_model, split_arrays
 from plans.parameters import ParameterSpec, check_values
 
 
@@ -87,7 +86,7 @@ def load_model(path: Path | str) -> GPTModel:
         CheckpointError: see plans.checkpoint.read_checkpoint.
     """
     checkpoint = read_checkpoint(path)
-    graph, params = nnx.split(GPTModel(TransformerConfig(**checkpoint.settings["model"])), nnx.Param)
+    graph, params = nnx.split(GPTModel(recorded_model(checkpoint.settings)), nnx.Param)
     return nnx.merge(graph, import_parameters(params, split_arrays(checkpoint.arrays, MODEL)))
 
 

@@ -42,7 +42,7 @@ from parity.offload_report import print_offload
 from parity.page import PageRequest, write_page
 from parity.schedule_report import print_schedule
 from parity.search_report import print_search
-from plans.checkpoint import MODEL, list_checkpoints, read_checkpoint, split_arrays
+from plans.checkpoint import MODEL, list_checkpoints, read_checkpoint, recorded_model, split_arrays
 from plans.communication import PipelineError
 from plans.context import check_shared
 from plans.data import load_corpus
@@ -223,7 +223,7 @@ def _train(command: Train, console: Console) -> int:
         _check_output(command.save, ())
     _print_setting(command, corpus, console)
     trainer = module.Trainer(command.model, command.train, corpus, **place)
-    plan = SavePlan(command.save, command.save_interval, command.exit_step)
+    plan = SavePlan(command.save, command.save_interval, command.exit_step, command.resume_if_saved)
     resume = command.resume or (command.resume_if_saved and trainer.any_process(_has_checkpoint(command.save)))
     run_training(trainer, plan, console, command.log_interval, resume, command.backend)
     return 0
@@ -280,8 +280,8 @@ def _plan(command: Plan, console: Console) -> int:
 
 
 def _sample(command: Sample, console: Console) -> int:
-    config = read_checkpoint(command.checkpoint).settings["model"]
-    _load_backend(command.backend, config["params_dtype"])
+    config = recorded_model(read_checkpoint(command.checkpoint).settings)
+    _load_backend(command.backend, config.params_dtype)
     package = PACKAGES[command.backend]
     saving, decoding = (importlib.import_module(f"{package}.{name}") for name in ("saving", "decoding"))
     decoder = decoding.Decoder(saving.load_model(command.checkpoint))

@@ -6,7 +6,6 @@ PyTorch is not installed, and the other way round.
 
 import json
 import os
-import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from parity.progress import training_progress
+from plans.checkpoint import METRICS, CheckpointError, check_names, check_unused
 from plans.config import TrainConfig
 from plans.offload import describe_statistics
 from plans.training import StepResult
 
-METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 
 
@@ -72,6 +71,8 @@ class SavePlan:
     """Steps between checkpoints; 0: only at the end."""
     exit_step: int | None
     """Stop after so many steps of the whole run, as if it had been interrupted; None: at its end."""
+    begun: bool = False
+    """Metrics in a folder without checkpoints are of this run, started before, and are written anew."""
 
 
 class Interruption:
@@ -100,9 +101,10 @@ def run_training(
     """Train to the end, or to a signal, saving as planned.
 
     Raises:
-        CheckpointError: a checkpoint cannot be read or written.
+        CheckpointError: a checkpoint cannot be read or written; or a new run's folder is used.
         NonFiniteLossError: a step or validation was not finite; the last checkpoint stays.
     """
+    _check_folder(trainer, plan, resume)
     if resume and plan.folder is not None:
         console.print(f"resumed at step {trainer.resume(plan.folder)} from {plan.folder}")
     end = trainer.train_config.train_iters
@@ -125,6 +127,27 @@ def run_training(
     if trainer.offload_statistics is not None:
         metrics.write({"step": trainer.steps_taken, "offload": trainer.offload_statistics})
         console.print(describe_statistics(trainer.offload_statistics), highlight=False)
+
+
+def _check_folder(trainer: Trainer, plan: SavePlan, resume: bool) -> None:
+    """Refuse a folder that this run cannot be saved in, on every process before one has written there.
+
+    Raises:
+        CheckpointError: see plans.checkpoint.check_unused and check_names.
+    """
+    failure = None
+    try:
+        if plan.folder is not None:
+            check_names(plan.folder)
+        if plan.folder is not None and not resume:
+            check_unused(plan.folder, plan.begun)
+    except CheckpointError as error:
+        failure = error
+    if trainer.any_process(failure is not None):
+        raise failure or CheckpointError(
+            f"save: expected a folder that every process can use, got {plan.folder}, which another process refuses; "
+            "look at what it says"
+        )
 
 
 class _OffloadNote:
@@ -205,7 +228,8 @@ class _Board:
             from tensorboard.summary import Writer  # pyright: ignore[reportMissingImports]
         except ModuleNotFoundError:
             return None
-        shutil.rmtree(folder, ignore_errors=True)
+        for events in folder.glob("events.out.tfevents.*"):
+            events.unlink()
         board = cls(Writer(str(folder)))
         for line in lines:
             board.write(line)

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plans.checkpoint import FIRST_MOMENT, MODEL, SECOND_MOMENT, read_checkpoint, split_arrays
-from plans.config import TransformerConfig
+from plans.checkpoint import FIRST_MOMENT, MODEL, SECOND_MOMENT, read_checkpoint, recorded_model, split_arrays
 from plans.parameters import ParameterSpec, check_values
 from reference_torch.offload import host_value
 from reference_torch.transformer import GPTModel
@@ -101,7 +100,7 @@ def load_model(path: Path | str) -> GPTModel:
         CheckpointError: see plans.checkpoint.read_checkpoint.
     """
     checkpoint = read_checkpoint(path)
-    model = GPTModel(TransformerConfig(**checkpoint.settings["model"]))
+    model = GPTModel(recorded_model(checkpoint.settings))
     import_parameters(model, split_arrays(checkpoint.arrays, MODEL))
     return model
 
