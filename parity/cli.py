@@ -9,7 +9,6 @@ import importlib
 import io
 import os
 import re
-import select
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -39,6 +38,7 @@ from parity.launch import (
 from parity.memory_report import block_words, print_plan
 from parity.mesh_report import mesh_words, print_mesh
 from parity.offload_report import print_offload
+from parity.output import standard_output
 from parity.page import PageRequest, write_page
 from parity.schedule_report import print_schedule
 from parity.search_report import print_search
@@ -47,7 +47,7 @@ from plans.communication import PipelineError
 from plans.context import check_shared
 from plans.data import load_corpus
 from plans.implementation import callback_threads
-from plans.sampling import next_token
+from plans.sampling import next_token, text_of
 from plans.schedule import schedule_for
 from plans.schedule_file import schedule_to_csv
 from plans.training import NonFiniteLossError, check_trainable
@@ -59,8 +59,6 @@ Settings may also stand in a TOML file: diptych train --config run.toml; flags g
 USER_ERROR = 2
 FAILURE = 1
 INTERRUPTED = 130
-STANDARD_OUTPUT = 1
-"""Its file descriptor."""
 PLAIN_WIDTH = 100
 """Columns where there is no terminal to ask."""
 PACKAGES = {"torch": "reference_torch", "jax": "jax_impl"}
@@ -72,7 +70,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0: done; 1: over tolerance or training failed; 2: the user's input was refused; 130: interrupted.
         Other than 0 comes with one line on standard error that says why, or the report of what differs.
+        Standard output that closes early, as in ``diptych plan | head``, is none of these: it is 0.
     """
+    with standard_output() as output:
+        code = _run(arguments)
+        output.flush()
+    if output.failure is None or isinstance(output.failure, BrokenPipeError):
+        return code
+    print(f"diptych: standard output: {output.failure.strerror or output.failure}", file=sys.stderr)
+    return code or FAILURE
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    """Carry out a command line; see main."""
     console = Console(quiet=rank() > 0) if sys.stdout.isatty() else Console(quiet=rank() > 0, width=PLAIN_WIDTH)
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -87,8 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"diptych: {error}", file=sys.stderr)
         return USER_ERROR
     except (NonFiniteLossError, NotImplementedError, OSError, PipelineError) as error:
-        if not (isinstance(error, BrokenPipeError) and _nobody_reads_on()):
-            print(f"diptych: {error}", file=sys.stderr)
+        print(f"diptych: {error}", file=sys.stderr)
         return FAILURE
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not re.search("allocate|RESOURCE_EXHAUSTED", str(error)):
@@ -99,16 +108,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("diptych: interrupted", file=sys.stderr)
         return INTERRUPTED
-
-
-def _nobody_reads_on() -> bool:
-    """Whether standard output was closed, as in ``diptych plan | head``; then nothing more is written to it."""
-    watch = select.poll()
-    watch.register(STANDARD_OUTPUT, 0)  # errors are told unasked
-    if not watch.poll(0):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), STANDARD_OUTPUT)
-    return True
 
 
 def _parse(arguments: list[str]) -> Compare | Train | Plan | Sample | Info | Curves:
@@ -285,11 +284,11 @@ def _sample(command: Sample, console: Console) -> int:
     package = PACKAGES[command.backend]
     saving, decoding = (importlib.import_module(f"{package}.{name}") for name in ("saving", "decoding"))
     decoder = decoding.Decoder(saving.load_model(command.checkpoint))
-    tokens = list(command.prompt.encode())
+    tokens = list(command.prompt.encode(errors="surrogateescape"))  # bytes of the command line that are no UTF-8 too
     for index in range(command.length):
         logits = decoder.next_logits(np.array(tokens))
         tokens.append(next_token(logits, command.temperature, command.seed, index))
-    sys.stdout.write(bytes(tokens).decode(errors="replace") + "\n")
+    sys.stdout.write(text_of(tokens) + "\n")
     return 0
 
 

@@ -7,6 +7,7 @@ PyTorch is not installed, and the other way round.
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from parity.output import output_failure
 from parity.progress import training_progress
 from plans.checkpoint import METRICS, CheckpointError, check_names, check_unused
 from plans.config import TrainConfig
@@ -76,7 +78,10 @@ class SavePlan:
 
 
 class Interruption:
-    """SIGINT and SIGTERM: the first asks the loop to stop after its step, the second ends the process at once."""
+    """What stops a run before its end: SIGINT, SIGTERM, and standard output that is closed.
+
+    The first signal asks the loop to stop after its step, the second ends the process at once.
+    """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -88,6 +93,13 @@ class Interruption:
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    @property
+    def cause(self) -> str | None:
+        """What asks the loop to stop; None: nothing."""
+        if self.signal is not None:
+            return self.signal.name
+        return None if output_failure(sys.stdout) is None else "standard output, which was closed,"
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
@@ -115,9 +127,12 @@ def run_training(
         training_progress(console, steps, stop - trainer.steps_taken, log_interval, _OffloadNote(trainer))
     if plan.folder is not None:
         console.print(f"saved: {trainer.save(plan.folder)}")
-    if trainer.any_process(interruption.signal is not None):
-        cause = "another process" if interruption.signal is None else interruption.signal.name
-        console.print(f"stopped by {cause} after step {trainer.steps_taken - 1}")
+    if trainer.any_process(interruption.cause is not None):
+        told = f"stopped by {interruption.cause or 'another process'} after step {trainer.steps_taken - 1}"
+        console.print(told)
+        if output_failure(sys.stdout) is not None:  # and nobody reads what was just printed
+            saved = "nothing was saved" if plan.folder is None else "go on with --resume"
+            print(f"diptych: {told}; {saved}", file=sys.stderr)
     elif trainer.steps_taken < end:
         console.print(f"stopped after step {trainer.steps_taken - 1} of {end} as asked; go on with --resume")
     else:
@@ -179,7 +194,7 @@ def _steps(
         if plan.folder is not None and plan.interval and taken % plan.interval == 0 and taken < stop:
             trainer.save(plan.folder)
         yield result
-        if trainer.any_process(interruption.signal is not None):
+        if trainer.any_process(interruption.cause is not None):
             return
 
 
