@@ -298,7 +298,8 @@ def _info(command: Info, console: Console) -> int:
     count = sum(array.size for array in parameters.values())
     console.print(f"step {checkpoint.step}; {count:,} parameters in {len(parameters)} arrays; checksum right")
     for part, settings in checkpoint.settings.items():
-        console.print(f"{part}: " + ", ".join(f"{field} {value}" for field, value in settings.items()), soft_wrap=True)
+        told = f"{part}: " + ", ".join(f"{field} {value}" for field, value in settings.items())
+        console.print(told, soft_wrap=True, markup=False)
     return 0
 
 
@@ -347,7 +348,7 @@ def _print_setting(run: TrainingRun, corpus, console: Console) -> None:
     )
     if any("recompute" in name and value for name, value in vars(model).items()):
         console.print(f"recompute, blocks: {block_words(model)}")
-    console.print(f"corpus: {corpus.name}, {len(corpus.training):,} bytes (digest {corpus.digest})")
+    console.print(f"corpus: {corpus.name}, {len(corpus.training):,} bytes (digest {corpus.digest})", markup=False)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,13 @@ def read_text(path: str | Path, largest: int = LARGEST) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON as its standard has it: no NaN, no Infinity, no key twice in an object.
+    """Parse JSON in which no object has a key twice. NaN and Infinity are numbers, as Python writes them.
 
     Raises:
         ValueError: it is not, is nested too deep, or has a number of more digits than Python reads.
     """
     try:
-        return json.loads(text, object_pairs_hook=_once, parse_constant=_refuse_constant)
+        return json.loads(text, object_pairs_hook=_once)
     except RecursionError:
         raise ValueError("values nested too deep to be read") from None
 
@@ -52,7 +52,3 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         double = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise ValueError(f"{one_line(double)} twice")
     return found
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name}, which JSON does not have")

@@ -76,7 +76,7 @@ FORGED = {
     "format true": (of_record(format=True), "got format True"),
     "format null": (of_record(format=None), "got format None"),
     "format 1.0": (of_record(format=1.0), "got format 1.0"),
-    "format NaN": (of_record(format=float("nan")), "got a record that is no JSON .NaN, which JSON does not have"),
+    "format NaN": (of_record(format=float("nan")), "got format nan, where 1 was expected"),
     "no format": (without("format"), "got record without 'format'"),
     "step true": (of_record(step=True), "got step True, where one from 0 to train_iters=20"),
     "step beyond the end": (of_record(step=21), "got step 21, where one from 0 to train_iters=20"),
