@@ -17,8 +17,7 @@ from flax import nnx
 from jax import Array
 
 from jax_impl.transformer import GPTModel
-from plans.checkpoint import FIRST_MOMENT, MODEL, SECOND_MOMENT, read_checkpoint, split_arrays
-from plans.config import TransformerConfig
+from plans.checkpoint import FIRST_MOMENT, MODEL, SECOND_MOMENT, read_checkpoint, recorded_model, split_arrays
 from plans.parameters import ParameterSpec, check_values
 
 
@@ -40,7 +39,8 @@ def import_parameters(model: nnx.State, values: Mapping[str, np.ndarray]) -> nnx
     check_values(values, {name: ParameterSpec(value.shape) for name, value in export_parameters(model).items()})
 
     def replace(path: tuple, leaf: Array) -> Array:
-        return jnp.asarray(values[_canonical_name(path)], leaf.dtype)
+        # Copied: what JAX makes of a numpy array may share its memory, which its owner may change.
+        return jnp.asarray(np.array(values[_canonical_name(path)], leaf.dtype))
 
     return jax.tree_util.tree_map_with_path(replace, model)
 
@@ -86,7 +86,7 @@ def load_model(path: Path | str) -> GPTModel:
         CheckpointError: see plans.checkpoint.read_checkpoint.
     """
     checkpoint = read_checkpoint(path)
-    graph, params = nnx.split(GPTModel(TransformerConfig(**checkpoint.settings["model"])), nnx.Param)
+    graph, params = nnx.split(GPTModel(recorded_model(checkpoint.settings)), nnx.Param)
     return nnx.merge(graph, import_parameters(params, split_arrays(checkpoint.arrays, MODEL)))
 
 

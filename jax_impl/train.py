@@ -30,7 +30,7 @@ from jax_impl.offload import Layers, OffloadedStep
 from jax_impl.pipeline import OffloadedPipeline, PipelineStep, make_pipeline_step
 from jax_impl.saving import export_arrays, export_parameters, import_arrays, import_parameters
 from jax_impl.transformer import GPTModel
-from plans.checkpoint import Checkpoint, read_alike, run_settings, write_checkpoint
+from plans.checkpoint import Checkpoint, check_ranks_alike, read_alike, run_settings, write_checkpoint
 from plans.config import TrainConfig, TransformerConfig
 from plans.data import Batch, Corpus
 from plans.partition import undivided
@@ -63,7 +63,8 @@ class Trainer:
 
     Raises:
         ValueError: the corpus is too short for the model, or has bytes it has no token for; the batch does not fit
-            schedule and replicas; there are fewer devices than pipeline ranks.
+            schedule and replicas; processes were given different corpora or settings;
+            there are fewer devices than pipeline ranks.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Trainer:
         self.steps_taken = 0
         self._replicas = 1 if mesh is None else mesh.shape.get("dp", 1)
         check_trainable(config, train_config, self._replicas)
+        check_ranks_alike(self._settings(), said_on_all_ranks)
         whole = GPTModel(undivided(config) if config.model_parallel_size > 1 else config)
         self._graph, params = nnx.split(whole, nnx.Param)
         count = microbatches(train_config, self._replicas)[1]

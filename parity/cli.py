@@ -7,7 +7,6 @@ PyTorch is not installed, and the other way round.
 import importlib
 import os
 import re
-import select
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -35,16 +34,17 @@ from parity.launch import (
 from parity.memory_report import block_words, print_plan
 from parity.mesh_report import mesh_words, print_mesh
 from parity.offload_report import print_offload
+from parity.output import standard_output
 from parity.page import PageRequest, write_page
 from parity.processes import start_processes
 from parity.schedule_report import print_schedule
 from parity.search_report import print_search
-from plans.checkpoint import MODEL, list_checkpoints, read_checkpoint, split_arrays
+from plans.checkpoint import MODEL, list_checkpoints, read_checkpoint, recorded_model, split_arrays
 from plans.communication import PipelineError
 from plans.context import check_shared
 from plans.data import load_corpus
 from plans.implementation import callback_threads
-from plans.sampling import next_token
+from plans.sampling import next_token, text_of
 from plans.schedule import schedule_for
 from plans.schedule_file import schedule_to_csv
 from plans.step_time import StageTimes
@@ -53,8 +53,6 @@ from plans.training import NonFiniteLossError, check_trainable
 USER_ERROR = 2
 FAILURE = 1
 INTERRUPTED = 130
-STANDARD_OUTPUT = 1
-"""Its file descriptor."""
 PLAIN_WIDTH = 100
 """Columns where there is no terminal to ask."""
 PACKAGES = {"torch": "reference_torch", "jax": "jax_impl"}
@@ -66,7 +64,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0: done; 1: over tolerance or training failed; 2: the user's input was refused; 130: interrupted.
         Other than 0 comes with one line on standard error that says why, or the report of what differs.
+        Standard output that closes early, as in ``diptych plan | head``, is none of these: it is 0.
     """
+    with standard_output() as output:
+        code = _run(arguments)
+        output.flush()
+    if output.failure is None or isinstance(output.failure, BrokenPipeError):
+        return code
+    print(f"diptych: standard output: {output.failure.strerror or output.failure}", file=sys.stderr)
+    return code or FAILURE
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    """Carry out a command line; see main."""
     console = Console(quiet=rank() > 0) if sys.stdout.isatty() else Console(quiet=rank() > 0, width=PLAIN_WIDTH)
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -83,8 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"diptych: {in_flags(str(error), next(iter(arguments), None))}", file=sys.stderr)
         return USER_ERROR
     except (NonFiniteLossError, OSError, PipelineError) as error:
-        if not (isinstance(error, BrokenPipeError) and _nobody_reads_on()):
-            print(f"diptych: {error}", file=sys.stderr)
+        print(f"diptych: {error}", file=sys.stderr)
         return FAILURE
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not re.search("allocate|RESOURCE_EXHAUSTED", str(error)):
@@ -95,16 +104,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("diptych: interrupted", file=sys.stderr)
         return INTERRUPTED
-
-
-def _nobody_reads_on() -> bool:
-    """Whether standard output was closed, as in ``diptych plan | head``; then nothing more is written to it."""
-    watch = select.poll()
-    watch.register(STANDARD_OUTPUT, 0)  # errors are told unasked
-    if not watch.poll(0):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), STANDARD_OUTPUT)
-    return True
 
 
 def _after_train(arguments: Sequence[str]) -> list[str]:
@@ -188,7 +187,7 @@ def _train(command: Train, console: Console) -> int:
         _check_output(command.save, ())
     _print_setting(command, corpus, console)
     trainer = module.Trainer(command.model, command.train, corpus, **place)
-    plan = SavePlan(command.save, command.save_interval, command.exit_step)
+    plan = SavePlan(command.save, command.save_interval, command.exit_step, command.resume_if_saved)
     resume = command.resume or (command.resume_if_saved and trainer.any_process(_has_checkpoint(command.save)))
     run_training(trainer, plan, console, command.log_interval, resume, command.backend)
     return 0
@@ -245,16 +244,16 @@ def _plan(command: Plan, console: Console) -> int:
 
 
 def _sample(command: Sample, console: Console) -> int:
-    config = read_checkpoint(command.checkpoint).settings["model"]
-    _load_backend(command.backend, config["params_dtype"])
+    config = recorded_model(read_checkpoint(command.checkpoint).settings)
+    _load_backend(command.backend, config.params_dtype)
     package = PACKAGES[command.backend]
     saving, decoding = (importlib.import_module(f"{package}.{name}") for name in ("saving", "decoding"))
     decoder = decoding.Decoder(saving.load_model(command.checkpoint))
-    tokens = list(command.prompt.encode())
+    tokens = list(command.prompt.encode(errors="surrogateescape"))  # bytes of the command line that are no UTF-8 too
     for index in range(command.length):
         logits = decoder.next_logits(np.array(tokens))
         tokens.append(next_token(logits, command.temperature, command.seed, index))
-    sys.stdout.write(bytes(tokens).decode(errors="replace") + "\n")
+    sys.stdout.write(text_of(tokens) + "\n")
     return 0
 
 
@@ -264,7 +263,8 @@ def _info(command: Info, console: Console) -> int:
     count = sum(array.size for array in parameters.values())
     console.print(f"step {checkpoint.step}; {count:,} parameters in {len(parameters)} arrays; checksum right")
     for part, settings in checkpoint.settings.items():
-        console.print(f"{part}: " + ", ".join(f"{field} {value}" for field, value in settings.items()), soft_wrap=True)
+        told = f"{part}: " + ", ".join(f"{field} {value}" for field, value in settings.items())
+        console.print(told, soft_wrap=True, markup=False)
     return 0
 
 
@@ -313,7 +313,7 @@ def _print_setting(run: TrainingRun, corpus, console: Console) -> None:
     )
     if any("recompute" in name and value for name, value in vars(model).items()):
         console.print(f"recompute, blocks: {block_words(model)}")
-    console.print(f"corpus: {corpus.name}, {len(corpus.training):,} bytes (digest {corpus.digest})")
+    console.print(f"corpus: {corpus.name}, {len(corpus.training):,} bytes (digest {corpus.digest})", markup=False)
 
 
 if __name__ == "__main__":

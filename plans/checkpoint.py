@@ -26,13 +26,27 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as encode
 
+from plans.checkpoint_schema import (
+    FIRST_MOMENT,
+    FORMAT_VERSION,
+    MODEL,
+    SECOND_MOMENT,
+    SchemaError,
+    StoredArray,
+    check_numbers,
+    check_record,
+    decides_steps,
+    parse_record,
+    recorded_model,
+)
 from plans.config import TrainConfig, TransformerConfig
 from plans.data import Corpus
 
-FORMAT_VERSION = 1
+__all__ = ["FIRST_MOMENT", "MODEL", "SECOND_MOMENT", "recorded_model"]
 RECORD = "diptych"
 """Key of the JSON record in the file's header."""
-MODEL, FIRST_MOMENT, SECOND_MOMENT = "model.", "first_moment.", "second_moment."
+METRICS = "metrics.jsonl"
+"""Name of the file of a run's results, beside its checkpoints."""
 
 
 class CheckpointError(ValueError):
@@ -60,9 +74,14 @@ def run_settings(model: TransformerConfig, train: TrainConfig, corpus: Corpus) -
     """
     packed = {} if corpus.training_documents is None else {"reset_attention_mask": True}
     return {
-        "model": {name: value for name, value in asdict(model).items() if _decides_steps(name)},
+        "model": {name: value for name, value in asdict(model).items() if decides_steps(name)},
         "train": asdict(train),
-        "data": {"corpus_digest": corpus.digest, "data_seed": corpus.seed} | packed,
+        "data": {
+            "corpus_digest": corpus.digest,
+            "training_bytes": len(corpus.training),  # the digest is of training and validation, one after the other
+            "data_seed": corpus.seed,
+        }
+        | packed,
     }
 
 
@@ -73,42 +92,91 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Pat
         Its path.
 
     Raises:
-        CheckpointError: the folder cannot be written to, or the disk is full; earlier checkpoints stay.
+        ValueError: ``keep`` is below 1.
+        CheckpointError: the folder cannot be written to, holds a later step, of which this is not the successor, or the
+            disk is full; or a number is not finite, so that the file could not be read. Earlier checkpoints stay.
     """
+    if keep < 1:
+        raise ValueError(f"keep: expected at least 1, got {keep}")
+    _check_latest(folder, checkpoint.step)
     path = folder / f"step_{checkpoint.step:08d}.safetensors"
     partial = folder / f".{path.name}.{os.getpid()}.partial"
     record = {"format": FORMAT_VERSION, "step": checkpoint.step, "settings": checkpoint.settings}
     record["checksum"] = _checksum(checkpoint.arrays, record)
+    untouched = "earlier checkpoints are untouched"
+    try:
+        check_numbers(checkpoint.arrays)
+    except SchemaError as error:
+        raise CheckpointError(
+            f"checkpoint: expected to write step {checkpoint.step}, got {error}; {untouched}"
+        ) from None
     content = encode(checkpoint.arrays, {RECORD: json.dumps(record)})
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob(".step_*.partial"):
-            stale.unlink()
+            if stale.is_file():
+                stale.unlink(missing_ok=True)
         _write_through(partial, content)
         os.replace(partial, path)
         _flush_folder(folder)
+        for old in list_checkpoints(folder)[:-keep]:
+            old.unlink(missing_ok=True)
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise CheckpointError(
             f"checkpoint: expected to write {len(content):,} bytes to {path}, got {error.strerror or error}; "
-            "earlier checkpoints are untouched"
+            f"{untouched}"
         ) from None
-    for old in list_checkpoints(folder)[:-keep]:
-        old.unlink()
     return path
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The folder's checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("step_*.safetensors") if re.fullmatch(r"step_\d{8,}", path.stem))
+    """List the folder's checkpoints, by their steps, oldest first."""
+    found = [path for path in folder.glob("step_*.safetensors") if _step_of(path) is not None and path.is_file()]
+    return sorted(found, key=lambda path: (_step_of(path), path.name))
+
+
+def check_unused(folder: Path, begun: bool = False) -> None:
+    """Refuse a folder in which a new run would overwrite what an earlier one has left.
+
+    Args:
+        folder: for checkpoints and metrics; it need not exist.
+        begun: metrics without a checkpoint are of this run, which was ended before its first one.
+
+    Raises:
+        CheckpointError: it holds checkpoints, or metrics; or a directory has the name of a checkpoint.
+    """
+    remedy = "give --resume to go on with that run, or another folder"
+    if found := list_checkpoints(folder):
+        raise CheckpointError(f"save: expected a folder without checkpoints for a new run, got {found[-1]}; {remedy}")
+    metrics = folder / METRICS
+    if metrics.exists() and not begun and not (metrics.is_file() and metrics.stat().st_size == 0):
+        raise CheckpointError(
+            f"save: expected a folder without metrics for a new run, got {metrics}; remove it or give another folder, "
+            "or give --resume-if-saved for a run that was ended before its first checkpoint"
+        )
+
+
+def check_names(folder: Path) -> None:
+    """Refuse a folder where what is no file has the name of a checkpoint, before a step is spent that cannot be saved.
+
+    Raises:
+        CheckpointError: naming it.
+    """
+    for path in folder.glob("step_*.safetensors"):
+        if _step_of(path) is not None and not path.is_file():
+            raise CheckpointError(f"save: expected files alone to be named like {path}, got what is none; rename it")
 
 
 def read_checkpoint(path: Path | str) -> Checkpoint:
     """Read and verify a checkpoint: a file, or the newest of a folder.
 
+    The record is checked before an array is read, and no array is read that is not the model's; see
+    plans.checkpoint_schema.
+
     Raises:
-        CheckpointError: there is none; it is damaged, or of a later format.
+        CheckpointError: there is none; it is damaged, impossible, or of a later format.
     """
     path = Path(path)
     if path.is_dir():
@@ -118,24 +186,56 @@ def read_checkpoint(path: Path | str) -> Checkpoint:
         path = found[-1]
     elif not path.exists():
         raise CheckpointError(f"checkpoint: expected a file or folder, got {path}, which does not exist")
+    elif not path.is_file():
+        raise CheckpointError(f"checkpoint: expected a file or folder, got {path}, which is a device or pipe")
     remedy = "remove it to go on from the one before it"
     try:
-        with safe_open(path, "np") as file:
-            record = json.loads((file.metadata() or {})[RECORD])
-            version = record["format"]
-            names = file.keys()
-            arrays = {name: file.get_tensor(name) for name in names}
-    except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
-        raise CheckpointError(f"checkpoint: expected a whole checkpoint in {path}, got {error!r}; {remedy}") from None
-    if version > FORMAT_VERSION:
-        raise CheckpointError(
-            f"checkpoint: expected format {FORMAT_VERSION} or earlier in {path}, got {version}; a later version "
-            "wrote it, use that one"
-        )
-    checksum = record.pop("checksum", None)
+        record, arrays = _read(path)
+    except (SafetensorError, SchemaError, OSError) as error:
+        got = str(error) if isinstance(error, SchemaError) else repr(error)
+        raise CheckpointError(f"checkpoint: expected a whole checkpoint in {path}, got {got}; {remedy}") from None
+    checksum = record.pop("checksum")
     if checksum != _checksum(arrays, record):
         raise CheckpointError(f"checkpoint: expected {path} as it was written, got another checksum; {remedy}")
+    try:
+        check_numbers(arrays)
+    except SchemaError as error:
+        raise CheckpointError(f"checkpoint: expected a whole checkpoint in {path}, got {error}; {remedy}") from None
     return Checkpoint(record["step"], arrays, record["settings"], checksum)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return the record of a file and its arrays, which are read when the record has been found right."""
+    with safe_open(path, "np") as file:
+        record = parse_record((file.metadata() or {}).get(RECORD))
+        version = record.get("format")
+        if isinstance(version, int) and version > FORMAT_VERSION:
+            raise CheckpointError(
+                f"checkpoint: expected format {FORMAT_VERSION} or earlier in {path}, got {version}; a later version "
+                "wrote it, use that one"
+            )
+        stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        check_record(record, {name: StoredArray((*x.get_shape(),), x.get_dtype()) for name, x in stored.items()})
+        named = _step_of(path)
+        if named is not None and named != record["step"]:
+            raise SchemaError(f"step {record['step']}, where its name says {named}")
+        return record, {name: file.get_tensor(name) for name in stored}
+
+
+def _step_of(path: Path) -> int | None:
+    """Return the step in a checkpoint's name, or None for another name."""
+    found = re.fullmatch(r"step_([0-9]{8,})\.safetensors", path.name)
+    return None if found is None else int(found[1])
+
+
+def _check_latest(folder: Path, step: int) -> None:
+    """Refuse to write a step beside later ones, which would be taken for the run's newest."""
+    found = list_checkpoints(folder)
+    if found and (_step_of(found[-1]) or 0) > step:
+        raise CheckpointError(
+            f"checkpoint: expected no later step than {step} in {folder}, got {found[-1].name}; give another "
+            "folder, or remove the checkpoints of later steps"
+        )
 
 
 def read_alike(path: Path | str, settings: Mapping[str, Any], tell: Callable[[str], Sequence[str]]) -> Checkpoint:
@@ -172,6 +272,37 @@ def read_alike(path: Path | str, settings: Mapping[str, Any], tell: Callable[[st
     return checkpoint
 
 
+def check_ranks_alike(settings: Mapping[str, Any], tell: Callable[[str], Sequence[str]]) -> None:
+    """Refuse processes that would train together on other data, or under other settings, than the first one.
+
+    Args:
+        settings: this process's, from run_settings.
+        tell: gives every process what all of them said, in order of their ranks; what is long may be cut off.
+
+    Raises:
+        ValueError: on every process alike, naming each differing field and its value on both ranks.
+    """
+    flat = {name: value for part in ("data", "train", "model") for name, value in settings[part].items()}
+    text = json.dumps(flat)
+    said = tell(hashlib.sha256(text.encode()).hexdigest() + text)
+    other = next((rank for rank, theirs in enumerate(said) if theirs != said[0]), None)
+    if other is None:
+        return
+    try:
+        first, theirs = (json.loads(said[rank][64:]) for rank in (0, other))
+    except ValueError:  # cut off
+        first, theirs = {"settings": "one record"}, {"settings": "another"}
+    differing = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
+    raise ValueError(
+        "; ".join(
+            f"{name}: expected {first.get(name)!r} on every rank, as on rank 0, got {theirs.get(name)!r} on rank "
+            f"{other}"
+            for name in differing
+        )
+        + "; give the same settings, and data_path the same corpus, to every process"
+    )
+
+
 def check_settings(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
     """Refuse to go on with a run under other settings.
 
@@ -182,32 +313,12 @@ def check_settings(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
         f"{field} {checkpoint.settings.get(part, {}).get(field)!r} there, {values.get(field)!r} here"
         for part, values in settings.items()
         for field in sorted({*values, *checkpoint.settings.get(part, {})})
-        if _decides_steps(field)  # earlier versions recorded more
+        if decides_steps(field)  # earlier versions recorded more
+        if field != "training_bytes" or field in checkpoint.settings.get(part, {})  # which they did not record
         if checkpoint.settings.get(part, {}).get(field) != values.get(field)
     ]
     if differing:
         raise CheckpointError(f"checkpoint: expected the settings of its run, got others: {'; '.join(differing)}")
-
-
-def _decides_steps(name: str) -> bool:
-    """Whether a model's setting decides what every step does, and not only where and how it is computed."""
-    return name not in _EXECUTION and not any(part in name for part in ("recompute", "pipeline", "offload"))
-
-
-_EXECUTION = frozenset(
-    {
-        "impl",
-        "microbatch_group_size_per_vp_stage",
-        "overlap_p2p_comm",
-        "variable_seq_lengths",
-        "context_parallel_size",
-        "cp_exchange",
-        "cp_wire_dtype",
-        "cp_attention_layout",
-        "tensor_model_parallel_size",
-        "fp8",
-    }
-)
 
 
 def split_arrays(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:

@@ -1,5 +1,7 @@
 """Choosing the next token, and what has to be read for it: decisions for both backends."""
 
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -26,10 +28,21 @@ def next_token(logits: np.ndarray, temperature: float, seed: int, index: int) ->
         raise ValueError(f"logits: expected finite numbers, got {logits[~np.isfinite(logits)][0]}")
     if temperature == 0.0:
         return int(logits.argmax())
-    scaled = logits.astype(np.float64) / temperature
-    weights = np.exp(scaled - scaled.max())
+    wide = logits.astype(np.float64)
+    with np.errstate(over="ignore"):  # far below the likeliest: -inf, whose weight is 0
+        behind = np.maximum(wide - wide.max(), -np.finfo(np.float64).max)  # finite: infinity / infinity is no number
+        weights = np.exp(behind / temperature)
     uniform = float(philox_4x32((seed, SAMPLE_SITE), (index, 0, 0, 0))[0]) / 2**32
     return int(np.searchsorted(np.cumsum(weights) / weights.sum(), uniform, side="right"))
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """Return the text of tokens: bytes as UTF-8, ids that are no bytes as ``<300>``."""
+    parts: list[str] = []
+    for is_byte, group in groupby(tokens, lambda token: token < 256):
+        run = [*group]
+        parts.append(bytes(run).decode(errors="replace") if is_byte else "".join(f"<{token}>" for token in run))
+    return "".join(parts)
 
 
 def split_unread(read: np.ndarray, tokens: np.ndarray, seq_length: int, vocab_size: int) -> tuple[bool, np.ndarray]:

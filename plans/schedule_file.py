@@ -15,8 +15,9 @@ from typing import cast, get_args
 
 from plans.actions import Action, Kind, Schedule
 from plans.placement import FROM_FILE, Placement, place_of
+from plans.text_files import one_line, read_text
 
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_ACTION = re.compile(r"([0-9]{1,18})([FBIW])([0-9]{1,18})")
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _LOWERED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
@@ -79,9 +80,11 @@ def read_schedule(path: str | Path, again: bool = False) -> Schedule:
         from plans.simulate import validate_schedule  # which needs a configuration's rules, as they need this
 
         try:
-            schedule = schedule_from_csv(Path(path).read_text(encoding="utf-8-sig"))
+            schedule = schedule_from_csv(read_text(path))
             validate_schedule(schedule)
-        except ValueError as error:
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from None
         _read[str(path)] = schedule
     return _read[str(path)]
@@ -114,7 +117,7 @@ def _actions(cells: Iterable[str], rank: int) -> Iterable[Action]:
                 remedy = "; save computation alone, without messages" if _LOWERED.fullmatch(part.strip()) else ""
                 raise ValueError(
                     f"schedule, row {rank}, cell {place}: expected stage, one of F, B, I and W, and microbatch, as in "
-                    f"'0F1', got {part.strip()!r}{remedy}"
+                    f"'0F1', got {one_line(part.strip())}{remedy}"
                 )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from plans.simulate import Costs
+from plans.text_files import one_line, parse_json, read_text
 
 TIMES = {
     "forward_seconds": "forward",
@@ -25,6 +26,8 @@ TIMES = {
     "weight_gradient_seconds": "weight_gradient",
 }
 BYTES = {"activation_bytes": "activation_bytes", "weight_gradient_bytes": "weight_gradient_bytes"}
+SMALLEST, LARGEST = 1e-15, 1e15
+"""Seconds or bytes that are read, beside 0: sums and quotients of all costs are finite."""
 LINK, ABOUT = "communication_seconds", "about"
 
 
@@ -50,7 +53,7 @@ def read_stage_costs(path: str | Path, num_stages: int) -> StageCosts:
     content = _content(path)
     named = [*TIMES, LINK, *BYTES, ABOUT]
     if unknown := [name for name in content if name not in named]:
-        raise ValueError(f"stage_costs, {path}: expected entries of {named}, got {unknown[0]!r}")
+        raise ValueError(f"stage_costs, {path}: expected entries of {named}, got {one_line(unknown[0])}")
     has_bytes = any(name in content for name in BYTES)
     needed = [*TIMES, LINK, *(BYTES if has_bytes else ())]
     if missing := [name for name in needed if name not in content]:
@@ -59,7 +62,7 @@ def read_stage_costs(path: str | Path, num_stages: int) -> StageCosts:
     for name, field in {**TIMES, **(BYTES if has_bytes else {})}.items():
         value = content[name]
         if not isinstance(value, list) or len(value) != num_stages:
-            got = f"{len(value)}" if isinstance(value, list) else repr(value)
+            got = f"{len(value)}" if isinstance(value, list) else one_line(value)
             raise ValueError(
                 f"stage_costs, {path}: expected {name} as a list of {num_stages} numbers, one a stage, got {got}"
             )
@@ -88,22 +91,19 @@ def write_stage_costs(path: str | Path, costs: Costs, num_stages: int, has_bytes
 
 
 def _content(path: str | Path) -> Mapping[str, Any]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if double := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"{double[0]!r} twice")
-        return dict(pairs)
-
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=once)
+        content = parse_json(read_text(path))
     except (OSError, ValueError) as error:
-        raise ValueError(f"stage_costs, {path}: expected a JSON file, got {error}") from None
+        raise ValueError(f"stage_costs, {path}: expected a JSON file, got {one_line(error)}") from None
     if not isinstance(content, dict):
         raise ValueError(f"stage_costs, {path}: expected a JSON object, got {type(content).__name__}")
     return content
 
 
 def _number(path: str | Path, name: str, value: Any) -> float:
+    expected = f"stage_costs, {path}: expected {name} to be"
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < math.inf:
-        raise ValueError(f"stage_costs, {path}: expected {name} to be a finite number of at least 0, got {value!r}")
+        raise ValueError(f"{expected} a finite number of at least 0, got {one_line(value)}")
+    if value != 0 and not SMALLEST <= value <= LARGEST:
+        raise ValueError(f"{expected} 0 or from {SMALLEST:g} to {LARGEST:g}, got {one_line(value)}")
     return float(value)

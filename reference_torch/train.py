@@ -27,6 +27,7 @@ from plans.checkpoint import (
     MODEL,
     SECOND_MOMENT,
     Checkpoint,
+    check_ranks_alike,
     read_alike,
     run_settings,
     write_checkpoint,
@@ -74,7 +75,8 @@ class Trainer:
 
     Raises:
         ValueError: the corpus is too short for the model, or has bytes it has no token for; the batch does not fit
-            schedule and replicas; a GPU is asked for where PyTorch sees none.
+            schedule and replicas; processes were given different corpora or settings;
+            a GPU is asked for where PyTorch sees none.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Trainer:
             )
         check_mesh(config, mesh)
         self._groups = make_groups(config, mesh)
+        check_ranks_alike(self._settings(), self._tell)
         check_trainable(config, train_config, self._groups.dp_size)
         self._messages = None if self._groups.pp is None else P2PCommunicator(self._groups.pp, config, self.device)
         built = get_model(lambda **ends: model_provider(config, **ends).to(self.device), config, self._groups.pp_rank)
@@ -229,10 +232,14 @@ class Trainer:
             CheckpointError: it is damaged, or of a run with other settings, which are named; or processes found
                 different ones.
         """
-        checkpoint = read_alike(path, self._settings(), lambda text: said_on_all_ranks(text, self._groups))
+        checkpoint = read_alike(path, self._settings(), self._tell)
         import_arrays(self.stages, self._optimizer, self._own(checkpoint.arrays), checkpoint.step)
         self.steps_taken = checkpoint.step
         return checkpoint.step
+
+    def _tell(self, text: str) -> list[str]:
+        """Return what every process says, in order of their ranks."""
+        return said_on_all_ranks(text, self._groups)
 
     def _settings(self) -> dict[str, Any]:
         return run_settings(self.config, self.train_config, self.corpus)

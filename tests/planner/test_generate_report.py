@@ -70,6 +70,25 @@ REFUSED = {
     "no time": (GOOD | {"communication_seconds": float("inf")}, r"expected communication_seconds to be .* got inf"),
     "a truth": (GOOD | {"forward_seconds": [True, 1.0]}, r"expected forward_seconds, stage 0 .* got True"),
     "words": (GOOD | {"forward_seconds": ["1", 1.0]}, r"expected forward_seconds, stage 0 .* got '1'"),
+    "far too much": (
+        GOOD | {"communication_seconds": 1e308},
+        r"expected communication_seconds to be 0 or from 1e-15 to",
+    ),
+    "far too little": (
+        GOOD | {"communication_seconds": 5e-324},
+        r"expected .* to be 0 or from 1e-15 to 1e\+15, got 5e-3",
+    ),
+    "401 digits": (
+        GOOD | {"forward_seconds": [10**400, 1.0]},
+        r"expected forward_seconds, stage 0 to be 0 or .* got 1000",
+    ),
+    "5000 digits": (f'{{"communication_seconds": {"9" * 5000}}}', r"expected a JSON file, got Exceeds the limit"),
+    "60,000 entries": ({f"entry {n}": 1 for n in range(60_000)}, r"expected entries of .*, got 'entry 0'"),
+    "60,000 entries more, one twice": (
+        f'{{{", ".join(f""""entry {n}": 1""" for n in range(60_000))}, "entry 5": 2}}',
+        r"expected a JSON file, got 'entry 5' twice",
+    ),
+    "nested": ('{"about": ' + "[" * 100_000, r"expected a JSON file, got values nested too deep to be read"),
     "nothing but 0": (
         {name: [0, 0] if isinstance(value, list) else 0 for name, value in GOOD.items()},
         r"expected an action that takes time, got 0 for all",
@@ -84,6 +103,17 @@ def test_costs_that_are_none_are_refused_by_name(fault, tmp_path):
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(ValueError, match=f"^stage_costs, {re.escape(str(path))}: {message}"):
         read_stage_costs(path, 2)
+
+
+@pytest.mark.timeout(20)
+def test_a_byte_order_mark_says_nothing(tmp_path):
+    (tmp_path / "costs.json").write_text(json.dumps(GOOD), encoding="utf-8-sig")
+    assert read_stage_costs(tmp_path / "costs.json", 2).costs.communication == 0.5
+
+
+def test_a_file_without_end_is_refused():
+    with pytest.raises(ValueError, match=r"stage_costs, /dev/zero: expected a JSON file, got more than .* bytes"):
+        read_stage_costs("/dev/zero", 1)
 
 
 def test_there_is_no_such_file(tmp_path):
