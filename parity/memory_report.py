@@ -61,8 +61,8 @@ def _higher_peak(config: TransformerConfig, ratio: float) -> str:
     shorter = block_length(config.num_layers, config.num_residual_streams)
     remedy = f"--mhc-recompute-layer-num {shorter}" if shorter < layers else "recomputing less, or other modules"
     return (
-        f"warning: this recomputation costs more memory than it saves, {ratio:.2f} times the peak of keeping everything: "
-        f"in backward all values of a block of {layers} layers are there at once; use {remedy}"
+        f"warning: this recomputation costs more memory than it saves, {ratio:.2f} times the peak of keeping "
+        f"everything: in backward all values of a block of {layers} layers are there at once; use {remedy}"
     )
 
 

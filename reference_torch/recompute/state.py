@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-
 _generators_lock = threading.RLock()
 """Held while a replay draws random numbers: the default generators belong to the whole process."""
 
