@@ -20,7 +20,7 @@ from jax import Array
 
 from kernels import tuning
 from kernels.delta_rule.launches import even_table
-from kernels.functions import Functions
+from kernels.functions import DIFFERENTIATED_TWICE, Functions
 from kernels.launch import Launch
 from kernels.mesh_axes import varying_alike
 from kernels.operations import Operation, dtype_name
@@ -35,8 +35,19 @@ def _applied_forward(operation: Operation, static: Any, *inputs: Array | None) -
     return operation.forward(_DOOR, static, *inputs)
 
 
-def _applied_backward(operation: Operation, static: Any, saved: tuple, grads: tuple) -> tuple:
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _gradients(operation: Operation, static: Any, saved: tuple, grads: tuple) -> tuple:
+    """The operation's backward, which refuses to be differentiated."""
     return tuple(operation.backward(_DOOR, static, saved, *grads))
+
+
+@_gradients.defjvp
+def _no_second_derivative(operation: Operation, static: Any, primals: tuple, tangents: tuple) -> tuple:
+    raise RuntimeError(DIFFERENTIATED_TWICE)
+
+
+def _applied_backward(operation: Operation, static: Any, saved: tuple, grads: tuple) -> tuple:
+    return _gradients(operation, static, saved, grads)
 
 
 _applied.defvjp(_applied_forward, _applied_backward)
@@ -80,6 +91,14 @@ class JaxDoor(Functions):
         """See Functions.integers."""
         del like
         return jnp.asarray(x)
+
+    def array_kind(self, x: Any) -> str | None:
+        """See Functions.array_kind."""
+        return None if isinstance(x, Array) else type(x).__name__
+
+    def is_traced(self, x: Any) -> bool:
+        """See Functions.is_traced; an array on a device counts too, as reading it would wait for it."""
+        return isinstance(x, Array)
 
     def check_devices(self, **arrays: Array | None) -> None:
         """JAX itself refuses arrays on different devices."""

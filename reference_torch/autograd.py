@@ -25,3 +25,9 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, *gradients)
 
     return checked
+
+
+def is_transformed(*tensors: Any) -> bool:
+    """Return whether a transformation of torch.func (vmap, grad, jvp, functionalize) has wrapped one of the tensors."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return any(isinstance(x, torch.Tensor) and wrapped(x) for x in tensors)

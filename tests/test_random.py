@@ -157,3 +157,14 @@ def test_parameters_have_the_planned_names_shapes_and_values(backend, tied):
     assert found.keys() == specs.keys()
     for name, spec in specs.items():
         np.testing.assert_array_equal(found[name], initial_value(config.seed, name, spec))
+
+
+def test_a_state_that_changed_since_forward_is_refused_by_backward():
+    """A mask of other rows would give a gradient that no output had."""
+    ops = room("torch", "ops")
+    x = torch.ones(2, 3, 8, requires_grad=True)
+    state = ops.dropout_state(1, 2, torch.arange(2), torch.arange(3), 3)
+    out = ops.dropout(x, 0.5, state, 4)
+    state.row_low.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
