@@ -212,7 +212,8 @@ def _chunked(
         if kernels is not None:
             return chunked_by_kernels(kernels, *given, initial, options, offsets, recompute, context)
         if context is None:
-            return chunked(*given, initial, options, offsets, recompute)
+            o, _, finals = chunked(*given, initial, options, offsets, recompute)
+            return o, finals
         return _over_ranks((*given, initial), options, recompute, context)
 
     with torch.autocast(arrays[0].device.type, enabled=False):  # the types are the arguments'
