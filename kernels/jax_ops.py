@@ -9,7 +9,8 @@ more devices than JAX has threads wait for each other.
 import importlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -168,10 +169,25 @@ def _interpret(launch: Launch, *inputs: Any) -> tuple[np.ndarray, ...]:
 
     from kernels import torch_ops
 
-    with torch.no_grad():
+    with torch.no_grad(), _subnormal_numbers():
         outputs = torch_ops.run(launch, tuple(_tensor(np.array(x)) for x in inputs))
     types = [jnp.dtype(dtype) for _, dtype in launch.outputs]
     return tuple(_bits(x).numpy().view(dtype) for x, dtype in zip(outputs, types, strict=True))
+
+
+@contextmanager
+def _subnormal_numbers() -> Iterator[None]:
+    """XLA's threads take subnormal numbers for 0; the interpreter computes with them here, as it does for PyTorch."""
+    import torch
+
+    tiny = np.full(1, np.finfo(np.float32).tiny)
+    flushes = not (tiny / 2).any()
+    torch.set_flush_denormal(False)
+    try:
+        yield
+    finally:
+        if flushes:
+            torch.set_flush_denormal(True)
 
 
 def _tensor(x: np.ndarray) -> Any:

@@ -62,10 +62,11 @@ def test_dropout_is_the_numpy_mask(backend):
         site=st.integers(0, 4000),
         rate=st.floats(0.01, 0.99),
         shape=shapes,
-        sample=st.sampled_from([0, 5, 2**20, 2**32 // 140, 2**31 - 9]),
+        sample=st.sampled_from([0, 5, 2**20, 2**32 // 140, 2**31 - 9, 2**33, 2**40 + 1]),
         length=st.sampled_from([140, 4096, 2**20 - 3]),
     )
     @example(1, 2, 3, 0.5, (1, 140, 2, 3), 2**32 // 140, 140)
+    @example(1, 2, 3, 0.5, (3, 140, 4, 9), 2**33, 4096)
     def check(seed, step, site, rate, shape, sample, length):
         batch, tokens, streams, width = shape
         samples, positions = sample + np.arange(batch), np.arange(tokens)
@@ -106,6 +107,18 @@ def test_rate_is_met():
     keep = dropout_keep((3, 4), np.arange(1000), 1000, 0, 0.2)
     assert abs(keep.mean() - 0.8) < 5 * np.sqrt(0.16 / keep.size)
     assert abs(np.corrcoef(keep[:, :-1].ravel(), keep[:, 1:].ravel())[0, 1]) < 5e-3
+
+
+@pytest.mark.parametrize(("dtype", "sample"), [("int64", 2**33), ("int64", 2**62 + 7), ("int64", -3), ("int32", -3)])
+@pytest.mark.parametrize("by_token", [False, True])
+def test_rows_are_numbered_modulo_two_to_the_64_in_both_backends(dtype, sample, by_token):
+    samples, positions = np.array([sample, sample + 1], dtype), np.array([0, 5, 2**40], np.int64)
+    samples = np.repeat(samples[:, None], 3, 1) if by_token else samples
+    rows = samples.reshape(2, -1).astype(object) * (2**32 - 1) + positions
+    for backend, wrap in (("torch", torch.from_numpy), ("jax", jnp.asarray)):
+        state = room(backend, "ops").dropout_state(0, 0, wrap(samples), wrap(positions), 2**32 - 1)
+        np.testing.assert_array_equal(np.asarray(state.row_low, np.int64), (rows % 2**32).astype(np.int64))
+        np.testing.assert_array_equal(np.asarray(state.row_high, np.int64), (rows // 2**32 % 2**32).astype(np.int64))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
