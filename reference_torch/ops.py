@@ -5,6 +5,7 @@ state; randomness comes in as a counter (:class:`DropoutState`).
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +59,12 @@ def philox_4x32(key: tuple[int, int], counter: tuple) -> tuple[Tensor, Tensor, T
     for place, word in enumerate((*key, *counter)):
         if not isinstance(word, Tensor):
             operations.check_word(f"key[{place}]" if place < 2 else f"counter[{place - 2}]", word)
-    c0, c1, c2, c3 = (torch.as_tensor(word, dtype=torch.int64) & MASK_32 for word in counter)
+    return _philox_rounds(key, tuple(torch.as_tensor(word, dtype=torch.int64) & MASK_32 for word in counter))
+
+
+def _philox_rounds(key: tuple[int, int], counter: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same of words, each below 2**32."""
+    c0, c1, c2, c3 = (torch.as_tensor(word, dtype=torch.int64) for word in counter)
     k0, k1 = key
     for _ in range(ROUNDS):
         product0, product2 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
@@ -135,59 +141,71 @@ def dropout(x: Float[Tensor, "b t *rest"], rate: float, state: DropoutState, sit
     check_state(tuple(x.shape[:2]), state, site)
     if rate == 0.0:
         return x
+    words = rate, state.seed, state.step, site
+    if torch.compiler.is_compiling() or is_transformed(x, state.row_low, state.row_high):
+        return _dropped_by_operations(x, state.row_low, state.row_high, *words)
     dropped: Any = _Dropout.apply
-    return dropped(x, state.row_low, state.row_high, rate, state.seed, state.step, site)
+    return dropped(x, state.row_low, state.row_high, *words)
 
 
 class _Dropout(torch.autograd.Function):
-    """Keeps no mask: it is made again in backward, of rows that autograd checks for changes."""
+    """Keeps no mask: it is made again in backward, of the same rows or not at all.
+
+    Rows are compared by their versions here. Were they saved with autograd, hooks on what is saved would take this for
+    a reader of x, and keep it.
+    """
 
     @staticmethod
-    def forward(x, row_low, row_high, rate, *words):
-        return torch.where(_dropout_mask(x.shape, rate, row_low, row_high, *words), x * (1.0 / (1.0 - rate)), 0.0)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        _, row_low, row_high, *ctx.numbers = inputs
-        ctx.save_for_backward(row_low, row_high)
-        ctx.save_for_forward(row_low, row_high)
+    def forward(ctx, x, *arguments):
+        ctx.arguments, ctx.versions = arguments, _versions(arguments)
+        return _dropped(x, *arguments)
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _Dropout.apply(grad, *ctx.saved_tensors, *ctx.numbers), None, None, None, None, None, None
+        if _versions(ctx.arguments) != ctx.versions:
+            raise RuntimeError(
+                "state: expected the rows that forward dropped by, got rows changed in place since; make a new state "
+                "with dropout_state, or change a copy"
+            )
+        return _Dropout.apply(grad, *ctx.arguments), None, None, None, None, None, None
 
     @staticmethod
     def jvp(ctx, tangent, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _Dropout.apply(tangent, *ctx.saved_tensors, *ctx.numbers)
-
-    @staticmethod
-    def vmap(info, in_dims, x, row_low, row_high, *numbers):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Take the mapped axis as a further one of rows."""
-        size = info.batch_size
-        x, row_low, row_high = (
-            part.expand(size, *part.shape) if axis is None else part.movedim(axis, 0)
-            for part, axis in zip((x, row_low, row_high), in_dims[:3], strict=True)
-        )
-        mapped: Any = _Dropout.apply(*(part.flatten(0, 1) for part in (x, row_low, row_high)), *numbers)
-        return mapped.unflatten(0, (size, -1)), 0
+        return _dropped(tangent, *ctx.arguments)
 
 
-def _dropout_mask(
-    shape: torch.Size, rate: float, row_low: Tensor, row_high: Tensor, seed: int, step: int, site: int
-) -> Tensor:
-    """True where an element is kept, by tiles of rows."""
-    width = math.prod(shape[2:])
-    low, high = row_low.reshape(-1, 1), row_high.reshape(-1, 1)
+def _versions(arguments: tuple[Any, ...]) -> list[int]:
+    """How often the rows were changed in place; what was made in inference mode cannot be, and does not count."""
+    return [0 if row.is_inference() else row._version for row in arguments[:2]]
+
+
+def _dropped(x: Tensor, row_low: Tensor, row_high: Tensor, rate: float, *words: int) -> Tensor:
+    width, threshold = math.prod(x.shape[2:]), dropout_threshold(rate)
+    keep = torch.empty(row_low.numel(), width + -width % 4, dtype=torch.bool, device=row_low.device)
+    for number, tile in enumerate(_random_tiles(width, row_low, row_high, *words)):
+        lanes = keep[number * TILE_ROWS : (number + 1) * TILE_ROWS].view(-1, keep.shape[1] // 4, 4)
+        for lane, word in enumerate(tile):
+            torch.ge(word, threshold, out=lanes[..., lane])
+    return torch.where(keep[:, :width].reshape(x.shape), x * (1.0 / (1.0 - rate)), 0.0)
+
+
+def _dropped_by_operations(x: Tensor, row_low: Tensor, row_high: Tensor, rate: float, *words: int) -> Tensor:
+    """The same, nothing written in place: for transformations, which see every operation."""
+    width, threshold = math.prod(x.shape[2:]), dropout_threshold(rate)
+    tiles = _random_tiles(width, row_low, row_high, *words)
+    keep = [torch.stack([word >= threshold for word in tile], -1).flatten(1)[:, :width] for tile in tiles]
+    return torch.where(torch.cat(keep).reshape(x.shape), x * (1.0 / (1.0 - rate)), 0.0) if keep else x
+
+
+def _random_tiles(
+    width: int, row_low: Tensor, row_high: Tensor, seed: int, step: int, site: int
+) -> Iterator[tuple[Tensor, ...]]:
+    """Four words [rows, columns / 4] for each tile of rows."""
+    low, high = (row.reshape(-1, 1).long() & MASK_32 for row in (row_low, row_high))
     quads = torch.arange((width + 3) // 4, device=low.device)
-    keep = torch.empty(len(low), 4 * len(quads), dtype=torch.bool, device=low.device)
-    threshold = dropout_threshold(rate)
     for start in range(0, len(low), TILE_ROWS):
         rows = slice(start, start + TILE_ROWS)
-        words = philox_4x32((seed, site), (quads, low[rows], high[rows], step))
-        tile = keep[rows].view(-1, len(quads), 4)
-        for lane, word in enumerate(words):
-            torch.ge(word, threshold, out=tile[..., lane])
-    return keep[:, :width].reshape(shape)
+        yield _philox_rounds((seed, site), (quads, low[rows], high[rows], step))
 
 
 def add_bias(x: Float[Tensor, "*b o"], bias: Float[Tensor, " o"] | None) -> Float[Tensor, "*b o"]:

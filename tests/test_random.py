@@ -179,5 +179,29 @@ def test_a_state_that_changed_since_forward_is_refused_by_backward():
     state = ops.dropout_state(1, 2, torch.arange(2), torch.arange(3), 3)
     out = ops.dropout(x, 0.5, state, 4)
     state.row_low.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(
+        RuntimeError, match="state: expected the rows that forward dropped by, got rows changed in place"
+    ):
         out.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func.jvp's own
+def test_dropout_under_transformations_of_torch_func():
+    """Of x, of the rows, or of both: the masks are those of a loop."""
+    ops = room("torch", "ops")
+    x = torch.randn(4, 2, 130, 3, 3, dtype=torch.float64)
+    states = [ops.dropout_state(1, 2, 2 * n + torch.arange(2), torch.arange(130), 130) for n in range(4)]
+    lows, highs = torch.stack([s.row_low for s in states]), torch.stack([s.row_high for s in states])
+
+    def dropped(x, low, high):
+        return ops.dropout(x, 0.5, states[0]._replace(row_low=low, row_high=high), 4)
+
+    wanted = torch.stack([ops.dropout(one, 0.5, state, 4) for one, state in zip(x, states, strict=True)])
+    torch.testing.assert_close(torch.func.vmap(dropped)(x, lows, highs), wanted, rtol=0, atol=0)
+    same = torch.stack([ops.dropout(x[0], 0.5, state, 4) for state in states])
+    mapped = torch.func.vmap(dropped, (None, 0, 0))(x[0], lows, highs)
+    torch.testing.assert_close(mapped, same, rtol=0, atol=0)
+    gradient = torch.func.vmap(torch.func.grad(lambda *args: dropped(*args).square().sum() / 2))(x, lows, highs)
+    torch.testing.assert_close(gradient, 2 * wanted, rtol=0, atol=0)
+    out, tangent = torch.func.jvp(lambda x: dropped(x, lows[0], highs[0]), (x[0],), (2 * x[0],))
+    torch.testing.assert_close((out, tangent), (wanted[0], 2 * wanted[0]), rtol=0, atol=0)
