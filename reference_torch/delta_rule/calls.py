@@ -187,7 +187,7 @@ def _values_of(cu_seqlens: Tensor) -> np.ndarray:
     if cu_seqlens.is_meta or is_transformed(cu_seqlens):
         came = "one on the meta device" if cu_seqlens.is_meta else "one that torch.func transforms"
         raise ValueError(f"cu_seqlens: expected a tensor whose values can be read, got {came}")
-    return cu_seqlens.detach().cpu().numpy()
+    return np.array(cu_seqlens.tolist(), str(cu_seqlens.dtype).removeprefix("torch."))
 
 
 def _info(name: str, x: Tensor | None) -> ArrayInfo | None:

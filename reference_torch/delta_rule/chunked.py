@@ -184,7 +184,8 @@ class _Kept(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, *d_results):  # pyright: ignore[reportIncompatibleMethodOverride]
         (*d_outputs, d_finals), count = d_results, _TERMS * len(ctx.segments)
-        terms, scans = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        saved = ctx.saved_tensors  # asked for once: hooks of torch.utils.checkpoint give them once
+        terms, scans = saved[:count], saved[count:]
         d_states, gradients = _states(d_finals, ctx.shape, terms[0], ctx.responses), []
         for place, part in reversed(list(enumerate(ctx.segments))):
             own, scanned = ChunkTerms(*terms[_TERMS * place :][:_TERMS]), Scanned(*scans[2 * place :][:2])

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.backends import assert_close, room
 from tests.linear_attention.support import RULES, make_case
@@ -41,7 +42,19 @@ def test_transformations_of_torch_are_refused_by_name(rule, transformation, keep
         TRANSFORMED[transformation](
             lambda v: getattr(RULE, f"chunk_{rule}")(v=v, **arrays, disable_recompute=keep)[0], v
         )
+    offsets = torch.tensor([0, 20], dtype=torch.int32)
     TRANSFORMED[transformation](lambda v: getattr(RULE, f"recurrent_{rule}")(v=v, **arrays)[0], v)
+    TRANSFORMED[transformation](lambda v: getattr(RULE, f"recurrent_{rule}")(v=v, **arrays, cu_seqlens=offsets)[0], v)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_torch_checkpoint_may_wrap_a_call(keep):
+    """Its hooks give what was saved once."""
+    arrays = {n: x.requires_grad_() for n, x in tensors("kda").items()}
+    call = lambda v: RULE.chunk_kda(**(arrays | {"v": v}), disable_recompute=keep)[0]  # noqa: E731
+    plain, wrapped = call(arrays["v"]), checkpoint(call, arrays["v"], use_reentrant=False)
+    gradients = (torch.autograd.grad(x, list(arrays.values()), torch.ones_like(x)) for x in (plain, wrapped))
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
 def test_offsets_that_cannot_be_read_are_named():
