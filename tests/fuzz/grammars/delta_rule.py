@@ -9,7 +9,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -311,11 +311,26 @@ def run_jax(p: Program, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
 
 def check(program: Program) -> Outcome:
     """See tests.fuzz.harness.Fuzzer."""
+    if not _COMPILED:
+        _begin(program)
     usual, chunked.SEGMENT_SIZE = chunked.SEGMENT_SIZE, program.segment
     try:
         return _checked(program)
     finally:
         chunked.SEGMENT_SIZE = usual
+
+
+def _begin(like: Program) -> None:
+    """Compile for all of JAX's programs, and use what PyTorch loads on first use: it is not to be taken for growth."""
+    for rule in ("kda", "gated_delta_rule"):
+        for dtype in ("float64", "float32"):
+            settings = {"layouts": (), "narrow": (), "state": True, "gate": False, "poison": None, "chunk_size": 16}
+            shape, offsets = JAX_SHAPES[0], (0, 1, 2, 3, 4, JAX_SHAPES[0][1])
+            p = replace(like, rule=rule, dtype=dtype, shape=shape, offsets=offsets, **settings)
+            run_jax(p, numbers(p))
+            for wrapper in ("meta", "jvp"):
+                p = replace(p, backend="torch", wrapper=wrapper, form="recurrent", wrong=None, changed=None, norm=False)
+                run_torch(p, numbers(p), exact=False)
 
 
 def _checked(p: Program) -> Outcome:
