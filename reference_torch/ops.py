@@ -21,7 +21,7 @@ from plans.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, TILE_ROWS, dropout_thre
 from reference_torch.attention import causal_attention as causal_attention
 from reference_torch.attention import fused_attention as fused_attention
 from reference_torch.attention import masked_attention as masked_attention
-from reference_torch.autograd import differentiable_once, is_transformed
+from reference_torch.autograd import is_transformed, without_autocast
 from reference_torch.operands import at_least_float32, given_operand, operand
 
 MASK_32 = 0xFFFFFFFF
@@ -242,7 +242,10 @@ def short_convolution(
         before: how many tokens of its sequence come before each. [T] or [B, T]
     """
     operations.check_convolution(operand("x", x), operand("weight", weight), operand("before", before))
-    return _ShortConvolution.apply(x, weight.to(x.dtype), before)
+    weight = weight.to(x.dtype)
+    if torch.compiler.is_compiling() or is_transformed(x, weight, before):
+        return _convolved(x, weight, before)
+    return _ShortConvolution.apply(x, weight, before)
 
 
 def _convolved(x: Tensor, weight: Tensor, before: Tensor) -> Tensor:
@@ -262,13 +265,13 @@ class _ShortConvolution(torch.autograd.Function):
         return _convolved(x, weight, before)
 
     @staticmethod
-    @differentiable_once
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, before = ctx.saved_tensors
-        leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
-        with torch.enable_grad():
-            mixed = _convolved(*leaves, before)
-        return *torch.autograd.grad(mixed, leaves, grad), None
+        again = torch.is_grad_enabled()  # create_graph: gradients are differentiated, too
+        leaves = [y if again and y.requires_grad else y.detach().requires_grad_() for y in (x, weight)]
+        with torch.enable_grad(), without_autocast(grad.device.type):
+            mixed = _convolved(leaves[0], leaves[1], before)
+            return *torch.autograd.grad(mixed, leaves, grad, create_graph=again), None
 
 
 def rotary_embedding(
