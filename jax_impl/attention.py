@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ def causal_attention(
     return _attention(q, k, v, attention_mask, named=name_value)
 
 
-def _check_attention(q: Array, k: Array, v: Array, mask: Array | None) -> None:
+def _check_attention(q: Any, k: Any, v: Any, mask: Any) -> None:
     given = operand("q", q), operand("k", k), operand("v", v), given_operand("attention_mask", mask)
     operations.check_attention(*given, name="attention_mask")
 

@@ -148,7 +148,7 @@ def _check_word(name: str, word: Any) -> None:
     operations.check_shape(name, word.shape, ())
 
 
-def check_state(shape: tuple[int, ...], state: DropoutState, site: int | Integer[Array, ""]) -> None:
+def check_state(shape: tuple[int, ...], state: Any, site: Any) -> None:
     """Refuse a dropout state that is not of an array's rows.
 
     Args:
@@ -182,7 +182,7 @@ def dropout(x: Float[Array, "b t *rest"], rate: float, state: DropoutState, site
     """
     operations.check_dropout(operand("x", x), rate)
     check_state(tuple(x.shape[:2]), state, site)
-    if rate == 0.0:
+    if rate == 0.0 or not x.size:
         return x
 
     def masked(x: Array, step: int | Array, row_low: Array, row_high: Array) -> Array:

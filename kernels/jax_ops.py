@@ -32,7 +32,9 @@ def _applied(operation: Operation, static: Any, *inputs: Array | None) -> tuple[
     return operation.forward(_DOOR, static, *inputs)[0]
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _applied_forward(operation: Operation, static: Any, *inputs: Array | None) -> tuple[tuple, tuple]:
+    """The operation's forward with what its backward needs; only a derivative of a derivative goes through here."""
     return operation.forward(_DOOR, static, *inputs)
 
 
@@ -42,6 +44,7 @@ def _gradients(operation: Operation, static: Any, saved: tuple, grads: tuple) ->
     return tuple(operation.backward(_DOOR, static, saved, *grads))
 
 
+@_applied_forward.defjvp
 @_gradients.defjvp
 def _no_second_derivative(operation: Operation, static: Any, primals: tuple, tangents: tuple) -> tuple:
     raise RuntimeError(DIFFERENTIATED_TWICE)

@@ -1,5 +1,7 @@
 """Softmax attention over tokens: explicit, fused, and with any mask."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
@@ -49,7 +51,7 @@ def causal_attention(
     return mixed.permute(0, 3, 1, 2, 4).reshape(batch, length, -1).view(batch, length, heads, width)
 
 
-def _check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+def _check_attention(q: Any, k: Any, v: Any, mask: Any) -> None:
     given = operand("q", q), operand("k", k), operand("v", v), given_operand("attention_mask", mask)
     operations.check_attention(*given, name="attention_mask")
 

@@ -105,7 +105,7 @@ def dropout_state(
     return DropoutState(seed, step, row & MASK_32, (row >> 32) & MASK_32)
 
 
-def check_state(shape: tuple[int, ...], state: DropoutState, site: int) -> None:
+def check_state(shape: tuple[int, ...], state: Any, site: Any) -> None:
     """Refuse a dropout state that is not of an array's rows.
 
     Args:
@@ -139,7 +139,7 @@ def dropout(x: Float[Tensor, "b t *rest"], rate: float, state: DropoutState, sit
     """
     operations.check_dropout(operand("x", x), rate)
     check_state(tuple(x.shape[:2]), state, site)
-    if rate == 0.0:
+    if rate == 0.0 or not x.numel():
         return x
     words = rate, state.seed, state.step, site
     if torch.compiler.is_compiling() or is_transformed(x, state.row_low, state.row_high):

@@ -205,3 +205,10 @@ def test_dropout_under_transformations_of_torch_func():
     torch.testing.assert_close(gradient, 2 * wanted, rtol=0, atol=0)
     out, tangent = torch.func.jvp(lambda x: dropped(x, lows[0], highs[0]), (x[0],), (2 * x[0],))
     torch.testing.assert_close((out, tangent), (wanted[0], 2 * wanted[0]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dropout_of_nothing(backend):
+    for shape in ((2, 3, 0), (0, 3, 4), (2, 0, 4)):
+        out = dropped(backend, np.zeros(shape), 0.5, 0, 0, 0, np.arange(shape[0]), np.arange(shape[1]), 3)
+        assert out.shape == shape
