@@ -49,7 +49,7 @@ def step_times() -> dict[str, list[float]]:
 
 def main() -> None:
     """Print seconds of computing of each rank."""
-    with RankPool(2, preload=("benchmarks.packed_context",)) as pool:
+    with RankPool(2) as pool:
         found = pool.run("benchmarks.packed_context:step_times")
     for rank, seconds in enumerate(found):
         medians = {name: statistics.median(times) for name, times in seconds.items()}
