@@ -192,8 +192,7 @@ def numbers(program: Program, poisoned: bool = True) -> dict[str, np.ndarray]:
     if p.poison is not None and poisoned:
         name, token, number = p.poison
         arrays[name][(0, token, -1, *[-1] * (arrays[name].ndim - 3))] = number
-    left = {"initial_state"} - ({"initial_state"} if p.state else set())
-    left |= set() if p.gate else {"A_log", "dt_bias"}
+    left = {*([] if p.state else ["initial_state"]), *([] if p.gate else ["A_log", "dt_bias"])}
     return {n: torch.from_numpy(x).to(_dtype(p, n)).double().numpy() for n, x in arrays.items() if n not in left}
 
 
@@ -342,8 +341,6 @@ def _checked(p: Program) -> Outcome:
         raise Wrong("expected a refusal, got results")
     if p.wrapper in REFUSED_WRAPPERS:
         return Outcome(EQUAL)
-    if p.changed is not None and len(found) > 2 and p.poison is None and p.form == "recurrent":
-        return Outcome(EQUAL)  # PyTorch's own operations looked after it
     exact = [x.numpy() for x in run_torch(p, numbers(p), exact=True)]
     if p.wrapper == "meta":
         if [tuple(x.shape) for x in found] != [x.shape for x in exact[:2]]:
