@@ -221,7 +221,9 @@ class _Replayed(torch.autograd.Function):
             segment.own(o).copy_(found[..., : v.shape[-1]])
             if response is not None and segment.responses:
                 segment.own(response).copy_(found[..., v.shape[-1] :])
-        ctx.save_for_backward(*inputs, *kept[1:])
+        widths = dict.fromkeys(state.shape[-1] for state in kept[1:])  # of the first sequence, and of the others
+        stacks = [torch.stack([state for state in kept[1:] if state.shape[-1] == width]) for width in widths]
+        ctx.save_for_backward(*inputs, *stacks)
         ctx.segments, ctx.options, ctx.responses, ctx.shape = segments, options, responses, shape
         ctx.prepared = None
         ctx.set_materialize_grads(False)
@@ -232,7 +234,7 @@ class _Replayed(torch.autograd.Function):
     def backward(ctx, d_output, d_response, d_finals):  # pyright: ignore[reportIncompatibleMethodOverride]
         saved, last = ctx.prepared or (ctx.saved_tensors, None)
         ctx.prepared = None
-        arguments, initial, kept = saved[:_ARGUMENTS], saved[_ARGUMENTS], saved[_ARGUMENTS + 1 :]
+        arguments, initial, kept = _taken_apart(saved)
         wanted, v = ctx.needs_input_grad[5:-1], arguments[2]
         gradients = [_sums_like(arguments, place) if want else None for place, want in enumerate(wanted)]
         d_states = _states(d_finals, ctx.shape, v, ctx.responses)
@@ -247,6 +249,12 @@ class _Replayed(torch.autograd.Function):
         d_initial = _stacked(d_states, len(initial)) if ctx.needs_input_grad[-1] else None
         gradients = [None if d is None else d.to(x.dtype) for x, d in zip(arguments, gradients, strict=True)]
         return None, None, None, None, None, *gradients, d_initial
+
+
+def _taken_apart(saved: Sequence[Any]) -> tuple[Sequence[Any], Any, list[Tensor]]:
+    """The arguments, the initial states, and the states that segments but the first begin with."""
+    stacks = saved[_ARGUMENTS + 1 :]
+    return saved[:_ARGUMENTS], saved[_ARGUMENTS], [state for stack in stacks for state in stack]
 
 
 class _Again(NamedTuple):
@@ -279,7 +287,7 @@ def _compute_again(
 def _prepare(ctx: Any) -> None:
     """Compute the last segment again, with which backward begins."""
     saved = ctx.saved_tensors
-    arguments, initial, kept = saved[:_ARGUMENTS], saved[_ARGUMENTS], saved[_ARGUMENTS + 1 :]
+    arguments, initial, kept = _taken_apart(saved)
     ctx.prepared = saved, _compute_again(ctx, arguments, initial, kept, len(ctx.segments) - 1)
 
 
