@@ -4,7 +4,7 @@ Twin of ``reference_torch/ops.py``: same names, same order, same signatures. Not
 parameters or state; randomness comes in as a counter (:class:`DropoutState`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,9 +15,13 @@ import numpy as np
 from flax import nnx
 from jax import Array
 from jax.core import Tracer
-from jaxtyping import Bool, Float, Int, Integer, UInt32
+from jaxtyping import Float, Int, Integer, UInt32
 
-from jax_impl.recompute import name_value
+from jax_impl.attention import causal_attention as causal_attention
+from jax_impl.attention import fused_attention as fused_attention
+from jax_impl.attention import masked_attention as masked_attention
+from jax_impl.operands import at_least_float32, given_operand, operand
+from plans import operations
 from plans.config import TransformerConfig
 from plans.implementation import uses_kernels
 from plans.parameters import ParameterSpec, initial_value, rotary_frequencies
@@ -57,14 +61,21 @@ def philox_4x32(key: tuple, counter: tuple) -> tuple[Array, Array, Array, Array]
 
     Args:
         key: two words < 2**32, each a number or an integer scalar.
-        counter: four words < 2**32, each a number or an integer array (broadcast together).
+        counter: four words, each a number < 2**32 or an integer array (broadcast together), of which the lower 32
+            bits count.
 
     Returns:
         Four arrays of words, uint32.
 
+    Raises:
+        ValueError: a number that is no 32-bit word.
+
     Reference: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
-    words = [jnp.asarray(word, jnp.uint32) for word in (*counter, *key)]
+    for place, word in enumerate((*key, *counter)):
+        if not isinstance(word, Array | np.ndarray):
+            operations.check_word(f"key[{place}]" if place < 2 else f"counter[{place - 2}]", word)
+    words = [jnp.asarray(word).astype(jnp.uint32) for word in (*counter, *key)]
     return _philox_rounds(*words, rounds=ROUNDS)
 
 
@@ -98,7 +109,7 @@ def dropout_state(
     positions: Int[Array, " t"],
     seq_length: int,
 ) -> DropoutState:
-    """Number the rows of a batch: row = sample * seq_length + position, as two 32-bit words.
+    """Number the rows of a batch: row = sample * seq_length + position modulo 2**64, as two 32-bit words.
 
     Args:
         seed: < 2**32.
@@ -106,11 +117,52 @@ def dropout_state(
         samples: numbers of the sequences within the global batch, of rows or of every token. [B] or [B, T] integer
         positions: positions of the tokens within their sequence. [T] integer
         seq_length: of the whole model, so that rows of different sequences never meet.
+
+    Raises:
+        ValueError: names the argument, what was expected, what came.
     """
-    samples = samples if samples.ndim == 2 else samples[:, None]
-    high, low = _multiply_high_low(samples.astype(jnp.uint32), seq_length)
-    row_low = low + positions.astype(jnp.uint32)
-    return DropoutState(seed, step, row_low, high + (row_low < low))
+    operations.check_rows(operand("samples", samples), operand("positions", positions), seq_length)
+    for name, word in (("seed", seed), ("step", step)):
+        _check_word(name, word)
+    (low, high), (position_low, position_high) = _words(samples), _words(positions)
+    low, high = (part if part.ndim == 2 else part[:, None] for part in (low, high))
+    carried, low = _multiply_high_low(low, seq_length)
+    row_low = low + position_low
+    return DropoutState(seed, step, row_low, carried + high * np.uint32(seq_length) + position_high + (row_low < low))
+
+
+def _words(x: Array) -> tuple[Array, Array]:
+    """Lower and upper word of integers extended to 64 bits."""
+    if x.dtype.itemsize == 8:
+        return x.astype(jnp.uint32), (x >> 32).astype(jnp.uint32)
+    high = -(x < 0).astype(jnp.int32) if jnp.issubdtype(x.dtype, jnp.signedinteger) else jnp.zeros_like(x)
+    return x.astype(jnp.uint32), high.astype(jnp.uint32)
+
+
+def _check_word(name: str, word: Any) -> None:
+    """Check a number; an integer scalar on a device, which may be traced, is not looked into."""
+    if not isinstance(word, Array):
+        operations.check_word(name, word)
+        return
+    operations.check_integers(**{name: operand(name, word)})
+    operations.check_shape(name, word.shape, ())
+
+
+def check_state(shape: tuple[int, ...], state: Any, site: Any) -> None:
+    """Refuse a dropout state that is not of an array's rows.
+
+    Args:
+        shape: of the array's leading axes. [B, T]
+        state: as dropout_state returns it.
+        site: see plans.philox.
+
+    Raises:
+        ValueError: names the argument, what was expected, what came.
+    """
+    rows = {name: operand(f"state.{name}", getattr(state, name)) for name in ("row_low", "row_high")}
+    operations.check_dropout_rows(shape, **rows)
+    for name, word in (("state.seed", state.seed), ("state.step", state.step), ("site", site)):
+        _check_word(name, word)
 
 
 def dropout(x: Float[Array, "b t *rest"], rate: float, state: DropoutState, site: int | Integer[Array, ""]) -> Array:
@@ -124,8 +176,13 @@ def dropout(x: Float[Array, "b t *rest"], rate: float, state: DropoutState, site
         rate: in [0, 1).
         state: rows of the batch.
         site: number of the place in the model, see plans.philox.
+
+    Raises:
+        ValueError: names the argument, what was expected, what came.
     """
-    if rate == 0.0:
+    operations.check_dropout(operand("x", x), rate)
+    check_state(tuple(x.shape[:2]), state, site)
+    if rate == 0.0 or not x.size:
         return x
 
     def masked(x: Array, step: int | Array, row_low: Array, row_high: Array) -> Array:
@@ -135,23 +192,21 @@ def dropout(x: Float[Array, "b t *rest"], rate: float, state: DropoutState, site
         keep = words.reshape(*words.shape[:2], -1)[..., :width] >= np.uint32(dropout_threshold(rate))
         return jnp.where(keep.reshape(x.shape), x * (1.0 / (1.0 - rate)), 0.0)
 
-    return jax.checkpoint(masked)(x, state.step, state.row_low, state.row_high)  # the mask is made again in backward
-
-
-def at_least_float32(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """x itself, or in float32 if it is narrower: see plans.config.KEPT_IN_FLOAT32."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    step = jnp.asarray(state.step, None if isinstance(state.step, Array) else jnp.uint32)
+    return jax.checkpoint(masked)(x, step, state.row_low, state.row_high)  # the mask is made again in backward
 
 
 def add_bias(x: Float[Array, "*b o"], bias: Float[Array, " o"] | None) -> Float[Array, "*b o"]:
-    """``x + bias`` in the type of x; x itself where there is no bias."""
+    """Return ``x + bias`` in the type of x; x itself where there is no bias."""
+    operations.check_bias(operand("x", x), given_operand("bias", bias))
     return x if bias is None else x + bias.astype(x.dtype)
 
 
 def linear(
     x: Float[Array, "*b i"], weight: Float[Array, "o i"], bias: Float[Array, " o"] | None = None
 ) -> Float[Array, "*b o"]:
-    """``x @ weight.T + bias``, in the type of x."""
+    """Return ``x @ weight.T + bias``, in the type of x."""
+    operations.check_linear(operand("x", x), operand("weight", weight), given_operand("bias", bias))
     taps = _TAPS.get()
     product = _product if taps is None else taps.product
     return add_bias(product(x, weight), bias)
@@ -221,6 +276,7 @@ def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, " d"], epsilon: float
 
     Reference: Zhang and Sennrich, arXiv 1910.07467, eq. 4 (epsilon added under the root).
     """
+    operations.check_norm(operand("x", x), operand("weight", weight), epsilon)
     wide = at_least_float32(x)
     inverse_rms = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     return (wide * inverse_rms * weight).astype(x.dtype)
@@ -236,6 +292,7 @@ def short_convolution(
         weight: a channel's taps, the last one the token's own. [C, W]
         before: how many tokens of its sequence come before each. [T] or [B, T]
     """
+    operations.check_convolution(operand("x", x), operand("weight", weight), operand("before", before))
 
     def convolved(x: Array, weight: Array) -> Array:
         mixed = x * weight[:, -1]
@@ -257,93 +314,13 @@ def rotary_embedding(x: Float[Array, "b t h d"], positions: Int[Array, " t"], ba
 
     Reference: Su et al., arXiv 2104.09864, eq. 15, with the pairs half a head apart (GPT-NeoX order).
     """
+    operations.check_rotary(operand("x", x), operand("positions", positions), base)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     frequencies = jnp.asarray(rotary_frequencies(x.shape[-1], base), wide)
     angle = positions.astype(wide)[:, None, None] * frequencies
     cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
-def causal_attention(
-    q: Float[Array, "b t h d"],
-    k: Float[Array, "b t g d"],
-    v: Float[Array, "b t g d"],
-    attention_mask: Bool[Array, "b t t"] | None = None,
-) -> Float[Array, "b t h d"]:
-    """softmax(q k^T / sqrt(d)) v over the tokens up to each token's own; explicit, products in q's type.
-
-    Args:
-        q: queries. [B, T, H, d]
-        k, v: keys and values of G groups; query head h uses group h // (H / G). [B, T, G, d]
-        attention_mask: True where row t may attend to column s, besides s <= t. A row that may attend
-            to nothing gives 0. [B, T, T]
-    """
-    return _attention(q, k, v, attention_mask, named=name_value)
-
-
-def fused_attention(
-    q: Float[Array, "b t h d"],
-    k: Float[Array, "b t g d"],
-    v: Float[Array, "b t g d"],
-    attention_mask: Bool[Array, "b t t"] | None = None,
-) -> Float[Array, "b t h d"]:
-    """causal_attention whose T x T weights are computed again in backward, never kept.
-
-    Args: as causal_attention's.
-
-    Reference: Dao et al., arXiv 2205.14135. jax.nn.dot_product_attention has such kernels, but takes its softmax in
-    float32 whatever the type; here jax.checkpoint saves the same memory, and XLA fuses what it can.
-    """
-    q, k, v = name_value(q, "q"), name_value(k, "k"), name_value(v, "v")
-    return jax.checkpoint(partial(_attention, named=lambda x, name: x))(q, k, v, attention_mask)
-
-
-def _attention(
-    q: Array, k: Array, v: Array, attention_mask: Array | None, named: Callable[[Array, str], Array]
-) -> Array:
-    batch, length, heads, width = q.shape
-    groups = k.shape[2]
-    if attention_mask is not None and attention_mask.shape != (batch, length, length):
-        raise ValueError(f"attention_mask: expected shape {(batch, length, length)}, got {tuple(attention_mask.shape)}")
-    q = named(q.reshape(batch, length, groups, heads // groups, width), "q")
-    k, v = named(k, "k"), named(v, "v")
-    allowed = jnp.tri(length, dtype=bool)
-    if attention_mask is not None:
-        allowed = (allowed & attention_mask)[:, None, None]
-    scores = jnp.einsum("btgrd,bsgd->bgrts", q, k) * width**-0.5
-    scores = jnp.where(allowed, scores, jnp.finfo(q.dtype).min)
-    weights = jax.nn.softmax(at_least_float32(scores), axis=-1).astype(v.dtype)
-    if attention_mask is not None:
-        weights = weights * allowed.any(-1, keepdims=True)
-    weights = named(weights, "attention_weights")
-    mixed = jnp.einsum("bgrts,bsgd->btgrd", weights, v)
-    return mixed.reshape(batch, length, heads, width)
-
-
-def masked_attention(
-    q: Float[Array, "b t h d"],
-    k: Float[Array, "b s g d"],
-    v: Float[Array, "b s g d"],
-    allowed: Bool[Array, "t s"],
-    fused: bool = False,
-) -> Float[Array, "b t h d"]:
-    """softmax(q k^T / sqrt(d)) v over the tokens each may look at, which may be others than the queries' own.
-
-    Args:
-        q: queries. [B, T, H, d]
-        k, v: keys and values of G groups; query head h uses group h // (H / G). [B, S, G, d]
-        allowed: True where query t may look at key s; each at one at least. [T, S]
-        fused: the T x S weights are not kept, see fused_attention.
-    """
-    if fused:
-        return jax.checkpoint(masked_attention)(q, k, v, allowed)
-    groups, width = k.shape[2:]
-    grouped = q.reshape(*q.shape[:2], groups, -1, width)
-    scores = jnp.einsum("btgrd,bsgd->bgrts", grouped, k) * width**-0.5
-    scores = jnp.where(allowed, scores, jnp.finfo(q.dtype).min)
-    weights = jax.nn.softmax(at_least_float32(scores), axis=-1).astype(v.dtype)
-    return jnp.einsum("bgrts,bsgd->btgrd", weights, v).reshape(q.shape)
 
 
 def kernel_door(impl: str, x: Array) -> Any | None:
@@ -372,6 +349,7 @@ def _platform(x: Array) -> str:
 
 def gelu(x: Float[Array, "*b f"], impl: str = "auto") -> Float[Array, "*b f"]:
     """``x * Phi(x)`` with the exact normal distribution function. Reference: arXiv 1606.08415."""
+    operations.check_activation(operand("x", x))
     if kernels := kernel_door(impl, x):
         return kernels.gelu(x)
     return jax.checkpoint(partial(jax.nn.gelu, approximate=False))(x)  # keeps x alone, as PyTorch does
@@ -379,6 +357,7 @@ def gelu(x: Float[Array, "*b f"], impl: str = "auto") -> Float[Array, "*b f"]:
 
 def swiglu(x: Float[Array, "*b f2"], impl: str = "auto") -> Float[Array, "*b f"]:
     """``silu(gate) * value`` where x holds gate and value side by side. Reference: arXiv 2002.05202, eq. 6."""
+    operations.check_gate(operand("x", x))
     if kernels := kernel_door(impl, x):
         return kernels.swiglu(x)
     gate, value = jnp.split(x, 2, axis=-1)
@@ -386,13 +365,12 @@ def swiglu(x: Float[Array, "*b f2"], impl: str = "auto") -> Float[Array, "*b f"]
 
 
 def cross_entropy(logits: Float[Array, "b t v"], targets: Int[Array, "b t"]) -> Float[Array, ""]:
-    """Mean negative log-likelihood of the targets, in nats per token; NaN if a target is no token id.
+    """Return the mean negative log-likelihood of the targets, in nats per token; NaN if a target is no token id.
 
     Raises:
-        ValueError: the shapes disagree.
+        ValueError: shapes or types disagree.
     """
-    if targets.shape != logits.shape[:-1]:
-        raise ValueError(f"targets: expected shape {tuple(logits.shape[:-1])}, got {tuple(targets.shape)}")
+    operations.check_targets(operand("logits", logits), operand("targets", targets))
     log_probabilities = jax.nn.log_softmax(at_least_float32(logits), axis=-1)
     taken = jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)[..., 0]
     return -jnp.mean(jnp.where((targets >= 0) & (targets < logits.shape[-1]), taken, jnp.nan))

@@ -93,8 +93,9 @@ class KeptValue(NamedTuple):
 def residual_report(fn: Callable[..., Array], *args: Any) -> dict[str, KeptValue]:
     """The named values that are kept for backward once ``fn(*args)`` has returned.
 
-    Read from the program that jax.vjp makes: its results, besides fn's own, are the residuals. XLA may still
-    compute one again, or keep something more.
+    Read from the program that jax.vjp makes: its results, besides fn's own, are the residuals. Of a value named in the
+    body of jax.lax.scan all iterations' are kept, stacked, and counted. XLA may still compute one again, or keep
+    something more.
 
     Returns:
         Name, in order of plans.recompute.VALUES, to shape of its first value, dtype and bytes of all.
@@ -135,14 +136,39 @@ def _origins(program: Any, known: Mapping[Any, tuple[Any, str]]) -> dict[Any, tu
             passed = zip(equation.invars, equation.outvars, strict=True)
             origins |= {o: origins[i] for i, o in passed if not isinstance(i, Literal) and i in origins}
         for inner in jaxprs_in_params(equation.params):  # a call: what it hands through, or names
-            if len(inner.invars) == len(equation.invars) and len(inner.outvars) == len(equation.outvars):
-                passed = zip(inner.invars, equation.invars, strict=True)
-                within = _origins(
-                    inner, {i: origins[o] for i, o in passed if not isinstance(o, Literal) and o in origins}
-                )
-                handed = zip(equation.outvars, inner.outvars, strict=True)
-                origins |= {o: within[i] for o, i in handed if not isinstance(i, Literal) and i in within}
+            given = equation.invars[1:] if kind == "cond" else equation.invars  # a branch is not given the choice
+            if len(inner.invars) == len(given) and len(inner.outvars) == len(equation.outvars):
+                origins |= _origins_of_call(equation, inner, given, origins)
     return origins
+
+
+def _origins_of_call(
+    equation: Any, inner: Any, given: Sequence[Any], origins: Mapping[Any, tuple[Any, str]]
+) -> dict[Any, tuple[Any, str]]:
+    """Of the results of a call, a branch or a loop: where they are a named value, or hold it of every iteration.
+
+    Args:
+        equation: which calls.
+        inner: the jaxpr that it calls.
+        given: what the jaxpr's inputs are, of the equation's.
+        origins: of variables outside.
+    """
+    kind, params, inputs = equation.primitive.name, equation.params, list(zip(inner.invars, given, strict=True))
+    first, stacked = 0, len(equation.outvars)
+    if kind == "scan":  # from there on inputs are slices, and results are stacked
+        stacked, constants = params["num_carry"], params["num_consts"]
+        first = constants + stacked
+        inputs = inputs[:constants] + inputs[first:]  # a carry is what was given in the first iteration alone
+    within = _origins(inner, {i: origins[o] for i, o in inputs if not isinstance(o, Literal) and o in origins})
+    outside = {within[i][0] for i in inner.invars[first:] if i in within}
+    found, own = {}, {}
+    for place, (o, i) in enumerate(zip(equation.outvars, inner.outvars, strict=True)):
+        if isinstance(i, Literal) or i not in within:
+            continue
+        variable, name = within[i]
+        is_new = place >= stacked or kind == "cond"
+        found[o] = own.setdefault(variable, (o, name)) if is_new and variable not in outside else within[i]
+    return found
 
 
 # For those who cut a backward open themselves: what is kept, by hand.

@@ -11,8 +11,20 @@ from kernels.launch import Launch, Write, wide
 from kernels.operations import Array, Operation, Sinkhorn, dtype_name
 from plans.delta_rule import ChunkTables
 from plans.implementation import MAX_KERNEL_CHANNELS, MAX_KERNEL_STREAMS
+from plans.operations import (
+    Operand,
+    check_dropout_rows,
+    check_epsilon,
+    check_floating,
+    check_iterations,
+    check_matrices,
+    check_rate,
+    check_same_type,
+    check_word,
+    refuse_operand,
+)
 
-DTYPES = ("float16", "bfloat16", "float32", "float64")
+DIFFERENTIATED_TWICE = "differentiating twice: kernels have first derivatives only; use impl='reference'"
 
 
 class Functions(ABC):
@@ -57,11 +69,25 @@ class Functions(ABC):
     def integers(self, x: Any, like: Array) -> Array:
         """An array of integers, numpy's perhaps, where ``like`` is."""
 
-    def _check(self, **arrays: Array | None) -> None:
-        """Types and devices of all arrays."""
+    @abstractmethod
+    def array_kind(self, x: Any) -> str | None:
+        """Return None for a dense array of the framework, or else the name of what came."""
+
+    @abstractmethod
+    def is_traced(self, x: Any) -> bool:
+        """Return whether x is a number that only the compiled program knows."""
+
+    def _operands(self, **arrays: Array | None) -> dict[str, Operand | None]:
+        """Shapes and types of all arrays, which are the framework's own."""
         for name, x in arrays.items():
-            if x is not None and dtype_name(x) not in DTYPES:
-                raise ValueError(f"{name}: expected a type among {', '.join(DTYPES)}, got {dtype_name(x)}")
+            kind = None if x is None else self.array_kind(x)
+            if kind is not None:
+                raise refuse_operand(name, kind)
+        return {name: None if x is None else Operand(tuple(x.shape), dtype_name(x)) for name, x in arrays.items()}
+
+    def _check(self, **arrays: Array | None) -> None:
+        """Kinds, types and devices of all arrays."""
+        check_floating(**self._operands(**arrays))
         self.check_devices(**arrays)
 
     def sinkhorn(self, logits: Array, iterations: int = 20, last: str = "row") -> Array:
@@ -73,8 +99,7 @@ class Functions(ABC):
             last: ``"row"`` or ``"column"``.
         """
         self._check(logits=logits)
-        _check_axes("logits", logits, 2)
-        _check_shape("logits", logits, (*logits.shape[:-1], logits.shape[-2]))
+        check_matrices(Operand(tuple(logits.shape), dtype_name(logits)))
         static = _sinkhorn("logits", logits.shape[-1], iterations, last)
         dtype = dtype_name(logits)
         (matrices,) = self.apply(operations.SINKHORN, static, self.cast(logits, wide(dtype)))
@@ -105,6 +130,7 @@ class Functions(ABC):
         _check_axes("x", x, 2)
         streams, width = x.shape[-2:]
         columns = streams * (streams + 2)
+        check_epsilon(epsilon)
         static = _sinkhorn("x", streams, iterations, last)._replace(epsilon=float(epsilon))
         _check_shape("phi", phi, (streams * width, columns))
         _check_shape("alpha", alpha, (3,))
@@ -155,8 +181,7 @@ class Functions(ABC):
         """
         self._check(residual=residual, h_res=h_res, x=x, bias=bias, h_post=h_post)
         _check_given(residual, h_res, x, bias, h_post)
-        if not 0.0 <= rate < 1.0:
-            raise ValueError(f"rate: expected a number in [0, 1), got {rate!r}")
+        check_rate(rate)
         lead = ("h_post", h_post, 1) if residual is None else ("residual", residual, 2)
         _check_axes(*lead)
         if x is not None:
@@ -173,21 +198,34 @@ class Functions(ABC):
                 _check_shape(name, array, expected)
         if residual is not None and x is not None:
             x = self.alike(x, residual)
-        if residual is not None and x is not None and residual.dtype != x.dtype:
-            raise ValueError(
-                f"x: expected the type of residual, {dtype_name(residual)}, got {dtype_name(x)}; cast one of them"
-            )
+        if residual is not None and x is not None:
+            check_same_type("x", dtype_name(x), "residual", dtype_name(residual))
         add = "none" if residual is None else "plain" if h_res is None else "mix"
         coefficients = wide(dtype_name(residual if x is None else x))
         h_res, h_post = (None if h is None else self.cast(h, coefficients) for h in (h_res, h_post))
         write, rows = Write(add, x is not None, bias is not None), (None, None, None)
+        if state is not None and x is not None:
+            self._check_state(shape[:-2], x, state, site)
         if state is not None and rate > 0.0 and x is not None:
-            self.check_devices(x=x, row_low=state.row_low, row_high=state.row_high)
-            _check_shape("state.row_low", state.row_low, shape[:-2])
-            _check_shape("state.row_high", state.row_high, shape[:-2])
             write = write._replace(rate=float(rate), seed=int(state.seed), site=int(site))
             rows = (state.row_low, state.row_high, self.counter(state.step, x))
         return self.apply(operations.WRITE, write, residual, h_res, x, bias, h_post, *rows)[0]
+
+    def _check_state(self, shape: tuple[int, ...], x: Array, state: Any, site: Any) -> None:
+        """Refuse rows that are not x's, and what launches cannot be told."""
+        rows = {"row_low": state.row_low, "row_high": state.row_high}
+        operands = self._operands(**{f"state.{name}": row for name, row in rows.items()})
+        check_dropout_rows(shape, **{name.removeprefix("state."): row for name, row in operands.items() if row})
+        self.check_devices(x=x, **rows)
+        for name, word in (("state.seed", state.seed), ("site", site)):
+            if self.is_traced(word):
+                raise ValueError(
+                    f"{name}: expected a number that is known when the program is traced, got a traced one; "
+                    "impl='reference' takes it"
+                )
+            check_word(name, word)
+        if not self.is_traced(state.step):
+            check_word("state.step", state.step)
 
     def swiglu(self, x: Array) -> Array:
         """silu(gate) value of x = [gate | value]. [..., 2 F] -> [..., F]."""
@@ -292,9 +330,6 @@ def _check_shape(name: str, x: Array, expected: tuple[int, ...]) -> None:
 
 
 def _sinkhorn(name: str, streams: int, iterations: int, last: str) -> Sinkhorn:
+    check_iterations(iterations, last)
     _check_streams(name, streams)
-    if iterations < 1:
-        raise ValueError(f"iterations: expected at least 1, got {iterations}")
-    if last not in ("row", "column"):
-        raise ValueError(f"last: expected 'row' or 'column', got {last!r}")
-    return Sinkhorn(iterations, last)
+    return Sinkhorn(int(iterations), last)

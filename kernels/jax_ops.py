@@ -9,7 +9,8 @@ more devices than JAX has threads wait for each other.
 import importlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from jax import Array
 
 from kernels import tuning
 from kernels.delta_rule.launches import even_table
-from kernels.functions import Functions
+from kernels.functions import DIFFERENTIATED_TWICE, Functions
 from kernels.launch import Launch
 from kernels.mesh_axes import varying_alike
 from kernels.operations import Operation, dtype_name
@@ -31,12 +32,26 @@ def _applied(operation: Operation, static: Any, *inputs: Array | None) -> tuple[
     return operation.forward(_DOOR, static, *inputs)[0]
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _applied_forward(operation: Operation, static: Any, *inputs: Array | None) -> tuple[tuple, tuple]:
+    """The operation's forward with what its backward needs; only a derivative of a derivative goes through here."""
     return operation.forward(_DOOR, static, *inputs)
 
 
-def _applied_backward(operation: Operation, static: Any, saved: tuple, grads: tuple) -> tuple:
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _gradients(operation: Operation, static: Any, saved: tuple, grads: tuple) -> tuple:
+    """The operation's backward, which refuses to be differentiated."""
     return tuple(operation.backward(_DOOR, static, saved, *grads))
+
+
+@_applied_forward.defjvp
+@_gradients.defjvp
+def _no_second_derivative(operation: Operation, static: Any, primals: tuple, tangents: tuple) -> tuple:
+    raise RuntimeError(DIFFERENTIATED_TWICE)
+
+
+def _applied_backward(operation: Operation, static: Any, saved: tuple, grads: tuple) -> tuple:
+    return _gradients(operation, static, saved, grads)
 
 
 _applied.defvjp(_applied_forward, _applied_backward)
@@ -80,6 +95,14 @@ class JaxDoor(Functions):
         """See Functions.integers."""
         del like
         return jnp.asarray(x)
+
+    def array_kind(self, x: Any) -> str | None:
+        """See Functions.array_kind."""
+        return None if isinstance(x, Array) else type(x).__name__
+
+    def is_traced(self, x: Any) -> bool:
+        """See Functions.is_traced; an array on a device counts too, as reading it would wait for it."""
+        return isinstance(x, Array)
 
     def check_devices(self, **arrays: Array | None) -> None:
         """JAX itself refuses arrays on different devices."""
@@ -149,10 +172,25 @@ def _interpret(launch: Launch, *inputs: Any) -> tuple[np.ndarray, ...]:
 
     from kernels import torch_ops
 
-    with torch.no_grad():
+    with torch.no_grad(), _subnormal_numbers():
         outputs = torch_ops.run(launch, tuple(_tensor(np.array(x)) for x in inputs))
     types = [jnp.dtype(dtype) for _, dtype in launch.outputs]
     return tuple(_bits(x).numpy().view(dtype) for x, dtype in zip(outputs, types, strict=True))
+
+
+@contextmanager
+def _subnormal_numbers() -> Iterator[None]:
+    """XLA's threads take subnormal numbers for 0; the interpreter computes with them here, as it does for PyTorch."""
+    import torch
+
+    tiny = np.full(1, np.finfo(np.float32).tiny)
+    flushes = not (tiny / 2).any()
+    torch.set_flush_denormal(False)
+    try:
+        yield
+    finally:
+        if flushes:
+            torch.set_flush_denormal(True)
 
 
 def _tensor(x: np.ndarray) -> Any:

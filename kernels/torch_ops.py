@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import tuning
-from kernels.functions import Functions
+from kernels.functions import DIFFERENTIATED_TWICE, Functions
 from kernels.launch import Launch
 from kernels.operations import Operation
 
@@ -43,7 +43,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise RuntimeError("differentiating twice: kernels have first derivatives only; use impl='reference'")
+        raise RuntimeError(DIFFERENTIATED_TWICE)
 
 
 class TorchDoor(Functions):
@@ -88,6 +88,17 @@ class TorchDoor(Functions):
     def integers(self, x: Any, like: Tensor) -> Tensor:
         """See Functions.integers."""
         return torch.as_tensor(x, device=like.device)
+
+    def array_kind(self, x: Any) -> str | None:
+        """See Functions.array_kind."""
+        if not isinstance(x, Tensor):
+            return type(x).__name__
+        return None if x.layout is torch.strided else str(x.layout).removeprefix("torch.")
+
+    def is_traced(self, x: Any) -> bool:
+        """See Functions.is_traced."""
+        del x
+        return False
 
     def check_devices(self, **arrays: Tensor | None) -> None:
         """One device, and one kernels run on."""

@@ -93,6 +93,23 @@ class FLACPContext:
         return self if self.handing is None else replace(self, layer=number)
 
     @property
+    def goes_through(self) -> Any:
+        """The part lies within one sequence, which begins before it and ends after it: its map passes a state through.
+
+        Elsewhere a part passes on a state of its own, whatever it began with. What it began with is then left out, not
+        multiplied by 0: it may not be finite.
+        """
+        return (self.num_sequences == 1) & (self.pre_num_ranks > 0) & (self.post_num_ranks > 0)
+
+    def reach(self, reverse: bool = False) -> Any:
+        """Return how many ranks before the part hold tokens that its first state depends on.
+
+        Args:
+            reverse: ranks after it, whose gradients that of its last state depends on.
+        """
+        return self.post_num_ranks if reverse else self.pre_num_ranks
+
+    @property
     def is_approximate(self) -> bool:
         """Whether states come otherwise than they were."""
         return self.cp_truncate_ranks is not None or self.cp_transition_rank is not None

@@ -23,9 +23,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from plans import operations
 from plans.config import TransformerConfig
 from plans.parameters import SINKHORN_FLOOR, hyper_connection_spec
-from reference_torch.ops import DropoutState, add_bias, at_least_float32, dropout, kernel_door, parameter
+from reference_torch.operands import at_least_float32, given_operand, operand
+from reference_torch.ops import DropoutState, add_bias, check_state, dropout, kernel_door, parameter
 from reference_torch.recompute import MHCBlockRecomputeManager, name_value
 
 
@@ -44,16 +46,14 @@ def sinkhorn(
         impl: see plans.implementation.
 
     Raises:
-        ValueError: iterations < 1, or an unknown ``last``.
+        ValueError: names the argument, what was expected, what came.
 
     Reference: mHC, eq. 9. The first normalisation is a softmax, kept from underflow by a floor of
     1e-30 (entries below it count as constants); no later sum can then vanish, so there is no epsilon and
     the last side is exact.
     """
-    if iterations < 1:
-        raise ValueError(f"iterations: expected at least 1, got {iterations}")
-    if last not in ("row", "column"):
-        raise ValueError(f"last: expected 'row' or 'column', got {last!r}")
+    operations.check_iterations(iterations, last)
+    operations.check_matrices(operand("logits", logits))
     if kernels := kernel_door(impl, logits):
         return kernels.sinkhorn(logits, iterations, last)
     tokens_innermost = at_least_float32(logits).movedim((-2, -1), (0, 1))
@@ -127,6 +127,9 @@ def compute_mappings(
 
     Reference: mHC, eqs. 5-8; the division by rms follows the projection.
     """
+    operations.check_iterations(iterations, last)
+    parameters = operand("phi", phi), operand("alpha", alpha), operand("bias", bias)
+    operations.check_mappings(operand("x", x), *parameters, epsilon)
     if kernels := kernel_door(impl, x):
         h_pre, h_post, h_res = kernels.compute_mappings(
             x, phi, alpha, bias, iterations=iterations, last=last, epsilon=epsilon
@@ -153,6 +156,7 @@ def compute_mappings(
 
 def aggregate(x: Float[Tensor, "b t s d"], h_pre: Float[Tensor, "b t s"], impl: str = "auto") -> Float[Tensor, "b t d"]:
     """What a sublayer reads: sum over streams of h_pre[s] * x[s]. Reference: mHC, eq. 3."""
+    operations.check_aggregate(operand("x", x), operand("h_pre", h_pre))
     if kernels := kernel_door(impl, x):
         return name_value(kernels.aggregate(x, h_pre), "aggregated")
     batch, length, streams, _ = x.shape
@@ -164,6 +168,7 @@ def apply_h_res(
     h_res: Float[Tensor, "b t s s"], residual: Float[Tensor, "b t s d"], impl: str = "auto"
 ) -> Float[Tensor, "b t s d"]:
     """The streams mixed: mixed[s] = sum over j of h_res[s, j] * residual[j]. Reference: mHC, eq. 3."""
+    operations.check_mix(operand("h_res", h_res), operand("residual", residual))
     if kernels := kernel_door(impl, residual):
         return name_value(kernels.apply_h_res(h_res, residual), "mixed")
     mixed = torch.bmm(h_res.to(residual.dtype).flatten(0, 1), residual.flatten(0, 1))
@@ -174,6 +179,7 @@ def apply_h_post(
     x: Float[Tensor, "b t d"], bias: Float[Tensor, " d"] | None, h_post: Float[Tensor, "b t s"], impl: str = "auto"
 ) -> Float[Tensor, "b t s d"]:
     """A sublayer's output written to every stream: expanded[s] = h_post[s] * (x + bias)."""
+    operations.check_expanded(operand("x", x), given_operand("bias", bias), operand("h_post", h_post))
     if kernels := kernel_door(impl, x):
         return name_value(kernels.apply_h_post(x, bias, h_post), "expanded")
     y = add_bias(x, bias)
@@ -206,6 +212,10 @@ def write_streams(
 
     Reference: mHC, eq. 3, with dropout on what is added.
     """
+    arrays = operand("residual", residual), given_operand("h_res", h_res), operand("x", x)
+    operations.check_written(*arrays, given_operand("bias", bias), operand("h_post", h_post), rate)
+    if state is not None:
+        check_state(tuple(x.shape[:2]), state, site)
     if kernels := kernel_door(impl, x):
         return kernels.write_streams(residual, h_res, x, bias, h_post, rate, state, site)
     mixed = residual if h_res is None else apply_h_res(h_res, residual, impl="reference")

@@ -5,19 +5,24 @@ state; randomness comes in as a counter (:class:`DropoutState`).
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from plans import operations
 from plans.config import TransformerConfig
 from plans.implementation import uses_kernels
 from plans.parameters import ParameterSpec, initial_value, rotary_frequencies
 from plans.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, TILE_ROWS, dropout_threshold
-from reference_torch.autograd import differentiable_once
-from reference_torch.recompute import name_value
+from reference_torch.attention import causal_attention as causal_attention
+from reference_torch.attention import fused_attention as fused_attention
+from reference_torch.attention import masked_attention as masked_attention
+from reference_torch.autograd import is_transformed, without_autocast
+from reference_torch.operands import at_least_float32, given_operand, operand
 
 MASK_32 = 0xFFFFFFFF
 
@@ -39,14 +44,26 @@ def philox_4x32(key: tuple[int, int], counter: tuple) -> tuple[Tensor, Tensor, T
 
     Args:
         key: two words < 2**32.
-        counter: four words < 2**32, each a number or an int64 tensor (broadcast together).
+        counter: four words, each a number < 2**32 or an integer tensor (broadcast together), of which the lower 32
+            bits count.
 
     Returns:
         Four tensors of words, int64 (torch has no full unsigned arithmetic; products wrap modulo
         2**64, which leaves the bits right).
 
+    Raises:
+        ValueError: a number that is no 32-bit word.
+
     Reference: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
+    for place, word in enumerate((*key, *counter)):
+        if not isinstance(word, Tensor):
+            operations.check_word(f"key[{place}]" if place < 2 else f"counter[{place - 2}]", word)
+    return _philox_rounds(key, tuple(torch.as_tensor(word, dtype=torch.int64) & MASK_32 for word in counter))
+
+
+def _philox_rounds(key: tuple[int, int], counter: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same of words, each below 2**32."""
     c0, c1, c2, c3 = (torch.as_tensor(word, dtype=torch.int64) for word in counter)
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -69,7 +86,7 @@ class DropoutState(NamedTuple):
 def dropout_state(
     seed: int, step: int, samples: Int[Tensor, "*b"], positions: Int[Tensor, " t"], seq_length: int
 ) -> DropoutState:
-    """Number the rows of a batch: row = sample * seq_length + position, as two 32-bit words.
+    """Number the rows of a batch: row = sample * seq_length + position modulo 2**64, as two 32-bit words.
 
     Args:
         seed: < 2**32.
@@ -77,9 +94,32 @@ def dropout_state(
         samples: numbers of the sequences within the global batch, of rows or of every token. [B] or [B, T] int64
         positions: positions of the tokens within their sequence. [T] int64
         seq_length: of the whole model, so that rows of different sequences never meet.
+
+    Raises:
+        ValueError: names the argument, what was expected, what came.
     """
+    operations.check_rows(operand("samples", samples), operand("positions", positions), seq_length)
+    for name, word in (("seed", seed), ("step", step)):
+        operations.check_word(name, word)
     row = (samples if samples.dim() == 2 else samples[:, None]).long() * seq_length + positions.long()
     return DropoutState(seed, step, row & MASK_32, (row >> 32) & MASK_32)
+
+
+def check_state(shape: tuple[int, ...], state: Any, site: Any) -> None:
+    """Refuse a dropout state that is not of an array's rows.
+
+    Args:
+        shape: of the array's leading axes. [B, T]
+        state: as dropout_state returns it.
+        site: see plans.philox.
+
+    Raises:
+        ValueError: names the argument, what was expected, what came.
+    """
+    rows = {name: operand(f"state.{name}", getattr(state, name)) for name in ("row_low", "row_high")}
+    operations.check_dropout_rows(shape, **rows)
+    for name, word in (("state.seed", state.seed), ("state.step", state.step), ("site", site)):
+        operations.check_word(name, word)
 
 
 def dropout(x: Float[Tensor, "b t *rest"], rate: float, state: DropoutState, site: int) -> Tensor:
@@ -91,55 +131,94 @@ def dropout(x: Float[Tensor, "b t *rest"], rate: float, state: DropoutState, sit
     Args:
         x: any floating tensor; the axes after the second are numbered as one. [B, T, ...]
         rate: in [0, 1).
-        state: rows of the batch.
+        state: rows of the batch; backward refuses one whose tensors were changed since.
         site: number of the place in the model, see plans.philox.
+
+    Raises:
+        ValueError: names the argument, what was expected, what came.
     """
-    return x if rate == 0.0 else _Dropout.apply(x, rate, state, site)
+    operations.check_dropout(operand("x", x), rate)
+    check_state(tuple(x.shape[:2]), state, site)
+    if rate == 0.0 or not x.numel():
+        return x
+    words = rate, state.seed, state.step, site
+    if torch.compiler.is_compiling() or is_transformed(x, state.row_low, state.row_high):
+        return _dropped_by_operations(x, state.row_low, state.row_high, *words)
+    dropped: Any = _Dropout.apply
+    return dropped(x, state.row_low, state.row_high, *words)
 
 
 class _Dropout(torch.autograd.Function):
-    """Keeps no mask: it is made again in backward."""
+    """Keeps no mask: it is made again in backward, of the same rows or not at all.
+
+    Rows are compared by their versions here. Were they saved with autograd, hooks on what is saved would take this for
+    a reader of x, and keep it.
+    """
 
     @staticmethod
-    def forward(ctx, x, rate, state, site):
-        ctx.arguments = rate, state, site
-        return torch.where(_dropout_mask(x.shape, rate, state, site), x * (1.0 / (1.0 - rate)), 0.0)
+    def forward(ctx, x, *arguments):
+        ctx.arguments, ctx.versions = arguments, _versions(arguments)
+        return _dropped(x, *arguments)
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _Dropout.apply(grad, *ctx.arguments), None, None, None
+        if _versions(ctx.arguments) != ctx.versions:
+            raise RuntimeError(
+                "state: expected the rows that forward dropped by, got rows changed in place since; make a new state "
+                "with dropout_state, or change a copy"
+            )
+        return _Dropout.apply(grad, *ctx.arguments), None, None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx, tangent, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _dropped(tangent, *ctx.arguments)
 
 
-def _dropout_mask(shape: torch.Size, rate: float, state: DropoutState, site: int) -> Tensor:
-    """True where an element is kept, by tiles of rows."""
-    width = math.prod(shape[2:])
-    low, high = state.row_low.reshape(-1, 1), state.row_high.reshape(-1, 1)
+def _versions(arguments: tuple[Any, ...]) -> list[int]:
+    """How often the rows were changed in place; what was made in inference mode cannot be, and does not count."""
+    return [0 if row.is_inference() else row._version for row in arguments[:2]]
+
+
+def _dropped(x: Tensor, row_low: Tensor, row_high: Tensor, rate: float, *words: int) -> Tensor:
+    width, threshold = math.prod(x.shape[2:]), dropout_threshold(rate)
+    keep = torch.empty(row_low.numel(), width + -width % 4, dtype=torch.bool, device=row_low.device)
+    for number, tile in enumerate(_random_tiles(width, row_low, row_high, *words)):
+        lanes = keep[number * TILE_ROWS : (number + 1) * TILE_ROWS].view(-1, keep.shape[1] // 4, 4)
+        for lane, word in enumerate(tile):
+            torch.ge(word, threshold, out=lanes[..., lane])
+    return torch.where(keep[:, :width].reshape(x.shape), x * (1.0 / (1.0 - rate)), 0.0)
+
+
+def _dropped_by_operations(x: Tensor, row_low: Tensor, row_high: Tensor, rate: float, *words: int) -> Tensor:
+    """The same, nothing written in place: for transformations, which see every operation."""
+    width, threshold = math.prod(x.shape[2:]), dropout_threshold(rate)
+    tiles = _random_tiles(width, row_low, row_high, *words)
+    keep = [torch.stack([word >= threshold for word in tile], -1).flatten(1)[:, :width] for tile in tiles]
+    return torch.where(torch.cat(keep).reshape(x.shape), x * (1.0 / (1.0 - rate)), 0.0) if keep else x
+
+
+def _random_tiles(
+    width: int, row_low: Tensor, row_high: Tensor, seed: int, step: int, site: int
+) -> Iterator[tuple[Tensor, ...]]:
+    """Four words [rows, columns / 4] for each tile of rows."""
+    low, high = (row.reshape(-1, 1).long() & MASK_32 for row in (row_low, row_high))
     quads = torch.arange((width + 3) // 4, device=low.device)
-    keep = torch.empty(len(low), 4 * len(quads), dtype=torch.bool, device=low.device)
-    threshold = dropout_threshold(rate)
     for start in range(0, len(low), TILE_ROWS):
         rows = slice(start, start + TILE_ROWS)
-        words = philox_4x32((state.seed, site), (quads, low[rows], high[rows], state.step))
-        tile = keep[rows].view(-1, len(quads), 4)
-        for lane, word in enumerate(words):
-            torch.ge(word, threshold, out=tile[..., lane])
-    return keep[:, :width].reshape(shape)
-
-
-def at_least_float32(x: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-    """x itself, or in float32 if it is narrower: see plans.config.KEPT_IN_FLOAT32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+        yield _philox_rounds((seed, site), (quads, low[rows], high[rows], step))
 
 
 def add_bias(x: Float[Tensor, "*b o"], bias: Float[Tensor, " o"] | None) -> Float[Tensor, "*b o"]:
-    """``x + bias`` in the type of x; x itself where there is no bias."""
+    """Return ``x + bias`` in the type of x; x itself where there is no bias."""
+    operations.check_bias(operand("x", x), given_operand("bias", bias))
     return x if bias is None else x + bias.to(x.dtype)
 
 
 def linear(
     x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"], bias: Float[Tensor, " o"] | None = None
 ) -> Float[Tensor, "*b o"]:
-    """``x @ weight.T + bias``, in the type of x."""
+    """Return ``x @ weight.T + bias``, in the type of x."""
+    operations.check_linear(operand("x", x), operand("weight", weight), given_operand("bias", bias))
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
@@ -148,6 +227,7 @@ def rms_norm(x: Float[Tensor, "*b d"], weight: Float[Tensor, " d"], epsilon: flo
 
     Reference: Zhang and Sennrich, arXiv 1910.07467, eq. 4 (epsilon added under the root).
     """
+    operations.check_norm(operand("x", x), operand("weight", weight), epsilon)
     return F.rms_norm(at_least_float32(x), weight.shape, weight, epsilon).to(x.dtype)
 
 
@@ -161,7 +241,11 @@ def short_convolution(
         weight: a channel's taps, the last one the token's own. [C, W]
         before: how many tokens of its sequence come before each. [T] or [B, T]
     """
-    return _ShortConvolution.apply(x, weight.to(x.dtype), before)
+    operations.check_convolution(operand("x", x), operand("weight", weight), operand("before", before))
+    weight = weight.to(x.dtype)
+    if torch.compiler.is_compiling() or is_transformed(x, weight, before):
+        return _convolved(x, weight, before)
+    return _ShortConvolution.apply(x, weight, before)
 
 
 def _convolved(x: Tensor, weight: Tensor, before: Tensor) -> Tensor:
@@ -181,13 +265,13 @@ class _ShortConvolution(torch.autograd.Function):
         return _convolved(x, weight, before)
 
     @staticmethod
-    @differentiable_once
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, before = ctx.saved_tensors
-        leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
-        with torch.enable_grad():
-            mixed = _convolved(*leaves, before)
-        return *torch.autograd.grad(mixed, leaves, grad), None
+        again = torch.is_grad_enabled()  # create_graph: gradients are differentiated, too
+        leaves = [y if again and y.requires_grad else y.detach().requires_grad_() for y in (x, weight)]
+        with torch.enable_grad(), without_autocast(grad.device.type):
+            mixed = _convolved(leaves[0], leaves[1], before)
+            return *torch.autograd.grad(mixed, leaves, grad, create_graph=again), None
 
 
 def rotary_embedding(
@@ -202,6 +286,7 @@ def rotary_embedding(
 
     Reference: Su et al., arXiv 2104.09864, eq. 15, with the pairs half a head apart (GPT-NeoX order).
     """
+    operations.check_rotary(operand("x", x), operand("positions", positions), base)
     half = x.shape[-1] // 2
     wide = torch.promote_types(x.dtype, torch.float32)
     frequencies = torch.from_numpy(rotary_frequencies(x.shape[-1], base)).to(x.device, wide)
@@ -209,95 +294,6 @@ def rotary_embedding(
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def causal_attention(
-    q: Float[Tensor, "b t h d"],
-    k: Float[Tensor, "b t g d"],
-    v: Float[Tensor, "b t g d"],
-    attention_mask: Bool[Tensor, "b t t"] | None = None,
-) -> Float[Tensor, "b t h d"]:
-    """softmax(q k^T / sqrt(d)) v over the tokens up to each token's own; explicit, products in q's type.
-
-    Args:
-        q: queries. [B, T, H, d]
-        k, v: keys and values of G groups; query head h uses group h // (H / G). [B, T, G, d]
-        attention_mask: True where row t may attend to column s, besides s <= t. A row that may attend
-            to nothing gives 0. [B, T, T]
-    """
-    batch, length, heads, width = q.shape
-    groups = k.shape[2]
-    if attention_mask is not None and attention_mask.shape != (batch, length, length):
-        raise ValueError(f"attention_mask: expected shape {(batch, length, length)}, got {tuple(attention_mask.shape)}")
-    rows = heads // groups * length  # the query heads of one group, one under the other
-    q = q.reshape(batch, length, groups, -1, width).permute(0, 2, 3, 1, 4).reshape(-1, rows, width)
-    k = k.permute(0, 2, 3, 1).reshape(-1, width, length)
-    v = v.transpose(1, 2).reshape(-1, length, width)
-    q, k, v = name_value(q, "q"), name_value(k, "k"), name_value(v, "v")
-    allowed = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-    if attention_mask is not None:
-        allowed = (allowed & attention_mask)[:, None]
-    low = torch.finfo(q.dtype).min
-    bias = torch.zeros_like(allowed, dtype=q.dtype).masked_fill_(~allowed, low)
-    bias = bias.unsqueeze(-3).expand(*bias.shape[:-2], heads // groups, length, length)
-    if attention_mask is not None:
-        bias = bias.expand(-1, groups, -1, -1, -1)
-    scores = torch.baddbmm(bias.reshape(-1, rows, length), q, k, alpha=width**-0.5)
-    weights = at_least_float32(scores).softmax(-1).to(v.dtype)
-    if attention_mask is not None:
-        weights = weights * allowed.any(-1).repeat(1, groups, heads // groups).view(-1, rows, 1)
-    weights = name_value(weights, "attention_weights")
-    mixed = torch.bmm(weights, v).view(batch, groups, -1, length, width)
-    return mixed.permute(0, 3, 1, 2, 4).reshape(batch, length, -1).view(batch, length, heads, width)
-
-
-def fused_attention(
-    q: Float[Tensor, "b t h d"],
-    k: Float[Tensor, "b t g d"],
-    v: Float[Tensor, "b t g d"],
-    attention_mask: Bool[Tensor, "b t t"] | None = None,
-) -> Float[Tensor, "b t h d"]:
-    """causal_attention by PyTorch's fused kernels: the T x T weights are computed again in backward, never kept.
-
-    Args: as causal_attention's. With a mask, kernels that take one are used.
-
-    Reference: Dao et al., arXiv 2205.14135.
-    """
-    length = q.shape[1]
-    allowed = None
-    if attention_mask is not None:
-        allowed = (attention_mask & torch.ones(length, length, dtype=torch.bool, device=q.device).tril())[:, None]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    gqa = q.shape[1] != k.shape[1]
-    attended = F.scaled_dot_product_attention(q, k, v, allowed, is_causal=allowed is None, enable_gqa=gqa)
-    if allowed is not None:
-        attended = attended.masked_fill(~allowed.any(-1)[..., None], 0.0)
-    return attended.transpose(1, 2).contiguous()
-
-
-def masked_attention(
-    q: Float[Tensor, "b t h d"],
-    k: Float[Tensor, "b s g d"],
-    v: Float[Tensor, "b s g d"],
-    allowed: Bool[Tensor, "t s"],
-    fused: bool = False,
-) -> Float[Tensor, "b t h d"]:
-    """softmax(q k^T / sqrt(d)) v over the tokens each may look at, which may be others than the queries' own.
-
-    Args:
-        q: queries. [B, T, H, d]
-        k, v: keys and values of G groups; query head h uses group h // (H / G). [B, S, G, d]
-        allowed: True where query t may look at key s; each at one at least. [T, S]
-        fused: the T x S weights are not kept, see fused_attention.
-    """
-    if fused:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        attended = F.scaled_dot_product_attention(q, k, v, allowed[None, None], enable_gqa=q.shape[1] != k.shape[1])
-        return attended.transpose(1, 2).contiguous()
-    groups, width = k.shape[2:]
-    scores = torch.einsum("btgrd,bsgd->bgrts", q.unflatten(2, (groups, -1)), k) * width**-0.5
-    weights = at_least_float32(scores.masked_fill(~allowed, torch.finfo(q.dtype).min)).softmax(-1).to(v.dtype)
-    return torch.einsum("bgrts,bsgd->btgrd", weights, v).flatten(2, 3)
 
 
 def kernel_door(impl: str, x: Tensor) -> Any | None:
@@ -318,6 +314,7 @@ def kernel_door(impl: str, x: Tensor) -> Any | None:
 
 def gelu(x: Float[Tensor, "*b f"], impl: str = "auto") -> Float[Tensor, "*b f"]:
     """``x * Phi(x)`` with the exact normal distribution function. Reference: arXiv 1606.08415."""
+    operations.check_activation(operand("x", x))
     if kernels := kernel_door(impl, x):
         return kernels.gelu(x)
     return F.gelu(x, approximate="none")
@@ -325,6 +322,7 @@ def gelu(x: Float[Tensor, "*b f"], impl: str = "auto") -> Float[Tensor, "*b f"]:
 
 def swiglu(x: Float[Tensor, "*b f2"], impl: str = "auto") -> Float[Tensor, "*b f"]:
     """``silu(gate) * value`` where x holds gate and value side by side. Reference: arXiv 2002.05202, eq. 6."""
+    operations.check_gate(operand("x", x))
     if kernels := kernel_door(impl, x):
         return kernels.swiglu(x)
     gate, value = x.chunk(2, dim=-1)
@@ -332,13 +330,15 @@ def swiglu(x: Float[Tensor, "*b f2"], impl: str = "auto") -> Float[Tensor, "*b f
 
 
 def cross_entropy(logits: Float[Tensor, "b t v"], targets: Int[Tensor, "b t"]) -> Float[Tensor, ""]:
-    """Mean negative log-likelihood of the targets, in nats per token.
+    """Return the mean negative log-likelihood of the targets, in nats per token.
 
     Raises:
-        ValueError: the shapes disagree.
-        IndexError: a target is no token id.
+        ValueError: shapes or types disagree.
+        IndexError: a target is no token id. On a CPU the message names it; elsewhere the device finds it.
     """
-    if targets.shape != logits.shape[:-1]:
-        raise ValueError(f"targets: expected shape {tuple(logits.shape[:-1])}, got {tuple(targets.shape)}")
+    operations.check_targets(operand("logits", logits), operand("targets", targets))
+    ids, vocabulary = targets.flatten().long().clamp(min=-1), logits.shape[-1]  # none equals ignore_index
+    if ids.device.type == "cpu" and len(ids) and not (torch.compiler.is_compiling() or is_transformed(targets)):
+        operations.check_token_ids(int(targets.min()), int(targets.max()), vocabulary)
     logits = at_least_float32(logits)
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten().long(), ignore_index=torch.iinfo(torch.int64).min)
+    return F.cross_entropy(logits.flatten(0, 1), ids, ignore_index=torch.iinfo(torch.int64).min)

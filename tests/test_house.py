@@ -23,8 +23,10 @@ MAY_IMPORT = {
 ROOMS = {
     "autograd": set(),
     "recompute": {"handing"},
-    "ops": {"autograd", "recompute"},
-    "hyper_connections": {"ops", "recompute"},
+    "operands": set(),
+    "attention": {"operands", "recompute"},
+    "ops": {"attention", "autograd", "operands", "recompute"},
+    "hyper_connections": {"operands", "ops", "recompute"},
     "departures": set(),
     "handing": set(),
     "context_parallel": {"autograd", "departures", "groups", "handing", "ops", "recompute"},
@@ -64,6 +66,8 @@ JAX_ONLY = {"handing"}
 """A room for what one program of all ranks has to be told."""
 
 TWINS = (
+    "operands",
+    "attention",
     "ops",
     "hyper_connections",
     *(f"delta_rule/{name}" for name in ("calls", "gates", "intra", "recurrent", "scan")),

@@ -62,10 +62,11 @@ def test_dropout_is_the_numpy_mask(backend):
         site=st.integers(0, 4000),
         rate=st.floats(0.01, 0.99),
         shape=shapes,
-        sample=st.sampled_from([0, 5, 2**20, 2**32 // 140, 2**31 - 9]),
+        sample=st.sampled_from([0, 5, 2**20, 2**32 // 140, 2**31 - 9, 2**33, 2**40 + 1]),
         length=st.sampled_from([140, 4096, 2**20 - 3]),
     )
     @example(1, 2, 3, 0.5, (1, 140, 2, 3), 2**32 // 140, 140)
+    @example(1, 2, 3, 0.5, (3, 140, 4, 9), 2**33, 4096)
     def check(seed, step, site, rate, shape, sample, length):
         batch, tokens, streams, width = shape
         samples, positions = sample + np.arange(batch), np.arange(tokens)
@@ -106,6 +107,18 @@ def test_rate_is_met():
     keep = dropout_keep((3, 4), np.arange(1000), 1000, 0, 0.2)
     assert abs(keep.mean() - 0.8) < 5 * np.sqrt(0.16 / keep.size)
     assert abs(np.corrcoef(keep[:, :-1].ravel(), keep[:, 1:].ravel())[0, 1]) < 5e-3
+
+
+@pytest.mark.parametrize(("dtype", "sample"), [("int64", 2**33), ("int64", 2**62 + 7), ("int64", -3), ("int32", -3)])
+@pytest.mark.parametrize("by_token", [False, True])
+def test_rows_are_numbered_modulo_two_to_the_64_in_both_backends(dtype, sample, by_token):
+    samples, positions = np.array([sample, sample + 1], dtype), np.array([0, 5, 2**40], np.int64)
+    samples = np.repeat(samples[:, None], 3, 1) if by_token else samples
+    rows = samples.reshape(2, -1).astype(object) * (2**32 - 1) + positions
+    for backend, wrap in (("torch", torch.from_numpy), ("jax", jnp.asarray)):
+        state = room(backend, "ops").dropout_state(0, 0, wrap(samples), wrap(positions), 2**32 - 1)
+        np.testing.assert_array_equal(np.asarray(state.row_low, np.int64), (rows % 2**32).astype(np.int64))
+        np.testing.assert_array_equal(np.asarray(state.row_high, np.int64), (rows // 2**32 % 2**32).astype(np.int64))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -157,3 +170,45 @@ def test_parameters_have_the_planned_names_shapes_and_values(backend, tied):
     assert found.keys() == specs.keys()
     for name, spec in specs.items():
         np.testing.assert_array_equal(found[name], initial_value(config.seed, name, spec))
+
+
+def test_a_state_that_changed_since_forward_is_refused_by_backward():
+    """A mask of other rows would give a gradient that no output had."""
+    ops = room("torch", "ops")
+    x = torch.ones(2, 3, 8, requires_grad=True)
+    state = ops.dropout_state(1, 2, torch.arange(2), torch.arange(3), 3)
+    out = ops.dropout(x, 0.5, state, 4)
+    state.row_low.add_(1)
+    with pytest.raises(
+        RuntimeError, match="state: expected the rows that forward dropped by, got rows changed in place"
+    ):
+        out.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func.jvp's own
+def test_dropout_under_transformations_of_torch_func():
+    """Of x, of the rows, or of both: the masks are those of a loop."""
+    ops = room("torch", "ops")
+    x = torch.randn(4, 2, 130, 3, 3, dtype=torch.float64)
+    states = [ops.dropout_state(1, 2, 2 * n + torch.arange(2), torch.arange(130), 130) for n in range(4)]
+    lows, highs = torch.stack([s.row_low for s in states]), torch.stack([s.row_high for s in states])
+
+    def dropped(x, low, high):
+        return ops.dropout(x, 0.5, states[0]._replace(row_low=low, row_high=high), 4)
+
+    wanted = torch.stack([ops.dropout(one, 0.5, state, 4) for one, state in zip(x, states, strict=True)])
+    torch.testing.assert_close(torch.func.vmap(dropped)(x, lows, highs), wanted, rtol=0, atol=0)
+    same = torch.stack([ops.dropout(x[0], 0.5, state, 4) for state in states])
+    mapped = torch.func.vmap(dropped, (None, 0, 0))(x[0], lows, highs)
+    torch.testing.assert_close(mapped, same, rtol=0, atol=0)
+    gradient = torch.func.vmap(torch.func.grad(lambda *args: dropped(*args).square().sum() / 2))(x, lows, highs)
+    torch.testing.assert_close(gradient, 2 * wanted, rtol=0, atol=0)
+    out, tangent = torch.func.jvp(lambda x: dropped(x, lows[0], highs[0]), (x[0],), (2 * x[0],))
+    torch.testing.assert_close((out, tangent), (wanted[0], 2 * wanted[0]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dropout_of_nothing(backend):
+    for shape in ((2, 3, 0), (0, 3, 4), (2, 0, 4)):
+        out = dropped(backend, np.zeros(shape), 0.5, 0, 0, 0, np.arange(shape[0]), np.arange(shape[1]), 3)
+        assert out.shape == shape

@@ -42,7 +42,7 @@ class LowRank(NamedTuple):
         return LowRank(packed[..., 0], left, right)
 
 
-def low_rank(transition: Float[Array, "h k k"], log_decay: Float[Array, "h k"], rank: int) -> LowRank:
+def low_rank(transition: Float[Array, "h k k"], log_decay: Float[Array, "h g"], rank: int) -> LowRank:
     """A map beside the nearest of the rank given: with the diagonal of its decays, or without one.
 
     Args:
@@ -53,7 +53,10 @@ def low_rank(transition: Float[Array, "h k k"], log_decay: Float[Array, "h k"], 
     rank = min(rank, transition.shape[-1])
     decay = jnp.broadcast_to(jnp.exp(log_decay.astype(transition.dtype)), transition.shape[:-1])
     diagonals = jnp.stack([jnp.zeros_like(decay), decay])
-    left, values, right = jnp.linalg.svd(transition - diagonals[..., None] * jnp.eye(transition.shape[-1]))
+    finite = jnp.isfinite(transition).all((-2, -1)) & jnp.isfinite(decay).all(-1)  # others have no such values
+    beside = jnp.where(finite[:, None, None], transition - diagonals[..., None] * jnp.eye(transition.shape[-1]), 0)
+    diagonals = jnp.where(finite[:, None], diagonals, jnp.nan)
+    left, values, right = jnp.linalg.svd(beside)
     dropped = values[..., rank:].max(-1) if rank < values.shape[-1] else values[..., -1] * 0
     nearest = dropped.argmin(0)
     heads = jnp.arange(len(transition))
@@ -61,16 +64,19 @@ def low_rank(transition: Float[Array, "h k k"], log_decay: Float[Array, "h k"], 
     return LowRank(diagonals[nearest, heads], left[..., :rank] * values[:, None, :rank], right[..., :rank])
 
 
-def state_of_nearest(transition: Array, state: Array, rounds: int, pass_on: Callable[[Array], Array]) -> Array:
+def state_of_nearest(
+    transition: Array, state: Array, goes_through: Array, rounds: int, pass_on: Callable[[Array], Array]
+) -> Array:
     """The state each rank begins with, of so many ranks before it; automatic differentiation goes through. [HV, K, V]
 
     Args:
         transition: M. [HV, K, K]
         state: H. [HV, K, V]
+        goes_through: whether what is passed on depends on what was begun with. []
         rounds: how many ranks.
         pass_on: hands a rank's array to the next rank, and returns what came; 0 on the first.
     """
     found = jnp.zeros_like(state)
     for _ in range(rounds):
-        found = pass_on(transition @ found + state)
+        found = pass_on(jnp.where(goes_through, transition @ found + state, state))
     return found

@@ -28,7 +28,26 @@ def exchange_states(
     Returns:
         S, 0 on the first rank.
     """
-    return exchange_over(transition, state, ranks_of(context), reverse)
+    return exchange_over(transition, state, ranks_of(context), reach_of(context), reverse)
+
+
+class Reach(NamedTuple):
+    """What a rank knows of the sequences its state comes from and goes to; see FLACPContext.
+
+    What a state does not depend on is selected away by these, not multiplied by 0: it may not be finite.
+    """
+
+    before: Array
+    """Ranks before that the state begun with depends on. []"""
+    after: Array
+    """Ranks after that the gradient of the state passed on depends on. []"""
+    goes_through: Array
+    """Whether the state passed on depends on the one begun with. []"""
+
+
+def reach_of(context: FLACPContext) -> Reach:
+    """Of a context."""
+    return Reach(*(jnp.asarray(x) for x in (context.reach(), context.reach(reverse=True), context.goes_through)))
 
 
 class Ranks(NamedTuple):
@@ -49,38 +68,44 @@ def ranks_of(context: FLACPContext) -> Ranks:
     return Ranks(context.group, context.size, *how, context.cp_truncate_ranks, context.cp_transition_rank)
 
 
-def exchange_over(transition: Array | LowRank, state: Array, ranks: Ranks, reverse: bool = False) -> Array:
+def exchange_over(
+    transition: Array | LowRank, state: Array, ranks: Ranks, reach: Reach, reverse: bool = False
+) -> Array:
     """exchange_states, of ranks; gathered, maps may be of low rank."""
     check_together(ranks.exchange)
     if ranks.size == 1:
         return jnp.zeros_like(state)
     rank = lax.axis_index(ranks.group)
     run = {"all_gather": _gathered, "ring": _passed_on, "scan": _scanned}[ranks.exchange]
-    return run(transition, state, ranks, ranks.size - 1 - rank if reverse else rank, reverse)
+    return run(transition, state, ranks, reach, ranks.size - 1 - rank if reverse else rank, reverse)
 
 
-def _gathered(transition: Array | LowRank, state: Array, ranks: Ranks, place: Array, reverse: bool) -> Array:
+def _gathered(
+    transition: Array | LowRank, state: Array, ranks: Ranks, reach: Reach, place: Array, reverse: bool
+) -> Array:
     is_narrow = isinstance(transition, LowRank)
     packed = _everywhere(jnp.concatenate([state, transition.packed() if is_narrow else transition], axis=-1), ranks)
     if reverse:
         packed = packed[::-1]
-    found, width = jnp.zeros_like(state), state.shape[-1]
+    found, width, first = jnp.zeros_like(state), state.shape[-1], place - (reach.after if reverse else reach.before)
     for number in range(ranks.size - 1):
         own, map_ = packed[number, ..., :width], packed[number, ..., width:]
         after = (LowRank.unpacked(map_).times(found) if is_narrow else map_ @ found) + own
-        found = jnp.where(number < place, after, found)
+        after = jnp.where(number == first, own, after)  # the sequence begins there
+        found = jnp.where((first <= number) & (number < place), after, found)
     return found
 
 
-def _passed_on(transition: Array, state: Array, ranks: Ranks, place: Array, reverse: bool) -> Array:
+def _passed_on(transition: Array, state: Array, ranks: Ranks, reach: Reach, place: Array, reverse: bool) -> Array:
     found = jnp.zeros_like(state)
     for sender in range(ranks.size - 1):
-        came = permute(transition @ found + state, ranks, _pairs([(sender, sender + 1)], ranks.size, reverse))
+        after = jnp.where(reach.goes_through, transition @ found + state, state)
+        came = permute(after, ranks, _pairs([(sender, sender + 1)], ranks.size, reverse))
         found = jnp.where(place == sender + 1, came, found)
     return found
 
 
-def _scanned(transition: Array, state: Array, ranks: Ranks, place: Array, reverse: bool) -> Array:
+def _scanned(transition: Array, state: Array, ranks: Ranks, reach: Reach, place: Array, reverse: bool) -> Array:
     for number, step in enumerate(scan_steps(ranks.size)):
         pairs = _pairs(step.pairs(ranks.size), ranks.size, reverse)
         came = permute(state, ranks, pairs)
@@ -89,6 +114,7 @@ def _scanned(transition: Array, state: Array, ranks: Ranks, place: Array, revers
             state, transition = came, composed
             continue
         receives = place >= step.distance + step.first_sender
+        receives &= step.distance < (reach.after if reverse else reach.before)
         state = jnp.where(receives, transition @ came + state, state)
         if not step.is_last:
             transition = jnp.where(receives, transition @ composed, transition)
@@ -120,44 +146,46 @@ def _on_wire(x: Array, ranks: Ranks) -> Array:
     return x if ranks.wire_dtype is None else x.astype(ranks.wire_dtype)
 
 
-def pass_states(transition: Array, state: Array, log_decay: Array | None, ranks: Ranks) -> Array:
+def pass_states(transition: Array, state: Array, log_decay: Array | None, ranks: Ranks, reach: Reach) -> Array:
     """exchange_states, or what the context approximates it by.
 
     Args:
         transition, state: M [HV, K, K] and H [HV, K, V].
         log_decay: sum of the log decays of M's tokens, for a low rank. [HV, K] or [HV, 1]
-        ranks: of the context.
+        ranks, reach: of the context.
     """
     if ranks.truncate_ranks is None or ranks.size == 1:
-        return _exchanged(transition, state, log_decay, ranks)
+        return _exchanged(transition, state, log_decay, reach, ranks)
     pairs = [(rank, rank + 1) for rank in range(ranks.size - 1)]
     rounds = min(ranks.truncate_ranks, ranks.size - 1)
-    return state_of_nearest(transition, state, rounds, lambda x: permute(x, ranks, pairs))
+    return state_of_nearest(transition, state, reach.goes_through, rounds, lambda x: permute(x, ranks, pairs))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _exchanged(transition: Array, state: Array, log_decay: Array | None, ranks: Ranks) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _exchanged(transition: Array, state: Array, log_decay: Array | None, reach: Reach, ranks: Ranks) -> Array:
     """Of S_r = M S + H over the ranks before r, the gradient of rank r's H is the same of the M^T and of the gradients
     of S over the ranks after it, and that of its M is this times S^T."""
-    return _exchanged_forward(transition, state, log_decay, ranks)[0]
+    return _exchanged_forward(transition, state, log_decay, reach, ranks)[0]
 
 
-Kept = tuple[Array | LowRank, Array, Array | None]
-"""M as it was sent, what was found, and the log decay, which gets no gradient."""
+Kept = tuple[Array | LowRank, Array, Array | None, Reach]
+"""M as it was sent, what was found, the log decay, which gets no gradient, and the rank's reach."""
 
 
-def _exchanged_forward(transition: Array, state: Array, log_decay: Array | None, ranks: Ranks) -> tuple[Array, Kept]:
+def _exchanged_forward(
+    transition: Array, state: Array, log_decay: Array | None, reach: Reach, ranks: Ranks
+) -> tuple[Array, Kept]:
     sent: Array | LowRank = transition
     if ranks.transition_rank is not None and log_decay is not None:
         sent = low_rank(transition, log_decay, ranks.transition_rank)
-    found = exchange_over(sent, state, ranks, reverse=False)
-    return found, (sent, found, log_decay)
+    found = exchange_over(sent, state, ranks, reach, reverse=False)
+    return found, (sent, found, log_decay, reach)
 
 
-def _exchanged_backward(ranks: Ranks, kept: Kept, d_found: Array) -> tuple[Array, Array, Array | None]:
-    sent, found, log_decay = kept
-    passed_back = exchange_over(sent.mT, d_found, ranks, reverse=True)
-    return passed_back @ found.mT, passed_back, None if log_decay is None else jnp.zeros_like(log_decay)
+def _exchanged_backward(ranks: Ranks, kept: Kept, d_found: Array) -> tuple[Array, Array, Array | None, None]:
+    sent, found, log_decay, reach = kept
+    passed_back = exchange_over(sent.mT, d_found, ranks, reach, reverse=True)
+    return passed_back @ found.mT, passed_back, None if log_decay is None else jnp.zeros_like(log_decay), None
 
 
 _exchanged.defvjp(_exchanged_forward, _exchanged_backward)

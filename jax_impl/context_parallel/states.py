@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jax_impl.context_parallel.exchange import Crossing, pass_states, ranks_of
+from jax_impl.context_parallel.exchange import Crossing, pass_states, ranks_of, reach_of
 from jax_impl.handing import hand_over
 from plans.context import FLACPContext
 
@@ -65,12 +65,16 @@ def handed_through(
 
 
 def complete(
-    o: Float[Array, "b t h w"], finals: Float[Array, "n h k w"], crossing: Crossing
+    o: Float[Array, "b t h v"],
+    response: Float[Array, "b u h k"] | None,
+    finals: Float[Array, "n h k w"],
+    crossing: Crossing,
 ) -> tuple[Float[Array, "b t h v"], Float[Array, "n h k v"]]:
     """Outputs and final states, once it is known what the rank's first sequence began with.
 
     Args:
-        o: outputs from a state of 0 and, where the first sequence began on another rank, responses. [1, T, HV, V + K]
+        o: outputs, those of a first sequence that began on another rank from a state of 0. [1, T, HV, V]
+        response: of tokens, from the part's first on; None: they do not depend on another rank. [1, U, HV, K]
         finals: H and M of every sequence, as wide. [n, HV, K, V + K]
         crossing: of the call.
 
@@ -80,9 +84,14 @@ def complete(
     context, value, log_decay = crossing
     last, came, goes_on = context.num_sequences - 1, ~context.is_first_rank, ~context.is_last_rank
     states, transitions = finals[..., :value], finals[..., value:]
-    transition = jnp.where(came & goes_on & (last == 0), transitions[0], 0)
+    transition = jnp.where(context.goes_through, transitions[0], 0)
     state = jnp.where(goes_on, states[last], 0)
-    begun = pass_states(transition, state, log_decay, ranks_of(context))
-    o = o[..., :value] + jnp.einsum("bthk,hkv->bthv", o[..., value:], begun)  # responses are 0 where nothing came
-    states = states.at[0].add(transitions[0] @ begun)
+    begun = pass_states(transition, state, log_decay, ranks_of(context), reach_of(context))
+    if response is not None:
+        tokens = response.shape[1]
+        # Of other sequences, which have nothing to do with the state that came, both are left out, not times 0.
+        own = ((jnp.arange(tokens) < context.cu_seqlens[1]) & came)[:, None, None]
+        more = jnp.einsum("bthk,hkv->bthv", jnp.where(own, response, 0), begun)
+        o = o.at[:, :tokens].add(jnp.where(own, more, 0))
+    states = states.at[0].add(jnp.where(came, transitions[0] @ begun, 0))
     return o, states.at[last].set(jnp.where(goes_on, 0, states[last]))

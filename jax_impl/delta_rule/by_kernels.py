@@ -7,7 +7,7 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from jax_impl.context_parallel.exchange import Ranks, exchange_over, ranks_of
+from jax_impl.context_parallel.exchange import Ranks, Reach, exchange_over, ranks_of, reach_of
 from jax_impl.delta_rule.chunked import Arguments
 from jax_impl.delta_rule.gates import prepared
 from kernels.delta_rule.operation import Edges
@@ -61,14 +61,16 @@ def _edges(context: FLACPContext, initial_state: Array | None, sequences: Array,
         jnp.where(context.is_first_rank, 0, sequences[0]),
         jnp.where(context.is_last_rank, 0, sequences[last]),
     ]
-    roles = jnp.stack([~context.is_first_rank, ~context.is_last_rank, last]).astype(jnp.int32)
+    roles = [~context.is_first_rank, ~context.is_last_rank, last, *reach_of(context)]
+    roles = jnp.stack([jnp.asarray(role).astype(jnp.int32) for role in roles])
     return Edges(state[None], jnp.stack(edges), roles)
 
 
 class KernelRanks(NamedTuple):
     """What happens between ranks; see kernels.delta_rule.operation.Ranks.
 
-    Roles: whether a rank's first sequence began on another, whether its last goes on, and its number. [3] int32
+    Roles: whether a rank's first sequence began on another, whether its last goes on, its number, and its Reach. [6]
+    int32
     """
 
     ranks: Ranks
@@ -76,12 +78,13 @@ class KernelRanks(NamedTuple):
 
     def pass_on(self, maps: Array, roles: Array) -> Array:
         """See Ranks."""
-        return exchange_over(*self._passed_on(maps, roles), self.ranks)
+        return exchange_over(*self._passed_on(maps, roles), self.ranks, _reach(roles))
 
     def pass_back(self, maps: Array, d_found: Array, roles: Array) -> Array:
         """See Ranks."""
         transition, _ = self._passed_on(maps, roles)
-        return exchange_over(transition.mT, jnp.where(roles[0] > 0, d_found, 0), self.ranks, reverse=True)
+        d_found = jnp.where(roles[0] > 0, d_found, 0)
+        return exchange_over(transition.mT, d_found, self.ranks, _reach(roles), reverse=True)
 
     def with_first(self, states: Array, first: Array | None, roles: Array) -> Array:
         """See Ranks."""
@@ -94,6 +97,8 @@ class KernelRanks(NamedTuple):
     def _passed_on(self, maps: Array, roles: Array) -> tuple[Array, Array]:
         """M and H; 0 of what is not passed on."""
         state, transition = maps[0, ..., : self.value], maps[0, ..., self.value :]
-        came, goes_on, last = roles
-        goes_through = (came > 0) & (goes_on > 0) & (last == 0)
-        return jnp.where(goes_through, transition, 0), jnp.where(goes_on > 0, state, 0)
+        return jnp.where(_reach(roles).goes_through, transition, 0), jnp.where(roles[1] > 0, state, 0)
+
+
+def _reach(roles: Array) -> Reach:
+    return Reach(roles[3], roles[4], roles[5] > 0)

@@ -236,7 +236,9 @@ def _over_ranks(
     o, finals = chunked(
         arguments, with_responses(initial, context, like), options, context.cu_seqlens, recompute, responses=key
     )
-    o, finals = complete(o, finals, Crossing(context, value, _log_decay(arguments, options, context)))
+    o, finals = complete(
+        o[..., :value], o[..., value:], finals, Crossing(context, value, _log_decay(arguments, options, context))
+    )
     return o.astype(v.dtype), finals
 
 

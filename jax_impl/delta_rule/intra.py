@@ -7,7 +7,7 @@ With G the sum of g from the chunk's first token, for i >= j:
 
 A chunk's errors are then u - w S for the state S it begins with (scan.py). Every exponent here is a sum of decays
 between two tokens, never a difference of two sums: none is positive, so nothing overflows, none loses digits to an
-earlier strong decay, and no token's output depends on a later one.
+earlier strong decay, and no token's output depends on a later one, finite or not (lower_product).
 
 Reference: arXiv 2412.06464, section 3.3; arXiv 2510.26692, section 3. There sub-chunks of 16 are anchored at their
 first token; here blocks double in size, and a block's queries meet the block before's keys at the border between them.
@@ -61,8 +61,24 @@ def chunk_terms(
     a_qk, a_kk = (_products_by_channel if g.shape[-1] > 1 else _products_by_head)(q, k, g)
     from_start, to_end = jnp.exp(jnp.cumsum(g, -2)), jnp.exp(_sums_after(g))
     inverse = _inverse(beta * a_kk)
-    w, u = jnp.split(inverse @ jnp.concatenate([beta * from_start * k, beta * v], -1), [k.shape[-1]], -1)
+    right = jnp.concatenate([beta * from_start * k, beta * v], -1)
+    w, u = jnp.split(lower_product(inverse, right), [k.shape[-1]], -1)
     return ChunkTerms(w, u, q * from_start, k * to_end, a_qk, from_start[..., -1, :])
+
+
+def lower_product(lower: Float[Array, "*b c c"], x: Float[Array, "*b c v"]) -> Float[Array, "*b c v"]:
+    """Return ``lower @ x``, of which no row depends on later rows of x.
+
+    A product takes 0 times what is not finite for NaN. Here a number of x that is not finite makes NaN of its column in
+    its own row and the later ones alone.
+
+    Args:
+        lower: lower triangular.
+        x: of any numbers.
+    """
+    finite, place = jnp.isfinite(x), jnp.arange(x.shape[-2])[:, None]
+    first = jnp.where(finite, len(place), place).min(-2, keepdims=True)
+    return jnp.where(place < first, lower @ jnp.where(finite, x, 0), jnp.nan)
 
 
 @jax.custom_vjp
@@ -77,7 +93,7 @@ def _inverse(a: Float[Array, "n r c c"]) -> Float[Array, "n r c c"]:
         pairs = a.reshape(*a.shape[:-2], a.shape[-1] // (2 * size), 2, size, -1, 2, size)
         below = jnp.moveaxis(jnp.diagonal(pairs[..., 1, :, :, 0, :], axis1=-4, axis2=-2), -1, -3)
         first, second = _halves(found)
-        found = _joined(first, -(second @ below @ first), second)
+        found = _joined(first, -lower_product(second, below @ first), second)
         size *= 2
     return found.squeeze(-3)
 
@@ -107,7 +123,7 @@ def _products_by_head(q: Array, k: Array, g: Array) -> tuple[Array, Array]:
     strictly = jnp.tril(lower, -1)
     sums = jnp.cumsum(jnp.where(strictly, g, 0), -2)  # row i, column j: of g from j + 1 to i
     decay = jnp.exp(jnp.where(lower, sums, -jnp.inf))
-    return (q @ k.mT) * decay, (k @ k.mT) * jnp.where(strictly, decay, 0)
+    return jnp.where(lower, (q @ k.mT) * decay, 0), jnp.where(strictly, (k @ k.mT) * decay, 0)
 
 
 def _products_by_channel(q: Array, k: Array, g: Array) -> tuple[Array, Array]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Integer
 
-from jax_impl.delta_rule.intra import ChunkTerms
+from jax_impl.delta_rule.intra import ChunkTerms, lower_product
 
 
 class Scanned(NamedTuple):
@@ -87,7 +87,7 @@ def scan_chunks(
 
 def outputs(terms: ChunkTerms, scanned: Scanned) -> Float[Array, "n r c v"]:
     """Of every token."""
-    return terms.q_decayed @ scanned.states + terms.a_qk @ scanned.errors
+    return terms.q_decayed @ scanned.states + lower_product(terms.a_qk, scanned.errors)
 
 
 def scan_chunks_backward(

@@ -59,10 +59,12 @@ def _gathered(transition: Tensor | LowRank, state: Tensor, context: FLACPContext
     all_ = [torch.empty_like(packed) for _ in range(context.size)]
     work = dist.all_gather(all_, packed, group=context.group, async_op=True)
     wait_for(work, "the states of all ranks", context.timeout)
-    found, width = torch.zeros_like(state), state.shape[-1]
-    for before in all_[: -place - 1 : -1] if reverse else all_[:place]:
+    found, width, first = torch.zeros_like(state), state.shape[-1], place - context.reach(reverse)
+    for number, before in enumerate(all_[: -place - 1 : -1] if reverse else all_[:place]):
         before = before.to(state.dtype)
-        if is_narrow:
+        if number <= first:  # a sequence begins there: the state it passes on is its own
+            found = before[..., :width] if number == first else found
+        elif is_narrow:
             found = before[..., :width] + LowRank.unpacked(before[..., width:]).times(found)
         else:
             found = torch.baddbmm(before[..., :width], before[..., width:], found)
@@ -75,7 +77,8 @@ def _passed_on(transition: Tensor, state: Tensor, context: FLACPContext, place: 
         wait_for_part(receive_part(came, place - 1, context, reverse), context)
     found = came.to(state.dtype)
     if place < context.size - 1:
-        passed_on = _on_wire(torch.baddbmm(state, transition, found), context)
+        after = torch.baddbmm(state, transition, found) if context.goes_through else state
+        passed_on = _on_wire(after, context)
         wait_for_part(send_part(passed_on, place + 1, context, reverse), context)
     return found
 
@@ -94,7 +97,7 @@ def _scanned(transition: Tensor, state: Tensor, context: FLACPContext, place: in
         came = [part.to(state.dtype) for part in came]
         if number == 0:  # everyone's own map goes one rank on; the first has none
             state, transition = came[0], came[0] if step.is_last else came[1]
-        elif receives:
+        elif receives and step.distance < context.reach(reverse):
             state = torch.baddbmm(state, transition, came[0])
             transition = transition if step.is_last else torch.bmm(transition, came[1])
     return state
@@ -135,7 +138,8 @@ def pass_states(transition: Tensor, state: Tensor, log_decay: Tensor | None, con
     """
     if context.cp_truncate_ranks is not None and context.size > 1:
         rounds = min(context.cp_truncate_ranks, context.size - 1)
-        found = states_of_nearest(transition, state, rounds, lambda x: _handed_on(x, context, reverse=False))
+        through = transition if context.goes_through else None
+        found = states_of_nearest(through, state, rounds, lambda x: _handed_on(x, context, reverse=False))
         return Passed(found[-1], (transition,), tuple(found[:-1]))
     if context.cp_transition_rank is None:
         return Passed(exchange_states(transition, state, context), (transition,), ())
@@ -144,7 +148,7 @@ def pass_states(transition: Tensor, state: Tensor, log_decay: Tensor | None, con
     return Passed(exchange_states(narrow, state, context), tuple(narrow), ())
 
 
-def pass_gradients(passed: Passed, d_found: Tensor, context: FLACPContext) -> tuple[Tensor, Tensor]:
+def pass_gradients(passed: Passed, d_found: Tensor, context: FLACPContext) -> tuple[Tensor | None, Tensor]:
     """Gradients of M and H of pass_states, of that of what it found.
 
     Of S_r = M S + H over the ranks before r, the gradient of rank r's H is the same of the M^T and of the gradients of
@@ -153,7 +157,8 @@ def pass_gradients(passed: Passed, d_found: Tensor, context: FLACPContext) -> tu
     first, *others = passed.sent
     if context.cp_truncate_ranks is not None and context.size > 1:
         found = [*passed.earlier, passed.found]
-        return gradients_of_nearest(first, found, d_found, lambda x: _handed_on(x, context, reverse=True))
+        through = first if context.goes_through else None
+        return gradients_of_nearest(through, found, d_found, lambda x: _handed_on(x, context, reverse=True))
     sent = LowRank(first, *others) if others else first
     d_state = exchange_states(sent.mT, d_found, context, reverse=True)
     return d_state @ passed.found.mT, d_state
@@ -216,7 +221,7 @@ class Crossing:
         finish, self._finish = self._finish, None
         return pass_states(transition, state, self.log_decay, self.context) if finish is None else finish()
 
-    def passed_back(self, passed: Passed, d_found: Tensor) -> tuple[Tensor, Tensor]:
+    def passed_back(self, passed: Passed, d_found: Tensor) -> tuple[Tensor | None, Tensor]:
         """The exchange of gradients: those of M and H."""
         meanwhile, self.meanwhile = self.meanwhile, None
         if meanwhile is None or not self.context.overlap:

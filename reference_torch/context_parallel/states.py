@@ -87,12 +87,16 @@ def handed_through(
 
 
 def complete(
-    o: Float[Tensor, "b t h w"], finals: Float[Tensor, "n h k w"], crossing: Crossing
+    o: Float[Tensor, "b t h v"],
+    response: Float[Tensor, "b u h k"] | None,
+    finals: Float[Tensor, "n h k w"],
+    crossing: Crossing,
 ) -> tuple[Float[Tensor, "b t h v"], Float[Tensor, "n h k v"]]:
     """Outputs and final states, once it is known what the rank's first sequence began with.
 
     Args:
-        o: outputs from a state of 0 and, where the first sequence began on another rank, responses. [1, T, HV, V + K]
+        o: outputs, those of a first sequence that began on another rank from a state of 0. [1, T, HV, V]
+        response: of that sequence's tokens, which come first; None where it begins here. [1, U, HV, K]
         finals: H and M of every sequence, as wide. [n, HV, K, V + K]
         crossing: of the call.
 
@@ -100,11 +104,13 @@ def complete(
         [1, T, HV, V] and [n, HV, K, V]; a sequence that goes on on another rank has a final state of 0 here.
     """
     context, value = crossing.context, crossing.value
-    last, o, response = context.num_sequences - 1, o[..., :value], o[..., value:]
+    last = context.num_sequences - 1
     states, transitions = finals[..., :value], finals[..., value:]
     begun = ExchangedState.apply(*map_passed_on(finals, value, context), o, crossing)
-    if not context.is_first_rank:
-        o = o + torch.einsum("bthk,hkv->bthv", response, begun)
+    if response is not None:
+        tokens = response.shape[1]  # those of other sequences have nothing to do with the state that came
+        completed = o[:, :tokens] + torch.einsum("bthk,hkv->bthv", response, begun)
+        o = torch.cat([completed, o[:, tokens:]], dim=1)
         states = torch.cat([states[:1] + transitions[:1] @ begun, states[1:]])
     if not context.is_last_rank:
         states = torch.cat([states[:last], torch.zeros_like(states[last:])])

@@ -1,5 +1,7 @@
 """The public functions: arguments, what is asked of them, and who computes."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from plans.delta_rule import (
     compute_dtype,
     refuse_unknown_keywords,
 )
+from reference_torch.autograd import is_transformed, refuse_transformed, without_autocast
 from reference_torch.context_parallel import Crossing, complete, with_responses
 from reference_torch.context_parallel.states import handed_through
 from reference_torch.context_parallel.wavefront import is_pipelined
@@ -170,9 +173,21 @@ def _offsets(arrays: Arrays, cu_seqlens: Tensor | np.ndarray | None, options: De
     check_arguments(options, infos | {"cu_seqlens": offsets})
     if cu_seqlens is None or offsets is None:
         return None
-    values = cu_seqlens.detach().cpu().numpy()
+    values = _values_of(cu_seqlens)
     check_arguments(options, infos | {"cu_seqlens": offsets._replace(values=values)})
     return values
+
+
+def _values_of(cu_seqlens: Tensor) -> np.ndarray:
+    """Read offsets on the host.
+
+    Raises:
+        ValueError: there is nothing to read.
+    """
+    if cu_seqlens.is_meta or is_transformed(cu_seqlens):
+        came = "one on the meta device" if cu_seqlens.is_meta else "one that torch.func transforms"
+        raise ValueError(f"cu_seqlens: expected a tensor whose values can be read, got {came}")
+    return np.array(cu_seqlens.tolist(), str(cu_seqlens.dtype).removeprefix("torch."))
 
 
 def _info(name: str, x: Tensor | None) -> ArrayInfo | None:
@@ -187,13 +202,24 @@ def _recurrent(
     arrays: Arrays, cu_seqlens: Tensor | None, options: DeltaRuleOptions, output_final_state: bool
 ) -> tuple[Tensor, Tensor | None]:
     offsets = _offsets(arrays, cu_seqlens, options)
-    with torch.autocast(arrays[0].device.type, enabled=False):  # the types are the arguments'
+    with without_autocast(arrays[0].device.type):  # the types are the arguments'
         inputs = gated(*arrays[:7], options)
         o, finals = recurrent(*inputs, arrays[7], None if offsets is None else offsets.tolist())
     return o.to(arrays[2].dtype), finals if output_final_state else None
 
 
-def _chunked(
+def _chunked(*call: Any) -> tuple[Tensor, Tensor | None]:
+    """Compute as called; torch.compile does so between two graphs, as which chunks there are is read on the host."""
+    if torch.compiler.is_compiling():
+        import torch._dynamo as dynamo  # there is no telling fullgraph=True why but by its own words
+
+        dynamo.graph_break(msg="chunk_kda and its like read offsets on the host; leave fullgraph=True out")
+        eagerly: Any = torch.compiler.disable(_chunked_eagerly)
+        return eagerly(*call)
+    return _chunked_eagerly(*call)
+
+
+def _chunked_eagerly(
     arrays: Arrays,
     cu_seqlens: Tensor | None,
     options: DeltaRuleOptions,
@@ -202,6 +228,8 @@ def _chunked(
     context: FLACPContext | None,
     impl: str,
 ) -> tuple[Tensor, Tensor | None]:
+    name = "chunk_kda" if options.per_channel else "chunk_gated_delta_rule"
+    refuse_transformed(name, f"call {name.replace('chunk', 'recurrent')}, or torch.autograd", *arrays)
     if context is not None:
         check_part(context, tuple(getattr(arrays[0], "shape", ())), _values_beside(context, cu_seqlens))
     offsets = _offsets(arrays, cu_seqlens if context is None else context.cu_seqlens_cpu, options)
@@ -212,10 +240,11 @@ def _chunked(
         if kernels is not None:
             return chunked_by_kernels(kernels, *given, initial, options, offsets, recompute, context)
         if context is None:
-            return chunked(*given, initial, options, offsets, recompute)
+            o, _, finals = chunked(*given, initial, options, offsets, recompute)
+            return o, finals
         return _over_ranks((*given, initial), options, recompute, context)
 
-    with torch.autocast(arrays[0].device.type, enabled=False):  # the types are the arguments'
+    with without_autocast(arrays[0].device.type):  # the types are the arguments'
         if context is not None and is_pipelined(context):  # within, the part is whole sequences
             beside = next((x for x in arrays if x is not None and x.requires_grad), arrays[0])
             o, finals = handed_through(arrays[-1], _state_like(arrays), context, run, beside)
@@ -230,7 +259,7 @@ def _values_beside(context: FLACPContext, cu_seqlens: Tensor | None) -> np.ndarr
         return None
     if not isinstance(cu_seqlens, Tensor):
         raise ValueError(f"cu_seqlens: expected a tensor, got {type(cu_seqlens).__name__}")
-    return cu_seqlens.detach().cpu().numpy()
+    return _values_of(cu_seqlens)
 
 
 def _over_ranks(

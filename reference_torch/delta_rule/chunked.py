@@ -34,6 +34,7 @@ class Segment:
         token: what lies in every slot, from the segment's first token; None where chunks hold the tokens as they come.
         filled: whether anything does.
         slot: where every token lies.
+        responses: so many columns of values of 0 follow the values; see chunked.
     """
 
     tokens: tuple[int, int]
@@ -42,6 +43,7 @@ class Segment:
     token: Tensor | None
     filled: Tensor | None
     slot: Tensor | None
+    responses: int = 0
 
     def own(self, x: Tensor) -> Tensor:
         """Its tokens [B, t, ...] of all [B, T, ...]."""
@@ -66,26 +68,32 @@ class Segment:
         x = x.reshape(batch, chunks * size, rows // batch, width)
         return x if self.slot is None else x.index_select(1, self.slot)
 
-    def terms(self, arguments: Sequence[Any], options: DeltaRuleOptions, responses: int) -> ChunkTerms:
-        """Of its chunks, from q, k, v, g, beta of its tokens, A_log and dt_bias; so many columns of values are 0."""
+    def terms(self, arguments: Sequence[Any], options: DeltaRuleOptions) -> ChunkTerms:
+        """Of its chunks, from q, k, v, g, beta of its tokens, A_log and dt_bias."""
         q, k, v, g, beta, A_log, dt_bias = arguments
-        v = F.pad(v, (0, responses)) if responses else v
+        v = F.pad(v, (0, self.responses)) if self.responses else v
         q, k, v, g, beta = (self.to_chunks(x) for x in gated(q, k, v, g, beta, A_log, dt_bias, options))
         return chunk_terms(q, k, v, g, beta)
 
 
-def make_segments(cuts: Chunking, chunk_size: int, segment_size: int, device: torch.device) -> list[Segment]:
-    """Segments of as many whole chunks as fit in segment_size, one at least."""
-    segments, step = [], max(1, segment_size // chunk_size)
-    for first in range(0, len(cuts.sequence), step):
-        chunks = slice(first, first + step)
-        slots = slice(first * chunk_size, (first + step) * chunk_size)
+def make_segments(
+    cuts: Chunking, chunk_size: int, segment_size: int, device: torch.device, responses: int = 0
+) -> list[Segment]:
+    """Segments of as many whole chunks as fit in segment_size, one at least.
+
+    With responses the first sequence has segments of its own, which alone have those columns.
+    """
+    segments, step, count = [], max(1, segment_size // chunk_size), len(cuts.sequence)
+    own = int(np.searchsorted(cuts.sequence, 0, side="right")) if responses else 0
+    for first in [*range(0, own, step), *range(own, count, step)]:
+        end = min(first + step, own if first < own else count)
+        chunks, slots = slice(first, end), slice(first * chunk_size, end * chunk_size)
         start, stop = (int(x) for x in np.searchsorted(cuts.slot, [slots.start, slots.stop]))
         owners = cuts.sequence[chunks].tolist()
         filled = cuts.filled[slots]
         placed = [np.where(filled, cuts.token[slots] - start, 0), filled, cuts.slot[start:stop] - slots.start]
         tensors = [None if filled.all() else torch.from_numpy(x).to(device) for x in placed]
-        segments.append(Segment((start, stop), owners, chunk_size, *tensors))
+        segments.append(Segment((start, stop), owners, chunk_size, *tensors, responses=responses if first < own else 0))
     return segments
 
 
@@ -103,13 +111,14 @@ def chunked(
     recompute: bool,
     responses: int = 0,
     crossing: Crossing | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Outputs and final states; arguments as the public functions' (calls.py), checked.
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Outputs, their responses, and final states; arguments as the public functions' (calls.py), checked.
 
     Args:
         initial_state: of the first sequences; those beyond begin with 0.
-        responses: so many columns follow those of the values, in states and outputs, for values of 0: how the outputs
-            change with what the initial state holds there. Outputs are then as wide as states are.
+        responses: in the first sequence so many columns follow those of the values, for values of 0: how outputs
+            change with what the initial state holds there. Initial and final states of all sequences are as wide, 0
+            beyond the first, and outputs are of their type. None come back for 0.
         crossing: told of final states before the last outputs are computed.
     """
     (batch, length, heads, width), key = v.shape, q.shape[-1]
@@ -118,54 +127,76 @@ def chunked(
     offsets = np.array([0, length]) if cu_seqlens is None else cu_seqlens
     cuts = cut_into_chunks(offsets, length, options.chunk_size)
     size = SEGMENT_SIZE if recompute else len(cuts.token)
-    segments = make_segments(cuts, options.chunk_size, size, q.device)
+    segments = make_segments(cuts, options.chunk_size, size, q.device, responses)
     shape = (sequences, batch * heads, key, width)
     initial = None if initial_state is None else initial_state.reshape(-1, *shape[1:])
     arguments = [q, k, v, g, beta, A_log, dt_bias]
     if recompute:
-        o, finals = _Replayed.apply(segments, options, responses, shape, crossing, *arguments, initial)
+        o, response, finals = _Replayed.apply(segments, options, responses, shape, crossing, *arguments, initial)
     else:
-        (segment,) = segments
-        o, finals = _Kept.apply(segment.owners, shape, crossing, initial, *segment.terms(arguments, options, responses))
-        o = segment.to_tokens(o, batch).to(o.dtype if responses else v.dtype)
-    return o, finals.view(-1, heads, key, width)
+        terms = [term for part in segments for term in part.terms(part.parts(arguments), options)]
+        *found, finals = _Kept.apply(segments, shape, responses, crossing, initial, *terms)
+        found = [part.to_tokens(x, batch) for part, x in zip(segments, found, strict=True)]
+        o = torch.cat([x[..., : v.shape[-1]] for x in found], 1)
+        response = found[0][..., v.shape[-1] :] if responses else None
+        o = o if responses else o.to(v.dtype)
+    return o, response, finals.view(-1, heads, key, width)
 
 
-def _states(given: Tensor | None, shape: tuple[int, ...], like: Tensor) -> dict[int, Tensor]:
-    """N states [R, K, V], the first as given, the others zeros as wide as the state of such tokens."""
+def _states(given: Tensor | None, shape: tuple[int, ...], like: Tensor, responses: int) -> dict[int, Tensor]:
+    """N states [R, K, V], the first as given, the others zeros as wide as the state of such tokens.
+
+    Of those beyond the first sequence the columns of responses are left out.
+    """
     states = [] if given is None else list(given)
     zeros = like.new_zeros(shape[1:], dtype=torch.promote_types(like.dtype, torch.float32))
-    return dict(enumerate(states + [zeros] * (shape[0] - len(states))))
+    states += [zeros] * (shape[0] - len(states))
+    return {number: state[..., : shape[-1] - responses] if number else state for number, state in enumerate(states)}
 
 
 def _stacked(states: dict[int, Tensor], count: int) -> Tensor:
-    """The first so many."""
-    return torch.stack([states[number] for number in range(count)])
+    """The first so many, all as wide as the first."""
+    width = states[0].shape[-1]
+    return torch.stack([F.pad(states[number], (0, width - states[number].shape[-1])) for number in range(count)])
+
+
+_TERMS = len(ChunkTerms._fields)
 
 
 class _Kept(torch.autograd.Function):
     """The scan alone, which keeps its terms and states; autograd keeps what the terms were made of."""
 
     @staticmethod
-    def forward(ctx, owners, shape, crossing, initial, *terms):
-        terms = ChunkTerms(*terms)
-        states = _states(initial, shape, terms.u)
-        scanned = scan_chunks(terms, owners, states)
+    def forward(ctx, segments, shape, responses, crossing, initial, *terms):
+        each = [ChunkTerms(*terms[place : place + _TERMS]) for place in range(0, len(terms), _TERMS)]
+        states = _states(initial, shape, each[0].u, responses)
+        scans = [scan_chunks(own, part.owners, states) for own, part in zip(each, segments, strict=True)]
         if crossing is not None:
             crossing.begin(_stacked(states, shape[0]))
-        ctx.save_for_backward(*terms, *scanned)
-        ctx.owners, ctx.shape, ctx.given = owners, shape, 0 if initial is None else len(initial)
+        ctx.save_for_backward(*terms, *(x for scanned in scans for x in scanned))
+        ctx.segments, ctx.shape, ctx.responses = segments, shape, responses
+        ctx.given = 0 if initial is None else len(initial)
         ctx.set_materialize_grads(False)
-        return outputs(terms, scanned), _stacked(states, shape[0])
+        found = [outputs(own, scanned) for own, scanned in zip(each, scans, strict=True)]
+        return *found, _stacked(states, shape[0])
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, d_output, d_finals):  # pyright: ignore[reportIncompatibleMethodOverride]
-        *terms, states, errors = ctx.saved_tensors
-        d_output = torch.zeros_like(errors) if d_output is None else d_output
-        d_states = _states(d_finals, ctx.shape, errors)
-        gradients = scan_chunks_backward(ChunkTerms(*terms), ctx.owners, Scanned(states, errors), d_output, d_states)
-        return None, None, None, _stacked(d_states, ctx.given) if ctx.needs_input_grad[3] else None, *gradients
+    def backward(ctx, *d_results):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (*d_outputs, d_finals), count = d_results, _TERMS * len(ctx.segments)
+        saved = ctx.saved_tensors  # asked for once: hooks of torch.utils.checkpoint give them once
+        terms, scans = saved[:count], saved[count:]
+        d_states, gradients = _states(d_finals, ctx.shape, terms[0], ctx.responses), []
+        for place, part in reversed(list(enumerate(ctx.segments))):
+            own, scanned = ChunkTerms(*terms[_TERMS * place :][:_TERMS]), Scanned(*scans[2 * place :][:2])
+            d_output = torch.zeros_like(scanned.errors) if d_outputs[place] is None else d_outputs[place]
+            gradients[:0] = scan_chunks_backward(own, part.owners, scanned, d_output, d_states)
+        d_initial = _stacked(d_states, ctx.given) if ctx.needs_input_grad[4] else None
+        return None, None, None, None, d_initial, *gradients
+
+
+_ARGUMENTS = 7
+"""q, k, v, g, beta, A_log and dt_bias."""
 
 
 class _Replayed(torch.autograd.Function):
@@ -174,40 +205,56 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, segments, options, responses, shape, crossing, *inputs):
         *arguments, initial = inputs
-        v, states, kept = arguments[2], _states(initial, shape, arguments[2]), []
-        o = v.new_empty(*v.shape[:-1], shape[-1], dtype=states[0].dtype if responses else v.dtype)
+        v, states, kept = arguments[2], _states(initial, shape, arguments[2], responses), []
+        o, response = v.new_empty(v.shape, dtype=states[0].dtype if responses else v.dtype), None
+        if responses:
+            tokens = max((segment.tokens[1] for segment in segments if segment.responses), default=0)
+            response = o.new_empty(*v.shape[:1], tokens, v.shape[2], responses)
         for segment in segments:
             kept.append(states[segment.owners[0]])
-            terms = segment.terms(segment.parts(arguments), options, responses)
+            terms = segment.terms(segment.parts(arguments), options)
             scanned = scan_chunks(terms, segment.owners, states)
             if crossing is not None and segment is segments[-1]:
                 crossing.begin(_stacked(states, shape[0]))
                 crossing.meanwhile = partial(_prepare, ctx)
-            segment.own(o).copy_(segment.to_tokens(outputs(terms, scanned), len(v)))
-        ctx.save_for_backward(*inputs, torch.stack(kept[1:]) if kept[1:] else None)
+            found = segment.to_tokens(outputs(terms, scanned), len(v))
+            segment.own(o).copy_(found[..., : v.shape[-1]])
+            if response is not None and segment.responses:
+                segment.own(response).copy_(found[..., v.shape[-1] :])
+        widths = dict.fromkeys(state.shape[-1] for state in kept[1:])  # of the first sequence, and of the others
+        stacks = [torch.stack([state for state in kept[1:] if state.shape[-1] == width]) for width in widths]
+        ctx.save_for_backward(*inputs, *stacks)
         ctx.segments, ctx.options, ctx.responses, ctx.shape = segments, options, responses, shape
         ctx.prepared = None
         ctx.set_materialize_grads(False)
-        return o, _stacked(states, shape[0])
+        return o, response, _stacked(states, shape[0])
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, d_output, d_finals):  # pyright: ignore[reportIncompatibleMethodOverride]
-        (*arguments, initial, kept), last = ctx.prepared or (ctx.saved_tensors, None)
+    def backward(ctx, d_output, d_response, d_finals):  # pyright: ignore[reportIncompatibleMethodOverride]
+        saved, last = ctx.prepared or (ctx.saved_tensors, None)
         ctx.prepared = None
+        arguments, initial, kept = _taken_apart(saved)
         wanted, v = ctx.needs_input_grad[5:-1], arguments[2]
         gradients = [_sums_like(arguments, place) if want else None for place, want in enumerate(wanted)]
-        d_states = _states(d_finals, ctx.shape, v)
+        d_states = _states(d_finals, ctx.shape, v, ctx.responses)
         for number, segment in reversed(list(enumerate(ctx.segments))):
             again, last = last or _compute_again(ctx, arguments, initial, kept, number), None
             own = torch.zeros_like(again.scanned.errors)
-            if d_output is not None:
-                own = segment.to_chunks(segment.own(d_output).to(own.dtype))
+            for d, columns in ((d_output, slice(v.shape[-1])), (d_response, slice(v.shape[-1], None))):
+                if d is not None and (d is d_output or segment.responses):
+                    own[..., columns] = segment.to_chunks(segment.own(d).to(own.dtype))
             d_terms = scan_chunks_backward(again.terms, segment.owners, again.scanned, own, d_states)
             _add_gradients(again.connected, d_terms, again.leaves, segment.parts(gradients))
         d_initial = _stacked(d_states, len(initial)) if ctx.needs_input_grad[-1] else None
         gradients = [None if d is None else d.to(x.dtype) for x, d in zip(arguments, gradients, strict=True)]
         return None, None, None, None, None, *gradients, d_initial
+
+
+def _taken_apart(saved: Sequence[Any]) -> tuple[Sequence[Any], Any, list[Tensor]]:
+    """The arguments, the initial states, and the states that segments but the first begin with."""
+    stacks = saved[_ARGUMENTS + 1 :]
+    return saved[:_ARGUMENTS], saved[_ARGUMENTS], [state for stack in stacks for state in stack]
 
 
 class _Again(NamedTuple):
@@ -221,23 +268,26 @@ class _Again(NamedTuple):
     scanned: Scanned
 
 
-def _compute_again(ctx: Any, arguments: list, initial: Tensor | None, kept: Tensor | None, number: int) -> _Again:
-    segment, begun = ctx.segments[number], _states(initial, ctx.shape, arguments[2])
+def _compute_again(
+    ctx: Any, arguments: Sequence[Any], initial: Tensor | None, kept: Sequence[Tensor], number: int
+) -> _Again:
+    segment, begun = ctx.segments[number], _states(initial, ctx.shape, arguments[2], ctx.responses)
     leaves = [
         None if x is None else x.detach().requires_grad_(want)
         for x, want in zip(segment.parts(arguments), ctx.needs_input_grad[5:-1], strict=True)
     ]
     with torch.enable_grad():
-        connected = segment.terms(leaves, ctx.options, ctx.responses)
+        connected = segment.terms(leaves, ctx.options)
     terms, states = ChunkTerms(*(x.detach() for x in connected)), {own: begun[own] for own in segment.owners}
-    if number and kept is not None:
+    if number:
         states[segment.owners[0]] = kept[number - 1]
     return _Again(leaves, connected, terms, scan_chunks(terms, segment.owners, states))
 
 
 def _prepare(ctx: Any) -> None:
     """Compute the last segment again, with which backward begins."""
-    *arguments, initial, kept = saved = ctx.saved_tensors
+    saved = ctx.saved_tensors
+    arguments, initial, kept = _taken_apart(saved)
     ctx.prepared = saved, _compute_again(ctx, arguments, initial, kept, len(ctx.segments) - 1)
 
 

@@ -7,13 +7,14 @@ With G the sum of g from the chunk's first token, for i >= j:
 
 A chunk's errors are then u - w S for the state S it begins with (scan.py). Every exponent here is a sum of decays
 between two tokens, never a difference of two sums: none is positive, so nothing overflows, none loses digits to an
-earlier strong decay, and no token's output depends on a later one.
+earlier strong decay, and no token's output depends on a later one, finite or not (lower_product).
 
 Reference: arXiv 2412.06464, section 3.3; arXiv 2510.26692, section 3. There sub-chunks of 16 are anchored at their
 first token; here blocks double in size, and a block's queries meet the block before's keys at the border between them.
 The system is solved by substitution: powers of A_kk, as in a Neumann series, overflow for equal keys.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from plans.delta_rule import SUBCHUNK_SIZE
-from reference_torch.autograd import differentiable_once
+from reference_torch.autograd import differentiable_once, is_transformed
 
 
 class ChunkTerms(NamedTuple):
@@ -61,8 +62,30 @@ def chunk_terms(
     a_qk, a_kk = (_products_by_channel if g.shape[-1] > 1 else _products_by_head)(q, k, g)
     from_start, to_end = g.cumsum(-2).exp(), _sums_after(g).exp()
     inverse = _Inverse.apply(beta * a_kk)
-    w, u = (inverse @ torch.cat([beta * from_start * k, beta * v], -1)).split([k.shape[-1], v.shape[-1]], -1)
+    right = torch.cat([beta * from_start * k, beta * v], -1)
+    w, u = lower_product(inverse, right).split([k.shape[-1], v.shape[-1]], -1)
     return ChunkTerms(w, u, q * from_start, k * to_end, a_qk, from_start[..., -1, :])
+
+
+def lower_product(lower: Float[Tensor, "*b c c"], x: Float[Tensor, "*b c v"]) -> Float[Tensor, "*b c v"]:
+    """Return ``lower @ x``, of which no row depends on later rows of x.
+
+    A product takes 0 times what is not finite for NaN. Here a number of x that is not finite makes NaN of its column in
+    its own row and the later ones alone.
+
+    Args:
+        lower: lower triangular.
+        x: of any numbers.
+    """
+    product = lower @ x
+    # On a CPU a look costs less than going without one: a sum is finite if all it is of is.
+    if x.device.type == "cpu" and type(product) is Tensor and not is_transformed(product):
+        with torch.no_grad():
+            if product.numel() == 0 or math.isfinite(product.sum().item()):
+                return product
+    finite, place = x.isfinite(), torch.arange(x.shape[-2], device=x.device)[:, None]
+    first = torch.where(finite, len(place), place).amin(-2, keepdim=True)
+    return torch.where(place < first, lower @ torch.where(finite, x, 0), torch.nan)
 
 
 class _Inverse(torch.autograd.Function):
@@ -94,7 +117,7 @@ def _products_by_head(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     strictly = lower.tril(-1)
     sums = torch.where(strictly, g, 0).cumsum(-2)  # row i, column j: of g from j + 1 to i
     decay = torch.where(lower, sums, -torch.inf).exp()
-    return (q @ k.mT) * decay, (k @ k.mT) * torch.where(strictly, decay, 0)
+    return torch.where(lower, (q @ k.mT) * decay, 0), torch.where(strictly, (k @ k.mT) * decay, 0)
 
 
 def _products_by_channel(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from reference_torch.delta_rule.intra import ChunkTerms
+from reference_torch.delta_rule.intra import ChunkTerms, lower_product
 
 
 class Scanned(NamedTuple):
@@ -57,7 +57,7 @@ def scan_chunks(terms: ChunkTerms, owners: Sequence[int], states: States) -> Sca
 
 def outputs(terms: ChunkTerms, scanned: Scanned) -> Float[Tensor, "n r c v"]:
     """Of every token."""
-    return terms.q_decayed @ scanned.states + terms.a_qk @ scanned.errors
+    return terms.q_decayed @ scanned.states + lower_product(terms.a_qk, scanned.errors)
 
 
 def scan_chunks_backward(

@@ -120,10 +120,38 @@ def gradients_of(
 
 def run_part(case: Case) -> tuple[np.ndarray, np.ndarray | None, dict[str, np.ndarray]]:
     """The same of this rank's part; states of its own sequences."""
+    return part_of(case, arrays_of(case), cotangents_of(case))
+
+
+class Poison(NamedTuple):
+    """A number that is not finite, in one token."""
+
+    name: str
+    """Of the argument; or cotangent, of the outputs."""
+    token: int
+    value: float
+
+
+def poisoned(case: Case, poison: Poison) -> tuple[dict[str, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Arguments and cotangents with a number that is not finite."""
+    arrays, cotangents = arrays_of(case), cotangents_of(case)
+    (cotangents[0] if poison.name == "cotangent" else arrays[poison.name])[0, poison.token, ..., -1] = poison.value
+    return arrays, cotangents
+
+
+def poisoned_parts(calls: list[tuple[Case, Poison]]) -> list[Any]:
+    """This rank's part of each call."""
+    return [part_of(case, *poisoned(case, poison)) for case, poison in calls]
+
+
+def part_of(
+    case: Case, whole: dict[str, np.ndarray], cotangents: tuple[np.ndarray, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray | None, dict[str, np.ndarray]]:
+    """Outputs, final states and gradients of this rank's part of arrays."""
     group = dist.group.WORLD if dist.is_initialized() else None
     offsets = torch.tensor(case.offsets, dtype=torch.int32)
     context = build_cp_context(offsets, group, **exchange_of(case))
-    whole, (d_o, d_finals) = arrays_of(case), cotangents_of(case)
+    d_o, d_finals = cotangents
     part, own = own_slices(case, context.rank, context.size)
     cut = {name: x if name in ("A_log", "dt_bias") else x[:, part] for name, x in whole.items()}
     if case.states:

@@ -78,6 +78,22 @@ def test_doors_agree_in_narrow_types(dtype):
     np.testing.assert_array_equal(ours.float().numpy(), np.asarray(theirs, np.float32))
 
 
+def test_doors_agree_on_subnormal_numbers():
+    """XLA's threads, on which kernels are interpreted, take such numbers for 0; as inputs, between, as results."""
+    ones = np.ones((1, 1, 2), np.float32)
+    calls = {
+        "swiglu": [np.array([[-88, -90, 1, 1, 1, 1e-40]], np.float32)],
+        "gelu": [np.array([[-13.0, 1e-40, -1e-39, 3e-38]], np.float32)],
+        "aggregate": [np.full((1, 1, 2, 4), 1e-20, np.float32), 1e-20 * ones],
+        "apply_h_post": [np.full((1, 1, 4), 1e-39, np.float32), None, ones],
+    }
+    for name, arrays in calls.items():
+        ours = getattr(torch_ops, name)(*(None if x is None else torch.from_numpy(x) for x in arrays)).numpy()
+        theirs = np.asarray(getattr(jax_ops, name)(*(None if x is None else jnp.asarray(x) for x in arrays)))
+        np.testing.assert_array_equal(ours, theirs, err_msg=name)
+        assert ours.any(), name
+
+
 def test_interpreted_products_of_bfloat16_are_right():
     """Triton's interpreter multiplies their bits as integers; kernels/interpreter.py widens them."""
     x, phi = normal(0, 1, 3, 4, 16), normal(1, 64, 24) / 8

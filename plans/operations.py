@@ -1,0 +1,324 @@
+"""Checks of what operations on arrays take, shared by both backends and by the kernels.
+
+A backend describes an array by an :class:`Operand`; what is checked here are shapes, names of types and numbers alone.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+FLOATING = ("float16", "bfloat16", "float32", "float64")
+"""Types that operations compute with."""
+
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+Shape = tuple[int, ...]
+
+
+class Operand(NamedTuple):
+    """The shape and the type of an array, the latter by the name that numpy gives it."""
+
+    shape: Shape
+    dtype: str
+
+
+def refuse_operand(name: str, came: str) -> ValueError:
+    """Return the error for what is no array of the backend.
+
+    Args:
+        name: of the argument.
+        came: what it is instead, e.g. the name of its class.
+    """
+    return ValueError(f"{name}: expected a dense array of the backend's framework, got {came}")
+
+
+def check_floating(**operands: Operand | None) -> None:
+    """Refuse arrays of a type that nothing is computed with.
+
+    Args:
+        operands: by the name of the argument; None for one that was not given.
+
+    Raises:
+        ValueError: names the argument, what was expected, what came.
+    """
+    for name, x in operands.items():
+        if x is not None and x.dtype not in FLOATING:
+            raise ValueError(f"{name}: expected a type among {', '.join(FLOATING)}, got {x.dtype}")
+
+
+def check_integers(**operands: Operand) -> None:
+    """Refuse arrays that do not hold integers; booleans do not."""
+    for name, x in operands.items():
+        if x.dtype not in INTEGERS:
+            raise ValueError(f"{name}: expected integers, got {x.dtype}")
+
+
+def check_least_axes(name: str, shape: Shape, least: int) -> None:
+    """Refuse an array with fewer axes."""
+    if len(shape) < least:
+        raise ValueError(f"{name}: expected at least {least} axes, got shape {tuple(shape)}")
+
+
+def check_axes(name: str, shape: Shape, letters: str) -> None:
+    """Refuse an array with another number of axes than letters, e.g. ``"BTSD"``."""
+    if len(shape) != len(letters):
+        raise ValueError(f"{name}: expected shape [{', '.join(letters)}], got {tuple(shape)}")
+
+
+def check_shape(name: str, shape: Shape, expected: Shape) -> None:
+    """Refuse another shape."""
+    if tuple(shape) != tuple(expected):
+        raise ValueError(f"{name}: expected shape {tuple(expected)}, got {tuple(shape)}")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_integer(value) or isinstance(value, float | np.floating)
+
+
+def check_rate(rate: Any) -> None:
+    """Refuse what is no rate of dropout."""
+    if not _is_number(rate) or not 0.0 <= rate < 1.0:
+        raise ValueError(f"rate: expected a number in [0, 1), got {rate!r}")
+
+
+def check_epsilon(epsilon: Any) -> None:
+    """Refuse what cannot be added to a mean square."""
+    if not _is_number(epsilon) or not (math.isfinite(epsilon) and epsilon >= 0):
+        raise ValueError(f"epsilon: expected a finite number of at least 0, got {epsilon!r}")
+
+
+def check_word(name: str, value: Any) -> None:
+    """Refuse a number that is no 32-bit word of Philox's key or counter.
+
+    Words are what every implementation takes; a larger number would be cut off by some and not by others.
+    """
+    if not _is_integer(value) or not 0 <= value < 2**32:
+        raise ValueError(f"{name}: expected an integer in [0, 2**32), got {value!r}")
+
+
+def check_iterations(iterations: Any, last: Any) -> None:
+    """Refuse settings that Sinkhorn's iteration does not have."""
+    if not _is_integer(iterations):
+        raise ValueError(f"iterations: expected an integer, got {iterations!r}")
+    if iterations < 1:
+        raise ValueError(f"iterations: expected at least 1, got {iterations}")
+    if last not in ("row", "column"):
+        raise ValueError(f"last: expected 'row' or 'column', got {last!r}")
+
+
+def check_matrices(logits: Operand) -> None:
+    """Refuse what is no batch of square matrices [..., S, S]."""
+    check_floating(logits=logits)
+    check_least_axes("logits", logits.shape, 2)
+    check_shape("logits", logits.shape, (*logits.shape[:-1], logits.shape[-2]))
+    if not logits.shape[-1]:
+        raise ValueError(f"logits: expected matrices of at least one row, got shape {tuple(logits.shape)}")
+
+
+def check_dropout_rows(shape: Shape, **rows: Operand) -> None:
+    """Refuse rows of a dropout state that are not those of an array.
+
+    Args:
+        shape: of the array's leading axes, [B, T].
+        rows: ``row_low`` and ``row_high``.
+    """
+    for name, x in rows.items():
+        check_shape(f"state.{name}", x.shape, shape)
+        check_integers(**{f"state.{name}": x})
+
+
+def check_dropout(x: Operand, rate: Any) -> None:
+    """Refuse what no dropout mask can be made for."""
+    check_floating(x=x)
+    check_least_axes("x", x.shape, 2)
+    check_rate(rate)
+
+
+def check_rows(samples: Operand, positions: Operand, seq_length: Any) -> None:
+    """Refuse what rows of a batch cannot be numbered by: see ops.dropout_state."""
+    check_integers(samples=samples, positions=positions)
+    check_axes("positions", positions.shape, "T")
+    if len(samples.shape) not in (1, 2):
+        raise ValueError(f"samples: expected shape [B] or [B, T], got {tuple(samples.shape)}")
+    if len(samples.shape) == 2:
+        check_shape("samples", samples.shape, (samples.shape[0], positions.shape[0]))
+    check_word("seq_length", seq_length)
+
+
+def check_bias(x: Operand, bias: Operand | None, width: int | None = None) -> None:
+    """Refuse a bias that is not one number a column.
+
+    Args:
+        x: what it is added to, or what the result is made of.
+        bias: None: there is none.
+        width: columns of the result; None: those of x.
+    """
+    check_floating(x=x, bias=bias)
+    check_least_axes("x", x.shape, 1)
+    if bias is not None:
+        check_shape("bias", bias.shape, (x.shape[-1] if width is None else width,))
+
+
+def check_linear(x: Operand, weight: Operand, bias: Operand | None) -> None:
+    """Refuse what is no linear map of the last axis."""
+    check_floating(x=x, weight=weight, bias=bias)
+    check_least_axes("x", x.shape, 1)
+    check_axes("weight", weight.shape, "OI")
+    check_shape("weight", weight.shape, (weight.shape[0], x.shape[-1]))
+    check_bias(x, bias, weight.shape[0])
+
+
+def check_norm(x: Operand, weight: Operand, epsilon: Any) -> None:
+    """Refuse what cannot be normalised over the last axis."""
+    check_floating(x=x, weight=weight)
+    check_least_axes("x", x.shape, 1)
+    check_shape("weight", weight.shape, x.shape[-1:])
+    check_epsilon(epsilon)
+
+
+def check_convolution(x: Operand, weight: Operand, before: Operand) -> None:
+    """Refuse what is no convolution of channels over tokens."""
+    check_floating(x=x, weight=weight)
+    check_axes("x", x.shape, "BTC")
+    check_axes("weight", weight.shape, "CW")
+    check_shape("weight", weight.shape, (x.shape[-1], max(weight.shape[1], 1)))
+    check_integers(before=before)
+    if before.shape not in (x.shape[:2], x.shape[1:2]):
+        raise ValueError(f"before: expected shape {x.shape[1:2]} or {x.shape[:2]}, got {tuple(before.shape)}")
+
+
+def check_rotary(x: Operand, positions: Operand, base: Any) -> None:
+    """Refuse what cannot be turned by positions."""
+    check_floating(x=x)
+    check_axes("x", x.shape, "BTHd")
+    if x.shape[-1] % 2:
+        raise ValueError(f"x: expected heads of an even width, got {x.shape[-1]}")
+    if positions.dtype not in FLOATING:
+        check_integers(positions=positions)
+    check_shape("positions", positions.shape, x.shape[1:2])
+    if not _is_number(base) or not (math.isfinite(base) and base > 0):
+        raise ValueError(f"base: expected a positive finite number, got {base!r}")
+
+
+def check_attention(q: Operand, k: Operand, v: Operand, mask: Operand | None, name: str, keys: bool = False) -> None:
+    """Refuse queries, keys and values that do not belong together.
+
+    Args:
+        q, k, v: of the call.
+        mask: [B, T, T], or with ``keys`` [T, S]; None: there is none.
+        name: of the mask's argument.
+        keys: keys may be of other tokens than the queries.
+    """
+    check_floating(q=q, k=k, v=v)
+    for letter, x in (("q", q), ("k", k), ("v", v)):
+        check_axes(letter, x.shape, "BTHd" if letter == "q" else "BSGd" if keys else "BTGd")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{letter}: expected {q.dtype}, as q is, got {x.dtype}")
+    batch, length, heads, width = q.shape
+    tokens, groups = k.shape[1] if keys else length, k.shape[2]
+    check_shape("k", k.shape, (batch, tokens, groups, width))
+    check_shape("v", v.shape, (batch, tokens, groups, width))
+    if not groups or heads % groups:
+        raise ValueError(f"k: expected a divisor of q's {heads} heads as number of groups, got {groups}")
+    if mask is not None:
+        check_shape(name, mask.shape, (length, tokens) if keys else (batch, length, length))
+        if mask.dtype != "bool":
+            raise ValueError(f"{name}: expected bool, got {mask.dtype}")
+
+
+def check_gate(x: Operand) -> None:
+    """Refuse what is no gate and value side by side."""
+    check_activation(x)
+    if x.shape[-1] % 2:
+        raise ValueError(f"x: expected gate and value side by side, an even width, got {x.shape[-1]}")
+
+
+def check_activation(x: Operand) -> None:
+    """Refuse what no activation is computed of."""
+    check_floating(x=x)
+    check_least_axes("x", x.shape, 1)
+
+
+def check_targets(logits: Operand, targets: Operand) -> None:
+    """Refuse targets that are not one token id for each row of logits."""
+    check_floating(logits=logits)
+    check_axes("logits", logits.shape, "BTV")
+    check_shape("targets", targets.shape, logits.shape[:-1])
+    check_integers(targets=targets)
+
+
+def check_token_ids(least: int, most: int, vocabulary: int) -> None:
+    """Refuse token ids that there are not, of the least and the greatest.
+
+    Raises:
+        IndexError: names the argument, what was expected, what came.
+    """
+    for found in (least, most):
+        if not 0 <= found < vocabulary:
+            raise IndexError(f"targets: expected token ids in [0, {vocabulary}), got {found}")
+
+
+def check_streams(name: str, x: Operand) -> tuple[int, int, int, int]:
+    """Refuse what are no residual streams [B, T, S, D]; return the sizes."""
+    check_floating(**{name: x})
+    check_axes(name, x.shape, "BTSD")
+    batch, length, streams, width = x.shape
+    return batch, length, streams, width
+
+
+def check_mappings(x: Operand, phi: Operand, alpha: Operand, bias: Operand, epsilon: Any) -> None:
+    """Refuse parameters that are not those of the streams' coefficients."""
+    _, _, streams, width = check_streams("x", x)
+    check_floating(phi=phi, alpha=alpha, bias=bias)
+    columns = streams * (streams + 2)
+    check_shape("phi", phi.shape, (streams * width, columns))
+    check_shape("alpha", alpha.shape, (3,))
+    check_shape("bias", bias.shape, (columns,))
+    check_epsilon(epsilon)
+
+
+def check_aggregate(x: Operand, h_pre: Operand) -> None:
+    """Refuse coefficients that are not those of the streams."""
+    check_streams("x", x)
+    check_floating(h_pre=h_pre)
+    check_shape("h_pre", h_pre.shape, x.shape[:-1])
+
+
+def check_mix(h_res: Operand, residual: Operand) -> None:
+    """Refuse matrices that are not those of the streams."""
+    *_, streams, _ = check_streams("residual", residual)
+    check_floating(h_res=h_res)
+    check_shape("h_res", h_res.shape, (*residual.shape[:-1], streams))
+
+
+def check_expanded(x: Operand, bias: Operand | None, h_post: Operand) -> None:
+    """Refuse what cannot be written to streams."""
+    check_floating(x=x, bias=bias, h_post=h_post)
+    check_axes("x", x.shape, "BTD")
+    check_axes("h_post", h_post.shape, "BTS")
+    check_shape("h_post", h_post.shape, (*x.shape[:-1], h_post.shape[-1]))
+    check_bias(x, bias)
+
+
+def check_written(
+    residual: Operand, h_res: Operand | None, x: Operand, bias: Operand | None, h_post: Operand, rate: Any
+) -> None:
+    """Refuse what does not make the next streams together."""
+    *lead, streams, width = check_streams("residual", residual)
+    check_expanded(x, bias, h_post)
+    check_shape("x", x.shape, (*lead, width))
+    check_shape("h_post", h_post.shape, (*lead, streams))
+    if h_res is not None:
+        check_mix(h_res, residual)
+    check_rate(rate)
+
+
+def check_same_type(name: str, dtype: str, other: str, expected: str) -> None:
+    """Refuse an array of another type than the one it is added to."""
+    if dtype != expected:
+        raise ValueError(f"{name}: expected the type of {other}, {expected}, got {dtype}; cast one of them")

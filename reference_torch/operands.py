@@ -1,0 +1,37 @@
+"""What the checks of operations ask of an array, and the type that sums are taken in."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from plans import operations
+from plans.operations import Operand
+
+
+def operand(name: str, x: Any) -> Operand:
+    """Return what plans.operations checks of an array.
+
+    Args:
+        name: of the argument.
+        x: the argument.
+
+    Raises:
+        ValueError: x is no dense array of the framework.
+    """
+    if not isinstance(x, Tensor):
+        raise operations.refuse_operand(name, type(x).__name__)
+    if x.layout is not torch.strided:
+        raise operations.refuse_operand(name, str(x.layout).removeprefix("torch."))
+    return Operand(tuple(x.shape), str(x.dtype).removeprefix("torch."))
+
+
+def given_operand(name: str, x: Any) -> Operand | None:
+    """Return operand(name, x), or None where x was not given."""
+    return None if x is None else operand(name, x)
+
+
+def at_least_float32(x: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
+    """x itself, or in float32 if it is narrower: see plans.config.KEPT_IN_FLOAT32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
