@@ -40,7 +40,8 @@ def import_parameters(model: nnx.State, values: Mapping[str, np.ndarray]) -> nnx
     check_values(values, {name: ParameterSpec(value.shape) for name, value in export_parameters(model).items()})
 
     def replace(path: tuple, leaf: Array) -> Array:
-        return jnp.asarray(values[_canonical_name(path)], leaf.dtype)
+        # Copied: what JAX makes of a numpy array may share its memory, which its owner may change.
+        return jnp.asarray(np.array(values[_canonical_name(path)], leaf.dtype))
 
     return jax.tree_util.tree_map_with_path(replace, model)
 

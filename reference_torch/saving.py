@@ -6,6 +6,7 @@ the business of plans/checkpoint.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,9 @@ from plans.config import TransformerConfig
 from plans.parameters import ParameterSpec, check_values
 from reference_torch.offload import host_value
 from reference_torch.transformer import GPTModel
+
+_MOMENTS = {"exp_avg": "first moment", "exp_avg_sq": "second moment"}
+"""AdamW names on the left, the words of messages on the right."""
 
 Model = nn.Module | Sequence[nn.Module]
 """A model, or those of its pipeline stages that lie on this process."""
@@ -76,11 +80,14 @@ def import_arrays(
     check_values(second, specs)
     import_parameters(model, split_arrays(arrays, MODEL))
     for name, parameter in _named_parameters(model):
+        # Copied, even where no conversion is needed: the optimizer updates moments in place, and two stages of one
+        # process may have a parameter of this name, a tied embedding.
         optimizer.state[parameter] = {
             "step": torch.tensor(float(step), device=parameter.device),
-            "exp_avg": torch.from_numpy(first[name]).to(parameter.device, parameter.dtype),
-            "exp_avg_sq": torch.from_numpy(second[name]).to(parameter.device, parameter.dtype),
+            "exp_avg": torch.tensor(first[name], device=parameter.device, dtype=parameter.dtype),
+            "exp_avg_sq": torch.tensor(second[name], device=parameter.device, dtype=parameter.dtype),
         }
+    _check_own_memory(model, optimizer)
     return model, optimizer
 
 
@@ -102,6 +109,21 @@ def load_model(path: Path | str) -> GPTModel:
 def _named_parameters(model: Model) -> Iterator[tuple[str, nn.Parameter]]:
     for part in [model] if isinstance(model, nn.Module) else model:
         yield from part.named_parameters()
+
+
+def _check_own_memory(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """Assert that no two parameters or moments share memory: each is updated in place, once a step."""
+    taken: list[tuple[str, int, int, str, str]] = []
+    for name, parameter in _named_parameters(model):
+        state = optimizer.state.get(parameter, {})
+        held = {"parameter": host_value(parameter)}
+        held |= {what: state[key] for key, what in _MOMENTS.items() if key in state}
+        for what, tensor in held.items():
+            begin = tensor.data_ptr()
+            taken.append((str(tensor.device), begin, begin + tensor.nbytes, name, what))
+    taken.sort(key=lambda memory: memory[:2])  # of one address, the tensor that was imported first comes first
+    for (device, _, end, other, others), (own_device, begin, _, name, what) in pairwise(taken):
+        assert device != own_device or begin >= end, f"{name}: its {what} shares memory with the {others} of {other}"
 
 
 def _specs(model: Model) -> dict[str, ParameterSpec]:
