@@ -74,7 +74,7 @@ class OperationRecorder(TorchFunctionMode):
         self._own = {id(tensor) for tensor in arguments}
         self._seen: dict[int, weakref.ref[Tensor]] = {}
         """Operands from outside, also those that the call has changed."""
-        self._begun = torch._C._autograd._get_sequence_nr()
+        self._begun = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Run the operation, and record it."""
