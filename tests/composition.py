@@ -3,14 +3,17 @@
 A composition is drawn dimension by dimension, biased to pairs: two features are chosen first, everything else with a
 probability of its own. One step of it, on as many ranks as it asks for, is compared with one step of the plain model on
 one device of PyTorch: loss, every gradient, every parameter after AdamW's step, and the loss of the batch after it.
+Compositions of PyTorch also save a checkpoint after that step, read it into a new trainer and take a second step.
 
     python -m tests.composition        # draws hundreds, and writes which pairs were covered to docs/composition.md
 """
 
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +23,7 @@ from hypothesis import strategies as st
 
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT, LOSS
+from plans.checkpoint import read_checkpoint
 from plans.config import TrainConfig, TransformerConfig
 from plans.data import Corpus
 from plans.training import check_trainable
@@ -70,6 +74,8 @@ class Outcome(NamedTuple):
     """After it."""
     next_loss: float
     """Of another batch, after it."""
+    resumed: dict[str, np.ndarray] | None = None
+    """Parameters and moments after a second step, before which a new trainer read the first one's checkpoint."""
 
 
 def _schedule(name: str, virtual: int | None = None) -> dict[str, Any]:
@@ -96,6 +102,7 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
         "gpipe": _schedule("gpipe"),
         "1f1b": _schedule("1f1b"),
         "interleaved": _schedule("interleaved", 2),
+        "interleaved-zb1p": _schedule("interleaved-zb1p", 2),
         "zb-h1": _schedule("zb-h1"),
         "zb-h2": _schedule("zb-h2"),
         "zb-v": _schedule("zb-v", 2),
@@ -255,17 +262,36 @@ def step_of(trainer: Any, composition: Composition) -> Outcome:
     return Outcome(loss, gradients, parameters, trainer.loss_and_gradients(corpus.batch(NEXT, SEQUENCES, length))[0])
 
 
-def torch_step(composition: Composition) -> Outcome:
-    """Of PyTorch, on this rank of as many as there are; run on every one."""
+def torch_step(composition: Composition, folder: Path | None = None) -> Outcome:
+    """Take one step in PyTorch on this rank; every rank calls it.
+
+    Args:
+        composition: what to train.
+        folder: for checkpoints, to resume from one and take a second step; None: do neither.
+    """
     from reference_torch.groups import make_mesh
     from reference_torch.train import Trainer
 
     mesh = make_mesh(composition.model) if composition.ranks > 1 else None
-    trainer = Trainer(composition.model, composition.train, corpus_of(composition), device="cpu", mesh=mesh)
+    made = composition.model, composition.train, corpus_of(composition)
+    trainer = Trainer(*made, device="cpu", mesh=mesh)
     outcome = step_of(trainer, composition)
-    for group in {*trainer._groups} - {None, torch.distributed.group.WORLD}:  # else their threads stay, and wake up
-        torch.distributed.destroy_process_group(group)
+    if folder is not None:
+        trainer.save(folder)
+        second = Trainer(*made, device="cpu", mesh=mesh)
+        second.train_step(second.resume(folder))
+        arrays = read_checkpoint(second.save(folder)).arrays
+        outcome = outcome._replace(resumed=arrays)
+        _end(second)
+    _end(trainer)
     return outcome
+
+
+def _end(trainer: Any) -> None:
+    """Close what would stay: offload's buffers, and threads of process groups."""
+    trainer.offload.close()
+    for group in {*trainer._groups} - {None, torch.distributed.group.WORLD}:
+        torch.distributed.destroy_process_group(group)
 
 
 class Pools:
@@ -276,11 +302,13 @@ class Pools:
 
     def step(self, composition: Composition, timeout: float = 120.0):
         """One step of PyTorch, on as many ranks as the composition has."""
-        if composition.ranks == 1:
-            return torch_step(composition)
-        count = composition.ranks
-        pool = self._pools.setdefault(count, RankPool(count, timeout, ("reference_torch.train",)))
-        return pool.run("tests.composition:torch_step", composition)[0]
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            if composition.ranks == 1:
+                return torch_step(composition, folder)
+            count = composition.ranks
+            pool = self._pools.setdefault(count, RankPool(count, timeout, ("reference_torch.train",)))
+            return pool.run("tests.composition:torch_step", composition, folder)[0]
 
     def close(self) -> None:
         for pool in self._pools.values():
@@ -300,7 +328,8 @@ def jax_step(composition: Composition) -> Outcome:
 
 @lru_cache(maxsize=256)
 def _plain_step(composition: Composition) -> Outcome:
-    return torch_step(composition)
+    with tempfile.TemporaryDirectory() as name:
+        return torch_step(composition, Path(name))
 
 
 def _distances(
@@ -339,6 +368,10 @@ def assert_learns_as_plain(found: Outcome, composition: Composition, rounds_alik
     for name, parameter in expected.parameters.items() if exact else ():
         away = relative_difference(found.parameters[name], parameter)
         assert away <= 1e-8, f"{name} after the step: {away:.1e}"  # AdamW divides by the root of squares near 0
+    if exact and found.resumed is not None and expected.resumed is not None:
+        for name, array in expected.resumed.items():
+            away = relative_difference(found.resumed[name], array)
+            assert away <= 1e-8, f"{name} after a resumed step: {away:.1e}"
     limit = 1e-8 if exact else LOSS[dtype]
     assert abs(found.next_loss - expected.next_loss) <= limit, f"loss after it {found.next_loss}"
 

@@ -72,6 +72,9 @@ class OperationRecorder(TorchFunctionMode):
         """The operation that has begun and not ended."""
         self._outside: dict[int, tuple[weakref.ref[Tensor], int, str]] = {}
         self._own = {id(tensor) for tensor in arguments}
+        self._seen: dict[int, weakref.ref[Tensor]] = {}
+        """Operands from outside, also those that the call has changed."""
+        self._begun = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Run the operation, and record it."""
@@ -80,7 +83,7 @@ class OperationRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         own = self._own
         operands = list(_tensors(args, kwargs))
-        versions = [None if id(operand) in own else _version(operand) for operand in operands]
+        versions = [_version(operand) if self._is_outside(operand) else None for operand in operands]
         constants = tuple(_constants(args, kwargs))
         self.running = Operation(func, constants, ())
         result = func(*args, **kwargs)
@@ -103,6 +106,24 @@ class OperationRecorder(TorchFunctionMode):
         if differentiable:
             self.operations.append(Operation(func, constants, tuple(outside)))
         return result
+
+    def _is_outside(self, operand: Tensor) -> bool:
+        """Return whether an operand was there before the call.
+
+        A torch.autograd.Function may return what no mode sees: the result of another thread, of NumPy or of a C++
+        extension. Its node is one that this thread has made since the call began. A tensor from outside gets such a
+        node when the call changes it, so the first look decides.
+        """
+        key = id(operand)
+        if key in self._own:
+            return False
+        known = self._seen.get(key)
+        if known is None or known() is not operand:
+            if operand.grad_fn is not None and operand.grad_fn._sequence_nr() >= self._begun:
+                self._own.add(key)
+                return False
+            self._seen[key] = weakref.ref(operand)
+        return True
 
     def difference(self, replay: "OperationRecorder", whole: bool = True) -> str | None:
         """Say how a replay differs from this run.
