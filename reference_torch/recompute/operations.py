@@ -140,7 +140,7 @@ class OperationRecorder(TorchFunctionMode):
             if first.function != second.function or not _equal(first.constants, second.constants):
                 return f"operation {place} was {first} in forward and is {second} in the replay"
             for before, after in zip(first.outside, second.outside, strict=False):
-                if before is not None and (after is None or before() is not after()):
+                if before is not None and not _is_same(before(), None if after is None else after()):
                     return f"operation {place}, {first}, reads another tensor of the closure than in forward"
         for reference, version, reader in replay._outside.values():
             tensor = reference()
@@ -151,6 +151,17 @@ class OperationRecorder(TorchFunctionMode):
         if whole and len(self.operations) != len(replay.operations):
             return f"forward made {len(self.operations)} differentiable operations, the replay {len(replay.operations)}"
         return None
+
+
+def _is_same(before: Tensor | None, after: Tensor | None) -> bool:
+    """Whether two runs read one tensor, or each a new view of NumPy's memory, which no mode sees being made."""
+    if before is after and after is not None:
+        return True
+    return before is None and after is not None and not after.requires_grad and not _owns_memory(after)
+
+
+def _owns_memory(tensor: Tensor) -> bool:
+    return tensor.layout is not torch.strided or tensor.untyped_storage().resizable()
 
 
 def _tensors(args: tuple, kwargs: dict) -> Iterator[Tensor]:

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,8 +16,6 @@ def in_thread(x):
 
 
 def in_numpy(x):
-    import numpy as np
-
     return torch.from_numpy(np.exp(x.detach().numpy()))
 
 
@@ -70,3 +69,15 @@ def test_a_tensor_from_outside_that_the_call_changes_stays_one_from_outside():
     checkpoint.discard_output_and_register_recompute(loss)
     with pytest.raises(RecomputeMismatchError, match=r"from outside the call, read by .*, was changed in place since"):
         loss.backward()
+
+
+def test_a_constant_that_the_call_takes_from_numpy_is_its_own():
+    def call(x):
+        return (x * torch.from_numpy(np.arange(6.0))).sin()
+
+    x = torch.linspace(-1.0, 1.0, 6, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(call(x).square().sum(), x)
+    checkpoint = CheckpointWithoutOutput()
+    loss = checkpoint.checkpoint(call, x).square().sum()
+    checkpoint.discard_output_and_register_recompute(loss)
+    assert torch.equal(torch.autograd.grad(loss, x)[0], expected[0])
