@@ -165,7 +165,7 @@ def test_room_test_sees_a_room_imported_by_name(tmp_path):
 def test_files_and_functions_stay_short(package):
     for path in sorted((ROOT / package).rglob("*.py")):
         source = path.read_text()
-        assert source.count("\n") <= 400, f"{path}: over 400 lines"
+        assert source.count("\n") <= 600, f"{path}: over 600 lines"
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef) and package != "kernels":
                 length = node.end_lineno - node.lineno + 1
