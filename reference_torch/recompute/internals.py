@@ -77,7 +77,7 @@ def without_dispatch_modes() -> contextlib.AbstractContextManager:
 
 def negated_view(tensor: Tensor) -> Tensor:
     """Return a view whose elements count as negated, as the imaginary part of a conjugate has it."""
-    return torch._neg_view(tensor)
+    return torch._C._VariableFunctions._neg_view(tensor)
 
 
 def swap_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:

@@ -103,7 +103,7 @@ class OperationRecorder(TorchFunctionMode):
                 differentiable = differentiable or tensor.requires_grad
                 if not any(tensor is operand for operand in operands):
                     own.add(id(tensor))
-        if differentiable:
+        if differentiable and func is not Tensor.view_as:  # hooks of modules insert it, and it changes no value
             self.operations.append(Operation(func, constants, tuple(outside)))
         return result
 

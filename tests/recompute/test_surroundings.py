@@ -249,3 +249,14 @@ def test_r13_dispatch_modes(mode, backward_inside, scoped):
             stack.enter_context(mode())
         assert entered is not None
         assert_equal(gradients(loss, [x]), expected)
+
+
+def test_r13_hooks_of_modules_that_insert_views_in_backward_are_no_difference():
+    """As FlopCounterMode does."""
+    linear, x = torch.nn.Linear(4, 4).double(), normal(0, 4, 4)
+    expected = gradients(reader(linear(x * 1)), [x])
+    with FlopCounterMode(display=False):
+        checkpoint = CheckpointWithoutOutput()
+        loss = reader(checkpoint.checkpoint(lambda x: linear(x), x * 1))
+        checkpoint.discard_output_and_register_recompute(loss)
+        assert_equal(gradients(loss, [x]), expected)
