@@ -43,7 +43,7 @@ def with_config_file(arguments: list[str]) -> list[str]:
                 f"config: expected each setting once in {path}, got {places[name]} and {place}; keep one of them"
             )
         places[name] = place
-    flags = [word for key, place, value in found for word in _flag(key, place, value)]
+    flags = [word for key, place, value in found for word in _flag(key, f"{place} in {path}", value)]
     return [arguments[0], *flags, *arguments[1:place_of_flag], *arguments[place_of_flag + 2 :]]
 
 

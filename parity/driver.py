@@ -5,6 +5,7 @@ PyTorch is not installed, and the other way round.
 """
 
 import json
+import math
 import os
 import signal
 import sys
@@ -25,6 +26,8 @@ from plans.text_files import one_line, parse_json
 from plans.training import StepResult
 
 TENSORBOARD = "tensorboard"
+FLOAT32_MAX = 3.4e38
+"""TensorBoard keeps numbers in 32 bits."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """Of UTF-8; some editors begin files with it."""
 
@@ -262,7 +265,8 @@ class _Board:
     def write(self, line: dict[str, Any]) -> None:
         for name, value in line.items():
             if name != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(name, value, line["step"])
+                shown = value if abs(value) < FLOAT32_MAX else math.copysign(math.inf, value)
+                self._writer.add_scalar(name, shown, line["step"])
         self._writer.flush()
 
 

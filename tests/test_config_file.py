@@ -49,9 +49,9 @@ def test_a_setting_twice(tmp_path, text, places):
     [
         ("a = " + "[" * 100_000, "expected a TOML file in .*, got one nested too deep to be read"),
         ("a = " + "1" * 5000, "expected a TOML file in .*, got "),
-        ("a = 0x" + "f" * 5000, "expected a number of at most 4300 digits for a, got a longer one"),
-        ("a = 1979-05-27", r"expected text, a number, .* for a, got datetime\.date"),
-        ("[model]\na = [[1]]", r"expected text, a number, .* for model\.a, got \[\[1\]\]"),
+        ("a = 0x" + "f" * 5000, "expected a number of at most 4300 digits for a in .*, got a longer one"),
+        ("a = 1979-05-27", r"expected text, a number, .* for a in .*, got datetime\.date"),
+        ("[model]\na = [[1]]", r"expected text, a number, .* for model\.a in .*, got \[\[1\]\]"),
         (b"\xff\xfe", "expected a TOML file in .*, got 'utf-8' codec"),
         ("a = \0", "expected a TOML file in .*, got "),
         ("a = 1\na = 2", "expected a TOML file in .*, got Cannot overwrite a value"),

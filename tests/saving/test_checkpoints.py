@@ -226,12 +226,13 @@ def test_tensorboard_shows_the_same_numbers(tmp_path):
     resumed = Metrics(tmp_path, 2, "jax")
     resumed.write({"step": 2, "loss": 20.0})
     resumed.write({"step": 3, "validation_loss": 1.0})
+    resumed.write({"step": 4, "validation_loss": -1e300})  # float64 that 32 bits do not have
     board = EventAccumulator(str(tmp_path / TENSORBOARD)).Reload()
     curves = {
         name: [(event.step, make_ndarray(event.tensor_proto).item()) for event in board.Tensors(name)]
         for name in board.Tags()["tensors"]
     }
-    assert curves == {"loss": [(0, 0.0), (1, 1.0), (2, 20.0)], "validation_loss": [(3, 1.0)]}
+    assert curves == {"loss": [(0, 0.0), (1, 1.0), (2, 20.0)], "validation_loss": [(3, 1.0), (4, -np.inf)]}
 
 
 def test_metrics_need_no_tensorboard(tmp_path, monkeypatch):
