@@ -282,15 +282,18 @@ def torch_step(composition: Composition, folder: Path | None = None) -> Outcome:
         second.train_step(second.resume(folder))
         arrays = read_checkpoint(second.save(folder)).arrays
         outcome = outcome._replace(resumed=arrays)
-        _end(second)
-    _end(trainer)
+        _end(trainer, second)
+    else:
+        _end(trainer)
     return outcome
 
 
-def _end(trainer: Any) -> None:
-    """Close what would stay: offload's buffers, and threads of process groups."""
-    trainer.offload.close()
-    for group in {*trainer._groups} - {None, torch.distributed.group.WORLD}:
+def _end(*trainers: Any) -> None:
+    """Close what would stay: offload's buffers, and threads of process groups, which trainers of one mesh share."""
+    for trainer in trainers:
+        trainer.offload.close()
+    groups = {group for trainer in trainers for group in trainer._groups}
+    for group in groups - {None, torch.distributed.group.WORLD}:
         torch.distributed.destroy_process_group(group)
 
 

@@ -1,9 +1,11 @@
 """Sequences of what users do with a model and an offload manager, beside the same model without one."""
 
+import contextlib
 import gc
 import threading
+import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -86,6 +88,15 @@ def features(program: Program) -> Iterable[str]:
         yield "alias before registration"
 
 
+@contextlib.contextmanager
+def _reentrant_checkpoints_do_not_warn() -> Iterator[None]:
+    """PyTorch's reentrant checkpoint warns of inputs without gradient, also in the plain program."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
+        yield
+
+
+@_reentrant_checkpoints_do_not_warn()
 def check(program: Program) -> Outcome:
     """Run the actions on both models, and compare what each of them gives."""
     threads = threading.active_count()
