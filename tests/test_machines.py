@@ -187,7 +187,7 @@ def test_coordinates_that_do_not_fit_are_refused():
 def test_devices_that_do_not_fit_are_refused(capsys, monkeypatch, data):
     jax = ["train", "--backend", "jax", *SETTINGS, *STAGES, *data]
     assert main([*jax, "--nproc", "3"]) == 2
-    assert "nproc: expected a multiple of pipeline_model_parallel_size=2 devices, got 3" in capsys.readouterr().err
+    assert "nproc: expected a multiple of --pipeline-model-parallel-size=2 devices, got 3" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(jax) == 2

@@ -270,4 +270,4 @@ def test_the_command_prints_plan_and_criterion(capsys):
     assert main([*PLAN.split(), "--pipeline-model-parallel-size", "2"]) == 0
     assert "in JAX, s" in capsys.readouterr().out
     assert main([*PLAN.split(), "--link-bandwidth", "0"]) == 2
-    assert "link_bandwidth: expected a number above 0, got 0" in capsys.readouterr().err
+    assert "--link-bandwidth: expected a number from 1e-06 to 1e+09, got 0" in capsys.readouterr().err

@@ -23,7 +23,7 @@ WRONG = {
     "--html {here}/plan.htm": "html: expected a name that ends in .html, got",
     "--html {here}/file/plan.html": "expected a folder to write to, got",
     "--html {here}/folder.html": "expected a folder to write to, got",
-    "--html {here}/a.html --memory-limit 4GiB --ranks 2": "html: expected None beside memory_limit and ranks, which",
+    "--html {here}/a.html --memory-limit 4GiB --ranks 2": "html: expected None beside --memory-limit and ranks, which",
     "--html {here}/a.html --pipeline-model-parallel-size 2 --num-microbatches 9000": "html: expected at most 16,384",
 }
 

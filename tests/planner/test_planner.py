@@ -249,7 +249,7 @@ def test_what_is_out_of_scope_says_so(flags, settings, message, capsys):
         replace(TINY, **settings)
     for command in ("plan", "train --train-iters 1", "compare"):
         assert main(f"{command} {flags}".split()) == 2
-        assert f"diptych: {next(iter(settings))}: {message}" in capsys.readouterr().err
+        assert f"diptych: --{next(iter(settings)).replace('_', '-')}: {message}" in capsys.readouterr().err
 
 
 def test_checkpoints_record_nothing_out_of_scope():
