@@ -337,8 +337,10 @@ def cross_entropy(logits: Float[Tensor, "b t v"], targets: Int[Tensor, "b t"]) -
         IndexError: a target is no token id. On a CPU the message names it; elsewhere the device finds it.
     """
     operations.check_targets(operand("logits", logits), operand("targets", targets))
-    ids, vocabulary = targets.flatten().long().clamp(min=-1), logits.shape[-1]  # none equals ignore_index
-    if ids.device.type == "cpu" and len(ids) and not (torch.compiler.is_compiling() or is_transformed(targets)):
-        operations.check_token_ids(int(targets.min()), int(targets.max()), vocabulary)
+    ids = targets.flatten().long()
+    if ids.device.type != "cpu" or torch.compiler.is_compiling() or is_transformed(targets):
+        ids = ids.clamp(min=-1)  # none equals ignore_index
+    elif len(ids):
+        operations.check_token_ids(int(targets.min()), int(targets.max()), logits.shape[-1])
     logits = at_least_float32(logits)
     return F.cross_entropy(logits.flatten(0, 1), ids, ignore_index=torch.iinfo(torch.int64).min)

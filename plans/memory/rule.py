@@ -57,10 +57,10 @@ MOMENTS = {
         Moment(Alive(35.75, 4, 7.09, 1, 1), value_copies=1),  # the gradient of the inverse
     ),
     "gdn": (
-        Moment(Alive(13, 7, 8.14, 4, 2), Alive(3, 1, 1), strided=None),
-        Moment(Alive(9, 6, 8.14, 5, 2), Alive(3, 1, 1), strided=Alive(4)),
-        Moment(Alive(13, 6, 9.17, 1, 1), strided=Alive(3)),
-        Moment(Alive(10, 4, 11.17, 1, 1), value_copies=1, strided=Alive(2)),
+        Moment(Alive(13, 7, 7.14, 4, 2), Alive(3, 1, 1), strided=None),
+        Moment(Alive(9, 6, 7.14, 5, 2), Alive(3, 1, 1), strided=Alive(4)),
+        Moment(Alive(13, 6, 8.17, 1, 1), strided=Alive(3)),
+        Moment(Alive(10, 4, 10.17, 1, 1), value_copies=1, strided=Alive(2)),
     ),
 }
 KEY_COPIES = 2
