@@ -255,7 +255,8 @@ def _judge_error(program: Program, bad: str | None, composed: dict | Exception, 
         return Outcome(REFUSED, "as the composed stages")
     sometimes = any("sometimes" in spec.operations for spec in program.stages)
     if (sometimes or isinstance(composed, Cut)) and "that requires a gradient, got a detached one" in told:
-        return Outcome(REFUSED, "an output without gradient")  # of whichever stage and microbatch comes first
+        # Of whichever stage and microbatch comes first.
+        return Outcome(REFUSED, "an output without gradient" if ours is None else re.sub(r"\d+", "n", ours["text"]))
     if bad is not None:
         stage = re.search(r"stage (\d+)", bad)
         assert stage is not None
