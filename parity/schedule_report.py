@@ -349,9 +349,10 @@ def _rank_table(plan: PipelinePlan, unit: Unit) -> Table:
 
 def _comparison(plan: PipelinePlan, others: Sequence[OtherSchedule], unit: Unit) -> Table:
     """Return the chosen schedule above all others that fit."""
-    table = Table(box=None, title="schedules; times in ms" if unit.name == "ms" else "schedules", title_justify="left")
-    for heading in ("", "makespan", "relative", "in JAX", "idle", "peak in flight", "peak kept, MiB", ""):
-        table.add_column(heading, justify="right" if heading else "left")
+    title = f"schedules{'; times in ms' if unit.name == 'ms' else ''}; most in flight and kept on a rank"
+    table = Table(box=None, title=title, title_justify="left")
+    for heading in ("", "makespan", "relative", "in JAX", "idle", "in flight", "kept, MiB", ""):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for name, other, _ in (OtherSchedule(plan.schedule.name, plan, ""), *others):
         if other is None:
             continue

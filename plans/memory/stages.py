@@ -158,10 +158,10 @@ class _StageBuilder(GraphBuilder):
             _, heads, key, value = self.config.linear_heads
             segments = -(-self.length // SEGMENT_SIZE)
             states = heads * key * ((segments - 1) * key + 3 * (value + key)) * self.wide
-            outputs = self.coefficient("outputs and responses", heads * (value + key))
-            widened = [outputs, Value("states and transitions", states)]
-            nodes[-1].writes += widened
-            nodes[-1].keeps += widened
+            outputs, responses = (self.coefficient("responses", heads * width) for width in (value, key))
+            kept = [responses, Value("states and transitions", states)]
+            nodes[-1].writes += [outputs, *kept]  # outputs are completed by what is kept, then dropped
+            nodes[-1].keeps += kept
             size = chunk_size(self.length)
             columns = chunk_flops(size, key, value + key) - chunk_flops(size, key, value)  # the map's
             more = -(-self.length // size) * self.batch * heads * columns

@@ -7,7 +7,7 @@ import resource
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -105,6 +105,22 @@ class Growth:
             raise Wrong(f"threads grew from {self.threads} to {now.threads}: {threading.enumerate()}")
         if now.mebibytes > self.mebibytes + mebibytes:
             raise Wrong(f"resident memory grew from {self.mebibytes:.0f} to {now.mebibytes:.0f} MiB")
+
+
+def check_nothing_grows(run: Callable[[], object], threads: int = 0, mebibytes: float = 8.0) -> None:
+    """Run something again and again until it leaves nothing; what leaks does so every time, what fills caches once.
+
+    Raises:
+        Wrong: three runs left more threads, or more memory, than the allowance given.
+    """
+    for attempt in range(3):
+        before = Growth()
+        run()
+        try:
+            return before.check(threads, mebibytes)
+        except Wrong:
+            if attempt == 2:
+                raise
 
 
 def run_programs(technique: str, numbers: Iterable[int]) -> Counter:

@@ -18,7 +18,7 @@ from torch import nn
 from reference_torch.offload import TensorOffloadManager
 from reference_torch.offload.link import Link
 from reference_torch.offload.memory import OffloadedMemory
-from tests.fuzz.harness import Growth
+from tests.fuzz.harness import check_nothing_grows
 from tests.offload.support import WIDTH, assert_equal_state, batch, build, train
 
 EVERYTHING = {"activations": True, "activation_min_bytes": 1}
@@ -164,10 +164,7 @@ def test_thirty_managers_leave_nothing():
 
     for number in range(4):
         use(number)
-    before = Growth()
-    for number in range(30):
-        use(number)
-    before.check(mebibytes=8.0)
+    check_nothing_grows(lambda: [use(number) for number in range(30)])
     assert hooks_of(shared) == hooks
     assert set(copyreg.dispatch_table) <= classes
 
@@ -191,11 +188,9 @@ def test_three_hundred_steps_leave_nothing(managers, more):
 
     for number in range(20):
         step(number)
-    hooks, before = hooks_of(model), Growth()
+    hooks = hooks_of(model)
     objects = len(gc.get_objects())
-    for number in range(300):
-        step(number)
-    before.check(mebibytes=8.0)
+    check_nothing_grows(lambda: [step(number) for number in range(300)])
     assert hooks_of(model) == hooks
     assert len(gc.get_objects()) < objects + 300
     assert len(x._backward_hooks or ()) == 0, "layers' inputs come from a layer that stays"
