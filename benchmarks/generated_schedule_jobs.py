@@ -43,11 +43,11 @@ def time_table(config: TransformerConfig, num_microbatches: int, costs: Costs, s
     assert groups.pp is not None, "a pipeline has ranks"
     communicator = SlowLink(groups.pp, config)
     communicator.delay = costs.communication
-    plain = split_backward._add_weight_gradient
+    plain = split_backward._Product.add_to_gradient
 
-    def slowly(parameter: torch.Tensor, *arguments: torch.Tensor) -> None:
-        time.sleep(weights[id(parameter)])
-        plain(parameter, *arguments)
+    def slowly(product: split_backward._Product) -> None:
+        time.sleep(weights[id(product._parameter)])
+        plain(product)
 
     x = torch.ones(1, 1, WIDTH)
 
@@ -66,7 +66,7 @@ def time_table(config: TransformerConfig, num_microbatches: int, costs: Costs, s
         )
 
     try:
-        with patch.object(split_backward, "_add_weight_gradient", slowly):
+        with patch.object(split_backward._Product, "add_to_gradient", slowly):
             return _timed(step, steps)
     finally:
         communicator.close()

@@ -231,7 +231,7 @@ atexit.register(lambda: print("at exit", run() == there, flush=True))
         capture_output=True,
         text=True,
         timeout=120,
-        env=os.environ | {"PYTHONPATH": "."},
+        env=os.environ | {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1"},  # OpenMP's threads do not outlive a fork
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "at exit True\n"
