@@ -130,7 +130,7 @@ fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz --minutes $(FUZZ_MINUTES)
 
 drill: $(INSTALLED)
-	$(BIN)/python -m benchmarks.drill
+	$(BIN)/python -m tests.faults.__main__
 
 kernels-report: $(INSTALLED)
 	$(BIN)/python -m benchmarks.kernels_report

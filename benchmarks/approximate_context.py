@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.context_jobs import Load
+from benchmarks.jobs.context import Load
 from parity.compare import relative_difference
 from parity.report import environment
-from plans.approximation import low_rank_bounds, rank_bounds, truncation_bounds
-from plans.exchange import exchange_cost
+from diptych.plans.context.approximation import low_rank_bounds, rank_bounds, truncation_bounds
+from diptych.plans.context.exchange import exchange_cost
 from reference_torch.context_parallel import build_cp_context, exchange
 from reference_torch.delta_rule import chunk_kda
 from reference_torch.rank_pool import RankPool

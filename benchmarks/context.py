@@ -20,10 +20,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.context_jobs import Load, results
+from benchmarks.jobs.context import Load, results
 from parity.compare import relative_difference
 from parity.report import environment
-from plans.exchange import EXCHANGES, exchange_cost
+from diptych.plans.context.exchange import EXCHANGES, exchange_cost
 from reference_torch.rank_pool import RankPool
 
 PER_RANK, TURNS = 1024, 7
@@ -34,7 +34,7 @@ SLOW = 2**-10
 DELAYS = (0.05, 0.1, 0.15, 0.2, 0.4)
 DELAY = "delay of a step's computation"
 RESULT = Path("benchmarks/results/context-cpu.json")
-JOBS, MIB = "benchmarks.context_jobs", 2**20
+JOBS, MIB = "benchmarks.jobs.context", 2**20
 
 
 def bytes_and_times(pool: RankPool) -> list[dict[str, Any]]:

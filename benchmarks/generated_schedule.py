@@ -23,23 +23,23 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.generated_schedule_jobs import write_table
-from benchmarks.sleeping_jax import Sleeping, time_apart
+from benchmarks.jobs.generated_schedule import write_table
+from benchmarks.jobs.sleeping_jax import Sleeping, time_apart
 from benchmarks.stage_costs import measure
 from parity.report import environment
-from plans.actions import Schedule
-from plans.config import TransformerConfig
-from plans.generate import generate_schedule, named_schedules
-from plans.placement import Placement
-from plans.schedule_file import schedule_to_csv
-from plans.simulate import Costs, simulate
-from plans.ticks import lockstep_makespan
+from diptych.plans.schedule.actions import Schedule
+from diptych.plans.config import TransformerConfig
+from diptych.planner.generate import generate_schedule, named_schedules
+from diptych.plans.schedule.placement import Placement
+from diptych.plans.schedule.csv import schedule_to_csv
+from diptych.plans.schedule.simulate import Costs, simulate
+from diptych.plans.schedule.lockstep import lockstep_makespan
 from reference_torch.rank_pool import RankPool
 
 STEPS, ROUNDS = 2, 2
 REAL_ROUNDS, TIMED = 6, 6
 """Of stages that compute: times that all tables take turns, and steps by which their actions are measured."""
-JOBS = "benchmarks.generated_schedule_jobs"
+JOBS = "benchmarks.jobs.generated_schedule"
 RESULT = Path("benchmarks/results/generated_schedule-cpu.json")
 
 

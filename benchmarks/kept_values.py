@@ -15,8 +15,8 @@ import jax_impl.recompute
 import jax_impl.transformer
 import reference_torch.recompute
 import reference_torch.transformer
-from plans.config import TransformerConfig
-from plans.recompute import VALUES
+from diptych.plans.config import TransformerConfig
+from diptych.plans.recompute import VALUES
 
 PAGE = Path(__file__).parent.parent / "docs" / "recompute.md"
 BEGIN, END = "<!-- table: python -m benchmarks.kept_values -->\n", "<!-- end of table -->\n"

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from kernels import ahead, jax_ops, torch_ops, tuning
+from diptych_kernels import aot as ahead, jax_backend as jax_ops, torch_backend as torch_ops, tuning
 from parity.report import environment
 from reference_torch import hyper_connections, ops
 

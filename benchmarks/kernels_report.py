@@ -8,7 +8,7 @@ from pathlib import Path
 import triton
 from rich.progress import track
 
-from kernels import ahead
+from diptych_kernels import aot as ahead
 
 PAGE = Path(__file__).parent.parent / "docs" / "kernels.md"
 BEGIN, END = "<!-- table: python -m benchmarks.kernels_report -->\n", "<!-- end of table -->\n"

@@ -1,6 +1,6 @@
 """What can go wrong with one message between pipeline ranks, done to a rank's real communicator.
 
-Used by the tests of single steps and by the drill (benchmarks/drill.py), which trains.
+Used by the tests of single steps and by the drill (tests/faults/__main__.py), which trains.
 """
 
 import os
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from plans.config import TransformerConfig
+from diptych.plans.config import TransformerConfig
 from reference_torch.p2p import P2PCommunicator
 
 

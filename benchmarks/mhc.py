@@ -27,8 +27,8 @@ import jax_impl.train
 import reference_torch.train
 from benchmarks.plain_torch import PlainTrainer
 from parity.report import environment
-from plans.config import DataConfig, TrainConfig, TransformerConfig
-from plans.data import load_corpus
+from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
+from diptych.plans.model.data import load_corpus
 
 STEPS, WARM_UP = 40, 4
 RESULT = Path("benchmarks/results/mhc-cpu.json")

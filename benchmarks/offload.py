@@ -27,8 +27,8 @@ from rich.progress import track
 from rich.table import Table
 
 from parity.report import environment
-from plans.config import TransformerConfig
-from plans.offload import OffloadPlan, Use, plan_offload, rank_layers, rank_uses, simulate_offload
+from diptych.plans.config import TransformerConfig
+from diptych.plans.offload import OffloadPlan, Use, plan_offload, rank_layers, rank_uses, simulate_offload
 from reference_torch.offload import TensorOffloadManager
 from reference_torch.recompute import measure_memory
 from reference_torch.transformer import GPTModel

@@ -26,14 +26,14 @@ from rich.progress import track
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.sleeping_jax import Sleeping, time_apart
+from benchmarks.jobs.sleeping_jax import Sleeping, time_apart
 from parity.report import environment
-from plans.actions import Schedule
-from plans.config import TransformerConfig
-from plans.placement import V_SCHEDULES
-from plans.schedule import build_schedule
-from plans.simulate import Costs, simulate
-from plans.ticks import FUSED, lockstep_makespan
+from diptych.plans.schedule.actions import Schedule
+from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.placement import V_SCHEDULES
+from diptych.plans.schedule.named import build_schedule
+from diptych.plans.schedule.simulate import Costs, simulate
+from diptych.plans.schedule.lockstep import FUSED, lockstep_makespan
 from reference_torch.pipeline import DeferredWeightGradients
 from reference_torch.rank_pool import RankPool
 from reference_torch.transformer import GPTModel
@@ -96,14 +96,14 @@ def main() -> None:
     """Measure, print, and write the JSON file."""
     console = Console()
     results: dict[str, Any] = {"environment": environment(), "unit_seconds": UNIT, "microbatches": MICROBATCHES}
-    with RankPool(RANKS, 300.0, ("benchmarks.pipeline_jobs",)) as pool:
+    with RankPool(RANKS, 300.0, ("benchmarks.jobs.pipeline",)) as pool:
         results["time"] = measure_times(pool, console)
         results["memory"] = measure_peaks(pool)
     results["time"] += measure_jax_times()
     results["split_backward"] = measure_split()
     results["jax"] = json.loads(
         subprocess.run(
-            [sys.executable, "-m", "benchmarks.pipeline_jax"], check=True, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "benchmarks.jobs.pipeline_jax"], check=True, stdout=subprocess.PIPE, text=True
         ).stdout.splitlines()[-1]
     )
     show(console, results)
@@ -117,10 +117,10 @@ def measure_times(pool: RankPool, console: Console) -> list[dict]:
     seconds: dict[tuple[str, Case], list[float]] = {}
     for _ in track(range(ROUNDS), "rounds of sleeping stages", console=console, transient=True):
         for case in (*CASES, *DELAYED):
-            job = ("benchmarks.pipeline_jobs:time_ours", case.config, MICROBATCHES, case.costs, case.delay, STEPS)
+            job = ("benchmarks.jobs.pipeline:time_ours", case.config, MICROBATCHES, case.costs, case.delay, STEPS)
             seconds.setdefault(("diptych", case), []).extend(np.max(pool.run(*job), axis=0).tolist())
             if case in CASES and case.name in PEERS:
-                job = ("benchmarks.pipeline_jobs:time_peer", case.name, case.stages_per_rank, MICROBATCHES, case.costs)
+                job = ("benchmarks.jobs.pipeline:time_peer", case.name, case.stages_per_rank, MICROBATCHES, case.costs)
                 times = np.max(pool.run(*job, STEPS), axis=0).tolist()
                 seconds.setdefault(("torch.distributed.pipelining", case), []).extend(times)
     return [row_of(executor, case, case.predicted, times) for (executor, case), times in seconds.items()]
@@ -167,7 +167,7 @@ def measure_peaks(pool: RankPool) -> dict:
         recompute_method="uniform",
         recompute_num_layers=2,
     )
-    peaks = pool.run("benchmarks.pipeline_jobs:peak_bytes", config, 4, MICROBATCHES)
+    peaks = pool.run("benchmarks.jobs.pipeline:peak_bytes", config, 4, MICROBATCHES)
     boundary = 4 * config.seq_length * config.residual_streams * config.hidden_size * 4
     return {
         "boundary_bytes": boundary,

@@ -28,9 +28,9 @@ from rich.table import Table
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from parity.report import environment
-from plans.config import TransformerConfig
-from plans.memory import predict_memory
-from plans.recompute import block_length
+from diptych.plans.config import TransformerConfig
+from diptych.planner.memory import predict_memory
+from diptych.plans.recompute import block_length
 from reference_torch.recompute import MemoryUse, measure_memory
 from reference_torch.transformer import GPTModel, TransformerLayer
 

@@ -19,19 +19,19 @@ from typing import Any
 
 import tyro
 
-from benchmarks.generated_schedule_jobs import write_table
-from parity.commands import Plan
+from benchmarks.jobs.generated_schedule import write_table
+from parity.cli.commands import Plan
 from parity.report import environment
-from plans.actions import Schedule
-from plans.config import TransformerConfig
-from plans.partition import num_stages
-from plans.schedule import schedule_for
-from plans.schedule_file import schedule_to_csv
-from plans.simulate import Costs
-from plans.stage_costs import write_stage_costs
+from diptych.plans.schedule.actions import Schedule
+from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.partition import num_stages
+from diptych.plans.schedule.named import schedule_for
+from diptych.plans.schedule.csv import schedule_to_csv
+from diptych.plans.schedule.simulate import Costs
+from diptych.planner.stage_costs import write_stage_costs
 from reference_torch.rank_pool import RankPool
 
-JOBS = "benchmarks.generated_schedule_jobs"
+JOBS = "benchmarks.jobs.generated_schedule"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Measurement:
 
     model: tyro.conf.OmitArgPrefixes[TransformerConfig] = field(default_factory=lambda: Plan().model)
     output: Path = Path("runs/stage_costs.json")
-    """JSON file to write, as plans.stage_costs has it."""
+    """JSON file to write, as diptych.planner.stage_costs has it."""
     micro_batch_size: int = Plan.micro_batch_size
     """Sequences of a microbatch."""
     num_microbatches: int = 8

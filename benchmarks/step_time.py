@@ -1,4 +1,4 @@
-"""What a step of training takes, beside what plans.step_time predicts from this machine's measured rates.
+"""What a step of training takes, beside what diptych.planner.step_time predicts from this machine's measured rates.
 
     python -m benchmarks.step_time            (make bench-step-time)
 
@@ -23,13 +23,13 @@ from rich.progress import track
 from rich.table import Table
 
 from parity.report import environment
-from plans.config import TrainConfig, TransformerConfig
-from plans.search import RECOMPUTE
-from plans.step_time import Machine, step_time
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.planner.search import RECOMPUTE
+from diptych.planner.step_time import Machine, step_time
 from reference_torch.rank_pool import RankPool
 
 RANKS, STEPS = 2, 4
-JOBS = "benchmarks.step_time_jobs"
+JOBS = "benchmarks.jobs.step_time"
 BASE = TransformerConfig(256, 4, 4, seq_length=256)
 RESULT = Path("benchmarks/results/step_time-cpu.json")
 DIFFERENT = 1.1
@@ -126,7 +126,7 @@ def measure_torch(console: Console) -> tuple[Machine, dict[str, list[float]]]:
 
 def measure_jax(console: Console) -> tuple[dict[str, float], dict[str, list[float]]]:
     """Rates, and seconds of steps, of one process on one core."""
-    with RankPool(1, 600.0, ("benchmarks.step_time_jobs",)) as pool:
+    with RankPool(1, 600.0, ("benchmarks.jobs.step_time",)) as pool:
         (rates,) = pool.run(f"{JOBS}:jax_rates")
         alone = [case for case in CASES if not case.together]
         return rates, {

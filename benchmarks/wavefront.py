@@ -2,7 +2,7 @@
 
     python -m benchmarks.wavefront           (make bench-wavefront)
 
-1. Order: layers that sleep, so that a step takes as long as its order has it, on four ranks; beside plans.wavefront.
+1. Order: layers that sleep, so that a step takes as long as its order has it, on four ranks; beside diptych.plans.schedule.wavefront.
 2. Steps of training of a KDA model, PyTorch on gloo ranks of one thread each, JAX on as many devices of one process.
    All exchanges are taken in turns in one run, beside the same ranks each computing its part alone, which is the least
    that a step can take. Where there are more ranks than cores, ranks take turns and what one waits is another's time.
@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from parity.report import environment
-from plans.config import TrainConfig, TransformerConfig
-from plans.exchange import CP_EXCHANGES
-from plans.wavefront import makespan, num_ticks
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.context.exchange import CP_EXCHANGES
+from diptych.plans.schedule.wavefront import makespan, num_ticks
 from reference_torch.rank_pool import RankPool
 
 RESULT = Path("benchmarks/results/wavefront-cpu.json")
-JOBS = "benchmarks.wavefront_jobs"
+JOBS = "benchmarks.jobs.wavefront"
 SLEEPING_RANKS, SLEEPING_LAYERS, COUNTS = 4, 8, (1, 2, 4, 8)
 FORWARD, BACKWARD = 0.08, 0.16
 """Seconds of a rank's part of a microbatch in all sleeping layers."""

@@ -24,8 +24,8 @@ from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
 from parity.report import environment
-from plans.context import FLACPContext
-from plans.zigzag import ATTENTION_LAYOUTS, attention_flops, move_cost
+from diptych.plans.context.sequences import FLACPContext
+from diptych.plans.context.zigzag import ATTENTION_LAYOUTS, attention_flops, move_cost
 from reference_torch.context_parallel import build_cp_context, cp_attention
 from reference_torch.rank_pool import RankPool
 

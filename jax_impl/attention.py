@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 
 from jax_impl.operands import at_least_float32, given_operand, operand
 from jax_impl.recompute import name_value
-from plans import operations
+from diptych.plans.model import operations
 
 
 def causal_attention(

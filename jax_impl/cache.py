@@ -14,8 +14,8 @@ from jax.core import Tracer
 from jaxtyping import Float, Integer
 
 from jax_impl.ops import masked_attention
-from plans.config import TransformerConfig
-from plans.delta_rule import compute_dtype
+from diptych.plans.config import TransformerConfig
+from diptych.plans.model.delta_rule import compute_dtype
 
 
 class AttentionState(NamedTuple):

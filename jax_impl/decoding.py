@@ -7,7 +7,7 @@ from jax import Array
 
 from jax_impl.cache import DecodingCache, empty_cache
 from jax_impl.transformer import GPTModel
-from plans.sampling import split_unread
+from diptych.plans.model.sampling import split_unread
 
 
 class Decoder:

@@ -1,6 +1,6 @@
 """Several documents in one sequence: what the layers need to know to keep them apart.
 
-Twin of ``reference_torch/documents.py``; how a corpus says where documents begin stands in ``plans/documents.py``.
+Twin of ``reference_torch/documents.py``; how a corpus says where documents begin stands in ``diptych/plans/model/documents.py``.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from jax import Array
 from jax.core import Tracer
 from jaxtyping import Bool, Int
 
-from plans.documents import check_document_starts
+from diptych.plans.model.documents import check_document_starts
 
 
 class PackedDocuments(NamedTuple):
@@ -29,12 +29,12 @@ def pack_documents(document_starts: Array | None, inputs: Array, masked: bool) -
     """Tell the layers where documents begin; None where nothing tells of documents.
 
     Args:
-        document_starts: see plans.documents. [B, N] int32
+        document_starts: see diptych.plans.model.documents. [B, N] int32
         inputs: tokens or hidden states. [B, T, ...]
         masked: some layer asks for the mask.
 
     Raises:
-        ValueError: see plans.documents.check_document_starts; values that are traced are not looked at.
+        ValueError: see diptych.plans.model.documents.check_document_starts; values that are traced are not looked at.
     """
     if document_starts is None:
         return None

@@ -27,9 +27,9 @@ from jaxtyping import Float, Integer
 from jax_impl.operands import at_least_float32, given_operand, operand
 from jax_impl.ops import DropoutState, add_bias, check_state, dropout, kernel_door, parameter
 from jax_impl.recompute import name_value
-from plans import operations
-from plans.config import TransformerConfig
-from plans.parameters import SINKHORN_FLOOR, hyper_connection_spec
+from diptych.plans.model import operations
+from diptych.plans.config import TransformerConfig
+from diptych.plans.model.parameters import SINKHORN_FLOOR, hyper_connection_spec
 
 
 def sinkhorn(
@@ -44,7 +44,7 @@ def sinkhorn(
         logits: iterated in float32 if narrower. [..., S, S]
         iterations: pairs of normalisations, >= 1.
         last: ``"row"`` (the paper: columns first, row sums exact) or ``"column"``.
-        impl: see plans.implementation.
+        impl: see diptych.plans.model.implementation.
 
     Raises:
         ValueError: names the argument, what was expected, what came.
@@ -132,7 +132,7 @@ def compute_mappings(
         bias: [2*S + S*S]
         iterations, last: see sinkhorn.
         epsilon: added to the mean square.
-        impl: see plans.implementation.
+        impl: see diptych.plans.model.implementation.
 
     Returns:
         h_pre [B, T, S] in (0, 1), h_post [B, T, S] in (0, 2), h_res [B, T, S, S] doubly stochastic;
@@ -218,7 +218,7 @@ def write_streams(
         rate: of dropout, in [0, 1).
         state: rows of the batch, or None for no dropout, as in evaluation.
         site: see ops.dropout.
-        impl: see plans.implementation.
+        impl: see diptych.plans.model.implementation.
 
     Reference: mHC, eq. 3, with dropout on what is added.
     """

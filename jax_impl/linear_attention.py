@@ -28,9 +28,9 @@ from jax_impl.documents import PackedDocuments
 from jax_impl.modules import Linear, RMSNorm
 from jax_impl.ops import add_bias, at_least_float32, parameter, short_convolution
 from jax_impl.recompute import name_value
-from plans.config import TransformerConfig
-from plans.context import FLACPContext
-from plans.parameters import ParameterSpec, delta_rule_specs
+from diptych.plans.config import TransformerConfig
+from diptych.plans.context.sequences import FLACPContext
+from diptych.plans.model.parameters import ParameterSpec, delta_rule_specs
 
 
 class ShortConvolution(nnx.Module):

@@ -1,4 +1,4 @@
-"""Modules that all layers are made of: linear maps and norms, with parameters as plans/parameters.py gives them.
+"""Modules that all layers are made of: linear maps and norms, with parameters as diptych/plans/model/parameters.py gives them.
 
 Twin of ``reference_torch/modules.py``.
 """
@@ -8,8 +8,8 @@ from jax import Array
 from jaxtyping import Float
 
 from jax_impl.ops import linear, parameter, rms_norm
-from plans.config import TransformerConfig
-from plans.parameters import ParameterSpec, norm_spec
+from diptych.plans.config import TransformerConfig
+from diptych.plans.model.parameters import ParameterSpec, norm_spec
 
 
 class Linear(nnx.Module):

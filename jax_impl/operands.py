@@ -6,12 +6,12 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from plans import operations
-from plans.operations import Operand
+from diptych.plans.model import operations
+from diptych.plans.model.operations import Operand
 
 
 def operand(name: str, x: Any) -> Operand:
-    """Return what plans.operations checks of an array.
+    """Return what diptych.plans.model.operations checks of an array.
 
     Args:
         name: of the argument.
@@ -31,5 +31,5 @@ def given_operand(name: str, x: Any) -> Operand | None:
 
 
 def at_least_float32(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """x itself, or in float32 if it is narrower: see plans.config.KEPT_IN_FLOAT32."""
+    """x itself, or in float32 if it is narrower: see diptych.plans.config.KEPT_IN_FLOAT32."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -21,15 +21,15 @@ from jax_impl.attention import causal_attention as causal_attention
 from jax_impl.attention import fused_attention as fused_attention
 from jax_impl.attention import masked_attention as masked_attention
 from jax_impl.operands import at_least_float32, given_operand, operand
-from plans import operations
-from plans.config import TransformerConfig
-from plans.implementation import uses_kernels
-from plans.parameters import ParameterSpec, initial_value, rotary_frequencies
-from plans.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, dropout_threshold
+from diptych.plans.model import operations
+from diptych.plans.config import TransformerConfig
+from diptych.plans.model.implementation import uses_kernels
+from diptych.plans.model.parameters import ParameterSpec, initial_value, rotary_frequencies
+from diptych.plans.model.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, dropout_threshold
 
 
 def parameter(config: TransformerConfig, name: str, spec: ParameterSpec) -> nnx.Param:
-    """A parameter with the initial value plans/parameters.py gives it.
+    """A parameter with the initial value diptych/plans/model/parameters.py gives it.
 
     Args:
         config: gives seed and type.
@@ -57,7 +57,7 @@ def _multiply_high_low(a: Array, b: int) -> tuple[Array, Array]:
 
 
 def philox_4x32(key: tuple, counter: tuple) -> tuple[Array, Array, Array, Array]:
-    """Four random words per counter, bit-equal to plans.philox.
+    """Four random words per counter, bit-equal to diptych.plans.model.philox.
 
     Args:
         key: two words < 2**32, each a number or an integer scalar.
@@ -154,7 +154,7 @@ def check_state(shape: tuple[int, ...], state: Any, site: Any) -> None:
     Args:
         shape: of the array's leading axes. [B, T]
         state: as dropout_state returns it.
-        site: see plans.philox.
+        site: see diptych.plans.model.philox.
 
     Raises:
         ValueError: names the argument, what was expected, what came.
@@ -175,7 +175,7 @@ def dropout(x: Float[Array, "b t *rest"], rate: float, state: DropoutState, site
         x: any floating array; the axes after the second are numbered as one. [B, T, ...]
         rate: in [0, 1).
         state: rows of the batch.
-        site: number of the place in the model, see plans.philox.
+        site: number of the place in the model, see diptych.plans.model.philox.
 
     Raises:
         ValueError: names the argument, what was expected, what came.
@@ -327,14 +327,14 @@ def kernel_door(impl: str, x: Array) -> Any | None:
     """The module that runs the shared kernels on what x is, or None where the operations here compute.
 
     Args:
-        impl: see plans.implementation.
+        impl: see diptych.plans.model.implementation.
 
     Raises:
         ValueError: an unknown impl.
     """
     if not uses_kernels(impl, on_cuda=_platform(x) in ("gpu", "cuda")):
         return None
-    from kernels import jax_ops
+    from diptych_kernels import jax_backend as jax_ops
 
     return jax_ops
 

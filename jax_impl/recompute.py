@@ -1,7 +1,7 @@
 """Recompute by policy: activations are dropped after forward and computed again before backward.
 
 Twin of ``reference_torch/recompute``, which empties and refills storages where ``jax.checkpoint`` is given a policy
-here. What is dropped is decided in ``plans/recompute.py``: every block of layers that drops something is one
+here. What is dropped is decided in ``diptych/plans/recompute.py``: every block of layers that drops something is one
 ``jax.checkpoint`` whose policy keeps each value named there but those dropped. Values without a name are
 computed again where the names kept around them allow it; they cost no matrix product.
 """
@@ -19,15 +19,15 @@ from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.extend.core import Literal, jaxprs_in_params
 
 from jax_impl.handing import collecting
-from plans.config import TransformerConfig
-from plans.recompute import VALUES, RecomputeBlock, recompute_blocks
+from diptych.plans.config import TransformerConfig
+from diptych.plans.recompute import VALUES, RecomputeBlock, recompute_blocks
 
 
 def name_value(x: Array, name: str) -> Array:
     """x itself, known to policies and to residual_report as ``name``.
 
     Raises:
-        ValueError: the name is not in plans.recompute.VALUES.
+        ValueError: the name is not in diptych.plans.recompute.VALUES.
     """
     if name not in VALUES:
         raise ValueError(f"name: expected one of {VALUES}, got {name!r}")
@@ -54,7 +54,7 @@ def checkpoint_blocks(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> Callable[[Array], Array]:
-    """All layers of a stage, recomputed as plans.recompute says.
+    """All layers of a stage, recomputed as diptych.plans.recompute says.
 
     Args:
         layer_fn: runs the layer of a global number on hidden states [B, T, ...].
@@ -98,7 +98,7 @@ def residual_report(fn: Callable[..., Array], *args: Any) -> dict[str, KeptValue
     something more.
 
     Returns:
-        Name, in order of plans.recompute.VALUES, to shape of its first value, dtype and bytes of all.
+        Name, in order of diptych.plans.recompute.VALUES, to shape of its first value, dtype and bytes of all.
     """
     program = jax.make_jaxpr(lambda *inputs: jax.vjp(fn, *inputs)[1])(*args).jaxpr
     origins = _origins(program, {})

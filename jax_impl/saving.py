@@ -2,7 +2,7 @@
 
 A parameter's canonical name is its name in the module tree, in both backends, so the map between a
 flax state and a PyTorch module is the identity on names; here it is only read and written. Files are
-the business of plans/checkpoint.py.
+the business of diptych/plans/checkpoint.py.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ from flax import nnx
 from jax import Array
 
 from jax_impl.transformer import GPTModel
-from plans.checkpoint import FIRST_MOMENT, MODEL, SECOND_MOMENT, read_checkpoint, recorded_model, split_arrays
-from plans.parameters import ParameterSpec, check_values
+from diptych.plans.checkpoint import FIRST_MOMENT, MODEL, SECOND_MOMENT, read_checkpoint, recorded_model, split_arrays
+from diptych.plans.model.parameters import ParameterSpec, check_values
 
 
 def export_parameters(model: nnx.State) -> dict[str, np.ndarray]:
@@ -83,7 +83,7 @@ def load_model(path: Path | str) -> GPTModel:
         path: a checkpoint file, or a folder whose newest is taken.
 
     Raises:
-        CheckpointError: see plans.checkpoint.read_checkpoint.
+        CheckpointError: see diptych.plans.checkpoint.read_checkpoint.
     """
     checkpoint = read_checkpoint(path)
     graph, params = nnx.split(GPTModel(recorded_model(checkpoint.settings)), nnx.Param)

@@ -30,11 +30,11 @@ from jax_impl.offload import Layers, OffloadedStep
 from jax_impl.pipeline import OffloadedPipeline, PipelineStep, make_pipeline_step
 from jax_impl.saving import export_arrays, export_parameters, import_arrays, import_parameters
 from jax_impl.transformer import GPTModel
-from plans.checkpoint import Checkpoint, check_ranks_alike, read_alike, run_settings, write_checkpoint
-from plans.config import TrainConfig, TransformerConfig
-from plans.data import Batch, Corpus
-from plans.partition import undivided
-from plans.training import (
+from diptych.plans.checkpoint import Checkpoint, check_ranks_alike, read_alike, run_settings, write_checkpoint
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.model.data import Batch, Corpus
+from diptych.plans.schedule.partition import undivided
+from diptych.plans.training import (
     CLIP_EPSILON,
     StepResult,
     check_batch,
@@ -205,7 +205,7 @@ class Trainer:
             Its path.
 
         Raises:
-            CheckpointError: see plans.checkpoint.write_checkpoint.
+            CheckpointError: see diptych.plans.checkpoint.write_checkpoint.
         """
         arrays = export_arrays(self._joined(self._params), self._moments(self._joined))
         checkpoint = Checkpoint(self.steps_taken, arrays, self._settings())
@@ -349,7 +349,7 @@ def train(config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) 
 
 
 if __name__ == "__main__":
-    from parity.cli import main
+    from parity.cli.main import main
 
     code = main(["train", "--backend", "jax", *sys.argv[1:]])
     sys.stdout.flush()

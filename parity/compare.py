@@ -10,13 +10,13 @@ import jax
 import numpy as np
 
 import jax_impl.train
-from parity.memory_report import MeasuredMemory, measure_torch
+from diptych.planner.reports.memory import MeasuredMemory, measure_torch
 from parity.ranks import torch_trainer
 from parity.tolerances import GRADIENT, GRADIENT_FLOOR, LOSS
-from plans.config import TrainConfig, TransformerConfig
-from plans.data import Batch, Corpus
-from plans.partition import undivided
-from plans.training import StepResult
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.model.data import Batch, Corpus
+from diptych.plans.schedule.partition import undivided
+from diptych.plans.training import StepResult
 
 
 class StepPair(NamedTuple):
@@ -67,7 +67,7 @@ class Comparison:
     validation: dict[str, float] = field(default_factory=dict)
     """Validation loss by backend, nats per token."""
     offload: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By backend, what offload moved while training; empty without it. See plans.offload.describe_statistics."""
+    """By backend, what offload moved while training; empty without it. See diptych.plans.offload.describe_statistics."""
 
     @property
     def worst_step(self) -> StepPair:

@@ -29,7 +29,7 @@ import reference_torch.saving
 import reference_torch.train
 import reference_torch.transformer
 from parity.compare import relative_difference
-from plans.checkpoint import (
+from diptych.plans.checkpoint import (
     FIRST_MOMENT,
     MODEL,
     SECOND_MOMENT,
@@ -38,10 +38,10 @@ from plans.checkpoint import (
     run_settings,
     write_checkpoint,
 )
-from plans.config import TrainConfig, TransformerConfig
-from plans.data import Batch, Corpus
-from plans.parameters import initial_value, parameter_specs
-from plans.training import learning_rate
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.model.data import Batch, Corpus
+from diptych.plans.model.parameters import initial_value, parameter_specs
+from diptych.plans.training import learning_rate
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
 EPSILON = {"bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from plans.config import TrainConfig, TransformerConfig
-from plans.data import Batch, Corpus
-from plans.offload import total_statistics
-from plans.training import StepResult
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.model.data import Batch, Corpus
+from diptych.plans.offload import total_statistics
+from diptych.plans.training import StepResult
 from reference_torch.groups import make_mesh
 from reference_torch.rank_pool import RankPool
 from reference_torch.train import Trainer

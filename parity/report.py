@@ -18,11 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from parity.compare import Comparison, StepPair, tokens_per_second
-from parity.memory_report import MIB, MeasuredMemory
+from diptych.planner.reports.memory import MIB, MeasuredMemory
 from parity.tolerances import GRADIENT, GRADIENT_FLOOR
-from plans.config import TrainConfig, TransformerConfig
-from plans.data import Corpus
-from plans.offload import describe_statistics
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.model.data import Corpus
+from diptych.plans.offload import describe_statistics
 
 RECENT_STEPS = 10
 """Steps a displayed speed is the median of."""

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from plans import operations
+from diptych.plans.model import operations
 from reference_torch.operands import at_least_float32, given_operand, operand
 from reference_torch.recompute import name_value
 

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from plans.config import TransformerConfig
-from plans.delta_rule import compute_dtype
+from diptych.plans.config import TransformerConfig
+from diptych.plans.model.delta_rule import compute_dtype
 from reference_torch.ops import masked_attention
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from plans.sampling import split_unread
+from diptych.plans.model.sampling import split_unread
 from reference_torch.cache import DecodingCache, empty_cache
 from reference_torch.transformer import GPTModel
 

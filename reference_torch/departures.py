@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from plans.communication import PipelineError
+from diptych.plans.schedule.messages import PipelineError
 
 
 class Departures:

@@ -1,6 +1,6 @@
 """Several documents in one sequence: what the layers need to know to keep them apart.
 
-Twin of ``jax_impl/documents.py``; how a corpus says where documents begin stands in ``plans/documents.py``.
+Twin of ``jax_impl/documents.py``; how a corpus says where documents begin stands in ``diptych/plans/model/documents.py``.
 """
 
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from plans.documents import check_document_starts
+from diptych.plans.model.documents import check_document_starts
 
 
 class PackedDocuments(NamedTuple):
@@ -28,12 +28,12 @@ def pack_documents(document_starts: Tensor | None, inputs: Tensor, masked: bool)
     """Tell the layers where documents begin; None where nothing tells of documents.
 
     Args:
-        document_starts: see plans.documents; best on the host. [B, N] int32
+        document_starts: see diptych.plans.model.documents; best on the host. [B, N] int32
         inputs: tokens or hidden states. [B, T, ...]
         masked: some layer asks for the mask.
 
     Raises:
-        ValueError: see plans.documents.check_document_starts.
+        ValueError: see diptych.plans.model.documents.check_document_starts.
     """
     if document_starts is None:
         return None

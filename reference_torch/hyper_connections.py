@@ -23,9 +23,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from plans import operations
-from plans.config import TransformerConfig
-from plans.parameters import SINKHORN_FLOOR, hyper_connection_spec
+from diptych.plans.model import operations
+from diptych.plans.config import TransformerConfig
+from diptych.plans.model.parameters import SINKHORN_FLOOR, hyper_connection_spec
 from reference_torch.operands import at_least_float32, given_operand, operand
 from reference_torch.ops import DropoutState, add_bias, check_state, dropout, kernel_door, parameter
 from reference_torch.recompute import MHCBlockRecomputeManager, name_value
@@ -43,7 +43,7 @@ def sinkhorn(
         logits: iterated in float32 if narrower. [..., S, S]
         iterations: pairs of normalisations, >= 1.
         last: ``"row"`` (the paper: columns first, row sums exact) or ``"column"``.
-        impl: see plans.implementation.
+        impl: see diptych.plans.model.implementation.
 
     Raises:
         ValueError: names the argument, what was expected, what came.
@@ -119,7 +119,7 @@ def compute_mappings(
         bias: [2*S + S*S]
         iterations, last: see sinkhorn.
         epsilon: added to the mean square.
-        impl: see plans.implementation.
+        impl: see diptych.plans.model.implementation.
 
     Returns:
         h_pre [B, T, S] in (0, 1), h_post [B, T, S] in (0, 2), h_res [B, T, S, S] doubly stochastic;
@@ -208,7 +208,7 @@ def write_streams(
         rate: of dropout, in [0, 1).
         state: rows of the batch, or None for no dropout, as in evaluation.
         site: see ops.dropout.
-        impl: see plans.implementation.
+        impl: see diptych.plans.model.implementation.
 
     Reference: mHC, eq. 3, with dropout on what is added.
     """

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from plans.config import TransformerConfig
-from plans.context import FLACPContext
-from plans.parameters import ParameterSpec, delta_rule_specs
+from diptych.plans.config import TransformerConfig
+from diptych.plans.context.sequences import FLACPContext
+from diptych.plans.model.parameters import ParameterSpec, delta_rule_specs
 from reference_torch.cache import DecodingCache, DeltaRuleState, with_tail
 from reference_torch.context_parallel import cp_short_convolution
 from reference_torch.delta_rule import (

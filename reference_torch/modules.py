@@ -1,4 +1,4 @@
-"""Modules that all layers are made of: linear maps and norms, with parameters as plans/parameters.py gives them.
+"""Modules that all layers are made of: linear maps and norms, with parameters as diptych/plans/model/parameters.py gives them.
 
 Twin of ``jax_impl/modules.py``.
 """
@@ -6,8 +6,8 @@ Twin of ``jax_impl/modules.py``.
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from plans.config import TransformerConfig
-from plans.parameters import ParameterSpec, norm_spec
+from diptych.plans.config import TransformerConfig
+from diptych.plans.model.parameters import ParameterSpec, norm_spec
 from reference_torch.ops import linear, parameter, rms_norm
 
 

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from plans import operations
-from plans.config import TransformerConfig
-from plans.implementation import uses_kernels
-from plans.parameters import ParameterSpec, initial_value, rotary_frequencies
-from plans.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, TILE_ROWS, dropout_threshold
+from diptych.plans.model import operations
+from diptych.plans.config import TransformerConfig
+from diptych.plans.model.implementation import uses_kernels
+from diptych.plans.model.parameters import ParameterSpec, initial_value, rotary_frequencies
+from diptych.plans.model.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, TILE_ROWS, dropout_threshold
 from reference_torch.attention import causal_attention as causal_attention
 from reference_torch.attention import fused_attention as fused_attention
 from reference_torch.attention import masked_attention as masked_attention
@@ -28,7 +28,7 @@ MASK_32 = 0xFFFFFFFF
 
 
 def parameter(config: TransformerConfig, name: str, spec: ParameterSpec) -> torch.nn.Parameter:
-    """A parameter with the initial value plans/parameters.py gives it.
+    """A parameter with the initial value diptych/plans/model/parameters.py gives it.
 
     Args:
         config: gives seed and type.
@@ -40,7 +40,7 @@ def parameter(config: TransformerConfig, name: str, spec: ParameterSpec) -> torc
 
 
 def philox_4x32(key: tuple[int, int], counter: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four random words per counter, bit-equal to plans.philox.
+    """Four random words per counter, bit-equal to diptych.plans.model.philox.
 
     Args:
         key: two words < 2**32.
@@ -111,7 +111,7 @@ def check_state(shape: tuple[int, ...], state: Any, site: Any) -> None:
     Args:
         shape: of the array's leading axes. [B, T]
         state: as dropout_state returns it.
-        site: see plans.philox.
+        site: see diptych.plans.model.philox.
 
     Raises:
         ValueError: names the argument, what was expected, what came.
@@ -132,7 +132,7 @@ def dropout(x: Float[Tensor, "b t *rest"], rate: float, state: DropoutState, sit
         x: any floating tensor; the axes after the second are numbered as one. [B, T, ...]
         rate: in [0, 1).
         state: rows of the batch; backward refuses one whose tensors were changed since.
-        site: number of the place in the model, see plans.philox.
+        site: number of the place in the model, see diptych.plans.model.philox.
 
     Raises:
         ValueError: names the argument, what was expected, what came.
@@ -300,14 +300,14 @@ def kernel_door(impl: str, x: Tensor) -> Any | None:
     """The module that runs the shared kernels on what x is, or None where the operations here compute.
 
     Args:
-        impl: see plans.implementation.
+        impl: see diptych.plans.model.implementation.
 
     Raises:
         ValueError: an unknown impl.
     """
     if not uses_kernels(impl, on_cuda=x.is_cuda):
         return None
-    from kernels import torch_ops
+    from diptych_kernels import torch_backend as torch_ops
 
     return torch_ops
 

@@ -2,7 +2,7 @@
 
 A parameter's canonical name is its name in the module tree, in both backends, so the map between a
 PyTorch module and a flax state is the identity on names; here it is only read and written. Files are
-the business of plans/checkpoint.py.
+the business of diptych/plans/checkpoint.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plans.checkpoint import FIRST_MOMENT, MODEL, SECOND_MOMENT, read_checkpoint, recorded_model, split_arrays
-from plans.parameters import ParameterSpec, check_values
+from diptych.plans.checkpoint import FIRST_MOMENT, MODEL, SECOND_MOMENT, read_checkpoint, recorded_model, split_arrays
+from diptych.plans.model.parameters import ParameterSpec, check_values
 from reference_torch.offload import host_value
 from reference_torch.transformer import GPTModel
 
@@ -97,7 +97,7 @@ def load_model(path: Path | str) -> GPTModel:
         path: a checkpoint file, or a folder whose newest is taken.
 
     Raises:
-        CheckpointError: see plans.checkpoint.read_checkpoint.
+        CheckpointError: see diptych.plans.checkpoint.read_checkpoint.
     """
     checkpoint = read_checkpoint(path)
     model = GPTModel(recorded_model(checkpoint.settings))

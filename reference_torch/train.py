@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from plans.checkpoint import (
+from diptych.plans.checkpoint import (
     FIRST_MOMENT,
     MODEL,
     SECOND_MOMENT,
@@ -32,12 +32,12 @@ from plans.checkpoint import (
     run_settings,
     write_checkpoint,
 )
-from plans.config import TrainConfig, TransformerConfig
-from plans.data import Batch, Corpus
-from plans.offload import rank_uses
-from plans.parameters import check_values, parameter_specs
-from plans.partition import undivided
-from plans.training import (
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.model.data import Batch, Corpus
+from diptych.plans.offload import rank_uses
+from diptych.plans.model.parameters import check_values, parameter_specs
+from diptych.plans.schedule.partition import undivided
+from diptych.plans.training import (
     StepResult,
     check_batch,
     check_finite,
@@ -213,7 +213,7 @@ class Trainer:
             Its path.
 
         Raises:
-            CheckpointError: see plans.checkpoint.write_checkpoint.
+            CheckpointError: see diptych.plans.checkpoint.write_checkpoint.
         """
         arrays = gather(export_arrays(self.stages, self._optimizer), self._groups.pp)
         checkpoint = Checkpoint(self.steps_taken, arrays, self._settings())
@@ -306,7 +306,7 @@ class Trainer:
         return {name: parameter for stage in self.stages for name, parameter in stage.named_parameters()}
 
     def _clip_gradients(self) -> Tensor:
-        """Scale the gradients in place by plans.training's formula; returns their norm before."""
+        """Scale the gradients in place by diptych.plans.training's formula; returns their norm before."""
         named = self._named_parameters()
         # The last stage's copy of a tied embedding is counted on the first: here if it lies here, by its name.
         copies = set() if self._groups.embedding is None or self._groups.pp_rank == 0 else {"embedding.weight"}
@@ -350,7 +350,7 @@ def train(config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) 
 
 
 if __name__ == "__main__":
-    from parity.cli import main
+    from parity.cli.main import main
 
     code = main(["train", "--backend", "torch", *sys.argv[1:]])
     sys.stdout.flush()

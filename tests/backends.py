@@ -14,8 +14,8 @@ from hypothesis import settings
 
 from jax_impl.train import Trainer as JaxTrainer
 from parity.compare import relative_difference
-from plans.config import DataConfig, TransformerConfig
-from plans.data import Corpus
+from diptych.plans.config import DataConfig, TransformerConfig
+from diptych.plans.model.data import Corpus
 
 BACKENDS = ("torch", "jax")
 TORCH_FIRST = ("torch", pytest.param("jax", marks=pytest.mark.thorough))

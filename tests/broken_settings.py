@@ -1,6 +1,6 @@
 """One configuration a rule of plans/config that breaks it, and what must be said."""
 
-from plans.config import DataConfig, TrainConfig, TransformerConfig
+from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
 
 MODEL = {"hidden_size": 32, "num_layers": 4, "num_attention_heads": 4}
 

@@ -1,6 +1,6 @@
 """The diptych command as tests give it."""
 
-from parity.cli import main
+from parity.cli.main import main
 
 
 def diptych(command: str, *more: object) -> int:

@@ -7,7 +7,7 @@ import jax
 import pytest
 from hypothesis import Phase, given, settings
 
-from plans.implementation import callback_threads
+from diptych.plans.model.implementation import callback_threads
 from tests.composition import MUST_BE_ACCEPTED, QUICK, assert_learns_as_plain, compose, compositions, jax_step
 
 os.environ["NPROC"] = str(callback_threads(8))

@@ -16,7 +16,7 @@ import hypothesis
 from hypothesis import Phase, given, settings
 from rich.progress import track
 
-from plans.implementation import callback_threads
+from diptych.plans.model.implementation import callback_threads
 from tests.composition import (
     DIMENSIONS,
     FEATURES,

@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 from hypothesis import given, settings
 
-from plans.config import TransformerConfig
+from diptych.plans.config import TransformerConfig
 from tests.composition import (
     BASE,
     DIMENSIONS,

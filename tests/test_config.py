@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from plans.config import RULES, TransformerConfig
-from plans.layers import LayerConfig, parse_layer
-from plans.partition import get_num_layers_to_build, get_transformer_layer_offset
+from diptych.plans.config import RULES, TransformerConfig
+from diptych.plans.model.layers import LayerConfig, parse_layer
+from diptych.plans.schedule.partition import get_num_layers_to_build, get_transformer_layer_offset
 from tests.broken_settings import BROKEN, MODEL
 
 

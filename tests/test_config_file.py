@@ -2,7 +2,7 @@
 
 import pytest
 
-from parity.config_file import with_config_file
+from parity.cli.config_file import with_config_file
 
 
 def flags_of(folder, text: str | bytes) -> list[str]:

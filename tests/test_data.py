@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plans.config import DataConfig
-from plans.data import Corpus, load_corpus
+from diptych.plans.config import DataConfig
+from diptych.plans.model.data import Corpus, load_corpus
 from tests.backends import tiny_corpus
 
 

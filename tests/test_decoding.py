@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from parity.compare import relative_difference
-from plans.config import TransformerConfig
-from plans.sampling import split_unread
+from diptych.plans.config import TransformerConfig
+from diptych.plans.model.sampling import split_unread
 from tests.backends import BACKENDS, TORCH_DAILY, room
 
 CONFIG = TransformerConfig(

@@ -32,8 +32,8 @@ from parity.divergence import (
     twins,
 )
 from parity.tolerances import GRADIENT
-from plans.config import TrainConfig, TransformerConfig
-from plans.training import learning_rate
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.training import learning_rate
 from reference_torch.train import Trainer as TorchTrainer
 from reference_torch.transformer import GPTModel
 from tests.backends import BACKENDS, normal, tiny_corpus

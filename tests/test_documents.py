@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT, PARAMETERS
-from plans.checkpoint import CheckpointError
-from plans.config import DataConfig, TrainConfig, TransformerConfig
-from plans.data import Corpus, load_corpus
-from plans.documents import documents_in_windows, most_documents
+from diptych.plans.checkpoint import CheckpointError
+from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
+from diptych.plans.model.data import Corpus, load_corpus
+from diptych.plans.model.documents import documents_in_windows, most_documents
 from tests.backends import BACKENDS, TORCH_DAILY, room
 
 CONFIG = TransformerConfig(

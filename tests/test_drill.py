@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import benchmarks.drill as drill
-from benchmarks.drill_cases import CASES
-from benchmarks.drill_faults import Broken
-from benchmarks.drill_room import MARK, Case, Room, marked
+import tests.faults.__main__ as drill
+from tests.faults.cases import CASES
+from tests.faults.faults import Broken
+from tests.faults.runs import MARK, Case, Room, marked
 
 pytestmark = pytest.mark.multiprocess
 HANG = "import time; time.sleep(600)"
@@ -172,7 +172,7 @@ def test_a_checkpoint_that_is_not_the_uninterrupted_runs_is_found_out(tmp_path):
 
 def changed_run(room: Room) -> None:
     """Goes on from a checkpoint in which one number is another, checksum and all."""
-    from plans.checkpoint import list_checkpoints, read_checkpoint, write_checkpoint
+    from diptych.plans.checkpoint import list_checkpoints, read_checkpoint, write_checkpoint
 
     run = room.ended_run(12)
     last = read_checkpoint(run)

@@ -261,7 +261,7 @@ for name in {package}.__all__:
     getattr({package}, name)
 for path in pathlib.Path({package}.__file__).parent.glob("*.py"):
     importlib.import_module("{package}." + path.stem)
-from parity.cli import main
+from parity.cli.main import main
 code = main("train --backend {backend} --hidden-size 16 --num-layers 1 --seq-length 8 --train-iters 2 "
             "--eval-iters 1".split())
 assert code == 0, code
@@ -289,7 +289,7 @@ def test_backend_trains_without_the_other_framework(backend, package, blocked, t
 @pytest.mark.multiprocess
 def test_missing_framework_is_named():
     script = BLOCK.format(blocked={"torch"}) + (
-        "from parity.cli import main\nsys.exit(main(['train', '--backend', 'torch']))"
+        "from parity.cli.main import main\nsys.exit(main(['train', '--backend', 'torch']))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False

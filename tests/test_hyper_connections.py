@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from parity.compare import relative_difference
 from parity.tolerances import OPERATION
-from plans.config import TransformerConfig
+from diptych.plans.config import TransformerConfig
 from tests.backends import BACKENDS, assert_close, call, normal, room, value_and_gradients
 
 ORDERS = ("row", "column")

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from parity.compare import GradientDifference, gradient_norms, relative_difference
 from parity.tolerances import GRADIENT
-from plans.config import TransformerConfig
-from plans.parameters import parameter_specs
+from diptych.plans.config import TransformerConfig
+from diptych.plans.model.parameters import parameter_specs
 from tests.backends import BACKENDS, TORCH_DAILY, assert_close, model_gradients, normal, room
 
 pytestmark = pytest.mark.usefixtures("few_rounds")
@@ -68,7 +68,7 @@ def plain_network(config: TransformerConfig, parameters: dict, tokens, scale: fl
 
 
 def plain_gradients(config, tokens, cotangent, scale=1.0):
-    from plans.parameters import initial_value
+    from diptych.plans.model.parameters import initial_value
 
     parameters = {
         name: torch.from_numpy(initial_value(config.seed, name, spec)).requires_grad_()

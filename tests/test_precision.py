@@ -13,8 +13,8 @@ import torch
 
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT, LOSS, OPERATION
-from plans.checkpoint import read_checkpoint
-from plans.config import KEPT_IN_FLOAT32, TrainConfig, TransformerConfig
+from diptych.plans.checkpoint import read_checkpoint
+from diptych.plans.config import KEPT_IN_FLOAT32, TrainConfig, TransformerConfig
 from tests.backends import BACKENDS, TORCH_DAILY, normal, room, tiny_corpus, trainers
 
 pytestmark = pytest.mark.usefixtures("few_rounds")

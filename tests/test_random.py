@@ -9,9 +9,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from plans.config import TransformerConfig
-from plans.parameters import ParameterSpec, initial_value, parameter_specs
-from plans.philox import DATA_SITE, attention_site, dropout_keep, mlp_site, philox_4x32
+from diptych.plans.config import TransformerConfig
+from diptych.plans.model.parameters import ParameterSpec, initial_value, parameter_specs
+from diptych.plans.model.philox import DATA_SITE, attention_site, dropout_keep, mlp_site, philox_4x32
 from tests.backends import BACKENDS, TORCH_DAILY, room
 
 WORD = st.integers(0, 2**32 - 1)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from plans.checkpoint import check_ranks_alike, run_settings
-from plans.config import DataConfig, TrainConfig, TransformerConfig
-from plans.data import load_corpus
+from diptych.plans.checkpoint import check_ranks_alike, run_settings
+from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
+from diptych.plans.model.data import load_corpus
 from reference_torch.rank_pool import RankError, RankPool
 from tests.backends import room, tiny_corpus
 

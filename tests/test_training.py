@@ -8,8 +8,8 @@ import torch
 
 from parity.compare import Comparison, GradientDifference, StepPair, compare, gradient_norms, relative_difference
 from parity.tolerances import LOSS, PARAMETERS
-from plans.config import TrainConfig, TransformerConfig
-from plans.training import NonFiniteLossError, StepResult, check_finite, has_weight_decay, learning_rate
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.training import NonFiniteLossError, StepResult, check_finite, has_weight_decay, learning_rate
 from tests.backends import BACKENDS, TORCH_DAILY, room, tiny_corpus, trainers
 
 pytestmark = pytest.mark.usefixtures("few_rounds")

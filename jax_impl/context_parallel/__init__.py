@@ -7,7 +7,7 @@ begins with, one product completes its outputs. Backward, automatic differentiat
 is the same exchange from the other end, of M^T: see ``exchange.pass_states``.
 
 All of it runs under jax.shard_map (or jax.pmap): one program, in which ranks differ by numbers alone. Twin of
-``reference_torch/context_parallel/``. What a rank holds is decided in ``plans/context.py``.
+``reference_torch/context_parallel/``. What a rank holds is decided in ``diptych/plans/context/sequences.py``.
 """
 
 from jax_impl.context_parallel.contexts import build_cp_context, compress_h0, expand_h0

@@ -10,8 +10,8 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jax_impl.context_parallel.approximate import LowRank, low_rank, state_of_nearest
-from plans.context import FLACPContext
-from plans.exchange import check_together, scan_steps
+from diptych.plans.context.sequences import FLACPContext
+from diptych.plans.context.exchange import check_together, scan_steps
 
 
 def exchange_states(

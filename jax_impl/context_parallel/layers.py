@@ -9,7 +9,7 @@ from jax_impl.context_parallel.wavefront import is_pipelined
 from jax_impl.context_parallel.zigzag import zigzag_attention
 from jax_impl.handing import hand_over
 from jax_impl.ops import masked_attention, short_convolution
-from plans.context import FLACPContext, check_part, check_taps, halo_sizes
+from diptych.plans.context.sequences import FLACPContext, check_part, check_taps, halo_sizes
 
 
 def cp_short_convolution(

@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 from jax_impl.context_parallel.exchange import Crossing, pass_states, ranks_of, reach_of
 from jax_impl.handing import hand_over
-from plans.context import FLACPContext
+from diptych.plans.context.sequences import FLACPContext
 
 
 def with_responses(initial_state: Array | None, context: FLACPContext, like: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Microbatches that follow one another over ranks, a tick each; see plans/wavefront.py.
+"""Microbatches that follow one another over ranks, a tick each; see diptych/plans/schedule/wavefront.py.
 
 Twin of ``reference_torch/context_parallel/wavefront.py``, where a rank is a layer behind the one before; in one program
 that all ranks run it is a whole microbatch. Backward is the transposed loop, from the last tick and the last rank.
@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_impl.handing import handing
-from kernels.mesh_axes import vary
-from plans.context import FLACPContext
-from plans.exchange import PIPELINED
-from plans.wavefront import num_ticks
+from diptych_kernels.mesh_axes import vary
+from diptych.plans.context.sequences import FLACPContext
+from diptych.plans.context.exchange import PIPELINED
+from diptych.plans.schedule.wavefront import num_ticks
 
 
 def is_pipelined(context: FLACPContext) -> bool:

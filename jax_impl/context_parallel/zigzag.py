@@ -15,9 +15,9 @@ from jaxtyping import Float
 
 from jax_impl.context_parallel.exchange import permute, ranks_of
 from jax_impl.ops import at_least_float32
-from kernels.mesh_axes import varying_alike
-from plans.context import FLACPContext
-from plans.zigzag import block_pairs, half_begin, half_lengths, half_moves
+from diptych_kernels.mesh_axes import varying_alike
+from diptych.plans.context.sequences import FLACPContext
+from diptych.plans.context.zigzag import block_pairs, half_begin, half_lengths, half_moves
 
 
 def zigzag_attention(
@@ -27,7 +27,7 @@ def zigzag_attention(
     context: FLACPContext,
     fused: bool = False,
 ) -> Float[Array, "b t h d"]:
-    """Causal attention of this rank's queries, of which other ranks compute most; see plans.zigzag.
+    """Causal attention of this rank's queries, of which other ranks compute most; see diptych.plans.context.zigzag.
 
     Args:
         q: queries of the part. [1, T, H, d]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Integer
 
-from kernels.mesh_axes import varying_alike
+from diptych_kernels.mesh_axes import varying_alike
 
 
 def recurrent(

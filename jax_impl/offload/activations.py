@@ -8,7 +8,7 @@ from jax import Array
 
 from jax_impl.offload.device import Moved, Pass, is_on_host
 from jax_impl.offload.layer import Kept
-from plans.offload import Use, activation_event
+from diptych.plans.offload import Use, activation_event
 
 State = TypeVar("State")
 

@@ -10,8 +10,8 @@ import jax
 from flax import nnx
 from jax import Array
 
-from plans.config import TransformerConfig
-from plans.offload import ActivationStep, Step, Use
+from diptych.plans.config import TransformerConfig
+from diptych.plans.offload import ActivationStep, Step, Use
 
 Layers = dict[int, list[Array]]
 """By number: a layer's arrays, in the order of its tree."""

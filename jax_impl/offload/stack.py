@@ -23,8 +23,8 @@ from jax_impl.offload.activations import Activations
 from jax_impl.offload.device import Device, Layers, Pass, active_pass, is_on_host
 from jax_impl.offload.layer import Kept, Layer, LayerRule, Run
 from jax_impl.ops import _LinearTaps
-from plans.config import TransformerConfig
-from plans.offload import (
+from diptych.plans.config import TransformerConfig
+from diptych.plans.offload import (
     ActivationStep,
     Step,
     Use,
@@ -35,7 +35,7 @@ from plans.offload import (
     replays_layers,
     unmoved,
 )
-from plans.recompute import RecomputeBlock, recompute_blocks
+from diptych.plans.recompute import RecomputeBlock, recompute_blocks
 
 LayerFunction = Callable[[int, Any, Array, Any], Array]
 

@@ -15,8 +15,8 @@ from jax_impl.offload.device import Layers, Moved, Pass
 from jax_impl.offload.moves import LAYERS, layer_numbers
 from jax_impl.offload.stack import plan_kept
 from jax_impl.offload.update import Change, OffloadedParameters, Parts
-from plans.config import TransformerConfig
-from plans.offload import (
+from diptych.plans.config import TransformerConfig
+from diptych.plans.offload import (
     OffloadPlan,
     Step,
     layer_storages,
@@ -26,7 +26,7 @@ from plans.offload import (
     total_statistics,
     unmoved,
 )
-from plans.recompute import recompute_blocks
+from diptych.plans.recompute import recompute_blocks
 
 _NOT_OFFLOADED = (
     "loss_fn: expected a model that runs its layers by jax_impl.offload.run_offloaded, as GPTModel does where its "

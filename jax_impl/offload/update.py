@@ -9,7 +9,7 @@ from flax import nnx
 from jax import Array
 
 from jax_impl.offload.device import Device, Layers
-from plans.offload import Step
+from diptych.plans.offload import Step
 
 
 class Parts(NamedTuple):

@@ -30,8 +30,8 @@ from jax import Array, lax
 from jax_impl.offload import Moved, is_on_host
 from jax_impl.pipeline.kept import Keeper, Packed, Task
 from jax_impl.pipeline.stages import CONTEXT_AXIS, Batch, Program, StagedParameters, Stages
-from kernels.mesh_axes import vary
-from plans.ticks import Keep, Ticks
+from diptych_kernels.mesh_axes import vary
+from diptych.plans.schedule.lockstep import Keep, Ticks
 
 PIPELINE_AXIS, DATA_AXIS = "pp", "dp"
 """Mesh axes: over stages; over parts of every microbatch."""
@@ -158,7 +158,7 @@ class _Run:
         return state._replace(kept={dtype: self._away(buffer) for dtype, buffer in state.kept.items()})
 
     def tick(self, state: _State, row: Any) -> tuple[_State, None]:
-        """One row of the table: plans.ticks.Rows, of arrays."""
+        """One row of the table: diptych.plans.schedule.lockstep.Rows, of arrays."""
         inputs, gradients = state.inputs, state.gradients
         for shift, (x, gradient) in enumerate(zip(state.arrived_inputs, state.arrived_gradients, strict=True)):
             inputs = inputs.at[row.input_arrivals[shift]].set(x)

@@ -27,8 +27,8 @@ from jax_impl.offload import is_on_host, lone_pass, without_offload
 from jax_impl.ops import _LinearTaps
 from jax_impl.pipeline.stages import Batch, Program, StagedParameters
 from jax_impl.recompute import VaryingLeaf, recompute_policy, varying_leaves, with_leaves
-from plans.recompute import RecomputeBlock
-from plans.ticks import Keep
+from diptych.plans.recompute import RecomputeBlock
+from diptych.plans.schedule.lockstep import Keep
 
 
 class Task(NamedTuple):
@@ -65,7 +65,7 @@ class Keeper:
     Args:
         programs: of all stages.
         task, x: any stage's, for their shapes.
-        keep: see plans.ticks.
+        keep: see diptych.plans.schedule.lockstep.
         split: whether backwards are split in I and W.
     """
 

@@ -1,7 +1,7 @@
 """Offload in a pipeline: each action of a rank fetches its stage's layers, and leaves none on the device.
 
 Ranks run one program of ticks, in which an action is a branch; a copy that is issued in it ends in it. So windows end
-with the action (``plans.offload.plan_actions``), its first layer is late, and the others come ahead of their use. What
+with the action (``diptych.plans.offload.plan_actions``), its first layer is late, and the others come ahead of their use. What
 a forward keeps lies in slots; with activation offload these are in host memory, filled when the forward ends, read when
 its backward begins.
 
@@ -16,8 +16,8 @@ import jax
 from jax_impl.offload import Change, Moved, OffloadedParameters, plan_statistics
 from jax_impl.pipeline.stages import StagedParameters
 from jax_impl.pipeline.step import PipelineStep
-from plans.offload import OffloadPlan, Use, join_plans, plan_actions, plan_offload, total_statistics
-from plans.schedule import schedule_for
+from diptych.plans.offload import OffloadPlan, Use, join_plans, plan_actions, plan_offload, total_statistics
+from diptych.plans.schedule.named import schedule_for
 
 
 class OffloadedPipeline:

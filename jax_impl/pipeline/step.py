@@ -15,16 +15,16 @@ from jax_impl.offload import Moved
 from jax_impl.pipeline.executor import DATA_AXIS, PIPELINE_AXIS, run_ticks
 from jax_impl.pipeline.stages import CONTEXT_AXIS, Batch, StagedParameters, cut, names_of
 from jax_impl.pipeline.wavefront import run_wavefront
-from plans.actions import Action
-from plans.config import TransformerConfig
-from plans.context import check_shared, end_to_end
-from plans.documents import check_document_starts
-from plans.exchange import PIPELINED
-from plans.implementation import callback_threads, uses_kernels
-from plans.parameters import parameter_specs
-from plans.partition import model_parallel_words, undivided
-from plans.schedule import any_num_microbatches, schedule_for
-from plans.ticks import KEEPS, Keep, Ticks, compile_ticks
+from diptych.plans.schedule.actions import Action
+from diptych.plans.config import TransformerConfig
+from diptych.plans.context.sequences import check_shared, end_to_end
+from diptych.plans.model.documents import check_document_starts
+from diptych.plans.context.exchange import PIPELINED
+from diptych.plans.model.implementation import callback_threads, uses_kernels
+from diptych.plans.model.parameters import parameter_specs
+from diptych.plans.schedule.partition import model_parallel_words, undivided
+from diptych.plans.schedule.named import any_num_microbatches, schedule_for
+from diptych.plans.schedule.lockstep import KEEPS, Keep, Ticks, compile_ticks
 
 DOORS = ("pmap", "shard_map")
 TICKS = ("canonical", "fused")
@@ -115,7 +115,7 @@ class PipelineStep:
             tokens, targets: [m, b, T] integer. Each number m of microbatches is compiled anew.
             step: of training, for dropout.
             samples: numbers of the sequences within the global batch; None: 0 .. m*b - 1. [m, b] integer
-            document_starts: see plans.documents; None: each sequence is one. [m, b, N] int32
+            document_starts: see diptych.plans.model.documents; None: each sequence is one. [m, b, N] int32
 
         Returns:
             Loss in nats per token, and gradients staged as params; forward only, the losses of the microbatches [m].
@@ -325,6 +325,6 @@ def _check_options(model: nnx.Module, config: TransformerConfig, door: str, keep
     if found != expected:
         name = min(dict(found.items() ^ expected.items()))
         raise ValueError(
-            f"model: expected the whole model of config, made from plans.partition.undivided(config), with {name!r} of "
+            f"model: expected the whole model of config, made from diptych.plans.schedule.partition.undivided(config), with {name!r} of "
             f"shape {expected.get(name)}, got {found.get(name)}"
         )

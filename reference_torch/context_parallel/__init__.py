@@ -6,7 +6,7 @@ begins as the identity. What a rank passes on is then M S + H; the ranks' maps c
 begins with, one product completes its outputs. Backward, automatic differentiation asks for the gradient of S, which
 is the same exchange from the other end, of M^T: see ``ExchangedState``.
 
-Twin of ``jax_impl/context_parallel/``. What a rank holds is decided in ``plans/context.py``.
+Twin of ``jax_impl/context_parallel/``. What a rank holds is decided in ``diptych/plans/context/sequences.py``.
 """
 
 from reference_torch.context_parallel.contexts import build_cp_context, compress_h0, expand_h0

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from plans.context import FLACPContext, check_part, check_taps, halo_sizes
+from diptych.plans.context.sequences import FLACPContext, check_part, check_taps, halo_sizes
 from reference_torch.autograd import differentiable_once
 from reference_torch.context_parallel.exchange import receive_part, send_part, wait_for_part
 from reference_torch.context_parallel.wavefront import handed_on, is_pipelined, taken

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from plans.context import FLACPContext
+from diptych.plans.context.sequences import FLACPContext
 from reference_torch.autograd import differentiable_once
 from reference_torch.context_parallel.exchange import Crossing, ExchangedState, map_passed_on
 from reference_torch.context_parallel.wavefront import handed_on, taken

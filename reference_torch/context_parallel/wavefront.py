@@ -1,7 +1,7 @@
 """What a rank takes from the one before and hands on to the next, where microbatches follow one another over ranks.
 
 A layer takes what it needs before it computes, and hands its own on without waiting for anyone; backward, gradients go
-the other way. In which order a rank runs its microbatches is plans/wavefront.py's to say. Twin of
+the other way. In which order a rank runs its microbatches is diptych/plans/schedule/wavefront.py's to say. Twin of
 ``jax_impl/context_parallel/wavefront.py``.
 """
 
@@ -17,9 +17,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from plans.communication import PipelineError
-from plans.context import FLACPContext
-from plans.exchange import PIPELINED
+from diptych.plans.schedule.messages import PipelineError
+from diptych.plans.context.sequences import FLACPContext
+from diptych.plans.context.exchange import PIPELINED
 from reference_torch.autograd import differentiable_once
 from reference_torch.departures import Departures, cause_of
 from reference_torch.groups import wait_for

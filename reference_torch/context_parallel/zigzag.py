@@ -4,8 +4,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from plans.context import FLACPContext
-from plans.zigzag import computed_halves, half_begin, half_lengths, half_moves
+from diptych.plans.context.sequences import FLACPContext
+from diptych.plans.context.zigzag import computed_halves, half_begin, half_lengths, half_moves
 from reference_torch.autograd import differentiable_once
 from reference_torch.context_parallel.exchange import receive_part, send_part
 from reference_torch.groups import wait_for
@@ -19,7 +19,7 @@ def zigzag_attention(
     context: FLACPContext,
     fused: bool = False,
 ) -> Float[Tensor, "b t h d"]:
-    """Causal attention of this rank's queries, of which other ranks compute most; see plans.zigzag.
+    """Causal attention of this rank's queries, of which other ranks compute most; see diptych.plans.context.zigzag.
 
     Args:
         q: queries of the part. [1, T, H, d]

@@ -14,7 +14,7 @@ Reference: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464
 arXiv 2510.26692, eq. 1.
 """
 
-from reference_torch.delta_rule.calls import (
+from reference_torch.delta_rule.api import (
     chunk_gated_delta_rule,
     chunk_kda,
     recurrent_gated_delta_rule,

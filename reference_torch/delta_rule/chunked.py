@@ -1,6 +1,6 @@
 """The delta rule over whole sequences, chunk by chunk, and its backward by segments.
 
-Forward keeps the arguments and one state a segment (plans.delta_rule.SAVED). Backward takes the segments from the last,
+Forward keeps the arguments and one state a segment (diptych.plans.model.delta_rule.SAVED). Backward takes the segments from the last,
 computes a segment's chunks and states again, and lets autograd have the part without states. So memory beside the
 arguments is one segment's, whatever the length, and time grows with the length.
 """
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plans.delta_rule import SEGMENT_SIZE, Chunking, DeltaRuleOptions, cut_into_chunks
+from diptych.plans.model.delta_rule import SEGMENT_SIZE, Chunking, DeltaRuleOptions, cut_into_chunks
 from reference_torch.autograd import differentiable_once
 from reference_torch.context_parallel import Crossing
 from reference_torch.delta_rule.gates import gated

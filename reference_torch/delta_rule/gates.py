@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from plans.delta_rule import L2_NORM_EPSILON, DeltaRuleOptions, check_lower_bound
+from diptych.plans.model.delta_rule import L2_NORM_EPSILON, DeltaRuleOptions, check_lower_bound
 from reference_torch.ops import at_least_float32
 
 SOFTPLUS_LINEAR = 40.0

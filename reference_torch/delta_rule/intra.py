@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from plans.delta_rule import SUBCHUNK_SIZE
+from diptych.plans.model.delta_rule import SUBCHUNK_SIZE
 from reference_torch.autograd import differentiable_once, is_transformed
 
 

@@ -1,7 +1,7 @@
 """Tensor offload: parameters that lie on the host until their layer is used.
 
 Usable alone, with anyone's modules: see :class:`TensorOffloadManager`. What moves when is decided in
-``plans/offload.py``; twin of ``jax_impl/offload.py``, which moves the same layers inside one compiled program.
+``diptych/plans/offload.py``; twin of ``jax_impl/offload.py``, which moves the same layers inside one compiled program.
 """
 
 from reference_torch.offload.door import get_offload_manager, initialize_offload_manager

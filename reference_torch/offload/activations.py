@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from plans.offload import Use, activation_event
+from diptych.plans.offload import Use, activation_event
 from reference_torch.offload.link import Copy, Link, OffloadError
 from reference_torch.offload.statistics import OffloadStatistics
 from reference_torch.recompute.slots import slot_of

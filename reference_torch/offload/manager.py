@@ -1,4 +1,4 @@
-"""Who decides what is on the device: the layers of a window over the order of their uses, by plans/offload.py."""
+"""Who decides what is on the device: the layers of a window over the order of their uses, by diptych/plans/offload.py."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from plans.offload import Use, check_num_prefetch_layers
+from diptych.plans.offload import Use, check_num_prefetch_layers
 from reference_torch.offload.activations import ActivationGroup, ActivationOffload
 from reference_torch.offload.layer import (
     OffloadedLayer,

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 
-from plans.offload import Use, expected_uses, next_backwards, next_layers
+from diptych.plans.offload import Use, expected_uses, next_backwards, next_layers
 
 
 class UseOrder:

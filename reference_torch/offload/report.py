@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plans.offload import describe_statistics
+from diptych.plans.offload import describe_statistics
 from reference_torch.offload.layer import IN_USE, OffloadedLayer
 from reference_torch.offload.link import Link, OffloadError
 from reference_torch.offload.memory import OffloadedMemory
@@ -61,7 +61,7 @@ class ManagerReport:
         return sum(memory.device_bytes for memory in memories.values())
 
     def storages(self) -> dict[int, dict[str, int]]:
-        """Bytes of every memory of every layer; as plans.offload.plan_offload takes them."""
+        """Bytes of every memory of every layer; as diptych.plans.offload.plan_offload takes them."""
         return {n: {memory.name: memory.nbytes for memory in layer.memories} for n, layer in self._layers.items()}
 
     def _layer(self, layer_id: int) -> OffloadedLayer:

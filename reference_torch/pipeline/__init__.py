@@ -4,8 +4,8 @@ Twin of ``jax_impl/pipeline``, which runs the same tables as one program on all 
 of Megatron-core's pipeline_parallel; docs/pipeline.md lists where they differ.
 """
 
-from plans.communication import PipelineError
-from plans.schedule import convert_schedule_table_to_order, get_schedule_table
+from diptych.plans.schedule.messages import PipelineError
+from diptych.plans.schedule.named import convert_schedule_table_to_order, get_schedule_table
 from reference_torch.p2p import P2PCommunicator
 from reference_torch.pipeline.schedules import (
     forward_backward_no_pipelining,

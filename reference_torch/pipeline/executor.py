@@ -1,6 +1,6 @@
 """Runs one rank's part of a schedule table: actions in the table's order, messages where the plan puts them.
 
-What is computed when is decided in ``plans/schedule.py``, and which messages that takes in ``plans/communication.py``;
+What is computed when is decided in ``diptych/plans/schedule/named.py``, and which messages that takes in ``diptych/plans/schedule/messages.py``;
 here nothing is reordered. Receives are posted before the action in front of them, sends are not waited for.
 """
 
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plans.actions import Action, Schedule
-from plans.communication import Message, PipelineError, Program, dependencies, lower, receiver
-from plans.config import TransformerConfig
+from diptych.plans.schedule.actions import Action, Schedule
+from diptych.plans.schedule.messages import Message, PipelineError, Program, dependencies, lower, receiver
+from diptych.plans.config import TransformerConfig
 from reference_torch.p2p import P2PCommunicator, Shape
 from reference_torch.pipeline.gradients import GradientSums
 from reference_torch.pipeline.split_backward import DeferredWeightGradients

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from plans.config import TransformerConfig
+from diptych.plans.config import TransformerConfig
 from reference_torch.groups import ProcessGroups, wait_for
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from plans.communication import PipelineError
+from diptych.plans.schedule.messages import PipelineError
 
 
 class DeferredWeightGradients(TorchFunctionMode):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from plans.config import TransformerConfig
+from diptych.plans.config import TransformerConfig
 
 Tensors = Tensor | Sequence[Tensor]
 Shape = tuple[int, ...]

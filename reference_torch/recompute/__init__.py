@@ -2,7 +2,7 @@
 
 Usable alone, around anyone's function: see :class:`CheckpointWithoutOutput`. Twin of
 ``jax_impl/recompute.py``, which does by ``jax.checkpoint`` policies what is done here by emptying and
-refilling storages; what is dropped is decided in ``plans/recompute.py``.
+refilling storages; what is dropped is decided in ``diptych/plans/recompute.py``.
 """
 
 from reference_torch.recompute.blocks import KEEP_ALL, BlockRecomputation, run_block

@@ -1,4 +1,4 @@
-"""A block of plans/recompute.py, carried out: layers run whole, replayed whole, or with some values dropped."""
+"""A block of diptych/plans/recompute.py, carried out: layers run whole, replayed whole, or with some values dropped."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from plans.recompute import RecomputeBlock
+from diptych.plans.recompute import RecomputeBlock
 from reference_torch.recompute.checkpoint import MHCBlockRecomputeManager
 
 
@@ -26,7 +26,7 @@ class BlockRecomputation:
         """``fn(*args)``, recomputed in backward if the value it gives is dropped.
 
         Args:
-            value: name of what fn returns, out of plans.recompute.VALUES.
+            value: name of what fn returns, out of diptych.plans.recompute.VALUES.
             fn, args: the call.
         """
         manager = self.manager_of(value)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from plans.recompute import VALUES
+from diptych.plans.recompute import VALUES
 from reference_torch.recompute.slots import slot_at
 
 
@@ -37,7 +37,7 @@ def name_value(x: Tensor, name: str) -> Tensor:
     """x itself, known to residual_report as ``name``.
 
     Raises:
-        ValueError: the name is not in plans.recompute.VALUES.
+        ValueError: the name is not in diptych.plans.recompute.VALUES.
     """
     if name not in VALUES:
         raise ValueError(f"name: expected one of {VALUES}, got {name!r}")
@@ -55,7 +55,7 @@ def residual_report(fn: Callable[..., Any], *args: Any) -> dict[str, KeptValue]:
     report says what is really resident, not what a hook was shown.
 
     Returns:
-        Name, in order of plans.recompute.VALUES, to shape of its first value, dtype and bytes of all.
+        Name, in order of diptych.plans.recompute.VALUES, to shape of its first value, dtype and bytes of all.
     """
     token = _named.set([])
     try:

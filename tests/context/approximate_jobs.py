@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from plans.context import local_sequences
+from diptych.plans.context.sequences import local_sequences
 from reference_torch.delta_rule.gates import kda_gate
 from tests.context.jobs import (
     KEY,

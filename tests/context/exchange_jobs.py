@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.context_jobs import Load, time_with_delay
+from benchmarks.jobs.context import Load, time_with_delay
 from reference_torch.context_parallel import build_cp_context
 from reference_torch.context_parallel.exchange import Crossing, pass_states
 

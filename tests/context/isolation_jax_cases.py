@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from plans.exchange import EXCHANGES
+from diptych.plans.context.exchange import EXCHANGES
 from tests.context.jax_cases import LONGEST, by_rank, padded, program
 from tests.context.jobs import Case, Poison, own_slices, poisoned
 from tests.context.test_isolation import OFFSETS, POISONS, assert_isolated

@@ -22,9 +22,9 @@ from jax_impl.delta_rule import chunk_gated_delta_rule, chunk_kda, chunked
 from jax_impl.saving import export_parameters
 from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
-from plans.context import FLACPContext
-from plans.exchange import EXCHANGES, exchange_options
-from plans.implementation import callback_threads
+from diptych.plans.context.sequences import FLACPContext
+from diptych.plans.context.exchange import EXCHANGES, exchange_options
+from diptych.plans.model.implementation import callback_threads
 from tests.context.approximate_jobs import WAYS, approximated
 from tests.context.jobs import (
     OFFSETS,

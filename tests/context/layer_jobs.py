@@ -8,8 +8,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from plans.config import TransformerConfig
-from plans.exchange import exchange_options
+from diptych.plans.config import TransformerConfig
+from diptych.plans.context.exchange import exchange_options
 from reference_torch.context_parallel import build_cp_context, cp_attention, cp_short_convolution
 from reference_torch.ops import causal_attention, short_convolution
 from reference_torch.transformer import GPTModel

@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from plans.exchange import EXCHANGES
+from diptych.plans.context.exchange import EXCHANGES
 from reference_torch.rank_pool import RankPool
 from tests.context.jobs import TOKENS, Case, Poison, arrays_of, cotangents_of, gradients_of, leaves_of, own_slices
 from tests.jax_process import run_cases

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity.compare import relative_difference
-from plans.zigzag import (
+from diptych.plans.context.zigzag import (
     attention_flops,
     block_pairs,
     computed_halves,

@@ -20,9 +20,9 @@ from jax_impl.pipeline import make_pipeline_step
 from jax_impl.saving import export_parameters
 from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
-from plans.exchange import exchange_options
-from plans.implementation import callback_threads
-from plans.partition import undivided as undivided_config
+from diptych.plans.context.exchange import exchange_options
+from diptych.plans.model.implementation import callback_threads
+from diptych.plans.schedule.partition import undivided as undivided_config
 from tests.context.jobs import OFFSETS, TOKENS, Case, arrays_of, cotangents_of, exchange_of, held, run_rule, undivided
 from tests.context.layer_jobs import (
     MODEL,

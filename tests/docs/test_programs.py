@@ -46,7 +46,7 @@ def programs() -> list[Program]:
 PROGRAMS = programs()
 
 TRAINED = """
-from parity.cli import main
+from parity.cli.main import main
 small = "--train-iters 2 --seq-length 24 --global-batch-size 2 --hidden-size 16 --eval-iters 1"
 main(["train", *small.split(), "--save", "runs/cross"])
 """
@@ -54,8 +54,8 @@ AROUND = {
     ("pipeline.md", "from reference_torch.groups"): (
         """
 import numpy as np
-from plans.config import TransformerConfig
-from plans.data import Batch
+from diptych.plans.config import TransformerConfig
+from diptych.plans.model.data import Batch
 from reference_torch.stage import Microbatch, forward_step as my_forward_step, model_provider
 
 config = TransformerConfig(16, 2, 2, seq_length=128)
@@ -72,8 +72,8 @@ jax.config.update("jax_num_cpu_devices", 2)
 import numpy as np
 from flax import nnx
 from jax_impl.transformer import GPTModel
-from plans.config import TransformerConfig
-from plans.partition import undivided
+from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.partition import undivided
 
 config = TransformerConfig(16, 2, 2, seq_length=8, pipeline_model_parallel_size=2)
 model = GPTModel(undivided(config))
@@ -100,8 +100,8 @@ manager.close()
         """
 import inspect
 import signal
-from benchmarks import drill_cases
-from benchmarks.drill_cases import AT, Broken, Room
+from tests.faults import cases as drill_cases
+from tests.faults.cases import AT, Broken, Room
 """,
         """
 Broken("slow", AT, seconds=1.0)  # the case itself, which make drill runs, has one line more
@@ -169,7 +169,7 @@ def test_no_program_is_missed():
 
 
 def test_the_picture_is_drawn(tmp_path, monkeypatch):
-    from benchmarks import architecture
+    from docs.generate import architecture
 
     monkeypatch.setattr(architecture, "PICTURE", tmp_path / "architecture.png")
     architecture.main()
@@ -185,11 +185,11 @@ def test_the_picture_is_drawn(tmp_path, monkeypatch):
 
 @pytest.mark.multiprocess
 def test_errata_print_what_is_shown(tmp_path):
-    (shown,) = [code for mark, name, _, code in BLOCK.findall(PAGES["errata.md"]) if name == "benchmarks.errata"]
-    assert run(["-m", "benchmarks.errata"], tmp_path) == shown
+    (shown,) = [code for mark, name, _, code in BLOCK.findall(PAGES["errata.md"]) if name == "docs.generate.errata"]
+    assert run(["-m", "docs.generate.errata"], tmp_path) == shown
 
 
 @pytest.mark.multiprocess
 def test_the_api_page_is_what_the_code_says(tmp_path):
-    printed = run(["-c", "from parity.api_reference import page; print(page(), end='')"], tmp_path)
-    assert printed == PAGES["api.md"], "python -m parity.api_reference writes it anew"
+    printed = run(["-c", "from docs.generate.api import page; print(page(), end='')"], tmp_path)
+    assert printed == PAGES["api.md"], "python -m docs.generate.api writes it anew"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parity.cli import main
+from parity.cli.main import main
 from parity.compare import relative_difference
 
 ROOT = Path(__file__).parents[2]
@@ -122,7 +122,7 @@ def test_commands_of_ranks_run_when_made_small(tmp_path):
     losses = []
     for words in commands:
         done = subprocess.run(
-            [sys.executable, "-m", "parity.cli", *words, *small.split()],
+            [sys.executable, "-m", "parity.cli.main", *words, *small.split()],
             capture_output=True,
             text=True,
             timeout=240,

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from kernels import jax_ops, torch_ops
+from diptych_kernels import jax_backend as jax_ops, torch_backend as torch_ops
 from parity.compare import relative_difference
-from plans.config import TransformerConfig
+from diptych.plans.config import TransformerConfig
 from reference_torch import hyper_connections, ops
 from tests.backends import normal, room
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels import ahead
-from kernels.launch import CANDIDATES
+from diptych_kernels import aot as ahead
+from diptych_kernels.launch_configs import CANDIDATES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux")
 
@@ -95,12 +95,12 @@ def test_every_kernel_of_the_delta_rule_is_launched_and_has_candidates(per_chann
 
     from triton.runtime.jit import JITFunction
 
-    from kernels.delta_rule.launches import CANDIDATES
+    from diptych_kernels.delta_rule.launch_configs import CANDIDATES
 
     found = set()
     for module in ("products", "scan", "gradients", "channel_gradients"):
-        for name, value in vars(importlib.import_module(f"kernels.delta_rule.{module}")).items():
-            ours = isinstance(value, JITFunction) and value.fn.__module__ == f"kernels.delta_rule.{module}"
+        for name, value in vars(importlib.import_module(f"diptych_kernels.delta_rule.{module}")).items():
+            ours = isinstance(value, JITFunction) and value.fn.__module__ == f"diptych_kernels.delta_rule.{module}"
             if ours and name in CANDIDATES:
                 found.add(name)
     launched = {r.launch.kernel.rsplit(".", 1)[1] for both in (True, False) for r in ahead.delta_rule(both)}

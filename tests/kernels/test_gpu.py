@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import jax_ops, launch, torch_ops, tuning
+from diptych_kernels import jax_backend as jax_ops, launch_configs as launch, torch_backend as torch_ops, tuning
 from reference_torch import hyper_connections, ops
 from reference_torch.transformer import GPTModel
 from tests.backends import normal

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from kernels import jax_ops, torch_ops
+from diptych_kernels import jax_backend as jax_ops, torch_backend as torch_ops
 from tests.backends import BACKENDS, assert_close, model_gradients, normal, room, value_and_gradients
 from tests.kernels.support import MODEL
 
@@ -62,7 +62,7 @@ def test_replicated_parameters_in_shard_map_get_the_whole_gradient():
     script = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
-from kernels import jax_ops
+from diptych_kernels import jax_backend as jax_ops
 assert len(jax.devices()) == 2
 random = np.random.default_rng(0)
 x, phi = jnp.asarray(random.normal(size=(2, 3, 2, 4))), jnp.asarray(random.normal(size=(8, 8)) / 3)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from kernels import jax_ops, torch_ops
-from plans.philox import dropout_keep
+from diptych_kernels import jax_backend as jax_ops, torch_backend as torch_ops
+from diptych.plans.model.philox import dropout_keep
 from reference_torch import hyper_connections, ops
 from tests.backends import BACKENDS, assert_close, normal, room, value_and_gradients
 from tests.kernels.support import CASES, DOORS, R, assert_within_budget, error, inputs_of, torch_gradients
@@ -95,7 +95,7 @@ def test_doors_agree_on_subnormal_numbers():
 
 
 def test_interpreted_products_of_bfloat16_are_right():
-    """Triton's interpreter multiplies their bits as integers; kernels/interpreter.py widens them."""
+    """Triton's interpreter multiplies their bits as integers; kernels/diptych_kernels/interpreter.py widens them."""
     x, phi = normal(0, 1, 3, 4, 16), normal(1, 64, 24) / 8
     narrow = torch.from_numpy(x).bfloat16()
     arguments = (torch.from_numpy(phi).bfloat16(), torch.ones(3), torch.zeros(24))

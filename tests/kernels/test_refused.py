@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from kernels import jax_ops, torch_ops, tuning
+from diptych_kernels import jax_backend as jax_ops, torch_backend as torch_ops, tuning
 from reference_torch import hyper_connections, ops
 from tests.backends import room
 from tests.kernels.support import MODEL, R, rows
@@ -92,7 +92,7 @@ def test_jax_triton_missing_says_what_to_install(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a PyTorch without CUDA")
 def test_cuda_asked_of_a_cpu_only_torch():
-    from plans.config import TrainConfig
+    from diptych.plans.config import TrainConfig
     from reference_torch.train import Trainer
     from tests.backends import tiny_corpus
 

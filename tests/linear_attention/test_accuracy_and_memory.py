@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from plans.delta_rule import SAVED
+from diptych.plans.model.delta_rule import SAVED
 from tests.backends import TORCH_DAILY, TORCH_FIRST, assert_close, normal, room
 from tests.linear_attention.support import RULES, TOLERANCE, Case, make_case, run
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from plans.delta_rule import ArrayInfo, DeltaRuleOptions, check_arguments
+from diptych.plans.model.delta_rule import ArrayInfo, DeltaRuleOptions, check_arguments
 from tests.backends import BACKENDS, room
 from tests.linear_attention.support import make_case
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plans.delta_rule import cut_into_chunks, most_chunks
+from diptych.plans.model.delta_rule import cut_into_chunks, most_chunks
 from tests.backends import BACKENDS, TORCH_DAILY, TORCH_FIRST, assert_close, draws_are_fixed, normal, room
 from tests.linear_attention.support import RULES, TOLERANCE, Case, cases, make_case, run
 

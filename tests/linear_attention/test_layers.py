@@ -11,8 +11,8 @@ from flax import nnx
 
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT, PARAMETERS
-from plans.config import TrainConfig, TransformerConfig
-from plans.parameters import delta_rule_specs, initial_value
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.model.parameters import delta_rule_specs, initial_value
 from tests.backends import BACKENDS, TORCH_FIRST, model_gradients, normal, room, tiny_corpus
 
 CONFIG = TransformerConfig(

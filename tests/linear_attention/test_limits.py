@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from plans.delta_rule import DeltaRuleOptions
+from diptych.plans.model.delta_rule import DeltaRuleOptions
 from tests.backends import room
 from tests.linear_attention.support import RULES, make_case
 from tests.linear_attention.test_accuracy_and_memory import accuracy

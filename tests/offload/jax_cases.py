@@ -20,10 +20,10 @@ from jax_impl.train import Trainer
 from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
 from parity.tolerances import PARAMETERS
-from plans.config import TrainConfig, TransformerConfig
-from plans.offload import action_uses, layer_storages, plan_actions, plan_offload
-from plans.partition import undivided
-from plans.schedule import schedule_for
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.offload import action_uses, layer_storages, plan_actions, plan_offload
+from diptych.plans.schedule.partition import undivided
+from diptych.plans.schedule.named import schedule_for
 from tests.backends import tiny_corpus
 
 jax.config.update("jax_num_cpu_devices", 4)

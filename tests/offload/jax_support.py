@@ -8,7 +8,7 @@ import numpy as np
 from jax_impl.offload import layer_numbers
 from jax_impl.train import Trainer
 from parity.compare import relative_difference
-from plans.config import TrainConfig, TransformerConfig
+from diptych.plans.config import TrainConfig, TransformerConfig
 from tests.backends import tiny_corpus
 
 PLAIN = TransformerConfig(

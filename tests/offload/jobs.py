@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from plans.config import TrainConfig, TransformerConfig
-from plans.offload import OffloadPlan, Use, plan_activations, plan_offload, rank_layers, rank_uses
-from plans.training import microbatches
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.offload import OffloadPlan, Use, plan_activations, plan_offload, rank_layers, rank_uses
+from diptych.plans.training import microbatches
 from reference_torch.groups import make_mesh
 from reference_torch.offload import TensorOffloadManager
 from reference_torch.train import Trainer

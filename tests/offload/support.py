@@ -9,9 +9,9 @@ from torch import nn
 
 from parity.compare import relative_difference
 from parity.tolerances import PARAMETERS
-from plans.config import TrainConfig, TransformerConfig
-from plans.offload import plan_offload
-from plans.partition import undivided
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.offload import plan_offload
+from diptych.plans.schedule.partition import undivided
 from reference_torch.offload import TensorOffloadManager
 from reference_torch.rank_pool import RankPool
 from tests.offload.jobs import events, train_a_step

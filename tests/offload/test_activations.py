@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from plans.offload import Use, pass_uses, step_uses
+from diptych.plans.offload import Use, pass_uses, step_uses
 from reference_torch.offload import OffloadError
 from reference_torch.offload.link import Link
 from reference_torch.recompute import CheckpointWithoutOutput, measure_memory

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from plans.offload import describe_statistics, total_statistics
+from diptych.plans.offload import describe_statistics, total_statistics
 from tests.offload.support import LAYERS, assert_equal_state, batch, build, train
 
 IN_USE = "its memory is used by others"

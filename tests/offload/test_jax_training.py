@@ -11,7 +11,7 @@ from jax_impl.saving import load_model
 from jax_impl.train import Trainer
 from parity.compare import relative_difference
 from parity.tolerances import LOSS, PARAMETERS
-from plans.offload import describe_statistics, layer_storages
+from diptych.plans.offload import describe_statistics, layer_storages
 from tests.backends import room, tiny_corpus
 from tests.jax_process import run_cases
 from tests.offload.jax_support import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from plans.offload import Use, plan_offload
+from diptych.plans.offload import Use, plan_offload
 from reference_torch.offload import OffloadError, TensorOffloadManager
 from reference_torch.offload.memory import OffloadedMemory
 from tests.offload.support import LAYERS, WIDTH, Layer, Net, assert_equal_state, batch, build, train

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from plans.offload import Use, plan_offload, step_uses
+from diptych.plans.offload import Use, plan_offload, step_uses
 from reference_torch.offload import TensorOffloadManager
 from reference_torch.offload.link import Link
 from reference_torch.offload.memory import OffloadedParameter

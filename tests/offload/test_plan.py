@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.cli import main
-from parity.offload_picture import draw_offload
-from plans.config import TransformerConfig
-from plans.offload import (
+from parity.cli.main import main
+from diptych.planner.reports.offload_picture import draw_offload
+from diptych.plans.config import TransformerConfig
+from diptych.plans.offload import (
     Use,
     action_uses,
     describe_statistics,
@@ -23,8 +23,8 @@ from plans.offload import (
     step_uses,
     use_seconds,
 )
-from plans.recompute import RecomputeBlock
-from plans.schedule import schedule_for
+from diptych.plans.recompute import RecomputeBlock
+from diptych.plans.schedule.named import schedule_for
 
 
 @st.composite

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from plans.offload import Use, plan_offload, step_uses
+from diptych.plans.offload import Use, plan_offload, step_uses
 from reference_torch.offload import (
     OffloadError,
     TensorOffloadManager,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from plans.offload import Use, step_uses
+from diptych.plans.offload import Use, step_uses
 from reference_torch.rank_pool import RankPool
 from reference_torch.recompute import CheckpointWithoutOutput, MHCBlockRecomputeManager, lazy_restore
 from tests.offload.support import (

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from plans.config import TransformerConfig
+from diptych.plans.config import TransformerConfig
 from reference_torch.p2p import P2PCommunicator
 from reference_torch.pipeline import get_forward_backward_func
 from tests.pipeline.jobs import groups_of

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from plans.schedule_file import read_schedule
+from diptych.plans.schedule.csv import read_schedule
 
 WIDTH, BATCH = 4, 2
 

@@ -7,8 +7,8 @@ import pytest
 
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT
-from plans.config import TransformerConfig
-from plans.schedule import schedule_for
+from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.named import schedule_for
 from reference_torch.rank_pool import RankPool
 from tests.pipeline.jobs import TINY, Case, Outcome, undivided_outcome
 

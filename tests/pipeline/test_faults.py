@@ -18,9 +18,9 @@ import pytest
 
 import reference_torch.rank_pool as rank_pool
 from benchmarks.message_faults import Fault
-from parity.processes import CHILD
-from plans.schedule import schedule_for
-from plans.simulate import Costs, simulate
+from parity.cli.processes import CHILD
+from diptych.plans.schedule.named import schedule_for
+from diptych.plans.schedule.simulate import Costs, simulate
 from reference_torch.rank_pool import RankError, RankPool
 from tests.pipeline.jobs import Case, Outcome, undivided_outcome
 from tests.pipeline.support import JOBS, PRELOAD, check, check_gradients, divided
@@ -330,7 +330,7 @@ def test_a_rank_that_dies_between_messages_is_missed_by_name():
 
 def test_an_error_of_a_rank_does_not_abort_it():
     """The thread that watches for the parent's end reads on while the interpreter ends."""
-    script = "import time, parity.processes as p\np.end_with_parent()\ntime.sleep(0.5)\nraise ValueError('its own')"
+    script = "import time, parity.cli.processes as p\np.end_with_parent()\ntime.sleep(0.5)\nraise ValueError('its own')"
     process = subprocess.Popen(
         [sys.executable, "-c", script],
         stdin=subprocess.PIPE,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from plans.placement import V_SCHEDULES, schedule_name
+from diptych.plans.schedule.placement import V_SCHEDULES, schedule_name
 from reference_torch.pipeline import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,

@@ -44,7 +44,7 @@ from flax import nnx
 
 from jax_impl.pipeline import make_pipeline_step
 from jax_impl.transformer import GPTModel
-from plans.config import TransformerConfig
+from diptych.plans.config import TransformerConfig
 
 whole = TransformerConfig(
     hidden_size=16, num_layers=2, num_attention_heads=2, vocab_size=11, seq_length=8, params_dtype="float64",
@@ -79,8 +79,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_impl.train import Trainer
-from plans.checkpoint import CheckpointError
-from plans.config import TrainConfig, TransformerConfig
+from diptych.plans.checkpoint import CheckpointError
+from diptych.plans.config import TrainConfig, TransformerConfig
 from tests.backends import tiny_corpus
 
 whole = TransformerConfig(hidden_size=16, num_layers=2, num_attention_heads=2, seq_length=8, params_dtype="float64")

@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from parity import processes
-from parity.commands import Train
-from parity.launch import join_processes
-from parity.processes import JOINED, report_joined, start_processes
-from plans.communication import PipelineError
+from parity.cli.main import processes
+from parity.cli.commands import Train
+from parity.cli.launch import join_processes
+from parity.cli.processes import JOINED, report_joined, start_processes
+from diptych.plans.schedule.messages import PipelineError
 from reference_torch.rank_pool import RankPool
 from tests.fuzz.grammars.launcher import Fault, Program, check
 from tests.fuzz.harness import EQUAL, REFUSED, Growth
@@ -122,7 +122,7 @@ def test_a_rank_that_cannot_be_started_leaves_none_behind(monkeypatch, capfd):
 
 REFUSING = """
 import os, sys, time
-from parity.launch import speaks
+from parity.cli.launch import speaks
 time.sleep(0.3 * (os.environ["RANK"] == "0"))
 if ALL or os.environ["RANK"] == "1":
     if speaks():

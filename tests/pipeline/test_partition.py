@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plans.config import TransformerConfig
-from plans.partition import (
+from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.partition import (
     check_stage_ends,
     get_num_layers_to_build,
     get_stage,

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from plans.actions import Action
-from plans.communication import Message, lower
-from plans.schedule import build_schedule, convert_schedule_table_to_order, get_schedule_table, num_warmup_microbatches
-from plans.simulate import SEMANTICS, Costs, simulate, validate_schedule
+from diptych.plans.schedule.actions import Action
+from diptych.plans.schedule.messages import Message, lower
+from diptych.plans.schedule.named import build_schedule, convert_schedule_table_to_order, get_schedule_table, num_warmup_microbatches
+from diptych.plans.schedule.simulate import SEMANTICS, Costs, simulate, validate_schedule
 from tests.pipeline.schedules import ANY, TIMES, sizes
 
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from torch.distributed.pipelining import schedules as theirs
 
-from plans.actions import Action
-from plans.config import TransformerConfig
-from plans.schedule import build_schedule, schedule_for
-from plans.schedule_file import read_schedule, schedule_from_csv, schedule_to_csv
-from plans.simulate import ScheduleError, simulate, validate_schedule
+from diptych.plans.schedule.actions import Action
+from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.named import build_schedule, schedule_for
+from diptych.plans.schedule.csv import read_schedule, schedule_from_csv, schedule_to_csv
+from diptych.plans.schedule.simulate import ScheduleError, simulate, validate_schedule
 from reference_torch.rank_pool import RankPool
 from tests.pipeline import schedule_file_jobs
 from tests.pipeline.jobs import TINY, Case

@@ -12,21 +12,21 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from parity.schedule_report import (
+from diptych.planner.reports.schedule import (
     other_schedules,
     plan_pipeline,
     print_schedule,
     shortened,
     warmup,
 )
-from parity.timeline import COLORS, IDLE, Bar, Timeline, draw_timeline, draw_timelines, shade, timeline_of
-from plans.actions import Action
-from plans.config import TransformerConfig
-from plans.memory.stages import predict_stage_memory
-from plans.partition import layers_by_stage, num_stages
-from plans.schedule import build_schedule
-from plans.schedule_file import schedule_rows
-from plans.simulate import Costs, simulate
+from diptych.planner.timeline import COLORS, IDLE, Bar, Timeline, draw_timeline, draw_timelines, shade, timeline_of
+from diptych.plans.schedule.actions import Action
+from diptych.plans.config import TransformerConfig
+from diptych.planner.memory.stages import predict_stage_memory
+from diptych.plans.schedule.partition import layers_by_stage, num_stages
+from diptych.plans.schedule.named import build_schedule
+from diptych.plans.schedule.csv import schedule_rows
+from diptych.plans.schedule.simulate import Costs, simulate
 from reference_torch.pipeline import DeferredWeightGradients, custom_backward
 from reference_torch.recompute import measure_memory
 from reference_torch.transformer import GPTModel

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from plans.config import TransformerConfig
+from diptych.plans.config import TransformerConfig
 from reference_torch.groups import ProcessGroups
 from reference_torch.pipeline import get_forward_backward_func
 from tests.fuzz.grammars._pipeline_stages import BAD, BAD_LOSSES, Planned, Program, Stage, StageSpec

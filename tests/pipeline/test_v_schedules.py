@@ -6,10 +6,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from plans.partition import get_stage, get_stage_place, layers_by_stage, num_stages
-from plans.placement import V_SCHEDULES, place_of, stage_at
-from plans.schedule import build_schedule
-from plans.simulate import Costs, simulate
+from diptych.plans.schedule.partition import get_stage, get_stage_place, layers_by_stage, num_stages
+from diptych.plans.schedule.placement import V_SCHEDULES, place_of, stage_at
+from diptych.plans.schedule.named import build_schedule
+from diptych.plans.schedule.simulate import Costs, simulate
 from tests.pipeline.support import divided
 
 RANKS = st.integers(2, 9)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from plans.config import TransformerConfig
+from diptych.plans.config import TransformerConfig
 from reference_torch.p2p import P2PCommunicator
 from reference_torch.pipeline import get_forward_backward_func, steps
 from tests.pipeline.jobs import gradients_of, groups_of

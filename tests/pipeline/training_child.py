@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jax_impl.train import Trainer
-from plans.data import Corpus
+from diptych.plans.model.data import Corpus
 from tests.backends import tiny_corpus
 from tests.pipeline.test_training import CONFIG, CUTS, TRAIN, WRONG_BATCH, course, worst
 

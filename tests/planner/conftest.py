@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from parity.page import page_html
+from diptych.planner.page import page_html
 from tests.planner.browser import Browser, find_browser
 from tests.planner.page_cases import REQUESTS, described
 from tests.planner.page_in_browser import WIDE

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from parity.ranks import make_trainer
-from plans.config import TrainConfig, TransformerConfig
-from plans.exchange import exchange_options
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.context.exchange import exchange_options
 from reference_torch.context_parallel import build_cp_context
 from reference_torch.context_parallel.wavefront import finish
 from reference_torch.recompute import measure_memory

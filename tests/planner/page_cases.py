@@ -4,13 +4,13 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from parity.page import PageRequest, describe_plan
-from parity.schedule_report import with_schedule
-from plans.actions import Action, Schedule
-from plans.config import TransformerConfig
-from plans.schedule import schedule_for
-from plans.simulate import Costs
-from plans.step_time import Machine
+from diptych.planner.page import PageRequest, describe_plan
+from diptych.planner.reports.schedule import with_schedule
+from diptych.plans.schedule.actions import Action, Schedule
+from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.named import schedule_for
+from diptych.plans.schedule.simulate import Costs
+from diptych.planner.step_time import Machine
 
 MODEL = TransformerConfig(512, 8, 8, seq_length=512, bf16=True, use_flash_attn=True)
 PIPELINE = replace(

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks import stage_costs as measuring
-from parity.commands import Plan
-from parity.generate_report import stage_costs
-from plans.actions import Action
-from plans.config import TransformerConfig
-from plans.memory.ranks import rank_memories, standing_bytes
-from plans.memory.stages import predict_stages
-from plans.schedule import build_schedule
-from plans.schedule_file import read_schedule
-from plans.simulate import Costs, simulate, validate_schedule
-from plans.stage_costs import read_stage_costs, write_stage_costs
+from parity.cli.commands import Plan
+from diptych.planner.reports.generate import stage_costs
+from diptych.plans.schedule.actions import Action
+from diptych.plans.config import TransformerConfig
+from diptych.planner.memory.ranks import rank_memories, standing_bytes
+from diptych.planner.memory.stages import predict_stages
+from diptych.plans.schedule.named import build_schedule
+from diptych.plans.schedule.csv import read_schedule
+from diptych.plans.schedule.simulate import Costs, simulate, validate_schedule
+from diptych.planner.stage_costs import read_stage_costs, write_stage_costs
 from tests.command import diptych
 
 ROOT = Path(__file__).parents[2]

@@ -6,21 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from parity.memory_report import block_words
-from parity.page import PageRequest, describe_plan, page_html
-from parity.page.copies import Span, place_copies
-from parity.page.data import recomputed_words
-from parity.schedule_report import plan_pipeline
-from plans.communication import dependencies
-from plans.config import TransformerConfig
-from plans.memory import predict_memory
-from plans.memory.ranks import rank_memories
-from plans.memory.stages import predict_stages
-from plans.offload import Use, plan_offload
-from plans.placement import SCHEDULES
-from plans.recompute import NO_RECOMPUTE
-from plans.simulate import simulate
-from plans.step_time import step_time
+from diptych.planner.reports.memory import block_words
+from diptych.planner.page import PageRequest, describe_plan, page_html
+from diptych.planner.page.copies import Span, place_copies
+from diptych.planner.page.data import recomputed_words
+from diptych.planner.reports.schedule import plan_pipeline
+from diptych.plans.schedule.messages import dependencies
+from diptych.plans.config import TransformerConfig
+from diptych.planner.memory import predict_memory
+from diptych.planner.memory.ranks import rank_memories
+from diptych.planner.memory.stages import predict_stages
+from diptych.plans.offload import Use, plan_offload
+from diptych.plans.schedule.placement import SCHEDULES
+from diptych.plans.recompute import NO_RECOMPUTE
+from diptych.plans.schedule.simulate import simulate
+from diptych.planner.step_time import step_time
 from tests.planner.page_cases import FAST_LINK, REQUESTS, UNEVEN, actions_told, costs_told, described, drawn
 
 

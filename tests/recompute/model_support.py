@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plans.config import TransformerConfig
-from plans.config.recompute import MODULE_NAMES
+from diptych.plans.config import TransformerConfig
+from diptych.plans.config.recompute import MODULE_NAMES
 from reference_torch.recompute.slots import slot_of
 from reference_torch.transformer import GPTModel
 from tests.recompute.support import normal

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plans.recompute import block_length, recompute_blocks
+from diptych.plans.recompute import block_length, recompute_blocks
 from reference_torch.hyper_connections import HyperConnectionModule
 from reference_torch.recompute import BlockRecomputation, DiscardedActivationError, MHCBlockRecomputeManager, run_block
 from reference_torch.recompute.slots import slot_at

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from plans.config.recompute import MODULE_NAMES
-from plans.recompute import recompute_blocks
+from diptych.plans.config.recompute import MODULE_NAMES
+from diptych.plans.recompute import recompute_blocks
 from reference_torch.recompute import MHCBlockRecomputeManager
 from tests.backends import draws_are_fixed
 from tests.recompute.model_support import COMBINED, CONFIG, call, expected_gradients, model_gradients, plain, selective

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT
-from plans.config import TransformerConfig
-from plans.memory import predict_memory
-from plans.recompute import MODULES, VALUES, block_length, recompute_blocks
+from diptych.plans.config import TransformerConfig
+from diptych.planner.memory import predict_memory
+from diptych.plans.recompute import MODULES, VALUES, block_length, recompute_blocks
 from tests.backends import TORCH_DAILY, model_gradients, normal, room
 
 pytestmark = pytest.mark.usefixtures("few_rounds")

@@ -1,6 +1,6 @@
 """A small run that is saved."""
 
-from plans.config import TrainConfig, TransformerConfig
+from diptych.plans.config import TrainConfig, TransformerConfig
 from tests.backends import BACKENDS, trainers
 
 CONFIG = TransformerConfig(

@@ -11,11 +11,11 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-import plans.checkpoint
+import diptych.plans.checkpoint
 from parity.compare import relative_difference
-from parity.driver import METRICS, TENSORBOARD, Metrics, read_metrics
+from parity.cli.run import METRICS, TENSORBOARD, Metrics, read_metrics
 from parity.tolerances import PARAMETERS
-from plans.checkpoint import (
+from diptych.plans.checkpoint import (
     RECORD,
     Checkpoint,
     CheckpointError,
@@ -24,7 +24,7 @@ from plans.checkpoint import (
     split_arrays,
     write_checkpoint,
 )
-from plans.parameters import parameter_specs
+from diptych.plans.model.parameters import parameter_specs
 from tests.backends import BACKENDS, room, tiny_corpus
 from tests.saving.support import CONFIG, TRAIN, new_trainer, steps
 
@@ -181,7 +181,7 @@ def test_full_disk_leaves_the_last_checkpoint(saved, monkeypatch):
         path.write_bytes(content[: len(content) // 2])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(plans.checkpoint, "_write_through", full)
+    monkeypatch.setattr(diptych.plans.checkpoint, "_write_through", full)
     checkpoint = read_checkpoint(saved)
     with pytest.raises(
         CheckpointError, match=r"expected to write .* bytes to .*, got No space left on device; earlier"

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from parity.compare import relative_difference
-from plans.checkpoint import read_checkpoint
-from plans.placement import V_SCHEDULES
+from diptych.plans.checkpoint import read_checkpoint
+from diptych.plans.schedule.placement import V_SCHEDULES
 from reference_torch.rank_pool import RankPool
 from tests.backends import BACKENDS, room, tiny_corpus
 from tests.saving.support import CONFIG, TRAIN, new_trainer, steps

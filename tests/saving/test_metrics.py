@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from parity.cli import main
-from parity.driver import METRICS, Metrics, read_metrics
+from parity.cli.main import main
+from parity.cli.run import METRICS, Metrics, read_metrics
 from tests.backends import BACKENDS
 from tests.command import diptych
 

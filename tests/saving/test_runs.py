@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parity.cli import main
+from parity.cli.main import main
 from parity.compare import relative_difference
-from parity.driver import METRICS, read_metrics
+from parity.cli.run import METRICS, read_metrics
 from parity.tolerances import PARAMETERS
-from plans.checkpoint import list_checkpoints, read_checkpoint
-from plans.sampling import next_token
+from diptych.plans.checkpoint import list_checkpoints, read_checkpoint
+from diptych.plans.model.sampling import next_token
 from tests.backends import BACKENDS, TORCH_DAILY
 from tests.command import diptych
 
@@ -91,7 +91,7 @@ def test_next_token():
 
 def start(arguments: str, *more: object) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "parity.cli", *arguments.split(), *map(str, more)],
+        [sys.executable, "-m", "parity.cli.main", *arguments.split(), *map(str, more)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -126,7 +126,7 @@ def test_signal_saves_and_exits_cleanly(backend, number, corpus, tmp_path):
 @pytest.mark.multiprocess
 def test_second_signal_ends_at_once(tmp_path):
     script = (
-        "import os, signal, time\nfrom parity.driver import Interruption\nwith Interruption() as i:\n"
+        "import os, signal, time\nfrom parity.cli.run import Interruption\nwith Interruption() as i:\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n    print(i.signal.name, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(60)\n"
     )

@@ -12,8 +12,8 @@ import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plans.config import TrainConfig, TransformerConfig
-from plans.data import Corpus
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.model.data import Corpus
 from tests.backends import tiny_corpus
 from tests.test_documents import corpus_of_documents
 
@@ -133,7 +133,7 @@ def serve() -> None:
     """Run parts in JAX until standard input ends."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what is printed by others does not mix with the answers
-    from plans.implementation import callback_threads
+    from diptych.plans.model.implementation import callback_threads
 
     os.environ["NPROC"] = str(callback_threads(DEVICES))
     import jax

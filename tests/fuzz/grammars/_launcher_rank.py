@@ -32,7 +32,7 @@ def main() -> int:
 
 
 def _take_part(plan: dict, rank: int, size: int) -> int:
-    from parity.processes import end_with_parent, report_joined
+    from parity.cli.processes import end_with_parent, report_joined
 
     end_with_parent()
     reach = {phase: lambda phase=phase: _strike(plan, rank, phase) for phase in PHASES}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from plans.config import TransformerConfig
+from diptych.plans.config import TransformerConfig
 
 WIDTH, LENGTH = 4, 3
 

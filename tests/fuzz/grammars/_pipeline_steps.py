@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plans.placement import place_of, placement_of
+from diptych.plans.schedule.placement import place_of, placement_of
 from reference_torch.groups import ProcessGroups, make_groups, make_mesh
 from reference_torch.pipeline import get_forward_backward_func
 from reference_torch.pipeline.steps import listed

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from parity.cli import _plan  # pyright: ignore[reportPrivateUsage]
-from parity.commands import Plan
-from plans.checkpoint import FIRST_MOMENT, MODEL, SECOND_MOMENT, CheckpointError, read_checkpoint
-from plans.config import TrainConfig, TransformerConfig
-from plans.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES
-from plans.schedule import schedule_for
-from plans.schedule_file import schedule_to_csv
-from plans.training import check_trainable, microbatches
+from parity.cli.main import _plan  # pyright: ignore[reportPrivateUsage]
+from parity.cli.commands import Plan
+from diptych.plans.checkpoint import FIRST_MOMENT, MODEL, SECOND_MOMENT, CheckpointError, read_checkpoint
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES
+from diptych.plans.schedule.named import schedule_for
+from diptych.plans.schedule.csv import schedule_to_csv
+from diptych.plans.training import check_trainable, microbatches
 from reference_torch.rank_pool import RankError, RankPool
 from tests.composition import BASE, DIMENSIONS, HYPER, LIKE_ANY
 from tests.fuzz.grammars import _composition_run as runs
@@ -241,7 +241,7 @@ def _pick(rng: np.random.Generator, values: Any) -> Any:
 
 def features(program: Program) -> Iterable[str]:
     """Name what is hard about a program."""
-    from plans.partition import get_stage_place, layers_by_stage
+    from diptych.plans.schedule.partition import get_stage_place, layers_by_stage
 
     ways = (program.before, program.after)
     for way in ways:

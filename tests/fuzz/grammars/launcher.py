@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from parity import processes
-from parity.processes import start_processes
+from parity.cli.main import processes
+from parity.cli.processes import start_processes
 from tests.fuzz.grammars._launcher_rank import PHASES, PLAN
 from tests.fuzz.harness import EQUAL, REFUSED, Outcome, Wrong
 

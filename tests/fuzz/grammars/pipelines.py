@@ -15,8 +15,8 @@ import torch
 import torch._dynamo  # which torch.utils.checkpoint loads on first use: not a program's memory
 
 from parity.tolerances import GRADIENT
-from plans.placement import SCHEDULES, V_SCHEDULES
-from plans.schedule import check_sizes
+from diptych.plans.schedule.placement import SCHEDULES, V_SCHEDULES
+from diptych.plans.schedule.named import check_sizes
 from reference_torch import rank_pool
 from reference_torch.rank_pool import RankError, RankPool
 from tests.fuzz.grammars import _pipeline_steps as steps

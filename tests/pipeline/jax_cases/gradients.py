@@ -12,13 +12,13 @@ from jax.sharding import Mesh
 
 from parity.compare import relative_difference
 from parity.tolerances import PARAMETERS
-from plans.actions import Schedule
-from plans.config import TransformerConfig
-from plans.generate import generate_schedule
-from plans.partition import undivided
-from plans.schedule import build_schedule
-from plans.schedule_file import schedule_to_csv
-from plans.simulate import Costs
+from diptych.plans.schedule.actions import Schedule
+from diptych.plans.config import TransformerConfig
+from diptych.planner.generate import generate_schedule
+from diptych.plans.schedule.partition import undivided
+from diptych.plans.schedule.named import build_schedule
+from diptych.plans.schedule.csv import schedule_to_csv
+from diptych.plans.schedule.simulate import Costs
 from tests.pipeline.draws import any_cut
 from tests.pipeline.jax_cases.support import (
     DROPPED,

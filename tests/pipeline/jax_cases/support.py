@@ -17,10 +17,10 @@ from jax_impl.pipeline.stages import Batch, StagedParameters, cut, names_of
 from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT
-from plans.config import TransformerConfig
-from plans.implementation import callback_threads
-from plans.partition import undivided
-from plans.schedule import schedule_for
+from diptych.plans.config import TransformerConfig
+from diptych.plans.model.implementation import callback_threads
+from diptych.plans.schedule.partition import undivided
+from diptych.plans.schedule.named import schedule_for
 
 jax.config.update("jax_num_cpu_devices", 8)
 os.environ["NPROC"] = str(callback_threads(8))

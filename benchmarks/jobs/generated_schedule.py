@@ -1,0 +1,160 @@
+"""What the ranks of benchmarks/generated_schedule.py and benchmarks/stage_costs.py run: any table over stages that
+sleep, each as long as its costs say; and the actions of real stages, timed one by one."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.jobs.pipeline import WIDTH, OurStage, SlowLink, _timed
+from diptych.plans.schedule.actions import Action
+from diptych.plans.config import TransformerConfig
+from diptych.plans.model.data import Batch
+from diptych.plans.schedule.partition import get_stage
+from diptych.plans.schedule.simulate import Costs
+from reference_torch.groups import make_groups, make_mesh
+from reference_torch.pipeline import executor as room
+from reference_torch.pipeline import get_forward_backward_func, get_model, split_backward
+from reference_torch.stage import Microbatch, forward_step, model_provider
+
+
+def time_table(config: TransformerConfig, num_microbatches: int, costs: Costs, steps: int) -> list[float]:
+    """Seconds of several steps of a configuration's table over stages that sleep, the first left out.
+
+    What is split sleeps for W where its product is computed.
+    """
+    rank = dist.get_rank()
+    weights: dict[int, float] = {}
+
+    def build(vp_stage: int | None, **_: Any) -> OurStage:
+        stage = get_stage(config, vp_stage or 0, rank)
+        made = OurStage(*(float(costs.of(name, stage)) for name in ("forward", "input_gradient", "weight_gradient")))
+        weights[id(made.weight)] = made.weight_time
+        return made
+
+    built = get_model(build, config, rank)
+    stages = built if isinstance(built, list) else [built]
+    groups = make_groups(config, make_mesh(config))
+    assert groups.pp is not None, "a pipeline has ranks"
+    communicator = SlowLink(groups.pp, config)
+    communicator.delay = costs.communication
+    plain = split_backward._Product.add_to_gradient
+
+    def slowly(product: split_backward._Product) -> None:
+        time.sleep(weights[id(product._parameter)])
+        plain(product)
+
+    x = torch.ones(1, 1, WIDTH)
+
+    def step() -> None:
+        batches = [iter([x] * num_microbatches) for _ in stages]
+        get_forward_backward_func(config)(
+            forward_step_func=lambda data, model: (model(next(data)), lambda y: (y.mean(), y.mean())),
+            data_iterator=batches if len(stages) > 1 else batches[0],
+            model=built,
+            num_microbatches=num_microbatches,
+            seq_length=1,
+            micro_batch_size=1,
+            config=config,
+            p2p_communicator=communicator,
+            pg_collection=groups._replace(embedding=None),
+        )
+
+    try:
+        with patch.object(split_backward._Product, "add_to_gradient", slowly):
+            return _timed(step, steps)
+    finally:
+        communicator.close()
+
+
+def time_actions(
+    config: TransformerConfig, batch: int, num_microbatches: int, steps: int
+) -> list[tuple[Action, float]]:
+    """Seconds of every action this rank runs in several steps of real stages, the first step left out.
+
+    What is timed begins when an action has what it needs, and ends before its result is sent.
+    """
+    step = _real_step(config, batch, num_microbatches)
+    found: list[tuple[Action, float]] = []
+    for number in range(steps + 1):
+        seconds: list[float] = []
+        trace: list[Action] = []
+
+        def timed(function: Callable[..., Any], seconds: list[float] = seconds) -> Callable[..., Any]:
+            def run(*arguments: Any) -> Any:
+                start = time.perf_counter()
+                result = function(*arguments)
+                seconds.append(time.perf_counter() - start)
+                return result
+
+            return run
+
+        deferred = split_backward.DeferredWeightGradients
+        with (
+            patch.object(room, "forward_step", timed(room.forward_step)),
+            patch.object(room, "backward_step", timed(room.backward_step)),
+            patch.object(deferred, "run", timed(deferred.run)),
+        ):
+            step(trace)
+        if number:
+            found += zip(trace, seconds, strict=True)
+    return found
+
+
+def time_steps(config: TransformerConfig, batch: int, num_microbatches: int, steps: int) -> list[float]:
+    """Seconds of several steps of real stages, the first left out, all ranks starting together."""
+    return _timed(_real_step(config, batch, num_microbatches), steps)
+
+
+def _real_step(config: TransformerConfig, batch: int, num_microbatches: int) -> Callable[..., None]:
+    """Forward and backward of all microbatches, the same random tokens in each; takes the trace to write, or None."""
+    rank = dist.get_rank()
+    built = get_model(lambda **ends: model_provider(config, **ends), config, rank)
+    stages = built if isinstance(built, list) else [built]
+    groups = make_groups(config, make_mesh(config))
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (batch, config.seq_length + 1))
+    part = Microbatch(Batch(tokens[:, :-1], tokens[:, 1:], None), 0, 0, True)
+
+    def step(trace: list[Action] | None = None) -> None:
+        data: list[Iterator[Microbatch]] = [iter([part] * num_microbatches) for _ in stages]
+        get_forward_backward_func(config)(
+            forward_step_func=forward_step,
+            data_iterator=data if len(stages) > 1 else data[0],
+            model=built,
+            num_microbatches=num_microbatches,
+            seq_length=config.seq_length,
+            micro_batch_size=batch,
+            config=config,
+            pg_collection=groups,
+            trace=trace,
+        )
+
+    return step
+
+
+def time_messages(shape: tuple[int, ...], dtype: str, rounds: int) -> list[float]:
+    """Seconds that a tensor takes from rank 0 to rank 1, half of there and back each; nothing on other ranks."""
+    rank, x = dist.get_rank(), torch.zeros(shape, dtype=getattr(torch, dtype))
+    seconds = []
+    for _ in range(rounds if rank < 2 else 0):
+        start = time.perf_counter()
+        if rank == 0:
+            dist.send(x, 1)
+            dist.recv(x, 1)
+        else:
+            dist.recv(x, 0)
+            dist.send(x, 0)
+        seconds.append((time.perf_counter() - start) / 2)
+    return seconds if rank == 0 else []
+
+
+def write_table(folder: Path | str, name: str, text: str) -> str:
+    """A table as a file; its path."""
+    path = Path(folder) / f"{name}.csv"
+    path.write_text(text)
+    return str(path)

@@ -1,0 +1,254 @@
+"""What the ranks of benchmarks/pipeline.py run: stages that sleep, a link that is slow, and the peer's schedules."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+from torch.distributed.pipelining import Schedule1F1B as Schedule1F1BOfTorch
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
+
+from diptych.plans.config import TransformerConfig
+from diptych.plans.model.data import Batch
+from diptych.plans.schedule.placement import V_SCHEDULES, StagePlace, stage_at
+from diptych.plans.schedule.simulate import Costs
+from reference_torch.groups import make_groups, make_mesh
+from reference_torch.p2p import P2PCommunicator
+from reference_torch.pipeline import get_forward_backward_func, get_model, split_backward
+from reference_torch.stage import Microbatch, forward_step, model_provider
+
+WIDTH = 16
+PEERS = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1BOfTorch,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zb-v": ScheduleZBVZeroBubble,
+    "dualpipe-v": ScheduleDualPipeV,
+}
+"""Schedules torch.distributed.pipelining has too."""
+
+
+class Slept(torch.autograd.Function):
+    """The identity; sleeps on the way there and on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.backward_time = backward
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_time)
+        return gradients[0], None, None
+
+
+class SleepingStage(nn.Module):
+    """A linear map that takes its time in F, and in I; subclasses in W.
+
+    Args:
+        forward, input_gradient, weight_gradient: seconds.
+    """
+
+    def __init__(self, forward: float, input_gradient: float, weight_gradient: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+        self.times, self.weight_time = (forward, input_gradient), weight_gradient
+        self.input_tensor: Tensor | None = None
+
+    def slow_weight(self) -> Tensor:
+        """The weight; getting its gradient takes its time."""
+        raise NotImplementedError
+
+    def set_input_tensor(self, input_tensor: Tensor) -> None:
+        """As the schedules call it."""
+        self.input_tensor = input_tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] to the same."""
+        x, self.input_tensor = x if self.input_tensor is None else self.input_tensor, None
+        return Slept.apply(nn.functional.linear(x, self.slow_weight()), *self.times)
+
+
+class OurStage(SleepingStage):
+    """Where backward is whole, sleeps when the weight's gradient is there; split, time_ours sleeps where W is."""
+
+    def __init__(self, *times: float) -> None:
+        super().__init__(*times)
+        self.weight.register_hook(self._sleep)
+
+    def _sleep(self, gradient: Tensor | None) -> None:
+        """Autograd also comes here with none, from an operation that has noted it down."""
+        if gradient is not None:
+            time.sleep(self.weight_time)
+
+    def slow_weight(self) -> Tensor:
+        """A leaf: a split backward notes the gradients of no others down."""
+        return self.weight
+
+
+class PeerStage(SleepingStage):
+    """Sleeps in the graph, between the weight and the product: the peer runs parts of the graph for I and for W."""
+
+    def slow_weight(self) -> Tensor:
+        """Behind an operation that sleeps in backward."""
+        return Slept.apply(self.weight, 0.0, self.weight_time)
+
+
+class SlowLink(P2PCommunicator):
+    """Every message sets out late; nobody waits for it meanwhile."""
+
+    delay = 0.0
+
+    def _post(self, post: Callable[[], dist.Work | None], message: Any) -> Any:
+        return _Late(post, self.delay) if self.delay else super()._post(post, message)
+
+
+class _Late:
+    """A send that begins after a while."""
+
+    def __init__(self, post: Callable[[], dist.Work | None], delay: float) -> None:
+        self._begun = threading.Event()
+        self._work: dist.Work | None = None
+        self._post = post
+        threading.Timer(delay, self._begin).start()
+
+    def _begin(self) -> None:
+        self._work = self._post()
+        self._begun.set()
+
+    def wait(self, timeout: Any) -> None:
+        """As a Work's."""
+        self._begun.wait()
+        if self._work is not None:
+            self._work.wait(timeout)
+
+
+def time_ours(config: TransformerConfig, num_microbatches: int, costs: Costs, delay: float, steps: int) -> list[float]:
+    """Seconds of several steps of a sleeping pipeline, the first left out, all ranks starting together."""
+    times = _times(costs)
+    built = get_model(lambda **_: OurStage(*times), config)
+    stages = built if isinstance(built, list) else [built]
+    mesh = make_mesh(config)
+    groups = make_groups(config, mesh)
+    assert groups.pp is not None, "a pipeline has ranks"
+    communicator = SlowLink(groups.pp, config)
+    communicator.delay = delay
+    plain = split_backward._add_weight_gradient
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(times[-1])
+        plain(*arguments)
+
+    split_backward._add_weight_gradient = slowly  # W takes its time where it is computed
+    try:
+        x = torch.ones(1, 1, WIDTH)
+
+        def step() -> None:
+            batches = [iter([x] * num_microbatches) for _ in stages]
+            get_forward_backward_func(config)(
+                forward_step_func=lambda data, model: (model(next(data)), lambda y: (y.mean(), y.mean())),
+                data_iterator=batches if len(stages) > 1 else batches[0],
+                model=stages if len(stages) > 1 else stages[0],
+                num_microbatches=num_microbatches,
+                seq_length=1,
+                micro_batch_size=1,
+                config=config,
+                p2p_communicator=communicator,
+                pg_collection=groups._replace(embedding=None),
+            )
+
+        return _timed(step, steps)
+    finally:
+        split_backward._add_weight_gradient = plain
+        communicator.close()
+
+
+def time_peer(name: str, stages_per_rank: int, num_microbatches: int, costs: Costs, steps: int) -> list[float]:
+    """The same stages through torch.distributed.pipelining."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    count, example = size * stages_per_rank, torch.ones(1, 1, WIDTH)
+    placement = "v" if name in V_SCHEDULES else "loop"
+    numbers = [stage_at(StagePlace(i, rank), size, placement) for i in range(stages_per_rank)]
+    stages = [
+        PipelineStage(PeerStage(*_times(costs)), number, count, torch.device("cpu"), example) for number in numbers
+    ]
+    given = stages if stages_per_rank > 1 else stages[0]
+    schedule = PEERS[name](given, num_microbatches, loss_fn=lambda y, _: y.mean())  # pyright: ignore
+    x = torch.ones(num_microbatches, 1, WIDTH)
+
+    def step() -> None:
+        first, last = 0 in numbers, count - 1 in numbers
+        schedule.step(*((x,) if first else ()), **({"target": x} if last else {}))
+
+    return _timed(step, steps)
+
+
+def _times(costs: Costs) -> tuple[float, float, float]:
+    """Seconds of F, I and W, alike for every stage."""
+    return float(costs.of("forward", 0)), float(costs.of("input_gradient", 0)), float(costs.of("weight_gradient", 0))
+
+
+def peak_bytes(config: TransformerConfig, batch: int, num_microbatches: int) -> tuple[int, int]:
+    """Most bytes a step of a real stage holds above its parameters: with what was sent freed, and kept."""
+    groups = make_groups(config, make_mesh(config))
+    assert groups.pp is not None, "a pipeline has ranks"
+    tokens = torch.zeros(batch, config.seq_length, dtype=torch.int32).numpy()
+    peaks = []
+    for free in (True, False):
+        settings = replace(config, deallocate_pipeline_outputs=free)
+        model = get_model(lambda c=settings, **ends: model_provider(c, **ends), settings, groups.pp_rank)
+        communicator = P2PCommunicator(groups.pp, settings)
+
+        def step(c: TransformerConfig = settings, m: Any = model, messages: P2PCommunicator = communicator) -> None:
+            parts: Iterator[Microbatch] = iter([Microbatch(Batch(tokens, tokens), 0, 0, True)] * num_microbatches)
+            m.zero_grad(set_to_none=False)
+            get_forward_backward_func(c)(
+                forward_step_func=forward_step,
+                data_iterator=parts,
+                model=m,
+                num_microbatches=num_microbatches,
+                seq_length=c.seq_length,
+                micro_batch_size=batch,
+                config=c,
+                p2p_communicator=messages,
+                pg_collection=groups,
+            )
+
+        step()
+        peaks.append(_peak_resident(step))
+        communicator.close()
+    return peaks[0], peaks[1]
+
+
+def _peak_resident(step: Callable[[], object]) -> int:
+    """Most bytes of memory this process holds during a step, above those before it, of all its threads.
+
+    Exact for large tensors where every allocation is a mapping of its own (MALLOC_MMAP_THRESHOLD_). Linux only.
+    """
+
+    def status(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the highest mark
+    step()
+    return status("VmHWM") - before
+
+
+def _timed(step: Callable[[], None], steps: int) -> list[float]:
+    seconds = []
+    for _ in range(steps + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]

@@ -1,0 +1,124 @@
+"""The JAX part of benchmarks/pipeline.py, in a process of its own: it forces four CPU devices.
+
+Temporary bytes are those XLA reports for the compiled step of one rank. Beside the table's executor stands GPipe as
+automatic differentiation makes it: jax.grad of the same pipeline's forward.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_impl.pipeline import make_pipeline_step
+from jax_impl.pipeline.kept import Keeper, Task
+from jax_impl.pipeline.stages import Batch, StagedParameters, cut, names_of
+from jax_impl.transformer import GPTModel
+from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.partition import undivided
+from diptych.plans.schedule.named import schedule_for
+
+RANKS, COUNTS, ROUNDS = 4, (8, 16, 32, 64), 5
+MIB = 2**20
+CONFIG = TransformerConfig(128, 4, 4, seq_length=64, pipeline_model_parallel_size=RANKS)
+WIDE = TransformerConfig(
+    512, 2, 8, seq_length=32, vocab_size=64, pipeline_model_parallel_size=2, pipeline_schedule="zb-h1"
+)
+
+
+def main() -> None:
+    """Measure, and print what was found as JSON."""
+    jax.config.update("jax_num_cpu_devices", RANKS)
+    memory = {
+        **{f"1f1b, keeps {keep}": [step_bytes(m, keep) for m in COUNTS] for keep in ("residuals", "inputs")},
+        "gpipe by jax.grad": [differentiated_bytes(m) for m in COUNTS],
+    }
+    seconds = step_seconds()
+    split = {keep: split_cost(keep) for keep in ("residuals", "inputs")}
+    print(json.dumps({"memory": memory, "seconds": seconds, "split": split, "lines": [*lines(memory, seconds, split)]}))
+
+
+def lines(memory: dict, seconds: dict, split: dict):
+    """The same in words."""
+    for name, sizes in memory.items():
+        told = ", ".join(f"{size / MIB:.2f}" for size in sizes)
+        counts = ", ".join(map(str, COUNTS))
+        yield f"JAX {name}: {told} MiB temporary a rank at m = {counts} ({sizes[-1] / sizes[0]:.3f}x)"
+    fastest = min(seconds.values())
+    for name, value in seconds.items():
+        yield f"JAX 1f1b, {name}: {value * 1000:.0f} ms a step of 8 microbatches ({value / fastest:.2f})"
+    for keep, ratio in split.items():
+        yield f"(I + W) / B, compiled operations of JAX at D=512, keeping {keep}: {ratio:.3f}"
+
+
+def made(m: int, **options: Any) -> tuple[Any, StagedParameters, tuple[np.ndarray, np.ndarray]]:
+    """A step, its parameters, and a batch of m microbatches of one sequence."""
+    model = GPTModel(undivided(CONFIG))
+    step = make_pipeline_step(model, CONFIG, **options)
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (m, 1, CONFIG.seq_length)).astype(np.int32)
+    return step, step.stage_parameters(nnx.split(model, nnx.Param)[1]), (tokens, tokens)
+
+
+def step_bytes(m: int, keep: str) -> int:
+    """Temporary bytes of a rank's step."""
+    step, staged, batch = made(m, keep=keep)
+    return step.lower(staged, *batch).compile().memory_analysis().temp_size_in_bytes
+
+
+def differentiated_bytes(m: int) -> int:
+    """The same, where JAX differentiates the pipeline's forward."""
+    step, staged, batch = made(m, door="shard_map", forward_only=True)
+    gradient = jax.jit(jax.grad(lambda staged: step(staged, *batch).mean()))
+    return gradient.lower(staged).compile().memory_analysis().temp_size_in_bytes
+
+
+def step_seconds() -> dict[str, float]:
+    """Median step of every way of running the table, all taking turns."""
+    ways = {}
+    for ticks in ("canonical", "fused"):
+        for keep in ("residuals", "inputs"):
+            step, staged, batch = made(8, keep=keep, ticks=ticks)
+            ways[f"{ticks} ticks, keeps {keep}"] = partial(step, staged, *batch)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(ROUNDS + 1):
+        for name, run in ways.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            if turn:  # the first compiles
+                times[name].append(time.perf_counter() - start)
+    return {name: float(np.median(values)) for name, values in times.items()}
+
+
+def split_cost(keep: str) -> float:
+    """Operations of I and W together, relative to B's, of a middle-sized stage as XLA counts them."""
+    stages = cut(GPTModel, WIDE, schedule_for(WIDE, 2), training=True)
+    params = nnx.split(GPTModel(undivided(WIDE)), nnx.Param)[1]
+    staged = stages.stack(dict(zip(names_of(params), jax.tree.leaves(params), strict=True)))
+    rank = StagedParameters(jax.tree.map(lambda x: jnp.asarray(x[0]), staged.layers), staged.ends)
+    tokens = jnp.zeros((2, WIDE.seq_length), jnp.int32)
+    task = Task(rank, Batch(tokens, tokens, jnp.zeros(2, jnp.int32), jnp.uint32(0)), jnp.int32(0), jnp.int32(0))
+    x = jnp.zeros((2, WIDE.seq_length, WIDE.hidden_size), WIDE.compute_dtype)
+    program = stages.programs[0]
+    whole, split = (Keeper(stages.programs, task, x, keep, splits) for splits in (False, True))  # pyright: ignore
+
+    def flops(function: Callable, *arguments: Any) -> float:
+        return jax.jit(function).lower(*arguments).compile().cost_analysis()["flops"]
+
+    def input_gradients(task: Task, x: Any, kept: Any, gradient: Any) -> tuple:
+        result = split.backward(program, task, x, kept, gradient)
+        return result.gradients, result.input_gradient, result.weights
+
+    zeros = partial(jax.tree.map, lambda like: jnp.zeros(like.shape, like.dtype))
+    both = flops(lambda t, x, k, g: whole.backward(program, t, x, k, g)[:2], task, x, zeros(whole.kept), x)
+    inputs = flops(input_gradients, task, x, zeros(split.kept), x)
+    weights = flops(lambda w: split.weight_gradients(program, w), zeros(split.weights))
+    return (inputs + weights) / both
+
+
+if __name__ == "__main__":
+    main()

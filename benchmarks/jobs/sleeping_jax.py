@@ -1,0 +1,115 @@
+"""Pipelines of JAX whose stages sleep, on CPU devices of a process of its own; for pipeline.py, generated_schedule.py.
+
+As a program it reads cases from standard input, pickled by time_apart, and prints their seconds as JSON.
+"""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+
+from diptych.plans.schedule.actions import Action, Kind, Schedule
+from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.partition import undivided
+from diptych.plans.schedule.named import schedule_for
+from diptych.plans.schedule.simulate import Costs
+
+
+class Sleeping(NamedTuple):
+    """A pipeline, and how long its actions sleep."""
+
+    config: TransformerConfig
+    """With the schedule; what its stages compute is small beside their sleep."""
+    num_microbatches: int
+    costs: Costs
+    """Seconds."""
+    ticks: str = "canonical"
+    """See jax_impl.pipeline.make_pipeline_step."""
+
+
+def time_apart(cases: Sequence[Sleeping], steps: int) -> list[list[float]]:
+    """Seconds of several steps of each, in a process that has the devices; the first step, which compiles, left out."""
+    ranks = max(case.config.pipeline_model_parallel_size for case in cases)
+    # A rank that sleeps holds one of XLA's threads.
+    environment = os.environ | {"NPROC": str(4 * ranks), "JAX_NUM_CPU_DEVICES": str(ranks), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.jobs.sleeping_jax"],
+        input=pickle.dumps((cases, steps)),
+        stdout=subprocess.PIPE,
+        env=environment,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def time_sleeping(case: Sleeping, steps: int) -> list[float]:
+    """Seconds of several steps on devices of this process; the first, which compiles, left out."""
+    import jax
+    from flax import nnx
+
+    from jax_impl.pipeline import make_pipeline_step
+    from jax_impl.transformer import GPTModel
+
+    config, m = case.config, case.num_microbatches
+    model = GPTModel(undivided(config))
+    step = make_pipeline_step(model, config, ticks=case.ticks)
+    staged = step.stage_parameters(nnx.split(model, nnx.Param)[1])
+    tokens, seconds = np.zeros((m, 1, config.seq_length), np.int32), []
+    with _stages_sleep(schedule_for(config, m), case.costs):
+        for _ in range(steps + 1):
+            start = time.perf_counter()
+            jax.block_until_ready(step(staged, tokens, tokens))
+            seconds.append(time.perf_counter() - start)
+    return seconds[1:]
+
+
+@contextmanager
+def _stages_sleep(schedule: Schedule, costs: Costs) -> Iterator[None]:
+    """What is traced meanwhile sleeps in every F, B, I and W, before its rank sends what it made."""
+    import jax
+    import jax.numpy as jnp
+    from jax import Array
+
+    from jax_impl.pipeline.executor import _Done, _Run
+
+    def slept(x: Array, kind: Kind, stage: Array) -> Array:
+        """The same, later."""
+        times = [costs.time(Action(kind, number, 0)) for number in range(schedule.num_stages)]
+
+        def sleep(seconds: np.ndarray, one: np.ndarray) -> np.ndarray:
+            time.sleep(float(seconds))
+            return np.zeros_like(one)
+
+        one = x.reshape(-1)[0]
+        return x + jax.pure_callback(sleep, jax.ShapeDtypeStruct((), x.dtype), jnp.asarray(times)[stage], one)
+
+    plain = _Run._forward, _Run._backward, _Run._weight_gradients
+
+    def forward(run: _Run, state: Any, row: Any, done: _Done) -> _Done:
+        done = plain[0](run, state, row, done)
+        return done._replace(output=slept(done.output, "F", row.forward_stage))
+
+    def backward(run: _Run, state: Any, row: Any, done: _Done) -> _Done:
+        done = plain[1](run, state, row, done)
+        kind: Kind = "I" if schedule.splits_backward else "B"  # of a whole one, W comes after it in the same tick
+        return done._replace(input_gradient=slept(done.input_gradient, kind, row.backward_stage))
+
+    def weight_gradients(run: _Run, row: Any, weights: Any, done: _Done) -> _Done:
+        done = plain[2](run, row, weights, done)
+        return done._replace(output=slept(done.output, "W", row.weights_stage))
+
+    with patch.multiple(_Run, _forward=forward, _backward=backward, _weight_gradients=weight_gradients):
+        yield
+
+
+if __name__ == "__main__":
+    given, count = pickle.loads(sys.stdin.buffer.read())
+    print(json.dumps([time_sleeping(case, count) for case in given]))

@@ -1,0 +1,88 @@
+"""What benchmarks/step_time.py runs: a rank's rates, and steps of training, in either backend."""
+
+import os
+import time
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.model.data import Corpus
+
+SIZE, LARGE, MESSAGE = 1024, 2**22, 2**22
+"""Width of a product, numbers of a large array, and of a large message."""
+TURNS = 7
+
+
+def torch_rates() -> dict[str, float]:
+    """Of this rank while all do the same: products, memory, messages and the least an operation takes."""
+    import torch
+    import torch.distributed as dist
+
+    a, b = torch.randn(SIZE, SIZE), torch.randn(SIZE, SIZE)
+    x, y = torch.ones(LARGE), torch.empty(LARGE)
+    few = torch.ones(8, requires_grad=True)
+    rates = {
+        "compute_rate": 2 * SIZE**3 / _seconds(lambda: a @ b),
+        "memory_bandwidth": 2 * x.nbytes / _seconds(lambda: torch.mul(x, 2.0, out=y)),
+        "operation_latency": _seconds(lambda: [few * 2.0 for _ in range(100)]) / 100,
+    }
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+
+    def exchange(message: torch.Tensor) -> None:
+        """There and back."""
+        for sender in (0, 1):
+            (dist.send if rank == sender else dist.recv)(message, peer)
+
+    small, large = torch.zeros(1), torch.zeros(MESSAGE)
+    rates["network_latency"] = _seconds(lambda: exchange(small)) / 2
+    rates["network_bandwidth"] = large.nbytes / (_seconds(lambda: exchange(large)) / 2)
+    return rates
+
+
+def jax_rates() -> dict[str, float]:
+    """Of the only device, on one core; this process stays there."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    import jax
+    import jax.numpy as jnp
+
+    a, x = jnp.ones((SIZE, SIZE)), jnp.ones(LARGE)
+    product, scaled = jax.jit(jnp.matmul), jax.jit(lambda x: x * 2.0)
+    return {
+        "compute_rate": 2 * SIZE**3 / _seconds(lambda: product(a, a).block_until_ready()),
+        "memory_bandwidth": 2 * x.nbytes / _seconds(lambda: scaled(x).block_until_ready()),
+    }
+
+
+def torch_steps(config: TransformerConfig, train: TrainConfig, steps: int, together: bool) -> list[float]:
+    """Seconds of steps, the first left out; every rank alone, or all as one mesh."""
+    from reference_torch.groups import make_mesh
+    from reference_torch.train import Trainer
+
+    trainer = Trainer(config, train, random_corpus(), device="cpu", mesh=make_mesh(config) if together else None)
+    return [trainer.train_step(step).seconds for step in range(steps + 1)][1:]
+
+
+def jax_steps(config: TransformerConfig, train: TrainConfig, steps: int) -> list[float]:
+    """The same on the only device."""
+    from jax_impl.train import Trainer
+
+    trainer = Trainer(config, train, random_corpus())
+    return [trainer.train_step(step).seconds for step in range(steps + 1)][1:]
+
+
+def random_corpus() -> Corpus:
+    """Bytes that cannot be learnt."""
+    text = np.random.default_rng(0).integers(0, 256, 65536).astype(np.uint8)
+    return Corpus("random", text[:-8192], text[-8192:], 0)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    times = []
+    for _ in range(TURNS + 1):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return median(times[1:])

@@ -1,0 +1,42 @@
+"""Time that no order of work can be below."""
+
+from diptych.planner.generate.orders import Pipeline
+
+
+def lower_bound(pipeline: Pipeline) -> float:
+    """The largest of these, over all ranks r:
+
+        way of one microbatch      all F, all I, messages between ranks, and the W that comes after its I latest
+        lead_in + FI + max(W, lead_out)                  what r computes, and what cannot be at the same time
+        area / room                                      after lead_in: bytes kept times the time they have to be kept
+
+    FI and W are times of r's actions of all microbatches. lead_out begins with r's last I: from there the last
+    microbatch has to reach stage 0, whose W ends it. lead_in is how long r waits for its first F, or, where that is
+    more, for its first I, less what forwards it can do before: as many as its memory holds.
+    """
+    p = pipeline
+    heads, backs, last_end = p.way()
+    bounds = [max(backs[s] + p.whole[s] for s in range(p.num_stages))]
+    for rank, own in enumerate(p.own):
+        first, room = own[0], p.rooms[rank]
+        passes = p.m * sum(p.forward[s] + p.inputs[s] for s in own)
+        weights = p.m * sum(p.weights[s] for s in own)
+        lead_in = max(heads[first], min(backs[s] for s in own) - _most_forwards(p, rank))
+        lead_out = last_end - backs[first] - p.inputs[first] + p.weights[0]
+        bounds.append(lead_in + passes + max(weights, lead_out))
+        if 0.0 < room < float("inf"):
+            area = sum(
+                p.kept[s] * (backs[s] + p.inputs[s] - heads[s]) + min(p.kept[s], p.waiting[s]) * p.weights[s]
+                for s in own
+            )
+            bounds.append(heads[first] + p.m * area / room)
+    return max(bounds)
+
+
+def _most_forwards(p: Pipeline, rank: int) -> float:
+    """Time of the forwards, parts of them counted too, that a rank can run at most before its first backward."""
+    time, left = 0.0, p.rooms[rank]
+    for stage in sorted(p.own[rank], key=lambda s: p.kept[s] / p.forward[s] if p.forward[s] else float("inf")):
+        count = min(float(p.m), left / p.kept[stage]) if p.kept[stage] else float(p.m)
+        time, left = time + count * p.forward[stage], left - count * p.kept[stage]
+    return time

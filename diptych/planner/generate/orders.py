@@ -1,0 +1,208 @@
+"""Orders of work as lists of numbers: what the search for a schedule changes, and runs on paper some thousand times.
+
+Microbatches are alike. So the k-th F of a stage may be taken to be microbatch k's, and so its k-th backward: whatever
+order a table has them in, numbered anew like this it needs no more time and no more memory. What is left of an action
+is its kind and its stage, here ``4 * stage + kind``. The k-th W of a stage belongs to the k-th I.
+
+``run`` is diptych.plans.schedule.simulate's simulation on such lists, and a test holds it against that, action by action.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast, get_args
+
+from diptych.plans.schedule.actions import Action, Kind, Schedule
+from diptych.plans.schedule.placement import Placement, place_of
+from diptych.plans.schedule.simulate import Costs
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+F, B, I, W = range(len(KINDS))  # noqa: E741
+ROUNDING = 1e-9
+"""Of a limit of memory: what sums of bytes that are no whole numbers may exceed it by."""
+
+Orders = list[list[int]]
+"""By rank."""
+
+
+class Pipeline:
+    """Sizes and costs of a pipeline, as plain lists.
+
+    Args:
+        pp_size: ranks p.
+        num_microbatches: m.
+        stages_per_rank: v.
+        costs: of all p v stages.
+        rooms: bytes that each rank may keep for backward.
+        placement: of the stages.
+    """
+
+    def __init__(
+        self,
+        pp_size: int,
+        num_microbatches: int,
+        stages_per_rank: int,
+        costs: Costs,
+        rooms: Sequence[float],
+        placement: Placement = "loop",
+    ) -> None:
+        self.p, self.m, self.v = pp_size, num_microbatches, stages_per_rank
+        self.placement: Placement = placement
+        self.rooms = rooms
+        self.num_stages = pp_size * stages_per_rank
+        stages = range(self.num_stages)
+        self.home = [place_of(stage, pp_size, placement).pp_rank for stage in stages]
+        self.own = [[stage for stage in stages if self.home[stage] == rank] for rank in range(pp_size)]
+        self.forward, self.inputs, self.weights, self.kept, self.waiting = (
+            [float(costs.of(name, stage)) for stage in stages]
+            for name in (
+                "forward",
+                "input_gradient",
+                "weight_gradient",
+                "activation_bytes",
+                "weight_gradient_bytes",
+            )
+        )
+        self.whole = [inputs + weights for inputs, weights in zip(self.inputs, self.weights, strict=True)]
+        # From the end of an action on stage s to its result's arrival on s + 1, or from s + 1 to s.
+        between = zip(self.home, [*self.home[1:], self.home[-1]], strict=True)
+        self.link = [costs.communication if here != there else 0.0 for here, there in between]
+        self.lasts = [
+            time for s in stages for time in (self.forward[s], self.whole[s], self.inputs[s], self.weights[s])
+        ]
+        """By number of an action."""
+
+    def work(self, rank: int) -> float:
+        """Time of all that a rank has to do for one microbatch."""
+        return sum(self.forward[stage] + self.whole[stage] for stage in self.own[rank])
+
+    def way(self) -> tuple[list[float], list[float], float]:
+        """One microbatch alone: when each stage begins F, when I, and when the last I ends."""
+        heads, backs, time = [], [0.0] * self.num_stages, 0.0
+        for stage in range(self.num_stages):
+            heads.append(time)
+            time += self.forward[stage] + self.link[stage]
+        for stage in reversed(range(self.num_stages)):
+            backs[stage] = time = time + self.link[stage]
+            time += self.inputs[stage]
+        return heads, backs, time
+
+    def sizes(self, order: Sequence[int]) -> list[float]:
+        """Bytes that a rank keeps while each of its actions runs; its own order alone decides them."""
+        found, size = [], 0.0
+        for action in order:
+            stage, kind = action >> 2, action & 3
+            if kind == F:
+                size += self.kept[stage]
+            found.append(size)
+            if kind == B:
+                size -= self.kept[stage]
+            elif kind == I:
+                size -= self.kept[stage] - self.waiting[stage]
+            elif kind == W:
+                size -= self.waiting[stage]
+        return found
+
+    def peak(self, order: Sequence[int]) -> float:
+        """The most of them."""
+        return max(self.sizes(order))
+
+    def fits(self, rank: int, size: float) -> bool:
+        """Whether a rank may keep so many bytes."""
+        return size <= self.rooms[rank] * (1.0 + ROUNDING)
+
+    def peaks(self, orders: Orders) -> list[float]:
+        """By rank."""
+        return [self.peak(order) for order in orders]
+
+    def all_fit(self, orders: Orders) -> bool:
+        """Whether every rank keeps within its room."""
+        return all(self.fits(rank, peak) for rank, peak in enumerate(self.peaks(orders)))
+
+    def orders_of(self, schedule: Schedule) -> Orders:
+        """A table as numbers."""
+        codes = {kind: code for code, kind in enumerate(KINDS)}
+        return [[4 * action.stage + codes[action.kind] for action in actions] for actions in schedule.actions]
+
+    def schedule_of(self, orders: Orders, name: str) -> Schedule:
+        """The table that numbers stand for."""
+        forwards, backwards = [0] * self.num_stages, [0] * self.num_stages
+        split: list[list[int]] = [[] for _ in range(self.num_stages)]  # microbatches between I and W
+        ranks = []
+        for order in orders:
+            actions = []
+            for number in order:
+                stage, kind = divmod(number, 4)
+                if kind == W:
+                    microbatch = split[stage].pop(0)
+                else:
+                    counts = forwards if kind == F else backwards
+                    microbatch, counts[stage] = counts[stage], counts[stage] + 1
+                    if kind == I:
+                        split[stage].append(microbatch)
+                actions.append(Action(cast("Kind", KINDS[kind]), stage, microbatch))
+            ranks.append(tuple(actions))
+        return Schedule(name, self.p, self.m, self.v, tuple(ranks), False, self.placement)
+
+
+class Course(NamedTuple):
+    """When each action of each rank's order begins, and where in it a microbatch's passes stand."""
+
+    makespan: float
+    ends: list[float]
+    """Of each rank."""
+    starts: list[list[float]]
+    """By rank, in its order."""
+    forwards: list[list[int]]
+    """By stage and microbatch: place of F in its rank's order."""
+    backwards: list[list[int]]
+    """The same of B or I."""
+
+
+def run(pipeline: Pipeline, orders: Orders) -> Course | None:
+    """Every rank in its own order, each action as soon as what it needs has arrived; None: ranks wait for ever."""
+    stages, last = range(pipeline.num_stages), pipeline.num_stages - 1
+    link, lasts = pipeline.link, pipeline.lasts
+    forward_ends: list[list[float]] = [[] for _ in stages]
+    backward_ends: list[list[float]] = [[] for _ in stages]
+    forwards: list[list[int]] = [[] for _ in stages]
+    backwards: list[list[int]] = [[] for _ in stages]
+    split = [0] * len(stages)  # microbatches between I and W
+    places, ends = [0] * len(orders), [0.0] * len(orders)
+    starts: list[list[float]] = [[] for _ in orders]
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(orders):
+            place, time, begun = places[rank], ends[rank], starts[rank]
+            before = place
+            while place < len(order):
+                action = order[place]
+                stage, kind = action >> 2, action & 3
+                if kind == W:
+                    if not split[stage]:
+                        break
+                    split[stage] -= 1
+                else:
+                    if kind == F:
+                        own, source, wire = forward_ends[stage], stage - 1, link[stage - 1]
+                        needed = forward_ends[source] if stage else None
+                    else:
+                        own, source, wire = backward_ends[stage], stage + 1, link[stage]
+                        needed = backward_ends[source] if stage < last else None
+                        if len(own) >= len(forward_ends[stage]):
+                            break
+                    if needed is not None:
+                        if len(own) >= len(needed):
+                            break
+                        time = max(time, needed[len(own)] + wire)
+                    (forwards if kind == F else backwards)[stage].append(place)
+                    own.append(time + lasts[action])
+                    if kind == I:
+                        split[stage] += 1
+                begun.append(time)
+                time += lasts[action]
+                place += 1
+            if place > before:
+                places[rank], ends[rank], moved = place, time, True
+    if any(place < len(order) for place, order in zip(places, orders, strict=True)):
+        return None
+    return Course(max(ends), ends, starts, forwards, backwards)

@@ -1,0 +1,363 @@
+"""A model's operations as PyTorch's eager autograd sees them: what each reads, writes and keeps, in bytes."""
+
+import numpy as np
+
+from diptych.plans.config import TransformerConfig
+from diptych.plans.model.delta_rule import SEGMENT_SIZE, chunk_flops
+from diptych.plans.model.layers import LayerConfig
+from diptych.planner.memory.nodes import Layer, Node, Value
+from diptych.planner.memory.rule import RuleShape, rule_scratch
+from diptych.plans.model.parameters import parameter_specs
+from diptych.plans.model.philox import TILE_ROWS
+
+ITEM_SIZES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+class GraphBuilder:
+    """Builds the operations of a model for one batch.
+
+    Args:
+        config: the model's.
+        batch, length: sequences, and tokens in each.
+    """
+
+    def __init__(self, config: TransformerConfig, batch: int, length: int) -> None:
+        self.config, self.batch, self.length = config, batch, length
+        self.tokens = batch * length
+        self.item = ITEM_SIZES[config.compute_dtype]
+        self.wide = max(self.item, 4)
+        item = ITEM_SIZES[config.params_dtype]
+        specs = parameter_specs(config)
+        self.weights = {name: int(np.prod(spec.shape)) * item for name, spec in specs.items()}
+        self.widths = {name: spec.shape[-1] for name, spec in specs.items()}
+        self.streams = config.residual_streams
+
+    def activation(self, name: str, width: int) -> Value:
+        """A value of ``width`` numbers a token, in the type activations have."""
+        return Value(name, self.tokens * width * self.item)
+
+    def coefficient(self, name: str, width: int) -> Value:
+        """The same in the type coefficients and statistics have."""
+        return Value(name, self.tokens * width * self.wide)
+
+    def hidden(self) -> Value:
+        """What one sublayer hands the next."""
+        return self.activation("residual_streams", self.streams * self.config.hidden_size)
+
+    def embedding(self) -> tuple[list[Node], Value]:
+        """Token ids to hidden states."""
+        embedded, table = self.activation("embedded", self.config.hidden_size), self.weights["embedding.weight"]
+        is_summed = not self.config.untie_embeddings_and_output_weights and self.item == self.wide
+        shared = table if is_summed else 0  # the sum of the head's gradient and the embedding's
+        nodes = [Node([], [embedded], parameters=table, backward_scratch=shared)]
+        if self.streams == 1 and not self.config.enable_hyper_connections:
+            embedded.name = "residual_streams"
+            return nodes, embedded
+        x = self.hidden()
+        return [*nodes, Node([embedded], [x])], x
+
+    def head(self, x: Value) -> list[Node]:
+        """Hidden states to the loss."""
+        config, nodes = self.config, []
+        if config.enable_hyper_connections:
+            mean = self.activation("contracted", config.hidden_size)
+            nodes.append(Node([x], [mean]))
+            x = mean
+        normed = self.activation("final_layernorm", config.hidden_size)
+        nodes += self._norm(x, normed, "decoder.final_layernorm", ())
+        logits = self.activation("logits", config.vocab_size)
+        name = "output_layer" if config.untie_embeddings_and_output_weights else "embedding"
+        nodes += self._linear(normed, logits, name, ())
+        logits = self._cast(nodes, logits, self.wide, ())
+        probabilities, loss = self.coefficient("log_probabilities", config.vocab_size), Value("loss", self.wide)
+        nodes.append(Node([logits], [probabilities], [probabilities]))
+        nodes.append(Node([probabilities], [loss]))
+        return nodes
+
+    def layer(self, number: int, x: Value) -> tuple[Layer, Value]:
+        """One layer and its output."""
+        layer, prefix = self.config.layer(number), f"decoder.layers.{number}"
+        nodes: list[Node] = []
+        ends, layer_input = [], x
+        sublayers = (
+            ("self_attention", "input_layernorm", layer.self_attention_hyper_connection),
+            ("mlp", "pre_mlp_layernorm", layer.mlp_hyper_connection),
+        )
+        for sublayer, norm, hyper in sublayers:
+            connection = f"{prefix}.{sublayer}_hyper_connection"
+            aggregated, mixed, h_post = self._read(nodes, x, connection if hyper else None)
+            normed = self.activation(norm, self.config.hidden_size)
+            nodes += self._norm(aggregated, normed, f"{prefix}.{norm}", (norm,))
+            if sublayer == "mlp":
+                output = self._mlp(nodes, normed, f"{prefix}.mlp", layer)
+            else:
+                mixer = self._attention if layer.mixer == "attention" else self._delta_rule
+                output = mixer(nodes, normed, f"{prefix}.self_attention")
+            x = self._write(nodes, output, mixed, h_post)
+            ends.append(len(nodes))
+        nodes[-1].alive.append(layer_input)
+        return Layer(nodes, ends), x
+
+    def _read(self, nodes: list[Node], x: Value, connection: str | None) -> tuple[Value, Value, Value | None]:
+        width = self.config.hidden_size
+        if connection is not None:
+            return self._hyper_connection(nodes, x, connection)
+        if self.config.enable_hyper_connections:
+            aggregated = self.activation("aggregated", width)
+            nodes.append(Node([x], [aggregated], region=("aggregated",)))
+            return aggregated, x, None
+        return x, x, None
+
+    def _hyper_connection(self, nodes: list[Node], x: Value, name: str) -> tuple[Value, Value, Value]:
+        streams, region = self.streams, ("mixed",)
+        count, square = streams * (streams + 2), streams * streams
+        statistics, projected, scaled = (self.coefficient("mhc internals", w) for w in (2, count, count))
+        h, sigmoids = self.coefficient("mhc internals", count), self.coefficient("mhc internals", 2 * streams)
+        h_pre, h_post, h_res = (
+            self.coefficient(n, w) for n, w in (("h_pre", streams), ("h_post", streams), ("h_res", square))
+        )
+        aggregated = self.activation("aggregated", self.config.hidden_size)
+        mixed = Value("mixed", x.size)
+        phi = self.weights[f"{name}.phi"]
+        iterates = 2 * self.config.sinkhorn_iterations * (square + streams) * self.tokens * self.wide
+        rounded = [] if self.item == self.wide else [Value("weights in bfloat16", phi // 2)]
+        nodes += [
+            Node([x], [projected, *rounded], [x, *rounded], region, phi, flops=self._product(phi)),
+            Node([x], [statistics], [x, statistics], region),
+            Node([projected, statistics], [scaled], [projected, statistics], region, backward_scratch=scaled.size),
+            Node([scaled], [h], [scaled], region, backward_scratch=scaled.size),
+            Node([h], [h_pre, h_post, sigmoids], [sigmoids], region),
+            Node([h], [h_res], [h], region, forward_scratch=2 * h_res.size, backward_scratch=iterates),
+        ]
+        pre, res = (self._cast(nodes, h, self.item, region) for h in (h_pre, h_res))
+        read = 2 * self.tokens * streams * self.config.hidden_size
+        nodes += [
+            Node([x, pre], [aggregated], [x, pre], region, flops=read),
+            Node([x, res], [mixed], [x, res], region, flops=streams * read),
+        ]
+        return aggregated, mixed, h_post
+
+    def _write(self, nodes: list[Node], output: Value, mixed: Value, h_post: Value | None) -> Value:
+        x, region, dropout = self.hidden(), ("residual_streams",), self.config.hidden_dropout > 0
+        h_post = None if h_post is None else self._cast(nodes, h_post, self.item, region)
+        if h_post is None:
+            source = output
+            if dropout:
+                source = self.activation("dropped out", self.config.hidden_size)
+                scratch = self._dropout_scratch(output)
+                nodes.append(Node([output], [source], [], region, 0, scratch, scratch))
+            nodes.append(Node([source, mixed], [x], [], region))
+        elif dropout:
+            expanded, dropped = Value("expanded", x.size), Value("dropped out", x.size)
+            nodes.append(Node([output, h_post], [expanded], [output, h_post], region, backward_scratch=2 * x.size))
+            scratch = self._dropout_scratch(expanded)
+            nodes.append(Node([expanded], [dropped], [], region, 0, scratch, scratch))
+            nodes.append(Node([dropped, mixed], [x], [], region))
+        else:
+            nodes.append(Node([output, h_post, mixed], [x], [output, h_post], region))
+        return x
+
+    def _dropout_scratch(self, x: Value) -> int:
+        """The mask, and either the scaled copy or a tile of 64-bit random words with the words they come from."""
+        width = x.size // self.item // self.tokens
+        return self.tokens * width + max(x.size, 12 * 8 * min(TILE_ROWS, self.tokens) * (width // 4))
+
+    def _norm(self, x: Value, normed: Value, name: str, region: tuple[str, ...]) -> list[Node]:
+        """x * rsqrt(mean(x**2)) * weight, one operation at a time, as PyTorch's composite norm."""
+        nodes: list[Node] = []
+        width = self.widths[f"{name}.weight"]
+        product = normed
+        if self.item < self.wide:
+            x = self._cast(nodes, x, self.wide, region)
+            product = Value("product", x.size)
+        scaled = Value("normalised", normed.size // self.item * self.wide)
+        inverse = Value("norm statistics", scaled.size // width)
+        squared = Value("squares", scaled.size)
+        weight = self.weights[f"{name}.weight"]
+        nodes += [
+            Node([x], [squared], [x], region),
+            Node([squared], [inverse], [inverse], region),
+            Node([x, inverse], [scaled], [x, inverse], region, backward_scratch=scaled.size),
+            Node([scaled], [product], [scaled], region, weight, backward_scratch=scaled.size),
+        ]
+        if product is not normed:
+            nodes.append(Node([product], [normed], [], region))
+        return nodes
+
+    def _cast(self, nodes: list[Node], x: Value, item: int, region: tuple[str, ...]) -> Value:
+        """x in a type of other width; x itself without mixed precision."""
+        if self.item == self.wide:
+            return x
+        name = f"{x.name} in {'float32' if item == self.wide else 'bfloat16'}"
+        copy = Value(name, x.size * item // (self.item + self.wide - item))
+        nodes.append(Node([x], [copy], [], region))
+        return copy
+
+    def _linear(self, x: Value, y: Value, name: str, region: tuple[str, ...]) -> list[Node]:
+        weight = self.weights[f"{name}.weight"]
+        parameters, flops = weight + self.weights.get(f"{name}.bias", 0), self._product(weight)
+        if self.item == self.wide:
+            return [Node([x], [y], [x], region, parameters, flops=flops, is_linear=True)]
+        rounded = Value("weights in bfloat16", weight // 2)
+        kept = [x, rounded]
+        return [Node([x], [y, rounded], kept, region, parameters, 0, rounded.size, flops=flops, is_linear=True)]
+
+    def _product(self, weight_bytes: int) -> int:
+        """Of all tokens with a matrix."""
+        return 2 * self.tokens * weight_bytes // ITEM_SIZES[self.config.params_dtype]
+
+    def _attention(self, nodes: list[Node], normed: Value, name: str) -> Value:
+        config = self.config
+        heads, groups, width = config.num_attention_heads, config.query_groups, config.head_dim
+        qkv = self.activation("qkv", (heads + 2 * groups) * width)
+        nodes += self._linear(normed, qkv, f"{name}.linear_qkv", ())
+        turned = [self.activation(n, w * width) for n, w in (("q", heads), ("k", groups))]
+        for value in turned:
+            angles = Value("rotary angles", self.length * width * self.item)  # cosines and sines
+            nodes.append(Node([qkv], [value, angles], [angles], (), 0, value.size, value.size))
+        v, attended = self.activation("v", groups * width), self.activation("core_attn", heads * width)
+        nodes.append(Node([qkv], [v]))
+        self._core_attention(nodes, [*turned, v], attended)
+        output = self.activation("attention_output", config.hidden_size)
+        nodes += self._linear(attended, output, f"{name}.linear_proj", ())
+        return self._biased(nodes, output, f"{name}.linear_proj", ())
+
+    def _delta_rule(self, nodes: list[Node], normed: Value, name: str) -> Value:
+        """A gdn or kda layer; its short convolution and its rule are one operation each."""
+        heads, value_heads, key, value = self.config.linear_heads
+        channels, is_kda = 2 * heads * key + value_heads * value, f"{name}.linear_decay_up.weight" in self.weights
+        qkv = self._mapped(nodes, normed, "qkv", channels, f"{name}.linear_qkv")
+        conv, ages = self.activation("short_conv", channels), Value("tokens before", 8 * self.length)
+        parameters = self.weights[f"{name}.conv1d.weight"]
+        rounded = [] if self.item == self.wide else [Value("weights in bfloat16", parameters // 2)]
+        own = [ages, *rounded]
+        nodes.append(Node([qkv], [conv, *own], [qkv, *own], (), parameters, 3 * conv.size, 6 * conv.size))
+        before = self._mapped(nodes, normed, "beta", value_heads, f"{name}.linear_beta")
+        beta = self.coefficient("beta", value_heads)
+        nodes.append(Node([self._cast(nodes, before, self.wide, ())], [beta], [beta]))
+        gate_parameters = self.weights[f"{name}.decay_gate.A_log"] + self.weights[f"{name}.decay_gate.dt_bias"]
+        if is_kda:
+            down = self._mapped(nodes, normed, "g", value, f"{name}.linear_decay_down")
+            g = self._mapped(nodes, down, "g", value_heads * key, f"{name}.linear_decay_up")
+        else:
+            a = self._cast(nodes, self._mapped(nodes, normed, "g", value_heads, f"{name}.linear_decay"), self.wide, ())
+            biased, positive, g = (self.coefficient("g", value_heads) for _ in range(3))
+            nodes.append(Node([a], [biased], []))
+            nodes.append(Node([biased], [positive], [biased]))
+            nodes.append(Node([positive], [g], [positive], (), gate_parameters))
+        attended = self._rule(nodes, [conv, beta, g], gate_parameters if is_kda else 0)
+        normed_out = self._norm_by_head(nodes, attended, name)
+        gate = normed
+        if is_kda:
+            gate = self._mapped(nodes, gate, "gate", value, f"{name}.linear_gate_down")
+        gate = self._mapped(
+            nodes, gate, "gate", attended.size // self.item // self.tokens, f"{name}.linear_gate{'_up' * is_kda}"
+        )
+        opened, product = Value("gate", attended.size), Value("gated", attended.size)
+        nodes.append(Node([gate], [opened], [opened if is_kda else gate]))
+        nodes.append(Node([normed_out, opened], [product], [normed_out, opened]))
+        return self._mapped(nodes, product, "attention_output", self.config.hidden_size, f"{name}.linear_proj")
+
+    def _rule(self, nodes: list[Node], inputs: list[Value], parameters: int) -> Value:
+        """The chunked delta rule: keeps what it reads and a state a segment."""
+        heads, value_heads, key, value = self.config.linear_heads
+        kind = "kda" if parameters else "gdn"
+        shape = RuleShape(kind, self.batch, self.length, heads, value_heads, key, value, self.item, self.wide)
+        state = self.batch * value_heads * key * value * self.wide
+        attended, finals = self.activation("core_attn", value_heads * value), Value("states", state)
+        chunks, step = -(-self.length // shape.chunk), max(1, SEGMENT_SIZE // shape.chunk)
+        kept = [*inputs, Value("states", (-(-chunks // step) - 1) * state)]
+        forward, backward = rule_scratch(shape)
+        writes = [attended, finals, *kept[3:]]
+        flops = chunks * self.batch * value_heads * chunk_flops(shape.chunk, key, value)
+        rule = Node(inputs, writes, kept, ("core_attn",), parameters, forward, backward, flops=flops, flops_again=flops)
+        nodes.append(rule)
+        return attended
+
+    def _norm_by_head(self, nodes: list[Node], x: Value, name: str) -> Value:
+        normed = Value("out_norm", x.size)
+        nodes += self._norm(x, normed, f"{name}.out_norm", ())
+        return normed
+
+    def _mapped(self, nodes: list[Node], x: Value, called: str, width: int, name: str) -> Value:
+        """A linear map of x, its bias added."""
+        y = self.activation(called, width)
+        nodes += self._linear(x, y, name, ())
+        return self._biased(nodes, y, name, ())
+
+    def _core_attention(self, nodes: list[Node], inputs: list[Value], attended: Value) -> None:
+        config, region = self.config, ("core_attn",)
+        flops = 2 * self.tokens * self.length * config.num_attention_heads * config.head_dim
+        if config.use_flash_attn:
+            statistics = self.coefficient("attention statistics", config.num_attention_heads)
+            kept = [*inputs, attended, statistics]
+            writes = [attended, statistics]
+            tile = self._attention_tile()
+            scratch = 2 * tile + attended.size
+            nodes.append(Node(inputs, writes, kept, region, 0, tile, scratch, flops=2 * flops, flops_again=flops))
+            return
+        operands, count = [*inputs], config.num_attention_heads
+        for place, source in enumerate(inputs):
+            is_merged = self.batch == 1 and (place == 1 or (place == 0 and config.query_groups == count))
+            if not is_merged:  # batch and heads become one dimension, which takes a copy
+                operands[place] = Value(source.name, source.size)
+                nodes.append(Node([source], [operands[place]], [], region))
+        q, k, v = operands
+        square = self.batch * config.num_attention_heads * self.length**2
+        scores, weights = Value("scores", square * self.item), Value("attention_weights", square * self.item)
+        mixed = Value("attention mixed", attended.size)
+        scratch = self.length**2 * (self.item + 1)
+        nodes.append(Node([q, k], [scores], [q, k], region, forward_scratch=scratch, flops=flops))
+        scores = self._cast(nodes, scores, self.wide, region)
+        softmax = weights if self.item == self.wide else Value("attention weights in float32", scores.size)
+        nodes.append(Node([scores], [softmax], [softmax], region))
+        if softmax is not weights:
+            nodes.append(Node([softmax], [weights], [], region))
+        nodes += [
+            Node([weights, v], [mixed], [weights, v], region, flops=flops),
+            Node([mixed], [attended], [], region),
+        ]
+
+    def _attention_tile(self) -> int:
+        """Bytes of the scores that PyTorch's fused attention on the CPU holds at a time, on one thread."""
+        queries = 256 if self.length >= 768 else 64 if self.length >= 192 else 32
+        rounded = self.item if self.item < self.wide else 0
+        return min(queries, self.length) * min(512, self.length) * (self.wide + rounded)
+
+    def _mlp(self, nodes: list[Node], normed: Value, name: str, layer: LayerConfig) -> Value:
+        inner, region = layer.ffn_hidden_size, ("mlp_output",)
+        within = (*region, "activation")
+        activated = self.activation("activation", inner)
+        if layer.activation == "swiglu":
+            fc1, silu = self.activation("fc1", 2 * inner), self.activation("silu of the gate", inner)
+            nodes += self._linear(normed, fc1, f"{name}.linear_fc1", region)
+            halves = [Value("half of fc1", silu.size, is_view=True) for _ in range(2)]
+            nodes.append(Node([fc1], halves, [], region))
+            gate, value = halves
+            nodes.append(Node([gate], [silu], [fc1], within))
+            nodes.append(Node([silu, value], [activated], [silu, fc1], within))
+        else:
+            fc1 = self.activation("fc1", inner)
+            nodes += self._linear(normed, fc1, f"{name}.linear_fc1", region)
+            nodes.append(Node([fc1], [activated], [fc1], within))
+        output = self.activation("mlp_output", self.config.hidden_size)
+        nodes += self._linear(activated, output, f"{name}.linear_fc2", region)
+        return self._biased(nodes, output, f"{name}.linear_fc2", region)
+
+    def _biased(self, nodes: list[Node], output: Value, name: str, region: tuple[str, ...]) -> Value:
+        if f"{name}.bias" not in self.weights:
+            return output
+        biased = Value(output.name, output.size)
+        output.name = "before the bias"
+        nodes.append(Node([output], [biased], [], region))
+        return biased
+
+
+def build(config: TransformerConfig, batch: int, length: int) -> tuple[list[Node], dict[int, Layer], list[Node]]:
+    """Operations of embedding, of each layer by global number, and of the head."""
+    builder = GraphBuilder(config, batch, length)
+    first, x = builder.embedding()
+    layers = {}
+    for number in range(config.num_layers):
+        layers[number], x = builder.layer(number, x)
+    return first, layers, builder.head(x)

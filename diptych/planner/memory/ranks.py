@@ -1,0 +1,159 @@
+"""Bytes of every pipeline rank, term by term: what lies there all the time, and what a step's microbatches keep.
+
+Exact: parameters, their gradients and AdamW's two moments, all in params_dtype. Predicted: activations, within 2% of
+what PyTorch keeps; see diptych.planner.memory.stages. Left out: what an action needs only while it runs, messages and flattened
+gradients on their way, the batch. Gradients are counted in full, as from a step's first backward on. Replicas are
+alike; of context ranks it is one whose first sequence began on another.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import NamedTuple
+
+from diptych.plans.schedule.actions import Action, Schedule
+from diptych.plans.config import TransformerConfig
+from diptych.planner.memory.graph import ITEM_SIZES
+from diptych.planner.memory.stages import StageMemory
+from diptych.plans.offload import layer_storages, pass_uses, rank_layers, stage_layers
+from diptych.plans.model.parameters import parameter_specs
+from diptych.plans.schedule.partition import get_stage, get_stage_place, num_stages, undivided
+from diptych.plans.recompute import recompute_blocks
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank; ``on_host`` are not on the device."""
+
+    parameters: int
+    """On the device; with tensor offload those of no layer, and the most of layers that are ever there at once."""
+    gradients: int
+    moments: int
+    """AdamW's two. Neither they nor gradients are offloaded."""
+    activations: int
+    """Kept when the most is kept in all."""
+    waiting: int
+    """What waits then from I to W."""
+    on_host: int
+    """Parameters of offloaded layers, whose home is the host."""
+
+    @property
+    def total(self) -> int:
+        """On the device."""
+        return sum(getattr(self, f.name) for f in fields(self)) - self.on_host
+
+
+def rank_memories(config: TransformerConfig, schedule: Schedule, stages: Sequence[StageMemory]) -> list[RankMemory]:
+    """Memory of every pipeline rank.
+
+    Args:
+        config: the model's.
+        schedule: of its step.
+        stages: what a microbatch keeps on each; see diptych.planner.memory.stages.predict_stages.
+    """
+    sizes = [parameter_bytes(config, stage) for stage in range(num_stages(config))]
+    layers = _layer_sizes(undivided(config)) if config.enable_tensor_offload else {}
+    found = []
+    for rank, actions in enumerate(schedule.actions):
+        own = sum(size for stage, size in enumerate(sizes) if schedule.rank_of(stage) == rank)
+        away, there = 0, 0
+        if config.enable_tensor_offload:
+            away = sum(layers[layer] for layer in rank_layers(config, rank))
+            order, ahead = _layer_order(config, rank, actions), config.tensor_offload_num_prefetch_layers
+            there = offload_use(order, layers, ahead).peak
+        kept, waiting = _peak(actions, stages, schedule.splits_backward)
+        found.append(RankMemory(own - away + there, own, 2 * own, kept, waiting, away))
+    return found
+
+
+@lru_cache(maxsize=32)
+def _layer_sizes(config: TransformerConfig) -> dict[int, int]:
+    """Bytes of every layer's parameters, of a whole model, which many divide alike."""
+    return {number: sum(each.values()) for number, each in layer_storages(config).items()}
+
+
+def standing_bytes(config: TransformerConfig) -> list[int]:
+    """Of every pipeline rank, without offload: parameters, their gradients and AdamW's two moments."""
+    found = [0] * config.pipeline_model_parallel_size
+    for stage in range(num_stages(config)):
+        found[get_stage_place(config, stage).pp_rank] += 4 * parameter_bytes(config, stage)
+    return found
+
+
+def parameter_bytes(config: TransformerConfig, stage: int) -> int:
+    """Bytes of a stage's parameters, and of their gradients: exact, with its copy of a tied embedding."""
+    last = num_stages(config) - 1
+    specs = parameter_specs(config, stage == 0, stage == last, *get_stage_place(config, stage))
+    return sum(math.prod(spec.shape) for spec in specs.values()) * ITEM_SIZES[config.params_dtype]
+
+
+class OffloadUse(NamedTuple):
+    """What a step's uses of offloaded layers take."""
+
+    peak: int
+    """Most bytes of them on the device."""
+    moved: int
+    """Bytes copied, to the device and, of layers that the optimizer has changed, back."""
+
+
+def offload_use(order: Sequence[int], sizes: Mapping[int, int], num_prefetch_layers: int) -> OffloadUse:
+    """Peak and copies, as plan_offload finds them from a second step on, in one pass over a long order.
+
+    When a use begins there are exactly its layer and the next others. Layers that share memory are counted twice.
+
+    Args:
+        order: of the layers' uses in a step, the optimizer's included; the next step is like it.
+        sizes: bytes of each layer.
+        num_prefetch_layers: fetched ahead.
+    """
+    window: list[int] = []
+    peak = moved = 0
+    leave: set[int] = set()
+    for place, layer in enumerate(reversed([*order, *order])):
+        later = window
+        window = [layer, *(other for other in window if other != layer)][: num_prefetch_layers + 1]
+        if place >= len(order):
+            peak = max(peak, sum(sizes[each] for each in window))
+            come = [each for each in later if each not in window]
+            moved += sum(sizes[each] for each in come)
+            leave.update(come)
+    return OffloadUse(peak, moved + sum(sizes[each] for each in leave))
+
+
+def moved_bytes(config: TransformerConfig, schedule: Schedule) -> list[int]:
+    """Of every pipeline rank: what offload of parameters copies in a step, both ways together."""
+    layers, ahead = _layer_sizes(undivided(config)), config.tensor_offload_num_prefetch_layers
+    return [
+        offload_use(_layer_order(config, rank, actions), layers, ahead).moved
+        for rank, actions in enumerate(schedule.actions)
+    ]
+
+
+def _layer_order(config: TransformerConfig, rank: int, actions: Iterable[Action]) -> list[int]:
+    """Layers of a rank in the order of their uses in a step, the optimizer's included."""
+    uses: dict[tuple[int, bool], list[int]] = {}
+    for vp_stage in range(config.virtual_pipeline_model_parallel_size or 1):
+        layers, blocks = stage_layers(config, vp_stage, rank), recompute_blocks(config, vp_stage, rank)
+        stage = get_stage(config, vp_stage, rank)
+        for forward in (True, False):
+            uses[stage, forward] = [use.layer for use in pass_uses(layers, not forward, blocks, forward)]
+    order = [layer for kind, stage, _ in actions if kind != "W" for layer in uses[stage, kind == "F"]]
+    return order + rank_layers(config, rank)
+
+
+def _peak(actions: Iterable[Action], stages: Sequence[StageMemory], splits_backward: bool) -> tuple[int, int]:
+    """What forwards have kept, and what waits for W, when both together are most."""
+    kept = waiting = 0
+    most = (0, 0)
+    for kind, stage, _ in actions:
+        saved, part = stages[stage].saved, stages[stage].weight_gradients * splits_backward
+        if kind == "F":
+            kept += saved
+            most = max(most, (kept, waiting), key=sum)
+        elif kind == "W":
+            waiting -= part
+        else:
+            kept, waiting = kept - saved, waiting + part * (kind == "I")
+            most = max(most, (kept, waiting), key=sum)
+    return most

@@ -1,0 +1,142 @@
+"""What a segment of the chunked delta rule needs while it runs, beside what it keeps and its gradients, in PyTorch.
+
+The most is held at one of a few moments of a segment's backward. Each moment is a row of ``MOMENTS``: how many arrays
+of each width are alive then. The counts were read off the allocations of PyTorch 2.13, with a size of its own for every
+width.
+"""
+
+from typing import NamedTuple
+
+from diptych.plans.model.delta_rule import CHUNK_SIZE, SEGMENT_SIZE
+
+
+def chunk_size(length: int) -> int:
+    """Return how many tokens a chunk of a sequence has: a power of two, no more than the sequence needs."""
+    return min(CHUNK_SIZE, 1 << (length - 1).bit_length())
+
+
+class Alive(NamedTuple):
+    """Numbers of arrays that are alive at one moment, by their width a token and value head."""
+
+    key: float = 0.0
+    """Of the width of a key."""
+    value: float = 0.0
+    """Of the width of a value."""
+    chunk: float = 0.0
+    """Of a chunk's tokens."""
+    chunk_states: float = 0.0
+    """A state for each chunk of the segment."""
+    states: float = 0.0
+    """One state."""
+
+
+class Moment(NamedTuple):
+    """A moment of a segment's backward."""
+
+    own: Alive
+    """Arrays of the segment."""
+    left: Alive = Alive()
+    """Arrays of the segment before it that are not released yet."""
+    value_copies: int = 2
+    """Arrays of values that are there beside where tokens are copied: see ``_copies``."""
+    strided: Alive | None = Alive()
+    """Arrays that are there beside where heads are strided; None: the moment counts only there."""
+
+
+_AGAIN = Alive(7, 3, 3.03, 1)
+"""The segment before, while the next one is computed again."""
+MOMENTS = {
+    "kda": (
+        Moment(Alive(26.75, 0, 5.1, 0, 1), _AGAIN),
+        Moment(Alive(31.75, 2, 3.04, 0, 2), _AGAIN),
+        Moment(Alive(32.75, 3, 2.04, 0, 1), _AGAIN),
+        Moment(Alive(30.75, 4, 3.04, 2, 2), _AGAIN),
+        Moment(Alive(33.75, 7, 4.05, 4, 2), Alive(3, 1, 1.03), strided=None),  # the gradients of the scan begin
+        Moment(Alive(33.75, 6, 4.08, 5, 2), Alive(3, 1, 1.03)),  # and end
+        Moment(Alive(39.75, 6, 5.08, 1, 1)),  # gradients of products by channel
+        Moment(Alive(35.75, 4, 7.09, 1, 1), value_copies=1),  # the gradient of the inverse
+    ),
+    "gdn": (
+        Moment(Alive(13, 7, 7.14, 4, 2), Alive(3, 1, 1), strided=None),
+        Moment(Alive(9, 6, 7.14, 5, 2), Alive(3, 1, 1), strided=Alive(4)),
+        Moment(Alive(13, 6, 8.17, 1, 1), strided=Alive(3)),
+        Moment(Alive(10, 4, 10.17, 1, 1), value_copies=1, strided=Alive(2)),
+    ),
+}
+KEY_COPIES = 2
+"""Arrays of queries and keys that are there beside where their type is widened."""
+KEYS_A_LEVEL = 3
+"""Arrays of keys fewer in kda each time that a chunk is half as long, since blocks double fewer times."""
+FORWARD = {"kda": Alive(9, 3.5, 6, 1), "gdn": Alive(3, 2, 7, 1)}
+"""The same of forward, within a tenth where there is one segment: less than backward's, so never the peak of a step."""
+
+
+class RuleShape(NamedTuple):
+    """Sizes of a call of the rule."""
+
+    kind: str
+    """kda or gdn."""
+    batch: int
+    length: int
+    """Tokens of a sequence."""
+    key_heads: int
+    value_heads: int
+    key: int
+    """Width of a key."""
+    value: int
+    """Width of a value."""
+    item: int
+    """Bytes of a number of the arguments."""
+    wide: int
+    """Bytes of a number of the states."""
+
+    @property
+    def is_strided(self) -> bool:
+        """Whether chunks are views of the tokens whose heads are strided, which products copy."""
+        return self.length > self.chunk and (self.batch > 1) != (self.value_heads > 1)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk."""
+        return chunk_size(self.length)
+
+
+def rule_scratch(shape: RuleShape) -> tuple[int, int]:
+    """Return the most bytes a segment needs in forward and in backward.
+
+    Args:
+        shape: sizes of the call; its sequences are whole.
+    """
+    chunks, step = -(-shape.length // shape.chunk), max(1, SEGMENT_SIZE // shape.chunk)
+    full, last = min(chunks, step), chunks - (chunks - 1) // step * step
+    runs = [(last, 0), (full, last)][: 1 + (chunks > step)] + [(full, full)] * (chunks > 2 * step)
+    most = 0.0
+    for place, (own, left) in enumerate(runs):
+        is_ragged = place == 0 and shape.length % shape.chunk > 0
+        for moment in MOMENTS[shape.kind]:
+            if moment.strided is None and not shape.is_strided:
+                continue
+            held = _bytes(shape, moment.own, own) + _bytes(shape, moment.left, left)
+            most = max(most, held + _copies(shape, moment, own, is_ragged))
+    return round(_bytes(shape, FORWARD[shape.kind], full)), round(most)
+
+
+def _bytes(shape: RuleShape, alive: Alive, chunks: int) -> float:
+    """Return the bytes of a segment's arrays."""
+    state = shape.key * shape.value
+    by_token = alive.key * shape.key + alive.value * shape.value + alive.chunk * shape.chunk
+    numbers = chunks * (shape.chunk * by_token + alive.chunk_states * state) + alive.states * state * (chunks > 0)
+    return shape.batch * shape.value_heads * numbers * shape.wide
+
+
+def _copies(shape: RuleShape, moment: Moment, chunks: int, is_ragged: bool) -> float:
+    """Return the bytes of tokens that are widened, filled up to whole chunks, or gathered from several sequences."""
+    is_widened = shape.item < shape.wide
+    is_copied = is_widened or is_ragged or (shape.batch > 1 and shape.value_heads > 1)
+    keys = KEY_COPIES * shape.key_heads * shape.key * is_widened
+    values = moment.value_copies * shape.value_heads * shape.value * is_copied
+    copies = shape.batch * chunks * shape.chunk * (keys + values) * shape.wide
+    levels = (CHUNK_SIZE // shape.chunk).bit_length() - 1
+    if shape.kind == "kda":
+        copies -= _bytes(shape, Alive(KEYS_A_LEVEL * levels), chunks)
+    return copies + (_bytes(shape, moment.strided or Alive(), chunks) if shape.is_strided else 0.0)

@@ -1,0 +1,237 @@
+"""The memory of one forward and backward pass: every allocation and release, in order.
+
+Values live while an operation still to run in forward reads them, or while the graph keeps them. In a recomputed
+region the graph keeps the region's inputs instead; its outputs are discarded once forward has read them, and the
+first operation of backward that needs one of its values replays it, after the regions its inputs come from.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from diptych.planner.memory.nodes import Layer, Node, Value
+from diptych.plans.recompute import RecomputeBlock
+
+GENERATOR_STATE = 5056
+"""Bytes of the state of PyTorch's CPU generator, which torch.utils.checkpoint keeps for each of its calls."""
+
+
+@dataclass(eq=False)
+class Region:
+    """Operations that are replayed together."""
+
+    nodes: list[Node] = field(default_factory=list)
+    is_whole: bool = False
+    """Whole layers, by torch.utils.checkpoint."""
+    is_replayed: bool = False
+
+    def __post_init__(self) -> None:
+        self.inputs: list[Value] = []
+        self.outputs: list[Value] = []
+
+    def close(self, read_later: Iterable[Value], keeps_output: bool) -> None:
+        """Find inputs and outputs, once all operations are in.
+
+        Args:
+            read_later: what operations outside read.
+            keeps_output: whether the last value written stays, as a block's output does.
+        """
+        written = [value for node in self.nodes for value in node.writes]
+        needed = {id(v): v for node in self.nodes for v in [*node.reads, *node.keeps]}
+        own, later = {id(v) for v in written}, {id(v) for v in read_later}
+        self.inputs = [v for i, v in needed.items() if i not in own and not v.is_view]
+        self.outputs = [v for v in written if id(v) in later]
+        if keeps_output and self.outputs:
+            self.outputs = [v for v in self.outputs if v is not written[-1]]
+
+
+class Simulation:
+    """Runs operations forward and backward, counting bytes.
+
+    Args:
+        length: tokens of a sequence, whose positions torch.utils.checkpoint keeps.
+
+    Attributes:
+        held, peak: bytes now, and the most so far.
+        kept: bytes kept for backward by name, after forward.
+    """
+
+    def __init__(self, length: int = 0) -> None:
+        self._position_bytes = 8 * length
+        self.held = self.peak = 0
+        self.kept: Counter[str] = Counter()
+        self._present: dict[int, Value] = {}
+        self._holders: Counter[int] = Counter()
+        self._values: dict[int, Value] = {}
+        self._region_of: dict[int, Region] = {}
+        self._maker: dict[int, Region] = {}
+
+    def run(
+        self, first: list[Node], layers: dict[int, Layer], blocks: Iterable[RecomputeBlock], last: list[Node]
+    ) -> None:
+        """Forward over everything, then backward."""
+        nodes, blocks = [*first], [*blocks]
+        discards: dict[int, list[Region]] = {}
+        if any(block.kind == "full" for block in blocks):
+            positions = Value("positions", self._position_bytes)
+            nodes.append(Node([], [positions], [positions]))
+        for block in blocks:
+            if block.kind == "full":
+                state = Value("generator state", GENERATOR_STATE)
+                nodes.append(Node([], [state], [state]))
+            self._plan(block, layers, nodes, discards, last)
+        nodes += last
+        self._forward(nodes, discards)
+        for value in self._present.values():
+            self.kept[value.name] += value.size
+        self._backward(nodes)
+
+    def _plan(
+        self,
+        block: RecomputeBlock,
+        layers: dict[int, Layer],
+        nodes: list[Node],
+        discards: dict[int, list[Region]],
+        last: list[Node],
+    ) -> None:
+        """Append a block's operations; note its regions, and after which operation their outputs go."""
+        start, regions, ends = len(nodes), [], []
+        for number in block.layers:
+            ends += [len(nodes) + end for end in layers[number].sublayer_ends]
+            for place, node in enumerate(layers[number].nodes):
+                name = "all" if block.kind == "full" else next((r for r in node.region if r in block.dropped), None)
+                nodes.append(node)
+                if name is not None:
+                    key = (name, None if name == "all" else (number, _sublayer(layers[number], place), name))
+                    if not regions or regions[-1][0] != key:
+                        regions.append((key, Region(is_whole=name == "all")))
+                    regions[-1][1].nodes.append(node)
+                    self._region_of[id(node)] = regions[-1][1]
+        # Outputs go when the sublayer that reads them has ended.
+        following = next((n for n in range(block.layers[-1] + 1, max(layers) + 1)), None)
+        outside = last if following is None else layers[following].nodes
+        for _, region in regions:
+            inside = {id(node) for node in region.nodes}
+            others = [node for node in [*nodes[start:], *outside] if id(node) not in inside]
+            is_last = region.nodes[-1] is nodes[-1]
+            region.close([v for node in others for v in node.reads], keeps_output=is_last)
+            if not region.outputs and not any(node.keeps for node in region.nodes):
+                for node in region.nodes:  # nothing to drop: PyTorch lets such a region go
+                    del self._region_of[id(node)]
+                continue
+            for value in (v for node in region.nodes for v in node.writes):
+                self._maker[id(value)] = region
+            if block.kind != "full":
+                outputs = {id(value) for value in region.outputs}
+                read = max((i for i, node in enumerate(nodes) if outputs & {id(v) for v in node.reads}), default=0)
+                end = next((e for e in ends if e > read), len(nodes))
+                discards.setdefault(end - 1, []).append(region)
+
+    def _forward(self, nodes: list[Node], discards: dict[int, list[Region]]) -> None:
+        last_read = {id(v): i for i, node in enumerate(nodes) for v in [*node.reads, *node.keeps, *node.alive]}
+        opened: set[int] = set()
+        for index, node in enumerate(nodes):
+            self._make(node)
+            region = self._region_of.get(id(node))
+            if region is None:
+                self._hold(node.keeps)
+            elif id(region) not in opened:
+                opened.add(id(region))
+                self._hold(region.inputs)
+            for value in [*node.reads, *node.writes, *node.keeps, *node.alive]:
+                if last_read.get(id(value), -1) <= index and not self._holders[id(value)] and value.name != "loss":
+                    self._drop(value)
+            for discarded in discards.get(index, []):
+                for value in discarded.outputs:
+                    self._drop(value)
+
+    def _backward(self, nodes: list[Node]) -> None:
+        gradients: dict[int, int] = {}
+        for node in reversed(nodes):
+            region = self._region_of.get(id(node))
+            if region is None:
+                self._restore(node.keeps)
+            elif node.keeps and not region.is_replayed:
+                self._replay(region)
+            # The gradient of a weight that was rounded is widened once backward has released what it kept.
+            is_rounded = node.is_linear and node.backward_scratch > 0
+            self._allocate(0 if is_rounded else node.parameters)
+            new = 0
+            for value in {id(v): v for v in node.reads}.values():
+                new += value.size
+                if id(value) not in gradients:
+                    gradients[id(value)] = value.size
+                    new -= value.size
+                    self._allocate(value.size)
+            self._allocate(node.backward_scratch + new)
+            if is_rounded:
+                self._release(node.keeps)
+                self._allocate(node.parameters)
+            self._free(node.backward_scratch + new)
+            if not is_rounded:
+                self._release(node.keeps)
+            for value in node.writes:
+                self._free(gradients.pop(id(value), 0))
+            if region is not None and node is region.nodes[0]:
+                self._release(region.inputs)
+
+    def _replay(self, region: Region) -> None:
+        """Run a region again: its empty outputs are filled, and what its backward reads is kept from then on."""
+        self._restore(region.inputs)
+        region.is_replayed = True
+        nodes = region.nodes
+        if region.is_whole:  # torch.utils.checkpoint stops at the last operation that keeps something, before it runs
+            nodes = nodes[: max(index for index, node in enumerate(nodes) if node.keeps)]
+        kept = {id(v) for node in region.nodes for v in node.keeps}
+        wanted = {id(v) for v in region.outputs if self._holders[id(v)]}
+        last_read = {id(v): i for i, node in enumerate(region.nodes) for v in [*node.reads, *node.keeps, *node.alive]}
+        for index, node in enumerate(nodes):
+            self._make(node)
+            for value in [*node.reads, *node.writes, *node.keeps, *node.alive]:
+                is_own = self._maker.get(id(value)) is region and id(value) not in kept | wanted
+                if is_own and last_read.get(id(value), -1) <= index:
+                    self._drop(value)
+        for value in (v for node in nodes for v in node.writes):
+            if id(value) not in kept | wanted:
+                self._drop(value)
+        for node in region.nodes:
+            self._hold(node.keeps)
+
+    def _restore(self, values: Iterable[Value]) -> None:
+        for value in values:
+            region = self._maker.get(id(value))
+            if id(value) not in self._present and region is not None and not region.is_replayed:
+                self._replay(region)
+
+    def _make(self, node: Node) -> None:
+        for value in node.writes:
+            if id(value) not in self._present and not value.is_view:
+                self._present[id(value)] = value
+                self._allocate(value.size)
+        self._allocate(node.forward_scratch)
+        self._free(node.forward_scratch)
+
+    def _hold(self, values: Iterable[Value]) -> None:
+        for value in values:
+            self._holders[id(value)] += 1
+
+    def _release(self, values: Iterable[Value]) -> None:
+        for value in values:
+            self._holders[id(value)] -= 1
+            if self._holders[id(value)] <= 0:
+                self._drop(value)
+
+    def _drop(self, value: Value) -> None:
+        if self._present.pop(id(value), None) is not None:
+            self._free(value.size)
+
+    def _allocate(self, size: int) -> None:
+        self.held += size
+        self.peak = max(self.peak, self.held)
+
+    def _free(self, size: int) -> None:
+        self.held -= size
+
+
+def _sublayer(layer: Layer, place: int) -> int:
+    return sum(place >= end for end in layer.sublayer_ends)

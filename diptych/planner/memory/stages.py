@@ -1,0 +1,170 @@
+"""What one microbatch keeps on one stage, where ranks share its tokens of one rank's part."""
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from diptych.plans.config import TransformerConfig
+from diptych.plans.model.delta_rule import SEGMENT_SIZE, chunk_flops
+from diptych.plans.context.exchange import PIPELINED
+from diptych.planner.memory.graph import GraphBuilder
+from diptych.planner.memory.nodes import Layer, Node, Value
+from diptych.planner.memory.rule import chunk_size
+from diptych.planner.memory.simulate import Simulation
+from diptych.plans.schedule.partition import get_stage_place, get_transformer_layer_offset, layers_by_stage, num_stages, undivided
+from diptych.plans.recompute import recompute_blocks
+from diptych.plans.schedule.wavefront import tokens_before
+from diptych.plans.context.zigzag import score_pairs
+
+
+class StageMemory(NamedTuple):
+    """Bytes one microbatch keeps on a stage, in PyTorch."""
+
+    saved: int
+    """From the end of F to the end of B, or of I."""
+    weight_gradients: int
+    """From the end of I to the end of W: what linear maps read, and the gradients of what they gave."""
+
+
+def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, length: int | None = None) -> StageMemory:
+    """What one microbatch keeps on a stage, by simulating the allocations of its layers under its recompute settings.
+
+    The same simulation as diptych.planner.memory.predict_memory, of a part of the model: the first stage has the embedding, the
+    last the head and the loss. To these come a stage's input, which is kept for its gradient, and its output where
+    sending does not free it. Approximated: token ids and messages under way are left out, and so is what an action
+    needs only while it runs; the gradients that wait for W are taken to lie in memory of their own. With recompute,
+    more can wait for W than was kept for I.
+
+    Where ranks share tokens (context_parallel_size) it is what a rank keeps whose first sequence began on another:
+    softmax attention keeps keys and values of all ranks, and what says which of them a token may see, in the zigzag
+    layout of the queries it computes; the delta rule keeps the responses to the state it begins with, which pipelined
+    it does not compute. Copies that a convolution makes of the tokens before the part are left out.
+
+    Args:
+        config: the whole model, with its pipeline.
+        stage: global number.
+        batch: sequences of a microbatch.
+        length: tokens of each; None: config.seq_length.
+    """
+    builder = _StageBuilder(config, batch, length or config.seq_length)
+    memory = Simulation(builder.length)
+    if stage == 0:
+        begin, x = builder.embedding()
+    else:
+        x = builder.hidden()
+        begin = [Node([], [x], [x])]
+    layers: dict[int, Layer] = {}
+    for number in _layers(config, stage):
+        layers[number], x = builder.layer(number, x)
+    sent = Node([x], [], [] if config.deallocate_pipeline_outputs else [x])
+    end = builder.head(x) if stage == num_stages(config) - 1 else [sent]
+    memory.run(begin, layers, recompute_blocks(config, *get_stage_place(config, stage)), end)
+    waiting = {id(value): value.size for value in builder.multiplied}
+    return StageMemory(sum(memory.kept.values()), sum(waiting.values()) + builder.gradients)
+
+
+def stage_builder(config: TransformerConfig, batch: int, length: int | None = None) -> GraphBuilder:
+    """Builds what a rank computes of its part of the tokens. Arguments as above."""
+    return _StageBuilder(config, batch, length or config.seq_length)
+
+
+def predict_stages(config: TransformerConfig, batch: int, length: int | None = None) -> list[StageMemory]:
+    """The same of every stage; what is alike is simulated once. Arguments as predict_stage_memory's."""
+    found: dict[Hashable, StageMemory] = {}
+    stages = []
+    for stage in range(num_stages(config)):
+        key = _what_lies_on(config, stage)
+        if key not in found:
+            found[key] = predict_stage_memory(config, stage, batch, length)
+        stages.append(found[key])
+    return stages
+
+
+def _what_lies_on(config: TransformerConfig, stage: int) -> Hashable:
+    """All that a stage's memory depends on beside the configuration."""
+    layers, place = _layers(config, stage), get_stage_place(config, stage)
+    blocks = [(b.kind, len(b.layers), b.modules) for b in recompute_blocks(config, *place)]
+    return stage == 0, stage == num_stages(config) - 1, *map(config.layer, layers), *blocks
+
+
+def _layers(config: TransformerConfig, stage: int) -> range:
+    """Global numbers of a stage's layers."""
+    first = get_transformer_layer_offset(config, *get_stage_place(config, stage))
+    return range(first, first + layers_by_stage(config)[stage])
+
+
+class _StageBuilder(GraphBuilder):
+    """Builds what a rank computes of its part of the tokens; notes down what every linear map reads, and the bytes of
+    what it gives.
+
+    Attributes:
+        length_of_all: tokens of a sequence, on all ranks.
+        multiplied: what linear maps read.
+        gradients: bytes of the gradients of what they give.
+    """
+
+    def __init__(self, config: TransformerConfig, batch: int, length: int) -> None:
+        self.cp_size = config.context_parallel_size
+        self.length_of_all = length
+        if self.cp_size > 1:  # its sequences lie end to end
+            batch, length = 1, batch * length // self.cp_size
+        super().__init__(undivided(config), batch, length)
+        self.multiplied: list[Value] = []
+        self.gradients = 0
+
+    def _linear(self, x: Value, y: Value, name: str, region: tuple[str, ...]) -> list[Node]:
+        self.multiplied.append(x)
+        self.gradients += y.size
+        return super()._linear(x, y, name, region)
+
+    def _core_attention(self, nodes: list[Node], inputs: list[Value], attended: Value) -> None:
+        if self.cp_size == 1:
+            super()._core_attention(nodes, inputs, attended)
+            return
+        config, region = self.config, ("core_attn",)
+        layout, (q, *own), found = config.cp_attention_layout, inputs, attended
+        pairs = max(score_pairs(layout, rank, self.cp_size, self.tokens) for rank in range(self.cp_size))
+        keys = self.cp_size * self.tokens
+        if config.cp_exchange == PIPELINED:  # those before a rank's own are of its first sequence alone
+            keys = self.tokens + max(tokens_before(self.cp_size, self.tokens, self.length_of_all))
+            pairs = self.tokens * keys
+        k, v = (Value(f"{value.name} of all ranks", value.size * keys // self.tokens) for value in own)
+        flops = 2 * pairs * config.num_attention_heads * config.head_dim
+        allowed = Value("which token sees which", pairs * (self.item if config.use_flash_attn else 1))
+        nodes += [Node([value], [all_], [], region) for value, all_ in zip(own, (k, v), strict=True)]
+        if layout == "zigzag":
+            q, found = Value("queries of two half-parts", q.size), Value("their outputs", attended.size)
+            nodes.append(Node([inputs[0]], [q], [], region))
+        if config.use_flash_attn:  # what is allowed is added to scores, as numbers
+            statistics = self.coefficient("attention statistics", config.num_attention_heads)
+            kept = [q, k, v, found, statistics, allowed]
+            writes = [found, statistics, allowed]
+            nodes.append(Node([q, k, v], writes, kept, region, flops=2 * flops, flops_again=flops))
+        else:
+            count = config.num_attention_heads * pairs
+            softmax, weights = (
+                Value("attention weights", count * self.wide),
+                Value("attention_weights", count * self.item),
+            )
+            nodes += [
+                Node([q, k], [allowed, softmax], [q, k, allowed, softmax], region, flops=flops),
+                Node([softmax, v], [weights, found], [weights, v], region, flops=flops),  # as that product reads them
+            ]
+        if found is not attended:
+            nodes.append(Node([found], [attended], [], region))
+
+    def _rule(self, nodes: list[Node], inputs: list[Value], parameters: int) -> Value:
+        attended = super()._rule(nodes, inputs, parameters)
+        if self.cp_size > 1 and self.config.cp_exchange != PIPELINED:
+            _, heads, key, value = self.config.linear_heads
+            segments = -(-self.length // SEGMENT_SIZE)
+            states = heads * key * ((segments - 1) * key + 3 * (value + key)) * self.wide
+            outputs, responses = (self.coefficient("responses", heads * width) for width in (value, key))
+            kept = [responses, Value("states and transitions", states)]
+            nodes[-1].writes += [outputs, *kept]  # outputs are completed by what is kept, then dropped
+            nodes[-1].keeps += kept
+            size = chunk_size(self.length)
+            columns = chunk_flops(size, key, value + key) - chunk_flops(size, key, value)  # the map's
+            more = -(-self.length // size) * self.batch * heads * columns
+            nodes[-1].flops += more
+            nodes[-1].flops_again += more
+        return attended

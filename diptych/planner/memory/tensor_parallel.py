@@ -1,0 +1,26 @@
+"""What recomputing activation functions would save where ranks share every layer's matrices: none do, here."""
+
+from diptych.plans.config import TransformerConfig
+from diptych.planner.memory.graph import ITEM_SIZES
+
+
+def activation_recompute_saving(config: TransformerConfig, batch: int, tp_size: int = 1) -> int:
+    """Bytes that a rank does not keep if activation functions are recomputed in every layer.
+
+    Per token and layer the inner width of the MLP, divided over tp_size ranks, of what the function gives; with swiglu
+    also of the SiLU of the gate, which its product with the other half keeps.
+
+    Args:
+        config: the model's, undivided.
+        batch: sequences of a microbatch.
+        tp_size: ranks that would share each matrix; the only place in the project that knows of them.
+
+    Raises:
+        ValueError: tp_size is below 1, or does not divide a layer's inner width.
+    """
+    layers = [config.layer(number) for number in range(config.num_layers)]
+    if tp_size < 1 or any(layer.ffn_hidden_size % tp_size for layer in layers):
+        widths = sorted({layer.ffn_hidden_size for layer in layers})
+        raise ValueError(f"tp_size: expected a divisor of ffn_hidden_size, here {widths}, got {tp_size}")
+    numbers = sum(layer.ffn_hidden_size // tp_size * (2 if layer.activation == "swiglu" else 1) for layer in layers)
+    return batch * config.seq_length * numbers * ITEM_SIZES[config.compute_dtype]

@@ -1,0 +1,294 @@
+"""What the page shows, as data that is JSON: a plan's course in time, its memory, and what the planner says beside it.
+
+Times are seconds of diptych.planner.step_time's roofline, bytes are diptych.planner.memory's; nothing is computed here that the planner
+does not say. Actions of a schedule are numbered through its ranks, each rank's in its own order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from diptych.planner.reports.memory import without_recompute
+from diptych.planner.reports.mesh import UNITS, memory_unit, mesh_words
+from diptych.planner.page.copies import copies_of_schedule
+from diptych.planner.reports.schedule import PipelinePlan, held_words, plan_pipeline, with_schedule
+from diptych.plans.schedule.actions import Action, Schedule
+from diptych.plans.schedule.messages import dependencies
+from diptych.plans.config import TransformerConfig
+from diptych.planner.memory.ranks import rank_memories
+from diptych.planner.memory.stages import StageMemory, predict_stages
+from diptych.plans.schedule.partition import get_stage_place, get_transformer_layer_offset, layers_by_stage, num_stages
+from diptych.plans.schedule.placement import SCHEDULES
+from diptych.plans.recompute import recompute_blocks
+from diptych.plans.schedule.named import schedule_for
+from diptych.plans.schedule.simulate import Costs
+from diptych.planner.step_time import Machine, StageTimes, after_backward
+from diptych.planner.traffic import message_bytes
+
+WITH_OTHERS = 2_048
+"""Stages times microbatches up to which other schedules are drawn beside the chosen one."""
+MOST_PIECES = 16_384
+"""Stages times microbatches up to which a page is written."""
+
+
+class Kept(NamedTuple):
+    """Bytes on a rank after each of its actions, in its order."""
+
+    kept: list[int]
+    """For backward: whole from the start of F to the end of B or I."""
+    waiting: list[int]
+    """For the gradients of weights: from the end of I to the end of W."""
+
+
+@dataclass(frozen=True)
+class PageRequest:
+    """What a page is about.
+
+    Raises:
+        ValueError: more stages times microbatches than can be drawn.
+    """
+
+    config: TransformerConfig
+    """The model's, with its pipeline and context ranks."""
+    micro_batch_size: int
+    """Sequences of a microbatch."""
+    num_microbatches: int
+    """Of a step, on each replica."""
+    data_parallel_size: int = 1
+    """Replicas."""
+    machine: Machine = field(default_factory=Machine)
+    """Rates, for times."""
+
+    def __post_init__(self) -> None:
+        pieces = self.pieces
+        if pieces > MOST_PIECES:
+            raise ValueError(
+                f"html: expected at most {MOST_PIECES:,} stages times microbatches to draw, got {pieces:,}; draw fewer "
+                "microbatches (num_microbatches): what repeats looks alike"
+            )
+
+    @property
+    def pieces(self) -> int:
+        """Stages times microbatches."""
+        return num_stages(self.config) * self.num_microbatches
+
+
+def describe_plan(request: PageRequest) -> dict[str, Any]:
+    """Everything the page shows of a plan: its configuration, its course, and those of other schedules.
+
+    Args:
+        request: what it is about.
+
+    Returns:
+        only dicts with strings as keys, lists, strings, finite numbers, booleans and None; the same for the same plan.
+
+    Raises:
+        ValueError: the schedule cannot have so many microbatches.
+    """
+    config, times = request.config, StageTimes(request.machine)
+    chosen = _describe(request, config, times)
+    drawn, refused = [chosen], []
+    if config.pipeline_model_parallel_size > 1 and request.pieces <= WITH_OTHERS:
+        for name in SCHEDULES:
+            if name == chosen["name"]:
+                continue
+            try:
+                drawn.append(_describe(request, with_schedule(config, name), times))
+            except ValueError as error:
+                refused.append({"name": name, "reason": str(error)})
+    unit = memory_unit(max(rank["memory"]["total"] for rank in chosen["ranks"]))
+    return {
+        "title": _title(chosen),
+        "words": _words(request),
+        "memoryUnit": {"name": unit, "size": UNITS[unit]},
+        "message": message_bytes(config, request.micro_batch_size),
+        "replicas": request.data_parallel_size,
+        "contextRanks": config.context_parallel_size,
+        "machine": asdict(request.machine),
+        "limits": {"withOthers": WITH_OTHERS, "most": MOST_PIECES, "pieces": request.pieces},
+        "schedules": drawn,
+        "refused": refused,
+    }
+
+
+def kept_over_time(actions: Sequence[Action], stages: Sequence[StageMemory], splits_backward: bool) -> Kept:
+    """Bytes kept on a rank after each of its actions.
+
+    Args:
+        actions: of the rank, in order.
+        stages: what a microbatch keeps on each stage.
+        splits_backward: whether anything waits from I to W.
+    """
+    found, kept, waiting = Kept([], []), 0, 0
+    for kind, stage, _ in actions:
+        saved, part = stages[stage].saved, stages[stage].weight_gradients * splits_backward
+        if kind == "F":
+            kept += saved
+        elif kind == "W":
+            waiting -= part
+        else:
+            kept, waiting = kept - saved, waiting + part * (kind == "I")
+        found.kept.append(kept)
+        found.waiting.append(waiting)
+    return found
+
+
+def _describe(request: PageRequest, config: TransformerConfig, times: StageTimes) -> dict[str, Any]:
+    """One schedule of the model."""
+    batch, count, machine = request.micro_batch_size, request.num_microbatches, request.machine
+    stage_times = times.of(config, batch)
+    plan = plan_pipeline(config, batch, count, roofline=times)
+    schedule, course = plan.schedule, plan.course
+    gradients, update = after_backward(config, batch, count, request.data_parallel_size, machine)
+    memory = predict_stages(config, batch)
+    everything = predict_stages(without_recompute(config), batch)
+    unsaved = rank_memories(without_recompute(config), schedule, everything)
+    stages = [
+        {
+            "rank": schedule.rank_of(stage),
+            "virtual": get_stage_place(config, stage).vp_stage,
+            "holds": held_words(config, stage),
+            "first": get_transformer_layer_offset(config, *get_stage_place(config, stage)),
+            "layers": layers_by_stage(config)[stage],
+            "again": recomputed_words(config, stage),
+            **dict(zip(("F", "I", "W", "recomputed", "exchanged"), stage_times[stage], strict=True)),
+            "saved": memory[stage].saved,
+            "waiting": memory[stage].weight_gradients * schedule.splits_backward,
+            "savedWithout": everything[stage].saved,
+        }
+        for stage in range(schedule.num_stages)
+    ]
+    actions, kept = _actions(plan, memory)
+    return {
+        "name": schedule.name,
+        "ranksCount": schedule.pp_size,
+        "microbatches": schedule.num_microbatches,
+        "virtual": schedule.stages_per_rank,
+        "makespan": course.makespan,
+        "idle": sum(course.bubble) / (schedule.pp_size * course.makespan),
+        "gradients": gradients,
+        "update": update,
+        "wire": plan.costs.communication,
+        "stages": stages,
+        "ranks": [
+            {**rank, "totalWithout": whole.total}
+            for rank, whole in zip(_ranks(plan, memory, kept), unsaved, strict=True)
+        ],
+        "actions": actions,
+        "copies": copies_of_schedule(
+            config, schedule, plan.costs, course, course.makespan + gradients, update, batch, machine
+        ),
+    }
+
+
+def _actions(plan: PipelinePlan, memory: Sequence[StageMemory]) -> tuple[dict[str, Any], list[Kept]]:
+    """All actions, one after the other, as a column for each thing that is said of them."""
+    schedule, starts, costs = plan.schedule, plan.course.starts, plan.costs
+    order = [action for actions in schedule.actions for action in actions]
+    number = {action: place for place, action in enumerate(order)}
+    kept = [kept_over_time(actions, memory, schedule.splits_backward) for actions in schedule.actions]
+    columns = {
+        "rank": [rank for rank, actions in enumerate(schedule.actions) for _ in actions],
+        "kind": "".join(action.kind for action in order),
+        "stage": [action.stage for action in order],
+        "microbatch": [action.microbatch for action in order],
+        "start": [starts[action] for action in order],
+        "input": [
+            -1 if (last := last_input(schedule, costs, starts, action)) is None else number[last] for action in order
+        ],
+        "kept": [size for each in kept for size in each.kept],
+        "waiting": [size for each in kept for size in each.waiting],
+    }
+    return columns, kept
+
+
+def recomputed_words(config: TransformerConfig, stage: int) -> str:
+    """What of which layers of a stage is computed again, and how many layers at a time."""
+    runs: list[tuple[tuple[int, str], list[int]]] = []
+    for block in recompute_blocks(config, *get_stage_place(config, stage)):
+        if block.kind == "none":
+            continue
+        key = len(block.layers), "whole" if block.kind == "full" else ", ".join(sorted(block.modules))
+        if runs and runs[-1][0] == key and runs[-1][1][-1] + 1 == block.layers[0]:
+            runs[-1][1].extend(block.layers)
+        else:
+            runs.append((key, [*block.layers]))
+    words = []
+    for (length, what), layers in runs:
+        named = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
+        words.append(f"{named}, {what}{f', {length} at a time' * (length > 1)}")
+    return "; ".join(words) or "nothing"
+
+
+def last_input(schedule: Schedule, costs: Costs, starts: dict[Action, float], action: Action) -> Action | None:
+    """Of what an action needs, that which arrives last; None: it needs nothing.
+
+    Args:
+        schedule, costs: as simulated.
+        starts: of all actions.
+        action: whose.
+    """
+    rank = schedule.rank_of(action.stage)
+
+    def arrival(other: Action) -> float:
+        away = schedule.rank_of(other.stage) != rank
+        return starts[other] + costs.time(other) + (costs.communication if away else 0.0)
+
+    return max(dependencies(schedule, action), key=arrival, default=None)
+
+
+def _ranks(plan: PipelinePlan, memory: Sequence[StageMemory], kept: Sequence[Kept]) -> list[dict[str, Any]]:
+    """Idle time and memory of every rank, and when it keeps most."""
+    schedule, course = plan.schedule, plan.course
+    found = []
+    for rank, sizes in enumerate(rank_memories(plan.config, schedule, memory)):
+        together = [a + b for a, b in zip(*kept[rank], strict=True)]
+        place = together.index(max(together))
+        action = schedule.actions[rank][place]
+        time = course.starts[action] + (0.0 if action.kind == "F" else plan.costs.time(action))
+        found.append(
+            {
+                "idle": course.bubble[rank],
+                "inFlight": course.peak_in_flight[rank],
+                "peakTime": time,
+                "memory": {**asdict(sizes), "total": sizes.total},
+            }
+        )
+    return found
+
+
+def _title(chosen: dict[str, Any]) -> str:
+    count, ranks = chosen["microbatches"], chosen["ranksCount"]
+    microbatches = f"{count:,} microbatch{'es' * (count != 1)}"
+    if ranks == 1:
+        return f"{microbatches} on one rank"
+    stages = f", {chosen['virtual']} stages each" if chosen["virtual"] > 1 else ""
+    return f"{chosen['name']}: {microbatches} on {ranks:,} ranks{stages}"
+
+
+def _words(request: PageRequest) -> list[list[str]]:
+    """The configuration: what, and how much of it."""
+    config, machine = request.config, request.machine
+    mhc = f", hyper-connections of {config.num_residual_streams} streams" if config.enable_hyper_connections else ""
+    schedule = schedule_for(config, request.num_microbatches).name
+    virtual = f", {config.virtual_pipeline_model_parallel_size} virtual stages a rank"
+    words = [
+        ["model", f"{config.num_layers:,} layers ({config.layer_pattern}) of width {config.hidden_size:,}{mhc}"],
+        ["numbers", f"parameters {config.params_dtype}, activations {config.compute_dtype}"],
+        ["mesh", mesh_words(config, request.data_parallel_size)],
+        ["schedule", schedule + virtual * ((config.virtual_pipeline_model_parallel_size or 1) > 1)],
+        [
+            "step",
+            f"{request.num_microbatches:,} microbatches of {request.micro_batch_size:,} x {config.seq_length:,} tokens",
+        ],
+        [
+            "machine",
+            f"{machine.compute_rate / 1e12:g} TFLOP/s, {machine.memory_bandwidth / 1e9:g} GB/s of memory, "
+            f"{machine.network_bandwidth / 1e9:g} GB/s between ranks, {machine.link_bandwidth / 1e9:g} GB/s to hosts",
+        ],
+    ]
+    if config.enable_tensor_offload or config.enable_activation_offload:
+        what = ["parameters"] * config.enable_tensor_offload + ["activations"] * config.enable_activation_offload
+        ahead = config.tensor_offload_num_prefetch_layers
+        words.append(["offload", f"{' and '.join(what)}, {ahead} layer{'s' * (ahead != 1)} fetched ahead"])
+    return words

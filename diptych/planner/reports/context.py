@@ -1,0 +1,138 @@
+"""Context parallelism before it runs: what every rank holds of a microbatch, and what travels between them."""
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from diptych.planner.reports.mesh import add_rows
+from diptych.plans.config import TransformerConfig
+from diptych.plans.context.sequences import end_to_end, local_sequences
+from diptych.plans.context.exchange import CP_EXCHANGES, PIPELINED, exchange_cost
+from diptych.planner.traffic import layer_exchanges
+from diptych.plans.context.zigzag import ATTENTION_LAYOUTS, move_cost, score_pairs
+
+KIB = 2**10
+
+
+def print_context(console: Console, config: TransformerConfig, micro_batch_size: int) -> None:
+    """Tables of ranks and of exchanges, for whole sequences of one microbatch; a line on what else travels."""
+    console.print(_ranks(config, micro_batch_size))
+    linear = [number for number in range(config.num_layers) if config.layer(number).mixer != "attention"]
+    if linear:
+        console.print(_exchanges(config, linear))
+    console.print(_others(config, micro_batch_size, config.num_layers - len(linear), len(linear)))
+
+
+def _ranks(config: TransformerConfig, batch: int) -> Table:
+    size, length = config.context_parallel_size, config.seq_length
+    tokens = np.zeros((batch, length), np.int32)
+    offsets = end_to_end(tokens, tokens, np.arange(batch)).cu_seqlens
+    part = batch * length // size
+    table = Table(
+        box=None,
+        title=f"a microbatch of {batch} x {length:,} tokens over {size} ranks, {part:,} each",
+        title_justify="left",
+    )
+    for heading in ("rank", "tokens", "sequences", "tokens before of its first", "ranks its last goes on over"):
+        table.add_column(heading, justify="right")
+    rows = []
+    for rank in range(size):
+        local = local_sequences(offsets, rank, part)
+        first, count = int(local.first_sequence), int(local.num_sequences)
+        rows.append(
+            (
+                str(rank),
+                f"{rank * part:,} to {(rank + 1) * part - 1:,}",
+                str(first) if count == 1 else f"{first} to {first + count - 1}",
+                f"{int(local.pre_num_tokens):,}",
+                str(int(local.post_num_ranks)),
+            )
+        )
+    add_rows(table, rows)
+    return table
+
+
+def _exchanges(config: TransformerConfig, layers: list[int]) -> Table:
+    _, heads, key, value = config.linear_heads
+    itemsize = 2 if config.cp_wire_dtype else 8 if config.params_dtype == "float64" else 4
+    ranks, rank = _left_out(config)
+    approximate = f"the nearest {ranks}" if ranks is not None else f"maps of rank {rank}" if rank is not None else ""
+    table = Table(
+        box=None,
+        title=f"states of {len(layers)} gdn and kda layers, {heads} heads of {key} x {value}; a layer, forward, and as "
+        "much again backward",
+        title_justify="left",
+    )
+    for heading in ("exchange", "rounds", "one rank sends, KiB", "received by all, KiB", "of all layers, KiB"):
+        table.add_column(heading, justify="left" if heading == "exchange" else "right")
+    ways: list[tuple[str, str, tuple]] = [
+        (f"{exchange}{' *' if exchange == config.cp_exchange and not approximate else ''}", exchange, ())
+        for exchange in CP_EXCHANGES
+    ]
+    if approximate:
+        ways.append((f"{config.cp_exchange}, {approximate} *", config.cp_exchange, _left_out(config)))
+    for name, exchange, left_out in ways:
+        cost = exchange_cost(exchange, config.context_parallel_size, heads, key, value, itemsize, *left_out)
+        table.add_row(
+            name,
+            str(cost.rounds),
+            *(f"{size / KIB:,.1f}" for size in (cost.payload_bytes, cost.wire_bytes, cost.wire_bytes * len(layers))),
+        )
+    return table
+
+
+def _left_out(config: TransformerConfig) -> tuple[int | None, int | None]:
+    return config.cp_truncate_ranks, config.cp_transition_rank
+
+
+def _others(config: TransformerConfig, batch: int, attention: int, linear: int) -> str:
+    """Tokens that a convolution reads, and keys and values of attention."""
+    itemsize = 2 if config.bf16 else 8 if config.params_dtype == "float64" else 4
+    (key_heads, heads, key, value), size = config.linear_heads, config.context_parallel_size
+    said = []
+    if config.pipeline_model_parallel_size == 1:
+        said.append(
+            f"What is kept from forward to backward is of a rank that has all tokens; of one of {size} see below."
+        )
+    if config.cp_exchange == PIPELINED:
+        return " ".join([*said, _handed_on(config, batch)])
+    if linear:
+        halo = (config.linear_conv_kernel_dim - 1) * (2 * key_heads * key + heads * value) * itemsize
+        said.append(f"A gdn or kda layer's convolutions take {halo / KIB:,.1f} KiB from the ranks before.")
+    if attention:
+        whole = batch * config.seq_length * 2 * config.query_groups * config.head_dim * itemsize
+        said.append(
+            f"An attention layer gathers keys and values, {whole / size / KIB:,.1f} KiB of every rank on every rank, "
+            f"{(size - 1) * whole / KIB:,.1f} KiB in all."
+        )
+        said.append(_scores(config, batch * config.seq_length // size, itemsize))
+    return " ".join(said)
+
+
+def _handed_on(config: TransformerConfig, batch: int) -> str:
+    """What a rank hands on of each kind of layer."""
+    size, said = config.context_parallel_size, []
+    for mixer in sorted(config.mixers):
+        layer = next(number for number in range(config.num_layers) if config.layer(number).mixer == mixer)
+        for exchange in layer_exchanges(config, layer, batch):
+            said.append(f"{exchange.name} of {mixer} layers up to {exchange.one / KIB:,.1f} KiB each")
+    return (
+        f"A rank hands on, forward, and takes as much back: {'; '.join(said)}. The last of {size} ranks begins "
+        f"{size - 1} layers behind the first, in JAX {size - 1} microbatches; the first has up to {size} microbatches "
+        "in flight, in JAX each rank has all. Bytes below are at most those: the first rank's microbatches with the "
+        "last one's keys."
+    )
+
+
+def _scores(config: TransformerConfig, part: int, itemsize: int) -> str:
+    """What a rank computes of an attention layer, and what moving queries costs."""
+    size, layout = config.context_parallel_size, config.cp_attention_layout
+    pairs = {name: max(score_pairs(name, rank, size, part) for rank in range(size)) for name in ATTENTION_LAYOUTS}
+    said = f"Its layout is {layout}: a rank computes scores of {pairs[layout]:,} pairs of query and key"
+    if layout == "contiguous":
+        return f"{said}, zigzag {pairs['zigzag']:,}."
+    moved = move_cost(size, part, config.num_attention_heads, config.head_dim, itemsize)
+    return (
+        f"{said}, contiguous {pairs['contiguous']:,}; moving queries and outputs, a rank sends up to "
+        f"{moved.payload_bytes / KIB:,.1f} KiB, all {moved.wire_bytes / KIB:,.1f} KiB, and as much again backward."
+    )

@@ -1,0 +1,203 @@
+"""A schedule made for a pipeline's costs, beside every named one: for ``diptych plan --generate-schedule``."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from parity.cli.commands import Plan, parse_bytes
+from diptych.planner.reports.console import print_written
+from diptych.planner.reports.mesh import add_rows
+from diptych.planner.reports.schedule import IN_JAX, with_schedule
+from diptych.planner.timeline import draw_timelines, timeline_of
+from diptych.plans.schedule.actions import Schedule
+from diptych.plans.config import TransformerConfig
+from diptych.planner.generate import GENERATED, generate_schedule
+from diptych.planner.memory.ranks import standing_bytes
+from diptych.planner.memory.stages import predict_stages
+from diptych.plans.schedule.partition import num_stages
+from diptych.plans.schedule.placement import SCHEDULES, place_of, placement_of
+from diptych.plans.schedule.named import schedule_for
+from diptych.plans.schedule.csv import schedule_to_csv
+from diptych.plans.schedule.simulate import Costs, Simulation, simulate
+from diptych.planner.stage_costs import read_stage_costs
+from diptych.planner.step_time import Machine, StageTimes, costs_of
+from diptych.plans.schedule.lockstep import lockstep_makespan
+
+MIB = 2**20
+
+
+class Planned(NamedTuple):
+    """A schedule beside others."""
+
+    schedule: Schedule
+    costs: Costs
+    course: Simulation
+    largest: float
+    """Bytes of the rank that holds most, all together."""
+
+
+def print_generated(console: Console, command: Plan, path: Path) -> TransformerConfig:
+    """Make a schedule for a pipeline's costs, write it, and say what it takes beside the named ones.
+
+    Args:
+        console: to print to.
+        command: with generate_schedule.
+        path: of the CSV file to write.
+
+    Returns:
+        The configuration that runs the file.
+
+    Raises:
+        ValueError: costs that cannot be read, or a limit of memory below what one microbatch needs.
+    """
+    config, m = command.model, command.num_microbatches
+    costs, standing = stage_costs(command, config), standing_bytes(config)
+    limit = None if command.memory_limit is None else parse_bytes("memory_limit", command.memory_limit)
+    found = generate_schedule(
+        config.pipeline_model_parallel_size,
+        m,
+        config.virtual_pipeline_model_parallel_size or 1,
+        costs,
+        None if limit is None else _rooms(config, costs, standing, limit),
+        placement_of(config),
+        command.generate_effort,
+    )
+    path.write_text(schedule_to_csv(found.schedule))
+    made = Planned(found.schedule, costs, found.course, _largest(found.course, standing))
+    named, refused = _named(command)
+    source = "predicted" if command.stage_costs is None else f"of {escape(str(command.stage_costs))}"
+    console.print(
+        f"pipeline: {GENERATED}, {config.pipeline_model_parallel_size} ranks of {made.schedule.stages_per_rank} "
+        f"stage{'s' * (made.schedule.stages_per_rank > 1)}, {m} microbatches of {command.micro_batch_size} sequences; "
+        f"times {source}\n",
+        highlight=False,
+    )
+    console.print(_stage_table(made))
+    console.print()
+    console.print(_comparison(made, named, limit))
+    for name, reason in refused.items():
+        console.print(f"{name} does not fit: {reason}", highlight=False, markup=False)
+    console.print(IN_JAX)
+    over = made.course.makespan / found.at_least - 1.0
+    console.print(
+        f"{GENERATED}: makespan {made.course.makespan:.5g} s, at least {found.at_least:.5g} s: it is {over:.1%} above "
+        "what no schedule of these stages can be below",
+        highlight=False,
+    )
+    print_written(console, path)
+    if command.picture is not None:
+        drawn = [made, *(each for each in named if each.schedule.num_stages == made.schedule.num_stages)]
+        draw_timelines([timeline_of(each.schedule, each.costs) for each in drawn], command.picture, "seconds")
+        print_written(console, command.picture)
+    return replace(
+        config, pipeline_schedule=None, pipeline_schedule_file=str(path), microbatch_group_size_per_vp_stage=None
+    )
+
+
+def stage_costs(command: Plan, config: TransformerConfig) -> Costs:
+    """Seconds and bytes of every stage: those of a file, or predicted.
+
+    Args:
+        command: may name a file, and has the rates of a machine.
+        config: the model's, with its pipeline.
+
+    Raises:
+        ValueError: the file is not as diptych.planner.stage_costs has it.
+    """
+    batch = command.micro_batch_size
+    if command.stage_costs is not None:
+        costs, has_bytes = read_stage_costs(command.stage_costs, num_stages(config))
+        if has_bytes:
+            return costs
+    else:
+        machine = Machine(
+            compute_rate=command.compute_rate * 1e12,
+            memory_bandwidth=command.memory_bandwidth * 1e9,
+            network_bandwidth=command.network_bandwidth * 1e9,
+        )
+        costs = costs_of(config, StageTimes(machine).of(config, batch), batch, machine)
+    memory = predict_stages(config, batch)
+    return replace(
+        costs,
+        activation_bytes=[float(stage.saved) for stage in memory],
+        weight_gradient_bytes=[float(stage.weight_gradients) for stage in memory],
+    )
+
+
+def _rooms(config: TransformerConfig, costs: Costs, standing: Sequence[int], limit: int) -> list[float]:
+    """What the limit leaves every rank for what is kept for backward."""
+    p, placement = config.pipeline_model_parallel_size, placement_of(config)
+    home = [place_of(stage, p, placement).pp_rank for stage in range(num_stages(config))]
+    for rank, size in enumerate(standing):
+        kept = sum(costs.of("activation_bytes", stage) for stage, here in enumerate(home) if here == rank)
+        if size + kept > limit:
+            raise ValueError(
+                f"memory_limit: expected at least {size + kept:,.0f} bytes, which pipeline rank {rank} holds with one "
+                f"microbatch ({size:,} without), got {limit:,}; give more, or make microbatches smaller"
+            )
+    return [float(limit - size) for size in standing]
+
+
+def _largest(course: Simulation, standing: Sequence[int]) -> float:
+    return max(size + kept for size, kept in zip(standing, course.peak_bytes, strict=True))
+
+
+def _named(command: Plan) -> tuple[list[Planned], dict[str, str]]:
+    """Every named schedule of the same model and ranks, and why others do not fit.
+
+    Those of other stages have times of their own where these are predicted; measured ones cannot serve them.
+    """
+    found, refused = [], {}
+    stages = num_stages(command.model)
+    for name in SCHEDULES[1:]:
+        try:
+            config = with_schedule(command.model, name)
+            if command.stage_costs is not None and num_stages(config) != stages:
+                raise ValueError(f"times were given for {stages} stages, it has {num_stages(config)}")
+            schedule, costs = schedule_for(config, command.num_microbatches), stage_costs(command, config)
+            course = simulate(schedule, costs)
+            found.append(Planned(schedule, costs, course, _largest(course, standing_bytes(config))))
+        except ValueError as error:
+            refused[name] = str(error)
+    return found, refused
+
+
+def _stage_table(made: Planned) -> Table:
+    table = Table(box=None, title="stages, one microbatch", title_justify="left")
+    headings = ("rank", "stage", "F, ms", "I, ms", "W, ms", "kept for backward, MiB", "from I to W, MiB")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    schedule, costs = made.schedule, made.costs
+    rows = []
+    for rank in range(schedule.pp_size):
+        for stage in (stage for stage in range(schedule.num_stages) if schedule.rank_of(stage) == rank):
+            times = [costs.of(name, stage) * 1e3 for name in ("forward", "input_gradient", "weight_gradient")]
+            sizes = [costs.of(name, stage) / MIB for name in ("activation_bytes", "weight_gradient_bytes")]
+            rows.append([str(rank), str(stage), *(f"{t:.4g}" for t in times), *(f"{size:,.1f}" for size in sizes)])
+    add_rows(table, rows)
+    return table
+
+
+def _comparison(made: Planned, named: Sequence[Planned], limit: int | None) -> Table:
+    """The generated schedule above the named ones."""
+    table = Table(box=None, title="schedules", title_justify="left")
+    for heading in ("", "makespan, s", "relative", "in JAX, s", "idle", "rank that holds most, MiB", ""):
+        table.add_column(heading, justify="right" if heading else "left")
+    for each in (made, *named):
+        schedule, course = each.schedule, each.course
+        note = "over memory_limit" if limit is not None and each.largest > limit else ""
+        table.add_row(
+            f"{schedule.name}, v={schedule.stages_per_rank}" if schedule.stages_per_rank > 1 else schedule.name,
+            f"{course.makespan:.5g}",
+            f"{course.makespan / made.course.makespan:.3f}",
+            f"{lockstep_makespan(schedule, each.costs):.5g}",
+            f"{sum(course.bubble) / (schedule.pp_size * course.makespan):.1%}",
+            f"{each.largest / MIB:,.1f}",
+            note,
+        )
+    return table

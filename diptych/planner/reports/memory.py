@@ -1,0 +1,118 @@
+"""Memory of a training step: predicted for any configuration, measured for one that runs here."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from diptych.plans.config import TransformerConfig
+from diptych.plans.model.data import Batch
+from diptych.planner.memory import MemoryPrediction, predict_memory
+from diptych.plans.schedule.partition import get_stage_place
+from diptych.plans.recompute import block_length, recompute_blocks
+
+MIB = 2**20
+SMALL_SHARE = 0.002
+"""Terms below this share of the whole are summed up in one row."""
+
+
+class MeasuredMemory(NamedTuple):
+    """Bytes of a forward and backward pass in PyTorch, predicted and measured."""
+
+    predicted_saved: int
+    saved: int
+    predicted_peak: int
+    peak: int
+
+
+def without_recompute(config: TransformerConfig) -> TransformerConfig:
+    """The same model with everything kept."""
+    defaults = {name: f.default for name, f in config.__dataclass_fields__.items() if "recompute" in name}
+    return replace(config, **defaults)
+
+
+def print_plan(console: Console, config: TransformerConfig, batch: int) -> None:
+    """What is recomputed, and what a training step then keeps, term by term, beside keeping everything."""
+    blocks = recompute_blocks(config)
+    console.print(f"blocks: {block_words(config)}")
+    plan, full = predict_memory(config, batch), predict_memory(without_recompute(config), batch)
+    table = Table(box=None, title=f"PyTorch, {batch} sequences of {config.seq_length} tokens", title_justify="left")
+    table.add_column("kept from forward to backward")
+    columns = [full] if all(block.kind == "none" for block in blocks) else [full, plan]
+    for heading in ("all kept, MiB", "as planned, MiB")[: len(columns)]:
+        table.add_column(heading, justify="right")
+    for name, *sizes in _rows(columns):
+        table.add_row(name, *(f"{size / MIB:,.1f}" for size in sizes))
+    table.add_section()
+    for name, values in (("saved", [c.saved for c in columns]), ("peak of the step", [c.peak for c in columns])):
+        table.add_row(name, *(f"{value / MIB:,.1f}" for value in values))
+    console.print(table)
+    if len(columns) == 2:
+        console.print(f"saved: {plan.saved / full.saved:.3f}, peak: {plan.peak / full.peak:.3f} of keeping everything")
+        if plan.peak >= full.peak:
+            console.print(_higher_peak(config, plan.peak / full.peak), style="yellow")
+
+
+def _higher_peak(config: TransformerConfig, ratio: float) -> str:
+    """Say why recomputing raises the peak, and what to change."""
+    layers = max(len(block.layers) for block in recompute_blocks(config))
+    shorter = block_length(config.num_layers, config.num_residual_streams)
+    remedy = f"--mhc-recompute-layer-num {shorter}" if shorter < layers else "recomputing less, or other modules"
+    return (
+        f"warning: this recomputation costs more memory than it saves, {ratio:.2f} times the peak of keeping "
+        f"everything: in backward all values of a block of {layers} layers are there at once; use {remedy}"
+    )
+
+
+def _rows(columns: list[MemoryPrediction]) -> list[tuple]:
+    """Name and bytes in each column, largest first; small ones together."""
+    rows, rest = [], [0] * len(columns)
+    for name in columns[0].kept:
+        sizes = [column.kept.get(name, 0) for column in columns]
+        if max(sizes) < SMALL_SHARE * columns[0].saved:
+            rest = [a + b for a, b in zip(rest, sizes, strict=True)]
+        else:
+            rows.append((name, *sizes))
+    return [*rows, ("all smaller ones", *rest)]
+
+
+def block_words(config: TransformerConfig, stage: int = 0) -> str:
+    """What is recomputed in which layers of a stage: consecutive blocks that are alike, in words."""
+    words: list[list] = []
+    for block in recompute_blocks(config, *get_stage_place(config, stage)):
+        what = (
+            "kept"
+            if block.kind == "none"
+            else "recomputed whole"
+            if block.kind == "full"
+            else ", ".join(sorted(block.modules))
+        )
+        key = (len(block.layers), what)
+        if words and words[-1][0] == key:
+            words[-1][1] += 1
+        else:
+            words.append([key, 1])
+    return "; ".join(f"{count} of {layers} layer{'s' * (layers > 1)}: {what}" for (layers, what), count in words)
+
+
+def measure_torch(config: TransformerConfig, batch: Batch) -> MeasuredMemory:
+    """Run one step of PyTorch's model on a batch, counting every allocation."""
+    import torch
+
+    from reference_torch.recompute import measure_memory
+    from reference_torch.transformer import GPTModel
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = GPTModel(config).to(device)
+    parameters = list(model.parameters())
+    tokens, targets = (torch.from_numpy(np.asarray(x)).to(device) for x in (batch.tokens, batch.targets))
+
+    def backward(loss: torch.Tensor) -> object:
+        return torch.autograd.grad(loss, parameters)
+
+    backward(model(tokens, targets))  # buffers made on first use
+    saved, peak = measure_memory(lambda: model(tokens, targets), backward)
+    prediction = predict_memory(config, *tokens.shape)
+    return MeasuredMemory(prediction.saved, saved, prediction.peak, peak)

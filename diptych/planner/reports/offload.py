@@ -1,0 +1,80 @@
+"""Tensor offload before it runs: what moves, what lies on the device, and whether copies hide behind computation."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rich.console import Console
+from rich.table import Table
+
+from parity.cli.commands import Plan
+from diptych.plans.offload import (
+    Use,
+    hiding_tokens,
+    join_plans,
+    layer_storages,
+    plan_actions,
+    plan_offload,
+    rank_layers,
+    rank_uses,
+    simulate_offload,
+    use_seconds,
+)
+
+MIB = 2**20
+
+
+def print_offload(console: Console, command: Plan) -> None:
+    """Print a table over the number of layers fetched ahead, for one rank, and the criterion for hiding.
+
+    The rank is the first of those that hold the most layers: any rank of a pipeline, the first included, may hold none.
+    In a pipeline JAX has a column of its own: its copies do not reach from one action into the next.
+    """
+    config, asked = command.model, command.model.tensor_offload_num_prefetch_layers
+    tokens = command.micro_batch_size * config.seq_length // config.context_parallel_size
+    bandwidth, rate = command.link_bandwidth * 1e9, command.compute_rate * 1e12
+    storages = layer_storages(config)
+    rank = max(range(config.pipeline_model_parallel_size), key=lambda rank: len(rank_layers(config, rank)))
+    layers = rank_layers(config, rank)
+    count = 1 if config.pipeline_model_parallel_size == 1 else command.num_microbatches
+    updates = [Use("S", layer) for layer in layers]
+    uses = rank_uses(config, count, rank) + updates
+    in_pipeline = config.pipeline_model_parallel_size > 1
+    table = Table(
+        box=None,
+        title=f"offloaded parameters of {len(layers)} layers, a step of {count} x {tokens:,} tokens on rank {rank}; "
+        f"{command.link_bandwidth:g} GB/s, {command.compute_rate:g} TFLOP/s",
+        title_justify="left",
+    )
+    for heading in ("layers ahead", "on device, MiB", "to device, MiB", "to host, MiB", "late uses", "step, s", "over"):
+        table.add_column(heading, justify="right")
+    if in_pipeline:
+        table.add_column("in JAX, s", justify="right")
+    for ahead in sorted({*range(5), asked}):
+        plan = plan_offload(uses, storages, ahead)
+        seconds = use_seconds(config, tokens, rate)
+        times = simulate_offload(plan, seconds, storages, bandwidth)
+        in_jax = []
+        if in_pipeline:
+            actions = plan_actions(replace(config, tensor_offload_num_prefetch_layers=ahead), count, rank)
+            joined = join_plans([actions, plan_offload(updates, storages, ahead, then=())])
+            in_jax = [f"{simulate_offload(joined, seconds, storages, bandwidth).makespan:.3g}"]
+        table.add_row(
+            f"{ahead}{' *' if ahead == asked else ''}",
+            *(f"{size / MIB:,.1f}" for size in (plan.peak_bytes, plan.bytes_in, plan.bytes_out)),
+            f"{len(plan.late)} of {len(uses)}",
+            f"{times.makespan:.3g}",
+            f"{times.makespan / max(times.compute, times.transfer):.2f}x",
+            *in_jax,
+        )
+    console.print(table)
+    console.print(_criterion(storages, layers, tokens, hiding_tokens(config, bandwidth, rate)))
+
+
+def _criterion(storages: Mapping[int, Mapping[str, int]], layers: list[int], tokens: int, needed: float) -> str:
+    whole = sum(sum(storages[layer].values()) for layer in layers) / MIB
+    verdict = "does" if tokens >= needed else "does not"
+    return (
+        f"over: of the longer of computing and copying. Without offload {whole:,.1f} MiB on the device. "
+        f"A layer's copy hides behind its forward from {needed:,.0f} tokens a microbatch on: with {tokens:,} it "
+        f"{verdict}."
+    )

@@ -1,0 +1,87 @@
+"""Picture of an offload plan: a row a layer, uses from left to right; what is there, arrives, is used and leaves.
+
+A recorded trace is drawn over it as dots, so that a plan that was not followed shows.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diptych.planner.timeline import COLORS, IDLE, INK
+from diptych.plans.offload import OffloadPlan
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HERE, UPDATE, REPLAY = "#cfe3f1", "#7a9a3a", "#b0413e"
+KINDS = {
+    "F": ("forward", COLORS["F"]),
+    "R": ("replay", REPLAY),
+    "B": ("backward", COLORS["B"]),
+    "S": ("update", UPDATE),
+}
+
+
+def draw_offload(
+    plan: OffloadPlan, trace: Sequence[str] = (), title: str = "", path: Path | str | None = None
+) -> "Figure":
+    """Draw a plan, and the trace of a manager that was to follow it.
+
+    Args:
+        plan: what moves.
+        trace: events as TensorOffloadManager.trace has them; empty: none is drawn.
+        title: above it.
+        path: where to save it; None: nowhere.
+
+    Raises:
+        ValueError: the trace has an event that is none.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch, Rectangle
+
+    layers = sorted({step.use.layer for step in plan.steps})
+    row = {layer: len(layers) - 1 - place for place, layer in enumerate(layers)}
+    figure = Figure(figsize=(11.0, 1.0 + 0.3 * len(layers)), dpi=110, layout="constrained")
+    axes = figure.add_subplot()
+    here: set[int] = set()
+    for place, step in enumerate(plan.steps):
+        arriving, leaving = set(step.fetches), set(step.evictions)
+        here |= arriving
+        for layer in layers:
+            color = HERE if layer in here else IDLE
+            axes.add_patch(Rectangle((place, row[layer]), 1.0, 0.86, color=color, lw=0))
+            if layer in arriving:
+                axes.plot(place + 0.25, row[layer] + 0.43, marker=">", color=INK, ms=3.5)
+            if layer in leaving:
+                axes.plot(place + 0.85, row[layer] + 0.43, marker="4", color=INK, ms=7)
+        axes.add_patch(Rectangle((place + 0.1, row[step.use.layer]), 0.8, 0.86, color=KINDS[step.use.kind][1], lw=0))
+        here -= leaving
+    for place, layer in _used(trace):
+        axes.plot(place + 0.5, row[layer] + 0.2, marker="o", color="white", mec=INK, mew=0.5, ms=3.5)
+    axes.set_xlim(0, len(plan.steps))
+    axes.set_ylim(0, len(layers))
+    axes.set_yticks([row[layer] + 0.43 for layer in layers], [str(layer) for layer in layers])
+    axes.set_xticks(
+        [place + 0.5 for place in range(len(plan.steps))], [str(step.use) for step in plan.steps], fontsize=6
+    )
+    axes.tick_params(length=0)
+    axes.set_ylabel("layer")
+    axes.set_title(title, fontsize=9, loc="left")
+    for side in axes.spines.values():
+        side.set_visible(False)
+    kinds = dict.fromkeys(step.use.kind for step in plan.steps)
+    handles = [Patch(color=color, label=name) for kind, (name, color) in KINDS.items() if kind in kinds]
+    handles += [Patch(color=HERE, label="on the device"), Patch(color=IDLE, label="on the host")]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=7, frameon=False)
+    if path is not None:
+        figure.savefig(path, metadata={"Software": None} if str(path).endswith(".png") else None)
+    return figure
+
+
+def _used(trace: Sequence[str]) -> list[tuple[int, int]]:
+    """Place and layer of every use in a trace."""
+    uses = [event for event in trace if event[0] in KINDS]
+    strange = [event for event in trace if event[0] not in (*KINDS, "+", "-")]
+    if strange:
+        raise ValueError(f"trace: expected events as +3, F3, -3, got {strange[0]!r}")
+    return [(place, int(event[1:])) for place, event in enumerate(uses)]

@@ -1,0 +1,371 @@
+"""A pipeline before it runs: where layers lie, in which order ranks work, what that costs in time and memory."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from diptych.planner.reports.console import print_written
+from diptych.planner.reports.memory import block_words
+from diptych.planner.reports.mesh import add_rows, places_shown
+from diptych.planner.timeline import draw_timelines, timeline_of
+from diptych.plans.schedule.actions import Schedule
+from diptych.plans.config import TransformerConfig
+from diptych.planner.memory.stages import predict_stages
+from diptych.plans.schedule.partition import get_stage_place, get_transformer_layer_offset, layers_by_stage, num_stages, undivided
+from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES
+from diptych.plans.schedule.named import num_warmup_microbatches, schedule_for
+from diptych.plans.schedule.csv import schedule_rows
+from diptych.plans.schedule.simulate import Costs, Simulation, simulate
+from diptych.planner.step_time import Machine, StageTimes
+from diptych.plans.schedule.lockstep import lockstep_makespan
+
+MIB = 2**20
+DEFAULT_VIRTUAL_STAGES = 2
+"""Of the schedules with several stages a rank that a configuration without virtual stages is compared with."""
+
+PRECISION = ".5g"
+"""Of printed times."""
+IN_JAX = "in JAX: the makespan of ticks, each as long as its busiest rank"
+
+
+class PipelinePlan(NamedTuple):
+    """A configuration's schedule and its predicted course."""
+
+    config: TransformerConfig
+    schedule: Schedule
+    costs: Costs
+    course: Simulation
+
+
+class OtherSchedule(NamedTuple):
+    """A schedule beside the chosen one."""
+
+    name: str
+    plan: PipelinePlan | None
+    """None: it does not fit."""
+    reason: str
+    """Why it does not fit."""
+
+
+def plan_pipeline(
+    config: TransformerConfig,
+    micro_batch_size: int,
+    num_microbatches: int,
+    costs: Costs | None = None,
+    head: float = 0.0,
+    roofline: StageTimes | None = None,
+) -> PipelinePlan:
+    """Return a configuration's schedule, simulated.
+
+    Args:
+        config: the model's, with its pipeline.
+        micro_batch_size: sequences of a microbatch.
+        num_microbatches: of a step.
+        costs: times of actions and messages; None: those of roofline, or without it F, I and W of a stage each take its
+            number of layers. Its bytes are not used: they are predicted.
+        head: without costs and roofline, how many layers the final norm, the output layer and the loss are worth.
+        roofline: predicts times of stages and messages in seconds; what ``diptych plan`` uses, for its tables and page.
+
+    Raises:
+        ValueError: the schedule cannot have so many microbatches, or costs are for another number of stages, or all 0.
+    """
+    schedule, stages = schedule_for(config, num_microbatches), range(num_stages(config))
+    if costs is None and roofline is not None:
+        costs = roofline.costs(config, micro_batch_size)
+    if costs is None:
+        times = [float(count) for count in layers_by_stage(config)]
+        times[-1] += head
+        costs = Costs(times, times, times)
+    for name in ("forward", "input_gradient", "weight_gradient"):
+        given = getattr(costs, name)
+        if isinstance(given, Sequence) and len(given) != len(stages):
+            raise ValueError(f"costs: expected {name} of {len(stages)} stages, got {len(given)}")
+    memory = predict_stages(config, micro_batch_size)
+    costs = replace(
+        costs,
+        activation_bytes=[float(stage.saved) for stage in memory],
+        weight_gradient_bytes=[float(stage.weight_gradients) if schedule.splits_backward else 0.0 for stage in memory],
+    )
+    course = simulate(schedule, costs)
+    if course.makespan <= 0:
+        raise ValueError(
+            f"costs: expected an action that takes time, got a step of {course.makespan:g}; give F, I or W"
+        )
+    return PipelinePlan(config, schedule, costs, course)
+
+
+def other_schedules(
+    plan: PipelinePlan,
+    micro_batch_size: int,
+    costs: Costs | None = None,
+    head: float = 0.0,
+    roofline: StageTimes | None = None,
+) -> list[OtherSchedule]:
+    """Return every other schedule for the same model, ranks and microbatches; without a pipeline, one rank has it all.
+
+    Those of another number of stages divide the layers anew, by the same options. Arguments as plan_pipeline's; times
+    given for stages cannot serve others.
+    """
+    config, num_microbatches = plan.config, plan.schedule.num_microbatches
+    found = []
+    for name in SCHEDULES:
+        if name == plan.schedule.name:
+            continue
+        try:
+            other = with_schedule(config, name)
+            if costs is not None and num_stages(other) != num_stages(config):
+                raise ValueError(f"times were given for {num_stages(config)} stages, it has {num_stages(other)}")
+            planned = plan_pipeline(other, micro_batch_size, num_microbatches, costs, head, roofline)
+            found.append(OtherSchedule(name, planned, ""))
+        except ValueError as error:
+            found.append(OtherSchedule(name, None, str(error)))
+    return found
+
+
+def with_schedule(config: TransformerConfig, name: str) -> TransformerConfig:
+    """The same model and ranks with another schedule, and with the virtual stages it needs.
+
+    Raises:
+        ValueError: it cannot be had.
+    """
+    if name == "none":
+        return undivided(config)
+    virtual = config.virtual_pipeline_model_parallel_size if name in INTERLEAVED_SCHEDULES else None
+    if name in V_SCHEDULES or (name in INTERLEAVED_SCHEDULES and (virtual or 1) == 1):
+        virtual = DEFAULT_VIRTUAL_STAGES
+    return replace(
+        config,
+        pipeline_schedule=name,
+        pipeline_schedule_file=None,
+        virtual_pipeline_model_parallel_size=virtual,
+        microbatch_group_size_per_vp_stage=None,
+    )
+
+
+def print_schedule(
+    console: Console,
+    config: TransformerConfig,
+    micro_batch_size: int,
+    num_microbatches: int,
+    costs: Costs | None = None,
+    picture: Path | str | None = None,
+    head: float = 0.0,
+    roofline: StageTimes | None = None,
+) -> None:
+    """Say where layers lie, what every rank does in which order, what it costs, and what other schedules would.
+
+    Args:
+        console: to print to.
+        config, micro_batch_size, num_microbatches, costs, head, roofline: as plan_pipeline takes them.
+        picture: a .png or .svg to draw this schedule into, above those of the others that fit; None: none.
+
+    Raises:
+        ValueError: as plan_pipeline; or a picture of another kind.
+    """
+    plan = plan_pipeline(config, micro_batch_size, num_microbatches, costs, head, roofline)
+    others = other_schedules(plan, micro_batch_size, costs, head, roofline)
+    unit = unit_of(costs, roofline)
+    schedule = plan.schedule
+    stages = f" of {schedule.stages_per_rank} virtual stages" if schedule.stages_per_rank > 1 else ""
+    console.print(
+        f"pipeline: {schedule.name}, {schedule.pp_size} rank{'s' * (schedule.pp_size > 1)}{stages}, "
+        f"{num_microbatches} microbatches of {micro_batch_size} sequences\n"
+    )
+    console.print(_stage_table(plan))
+    _print_blocks(console, config)
+    console.print("\norder of work, as torch.distributed.pipelining writes it (stage, kind, microbatch)")
+    rows = schedule_rows(schedule)
+    for rank in places_shown(schedule.pp_size):
+        if rank is None:
+            console.print("...")
+            continue
+        row = rows[rank]
+        label = f"rank {rank:>{len(str(schedule.pp_size - 1))}}  "
+        console.print(label + shortened(row, console.width - len(label)), highlight=False, no_wrap=True)
+    console.print()
+    console.print(_rank_table(plan, unit))
+    console.print()
+    console.print(_comparison(plan, others, unit))
+    for name, other, reason in others:
+        if other is None:
+            console.print(f"{name} does not fit: {reason}", highlight=False, markup=False)
+    console.print(f"time: {unit.words}. Memory: kept for backward, without what an action needs only while it runs.")
+    console.print(IN_JAX)
+    if picture is not None:
+        drawn = [plan, *(other.plan for other in others if other.plan is not None and other.name != "none")]
+        draw_timelines([timeline_of(p.schedule, in_unit(p.costs, unit)) for p in drawn], picture, unit.name)
+        print_written(console, picture)
+
+
+class Unit(NamedTuple):
+    """What a printed time is a number of."""
+
+    name: str
+    words: str
+    """The cost model, as it is told below a table."""
+    scale: float = 1.0
+    """Of the simulation's times."""
+
+
+def unit_of(costs: Costs | None, roofline: StageTimes | None) -> Unit:
+    """Return the unit of times that come from these; see plan_pipeline."""
+    if costs is not None:
+        return Unit("as given", "as given")
+    if roofline is None:
+        return Unit("a layer's forward is 1", "in forwards of one layer; I and W each take as long as F")
+    return Unit(
+        "ms", f"milliseconds of a roofline with {machine_words(roofline.machine)}, as on the page (--html)", 1e3
+    )
+
+
+def machine_words(machine: Machine) -> str:
+    """Return the rates that times of a schedule depend on, in words."""
+    return (
+        f"{machine.compute_rate / 1e12:g} TFLOP/s, {machine.memory_bandwidth / 1e9:g} GB/s of memory and "
+        f"{machine.network_bandwidth / 1e9:g} GB/s between ranks"
+    )
+
+
+def in_unit(costs: Costs, unit: Unit) -> Costs:
+    """Return the same costs with times in another unit."""
+
+    def scaled(value: float | Sequence[float]) -> float | list[float]:
+        return [each * unit.scale for each in value] if isinstance(value, Sequence) else value * unit.scale
+
+    return replace(
+        costs,
+        forward=scaled(costs.forward),
+        input_gradient=scaled(costs.input_gradient),
+        weight_gradient=scaled(costs.weight_gradient),
+        communication=costs.communication * unit.scale,
+    )
+
+
+def shortened(row: str, width: int) -> str:
+    """A row of a table cut down to a width, whole entries of its middle replaced by dots."""
+    if len(row) <= width:
+        return row
+    entries = row.split(",")
+    start, end = [], []
+    while entries:
+        grown = [*start, entries[0]], [entries[-1], *end]
+        side = 0 if len(",".join(start)) <= len(",".join(end)) else 1
+        parts = (grown[0], end) if side == 0 else (start, grown[1])
+        if len(",".join([*parts[0], "...", *parts[1]])) > width:
+            break
+        start, end = parts
+        entries = entries[1:] if side == 0 else entries[:-1]
+    return ",".join([*start, "...", *end])
+
+
+def warmup(plan: PipelinePlan, rank: int) -> int:
+    """Forwards a rank runs before it takes turns between forward and backward."""
+    schedule, group = plan.schedule, plan.config.microbatch_group_size_per_vp_stage
+    p, m, v = schedule.pp_size, schedule.num_microbatches, schedule.stages_per_rank
+    if schedule.name in ("none", "gpipe"):
+        return 0 if schedule.name == "none" else m
+    if schedule.name in ("1f1b", "interleaved", "zb-h1"):
+        return num_warmup_microbatches(rank, p, m, v, group)
+    kinds = [action.kind for action in schedule.actions[rank]]
+    return max(0, next(i for i, kind in enumerate(kinds) if kind != "F") - 1)
+
+
+def _stage_table(plan: PipelinePlan) -> Table:
+    """What lies on every stage, and what a microbatch keeps there."""
+    config, schedule = plan.config, plan.schedule
+    table = Table(box=None, title="stages", title_justify="left")
+    virtual, split = schedule.stages_per_rank > 1, schedule.splits_backward
+    headings = ["rank", *(["virtual stage"] if virtual else []), "stage", "holds", "kept for backward, MiB"]
+    for heading in [*headings, *(["from I to W, MiB"] if split else [])]:
+        table.add_column(heading, justify="left" if heading == "holds" else "right")
+    rows = []
+    for rank in range(schedule.pp_size):
+        for stage in (stage for stage in range(schedule.num_stages) if schedule.rank_of(stage) == rank):
+            place = [str(rank), *([str(stage // schedule.pp_size)] if virtual else []), str(stage)]
+            sizes = [plan.costs.of("activation_bytes", stage), plan.costs.of("weight_gradient_bytes", stage)]
+            shown = [f"{size / MIB:,.1f}" for size in sizes[: 1 + split]]
+            rows.append([*place, held_words(config, stage), *shown])
+    add_rows(table, rows)
+    return table
+
+
+def _print_blocks(console: Console, config: TransformerConfig) -> None:
+    """What is recomputed in blocks of which length, on stages that are alike as one."""
+    words = [block_words(config, stage) for stage in range(num_stages(config))]
+    for what, run in groupby(range(len(words)), words.__getitem__):
+        first, *rest = run
+        stages = f"stages {first} to {rest[-1]}" if rest else f"stage {first}"
+        console.print(f"blocks, {stages}: {what or 'no layer'}", highlight=False)
+
+
+def held_words(config: TransformerConfig, stage: int) -> str:
+    """Embedding, layers and head of a stage, in words."""
+    count = layers_by_stage(config)[stage]
+    first = get_transformer_layer_offset(config, *get_stage_place(config, stage))
+    parts = ["embedding"] if stage == 0 else []
+    if count:
+        parts.append(f"layer {first}" if count == 1 else f"layers {first} to {first + count - 1}")
+    if stage == num_stages(config) - 1:
+        tied = not config.untie_embeddings_and_output_weights and stage > 0
+        parts.append("norm, tied head, loss" if tied else "norm, head, loss")
+    return " + ".join(parts) or "nothing"
+
+
+def _rank_table(plan: PipelinePlan, unit: Unit) -> Table:
+    """Return warm-up, idle time and memory of every rank."""
+    schedule, course = plan.schedule, plan.course
+    name = " ms" if unit.name == "ms" else ""
+    table = Table(
+        box=None, title=f"ranks; makespan {course.makespan * unit.scale:{PRECISION}}{name}", title_justify="left"
+    )
+    for heading in (
+        "rank",
+        "warm-up forwards",
+        f"idle{',' * bool(name)}{name}",
+        "share",
+        "peak in flight",
+        "peak kept, MiB",
+    ):
+        table.add_column(heading, justify="right")
+    rows = [
+        (
+            str(rank),
+            str(warmup(plan, rank)),
+            f"{course.bubble[rank] * unit.scale:{PRECISION}}",
+            f"{course.bubble[rank] / course.makespan:.1%}",
+            str(course.peak_in_flight[rank]),
+            f"{course.peak_bytes[rank] / MIB:,.1f}",
+        )
+        for rank in range(schedule.pp_size)
+    ]
+    add_rows(table, rows)
+    return table
+
+
+def _comparison(plan: PipelinePlan, others: Sequence[OtherSchedule], unit: Unit) -> Table:
+    """Return the chosen schedule above all others that fit."""
+    title = f"schedules{'; times in ms' if unit.name == 'ms' else ''}; most in flight and kept on a rank"
+    table = Table(box=None, title=title, title_justify="left")
+    for heading in ("", "makespan", "relative", "in JAX", "idle", "in flight", "kept, MiB", ""):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for name, other, _ in (OtherSchedule(plan.schedule.name, plan, ""), *others):
+        if other is None:
+            continue
+        course, schedule = other.course, other.schedule
+        note = "chosen" if other is plan else "one rank" if name == "none" else ""
+        table.add_row(
+            f"{name}, v={schedule.stages_per_rank}" if schedule.stages_per_rank > 1 else name,
+            f"{course.makespan * unit.scale:{PRECISION}}",
+            f"{course.makespan / plan.course.makespan:.3f}",
+            f"{lockstep_makespan(schedule, other.costs) * unit.scale:{PRECISION}}",
+            f"{sum(course.bubble) / (schedule.pp_size * course.makespan):.1%}",
+            str(max(course.peak_in_flight)),
+            f"{max(course.peak_bytes) / MIB:,.1f}",
+            note,
+        )
+    return table

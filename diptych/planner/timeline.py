@@ -1,0 +1,250 @@
+"""Pictures of pipeline schedules: a row a rank, time from left to right, every action a cell with its microbatch.
+
+Kinds of action have colours that stay apart in greyscale; a rank's virtual stages are shades of them, the later the
+lighter. The same schedule and costs give the same file, to the byte.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from diptych.plans.schedule.actions import Action, Schedule
+from diptych.plans.schedule.simulate import Costs, simulate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLORS = {"F": "#6aa9d6", "B": "#16325c", "I": "#b0413e", "W": "#ecd06f"}
+KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+SHADES = {
+    "F": ("#619bc5", "#81b6dc"),
+    "B": ("#112849", "#233e65"),
+    "I": ("#9b3937", "#b85451"),
+    "W": ("#dcc268", "#f2df9d"),
+}
+"""Of a rank's first and last virtual stage, where it has several: a lightness (CIE L*) 5 below and above."""
+IDLE, INK = "#f1f1f1", "#222222"
+
+WIDTH, LEFT, RIGHT = 11.0, 0.62, 0.12
+ROW, TITLE, LEGEND, BOTTOM, TALLEST = 0.25, 0.34, 0.22, 0.48, 18.0
+"""Inches: the picture, its margins, a rank's row, a title, the legend, the time axis, the tallest picture."""
+CELL = 0.88
+"""Height of a cell, of its row's."""
+DIGIT = 0.64
+"""Width of a digit, of its height."""
+SMALLEST, LARGEST = 4.5, 8.0
+"""Points of the numbers in cells; a cell too narrow for the smallest has none."""
+DPI = 160
+
+
+class Bar(NamedTuple):
+    """When an action runs."""
+
+    start: float
+    duration: float
+
+
+class Timeline(NamedTuple):
+    """What is drawn: a schedule, and when each of its actions runs (predicted, or measured)."""
+
+    schedule: Schedule
+    bars: Mapping[Action, Bar]
+    title: str
+
+    @property
+    def end(self) -> float:
+        """When the last action is over."""
+        return max((bar.start + bar.duration for bar in self.bars.values()), default=0.0)
+
+
+def timeline_of(schedule: Schedule, costs: Costs | None = None, title: str | None = None) -> Timeline:
+    """A schedule's simulated course.
+
+    Args:
+        schedule: any valid table.
+        costs: as simulate takes them.
+        title: None: name, makespan and the share of time ranks are idle.
+    """
+    costs = costs or Costs()
+    course = simulate(schedule, costs)
+    if title is None:
+        idle = sum(course.bubble) / (schedule.pp_size * course.makespan) if course.makespan else 0.0
+        stages = f", {schedule.stages_per_rank} virtual stages a rank" if schedule.stages_per_rank > 1 else ""
+        title = f"{schedule.name}{stages}: makespan {course.makespan:g}, idle {idle:.1%}"
+    bars = {action: Bar(start, costs.time(action)) for action, start in course.starts.items()}
+    return Timeline(schedule, bars, title)
+
+
+def draw_timeline(
+    schedule: Schedule, costs: Costs | None, target: "Path | str | Axes", title: str | None = None
+) -> None:
+    """Draw one schedule, into a file or into axes.
+
+    Args:
+        schedule, costs, title: as timeline_of takes them.
+        target: a .png or .svg to write, or matplotlib axes, which get no legend.
+
+    Raises:
+        ValueError: a file of another kind.
+    """
+    timeline = timeline_of(schedule, costs, title)
+    if isinstance(target, (str, Path)):
+        draw_timelines([timeline], target)
+        return
+    position, size = target.get_position(), target.figure.get_size_inches()  # pyright: ignore[reportAttributeAccessIssue]
+    _draw(target, timeline, timeline.end, 72 * position.width * size[0], 72 * position.height * size[1])
+
+
+def draw_timelines(
+    timelines: Sequence[Timeline], path: Path | str | None = None, unit: str = "a stage's forward is 1"
+) -> "Figure":
+    """Draw schedules under each other, on one time axis.
+
+    Args:
+        timelines: from top to bottom.
+        path: a .png or .svg to write; None: nothing is written.
+        unit: of time, for the axis.
+
+    Raises:
+        ValueError: nothing to draw, or a file of another kind.
+    """
+    from matplotlib.figure import Figure
+
+    if not timelines:
+        raise ValueError("timelines: expected at least one, got none")
+    if path is not None and Path(path).suffix not in (".png", ".svg"):
+        raise ValueError(f"path: expected a name that ends in .png or .svg, got {str(path)!r}")
+    rows = sum(timeline.schedule.pp_size for timeline in timelines)
+    row = min(ROW, (TALLEST - LEGEND - BOTTOM - TITLE * len(timelines)) / rows)
+    height = LEGEND + BOTTOM + TITLE * len(timelines) + row * rows
+    figure = Figure(figsize=(WIDTH, height))
+    figure.set_layout_engine("none")
+    end, top, width = max(timeline.end for timeline in timelines), LEGEND, WIDTH - LEFT - RIGHT
+    for place, timeline in enumerate(timelines):
+        tall = row * timeline.schedule.pp_size
+        top += TITLE
+        axes = figure.add_axes((LEFT / WIDTH, 1 - (top + tall) / height, width / WIDTH, tall / height))
+        _draw(axes, timeline, end, 72 * width, 72 * tall)
+        is_last = place == len(timelines) - 1
+        axes.tick_params(axis="x", length=3 if is_last else 0, labelbottom=is_last)
+        top += tall
+    figure.axes[-1].set_xlabel(f"time ({unit})", fontsize=9, color=INK)
+    _add_legend(figure, timelines, height)
+    if path is not None:
+        _save(figure, Path(path))
+    return figure
+
+
+def shade(kind: str, vp_stage: int, stages_per_rank: int) -> tuple[float, float, float]:
+    """Colour of an action: that of its kind, darker for a rank's first virtual stages and lighter for its last."""
+    if stages_per_rank == 1:
+        return _parts(COLORS[kind])
+    first, last = (_parts(color) for color in SHADES[kind])
+    place = vp_stage / (stages_per_rank - 1)
+    red, green, blue = (a + place * (b - a) for a, b in zip(first, last, strict=True))
+    return red, green, blue
+
+
+def _parts(color: str) -> tuple[float, float, float]:
+    return int(color[1:3], 16) / 255, int(color[3:5], 16) / 255, int(color[5:], 16) / 255
+
+
+def _draw(axes: "Axes", timeline: Timeline, end: float, width: float, height: float) -> None:
+    """Idle rows, cells, numbers and a title; width and height of the axes in points."""
+    schedule = timeline.schedule
+    axes.broken_barh([(0.0, timeline.end)], (-CELL / 2, CELL), facecolor=IDLE, linewidth=0, gid="idle")
+    for rank in range(1, schedule.pp_size):
+        axes.broken_barh([(0.0, timeline.end)], (rank - CELL / 2, CELL), facecolor=IDLE, linewidth=0, gid="idle")
+    _draw_cells(axes, timeline, 0.5 if width / max(end, 1e-12) * _shortest(timeline) > SMALLEST else 0.0)
+    _write_numbers(axes, timeline, width / max(end, 1e-12), height / schedule.pp_size * CELL)
+    axes.set_xlim(0, end or 1)
+    axes.set_ylim(schedule.pp_size - 0.5, -0.5)
+    ranks = range(0, schedule.pp_size, 1 if height / schedule.pp_size > 8 else 4)
+    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=8, color=INK)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=8, colors=INK)
+    axes.spines[:].set_visible(False)
+    axes.grid(visible=False)
+    axes.set_title(timeline.title, loc="left", fontsize=9.5, color=INK, pad=5)
+
+
+def _draw_cells(axes: "Axes", timeline: Timeline, line: float) -> None:
+    """A collection of rectangles for each kind and virtual stage."""
+    from matplotlib.collections import PolyCollection
+
+    schedule = timeline.schedule
+    shapes: dict[tuple[str, int], list[list[tuple[float, float]]]] = {}
+    for action, (start, duration) in timeline.bars.items():
+        rank, vp_stage = schedule.rank_of(action.stage), action.stage // schedule.pp_size
+        x, y = (start, start + duration), (rank - CELL / 2, rank + CELL / 2)
+        corners = [(x[0], y[0]), (x[1], y[0]), (x[1], y[1]), (x[0], y[1])]
+        shapes.setdefault((action.kind, vp_stage), []).append(corners)
+    for (kind, vp_stage), corners in sorted(shapes.items()):
+        color = shade(kind, vp_stage, schedule.stages_per_rank)
+        cells = PolyCollection(corners, facecolor=color, edgecolor="white", linewidth=line, gid=f"{kind}/{vp_stage}")
+        axes.add_collection(cells, autolim=False)
+
+
+def _write_numbers(axes: "Axes", timeline: Timeline, unit: float, height: float) -> None:
+    """Microbatches, in cells wide enough; a unit of time and a cell's height in points."""
+    digits = len(str(timeline.schedule.num_microbatches - 1))
+    fitting = min(0.8 * height, unit * _shortest(timeline) / (DIGIT * (digits + 0.5)))
+    size = min(max(fitting, SMALLEST), LARGEST)
+    if 0.9 * height < size:
+        return
+    for action, (start, duration) in timeline.bars.items():
+        text = str(action.microbatch)
+        if DIGIT * size * (len(text) + 0.4) > unit * duration:
+            continue
+        light = action.kind in "FW"
+        axes.text(
+            start + duration / 2,
+            timeline.schedule.rank_of(action.stage),
+            text,
+            fontsize=size,
+            color=INK if light else "white",
+            ha="center",
+            va="center_baseline",
+            clip_on=True,
+            gid=str(action),
+        )
+
+
+def _shortest(timeline: Timeline) -> float:
+    return min((bar.duration for bar in timeline.bars.values() if bar.duration > 0), default=1.0)
+
+
+def _add_legend(figure: "Figure", timelines: Sequence[Timeline], height: float) -> None:
+    """Kinds that occur, idle time, and the shades of virtual stages."""
+    from matplotlib.patches import Patch
+
+    occurring = {action.kind for timeline in timelines for action in timeline.bars}
+    patches = [Patch(color=COLORS[kind], label=f"{kind}: {name}") for kind, name in KINDS.items() if kind in occurring]
+    patches.append(Patch(color=IDLE, label="idle"))
+    most = max((timeline.schedule.stages_per_rank for timeline in timelines), default=1)
+    if most > 1:
+        for vp_stage, words in ((0, "first virtual stage, darker"), (most - 1, "last, lighter")):
+            patches.append(Patch(color=shade("F", vp_stage, most), label=words))
+    figure.legend(
+        handles=patches,
+        loc="upper left",
+        bbox_to_anchor=(LEFT / WIDTH, 1 - 0.08 / height),
+        ncols=len(patches),
+        frameon=False,
+        fontsize=8.5,
+        labelcolor=INK,
+        borderaxespad=0,
+        borderpad=0,
+        handlelength=1.3,
+        columnspacing=1.6,
+    )
+
+
+def _save(figure: "Figure", path: Path) -> None:
+    """Without date, version or random names."""
+    import matplotlib
+
+    metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
+    with matplotlib.rc_context({"svg.hashsalt": "diptych"}):
+        figure.savefig(path, dpi=DPI, metadata=metadata)

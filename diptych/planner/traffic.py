@@ -1,0 +1,187 @@
+"""What ranks send each other in one step, term by term, before anything runs.
+
+The mesh is replicas x context ranks x pipeline ranks. Counted are the tensors that PyTorch's ranks send, of a step of
+training: headers of messages, and numbers that are summed alone (losses, norms, counts of tokens), are left out.
+
+Of collectives a library chooses the algorithm; assumed is the one that sends least. A sum of n ranks goes round a ring
+twice, so that each sends 2 (n - 1) / n of its bytes; of what n ranks gather, each sends n - 1 parts.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from diptych.plans.config import TransformerConfig
+from diptych.plans.context.sequences import halo_sizes
+from diptych.plans.context.exchange import PIPELINED, exchange_cost
+from diptych.planner.memory.graph import ITEM_SIZES
+from diptych.planner.memory.ranks import parameter_bytes
+from diptych.plans.model.parameters import embedding_spec
+from diptych.plans.schedule.partition import get_stage_place, num_stages
+from diptych.plans.recompute import recompute_blocks
+from diptych.plans.schedule.wavefront import tokens_before
+from diptych.plans.context.zigzag import move_cost
+
+
+class Traffic(NamedTuple):
+    """One reason to send."""
+
+    name: str
+    algorithm: str
+    """How it travels."""
+    by_rank: tuple[int, ...]
+    """Bytes that a rank sends at most, by its place in the pipeline: context ranks at the ends send less."""
+    total: int
+    """Bytes that all ranks receive."""
+
+
+class Exchange(NamedTuple):
+    """What the context ranks of one layer send each other, for one microbatch."""
+
+    name: str
+    algorithm: str
+    one: int
+    """Bytes that the rank that sends most sends."""
+    total: int
+    """Bytes that all of them receive."""
+    times: int
+    """How often: forward, forward again where it is recomputed, and backward."""
+    rounds: int = 1
+    """Messages of each time that have to follow one another."""
+    hops: int = 1
+    """How often these bytes cross the wire, one crossing after the other, before the last rank has what it needs."""
+
+
+def message_bytes(config: TransformerConfig, micro_batch_size: int) -> int:
+    """Bytes of a message between stages: the residual streams of a rank's tokens, side by side, or their gradient."""
+    tokens = micro_batch_size * config.seq_length // config.context_parallel_size
+    return tokens * config.residual_streams * config.hidden_size * ITEM_SIZES[config.compute_dtype]
+
+
+def wire_traffic(
+    config: TransformerConfig, micro_batch_size: int, num_microbatches: int, data_parallel_size: int = 1
+) -> list[Traffic]:
+    """Everything that ranks send in a step; terms that need more ranks than there are, are left out.
+
+    Args:
+        config: the model's, with its pipeline and context ranks.
+        micro_batch_size: sequences of a microbatch.
+        num_microbatches: of a step, on each replica.
+        data_parallel_size: replicas.
+    """
+    p, cp = config.pipeline_model_parallel_size, config.context_parallel_size
+    copies, stages = cp * data_parallel_size, num_stages(config)
+
+    def rank_of(stage: int) -> int:
+        return get_stage_place(config, stage).pp_rank
+
+    found = []
+    if p > 1:
+        sent = num_microbatches * message_bytes(config, micro_batch_size)
+        for name, leaving, step in (
+            ("activations", range(stages - 1), 1),
+            ("gradients of activations", range(1, stages), -1),
+        ):
+            away = Counter(rank_of(stage) for stage in leaving if rank_of(stage) != rank_of(stage + step))
+            by_rank = tuple(away[rank] * sent for rank in range(p))
+            found.append(Traffic(name, "point to point", by_rank, sum(by_rank) * copies))
+    found += _context_traffic(config, micro_batch_size, num_microbatches, data_parallel_size)
+    if copies > 1:
+        sizes = [parameter_bytes(config, stage) for stage in range(stages)]
+        twice = [0] * p
+        for stage, size in enumerate(sizes):
+            twice[rank_of(stage)] += 2 * (copies - 1) * size
+        by_rank = tuple(-(-size // copies) for size in twice)
+        found.append(Traffic("gradients of parameters", f"sum of {copies:,}", by_rank, sum(twice)))
+    if p > 1 and not config.untie_embeddings_and_output_weights:
+        size = math.prod(embedding_spec(config)["weight"].shape) * ITEM_SIZES[config.params_dtype]
+        ends = {rank_of(0), rank_of(stages - 1)}
+        if len(ends) > 1:
+            by_rank = tuple(size if rank in ends else 0 for rank in range(p))
+            found.append(Traffic("gradient of tied embedding", "sum of 2", by_rank, 2 * size * copies))
+    return found
+
+
+def _context_traffic(config: TransformerConfig, batch: int, count: int, replicas: int) -> list[Traffic]:
+    """What context ranks exchange, layer by layer and microbatch by microbatch, as one term a reason."""
+    p = config.pipeline_model_parallel_size
+    if config.context_parallel_size == 1:
+        return []
+    found: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
+    for stage in range(num_stages(config)):
+        place = get_stage_place(config, stage)
+        for block in recompute_blocks(config, *place):
+            for number in block.layers:
+                replayed = (block.kind == "full", block.kind == "full" or "core_attn" in block.modules)
+                for name, algorithm, one, total, times, *_ in layer_exchanges(config, number, batch, *replayed):
+                    by_rank, all_ = found.setdefault((name, algorithm), ([0] * p, [0]))
+                    by_rank[place.pp_rank] += one * times * count
+                    all_[0] += total * times * count * replicas
+    return [Traffic(*key, tuple(by_rank), total) for key, (by_rank, (total,)) in found.items()]
+
+
+def layer_exchanges(
+    config: TransformerConfig, layer: int, batch: int, replays_layer: bool = False, replays_mixer: bool = False
+) -> Iterator[Exchange]:
+    """What the context ranks of one layer send each other for a microbatch, forward and backward.
+
+    Args:
+        config: the model's.
+        layer: global number.
+        batch: sequences of the microbatch.
+        replays_layer: backward computes the whole layer again.
+        replays_mixer: it computes attention or the delta rule again, and with it what travels there.
+    """
+    if config.cp_exchange == PIPELINED:
+        yield from _handed_on(config, layer, batch)
+        return
+    size, item = config.context_parallel_size, ITEM_SIZES[config.compute_dtype]
+    part = batch * config.seq_length // size
+    if config.layer(layer).mixer == "attention":
+        own = 2 * part * config.query_groups * config.head_dim * item
+        gathered = (size - 1) * own, size * (size - 1) * own
+        yield Exchange("keys and values", f"gathered by {size}", *gathered, 1 + replays_mixer)
+        summed = 2 * (size - 1) * own, 2 * (size - 1) * size * own
+        yield Exchange("gradients of keys and values", f"sum of {size}", *summed, 1)
+        if config.cp_attention_layout == "zigzag":
+            moved = move_cost(size, part, config.num_attention_heads, config.head_dim, item)
+            yield Exchange("queries and outputs", "point to point", *moved, 2 + replays_mixer)
+        return
+    key_heads, heads, key, value = config.linear_heads
+    approximate = config.cp_truncate_ranks, config.cp_transition_rank
+    cost = exchange_cost(config.cp_exchange, size, heads, key, value, _state_item(config), *approximate)
+    one = cost.payload_bytes * (size - 1 if config.cp_exchange == "all_gather" else 1)
+    hops = cost.rounds if config.cp_exchange == "ring" and config.cp_truncate_ranks is None else 1
+    algorithm, times = f"{config.cp_exchange} by {size}", 2 + replays_mixer
+    yield Exchange("states and gradients", algorithm, one, cost.wire_bytes, times, cost.rounds, hops)
+    token = (2 * key_heads * key + heads * value) * item
+    halo = halo_sizes(part, config.linear_conv_kernel_dim)
+    messages = [max(0, size - distance) for distance in range(1, len(halo) + 1)]
+    one = sum(tokens for tokens, sent in zip(halo, messages, strict=True) if sent) * token
+    total = sum(tokens * sent for tokens, sent in zip(halo, messages, strict=True)) * token
+    yield Exchange("tokens of convolutions", "point to point", one, total, 2 + replays_layer)
+
+
+def _handed_on(config: TransformerConfig, layer: int, batch: int) -> Iterator[Exchange]:
+    """layer_exchanges where ranks hand on what they have, of sequences that go on alone, and nothing a second time."""
+    size, item = config.context_parallel_size, ITEM_SIZES[config.compute_dtype]
+    part = batch * config.seq_length // size
+    before = tokens_before(size, part, config.seq_length)
+    goes_on = sum(tokens > 0 for tokens in before)
+    if config.layer(layer).mixer == "attention":
+        token = 2 * config.query_groups * config.head_dim * item
+        yield Exchange("keys and values", "handed on", max(before) * token, sum(before) * token, 2)
+        return
+    key_heads, heads, key, value = config.linear_heads
+    sent = {
+        "states and gradients": heads * key * value * _state_item(config),
+        "tokens of convolutions": (config.linear_conv_kernel_dim - 1) * (2 * key_heads * key + heads * value) * item,
+    }
+    for name, one in sent.items():
+        yield Exchange(name, "handed on", one * (goes_on > 0), one * goes_on, 2)
+
+
+def _state_item(config: TransformerConfig) -> int:
+    """Bytes of a number of a state on its way."""
+    return 2 if config.cp_wire_dtype == "bfloat16" else max(4, ITEM_SIZES[config.params_dtype])

@@ -1,0 +1,352 @@
+"""Checkpoints: one file a step, written whole or not at all, readable by both backends.
+
+A checkpoint is a safetensors file ``step_00000100.safetensors`` with the arrays
+
+    model.<name>, first_moment.<name>, second_moment.<name>      <name>: canonical parameter name
+
+and, in its header, one JSON record: format version, step, settings of model, training and data, and a
+checksum over arrays and record. The step is all the position there is: batches, dropout masks and the
+learning rate are functions of it. Any safetensors reader can take the weights out.
+
+A file is written beside its final place, flushed to the disk, and then renamed: whenever a process is
+killed, the folder holds the last whole checkpoint.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as encode
+
+from diptych.plans.checkpoint_schema import (
+    FIRST_MOMENT,
+    FORMAT_VERSION,
+    MODEL,
+    SECOND_MOMENT,
+    SchemaError,
+    StoredArray,
+    check_numbers,
+    check_record,
+    decides_steps,
+    parse_record,
+    recorded_model,
+)
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.model.data import Corpus
+
+__all__ = ["FIRST_MOMENT", "MODEL", "SECOND_MOMENT", "recorded_model"]
+RECORD = "diptych"
+"""Key of the JSON record in the file's header."""
+METRICS = "metrics.jsonl"
+"""Name of the file of a run's results, beside its checkpoints."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written, read or used here."""
+
+
+class Checkpoint(NamedTuple):
+    """A training run between two steps."""
+
+    step: int
+    """Optimizer steps taken; the next step's number."""
+    arrays: dict[str, np.ndarray]
+    """Parameters and both moments of AdamW, by prefixed canonical name."""
+    settings: dict[str, Any]
+    """``model``, ``train`` and ``data``: what the run was started with."""
+    checksum: str = ""
+    """Of one that was read: over all of it."""
+
+
+def run_settings(model: TransformerConfig, train: TrainConfig, corpus: Corpus) -> dict[str, Any]:
+    """The settings a checkpoint records: those that decide what every step does.
+
+    What is recomputed and how the model is cut into stages decides memory and time only, and impl rounding besides;
+    they may change when a run is resumed.
+    """
+    packed = {} if corpus.training_documents is None else {"reset_attention_mask": True}
+    return {
+        "model": {name: value for name, value in asdict(model).items() if decides_steps(name)},
+        "train": asdict(train),
+        "data": {
+            "corpus_digest": corpus.digest,
+            "training_bytes": len(corpus.training),  # the digest is of training and validation, one after the other
+            "data_seed": corpus.seed,
+        }
+        | packed,
+    }
+
+
+def write_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
+    """Write a checkpoint and remove all but the newest ``keep``.
+
+    Returns:
+        Its path.
+
+    Raises:
+        ValueError: ``keep`` is below 1.
+        CheckpointError: the folder cannot be written to, holds a later step, of which this is not the successor, or the
+            disk is full; or a number is not finite, so that the file could not be read. Earlier checkpoints stay.
+    """
+    if keep < 1:
+        raise ValueError(f"keep: expected at least 1, got {keep}")
+    _check_latest(folder, checkpoint.step)
+    path = folder / f"step_{checkpoint.step:08d}.safetensors"
+    partial = folder / f".{path.name}.{os.getpid()}.partial"
+    record = {"format": FORMAT_VERSION, "step": checkpoint.step, "settings": checkpoint.settings}
+    record["checksum"] = _checksum(checkpoint.arrays, record)
+    untouched = "earlier checkpoints are untouched"
+    try:
+        check_numbers(checkpoint.arrays)
+    except SchemaError as error:
+        raise CheckpointError(
+            f"checkpoint: expected to write step {checkpoint.step}, got {error}; {untouched}"
+        ) from None
+    content = encode(checkpoint.arrays, {RECORD: json.dumps(record)})
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in folder.glob(".step_*.partial"):
+            if stale.is_file():
+                stale.unlink(missing_ok=True)
+        _write_through(partial, content)
+        os.replace(partial, path)
+        _flush_folder(folder)
+        for old in list_checkpoints(folder)[:-keep]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise CheckpointError(
+            f"checkpoint: expected to write {len(content):,} bytes to {path}, got {error.strerror or error}; "
+            f"{untouched}"
+        ) from None
+    return path
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """List the folder's checkpoints, by their steps, oldest first."""
+    found = [path for path in folder.glob("step_*.safetensors") if _step_of(path) is not None and path.is_file()]
+    return sorted(found, key=lambda path: (_step_of(path), path.name))
+
+
+def check_unused(folder: Path, begun: bool = False) -> None:
+    """Refuse a folder in which a new run would overwrite what an earlier one has left.
+
+    Args:
+        folder: for checkpoints and metrics; it need not exist.
+        begun: metrics without a checkpoint are of this run, which was ended before its first one.
+
+    Raises:
+        CheckpointError: it holds checkpoints, or metrics; or a directory has the name of a checkpoint.
+    """
+    remedy = "give --resume to go on with that run, or another folder"
+    if found := list_checkpoints(folder):
+        raise CheckpointError(f"save: expected a folder without checkpoints for a new run, got {found[-1]}; {remedy}")
+    metrics = folder / METRICS
+    if metrics.exists() and not begun and not (metrics.is_file() and metrics.stat().st_size == 0):
+        raise CheckpointError(
+            f"save: expected a folder without metrics for a new run, got {metrics}; remove it or give another folder, "
+            "or give --resume-if-saved for a run that was ended before its first checkpoint"
+        )
+
+
+def check_names(folder: Path) -> None:
+    """Refuse a folder where what is no file has the name of a checkpoint, before a step is spent that cannot be saved.
+
+    Raises:
+        CheckpointError: naming it.
+    """
+    for path in folder.glob("step_*.safetensors"):
+        if _step_of(path) is not None and not path.is_file():
+            raise CheckpointError(f"save: expected files alone to be named like {path}, got what is none; rename it")
+
+
+def read_checkpoint(path: Path | str) -> Checkpoint:
+    """Read and verify a checkpoint: a file, or the newest of a folder.
+
+    The record is checked before an array is read, and no array is read that is not the model's; see
+    diptych.plans.checkpoint_schema.
+
+    Raises:
+        CheckpointError: there is none; it is damaged, impossible, or of a later format.
+    """
+    path = Path(path)
+    if path.is_dir():
+        found = list_checkpoints(path)
+        if not found:
+            raise CheckpointError(f"checkpoint: expected step_*.safetensors in {path}, got none; save one first")
+        path = found[-1]
+    elif not path.exists():
+        raise CheckpointError(f"checkpoint: expected a file or folder, got {path}, which does not exist")
+    elif not path.is_file():
+        raise CheckpointError(f"checkpoint: expected a file or folder, got {path}, which is a device or pipe")
+    remedy = "remove it to go on from the one before it"
+    try:
+        record, arrays = _read(path)
+    except (SafetensorError, SchemaError, OSError) as error:
+        got = str(error) if isinstance(error, SchemaError) else repr(error)
+        raise CheckpointError(f"checkpoint: expected a whole checkpoint in {path}, got {got}; {remedy}") from None
+    checksum = record.pop("checksum")
+    if checksum != _checksum(arrays, record):
+        raise CheckpointError(f"checkpoint: expected {path} as it was written, got another checksum; {remedy}")
+    try:
+        check_numbers(arrays)
+    except SchemaError as error:
+        raise CheckpointError(f"checkpoint: expected a whole checkpoint in {path}, got {error}; {remedy}") from None
+    return Checkpoint(record["step"], arrays, record["settings"], checksum)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return the record of a file and its arrays, which are read when the record has been found right."""
+    with safe_open(path, "np") as file:
+        record = parse_record((file.metadata() or {}).get(RECORD))
+        version = record.get("format")
+        if isinstance(version, int) and version > FORMAT_VERSION:
+            raise CheckpointError(
+                f"checkpoint: expected format {FORMAT_VERSION} or earlier in {path}, got {version}; a later version "
+                "wrote it, use that one"
+            )
+        stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        check_record(record, {name: StoredArray((*x.get_shape(),), x.get_dtype()) for name, x in stored.items()})
+        named = _step_of(path)
+        if named is not None and named != record["step"]:
+            raise SchemaError(f"step {record['step']}, where its name says {named}")
+        return record, {name: file.get_tensor(name) for name in stored}
+
+
+def _step_of(path: Path) -> int | None:
+    """Return the step in a checkpoint's name, or None for another name."""
+    found = re.fullmatch(r"step_([0-9]{8,})\.safetensors", path.name)
+    return None if found is None else int(found[1])
+
+
+def _check_latest(folder: Path, step: int) -> None:
+    """Refuse to write a step beside later ones, which would be taken for the run's newest."""
+    found = list_checkpoints(folder)
+    if found and (_step_of(found[-1]) or 0) > step:
+        raise CheckpointError(
+            f"checkpoint: expected no later step than {step} in {folder}, got {found[-1].name}; give another "
+            "folder, or remove the checkpoints of later steps"
+        )
+
+
+def read_alike(path: Path | str, settings: Mapping[str, Any], tell: Callable[[str], Sequence[str]]) -> Checkpoint:
+    """Read the checkpoint of a run on all its processes, which have to find the same one.
+
+    A folder may lie on each machine's own disk, and its newest checkpoint differ; ranks would go on from both.
+
+    Args:
+        path: as read_checkpoint takes it.
+        settings: of the run; see check_settings.
+        tell: gives every process what all of them said, in order of their ranks.
+
+    Raises:
+        CheckpointError: on every process alike: one of them cannot read it, or found another than the rest.
+    """
+    checkpoint = failure = None
+    try:
+        checkpoint = read_checkpoint(path)
+        check_settings(checkpoint, settings)
+        found = f"step {checkpoint.step}, checksum {checkpoint.checksum[:12]}"
+    except Exception as error:  # whatever it is: the other processes wait to be told
+        failure, found = error, str(error) or repr(error)
+    said = tell(found)
+    if len(set(said)) > 1:
+        ranks = {text: [rank for rank, other in enumerate(said) if other == text] for text in dict.fromkeys(said)}
+        raise CheckpointError(
+            f"checkpoint: expected the same one of {path} on every process, got "
+            + "; ".join(f"on rank {', '.join(map(str, of))}: {text}" for text, of in ranks.items())
+            + "; give a folder that all machines share, or the same file to each"
+        )
+    if failure is not None:
+        raise failure
+    assert checkpoint is not None, "what was not read has a reason"
+    return checkpoint
+
+
+def check_ranks_alike(settings: Mapping[str, Any], tell: Callable[[str], Sequence[str]]) -> None:
+    """Refuse processes that would train together on other data, or under other settings, than the first one.
+
+    Args:
+        settings: this process's, from run_settings.
+        tell: gives every process what all of them said, in order of their ranks; what is long may be cut off.
+
+    Raises:
+        ValueError: on every process alike, naming each differing field and its value on both ranks.
+    """
+    flat = {name: value for part in ("data", "train", "model") for name, value in settings[part].items()}
+    text = json.dumps(flat)
+    said = tell(hashlib.sha256(text.encode()).hexdigest() + text)
+    other = next((rank for rank, theirs in enumerate(said) if theirs != said[0]), None)
+    if other is None:
+        return
+    try:
+        first, theirs = (json.loads(said[rank][64:]) for rank in (0, other))
+    except ValueError:  # cut off
+        first, theirs = {"settings": "one record"}, {"settings": "another"}
+    differing = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
+    raise ValueError(
+        "; ".join(
+            f"{name}: expected {first.get(name)!r} on every rank, as on rank 0, got {theirs.get(name)!r} on rank "
+            f"{other}"
+            for name in differing
+        )
+        + "; give the same settings, and data_path the same corpus, to every process"
+    )
+
+
+def check_settings(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
+    """Refuse to go on with a run under other settings.
+
+    Raises:
+        CheckpointError: naming every differing field, its value in the checkpoint and now.
+    """
+    differing = [
+        f"{field} {checkpoint.settings.get(part, {}).get(field)!r} there, {values.get(field)!r} here"
+        for part, values in settings.items()
+        for field in sorted({*values, *checkpoint.settings.get(part, {})})
+        if decides_steps(field)  # earlier versions recorded more
+        if field != "training_bytes" or field in checkpoint.settings.get(part, {})  # which they did not record
+        if checkpoint.settings.get(part, {}).get(field) != values.get(field)
+    ]
+    if differing:
+        raise CheckpointError(f"checkpoint: expected the settings of its run, got others: {'; '.join(differing)}")
+
+
+def split_arrays(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    """The arrays under one prefix, by canonical name."""
+    return {name[len(prefix) :]: array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def _checksum(arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def _write_through(path: Path, content: bytes) -> None:
+    """Write a file and wait until the disk has it."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    """Wait until the disk has the folder's new names."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

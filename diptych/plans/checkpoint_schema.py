@@ -1,0 +1,189 @@
+"""The schema of a checkpoint: what its record and its arrays must be, checked before an array is read.
+
+The record is JSON of this form; ``format`` counts versions of it.
+
+    {"format": 1, "step": 100, "checksum": "<64 hexadecimal digits>",
+     "settings": {"model": {...}, "train": {...}, "data": {"corpus_digest": "<16>", "data_seed": 0, ...}}}
+
+``model`` and ``train`` are settings of TransformerConfig and TrainConfig that their rules accept. There are three
+arrays of each parameter of that model, in its ``params_dtype``.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.model.parameters import parameter_specs
+from diptych.plans.text_files import one_line, parse_json
+
+FORMAT_VERSION = 1
+MODEL, FIRST_MOMENT, SECOND_MOMENT = "model.", "first_moment.", "second_moment."
+"""Prefixes of arrays, each before a parameter's canonical name."""
+LONGEST_RECORD = 1_000_000
+"""Characters; a record of ours has about 2,000."""
+FILE_TYPES = {"float32": "F32", "float64": "F64"}
+"""Names of safetensors for the types of parameters."""
+
+_EXECUTION = frozenset(
+    {
+        "impl",
+        "microbatch_group_size_per_vp_stage",
+        "overlap_p2p_comm",
+        "variable_seq_lengths",
+        "context_parallel_size",
+        "cp_exchange",
+        "cp_wire_dtype",
+        "cp_attention_layout",
+        "tensor_model_parallel_size",
+        "fp8",
+    }
+)
+
+
+class SchemaError(ValueError):
+    """A record or an array that no checkpoint can have; the message says which, and what it should be."""
+
+
+class StoredArray(NamedTuple):
+    """Shape and type of an array in a file, known before it is read."""
+
+    shape: tuple[int, ...]
+    type: str
+    """As safetensors names it."""
+
+
+def decides_steps(name: str) -> bool:
+    """Return whether a model's setting decides what every step does, and not only where and how it is computed."""
+    return name not in _EXECUTION and not any(part in name for part in ("recompute", "pipeline", "offload"))
+
+
+def recorded_model(settings: Mapping[str, Any]) -> TransformerConfig:
+    """Return the undivided model of a record's settings.
+
+    Raises:
+        ValueError, TypeError: they are not those of a model.
+    """
+    return TransformerConfig(**{name: value for name, value in settings["model"].items() if decides_steps(name)})
+
+
+def parse_record(text: Any) -> dict[str, Any]:
+    """Read the JSON of a record.
+
+    Raises:
+        SchemaError: it is no JSON object, has a key twice, NaN or Infinity, or is too long or too deep.
+    """
+    if not isinstance(text, str):
+        raise SchemaError("no record")
+    if len(text) > LONGEST_RECORD:
+        raise SchemaError(f"a record of {len(text):,} characters, more than {LONGEST_RECORD:,}")
+    try:
+        record = parse_json(text)
+    except ValueError as error:
+        raise SchemaError(f"a record that is no JSON ({one_line(error)})") from None
+    if not isinstance(record, dict):
+        raise SchemaError(f"a record that is no JSON object but {one_line(record)}")
+    return record
+
+
+def check_record(record: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -> None:
+    """Refuse a record that does not follow the schema, or arrays that are not those of its model.
+
+    Args:
+        record: from parse_record.
+        arrays: in the file, by name.
+
+    Raises:
+        SchemaError: naming the entry or the array.
+    """
+    _check_keys("record", record, {"format", "step", "settings", "checksum"})
+    version, step, settings, checksum = (record[name] for name in ("format", "step", "settings", "checksum"))
+    if not _is_integer(version) or version != FORMAT_VERSION:
+        raise SchemaError(f"format {one_line(version)}, where {FORMAT_VERSION} was expected")
+    if not isinstance(checksum, str) or not re.fullmatch("[0-9a-f]{64}", checksum):
+        raise SchemaError(f"checksum {one_line(checksum)}, where 64 hexadecimal digits were expected")
+    _check_keys("settings", settings, {"model", "train", "data"})
+    for part, values in settings.items():
+        if not isinstance(values, dict):
+            raise SchemaError(f"settings of {part} that are no JSON object but {one_line(values)}")
+        for name, value in values.items():
+            if not all(isinstance(item, str | int | float | None) for item in _items(value)):
+                raise SchemaError(f"{name} {one_line(value)}, where text, a number, true, false or null was expected")
+    _check_data(settings["data"])
+    train = _made("train", lambda: TrainConfig(**settings["train"]))
+    if not _is_integer(step) or not 0 <= step <= train.train_iters:
+        raise SchemaError(f"step {one_line(step)}, where one from 0 to train_iters={train.train_iters} was expected")
+    layers = settings["model"].get("num_layers")
+    if not _is_integer(layers) or layers > len(arrays):  # before anything is done a layer at a time
+        raise SchemaError(f"num_layers {one_line(layers)}, with {len(arrays)} arrays in all")
+    _check_arrays(_made("model", lambda: recorded_model(settings)), arrays)
+
+
+def check_numbers(arrays: Mapping[str, np.ndarray]) -> None:
+    """Refuse arrays that training cannot have left: NaN, infinities, and second moments below 0.
+
+    Raises:
+        SchemaError: naming the array.
+    """
+    for name, array in arrays.items():
+        finite = np.isfinite(array)
+        if not finite.all():
+            raise SchemaError(f"{array[~finite][0]} in {name}, where finite numbers were expected")
+        if name.startswith(SECOND_MOMENT) and (array < 0.0).any():
+            raise SchemaError(f"{array[array < 0.0][0]} in {name}, where numbers of at least 0 were expected")
+
+
+def _check_data(data: Mapping[str, Any]) -> None:
+    # Earlier versions did not record training_bytes.
+    _check_keys("settings of data", data, {"corpus_digest", "data_seed"}, ("reset_attention_mask", "training_bytes"))
+    digest, seed = data["corpus_digest"], data["data_seed"]
+    for name, right in (
+        ("corpus_digest", isinstance(digest, str) and re.fullmatch("[0-9a-f]{16}", digest) is not None),
+        ("data_seed", _is_integer(seed) and 0 <= seed < 2**32),
+        ("reset_attention_mask", data.get("reset_attention_mask", True) is True),
+        ("training_bytes", _is_integer(data.get("training_bytes", 1)) and data.get("training_bytes", 1) > 0),
+    ):
+        if not right:
+            raise SchemaError(f"{name} {one_line(data[name])}, which no corpus has")
+
+
+def _check_arrays(model: TransformerConfig, arrays: Mapping[str, StoredArray]) -> None:
+    specs = parameter_specs(model)
+    prefixes = (MODEL, FIRST_MOMENT, SECOND_MOMENT)
+    expected = {prefix + name: spec.shape for prefix in prefixes for name, spec in specs.items()}
+    for names, what in ((expected.keys() - arrays.keys(), "no"), (arrays.keys() - expected.keys(), "a surplus")):
+        if names:
+            raise SchemaError(f"{what} array {min(names)[:100]!r}")
+    for name, shape in expected.items():
+        wanted = StoredArray(shape, FILE_TYPES[model.params_dtype])
+        if arrays[name] != wanted:
+            found = f"{arrays[name].type} {list(arrays[name].shape)}"
+            raise SchemaError(f"{found} in {name}, where {wanted.type} {list(shape)} was expected")
+
+
+def _made(part: str, make: Callable[[], Any]) -> Any:
+    """Return a configuration made of recorded settings, whatever is wrong with their names, types and values."""
+    try:
+        return make()
+    except Exception as error:  # rules meet values of any JSON type here
+        raise SchemaError(f"settings of {part} that none can have ({one_line(error)})") from None
+
+
+def _check_keys(what: str, found: Any, needed: set[str], allowed: Collection[str] = ()) -> None:
+    if not isinstance(found, dict):
+        raise SchemaError(f"{what} that is no JSON object but {one_line(found)}")
+    if missing := sorted(needed - found.keys()):
+        raise SchemaError(f"{what} without {missing[0]!r}")
+    if unknown := sorted(found.keys() - needed - {*allowed}):
+        raise SchemaError(f"{what} with a surplus {one_line(unknown[0])}")
+
+
+def _items(value: Any) -> list[Any]:
+    """Return the items of a list, of any other value itself: no setting is deeper than a list."""
+    return value if isinstance(value, list) else [value]
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

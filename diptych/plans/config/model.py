@@ -1,0 +1,380 @@
+"""Settings and rules of the model."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from diptych.plans.config.context import CONTEXT_RULES
+from diptych.plans.config.pipeline import PIPELINE_RULES
+from diptych.plans.config.recompute import RECOMPUTE_RULES, RecomputeModule
+from diptych.plans.config.rules import Rule, choice, count, flag, number, validate
+from diptych.plans.model.implementation import IMPLEMENTATIONS, MAX_KERNEL_CHANNELS, MAX_KERNEL_STREAMS
+from diptych.plans.model.layers import ACTIVATIONS, LayerConfig, parse_layer
+from diptych.plans.schedule.partition import get_stage_place, layers_by_stage
+from diptych.plans.schedule.placement import ScheduleName
+
+DTYPES = ("float32", "float64")
+OUT_OF_SCOPE = {
+    "tensor_model_parallel_size": (
+        1,
+        "no operation here is cut within a layer; share layers (pipeline_model_parallel_size) or tokens "
+        "(context_parallel_size). diptych.planner.memory.activation_recompute_saving alone takes a tp_size",
+    ),
+    "fp8": (False, "no operation here scales what it rounds to 8 bits; bf16 is the narrowest type"),
+}
+"""Settings that people will ask for: the one value each can have, and why."""
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """The model: widths, layers, hyper-connections, dropout, and how it is cut into stages.
+
+    Raises:
+        ValueError: a rule of MODEL_RULES is broken; the message names the setting and the remedy.
+        NotImplementedError: something of OUT_OF_SCOPE is asked for.
+    """
+
+    hidden_size: int
+    """Width D of one residual stream."""
+    num_layers: int
+    """Number of transformer layers in the whole model."""
+    num_attention_heads: int
+    """Query heads; must divide hidden_size unless kv_channels is given."""
+    enable_hyper_connections: bool = False
+    """Replace every residual connection by manifold-constrained hyper-connections (mHC)."""
+    num_residual_streams: int = 4
+    """Streams S that mHC keeps side by side."""
+    sinkhorn_iterations: int = 20
+    """Pairs of column and row normalisations that make h_res doubly stochastic."""
+    sinkhorn_last: Literal["row", "column"] = "row"
+    """Which normalisation ends an iteration and is therefore exact (the paper: row)."""
+    do_self_attention_hyper_connection: bool = True
+    """Use mHC around attention; off: a plain residual on every stream."""
+    do_mlp_hyper_connection: bool = True
+    """Use mHC around the MLP; off: a plain residual on every stream."""
+    mhc_init_gating_factor: float = 0.01
+    """Initial value of the three scalars alpha of a hyper-connection."""
+    num_query_groups: int | None = None
+    """Key/value heads of grouped-query attention; None: as many as num_attention_heads."""
+    kv_channels: int | None = None
+    """Width of one head; None: hidden_size / num_attention_heads."""
+    ffn_hidden_size: int | None = None
+    """Inner width of the MLP; None: 4 D for gelu, 8/3 D rounded up to a multiple of 8 for swiglu."""
+    activation: Literal["swiglu", "gelu"] = "swiglu"
+    """Activation function of the MLP."""
+    layer_pattern: str = "attention"
+    """Layers, separated by commas and repeated over the depth; each is a mixer (attention, gdn, kda) and, after +,
+    options: swiglu, gelu, ffn=<width>, no-attention-hc, no-mlp-hc."""
+    linear_num_key_heads: int | None = None
+    """Heads of queries and keys in gdn and kda layers; None: as many as num_attention_heads."""
+    linear_num_value_heads: int | None = None
+    """Heads of values there, a multiple of the key heads; None: as many."""
+    linear_key_head_dim: int | None = None
+    """Width of one of their key heads; None: as in attention."""
+    linear_value_head_dim: int | None = None
+    """Width of one of their value heads; None: as a key head's."""
+    linear_conv_kernel_dim: int = 4
+    """Tokens that their short convolution sees: one and those before it."""
+    linear_allow_neg_eigval: bool = False
+    """Let them correct an error up to twice, beta in (0, 2), so that states can change sign."""
+    kda_lower_bound: float | None = None
+    """Bound of kda's log decays, in [-5, 0); None: unbounded."""
+    vocab_size: int = 256
+    """Number of token ids; 256 for bytes."""
+    seq_length: int = 128
+    """Longest sequence T."""
+    rotary_base: float = 10000.0
+    """Base of the rotary position embedding's wavelengths."""
+    layernorm_epsilon: float = 1e-5
+    """Added to the mean square under every root."""
+    use_flash_attn: bool = False
+    """Attention by a fused kernel that never keeps the T x T weights, where the framework has one."""
+    impl: Literal["auto", "reference", "triton"] = "auto"
+    """Hyper-connections and activation functions by the shared Triton kernels, or by the framework's own operations;
+    auto: kernels on a CUDA device. triton on a CPU is Triton's interpreter, for tests and reading."""
+    add_bias_linear: bool = False
+    """Give every linear map a bias."""
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output layer its own weight instead of the embedding's."""
+    hidden_dropout: float = 0.0
+    """Probability of dropping an element of what a sublayer adds to the residual."""
+    init_method_std: float = 0.02
+    """Standard deviation of initial weights; output projections get it divided by sqrt(2 num_layers)."""
+    params_dtype: Literal["float32", "float64"] = "float32"
+    """Type of parameters, and of activations unless bf16 is given."""
+    bf16: bool = False
+    """Mixed precision: activations in bfloat16; diptych.plans.config.KEPT_IN_FLOAT32 lists what is not."""
+    pipeline_model_parallel_size: int = 1
+    """Pipeline ranks the layers are divided over."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Model chunks (virtual stages) per pipeline rank; None: one."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of the first pipeline rank, all its virtual stages together; None: as many as the others."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    """Layers of the last pipeline rank; None: as many as the others."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer of the first stage."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count head and loss as a layer of the last stage."""
+    pipeline_model_parallel_layout: str | None = None
+    """Every stage written out, e.g. ``E t*3 | (tt|)*2 t L``: E embedding, t layer, L loss, | between stages."""
+    pipeline_schedule: ScheduleName | None = None
+    """Order of work; None: none, 1f1b or interleaved, as ranks and virtual stages ask."""
+    pipeline_schedule_file: str | None = None
+    """CSV file with the order of work instead, as torch.distributed.pipelining writes it; see diptych.plans.schedule.csv."""
+    microbatch_group_size_per_vp_stage: int | None = None
+    """Consecutive microbatches of one virtual stage; None: as many as pipeline ranks."""
+    deallocate_pipeline_outputs: bool = True
+    """PyTorch: free what a stage has sent; its backward does not read it."""
+    overlap_p2p_comm: bool = True
+    """PyTorch: post receives early and wait for sends late; off: wait for each message where it stands."""
+    variable_seq_lengths: bool = False
+    """PyTorch: every message announces its shape, so that microbatches may differ in length."""
+    calculate_per_token_loss: bool = False
+    """PyTorch: divide gradients once by the tokens of the whole batch; off: mean over microbatches of their means."""
+    pipeline_timeout: float = 600.0
+    """PyTorch: seconds a message may take before every rank gives up and names it."""
+    context_parallel_size: int = 1
+    """Ranks that share the tokens of every microbatch."""
+    cp_exchange: Literal["all_gather", "ring", "scan", "pipelined"] = "all_gather"
+    """How states of gdn and kda layers travel between them: to all at once, from one to the next, or composed in a
+    logarithm of rounds; pipelined: microbatches follow one another over the ranks, and keys and values of attention are
+    handed on, too."""
+    cp_wire_dtype: Literal["bfloat16"] | None = None
+    """Type in which they travel; None: their own. A message then has a relative error of up to 2**-9."""
+    cp_truncate_ranks: int | None = None
+    """Ranks ahead that a state reaches, with cp_exchange ring, at most; None: all. Wrong by what diptych.plans.context.approximation
+    bounds."""
+    cp_transition_rank: int | None = None
+    """With cp_exchange all_gather: the map of states a rank sends has this rank beside its diagonal; None: it is sent
+    whole. Wrong by what diptych.plans.context.approximation bounds."""
+    cp_attention_layout: Literal["contiguous", "zigzag"] = "contiguous"
+    """Softmax attention between them: each of its own part's queries, the last needing most keys, or of half a part
+    from either end (zigzag), all as much. Other layers' parts stay."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Recompute whole layers (full), or the modules named (selective); None: keep everything for backward."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """With full: chunks of layers over the whole stage (uniform), or the first layers one by one (block)."""
+    recompute_num_layers: int | None = None
+    """With uniform: layers a chunk, None: 1. With block: layers per pipeline rank, None: all."""
+    recompute_modules: tuple[RecomputeModule, ...] = ()
+    """With selective: what is recomputed, in any combination."""
+    recompute_hyper_connections: bool = False
+    """With selective: the module mhc, under the name of its own flag."""
+    recompute_pre_mlp_layernorm: bool = False
+    """With selective: the norm before the MLP alone."""
+    recompute_mlp: bool = False
+    """With selective: the module mlp, under the name of its own flag."""
+    mhc_recompute_layer_num: int | None = None
+    """Layers per block of recomputed hyper-connections; None: the length that keeps least."""
+    recompute_activation_function: bool = False
+    """Recompute activation functions; beside full recompute of method block, in layers not fully recomputed."""
+    recompute_activation_function_num_layers: int | None = None
+    """Layers per pipeline rank whose activation function is recomputed; None: all the rest, 0: none."""
+    enable_tensor_offload: bool = False
+    """Keep layers' parameters in host memory; each comes to the device for its forward, backward and update."""
+    tensor_offload_pin_memory: bool = True
+    """PyTorch, on a GPU: lock the host's copies in place, for copies that run beside the computation."""
+    tensor_offload_num_prefetch_layers: int = 1
+    """Layers fetched ahead of the one in use; 0: each when it is used."""
+    enable_activation_offload: bool = False
+    """Move what layers keep for backward to host memory between their forward and their backward."""
+    activation_offload_min_bytes: int = 2**20
+    """What takes fewer bytes stays on the device."""
+    seed: int = 0
+    """Seed of initial parameters and dropout."""
+    tensor_model_parallel_size: int = 1
+    """Ranks that share a layer's matrices: 1, out of scope."""
+    fp8: bool = False
+    """Products of 8-bit floats: off, out of scope."""
+
+    def __post_init__(self) -> None:
+        for name, (only, reason) in OUT_OF_SCOPE.items():
+            if (value := getattr(self, name)) != only:
+                raise NotImplementedError(f"{name}: expected {only}, got {value!r}: {reason}")
+        validate(self, MODEL_RULES)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold and run the model together, of the pipeline and of the context."""
+        return self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def compute_dtype(self) -> str:
+        """Type of what flows between layers."""
+        return "bfloat16" if self.bf16 else self.params_dtype
+
+    @property
+    def layers_per_rank(self) -> int:
+        """Layers of the pipeline rank with most of them, all its virtual stages together."""
+        found = [0] * self.pipeline_model_parallel_size
+        for stage, layers in enumerate(layers_by_stage(self)):
+            found[get_stage_place(self, stage).pp_rank] += layers
+        return max(found)
+
+    @property
+    def layers_per_stage(self) -> int:
+        """Layers of the pipeline stage with most of them."""
+        return max(layers_by_stage(self))
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key/value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def residual_streams(self) -> int:
+        """Streams the hidden states really have: 1 without mHC."""
+        return self.num_residual_streams if self.enable_hyper_connections else 1
+
+    @property
+    def linear_heads(self) -> tuple[int, int, int, int]:
+        """Of gdn and kda layers: key heads, value heads, width of a key head, of a value head."""
+        heads = self.linear_num_key_heads or self.num_attention_heads
+        width = self.linear_key_head_dim or self.head_dim
+        return heads, self.linear_num_value_heads or heads, width, self.linear_value_head_dim or width
+
+    @property
+    def mixers(self) -> frozenset[str]:
+        """Those any layer has."""
+        return frozenset(self.layer(number).mixer for number in range(self.num_layers))
+
+    def layer(self, layer_number: int) -> LayerConfig:
+        """Settings of one layer.
+
+        Args:
+            layer_number: global number of the layer, from 0.
+
+        Raises:
+            ValueError: there is no such layer.
+        """
+        if not 0 <= layer_number < self.num_layers:
+            raise ValueError(
+                f"layer_number: expected 0 <= layer_number < num_layers={self.num_layers}, got {layer_number}"
+            )
+        pattern = self.layer_pattern.split(",")
+        return parse_layer(pattern[layer_number % len(pattern)], self)
+
+
+def _pattern_error(config: TransformerConfig) -> str:
+    """The first thing wrong with the layer pattern, or the empty string."""
+    if not isinstance(config.layer_pattern, str):
+        return f"layer_pattern: expected layers separated by commas, got {config.layer_pattern!r}"
+    try:
+        descriptions = config.layer_pattern.split(",")
+        for description in descriptions:
+            parse_layer(description, config)
+    except ValueError as error:
+        return str(error)
+    if len(descriptions) > config.num_layers:
+        return f"layer_pattern: expected at most num_layers={config.num_layers} layers, got {len(descriptions)}"
+    return ""
+
+
+MODEL_RULES: tuple[Rule, ...] = (
+    count("hidden_size"),
+    count("num_layers"),
+    count("num_attention_heads"),
+    flag("enable_hyper_connections"),
+    flag("do_self_attention_hyper_connection"),
+    flag("do_mlp_hyper_connection"),
+    flag("add_bias_linear"),
+    flag("use_flash_attn"),
+    flag("untie_embeddings_and_output_weights"),
+    count("num_residual_streams"),
+    count("sinkhorn_iterations"),
+    choice("sinkhorn_last", ("row", "column")),
+    number("mhc_init_gating_factor", "(-inf, inf)"),
+    count("num_query_groups"),
+    count("kv_channels"),
+    count("ffn_hidden_size"),
+    choice("activation", ACTIVATIONS),
+    choice("impl", IMPLEMENTATIONS),
+    Rule(
+        "kernels take few streams",
+        lambda c: c.impl != "triton" or not c.enable_hyper_connections or c.num_residual_streams <= MAX_KERNEL_STREAMS,
+        lambda c: (
+            f"num_residual_streams: expected at most {MAX_KERNEL_STREAMS} with impl='triton', got "
+            f"{c.num_residual_streams}; impl='reference' takes any number"
+        ),
+    ),
+    count("linear_num_key_heads"),
+    count("linear_num_value_heads"),
+    count("linear_key_head_dim"),
+    count("linear_value_head_dim"),
+    count("linear_conv_kernel_dim"),
+    flag("linear_allow_neg_eigval"),
+    Rule(
+        "kda_lower_bound",
+        lambda c: c.kda_lower_bound is None or number("kda_lower_bound", "[-5, 0)").holds(c),
+        lambda c: f"kda_lower_bound: expected None or a number in [-5, 0), got {c.kda_lower_bound!r}",
+    ),
+    Rule(
+        "key heads divide value heads",
+        lambda c: c.linear_heads[1] % c.linear_heads[0] == 0,
+        lambda c: (
+            f"linear_num_value_heads: expected a multiple of linear_num_key_heads={c.linear_heads[0]}, got "
+            f"{c.linear_heads[1]}"
+        ),
+    ),
+    count("vocab_size"),
+    count("seq_length"),
+    number("rotary_base", "(0, inf)"),
+    number("layernorm_epsilon", "(0, inf)"),
+    number("hidden_dropout", "[0, 1)"),
+    number("init_method_std", "[0, inf)"),
+    choice("params_dtype", DTYPES),
+    flag("bf16"),
+    Rule(
+        "bf16 has float32 parameters",
+        lambda c: not c.bf16 or c.params_dtype == "float32",
+        lambda c: f"bf16: expected params_dtype='float32' (what is updated stays wide), got {c.params_dtype!r}",
+    ),
+    count("seed", least=0),
+    Rule(
+        "seed fits 32 bits",
+        lambda c: c.seed < 2**32,
+        lambda c: f"seed: expected an integer < 2**32 (it is half of a Philox key), got {c.seed}",
+    ),
+    Rule(
+        "heads divide width",
+        lambda c: c.kv_channels is not None or c.hidden_size % c.num_attention_heads == 0,
+        lambda c: (
+            f"num_attention_heads: expected a divisor of hidden_size={c.hidden_size}, got "
+            f"{c.num_attention_heads}; change either, or give the head's width as kv_channels"
+        ),
+    ),
+    Rule(
+        "head width is even",
+        lambda c: c.head_dim % 2 == 0,
+        lambda c: f"kv_channels: expected an even head width (rotary embedding turns pairs), got {c.head_dim}",
+    ),
+    Rule(
+        "groups divide heads",
+        lambda c: c.num_attention_heads % c.query_groups == 0,
+        lambda c: (
+            f"num_query_groups: expected a divisor of num_attention_heads={c.num_attention_heads}, got {c.query_groups}"
+        ),
+    ),
+    Rule("layer_pattern", lambda c: not _pattern_error(c), _pattern_error),
+    Rule(
+        "kernels take narrow heads",
+        lambda c: c.impl != "triton" or c.mixers <= {"attention"} or max(c.linear_heads[2:]) <= MAX_KERNEL_CHANNELS,
+        lambda c: (
+            f"linear_key_head_dim, linear_value_head_dim: expected at most {MAX_KERNEL_CHANNELS} with impl='triton', "
+            f"got {c.linear_heads[2]} and {c.linear_heads[3]}; impl='reference' takes any number"
+        ),
+    ),
+    *PIPELINE_RULES,
+    *CONTEXT_RULES,
+    *RECOMPUTE_RULES,
+    flag("enable_tensor_offload"),
+    flag("tensor_offload_pin_memory"),
+    count("tensor_offload_num_prefetch_layers", least=0),
+    flag("enable_activation_offload"),
+    count("activation_offload_min_bytes", least=0),
+)

@@ -1,0 +1,149 @@
+"""Rules of the recompute settings: what excludes what, and the bounds of every count."""
+
+from typing import Literal, get_args
+
+from diptych.plans.config.rules import Rule, choice, count, flag
+
+RecomputeModule = Literal["mhc", "layernorm", "pre_mlp_layernorm", "core_attn", "activation", "mlp"]
+MODULE_NAMES = get_args(RecomputeModule)
+
+SELECTIVE_FLAGS = ("recompute_hyper_connections", "recompute_pre_mlp_layernorm", "recompute_mlp")
+"""Flags that each stand for a module."""
+
+
+def _asked(config) -> list[str]:
+    """Settings that name a module, as the user wrote them."""
+    names = [f"recompute_modules={tuple(config.recompute_modules)}"] if config.recompute_modules else []
+    return names + [name for name in SELECTIVE_FLAGS if getattr(config, name)]
+
+
+def _recomputes_mhc(config) -> bool:
+    return config.recompute_hyper_connections or "mhc" in config.recompute_modules
+
+
+def _whole_layers(config) -> int:
+    """Layers per rank that method block recomputes whole."""
+    return config.layers_per_rank if config.recompute_num_layers is None else config.recompute_num_layers
+
+
+def _at_most_layers(field: str) -> Rule:
+    return Rule(
+        f"{field} within the rank",
+        lambda c: (getattr(c, field) or 0) <= c.layers_per_rank,
+        lambda c: (
+            f"{field}: expected at most the {c.layers_per_rank} layers of a pipeline rank, got {getattr(c, field)}"
+        ),
+    )
+
+
+RECOMPUTE_RULES: tuple[Rule, ...] = (
+    choice("recompute_granularity", (None, "full", "selective")),
+    choice("recompute_method", (None, "uniform", "block")),
+    count("recompute_num_layers", least=0),
+    *(flag(name) for name in SELECTIVE_FLAGS),
+    flag("recompute_activation_function"),
+    count("mhc_recompute_layer_num"),
+    count("recompute_activation_function_num_layers", least=0),
+    Rule(
+        "recompute_modules",
+        lambda c: isinstance(c.recompute_modules, tuple) and all(m in MODULE_NAMES for m in c.recompute_modules),
+        lambda c: f"recompute_modules: expected a tuple of names out of {MODULE_NAMES}, got {c.recompute_modules!r}",
+    ),
+    Rule(
+        "modules are named once",
+        lambda c: len(set(c.recompute_modules)) == len(c.recompute_modules),
+        lambda c: f"recompute_modules: expected each name once, got {c.recompute_modules}",
+    ),
+    Rule(
+        "modules need selective",
+        lambda c: c.recompute_granularity == "selective" or not _asked(c),
+        lambda c: (
+            f"recompute_granularity: expected 'selective' with {', '.join(_asked(c))}, got "
+            f"{c.recompute_granularity!r}; full recompute leaves no module to select"
+        ),
+    ),
+    Rule(
+        "selective needs modules",
+        lambda c: c.recompute_granularity != "selective" or bool(_asked(c)) or c.recompute_activation_function,
+        lambda c: f"recompute_modules: expected at least one of {MODULE_NAMES} with selective recompute, got none",
+    ),
+    Rule(
+        "mhc recompute needs mHC",
+        lambda c: not _recomputes_mhc(c) or c.enable_hyper_connections,
+        lambda c: (
+            "enable_hyper_connections: expected True to recompute hyper-connections, got False; leave out module mhc"
+        ),
+    ),
+    Rule(
+        "mhc block length needs mhc recompute",
+        lambda c: c.mhc_recompute_layer_num is None or _recomputes_mhc(c),
+        lambda c: (
+            "mhc_recompute_layer_num: expected None without recomputed hyper-connections, got "
+            f"{c.mhc_recompute_layer_num}; add recompute_hyper_connections"
+        ),
+    ),
+    Rule(
+        "mhc blocks within a stage",
+        lambda c: (c.mhc_recompute_layer_num or 0) <= c.layers_per_stage,
+        lambda c: (
+            f"mhc_recompute_layer_num: expected at most the {c.layers_per_stage} layers of a stage, got "
+            f"{c.mhc_recompute_layer_num}; a block never crosses a stage"
+        ),
+    ),
+    Rule(
+        "full needs a method",
+        lambda c: c.recompute_granularity != "full" or c.recompute_method is not None,
+        lambda c: "recompute_method: expected 'uniform' or 'block' with full recompute, got None",
+    ),
+    Rule(
+        "method needs full",
+        lambda c: c.recompute_granularity == "full" or (c.recompute_method is None and c.recompute_num_layers is None),
+        lambda c: (
+            "recompute_granularity: expected 'full' with recompute_method or recompute_num_layers, got "
+            f"{c.recompute_granularity!r}"
+        ),
+    ),
+    Rule(
+        "uniform chunks have layers",
+        lambda c: c.recompute_method != "uniform" or c.recompute_num_layers != 0,
+        lambda c: "recompute_num_layers: expected at least 1 layer a chunk with method uniform, got 0",
+    ),
+    _at_most_layers("recompute_num_layers"),
+    Rule(
+        "activation recompute beside full needs block",
+        lambda c: not c.recompute_activation_function or c.recompute_method != "uniform",
+        lambda c: (
+            "recompute_method: expected 'block' with recompute_activation_function, got 'uniform', which recomputes "
+            "every layer whole"
+        ),
+    ),
+    Rule(
+        "activation count needs activation recompute",
+        lambda c: c.recompute_activation_function or c.recompute_activation_function_num_layers is None,
+        lambda c: (
+            "recompute_activation_function_num_layers: expected None without recompute_activation_function, got "
+            f"{c.recompute_activation_function_num_layers}"
+        ),
+    ),
+    _at_most_layers("recompute_activation_function_num_layers"),
+    Rule(
+        "full and activation layers fit",
+        lambda c: (
+            c.recompute_granularity != "full"
+            or _whole_layers(c) + (c.recompute_activation_function_num_layers or 0) <= c.layers_per_rank
+        ),
+        lambda c: (
+            "recompute_activation_function_num_layers: expected at most the "
+            f"{c.layers_per_rank - _whole_layers(c)} layers that recompute_num_layers="
+            f"{c.recompute_num_layers} leaves, got {c.recompute_activation_function_num_layers}"
+        ),
+    ),
+    Rule(
+        "activation is recomputed one way",
+        lambda c: not (c.recompute_activation_function and "activation" in c.recompute_modules),
+        lambda c: (
+            "recompute_modules: expected no 'activation' beside recompute_activation_function, which says in how many "
+            "layers, got both"
+        ),
+    ),
+)

@@ -1,0 +1,183 @@
+"""Deterministic batches of a byte-level corpus.
+
+A batch is a function of (corpus, seed, step) and nothing else, so it can be asked for at any step, in
+any order, in part, by either backend. Each sequence's place is drawn by the counter-based generator
+of diptych/plans/model/philox.py.
+"""
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from diptych.plans.config import DataConfig
+from diptych.plans.model.documents import documents_in_windows, most_documents
+from diptych.plans.model.philox import DATA_SITE, philox_4x32
+
+NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests"})
+"""Folders below the standard library's that hold other people's code, or tests."""
+
+SEPARATOR = b"\n"
+"""Stands between the files of a folder; part of the file before."""
+
+
+class Batch(NamedTuple):
+    """Token ids and what follows each of them."""
+
+    tokens: np.ndarray
+    """[B, T] int32."""
+    targets: np.ndarray
+    """[B, T] int32: the token after each of tokens."""
+    document_starts: np.ndarray | None = None
+    """[B, N] int32: where documents begin, see diptych.plans.model.documents; None: each sequence is taken as one."""
+
+    def part(self, first: int, size: int) -> "Batch":
+        """So many of its sequences, from one on."""
+        rows = slice(first, first + size)
+        starts = None if self.document_starts is None else self.document_starts[rows]
+        return Batch(self.tokens[rows], self.targets[rows], starts)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Bytes to learn from, and bytes to be judged on."""
+
+    name: str
+    training: np.ndarray
+    validation: np.ndarray
+    seed: int
+    training_documents: np.ndarray | None = None
+    """Where documents begin in the training split, ascending int64; None: batches do not say."""
+    validation_documents: np.ndarray | None = None
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of training and validation bytes and, if batches tell, of where documents begin; 16 hex digits."""
+        parts = (self.training, self.validation, self.training_documents, self.validation_documents)
+        return hashlib.sha256(b"".join(x.tobytes() for x in parts if x is not None)).hexdigest()[:16]
+
+    @cached_property
+    def _most(self) -> dict[tuple[int, int], int]:
+        """The most documents of any window, by a split's documents and the window's length, as they are asked for."""
+        return {}
+
+    def check(self, seq_length: int, vocab_size: int) -> None:
+        """Refuse a model that cannot be trained on this corpus.
+
+        Raises:
+            ValueError: a split is shorter than a sequence and the token after it, or a byte is no token.
+        """
+        for split, data in (("training", self.training), ("validation", self.validation)):
+            _places(split, data, seq_length)
+            if int(data.max()) >= vocab_size:
+                raise ValueError(
+                    f"vocab_size: expected more than the corpus's largest byte, {int(data.max())}, got {vocab_size}; "
+                    "256 takes any byte"
+                )
+
+    def batch(self, step: int, batch_size: int, seq_length: int, first: int = 0) -> Batch:
+        """Training sequences of one step.
+
+        Args:
+            step: optimizer step, from 0.
+            batch_size: number B of sequences returned.
+            seq_length: tokens T of a sequence.
+            first: number, within the step's global batch, of the first sequence returned: a rank or
+                microbatch asks for its own slice and gets what the whole batch holds there.
+
+        Raises:
+            ValueError: the training split is shorter than seq_length + 1 bytes.
+        """
+        places = _places("training", self.training, seq_length)
+        sample = np.arange(first, first + batch_size)
+        words = philox_4x32((self.seed, DATA_SITE), (sample, 0, 0, step)).astype(np.uint64)
+        starts = ((words[1] << np.uint64(32)) | words[0]) % np.uint64(places)
+        return self._cut(self.training, self.training_documents, starts.astype(np.int64), seq_length)
+
+    def validation_batch(self, index: int, batch_size: int, seq_length: int) -> Batch:
+        """Validation sequences number ``index * batch_size`` and following, spread evenly over the split.
+
+        The stride between sequences is the golden section of the split, so any number of them covers
+        it evenly without the sequences' number being fixed beforehand.
+
+        Raises:
+            ValueError: the validation split is shorter than seq_length + 1 bytes.
+        """
+        places = _places("validation", self.validation, seq_length)
+        stride = max(1, round(places * 0.6180339887498949))
+        starts = (np.arange(index * batch_size, (index + 1) * batch_size, dtype=np.int64) * stride) % places
+        return self._cut(self.validation, self.validation_documents, starts, seq_length)
+
+    def _cut(self, data: np.ndarray, documents: np.ndarray | None, starts: np.ndarray, seq_length: int) -> Batch:
+        window = data[starts[:, None] + np.arange(seq_length + 1)].astype(np.int32)
+        tokens, targets = np.ascontiguousarray(window[:, :-1]), np.ascontiguousarray(window[:, 1:])
+        if documents is None:
+            return Batch(tokens, targets)
+        name = id(documents), seq_length
+        if name not in self._most:
+            self._most[name] = most_documents(documents, seq_length)
+        most = self._most[name]
+        return Batch(tokens, targets, documents_in_windows(documents, starts, seq_length, most))
+
+
+def load_corpus(config: DataConfig) -> Corpus:
+    """Read the configured corpus and split it.
+
+    Raises:
+        ValueError: the path does not exist, cannot be read, or holds no bytes.
+    """
+    path = config.data_path
+    if path is None:
+        documents, name = _read_standard_library(), "Python standard library"
+    else:
+        if not path.exists():
+            raise ValueError(f"data_path: expected an existing file or folder, got {str(path)!r}")
+        if not (path.is_file() or path.is_dir()):
+            raise ValueError(f"data_path: expected a file or folder, got {str(path)!r}, which is a device or pipe")
+        try:
+            documents = _read_folder(path) if path.is_dir() else [path.read_bytes()]
+        except OSError as error:
+            raise ValueError(f"data_path: expected readable files, got {error}") from None
+        name = str(path)
+    content = SEPARATOR.join(documents)
+    if not content:
+        raise ValueError(f"data_path: expected a corpus with text in it, got 0 bytes from {name!r}")
+    data = np.frombuffer(content, np.uint8)
+    training_length = len(data) - int(len(data) * config.validation_fraction)
+    training, validation = data[:training_length], data[training_length:]
+    if not config.reset_attention_mask:
+        return Corpus(name, training, validation, config.data_seed)
+    lengths = np.array([len(document) + len(SEPARATOR) for document in documents], np.int64)
+    starts = np.cumsum(lengths) - lengths
+    starts = starts[starts < len(data)]  # an empty last document has no byte
+    first = int(np.searchsorted(starts, training_length))
+    return Corpus(name, training, validation, config.data_seed, starts[:first], starts[first:] - training_length)
+
+
+def _read_standard_library() -> list[bytes]:
+    return _read_folder(Path(sysconfig.get_path("stdlib")), "*.py", NOT_STANDARD_LIBRARY)
+
+
+def _read_folder(folder: Path, pattern: str = "*", without: frozenset[str] = frozenset()) -> list[bytes]:
+    """All files below a folder in sorted order, but hidden ones and those below the folders named."""
+
+    def wanted(path: Path) -> bool:
+        parts = path.relative_to(folder).parts
+        return path.is_file() and not any(part in without or part.startswith(".") for part in parts)
+
+    return [path.read_bytes() for path in sorted(folder.rglob(pattern)) if wanted(path)]
+
+
+def _places(split: str, data: np.ndarray, seq_length: int) -> int:
+    """Number of positions a sequence can start at."""
+    places = len(data) - seq_length
+    if places < 1:
+        raise ValueError(
+            f"data_path: expected a {split} split of at least seq_length + 1 = {seq_length + 1} bytes, got "
+            f"{len(data)}; give more text, a shorter seq_length or another validation_fraction"
+        )
+    return places

@@ -1,0 +1,62 @@
+"""What a layer is made of: the grammar of a configuration's layer pattern."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from diptych.plans.config import TransformerConfig
+
+MIXERS = ("attention", "gdn", "kda")
+"""Softmax attention, Gated DeltaNet, Kimi delta attention."""
+ACTIVATIONS = ("swiglu", "gelu")
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What may differ from one layer to the next."""
+
+    mixer: str
+    activation: str
+    ffn_hidden_size: int
+    self_attention_hyper_connection: bool
+    mlp_hyper_connection: bool
+
+
+def parse_layer(description: str, config: "TransformerConfig") -> LayerConfig:
+    """Read one entry of ``layer_pattern``.
+
+    Grammar: ``mixer[+option]...`` where an option is an activation (``gelu``, ``swiglu``),
+    ``ffn=<inner width>``, ``no-attention-hc`` or ``no-mlp-hc`` (both without effect where there is no
+    mHC); e.g. ``attention+gelu+no-mlp-hc``, ``kda``.
+    What an entry leaves out is taken from ``config``.
+
+    Raises:
+        ValueError: unknown mixer or option, or a width below 1.
+    """
+    mixer, *options = description.split("+")
+    if mixer not in MIXERS:
+        raise ValueError(f"layer_pattern: expected a mixer out of {MIXERS}, got {mixer!r} in {description!r}")
+    activation, ffn = config.activation, config.ffn_hidden_size
+    kinds = ["activation" if option in ACTIVATIONS else option.split("=")[0] for option in options]
+    if len(set(kinds)) < len(kinds):
+        raise ValueError(f"layer_pattern: expected each kind of option once, got {description!r}")
+    attention_hc, mlp_hc = config.do_self_attention_hyper_connection, config.do_mlp_hyper_connection
+    for option in options:
+        if option in ACTIVATIONS:
+            activation = option
+        elif option.startswith("ffn=") and option[4:].isascii() and option[4:].isdecimal() and int(option[4:]) > 0:
+            ffn = int(option[4:])
+        elif option == "no-attention-hc":
+            attention_hc = False
+        elif option == "no-mlp-hc":
+            mlp_hc = False
+        else:
+            raise ValueError(
+                f"layer_pattern: expected an option out of {ACTIVATIONS}, ffn=<width of at least 1>, "
+                f"no-attention-hc, no-mlp-hc, got {option!r} in {description!r}"
+            )
+    if ffn is None:
+        ffn = 4 * config.hidden_size if activation == "gelu" else math.ceil(config.hidden_size / 3) * 8
+    hyper = config.enable_hyper_connections
+    return LayerConfig(mixer, activation, ffn, hyper and attention_hc, hyper and mlp_hc)

@@ -1,0 +1,210 @@
+"""Names, shapes and initial values of every parameter: one decision for both backends.
+
+A parameter is known by one canonical name in PyTorch, in JAX and in files, and its initial value is
+a function of (seed, name, shape) alone. Layers are numbered over the whole model, so a pipeline
+stage initialises exactly the values the undivided model would.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.partition import get_num_layers_to_build, get_transformer_layer_offset
+
+SINKHORN_FLOOR = 1e-30
+"""Least entry after the first normalisation: far below rounding, and no row or column can sum to 0."""
+
+
+class ParameterSpec(NamedTuple):
+    """Shape and initial distribution of one parameter: normal(mean, std), or what ``drawn`` says."""
+
+    shape: tuple[int, ...]
+    mean: float = 0.0
+    std: float = 0.0
+    drawn: Literal["normal", "log rate", "time step"] = "normal"
+
+
+def initial_value(seed: int, name: str, spec: ParameterSpec) -> np.ndarray:
+    """Initial value of one parameter, float64.
+
+    Of a decay's gate: ``log rate`` is the logarithm of uniform(1, 16); ``time step`` is what softplus takes to a time
+    step that is log-uniform in (0.001, 0.1). Together decays begin between 0.1% and 80% a token.
+
+    The generator is keyed by a hash of seed and name, so values do not depend on the order in which
+    parameters are made, nor on which others exist.
+    """
+    if spec.drawn == "normal" and spec.std == 0.0:
+        return np.full(spec.shape, spec.mean)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    key = np.frombuffer(digest[:16], "<u8").astype(np.uint64)
+    generator = np.random.Generator(np.random.Philox(key=key))
+    if spec.drawn == "log rate":
+        return np.log(generator.uniform(1.0, 16.0, spec.shape))
+    if spec.drawn == "time step":
+        return np.log(np.expm1(np.exp(generator.uniform(math.log(0.001), math.log(0.1), spec.shape))))
+    return spec.mean + spec.std * generator.standard_normal(spec.shape)
+
+
+def rotary_frequencies(head_dim: int, base: float) -> np.ndarray:
+    """Angle per position of each pair of a head, ``base**(-2i / head_dim)``. [head_dim / 2] float64"""
+    return base ** (-2.0 * np.arange(head_dim // 2) / head_dim)
+
+
+def linear_spec(
+    config: TransformerConfig, out_features: int, in_features: int, *, is_output: bool = False
+) -> dict[str, ParameterSpec]:
+    """Parameters of a linear map ``y = x @ weight.T + bias``.
+
+    ``is_output`` marks a projection back onto the residual, whose standard deviation is divided by
+    sqrt(2 num_layers) so that the residual's variance does not grow with depth.
+    """
+    std = config.init_method_std / (math.sqrt(2 * config.num_layers) if is_output else 1.0)
+    specs = {"weight": ParameterSpec((out_features, in_features), std=std)}
+    if config.add_bias_linear:
+        specs["bias"] = ParameterSpec((out_features,))
+    return specs
+
+
+def attention_specs(config: TransformerConfig) -> dict[str, dict[str, ParameterSpec]]:
+    """Linear maps of causal self-attention."""
+    queries = config.num_attention_heads * config.head_dim
+    keys_values = 2 * config.query_groups * config.head_dim
+    return {
+        "linear_qkv": linear_spec(config, queries + keys_values, config.hidden_size),
+        "linear_proj": linear_spec(config, config.hidden_size, queries, is_output=True),
+    }
+
+
+def delta_rule_specs(config: TransformerConfig, mixer: str) -> dict[str, dict[str, ParameterSpec]]:
+    """Linear maps and other parameters of a gdn or kda layer.
+
+    The short convolution's channels are those of q, k and v, in this order; a weight's last tap is the token's own.
+    kda's decay, one a channel, and its output gate come through a bottleneck as wide as a value head.
+    """
+    heads, value_heads, key, value = config.linear_heads
+    width, channels = config.hidden_size, 2 * heads * key + value_heads * value
+    specs = {
+        "linear_qkv": linear_spec(config, channels, width),
+        "conv1d": {
+            "weight": ParameterSpec((channels, config.linear_conv_kernel_dim), std=config.linear_conv_kernel_dim**-0.5)
+        },
+        "linear_beta": linear_spec(config, value_heads, width),
+    }
+    if mixer == "kda":
+        specs |= {
+            "linear_decay_down": linear_spec(config, value, width),
+            "linear_decay_up": linear_spec(config, value_heads * key, value),
+            "linear_gate_down": linear_spec(config, value, width),
+            "linear_gate_up": linear_spec(config, value_heads * value, value),
+        }
+    else:
+        specs |= {
+            "linear_decay": linear_spec(config, value_heads, width),
+            "linear_gate": linear_spec(config, value_heads * value, width),
+        }
+    decays = value_heads * key if mixer == "kda" else value_heads
+    return specs | {
+        "decay_gate": {
+            "A_log": ParameterSpec((value_heads,), drawn="log rate"),
+            "dt_bias": ParameterSpec((decays,), drawn="time step"),
+        },
+        "out_norm": {"weight": ParameterSpec((value,), mean=1.0)},
+        "linear_proj": linear_spec(config, width, value_heads * value, is_output=True),
+    }
+
+
+def mixer_specs(config: TransformerConfig, layer_number: int) -> dict[str, dict[str, ParameterSpec]]:
+    """Parameters of a layer's mixer, by submodule."""
+    mixer = config.layer(layer_number).mixer
+    return attention_specs(config) if mixer == "attention" else delta_rule_specs(config, mixer)
+
+
+def mlp_specs(config: TransformerConfig, layer_number: int) -> dict[str, dict[str, ParameterSpec]]:
+    """Linear maps of the MLP; swiglu's first map gives gate and value side by side."""
+    layer = config.layer(layer_number)
+    inner = layer.ffn_hidden_size * (2 if layer.activation == "swiglu" else 1)
+    return {
+        "linear_fc1": linear_spec(config, inner, config.hidden_size),
+        "linear_fc2": linear_spec(config, config.hidden_size, layer.ffn_hidden_size, is_output=True),
+    }
+
+
+def norm_spec(config: TransformerConfig) -> dict[str, ParameterSpec]:
+    """Parameters of an RMSNorm."""
+    return {"weight": ParameterSpec((config.hidden_size,), mean=1.0)}
+
+
+def hyper_connection_spec(config: TransformerConfig) -> dict[str, ParameterSpec]:
+    """Parameters of one hyper-connection: projection, three gains, bias."""
+    streams = config.num_residual_streams
+    coefficients = streams * streams + 2 * streams
+    return {
+        "phi": ParameterSpec((streams * config.hidden_size, coefficients), std=config.init_method_std),
+        "alpha": ParameterSpec((3,), mean=config.mhc_init_gating_factor),
+        "bias": ParameterSpec((coefficients,)),
+    }
+
+
+def embedding_spec(config: TransformerConfig) -> dict[str, ParameterSpec]:
+    """Parameters of the token embedding, and of the output layer."""
+    return {"weight": ParameterSpec((config.vocab_size, config.hidden_size), std=config.init_method_std)}
+
+
+def parameter_specs(
+    config: TransformerConfig,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> dict[str, ParameterSpec]:
+    """Every parameter of a stage (by default of the whole model), by canonical name, in model order."""
+    return dict(_walk(config, pre_process, post_process, vp_stage, pp_rank))
+
+
+def check_values(values: Mapping[str, np.ndarray], specs: Mapping[str, ParameterSpec]) -> None:
+    """Refuse values that are not exactly one for each parameter.
+
+    Raises:
+        ValueError: names or shapes differ.
+    """
+    if values.keys() != specs.keys():
+        raise ValueError(f"values: expected {sorted(specs)}, differs in {sorted(values.keys() ^ specs.keys())}")
+    for name, spec in specs.items():
+        if values[name].shape != spec.shape:
+            raise ValueError(f"values[{name!r}]: expected shape {spec.shape}, got {values[name].shape}")
+
+
+def _walk(
+    config: TransformerConfig,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+    pp_rank: int | None,
+) -> Iterator[tuple[str, ParameterSpec]]:
+    def prefixed(prefix: str, specs: dict[str, ParameterSpec]) -> Iterator[tuple[str, ParameterSpec]]:
+        return ((f"{prefix}.{name}", spec) for name, spec in specs.items())
+
+    tied = not config.untie_embeddings_and_output_weights
+    if pre_process or (post_process and tied):
+        yield from prefixed("embedding", embedding_spec(config))
+    first = get_transformer_layer_offset(config, vp_stage, pp_rank)
+    for number in range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank)):
+        prefix, layer = f"decoder.layers.{number}", config.layer(number)
+        if layer.self_attention_hyper_connection:
+            yield from prefixed(f"{prefix}.self_attention_hyper_connection", hyper_connection_spec(config))
+        yield from prefixed(f"{prefix}.input_layernorm", norm_spec(config))
+        for name, specs in mixer_specs(config, number).items():
+            yield from prefixed(f"{prefix}.self_attention.{name}", specs)
+        if layer.mlp_hyper_connection:
+            yield from prefixed(f"{prefix}.mlp_hyper_connection", hyper_connection_spec(config))
+        yield from prefixed(f"{prefix}.pre_mlp_layernorm", norm_spec(config))
+        for name, specs in mlp_specs(config, number).items():
+            yield from prefixed(f"{prefix}.mlp.{name}", specs)
+    if post_process:
+        yield from prefixed("decoder.final_layernorm", norm_spec(config))
+        if not tied:
+            yield from prefixed("output_layer", embedding_spec(config))

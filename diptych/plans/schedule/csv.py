@@ -1,0 +1,136 @@
+"""Schedules as files, in the format of torch.distributed.pipelining: CSV, a row a rank, an action a cell.
+
+    0F0,0F1,,0B0,0B1        stage, kind, microbatch; empty cells say nothing
+    (0F2;3B0)OVERLAP_F_B    two actions that may overlap: read as one after the other
+
+What is written, ``_PipelineScheduleRuntime._load_csv`` reads; what PyTorch's schedules write (``_dump_csv``, of
+computation alone), is read here. Messages are not read but made from the table: diptych.plans.schedule.messages.
+"""
+
+import csv
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import cast, get_args
+
+from diptych.plans.schedule.actions import Action, Kind, Schedule
+from diptych.plans.schedule.placement import FROM_FILE, Placement, place_of
+from diptych.plans.text_files import one_line, read_text
+
+_ACTION = re.compile(r"([0-9]{1,18})([FBIW])([0-9]{1,18})")
+_PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_LOWERED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+
+
+def schedule_to_csv(schedule: Schedule) -> str:
+    """A schedule as text, a line a rank."""
+    return "".join(f"{row}\n" for row in schedule_rows(schedule))
+
+
+def schedule_rows(schedule: Schedule) -> list[str]:
+    """The same, by rank: ``0F0,0F1,0B0,0B1``."""
+    return [",".join(map(str, actions)) for actions in schedule.actions]
+
+
+def schedule_from_csv(text: str, name: str = FROM_FILE) -> Schedule:
+    """Read a schedule; whether it runs is validate_schedule's to say.
+
+    Args:
+        text: see above.
+        name: to call it by.
+
+    Raises:
+        ValueError: a cell is no action (the message names row and cell), or stages lie otherwise than diptych.plans.schedule.placement
+            knows.
+    """
+    try:
+        cells = [*csv.reader(text.splitlines())]
+    except csv.Error as error:
+        raise ValueError(f"schedule: expected rows of cells with commas between them, got {error}") from None
+    while cells and not any(cell.strip() for cell in cells[-1]):
+        cells.pop()
+    rows = [list(_actions(row, rank)) for rank, row in enumerate(cells)]
+    if not any(rows):
+        raise ValueError("schedule: expected a row of actions for each rank, got none")
+    if not all(rows):
+        raise ValueError(f"schedule, row {rows.index([])}: expected a rank's actions, got none")
+    everything = [action for row in rows for action in row]
+    _check_numbers(everything)
+    stages, microbatches = 1 + max(a.stage for a in everything), 1 + max(a.microbatch for a in everything)
+    per_rank = -(-stages // len(rows))
+    forward_only = all(action.kind == "F" for action in everything)
+    placement = _placement(rows, stages)
+    return Schedule(name, len(rows), microbatches, per_rank, tuple(map(tuple, rows)), forward_only, placement)
+
+
+def read_schedule(path: str | Path, again: bool = False) -> Schedule:
+    """A schedule that runs, from a file, which a process reads once: what it executes does not change under it.
+
+    Args:
+        path: the file.
+        again: read it anew, as a configuration does that is made with it.
+
+    Raises:
+        ValueError: see schedule_from_csv and diptych.plans.schedule.simulate.validate_schedule; the message begins with the path.
+        FileNotFoundError: there is none.
+    """
+    if again:
+        _read.pop(str(path), None)
+    if str(path) not in _read:
+        from diptych.plans.schedule.simulate import validate_schedule  # which needs a configuration's rules, as they need this
+
+        try:
+            schedule = schedule_from_csv(read_text(path))
+            validate_schedule(schedule)
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from None
+        _read[str(path)] = schedule
+    return _read[str(path)]
+
+
+_read: dict[str, Schedule] = {}
+"""Files of this process, as they were when they were read."""
+
+
+def _check_numbers(actions: list[Action]) -> None:
+    """Refuse numbers of stages or microbatches beyond what so many actions can be of."""
+    for name in ("stage", "microbatch"):
+        largest = max(actions, key=lambda action: getattr(action, name))
+        if getattr(largest, name) >= len(actions):
+            raise ValueError(
+                f"schedule: expected numbers of {name} from 0 on, each with actions of its own, {len(actions)} in all, "
+                f"got {largest}"
+            )
+
+
+def _actions(cells: Iterable[str], rank: int) -> Iterable[Action]:
+    for place, cell in enumerate(cells):
+        pair = _PAIR.fullmatch(cell.strip())
+        for part in pair[1].split(";") if pair else [cell]:
+            found = _ACTION.fullmatch(part.strip())
+            if found is not None:
+                stage, kind, microbatch = found.groups()
+                yield Action(cast("Kind", kind), int(stage), int(microbatch))
+            elif part.strip():
+                remedy = "; save computation alone, without messages" if _LOWERED.fullmatch(part.strip()) else ""
+                raise ValueError(
+                    f"schedule, row {rank}, cell {place}: expected stage, one of F, B, I and W, and microbatch, as in "
+                    f"'0F1', got {one_line(part.strip())}{remedy}"
+                )
+
+
+def _placement(rows: list[list[Action]], stages: int) -> Placement:
+    """Where the stages lie, as every rank's actions say."""
+    p = len(rows)
+    held = [sorted({action.stage for action in row}) for row in rows]
+    for placement in get_args(Placement):
+        if placement == "v" and stages != 2 * p:
+            continue
+        if held == [[s for s in range(stages) if place_of(s, p, placement).pp_rank == rank] for rank in range(p)]:
+            return placement
+    told = "; ".join(f"rank {rank}: {', '.join(map(str, own)) or 'none'}" for rank, own in enumerate(held))
+    raise ValueError(
+        f"schedule: expected stage s on rank s mod {p}, or two stages a rank there and back (0 1 2 | 2 1 0), got {told}"
+    )

@@ -1,0 +1,122 @@
+"""Decisions of the optimisation both backends carry out: learning rate, decay, clipping, refusal."""
+
+import math
+from typing import NamedTuple
+
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.context.sequences import check_shared
+from diptych.plans.model.data import Batch
+from diptych.plans.schedule.named import schedule_for
+
+CLIP_EPSILON = 1e-6
+"""Clipping multiplies gradients by min(1, clip_grad / (norm + CLIP_EPSILON)), as torch.nn.utils does."""
+
+
+class StepResult(NamedTuple):
+    """What one optimizer step reports."""
+
+    step: int
+    loss: float
+    """Mean over the batch before the update, nats per token."""
+    grad_norm: float
+    """Global 2-norm of the gradients before clipping."""
+    learning_rate: float
+    tokens: int
+    """Tokens learnt from."""
+    seconds: float
+    """Wall time, batch and update included."""
+
+
+class NonFiniteLossError(FloatingPointError):
+    """Training met a loss or gradient norm that is not a number, or infinite."""
+
+
+def check_finite_validation(loss: float, steps_taken: int) -> None:
+    """Refuse a validation loss that is not finite.
+
+    Raises:
+        NonFiniteLossError: naming the step.
+    """
+    if not math.isfinite(loss):
+        raise NonFiniteLossError(
+            f"validation after step {steps_taken - 1}: expected a finite loss, got {loss}; lower lr or raise "
+            "lr_warmup_iters"
+        )
+
+
+def check_finite(result: StepResult) -> None:
+    """Refuse to go on from a broken step.
+
+    Raises:
+        NonFiniteLossError: naming the step.
+    """
+    if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+        raise NonFiniteLossError(
+            f"step {result.step}: expected a finite loss and gradient norm, got loss {result.loss} and norm "
+            f"{result.grad_norm} at learning rate {result.learning_rate:.3g}; lower lr, raise "
+            "lr_warmup_iters or train in float64 to find the cause"
+        )
+
+
+def microbatches(train: TrainConfig, dp_size: int = 1) -> tuple[int, int]:
+    """Sequences of a microbatch, and microbatches of a step on each replica.
+
+    Raises:
+        ValueError: the global batch does not divide into replicas and microbatches.
+    """
+    if train.global_batch_size % dp_size:
+        raise ValueError(
+            f"global_batch_size: expected a multiple of the {dp_size} replicas, got {train.global_batch_size}"
+        )
+    share = train.global_batch_size // dp_size
+    size = train.micro_batch_size or share
+    if share % size:
+        raise ValueError(
+            f"micro_batch_size: expected a divisor of the {share} sequences each of {dp_size} replicas learns from, "
+            f"got {train.micro_batch_size}"
+        )
+    return size, share // size
+
+
+def check_batch(batch: Batch, train: TrainConfig) -> None:
+    """Refuse a batch that is not cut into the microbatches of a step.
+
+    Raises:
+        ValueError: it has another number of sequences than a step's.
+    """
+    if len(batch.tokens) != train.global_batch_size:
+        raise ValueError(
+            f"batch: expected global_batch_size={train.global_batch_size} sequences, got {len(batch.tokens)}; ask the "
+            "corpus for a batch of that size"
+        )
+
+
+def check_trainable(config: TransformerConfig, train: TrainConfig, dp_size: int = 1) -> None:
+    """Refuse a batch that the pipeline's schedule cannot run, or that ranks cannot share.
+
+    Raises:
+        ValueError: see microbatches, diptych.plans.context.sequences.check_shared and diptych.plans.schedule.named.build_schedule.
+    """
+    size, count = microbatches(train, dp_size)
+    check_shared(size, config.seq_length, config.context_parallel_size)
+    schedule_for(config, count)
+
+
+def learning_rate(train: TrainConfig, step: int) -> float:
+    """Learning rate of a step: linear warm-up, then a cosine from lr to min_lr.
+
+    Args:
+        train: the schedule's settings.
+        step: from 0. Step 0 already learns: the warm-up reaches lr at step lr_warmup_iters - 1, and
+            min_lr is reached at the last step.
+    """
+    if step < train.lr_warmup_iters:
+        return train.lr * (step + 1) / train.lr_warmup_iters
+    span = train.train_iters - 1 - train.lr_warmup_iters
+    progress = min(1.0, (step - train.lr_warmup_iters) / span) if span > 0 else 1.0
+    return train.min_lr + 0.5 * (train.lr - train.min_lr) * (1.0 + math.cos(math.pi * progress))
+
+
+def has_weight_decay(shape: tuple[int, ...]) -> bool:
+    """Matrices decay; gains, biases and scalars do not."""
+    return len(shape) >= 2

@@ -1,0 +1,231 @@
+"""docs/api.md: signatures and first sentences of the public names, read off the code, both backends side by side.
+
+    python -m docs.generate.api          (writes it anew)
+
+A room's names are those its package lists in ``__all__``; of a module without one, the functions and classes it
+defines. Methods stand below their class.
+"""
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+PAGE = Path(__file__).parent.parent / "docs" / "api.md"
+BACKENDS = {"PyTorch": "reference_torch", "JAX": "jax_impl"}
+SHARED = (
+    "diptych.plans.config",
+    "diptych.plans.model.layers",
+    "diptych.plans.model.parameters",
+    "diptych.plans.schedule.partition",
+    "diptych.plans.schedule.placement",
+    "diptych.plans.schedule.actions",
+    "diptych.plans.schedule.named",
+    "diptych.plans.schedule.csv",
+    "diptych.plans.schedule.simulate",
+    "diptych.planner.generate",
+    "diptych.planner.stage_costs",
+    "diptych.plans.schedule.lockstep",
+    "diptych.plans.recompute",
+    "diptych.planner.memory",
+    "diptych.planner.step_time",
+    "diptych.planner.search",
+    "diptych.plans.offload",
+    "diptych.plans.context.sequences",
+    "diptych.plans.context.zigzag",
+    "diptych.plans.model.data",
+    "diptych.plans.training",
+    "diptych.plans.checkpoint",
+    "diptych_kernels.api",
+)
+"""Modules there are once."""
+ROOMS = (
+    "",
+    "ops",
+    "modules",
+    "hyper_connections",
+    "delta_rule",
+    "linear_attention",
+    "context_parallel",
+    "transformer",
+    "decoding",
+    "recompute",
+    "pipeline",
+    "offload",
+    "groups",
+    "saving",
+    "train",
+)
+"""Modules of a backend; the empty one is the package itself."""
+HEAD = """# API reference
+
+Every public name with its arguments and the first sentence of its docstring, written by
+`python -m docs.generate.api` from the code; a test compares. Types, shapes and errors stand in the docstrings
+(`help(name)`). Where JAX's arguments are PyTorch's, one column says so. Methods have their class before them; a module
+called as a function is `forward` in PyTorch and `__call__` in JAX. Settings are listed by `diptych train --help`.
+
+"""
+SAME, ABSENT = "the same", ""
+MOST_ARGUMENTS, SHOWN_ARGUMENTS = 14, 3
+"""Of settings, whose list is elsewhere."""
+
+
+class Entry(NamedTuple):
+    """A public name."""
+
+    arguments: str | None
+    """None: it is no function."""
+    sentence: str
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD, "## Decided once\n\n"]
+    for name in SHARED:
+        entries = entries_of(importlib.import_module(name))
+        parts.append(_table(f"### `{name}`", ("name", "what it is"), map(_row, entries, entries.values())))
+    parts.append("## Carried out twice\n\n")
+    for room in ROOMS:
+        sides = [entries_of(importlib.import_module(_module(package, room))) for package in BACKENDS.values()]
+        title = " and ".join(f"`{_module(package, room)}`" for package in BACKENDS.values())
+        names = list(dict.fromkeys(name for side in sides for name in side))
+        rows = (_twin_row(name, *(side.get(name) for side in sides)) for name in names)
+        parts.append(_table(f"### {title}", ("name", *BACKENDS, "what it is"), rows))
+    return "".join(parts).rstrip("\n") + "\n"
+
+
+def entries_of(module: ModuleType) -> dict[str, Entry]:
+    """A module's public names, methods included, in order."""
+    listed = getattr(module, "__all__", None)
+    found: dict[str, Entry] = {}
+    for name in _defined(module) if listed is None else listed:
+        value = getattr(module, name)
+        if not (inspect.isclass(value) or inspect.isroutine(value) or hasattr(value, "__wrapped__")):
+            found[name] = Entry(None, _sentence(_constant_docs(module, name)))
+            continue
+        found[name] = Entry(_arguments(value), _sentence(value.__doc__ or ""))
+        if inspect.isclass(value) and not issubclass(value, BaseException):
+            found |= {f"{name}.{method}": entry for method, entry in _methods(value)}
+    return found
+
+
+def _module(package: str, room: str) -> str:
+    return f"{package}.{room}" if room else package
+
+
+def _defined(module: ModuleType) -> list[str]:
+    """Functions and classes of a module's own, in the order of its file."""
+    nodes = ast.parse(inspect.getsource(module)).body
+    names = [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return [name for name in names if not name.startswith("_")]
+
+
+def _methods(cls: type) -> Iterator[tuple[str, Entry]]:
+    """Public methods and properties that a class itself defines, and what it does when it is called."""
+    for name, value in vars(cls).items():
+        plain = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+        if isinstance(value, property):
+            if not name.startswith("_"):
+                yield name, Entry(None, _sentence(value.__doc__ or ""))
+        elif inspect.isfunction(plain) and plain.__doc__ and (not name.startswith("_") or name == "__call__"):
+            called = "__call__" if name == "forward" else name
+            yield called, Entry(_arguments(plain, not isinstance(value, staticmethod)), _sentence(plain.__doc__))
+
+
+def _arguments(value: Any, bound: bool = False) -> str:
+    """What stands in the brackets, without types; of a class, what makes one."""
+    if inspect.isclass(value):
+        if issubclass(value, BaseException):
+            return "message"
+        own = vars(value).get("__init__")
+        value, bound = (own, True) if inspect.isfunction(own) else (value, False)
+    parameters = [*inspect.signature(value).parameters.values()][int(bound) :]
+    words = [*_separated(parameters)]
+    return ", ".join(words if len(words) <= MOST_ARGUMENTS else [*words[:SHOWN_ARGUMENTS], "..."])
+
+
+def _separated(parameters: list[inspect.Parameter]) -> Iterator[str]:
+    """Each with its default, and the star before keywords."""
+    starred = False
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
+            yield "*"
+        starred |= parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
+        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        default = "" if parameter.default is parameter.empty else f"={_default(parameter.default)}"
+        yield f"{prefix}{parameter.name}{default}"
+
+
+def _default(value: Any) -> str:
+    """As it is written, where that says something."""
+    text = repr(value)
+    return "..." if " at 0x" in text or text.startswith("<") else text
+
+
+def _sentence(docs: str) -> str:
+    """The first one, on one line."""
+    paragraph = " ".join(inspect.cleandoc(docs).split("\n\n")[0].split())
+    end = re.search(r"(?<!e\.g)\.(?= [A-Z])", paragraph)
+    return (paragraph if end is None else paragraph[: end.end()]).replace("|", "\\|").replace("``", "`")
+
+
+@cache
+def _docs_of_constants(name: str) -> dict[str, str]:
+    """The string below each assignment of a module, by what is assigned."""
+    nodes = ast.parse(inspect.getsource(importlib.import_module(name))).body
+    found = {}
+    for node, below in pairwise(nodes):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(below, ast.Expr):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(below.value, ast.Constant) and isinstance(target, ast.Name):
+                found[target.id] = str(below.value.value)
+    return found
+
+
+def _constant_docs(module: ModuleType, name: str) -> str:
+    """What is said of a constant where it is assigned, in this module or the one it is imported from."""
+    for node in ast.parse(inspect.getsource(module)).body:
+        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
+            return _docs_of_constants(str(node.module)).get(name, "")
+    return _docs_of_constants(module.__name__).get(name, "")
+
+
+def _code(name: str, arguments: str | None) -> str:
+    return f"`{name}`" if arguments is None else f"`{name}({arguments})`".replace("|", "\\|")
+
+
+def _row(name: str, entry: Entry) -> tuple[str, ...]:
+    return _code(name, entry.arguments), entry.sentence
+
+
+def _twin_row(name: str, torch: Entry | None, jax: Entry | None) -> tuple[str, ...]:
+    """A name with what either backend's takes."""
+    sides = [
+        ABSENT if side is None else "a value" if side.arguments is None else f"`({side.arguments})`"
+        for side in (torch, jax)
+    ]
+    if torch is not None and jax is not None and torch.arguments == jax.arguments:
+        sides[1] = SAME
+    first = torch or jax
+    assert first is not None, "a name is somebody's"
+    return f"`{name}`", *(side.replace("|", "\\|") for side in sides), first.sentence
+
+
+def _table(title: str, head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    lines = [title, "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n\n"
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""The public functions: arguments, what is asked of them, and who computes."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.core import Tracer
+
+from jax_impl.context_parallel import Crossing, complete, with_responses
+from jax_impl.context_parallel.states import handed_through
+from jax_impl.context_parallel.wavefront import is_pipelined
+from jax_impl.delta_rule.by_kernels import chunked_by_kernels
+from jax_impl.delta_rule.chunked import Arguments, chunked
+from jax_impl.delta_rule.gates import gated, prepared
+from jax_impl.delta_rule.recurrent import recurrent
+from jax_impl.ops import kernel_door
+from diptych.plans.context.sequences import FLACPContext, check_part, implementation_for
+from diptych.plans.model.delta_rule import (
+    CHUNK_SIZE,
+    ArrayInfo,
+    DeltaRuleOptions,
+    check_arguments,
+    refuse_unknown_keywords,
+)
+
+
+@refuse_unknown_keywords
+def recurrent_kda(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Array | np.ndarray | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
+    use_gate_in_kernel: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | int | None = None,
+) -> tuple[Array, Array | None]:
+    """Kimi delta attention, a token at a time; arguments and results as chunk_kda's."""
+    options = DeltaRuleOptions(True, scale, 1, use_qk_l2norm_in_kernel, use_gate_in_kernel, safe_gate, lower_bound)
+    arguments = Arguments(q, k, v, g, beta, A_log, dt_bias)
+    return _recurrent(arguments, initial_state, cu_seqlens, options, output_final_state)
+
+
+@refuse_unknown_keywords
+def chunk_kda(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Array | np.ndarray | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
+    use_gate_in_kernel: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | int | None = None,
+    chunk_size: int = CHUNK_SIZE,
+    cp_context: FLACPContext | None = None,
+    disable_recompute: bool = False,
+    impl: str = "auto",
+) -> tuple[Array, Array | None]:
+    """Kimi delta attention, a chunk at a time: the gated delta rule with a decay for every channel.
+
+    Args:
+        q: queries. [B, T, H, K] float16, bfloat16, float32 or float64; k and v are of the same type
+        k: keys; beyond length one the rule can diverge, see use_qk_l2norm_in_kernel. [B, T, H, K]
+        v: values; HV / H neighbours share a head of q and k. [B, T, HV, V]
+        g: log decay, natural log, <= 0; with use_gate_in_kernel what kda_gate takes. [B, T, HV, K]
+        beta: the share of an error that is corrected, in [0, 2]. [B, T, HV]
+        scale: of the queries; None for K ** -0.5.
+        initial_state: None for zeros. [N, HV, K, V] float32 (float64 for float64)
+        cu_seqlens: where the sequences that B = 1 holds begin, and T; they may be empty. [N + 1] int32
+        A_log, dt_bias, lower_bound: of kda_gate, with use_gate_in_kernel. [HV], [HV * K]
+        safe_gate: the caller's word that decays are above -5; nothing here needs it.
+        chunk_size: tokens, a power of two.
+        cp_context: of build_cp_context, where sequences are split over ranks, of which this one gives its part and gets
+            its part's outputs. cu_seqlens is then the context's or None. A sequence takes its initial state on the rank
+            where it begins and has its final state where it ends, 0 on others. Every rank has to call backward.
+        disable_recompute: keep for backward what it would compute again.
+
+    Returns:
+        Outputs [B, T, HV, V] in v's type; with output_final_state the states after, as initial_state, else None.
+
+    Raises:
+        ValueError: arguments that do not belong together, or an unknown one: what was expected, what came.
+
+    Reference: Kimi Team, arXiv 2510.26692, section 3. A cu_seqlens that jit traces is not
+    looked into: that it is right is the caller's word, and every sequence may cost a chunk of padding.
+    """
+    options = DeltaRuleOptions(
+        True, scale, chunk_size, use_qk_l2norm_in_kernel, use_gate_in_kernel, safe_gate, lower_bound
+    )
+    arguments = Arguments(q, k, v, g, beta, A_log, dt_bias)
+    return _chunked(
+        arguments, initial_state, cu_seqlens, options, output_final_state, not disable_recompute, cp_context, impl
+    )
+
+
+@refuse_unknown_keywords
+def recurrent_gated_delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Array | np.ndarray | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Array, Array | None]:
+    """The gated delta rule of GDN, a token at a time; arguments and results as chunk_gated_delta_rule's."""
+    options = DeltaRuleOptions(False, scale, 1, use_qk_l2norm_in_kernel)
+    arguments = Arguments(q, k, v, g, beta, None, None)
+    return _recurrent(arguments, initial_state, cu_seqlens, options, output_final_state)
+
+
+@refuse_unknown_keywords
+def chunk_gated_delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Array | np.ndarray | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    chunk_size: int = CHUNK_SIZE,
+    cp_context: FLACPContext | None = None,
+    disable_recompute: bool = False,
+    impl: str = "auto",
+) -> tuple[Array, Array | None]:
+    """The gated delta rule of GDN, a chunk at a time: one decay for a head's channels.
+
+    Args, results and errors as chunk_kda's, but for g: log decay, natural log, <= 0, [B, T, HV].
+
+    Reference: Yang, Kautz and Hatamizadeh, arXiv 2412.06464, section 3.
+    """
+    options = DeltaRuleOptions(False, scale, chunk_size, use_qk_l2norm_in_kernel)
+    arguments = Arguments(q, k, v, g, beta, None, None)
+    return _chunked(
+        arguments, initial_state, cu_seqlens, options, output_final_state, not disable_recompute, cp_context, impl
+    )
+
+
+def _check(arguments: Arguments, initial: Array | None, cu_seqlens: Any, options: DeltaRuleOptions) -> None:
+    given = arguments._asdict() | {"initial_state": initial, "cu_seqlens": cu_seqlens}
+    infos = {name: _info(name, x) for name, x in given.items()}
+    check_arguments(options, infos)
+    offsets = infos["cu_seqlens"]
+    if offsets is not None and not isinstance(cu_seqlens, Tracer):
+        check_arguments(options, infos | {"cu_seqlens": offsets._replace(values=np.asarray(cu_seqlens))})
+
+
+def _info(name: str, x: Array | np.ndarray | None) -> ArrayInfo | None:
+    if x is None:
+        return None
+    if not isinstance(x, Array | np.ndarray):
+        raise ValueError(f"{name}: expected an array, got {type(x).__name__}")
+    return ArrayInfo(tuple(x.shape), str(x.dtype))
+
+
+def _recurrent(
+    arguments: Arguments,
+    initial: Array | None,
+    cu_seqlens: Array | np.ndarray | None,
+    options: DeltaRuleOptions,
+    output_final_state: bool,
+) -> tuple[Array, Array | None]:
+    _check(arguments, initial, cu_seqlens, options)
+    o, finals = recurrent(*gated(*arguments, options), initial, None if cu_seqlens is None else jnp.asarray(cu_seqlens))
+    return o.astype(arguments.v.dtype), finals if output_final_state else None
+
+
+def _chunked(
+    arguments: Arguments,
+    initial: Array | None,
+    cu_seqlens: Array | np.ndarray | None,
+    options: DeltaRuleOptions,
+    output_final_state: bool,
+    recompute: bool,
+    context: FLACPContext | None,
+    impl: str,
+) -> tuple[Array, Array | None]:
+    if context is not None:
+        check_part(context, tuple(getattr(arguments.q, "shape", ())))
+        if cu_seqlens is not None and cu_seqlens is not context.cu_seqlens:
+            raise ValueError("cu_seqlens: expected None or cp_context.cu_seqlens, got another array")
+        cu_seqlens = context.cu_seqlens
+    _check(arguments, initial, cu_seqlens, options)
+    options, impl = options.for_length(arguments.q.shape[1]), implementation_for(impl, context)
+    kernels = kernel_door(impl, arguments.q)
+
+    def run(initial: Array | None, context: FLACPContext | None = None) -> tuple[Array, Array]:
+        if kernels is not None:
+            return chunked_by_kernels(kernels, arguments, initial, options, cu_seqlens, recompute, context)
+        if context is None:
+            return chunked(arguments, initial, options, cu_seqlens, recompute)
+        return _over_ranks(arguments, initial, options, recompute, context)
+
+    if context is not None and is_pipelined(context):  # within, the part is whole sequences
+        o, finals = handed_through(initial, _state_like(arguments), context, run)
+    else:
+        o, finals = run(initial, context)
+    return o, finals if output_final_state else None
+
+
+def _over_ranks(
+    arguments: Arguments,
+    initial: Array | None,
+    options: DeltaRuleOptions,
+    recompute: bool,
+    context: FLACPContext,
+) -> tuple[Array, Array]:
+    """The rule over every rank's part of the sequences."""
+    v, like = arguments.v, _state_like(arguments)
+    _, key, value = like.shape
+    o, finals = chunked(
+        arguments, with_responses(initial, context, like), options, context.cu_seqlens, recompute, responses=key
+    )
+    o, finals = complete(
+        o[..., :value], o[..., value:], finals, Crossing(context, value, _log_decay(arguments, options, context))
+    )
+    return o.astype(v.dtype), finals
+
+
+def _state_like(arguments: Arguments) -> Array:
+    """A state of 0. [HV, K, V]"""
+    q, v = arguments.q, arguments.v
+    return jnp.zeros((v.shape[2], q.shape[3], v.shape[3]), jnp.promote_types(q.dtype, jnp.float32))
+
+
+def _log_decay(arguments: Arguments, options: DeltaRuleOptions, context: FLACPContext) -> Array | None:
+    """Sum of log decays over the part, which a map of low rank has on its diagonal. [HV, K] or [HV, 1]"""
+    if context.cp_transition_rank is None:
+        return None
+    q, k, _, g, _, A_log, dt_bias = arguments
+    total = prepared(q, k, g, A_log, dt_bias, options)[2][0].sum(0, dtype=jnp.promote_types(q.dtype, jnp.float32))
+    return lax.stop_gradient(total if total.ndim == 2 else total[:, None])

@@ -1,0 +1,335 @@
+"""The functions a door offers, checked and taken to operations; the same for PyTorch and JAX."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from diptych_kernels import autodiff_rules as operations
+from diptych_kernels.delta_rule.launch_configs import parts_of
+from diptych_kernels.delta_rule.autodiff_rules import DELTA_RULE, DeltaRule, Edges, Ranks
+from diptych_kernels.launch_configs import Launch, Write, wide
+from diptych_kernels.autodiff_rules import Array, Operation, Sinkhorn, dtype_name
+from diptych.plans.model.delta_rule import ChunkTables
+from diptych.plans.model.implementation import MAX_KERNEL_CHANNELS, MAX_KERNEL_STREAMS
+from diptych.plans.model.operations import (
+    Operand,
+    check_dropout_rows,
+    check_epsilon,
+    check_floating,
+    check_iterations,
+    check_matrices,
+    check_rate,
+    check_same_type,
+    check_word,
+    refuse_operand,
+)
+
+DIFFERENTIATED_TWICE = "differentiating twice: kernels have first derivatives only; use impl='reference'"
+
+
+class Functions(ABC):
+    """What one framework's door adds: how to launch, to cast and to differentiate.
+
+    Arrays may have any strides (what is not contiguous is copied) and must lie on one device. Coefficients are cast to
+    float32, or float64 for float64 streams, and gradients have the types of what they belong to.
+
+    Raises:
+        ValueError: a shape, type or device that no kernel takes; the message says which argument.
+    """
+
+    @abstractmethod
+    def __call__(self, build: Callable[..., Launch], sizes: dict[str, Any], *inputs: Array) -> tuple[Array, ...]:
+        """Launch the kernel ``build(block, **sizes)`` describes."""
+
+    @abstractmethod
+    def cast(self, x: Array, dtype: str) -> Array:
+        """x in another type, differentiably."""
+
+    @abstractmethod
+    def apply(self, operation: Operation, static: Any, *inputs: Array | None) -> tuple[Array, ...]:
+        """The operation's outputs, differentiable by its backward."""
+
+    @abstractmethod
+    def check_devices(self, **arrays: Array | None) -> None:
+        """Refuse arrays the door cannot take together."""
+
+    @abstractmethod
+    def alike(self, x: Array, residual: Array) -> Array:
+        """x in residual's type where the framework converts types by itself."""
+
+    @abstractmethod
+    def counter(self, step: Any, like: Array) -> Array:
+        """[1] integer array of the training step, where ``like`` is."""
+
+    @abstractmethod
+    def zeros(self, shape: tuple[int, ...], dtype: str, like: Array) -> Array:
+        """Where ``like`` is."""
+
+    @abstractmethod
+    def integers(self, x: Any, like: Array) -> Array:
+        """An array of integers, numpy's perhaps, where ``like`` is."""
+
+    @abstractmethod
+    def array_kind(self, x: Any) -> str | None:
+        """Return None for a dense array of the framework, or else the name of what came."""
+
+    @abstractmethod
+    def is_traced(self, x: Any) -> bool:
+        """Return whether x is a number that only the compiled program knows."""
+
+    def _operands(self, **arrays: Array | None) -> dict[str, Operand | None]:
+        """Shapes and types of all arrays, which are the framework's own."""
+        for name, x in arrays.items():
+            kind = None if x is None else self.array_kind(x)
+            if kind is not None:
+                raise refuse_operand(name, kind)
+        return {name: None if x is None else Operand(tuple(x.shape), dtype_name(x)) for name, x in arrays.items()}
+
+    def _check(self, **arrays: Array | None) -> None:
+        """Kinds, types and devices of all arrays."""
+        check_floating(**self._operands(**arrays))
+        self.check_devices(**arrays)
+
+    def sinkhorn(self, logits: Array, iterations: int = 20, last: str = "row") -> Array:
+        """Doubly stochastic matrices: see hyper_connections.sinkhorn.
+
+        Args:
+            logits: [..., S, S], S <= 8.
+            iterations: pairs of normalisations, >= 1.
+            last: ``"row"`` or ``"column"``.
+        """
+        self._check(logits=logits)
+        check_matrices(Operand(tuple(logits.shape), dtype_name(logits)))
+        static = _sinkhorn("logits", logits.shape[-1], iterations, last)
+        dtype = dtype_name(logits)
+        (matrices,) = self.apply(operations.SINKHORN, static, self.cast(logits, wide(dtype)))
+        return self.cast(matrices, dtype)
+
+    def compute_mappings(
+        self,
+        x: Array,
+        phi: Array,
+        alpha: Array,
+        bias: Array,
+        *,
+        iterations: int = 20,
+        last: str = "row",
+        epsilon: float = 1e-5,
+    ) -> tuple[Array, Array, Array]:
+        """h_pre [..., S], h_post [..., S], h_res [..., S, S] of every token: see hyper_connections.compute_mappings.
+
+        Args:
+            x: residual streams. [..., S, D], S <= 8
+            phi: [S*D, 2*S + S*S]
+            alpha: [3]
+            bias: [2*S + S*S]
+            iterations, last: see sinkhorn.
+            epsilon: added to the mean square.
+        """
+        self._check(x=x, phi=phi, alpha=alpha, bias=bias)
+        _check_axes("x", x, 2)
+        streams, width = x.shape[-2:]
+        columns = streams * (streams + 2)
+        check_epsilon(epsilon)
+        static = _sinkhorn("x", streams, iterations, last)._replace(epsilon=float(epsilon))
+        _check_shape("phi", phi, (streams * width, columns))
+        _check_shape("alpha", alpha, (3,))
+        _check_shape("bias", bias, (columns,))
+        coefficients = wide(dtype_name(x))
+        alpha, bias = self.cast(alpha, coefficients), self.cast(bias, coefficients)
+        h_pre, h_post, h_res = self.apply(operations.COMPUTE_MAPPINGS, static, x, phi, alpha, bias)
+        return h_pre, h_post, h_res
+
+    def aggregate(self, x: Array, h_pre: Array) -> Array:
+        """sum_s h_pre[s] x[s]. x: [..., S, D], h_pre: [..., S] -> [..., D]."""
+        self._check(x=x, h_pre=h_pre)
+        _check_axes("x", x, 2)
+        _check_streams("x", x.shape[-2])
+        _check_shape("h_pre", h_pre, x.shape[:-1])
+        return self.apply(operations.AGGREGATE, None, x, self.cast(h_pre, wide(dtype_name(x))))[0]
+
+    def apply_h_res(self, h_res: Array, residual: Array) -> Array:
+        """mixed[s] = sum_j h_res[s, j] residual[j]. h_res: [..., S, S], residual: [..., S, D]."""
+        return self.write_streams(residual, h_res, None, None, None)
+
+    def apply_h_post(self, x: Array, bias: Array | None, h_post: Array) -> Array:
+        """expanded[s] = h_post[s] (x + bias). x: [..., D], bias: [D] or None, h_post: [..., S] -> [..., S, D]."""
+        return self.write_streams(None, None, x, bias, h_post)
+
+    def write_streams(
+        self,
+        residual: Array | None,
+        h_res: Array | None,
+        x: Array | None,
+        bias: Array | None,
+        h_post: Array | None,
+        rate: float = 0.0,
+        state: Any = None,
+        site: int = 0,
+    ) -> Array:
+        """The next streams: h_res residual + dropout(h_post (x + bias)), in one pass. See hyper_connections.
+
+        Args:
+            residual: [..., S, D]; None: nothing is added to.
+            h_res: [..., S, S]; None: residual itself is added.
+            x: a sublayer's output. [..., D]; None: only the residual.
+            bias: [D] or None.
+            h_post: [..., S]; None exactly where x is.
+            rate: of dropout, in [0, 1).
+            state: rows of the batch, ops.DropoutState with rows [...]; None: no dropout.
+            site: see diptych.plans.model.philox.
+        """
+        self._check(residual=residual, h_res=h_res, x=x, bias=bias, h_post=h_post)
+        _check_given(residual, h_res, x, bias, h_post)
+        check_rate(rate)
+        lead = ("h_post", h_post, 1) if residual is None else ("residual", residual, 2)
+        _check_axes(*lead)
+        if x is not None:
+            _check_axes("x", x, 1)
+        shape = (*h_post.shape, x.shape[-1]) if residual is None else residual.shape  # pyright: ignore[reportOptionalMemberAccess]
+        _check_streams("h_post" if residual is None else "residual", shape[-2])
+        for name, array, expected in (
+            ("h_res", h_res, (*shape[:-1], shape[-2])),
+            ("x", x, (*shape[:-2], shape[-1])),
+            ("bias", bias, shape[-1:]),
+            ("h_post", h_post, shape[:-1]),
+        ):
+            if array is not None:
+                _check_shape(name, array, expected)
+        if residual is not None and x is not None:
+            x = self.alike(x, residual)
+        if residual is not None and x is not None:
+            check_same_type("x", dtype_name(x), "residual", dtype_name(residual))
+        add = "none" if residual is None else "plain" if h_res is None else "mix"
+        coefficients = wide(dtype_name(residual if x is None else x))
+        h_res, h_post = (None if h is None else self.cast(h, coefficients) for h in (h_res, h_post))
+        write, rows = Write(add, x is not None, bias is not None), (None, None, None)
+        if state is not None and x is not None:
+            self._check_state(shape[:-2], x, state, site)
+        if state is not None and rate > 0.0 and x is not None:
+            write = write._replace(rate=float(rate), seed=int(state.seed), site=int(site))
+            rows = (state.row_low, state.row_high, self.counter(state.step, x))
+        return self.apply(operations.WRITE, write, residual, h_res, x, bias, h_post, *rows)[0]
+
+    def _check_state(self, shape: tuple[int, ...], x: Array, state: Any, site: Any) -> None:
+        """Refuse rows that are not x's, and what launches cannot be told."""
+        rows = {"row_low": state.row_low, "row_high": state.row_high}
+        operands = self._operands(**{f"state.{name}": row for name, row in rows.items()})
+        check_dropout_rows(shape, **{name.removeprefix("state."): row for name, row in operands.items() if row})
+        self.check_devices(x=x, **rows)
+        for name, word in (("state.seed", state.seed), ("site", site)):
+            if self.is_traced(word):
+                raise ValueError(
+                    f"{name}: expected a number that is known when the program is traced, got a traced one; "
+                    "impl='reference' takes it"
+                )
+            check_word(name, word)
+        if not self.is_traced(state.step):
+            check_word("state.step", state.step)
+
+    def swiglu(self, x: Array) -> Array:
+        """silu(gate) value of x = [gate | value]. [..., 2 F] -> [..., F]."""
+        self._check(x=x)
+        _check_axes("x", x, 1)
+        if x.shape[-1] % 2:
+            raise ValueError(f"x: expected gate and value side by side, an even width, got {x.shape[-1]}")
+        return self.apply(operations.SWIGLU, None, x)[0]
+
+    def gelu(self, x: Array) -> Array:
+        """x Phi(x), exact."""
+        self._check(x=x)
+        _check_axes("x", x, 1)
+        return self.apply(operations.GELU, None, x)[0]
+
+    def delta_rule(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        g: Array,
+        beta: Array,
+        initial: Array | None,
+        tables: ChunkTables,
+        chunk_size: int,
+        scale: float,
+        recompute: bool = True,
+        ranks: Ranks | None = None,
+        edges: Edges | None = None,
+    ) -> tuple[Array, Array]:
+        """Outputs and final states of the gated delta rule: see delta_rule.chunk_kda, whose checks were made.
+
+        Args:
+            q, k: [B, T, H, K], K <= 256. float16 is computed as float32: what stands between has a wider range.
+            v: [B, T, HV, V], V <= 256
+            g: log decay. [B, T, HV, K]; [B, T, HV]: one for all channels
+            beta: [B, T, HV]
+            initial: None: 0. [N, HV, K, V]
+            tables: of the tokens of all B rows, one after the other.
+            chunk_size: tokens of a chunk, as tables were made for: 16, 32 or 64.
+            scale: of the queries.
+            recompute: in backward what forward does not keep.
+            ranks, edges: of a rank among others.
+        """
+        self._check(q=q, k=k, v=v, g=g, beta=beta, initial=initial)
+        for name, x in {"q": q, "v": v}.items():
+            if x.shape[-1] > MAX_KERNEL_CHANNELS:
+                raise ValueError(
+                    f"{name}: expected at most {MAX_KERNEL_CHANNELS} channels, got {x.shape[-1]}; "
+                    "impl='reference' takes any number"
+                )
+        given = dtype_name(v)
+        if "float16" in (dtype_name(q), dtype_name(k), given):  # states and their gradients may pass its 65504
+            q, k, v = (self.cast(x, "float32") for x in (q, k, v))
+        dtype, value_heads, width = wide(dtype_name(q)), *v.shape[2:]
+        sequences = self.integers(tables.sequences, q)
+        if initial is None:
+            initial = self.zeros((sequences.shape[0], value_heads, q.shape[-1], width), dtype, q)
+        parts = parts_of(len(tables.chunks), len(tables.sequences), value_heads, width) if tables.known else 1
+        static = DeltaRule(len(g.shape) == 4, float(scale), chunk_size, recompute, parts, ranks)
+        arrays = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v, g, beta)]
+        pieces = sequences if parts == 1 else self.integers(tables.cut(parts, chunk_size), q)
+        arrays += [initial, self.integers(tables.chunks, q), sequences, pieces]
+        if edges is not None:
+            arrays += edges._replace(sequences=self.integers(edges.sequences, q))
+        o, final = self.apply(DELTA_RULE, static, *arrays)
+        return self.cast(o, given).reshape(*v.shape), final
+
+
+def _check_given(
+    residual: Array | None, h_res: Array | None, x: Array | None, bias: Array | None, h_post: Array | None
+) -> None:
+    """A residual to mix, or something to add, or both; and nothing that would be left unread."""
+    arrays = {"residual": residual, "h_res": h_res, "x": x, "bias": bias, "h_post": h_post}
+    given = {name for name, array in arrays.items() if array is not None}
+    adds, mixes = {"x", "h_post"} <= given, {"residual", "h_res"} <= given
+    if not (adds or mixes) or (not adds and given & {"x", "h_post", "bias"}):
+        raise ValueError(
+            "write_streams: expected residual with h_res, or x with h_post (and bias), or both; got "
+            + (", ".join(name for name in arrays if name in given) or "neither")
+        )
+    if h_res is not None and residual is None:
+        raise ValueError("h_res: expected a residual to mix, got residual=None")
+
+
+def _check_axes(name: str, x: Array, least: int) -> None:
+    if len(x.shape) < least:
+        raise ValueError(f"{name}: expected at least {least} axes, got shape {tuple(x.shape)}")
+
+
+def _check_streams(name: str, streams: int) -> None:
+    if streams > MAX_KERNEL_STREAMS:
+        raise ValueError(
+            f"{name}: expected at most {MAX_KERNEL_STREAMS} residual streams, got {streams}; "
+            "impl='reference' takes any number"
+        )
+
+
+def _check_shape(name: str, x: Array, expected: tuple[int, ...]) -> None:
+    if tuple(x.shape) != tuple(expected):
+        raise ValueError(f"{name}: expected shape {tuple(expected)}, got {tuple(x.shape)}")
+
+
+def _sinkhorn(name: str, streams: int, iterations: int, last: str) -> Sinkhorn:
+    check_iterations(iterations, last)
+    _check_streams(name, streams)
+    return Sinkhorn(int(iterations), last)

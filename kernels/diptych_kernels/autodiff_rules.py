@@ -1,0 +1,192 @@
+"""Each operation as a pair of functions, forward and backward, made of launches; written once for all doors.
+
+A door (torch_ops, jax_ops, ahead) is a function ``door(launch_function, sizes, *inputs) -> outputs`` with a method
+``cast(x, dtype)``. What is written here touches arrays only through it, through ``shape`` and ``dtype`` and through
+slices, which PyTorch and JAX have alike.
+
+    forward(door, static, *inputs)            -> outputs, saved        what backward needs, inputs among it
+    backward(door, static, saved, *gradients) -> gradient of every input, None where there is none
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from diptych_kernels import launch_configs as launch
+from diptych_kernels.launch_configs import Launch, Write, wide
+
+Array = Any
+
+
+class Door(Protocol):
+    """How one framework launches kernels."""
+
+    def __call__(self, build: Callable[..., Launch], sizes: dict[str, Any], *inputs: Array) -> tuple[Array, ...]:
+        """Launch the kernel ``build(block, **sizes)`` describes."""
+        ...
+
+    def cast(self, x: Array, dtype: str) -> Array:
+        """x in another type."""
+        ...
+
+
+class Operation(NamedTuple):
+    """A differentiable function whose two directions are made of kernels."""
+
+    forward: Callable[..., tuple[tuple[Array, ...], tuple[Array, ...]]]
+    backward: Callable[..., tuple[Array, ...]]
+
+
+def dtype_name(x: Array) -> str:
+    """The name both frameworks and numpy give x's type: ``bfloat16``."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def column_sum(door: Door, x: Array, rows: int, width: int) -> Array:
+    """[width] sums over rows, in float32 or float64; in two steps where there are many rows.
+
+    Narrow types always take both steps, so that which kernels are compiled does not hang on the number of rows.
+    """
+    dtype, groups = dtype_name(x), min(math.ceil(rows / 256), 64)
+    if dtype != wide(dtype):
+        groups = max(groups, 2)
+    for parts in [groups, 1] if groups > 1 else [1]:
+        (x,) = door(launch.column_sum, dict(rows=rows, groups=parts, width=width, dtype=dtype_name(x)), x)
+        rows = parts
+    return x.reshape(width)
+
+
+class Sinkhorn(NamedTuple):
+    """What compute_mappings and sinkhorn are told besides arrays."""
+
+    iterations: int
+    last: str
+    epsilon: float = 0.0
+
+
+def _sinkhorn_forward(door: Door, static: Sinkhorn, logits: Array):
+    return door(launch.sinkhorn_forward, _sinkhorn_sizes(static, logits), logits), (logits,)
+
+
+def _sinkhorn_backward(door: Door, static: Sinkhorn, saved: tuple, grad: Array):
+    (logits,) = saved
+    return door(launch.sinkhorn_backward, _sinkhorn_sizes(static, logits), logits, grad)
+
+
+def _sinkhorn_sizes(static: Sinkhorn, logits: Array) -> dict[str, Any]:
+    *lead, streams, _ = logits.shape
+    return dict(
+        lead=tuple(lead),
+        streams=streams,
+        dtype=dtype_name(logits),
+        iterations=static.iterations,
+        last=static.last,
+    )
+
+
+def _mappings_forward(door: Door, static: Sinkhorn, x: Array, phi: Array, alpha: Array, bias: Array):
+    sizes = _stream_sizes(x)
+    narrow = door.cast(phi, sizes["dtype"])
+    projected, r = door(launch.project_forward, {**sizes, "epsilon": static.epsilon}, x, narrow)
+    outputs = door(launch.mappings_forward, _mappings_sizes(static, x), projected, r, alpha, bias)
+    return outputs, (x, phi, alpha, bias, projected, r)
+
+
+def _mappings_backward(door: Door, static: Sinkhorn, saved: tuple, *grads: Array):
+    x, phi, alpha, bias, projected, r = saved
+    sizes = {**_mappings_sizes(static, x), "width": x.shape[-1]}
+    dprojected, shrink, rows = door(launch.mappings_backward, sizes, projected, r, alpha, bias, *grads)
+    narrow = door.cast(phi, dtype_name(x))
+    dx, dphi = door(launch.project_backward, _stream_sizes(x), x, narrow, dprojected, shrink)
+    dphi = column_sum(door, dphi, dphi.shape[0], math.prod(phi.shape)).reshape(phi.shape)
+    sums = column_sum(door, rows, *rows.shape)
+    return dx, door.cast(dphi, dtype_name(phi)), sums[:3], sums[3:]
+
+
+def _mappings_sizes(static: Sinkhorn, x: Array) -> dict[str, Any]:
+    *lead, streams, _ = x.shape
+    last, iterations = static.last, static.iterations
+    return dict(lead=tuple(lead), streams=streams, dtype=wide(dtype_name(x)), iterations=iterations, last=last)
+
+
+def _stream_sizes(x: Array) -> dict[str, Any]:
+    *lead, streams, width = x.shape
+    return dict(lead=tuple(lead), streams=streams, width=width, dtype=dtype_name(x))
+
+
+def _aggregate_forward(door: Door, static: None, x: Array, h_pre: Array):
+    return door(launch.aggregate_forward, _stream_sizes(x), x, h_pre), (x, h_pre)
+
+
+def _aggregate_backward(door: Door, static: None, saved: tuple, grad: Array):
+    x, h_pre = saved
+    return door(launch.aggregate_backward, _stream_sizes(x), x, h_pre, grad)
+
+
+def _write_forward(door: Door, static: Write, *inputs: Array | None):
+    """inputs: x, h_res, y, bias, h_post, row_low, row_high, step; None where static leaves them out."""
+    outputs = door(launch.write_forward, _write_sizes(static, *inputs), *_all_there(inputs))
+    kept = inputs if static.add == "mix" else (None, *inputs[1:])  # x itself, added plainly, is in no gradient
+    return outputs, kept
+
+
+def _write_backward(door: Door, static: Write, saved: tuple, grad: Array):
+    bias = saved[3]
+    sizes = {**_stream_sizes(grad), "write": static}
+    dx, dh_res, dy, dh_post = door(launch.write_backward, sizes, *_all_there(saved), grad)
+    dbias = None
+    if static.bias:
+        width = grad.shape[-1]
+        dbias = door.cast(column_sum(door, dy, math.prod(dy.shape[:-1]), width), dtype_name(bias))
+    if static.add != "mix":
+        dx, dh_res = (grad if static.add == "plain" else None), None
+    if not static.post:
+        dy, dh_post = None, None
+    return dx, dh_res, dy, dbias, dh_post, None, None, None
+
+
+def _write_sizes(static: Write, x: Array, h_res: Array, y: Array, bias: Array, h_post: Array, *_: Array):
+    if x is not None:
+        return {**_stream_sizes(x), "write": static}
+    *lead, width = y.shape
+    return dict(lead=tuple(lead), streams=h_post.shape[-1], width=width, dtype=dtype_name(y), write=static)
+
+
+def _all_there(inputs: tuple) -> list[Array]:
+    """The coefficients in place of what is missing: kernels never read it, but take an array, of their type."""
+    coefficients = inputs[4] if inputs[4] is not None else inputs[1]
+    return [coefficients if x is None else x for x in inputs]
+
+
+def _swiglu_forward(door: Door, static: None, x: Array):
+    return door(launch.swiglu_forward, _halved(x), x), (x,)
+
+
+def _swiglu_backward(door: Door, static: None, saved: tuple, grad: Array):
+    return door(launch.swiglu_backward, _halved(*saved), *saved, grad)
+
+
+def _halved(x: Array) -> dict[str, Any]:
+    *lead, width = x.shape
+    return dict(lead=tuple(lead), width=width // 2, dtype=dtype_name(x))
+
+
+def _gelu_forward(door: Door, static: None, x: Array):
+    return door(launch.gelu_forward, _rows(x), x), (x,)
+
+
+def _gelu_backward(door: Door, static: None, saved: tuple, grad: Array):
+    return door(launch.gelu_backward, _rows(*saved), *saved, grad)
+
+
+def _rows(x: Array) -> dict[str, Any]:
+    *lead, width = x.shape
+    return dict(lead=tuple(lead), width=width, dtype=dtype_name(x))
+
+
+SINKHORN = Operation(_sinkhorn_forward, _sinkhorn_backward)
+COMPUTE_MAPPINGS = Operation(_mappings_forward, _mappings_backward)
+AGGREGATE = Operation(_aggregate_forward, _aggregate_backward)
+WRITE = Operation(_write_forward, _write_backward)
+SWIGLU = Operation(_swiglu_forward, _swiglu_backward)
+GELU = Operation(_gelu_forward, _gelu_backward)

@@ -1,0 +1,328 @@
+"""From residual streams to the coefficients of mHC, forward and backward.
+
+For every token, x its streams as one row [K], K = S D, and C = 2 S + S S:
+
+    projected = x @ phi                              phi [K, C]
+    r         = 1 / sqrt(mean(x**2) + epsilon)
+    h         = r projected gain + bias              gain: alpha[0] for S columns, alpha[1] for S, alpha[2] for S S
+    h_pre     = sigmoid(h[:S]),  h_post = 2 sigmoid(h[S:2S]),  h_res = sinkhorn(h[2S:])
+
+The first two lines are one pass over x (project_*), the others work on some 200 bytes a token (mappings_*). Sinkhorn
+works on tiles [BN, SP, SP] in registers, SP the next power of two; rows and columns from S on hold zeros. Its backward
+runs the forward again up to every fourth pair of normalisations, the last first, and holds four pairs in registers: for
+20 iterations 74 pairs of a few instructions, instead of 40 matrices in memory.
+
+Reference: mHC, arXiv 2512.24880, eqs. 5-9; see reference_torch/hyper_connections.py for the floor under the softmax.
+"""
+
+import triton
+import triton.language as tl
+
+from diptych_kernels.common import token_block
+from diptych.plans.model.parameters import SINKHORN_FLOOR
+
+FLOOR = tl.constexpr(SINKHORN_FLOOR)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def project_forward(
+    x_ptr,
+    phi_ptr,
+    tokens,
+    projected_ptr,
+    r_ptr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    EPSILON: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CP: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """projected [N, C] and r [N] of x [N, K] and phi [K, C], phi in the type of x; grid (N / BN,)."""
+    ACC: tl.constexpr = r_ptr.dtype.element_ty
+    o_n, m_n = token_block(tokens, BN)
+    o_c = tl.arange(0, CP)
+    b_projected = tl.zeros([BN, CP], ACC)
+    b_squares = tl.zeros([BN], ACC)
+    for start in range(0, K, BK):
+        o_k = start + tl.arange(0, BK)
+        b_x = tl.load(x_ptr + o_n[:, None] * K + o_k[None, :], mask=m_n[:, None] & (o_k[None, :] < K), other=0.0)
+        m_phi = (o_k[:, None] < K) & (o_c[None, :] < C)
+        b_phi = tl.load(phi_ptr + o_k[:, None] * C + o_c[None, :], mask=m_phi, other=0.0)
+        b_projected = tl.dot(b_x, b_phi, b_projected, input_precision=PRECISION, out_dtype=ACC)
+        b_wide = b_x.to(ACC)
+        b_squares += tl.sum(b_wide * b_wide, 1)
+    m_out = m_n[:, None] & (o_c[None, :] < C)
+    tl.store(projected_ptr + o_n[:, None] * C + o_c[None, :], b_projected, mask=m_out)
+    tl.store(r_ptr + o_n, 1.0 / tl.sqrt(b_squares / K + EPSILON), mask=m_n)
+
+
+@triton.jit(do_not_specialize=["tokens", "tokens_per_group"])
+def project_backward(
+    x_ptr,
+    phi_ptr,
+    dprojected_ptr,
+    shrink_ptr,
+    tokens,
+    tokens_per_group,
+    dx_ptr,
+    dphi_ptr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CP: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """dx [N, K] = dprojected @ phi.T - shrink x, and dphi = x.T @ dprojected, one [K, C] a group of tokens.
+
+    dphi is summed in float32 (float64), over the tokens of a group in order. grid (K / BK, groups).
+    """
+    ACC: tl.constexpr = shrink_ptr.dtype.element_ty
+    o_k = tl.program_id(0) * BK + tl.arange(0, BK)
+    o_c = tl.arange(0, CP)
+    group = tl.program_id(1).to(tl.int64)
+    m_phi = (o_k[:, None] < K) & (o_c[None, :] < C)
+    b_phi = tl.trans(tl.load(phi_ptr + o_k[:, None] * C + o_c[None, :], mask=m_phi, other=0.0))
+    b_dphi = tl.zeros([BK, CP], ACC)
+    first = group * tokens_per_group
+    last = tl.minimum(first + tokens_per_group, tokens)
+    for start in range(first, last, BN):
+        o_n = start + tl.arange(0, BN)
+        m_n = o_n < last
+        m_x = m_n[:, None] & (o_k[None, :] < K)
+        b_x = tl.load(x_ptr + o_n[:, None] * K + o_k[None, :], mask=m_x, other=0.0)
+        m_c = m_n[:, None] & (o_c[None, :] < C)
+        b_grad = tl.load(dprojected_ptr + o_n[:, None] * C + o_c[None, :], mask=m_c, other=0.0).to(b_x.dtype)
+        b_shrink = tl.load(shrink_ptr + o_n, mask=m_n, other=0.0)
+        b_dx = tl.dot(b_grad, b_phi, input_precision=PRECISION, out_dtype=ACC) - b_shrink[:, None] * b_x.to(ACC)
+        tl.store(dx_ptr + o_n[:, None] * K + o_k[None, :], b_dx, mask=m_x)
+        b_dphi = tl.dot(tl.trans(b_x), b_grad, b_dphi, input_precision=PRECISION, out_dtype=ACC)
+    tl.store(dphi_ptr + group * (K * C) + o_k[:, None] * C + o_c[None, :], b_dphi, mask=m_phi)
+
+
+@triton.jit
+def normalise(b_m, AXIS: tl.constexpr):
+    """The matrices divided by their sums over AXIS, and the sums (1 for the zeros beyond S)."""
+    total = tl.sum(b_m, AXIS, keep_dims=True)
+    total = tl.where(total == 0.0, 1.0, total)
+    return b_m / total, total
+
+
+@triton.jit
+def normalise_twice(b_m, FIRST: tl.constexpr):
+    """Along the axis that is not normalised first, then along FIRST."""
+    b_m, _ = normalise(b_m, 3 - FIRST)
+    b_m, _ = normalise(b_m, FIRST)
+    return b_m
+
+
+@triton.jit
+def floored_softmax(b_logits, m_s, FIRST: tl.constexpr):
+    """exp(logits) normalised along FIRST, no entry below FLOOR; 0 outside the mask."""
+    top = tl.max(tl.where(m_s, b_logits, float("-inf")), FIRST, keep_dims=True)
+    exists = tl.max(m_s.to(tl.int32), FIRST, keep_dims=True) > 0
+    top = tl.where(exists, top, 0.0)  # of what exists and is all -inf NaN is made, as everywhere
+    b_m, _ = normalise(tl.where(m_s, tl.exp(b_logits - top), 0.0), FIRST)
+    return tl.where(m_s, tl.where(b_m < FLOOR, FLOOR, b_m), 0.0)
+
+
+@triton.jit
+def sinkhorn(b_logits, m_s, ITERATIONS: tl.constexpr, FIRST: tl.constexpr):
+    """Doubly stochastic matrices [BN, SP, SP]; FIRST is the axis of the tile normalised first, 1 or 2."""
+    b_m = floored_softmax(b_logits, m_s, FIRST)
+    for _ in range(ITERATIONS - 1):
+        b_m = normalise_twice(b_m, FIRST)
+    b_m, _ = normalise(b_m, 3 - FIRST)
+    return b_m
+
+
+@triton.jit
+def normalise_gradient(b_grad, b_m, total, AXIS: tl.constexpr):
+    """Gradient of what was divided, from that of the quotient b_m."""
+    return (b_grad - tl.sum(b_grad * b_m, AXIS, keep_dims=True)) / total
+
+
+@triton.jit
+def pairs_gradient(b_m, b_grad, COUNT: tl.constexpr, FIRST: tl.constexpr):
+    """Gradient of b_m through the next COUNT pairs of normalisations, whose matrices are held in registers."""
+    held = ()
+    for _ in tl.static_range(COUNT):
+        b_m, total = normalise(b_m, 3 - FIRST)
+        held = held + (b_m, total)
+        b_m, total = normalise(b_m, FIRST)
+        held = held + (b_m, total)
+    for left in tl.static_range(COUNT, 0, -1):
+        b_grad = normalise_gradient(b_grad, held[4 * left - 2], held[4 * left - 1], FIRST)
+        b_grad = normalise_gradient(b_grad, held[4 * left - 4], held[4 * left - 3], 3 - FIRST)
+    return b_grad
+
+
+@triton.jit
+def sinkhorn_gradient(b_logits, b_grad, m_s, ITERATIONS: tl.constexpr, FIRST: tl.constexpr):
+    """Gradient of the logits: every normalisation differentiated at the matrix it was applied to."""
+    PAIRS: tl.constexpr = ITERATIONS - 1
+    HELD: tl.constexpr = 4
+    b_softmax = floored_softmax(b_logits, m_s, FIRST)
+    b_m = b_softmax
+    for _ in range(PAIRS):
+        b_m = normalise_twice(b_m, FIRST)
+    b_m, total = normalise(b_m, 3 - FIRST)  # the last normalisation has no partner
+    b_grad = normalise_gradient(b_grad, b_m, total, 3 - FIRST)
+    for done in range(PAIRS // HELD):
+        b_m = b_softmax
+        for _ in range(PAIRS - (done + 1) * HELD):
+            b_m = normalise_twice(b_m, FIRST)
+        b_grad = pairs_gradient(b_m, b_grad, HELD, FIRST)
+    b_grad = pairs_gradient(b_softmax, b_grad, PAIRS % HELD, FIRST)
+    b_grad = tl.where(b_softmax > FLOOR, b_grad, 0.0)
+    return b_softmax * (b_grad - tl.sum(b_grad * b_softmax, FIRST, keep_dims=True))
+
+
+@triton.jit
+def matrix_block(o_n, m_n, S: tl.constexpr, SP: tl.constexpr):
+    """Offsets within [N, S, S] and the masks of a tile [BN, SP, SP]: of its entries, and with its tokens."""
+    o_i = tl.arange(0, SP)[None, :, None]
+    o_j = tl.arange(0, SP)[None, None, :]
+    m_s = (o_i < S) & (o_j < S)
+    return o_n[:, None, None] * (S * S) + o_i * S + o_j, m_s, m_s & m_n[:, None, None]
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def sinkhorn_forward(
+    logits_ptr,
+    tokens,
+    out_ptr,
+    S: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    FIRST: tl.constexpr,
+    SP: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Doubly stochastic matrices [N, S, S] of logits; grid (N / BN,)."""
+    o_n, m_n = token_block(tokens, BN)
+    offsets, m_s, mask = matrix_block(o_n, m_n, S, SP)
+    b_logits = tl.load(logits_ptr + offsets, mask=mask, other=0.0)
+    tl.store(out_ptr + offsets, sinkhorn(b_logits, m_s, ITERATIONS, FIRST), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def sinkhorn_backward(
+    logits_ptr,
+    grad_ptr,
+    tokens,
+    dlogits_ptr,
+    S: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    FIRST: tl.constexpr,
+    SP: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Gradient of the logits, from that of the matrices; grid (N / BN,)."""
+    o_n, m_n = token_block(tokens, BN)
+    offsets, m_s, mask = matrix_block(o_n, m_n, S, SP)
+    b_logits = tl.load(logits_ptr + offsets, mask=mask, other=0.0)
+    b_grad = tl.load(grad_ptr + offsets, mask=mask, other=0.0)
+    tl.store(dlogits_ptr + offsets, sinkhorn_gradient(b_logits, b_grad, m_s, ITERATIONS, FIRST), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def mappings_forward(
+    projected_ptr,
+    r_ptr,
+    alpha_ptr,
+    bias_ptr,
+    tokens,
+    h_pre_ptr,
+    h_post_ptr,
+    h_res_ptr,
+    S: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    FIRST: tl.constexpr,
+    SP: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """h_pre [N, S], h_post [N, S], h_res [N, S, S]; grid (N / BN,)."""
+    C: tl.constexpr = 2 * S + S * S
+    o_n, m_n = token_block(tokens, BN)
+    b_r = tl.load(r_ptr + o_n, mask=m_n, other=0.0)
+    o_s = tl.arange(0, SP)[None, :]
+    mask = m_n[:, None] & (o_s < S)
+    for group in tl.static_range(2):
+        b_p = tl.load(projected_ptr + o_n[:, None] * C + group * S + o_s, mask=mask, other=0.0)
+        b_bias = tl.load(bias_ptr + group * S + o_s, mask=o_s < S, other=0.0)
+        b_h = b_r[:, None] * b_p * tl.load(alpha_ptr + group) + b_bias
+        if group == 0:
+            tl.store(h_pre_ptr + o_n[:, None] * S + o_s, tl.sigmoid(b_h), mask=mask)
+        else:
+            tl.store(h_post_ptr + o_n[:, None] * S + o_s, 2.0 * tl.sigmoid(b_h), mask=mask)
+    offsets, m_s, mask = matrix_block(o_n, m_n, S, SP)
+    o_c = 2 * S + tl.arange(0, SP)[None, :, None] * S + tl.arange(0, SP)[None, None, :]
+    b_p = tl.load(projected_ptr + o_n[:, None, None] * C + o_c, mask=mask, other=0.0)
+    b_logits = b_r[:, None, None] * b_p * tl.load(alpha_ptr + 2) + tl.load(bias_ptr + o_c, mask=m_s, other=0.0)
+    tl.store(h_res_ptr + offsets, sinkhorn(b_logits, m_s, ITERATIONS, FIRST), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def mappings_backward(
+    projected_ptr,
+    r_ptr,
+    alpha_ptr,
+    bias_ptr,
+    dh_pre_ptr,
+    dh_post_ptr,
+    dh_res_ptr,
+    tokens,
+    dprojected_ptr,
+    shrink_ptr,
+    sums_ptr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    FIRST: tl.constexpr,
+    SP: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """dprojected [N, C]; shrink [N], the factor of -x in dx; a row [3 + C] of dalpha and dbias a program.
+
+    r stands to mean(x**2) as -1/2 r**3, and that to x as 2 x / K: shrink = r**3 / K (dh . projected gain).
+    grid (N / BN,).
+    """
+    C: tl.constexpr = 2 * S + S * S
+    o_n, m_n = token_block(tokens, BN)
+    b_r = tl.load(r_ptr + o_n, mask=m_n, other=0.0)
+    row_ptr = sums_ptr + tl.program_id(0).to(tl.int64) * (3 + C)
+    o_s = tl.arange(0, SP)[None, :]
+    mask = m_n[:, None] & (o_s < S)
+    b_dr = tl.zeros_like(b_r)
+    for group in tl.static_range(2):
+        b_p = tl.load(projected_ptr + o_n[:, None] * C + group * S + o_s, mask=mask, other=0.0)
+        alpha = tl.load(alpha_ptr + group)
+        b_bias = tl.load(bias_ptr + group * S + o_s, mask=o_s < S, other=0.0)
+        b_sigmoid = tl.sigmoid(b_r[:, None] * b_p * alpha + b_bias)
+        if group == 0:
+            b_grad = tl.load(dh_pre_ptr + o_n[:, None] * S + o_s, mask=mask, other=0.0)
+        else:
+            b_grad = 2.0 * tl.load(dh_post_ptr + o_n[:, None] * S + o_s, mask=mask, other=0.0)
+        b_dh = b_grad * b_sigmoid * (1.0 - b_sigmoid)
+        tl.store(dprojected_ptr + o_n[:, None] * C + group * S + o_s, b_dh * b_r[:, None] * alpha, mask=mask)
+        b_dr += tl.sum(b_dh * b_p * alpha, 1)
+        tl.store(row_ptr + group, tl.sum(tl.sum(b_dh * b_p, 1) * b_r, 0))
+        o_bias = 3 + group * S + tl.arange(0, SP)
+        tl.store(row_ptr + o_bias, tl.sum(b_dh, 0), mask=tl.arange(0, SP) < S)
+    offsets, m_s, mask = matrix_block(o_n, m_n, S, SP)
+    o_c = 2 * S + tl.arange(0, SP)[None, :, None] * S + tl.arange(0, SP)[None, None, :]
+    b_p = tl.load(projected_ptr + o_n[:, None, None] * C + o_c, mask=mask, other=0.0)
+    alpha = tl.load(alpha_ptr + 2)
+    b_logits = b_r[:, None, None] * b_p * alpha + tl.load(bias_ptr + o_c, mask=m_s, other=0.0)
+    b_grad = tl.load(dh_res_ptr + offsets, mask=mask, other=0.0)
+    b_dh = sinkhorn_gradient(b_logits, b_grad, m_s, ITERATIONS, FIRST)
+    tl.store(dprojected_ptr + o_n[:, None, None] * C + o_c, b_dh * b_r[:, None, None] * alpha, mask=mask)
+    b_dot = tl.sum(tl.sum(b_dh * b_p, 2), 1)
+    tl.store(row_ptr + 2, tl.sum(b_dot * b_r, 0))
+    o_bias = 3 + 2 * S + tl.arange(0, SP)[:, None] * S + tl.arange(0, SP)[None, :]
+    m_bias = (tl.arange(0, SP)[:, None] < S) & (tl.arange(0, SP)[None, :] < S)
+    tl.store(row_ptr + o_bias, tl.sum(b_dh, 0), mask=m_bias)
+    b_dr += b_dot * alpha
+    tl.store(shrink_ptr + o_n, b_dr * b_r * b_r * b_r / (S * D), mask=m_n)

@@ -1,0 +1,204 @@
+"""Gradients of q, k, g and beta where every channel has its decay; in the notation of gradients.py.
+
+A program has a tile of 16 tokens and a slice of channels, which do not need each other: its rows meet the keys of
+earlier tiles, its keys the rows of later tiles, both by products decayed to the border between, and its own tokens meet
+column by column, as in products.py.
+"""
+
+import triton
+import triton.language as tl
+
+from diptych_kernels.common import exp_of
+from diptych_kernels.delta_rule.products import TILE, chunk_of, decays_around, load_rows, store_rows
+
+
+@triton.jit
+def load_tile(a_ptr, p_a, row, column, C: tl.constexpr):
+    """Tile [TILE, TILE] of a matrix [C, C]."""
+    o_r = tl.arange(0, TILE)
+    return tl.load(a_ptr + p_a + (o_r + row * TILE)[:, None] * C + (o_r + column * TILE)[None, :])
+
+
+@triton.jit
+def channel_gradients(
+    q_ptr,
+    k_ptr,
+    g_ptr,
+    beta_ptr,
+    da_qk_ptr,
+    da_kk_ptr,
+    r_in_ptr,
+    r_seen_ptr,
+    r_out_ptr,
+    dbeta_ptr,
+    chunks_ptr,
+    dq_ptr,
+    dk_ptr,
+    before_ptr,
+    after_ptr,
+    dbetas_ptr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    SLICES: tl.constexpr,
+):
+    """dq, dk, and what g sums of earlier and later tokens [T, HV, K]; dbeta by slices of channels [T, HV, SLICES].
+
+    A program has a tile of tokens and a slice of channels; grid (NC HV, C / TILE, SLICES).
+    """
+    ACC: tl.constexpr = dbetas_ptr.dtype.element_ty
+    chunk, head, first, last = chunk_of(chunks_ptr, HV)
+    tile, piece = tl.program_id(1), tl.program_id(2)
+    if first + tile * TILE >= last:
+        return
+    o_r = tl.arange(0, TILE)
+    o_k = piece * BK + tl.arange(0, BK)
+    o_t = first + tile * TILE + o_r
+    m_t = o_t < last
+    group = head // (HV // H)
+    p_a = (chunk * HV + head) * (C * C)
+    b_q = load_rows(q_ptr, o_t, m_t, group, H, o_k, K, ACC) * SCALE
+    b_k = load_rows(k_ptr, o_t, m_t, group, H, o_k, K, ACC)
+    b_dq, b_row, b_column = _with_other_tiles(
+        q_ptr, k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, last, tile, group, head, o_k,
+        H, HV, K, SCALE, PRECISION, ACC, C,
+    )  # fmt: skip
+    b_sums = tl.zeros([TILE, BK], ACC)
+    b_same = tl.zeros([TILE], ACC)
+    for step in range(TILE):  # within the tile, column by column, as _diagonal_tile
+        column = TILE - 1 - step
+        t = first + tile * TILE + column
+        mask = (o_k < K) & ((t + 0 * o_k) < last)
+        b_key = tl.load(k_ptr + (t * H + group) * K + o_k, mask=mask, other=0.0).to(ACC)
+        b_decay = exp_of(b_sums)
+        p_column = p_a + (tile * TILE + o_r) * C + tile * TILE + column
+        b_all = tl.load(da_qk_ptr + p_column).to(ACC)
+        b_same += tl.where(o_r == column, b_all, 0.0)
+        b_qk = tl.where(o_r > column, b_all, 0.0)[:, None]
+        b_kk = tl.where(o_r > column, tl.load(da_kk_ptr + p_column).to(ACC), 0.0)[:, None]
+        b_dq += b_qk * b_decay * b_key[None, :]
+        b_row += b_kk * b_decay * b_key[None, :]
+        b_own = tl.sum((b_qk * b_q + b_kk * b_k) * b_decay, 0)
+        b_column += tl.where((o_r == column)[:, None], b_own[None, :], 0.0)
+        b_g = tl.load(g_ptr + (t * HV + head) * K + o_k, mask=mask, other=0.0).to(ACC)
+        b_sums = tl.where((o_r >= column)[:, None], b_sums + b_g[None, :], 0.0)
+    b_before, b_after = _decays_to_ends(g_ptr, first, last, tile, head, HV, o_k, K, ACC, C)
+    b_beta = tl.load(beta_ptr + o_t * HV + head, mask=m_t, other=0.0).to(ACC)
+    b_seen = load_rows(r_seen_ptr, o_t, m_t, head, HV, o_k, K, ACC) * b_before
+    b_dq += load_rows(r_in_ptr, o_t, m_t, head, HV, o_k, K, ACC) * b_before
+    b_row -= b_seen * b_beta[:, None]
+    b_out = load_rows(r_out_ptr, o_t, m_t, head, HV, o_k, K, ACC) * b_after
+    store_rows(before_ptr, o_t, m_t, head, HV, o_k, K, b_q * b_dq + b_k * (b_row - b_column))
+    store_rows(after_ptr, o_t, m_t, head, HV, o_k, K, b_k * b_out)
+    store_rows(dq_ptr, o_t, m_t, head, HV, o_k, K, (b_dq + b_same[:, None] * b_k) * SCALE)
+    store_rows(dk_ptr, o_t, m_t, head, HV, o_k, K, b_row + b_column + b_out + b_same[:, None] * b_q)
+    b_dbeta = tl.load(dbeta_ptr + o_t * HV + head, mask=m_t & ((piece + 0 * o_r) == 0), other=0.0) - tl.sum(
+        b_k * b_seen, 1
+    )
+    tl.store(dbetas_ptr + (o_t * HV + head) * SLICES + piece, b_dbeta, mask=m_t)
+
+
+@triton.jit
+def _with_other_tiles(
+    q_ptr, k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, last, tile, group, head, o_k,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    SCALE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """dq / SCALE and dk of the tile's rows with earlier tiles' keys, and dk of its keys with later tiles' rows."""
+    BK: tl.constexpr = o_k.shape[0]
+    NARROW: tl.constexpr = k_ptr.dtype.element_ty
+    o_r = tl.arange(0, TILE)
+    b_dq = tl.zeros([TILE, BK], ACC)
+    b_row = tl.zeros([TILE, BK], ACC)
+    b_column = tl.zeros([TILE, BK], ACC)
+    b_since = tl.zeros([TILE, BK], ACC)
+    b_until = tl.zeros([TILE, BK], ACC)
+    for other in range(0, tile):
+        o_j = first + other * TILE + o_r
+        b_since, b_decay = decays_around(g_ptr, first, last, tile, other, head, HV, o_k, K, ACC, C)
+        b_keys = (load_rows(k_ptr, o_j, o_j < last, group, H, o_k, K, ACC) * b_decay).to(NARROW)
+        b_a = load_tile(da_qk_ptr, p_a, tile, other, C)
+        b_dq = tl.dot(b_a, b_keys, b_dq, input_precision=PRECISION, out_dtype=ACC)
+        b_a = load_tile(da_kk_ptr, p_a, tile, other, C)
+        b_row = tl.dot(b_a, b_keys, b_row, input_precision=PRECISION, out_dtype=ACC)
+    for other in range(tile + 1, C // TILE):
+        o_i = first + other * TILE + o_r
+        b_decay, b_until = _decays_from(g_ptr, first, last, other, tile, head, HV, o_k, K, ACC, C)
+        b_rows = (load_rows(q_ptr, o_i, o_i < last, group, H, o_k, K, ACC) * b_decay * SCALE).to(NARROW)
+        b_a = tl.trans(load_tile(da_qk_ptr, p_a, other, tile, C))
+        b_column = tl.dot(b_a, b_rows, b_column, input_precision=PRECISION, out_dtype=ACC)
+        b_rows = (load_rows(k_ptr, o_i, o_i < last, group, H, o_k, K, ACC) * b_decay).to(NARROW)
+        b_a = tl.trans(load_tile(da_kk_ptr, p_a, other, tile, C))
+        b_column = tl.dot(b_a, b_rows, b_column, input_precision=PRECISION, out_dtype=ACC)
+    return b_dq * b_since, b_row * b_since, b_column * b_until
+
+
+@triton.jit
+def _decays_from(
+    g_ptr, first, last, row, column, head, HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr
+):
+    """As decays_around, but what lies between the tiles is counted with the rows."""
+    o_r, o_c = tl.arange(0, TILE), tl.arange(0, C)
+    o_i, o_j = first + row * TILE + o_r, o_r + column * TILE
+    b_rows = load_rows(g_ptr, o_i, o_i < last, head, HV, o_k, K, ACC)
+    m_c = (o_c >= (column + 1) * TILE) & (o_c < row * TILE) & (first + o_c < last)
+    b_between = tl.sum(load_rows(g_ptr, first + o_c, m_c, head, HV, o_k, K, ACC), 0)
+    m_j = (first + o_j + 1 < last) & (o_r < TILE - 1)
+    b_keys = load_rows(g_ptr, first + o_j + 1, m_j, head, HV, o_k, K, ACC)
+    return exp_of(tl.cumsum(b_rows, 0) + b_between[None, :]), exp_of(tl.cumsum(b_keys, 0, reverse=True))
+
+
+@triton.jit
+def _decays_to_ends(
+    g_ptr, first, last, tile, head, HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr
+):
+    """exp(G) and exp(G_C - G) of a tile's tokens. [TILE, BK] each"""
+    o_r, o_c = tl.arange(0, TILE), tl.arange(0, C)
+    o_t = first + tile * TILE + o_r
+    b_all = load_rows(g_ptr, first + o_c, first + o_c < last, head, HV, o_k, K, ACC)
+    b_earlier = tl.sum(tl.where((o_c < tile * TILE)[:, None], b_all, 0.0), 0)
+    b_later = tl.sum(tl.where((o_c >= (tile + 1) * TILE)[:, None], b_all, 0.0), 0)
+    b_own = load_rows(g_ptr, o_t, o_t < last, head, HV, o_k, K, ACC)
+    b_next = load_rows(g_ptr, o_t + 1, (o_t + 1 < last) & (o_r < TILE - 1), head, HV, o_k, K, ACC)
+    b_before = exp_of(tl.cumsum(b_own, 0) + b_earlier[None, :])
+    return b_before, exp_of(tl.cumsum(b_next, 0, reverse=True) + b_later[None, :])
+
+
+@triton.jit
+def gate_gradients(
+    g_ptr,
+    before_ptr,
+    after_ptr,
+    decay_ptr,
+    ddecay_ptr,
+    dbetas_ptr,
+    chunks_ptr,
+    dg_ptr,
+    dbeta_ptr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    SLICES: tl.constexpr,
+    SP: tl.constexpr,
+):
+    """dg [T, HV, K], and dbeta [T, HV], its slices summed; grid (NC HV, K / BK)."""
+    ACC: tl.constexpr = ddecay_ptr.dtype.element_ty
+    chunk, head, first, last = chunk_of(chunks_ptr, HV)
+    o_c = tl.arange(0, C)
+    o_t = first + o_c
+    m_t = o_t < last
+    o_k = tl.program_id(1) * BK + tl.arange(0, BK)
+    b_before = load_rows(before_ptr, o_t, m_t, head, HV, o_k, K, ACC)
+    b_after = load_rows(after_ptr, o_t - 1, m_t & (o_c > 0), head, HV, o_k, K, ACC)
+    p_k = (chunk * HV + head) * K + o_k
+    b_whole = tl.load(decay_ptr + p_k, mask=o_k < K, other=0.0) * tl.load(ddecay_ptr + p_k, mask=o_k < K, other=0.0)
+    b_dg = tl.cumsum(b_before, 0, reverse=True) + tl.cumsum(b_after, 0) + b_whole[None, :]
+    store_rows(dg_ptr, o_t, m_t, head, HV, o_k, K, b_dg)
+    if tl.program_id(1) == 0:
+        b_dbeta = tl.sum(load_rows(dbetas_ptr, o_t, m_t, head, HV, tl.arange(0, SP), SLICES, ACC), 1)
+        tl.store(dbeta_ptr + o_t * HV + head, b_dbeta, mask=m_t)

@@ -1,0 +1,218 @@
+"""Gradients of a chunk, once states, errors and their gradients are known: all chunks at once.
+
+With S the state a chunk begins with, dS the gradient of the one it ends with, e, dx and do of scan.py:
+
+    dv = beta dx                   dA_qk = do e^T            dA_kk = -beta dx e^T     (the inverse needs no product)
+    r_in = do S^T   of q_in,       r_seen = dx S^T           r_out = e dS^T   of k_out
+    dbeta_i = dx_i v_i - r_seen_i k_in_i - sum_j (dx e^T)_ij A_kk_ij
+
+    dq = scale (exp(G) r_in + dA_qk k)       with the decays between the tokens inside products, likewise dk
+
+A decay g_t stands between every pair of tokens i >= t > j, and between the chunk's ends and tokens:
+
+    dg_t = sum_{i >= t} (q dq + k dk of what lies before i)_i + sum_{j < t} (k dk of what lies after j)_j
+           + exp(G_C) sum_v S dS
+
+Terms of a token with itself have no decay and are left out of it: they would cancel by rounding alone.
+
+What follows from dA_qk and dA_kk is here where a token has one decay, and in channel_gradients.py where channels have.
+Twin of the vector-Jacobian products of intra.py and scan.py in both backends, where they come from autograd.
+"""
+
+import triton
+import triton.language as tl
+
+from diptych_kernels.delta_rule.products import chunk_of, decays_of_chunk, decays_within, load_rows, store_rows
+from diptych_kernels.delta_rule.scan import load_lower
+
+
+@triton.jit
+def state_gradients(
+    starts_ptr,
+    dends_ptr,
+    errors_ptr,
+    dx_ptr,
+    do_ptr,
+    chunks_ptr,
+    r_in_ptr,
+    r_seen_ptr,
+    r_out_ptr,
+    ddecay_ptr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    PRECISION: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """r_in, r_seen, r_out [T, HV, K] and sum_v S dS [NC, HV, K]; grid (NC HV, K / BK)."""
+    ACC: tl.constexpr = ddecay_ptr.dtype.element_ty
+    NARROW: tl.constexpr = do_ptr.dtype.element_ty
+    chunk, head, first, last = chunk_of(chunks_ptr, HV)
+    o_t = first + tl.arange(0, C)
+    m_t = o_t < last
+    o_k = tl.program_id(1) * BK + tl.arange(0, BK)
+    b_in = tl.zeros([C, BK], ACC)
+    b_seen = tl.zeros([C, BK], ACC)
+    b_out = tl.zeros([C, BK], ACC)
+    b_decay = tl.zeros([BK], ACC)
+    for start in range(0, V, BV):
+        o_v = start + tl.arange(0, BV)
+        mask = (o_k[:, None] < K) & (o_v[None, :] < V)
+        p_state = (chunk * HV + head) * (K * V) + o_k[:, None] * V + o_v[None, :]
+        b_s = tl.load(starts_ptr + p_state, mask=mask, other=0.0)
+        b_ds = tl.load(dends_ptr + p_state, mask=mask, other=0.0)
+        b_decay += tl.sum(b_s.to(ACC) * b_ds.to(ACC), 1)
+        b_x = load_rows(do_ptr, o_t, m_t, head, HV, o_v, V, NARROW)
+        b_in = tl.dot(b_x, tl.trans(b_s), b_in, input_precision=PRECISION, out_dtype=ACC)
+        b_x = load_rows(dx_ptr, o_t, m_t, head, HV, o_v, V, NARROW)
+        b_seen = tl.dot(b_x, tl.trans(b_s), b_seen, input_precision=PRECISION, out_dtype=ACC)
+        b_x = load_rows(errors_ptr, o_t, m_t, head, HV, o_v, V, NARROW)
+        b_out = tl.dot(b_x, tl.trans(b_ds), b_out, input_precision=PRECISION, out_dtype=ACC)
+    store_rows(r_in_ptr, o_t, m_t, head, HV, o_k, K, b_in)
+    store_rows(r_seen_ptr, o_t, m_t, head, HV, o_k, K, b_seen)
+    store_rows(r_out_ptr, o_t, m_t, head, HV, o_k, K, b_out)
+    tl.store(ddecay_ptr + (chunk * HV + head) * K + o_k, b_decay, mask=o_k < K)
+
+
+@triton.jit
+def product_gradients(
+    v_ptr,
+    beta_ptr,
+    errors_ptr,
+    dx_ptr,
+    do_ptr,
+    a_kk_ptr,
+    chunks_ptr,
+    da_qk_ptr,
+    da_kk_ptr,
+    dv_ptr,
+    dbeta_ptr,
+    HV: tl.constexpr,
+    V: tl.constexpr,
+    PRECISION: tl.constexpr,
+    C: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """dA_qk (of the pairs i >= j) and dA_kk (i > j) [NC, HV, C, C], else 0; dv; dbeta but for r_seen; grid (NC HV,)."""
+    ACC: tl.constexpr = dbeta_ptr.dtype.element_ty
+    NARROW: tl.constexpr = do_ptr.dtype.element_ty
+    chunk, head, first, last = chunk_of(chunks_ptr, HV)
+    o_c = tl.arange(0, C)
+    o_t = first + o_c
+    m_t = o_t < last
+    b_beta = tl.load(beta_ptr + o_t * HV + head, mask=m_t, other=0.0).to(ACC)
+    b_qk = tl.zeros([C, C], ACC)
+    b_kk = tl.zeros([C, C], ACC)
+    b_dbeta = tl.zeros([C], ACC)
+    for start in range(0, V, BV):
+        o_v = start + tl.arange(0, BV)
+        b_e = tl.trans(load_rows(errors_ptr, o_t, m_t, head, HV, o_v, V, NARROW))
+        b_do = load_rows(do_ptr, o_t, m_t, head, HV, o_v, V, NARROW)
+        b_qk = tl.dot(b_do, b_e, b_qk, input_precision=PRECISION, out_dtype=ACC)
+        b_dx = load_rows(dx_ptr, o_t, m_t, head, HV, o_v, V, NARROW)
+        b_kk = tl.dot(b_dx, b_e, b_kk, input_precision=PRECISION, out_dtype=ACC)
+        b_dbeta += tl.sum(b_dx.to(ACC) * load_rows(v_ptr, o_t, m_t, head, HV, o_v, V, ACC), 1)
+        store_rows(dv_ptr, o_t, m_t, head, HV, o_v, V, b_dx.to(ACC) * b_beta[:, None])
+    below = o_c[:, None] > o_c[None, :]
+    b_kk = tl.where(below, b_kk, 0.0)
+    b_a = load_lower(a_kk_ptr, chunk, head, HV, C, o_c[:, None], o_c[None, :])
+    tl.store(dbeta_ptr + o_t * HV + head, b_dbeta - tl.sum(b_kk * b_a, 1), mask=m_t)
+    p_a = (chunk * HV + head) * (C * C) + o_c[:, None] * C + o_c[None, :]
+    tl.store(da_kk_ptr + p_a, -b_kk * b_beta[:, None])
+    tl.store(da_qk_ptr + p_a, tl.where(o_c[:, None] >= o_c[None, :], b_qk, 0.0))
+
+
+@triton.jit
+def head_gradients(
+    q_ptr,
+    k_ptr,
+    g_ptr,
+    beta_ptr,
+    a_qk_ptr,
+    a_kk_ptr,
+    da_qk_ptr,
+    da_kk_ptr,
+    r_in_ptr,
+    r_seen_ptr,
+    r_out_ptr,
+    ddecay_ptr,
+    dbeta_ptr,
+    chunks_ptr,
+    dq_ptr,
+    dk_ptr,
+    dg_ptr,
+    dbetas_ptr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """dq, dk [T, HV, K], dg and dbeta [T, HV] where a token has one decay; grid (NC HV,)."""
+    ACC: tl.constexpr = ddecay_ptr.dtype.element_ty
+    NARROW: tl.constexpr = k_ptr.dtype.element_ty
+    chunk, head, first, last = chunk_of(chunks_ptr, HV)
+    o_c = tl.arange(0, C)
+    o_t = first + o_c
+    m_t = o_t < last
+    group = head // (HV // H)
+    p_a = (chunk * HV + head) * (C * C) + o_c[:, None] * C + o_c[None, :]
+    below = o_c[:, None] > o_c[None, :]
+    b_dqk, b_dkk = tl.load(da_qk_ptr + p_a).to(ACC), tl.load(da_kk_ptr + p_a).to(ACC)
+    b_pairs = tl.where(below, b_dqk * tl.load(a_qk_ptr + p_a).to(ACC) + b_dkk * tl.load(a_kk_ptr + p_a), 0.0)
+    b_pairs = tl.cumsum(b_pairs, 0, reverse=True)  # row t: of all rows from t on
+    b_dg = tl.sum(tl.where(below, b_pairs, 0.0), 1)
+    b_within = decays_within(g_ptr, o_t, m_t, head, HV, ACC)
+    b_dqk = (b_dqk * b_within * SCALE).to(NARROW)
+    b_dkk = (b_dkk * b_within).to(NARROW)
+    b_before, b_after, decay = decays_of_chunk(g_ptr, o_t, last, head, HV, ACC)
+    b_beta = tl.load(beta_ptr + o_t * HV + head, mask=m_t, other=0.0).to(ACC)
+    b_rise = tl.zeros([C], ACC)
+    b_fall = tl.zeros([C], ACC)
+    b_dbeta = tl.load(dbeta_ptr + o_t * HV + head, mask=m_t, other=0.0)
+    b_ddecay = tl.zeros([BK], ACC)
+    for start in range(0, K, BK):
+        o_k = start + tl.arange(0, BK)
+        b_q = load_rows(q_ptr, o_t, m_t, group, H, o_k, K, NARROW)
+        b_k = load_rows(k_ptr, o_t, m_t, group, H, o_k, K, NARROW)
+        b_in = load_rows(r_in_ptr, o_t, m_t, head, HV, o_k, K, ACC) * (b_before * SCALE)[:, None]
+        b_seen = load_rows(r_seen_ptr, o_t, m_t, head, HV, o_k, K, ACC) * b_before[:, None]
+        b_out = load_rows(r_out_ptr, o_t, m_t, head, HV, o_k, K, ACC) * b_after[:, None]
+        b_dbeta -= tl.sum(b_k.to(ACC) * b_seen, 1)
+        b_seen *= -b_beta[:, None]
+        b_rise += tl.sum(b_q.to(ACC) * b_in + b_k.to(ACC) * b_seen, 1)
+        b_fall += tl.sum(b_k.to(ACC) * b_out, 1)
+        p_k = (chunk * HV + head) * K + o_k
+        b_ddecay += tl.load(ddecay_ptr + p_k, mask=o_k < K, other=0.0)
+        b_dq = tl.dot(b_dqk, b_k, b_in, input_precision=PRECISION, out_dtype=ACC)
+        store_rows(dq_ptr, o_t, m_t, head, HV, o_k, K, b_dq)
+        b_dk = tl.dot(tl.trans(b_dqk), b_q, b_seen + b_out, input_precision=PRECISION, out_dtype=ACC)
+        b_dk = tl.dot(b_dkk, b_k, b_dk, input_precision=PRECISION, out_dtype=ACC)
+        b_dk = tl.dot(tl.trans(b_dkk), b_k, b_dk, input_precision=PRECISION, out_dtype=ACC)
+        store_rows(dk_ptr, o_t, m_t, head, HV, o_k, K, b_dk)
+    b_dg += (
+        tl.sum(tl.where(below, b_fall[None, :], 0.0), 1)
+        + tl.cumsum(b_rise, 0, reverse=True)
+        + decay * tl.sum(b_ddecay, 0)
+    )
+    tl.store(dg_ptr + o_t * HV + head, b_dg, mask=m_t)
+    tl.store(dbetas_ptr + o_t * HV + head, b_dbeta, mask=m_t)
+
+
+@triton.jit
+def sum_heads(
+    x_ptr, chunks_ptr, out_ptr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr
+):
+    """Sums over the heads that share a head of q and k, [T, HV, K] to [T, H, K]; grid (NC H, K / BK)."""
+    _, group, first, last = chunk_of(chunks_ptr, H)
+    ACC: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    o_t = first + tl.arange(0, C)
+    o_k = tl.program_id(1) * BK + tl.arange(0, BK)
+    b_sum = tl.zeros([C, BK], ACC)
+    for number in range(HV // H):
+        b_sum += load_rows(x_ptr, o_t, o_t < last, group * (HV // H) + number, HV, o_k, K, ACC)
+    store_rows(out_ptr, o_t, o_t < last, group, H, o_k, K, b_sum)

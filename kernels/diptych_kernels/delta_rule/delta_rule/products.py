@@ -1,0 +1,310 @@
+"""What a chunk needs no state for: decayed queries and keys, their products, and the system of corrections, solved.
+
+In a chunk of C tokens, G_i the sum of g from its first token to token i, for i >= j:
+
+    q_in = scale q exp(G)     k_in = k exp(G)     k_out_j = k_j exp(G_C - G_j)      of the states before and after
+    A_qk[i, j] = scale sum_c q_i k_j exp(G_i - G_j)        A_kk likewise of k alone, for i > j
+    inverse    = (I + diag(beta) A_kk)^-1
+
+A program has one chunk of one head; products by channel (KDA) are made of tiles of 16 x 16 tokens. On the diagonal they
+go column by column; below it, rows are decayed since their tile's first token and keys until the end of theirs and of
+the tiles between. No exponent is a difference of two sums: none is positive, none loses digits after a strong decay,
+and no token's row depends on a later token. The inverse is found by substitution, in rows of a tile, then in tiles:
+powers of the matrix overflow for equal keys.
+
+Twin of intra.py in both backends. Reference: arXiv 2412.06464, section 3.3; arXiv 2510.26692, section 3.
+"""
+
+import triton
+import triton.language as tl
+
+from diptych_kernels.common import exp_of
+
+TILE = tl.constexpr(16)
+"""Tokens of a tile: the least that products on tensor cores take."""
+
+
+@triton.jit
+def chunk_of(chunks_ptr, HV: tl.constexpr):
+    """This program's chunk, its head, its first token and the one after its last, int64."""
+    chunk = tl.program_id(0).to(tl.int64) // HV
+    head = tl.program_id(0).to(tl.int64) % HV
+    return chunk, head, tl.load(chunks_ptr + 2 * chunk).to(tl.int64), tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64)
+
+
+@triton.jit
+def load_rows(x_ptr, o_t, m_t, head, H: tl.constexpr, o_d, D: tl.constexpr, ACC: tl.constexpr):
+    """Tile [tokens, columns] of x [T, H, D]; 0 where there is no token or column."""
+    mask = m_t[:, None] & (o_d[None, :] < D)
+    return tl.load(x_ptr + (o_t * H + head)[:, None] * D + o_d[None, :], mask=mask, other=0.0).to(ACC)
+
+
+@triton.jit
+def store_rows(x_ptr, o_t, m_t, head, H: tl.constexpr, o_d, D: tl.constexpr, b_x):
+    """Write a tile of x [T, H, D]."""
+    mask = m_t[:, None] & (o_d[None, :] < D)
+    tl.store(x_ptr + (o_t * H + head)[:, None] * D + o_d[None, :], b_x, mask=mask)
+
+
+@triton.jit
+def decayed(
+    q_ptr,
+    k_ptr,
+    g_ptr,
+    chunks_ptr,
+    q_in_ptr,
+    k_in_ptr,
+    k_out_ptr,
+    decay_ptr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    SCALE: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """q_in, k_in, k_out [T, HV, K] and the chunks' decays exp(G_C) [NC, HV, K]; grid (NC HV, K / BK)."""
+    ACC: tl.constexpr = decay_ptr.dtype.element_ty
+    chunk, head, first, last = chunk_of(chunks_ptr, HV)
+    o_t = first + tl.arange(0, C)
+    m_t = o_t < last
+    o_k = tl.program_id(1) * BK + tl.arange(0, BK)
+    b_g = load_rows(g_ptr, o_t, m_t, head, HV, o_k, K, ACC)
+    b_next = load_rows(g_ptr, o_t + 1, o_t + 1 < last, head, HV, o_k, K, ACC)
+    b_before = exp_of(tl.cumsum(b_g, 0))
+    b_after = exp_of(tl.cumsum(b_next, 0, reverse=True))
+    group = head // (HV // H)
+    b_q = load_rows(q_ptr, o_t, m_t, group, H, o_k, K, ACC)
+    store_rows(q_in_ptr, o_t, m_t, head, HV, o_k, K, b_q * b_before * SCALE)
+    b_k = load_rows(k_ptr, o_t, m_t, group, H, o_k, K, ACC)
+    store_rows(k_in_ptr, o_t, m_t, head, HV, o_k, K, b_k * b_before)
+    store_rows(k_out_ptr, o_t, m_t, head, HV, o_k, K, b_k * b_after)
+    tl.store(decay_ptr + (chunk * HV + head) * K + o_k, exp_of(tl.sum(b_g, 0)), mask=o_k < K)
+
+
+@triton.jit
+def tile_of(tile):
+    """Row and column of a number of tiles on and below the diagonal, row by row, of four rows at most."""
+    row = (tile >= 1).to(tl.int32) + (tile >= 3).to(tl.int32) + (tile >= 6).to(tl.int32)
+    return row, tile - row * (row + 1) // 2
+
+
+@triton.jit
+def products_by_channel(
+    q_ptr,
+    k_ptr,
+    g_ptr,
+    chunks_ptr,
+    a_qk_ptr,
+    a_kk_ptr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """A_qk and A_kk [NC, HV, C, C] where every channel has its decay; nothing above the diagonal's tiles is written.
+
+    grid (NC HV, tiles on and below the diagonal)
+    """
+    ACC: tl.constexpr = a_kk_ptr.dtype.element_ty
+    chunk, head, first, last = chunk_of(chunks_ptr, HV)
+    row, column = tile_of(tl.program_id(1))
+    o_r = tl.arange(0, TILE)
+    if row == column:
+        b_qk, b_kk = _diagonal_tile(q_ptr, k_ptr, g_ptr, first + row * TILE, last, head, H, HV, K, ACC, BK)
+    else:
+        b_qk, b_kk = _lower_tile(q_ptr, k_ptr, g_ptr, first, last, row, column, head, H, HV, K, PRECISION, ACC, C, BK)
+    p_a = (chunk * HV + head) * (C * C) + (o_r + row * TILE)[:, None] * C + (o_r + column * TILE)[None, :]
+    tl.store(a_qk_ptr + p_a, b_qk * SCALE)
+    tl.store(a_kk_ptr + p_a, b_kk)
+
+
+@triton.jit
+def _diagonal_tile(
+    q_ptr, k_ptr, g_ptr, first, last, head,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Column by column, from the last: b_sums holds what rows decayed since the column's token."""
+    o_r = tl.arange(0, TILE)
+    o_t = first + o_r
+    group = head // (HV // H)
+    b_qk = tl.zeros([TILE, TILE], ACC)
+    b_kk = tl.zeros([TILE, TILE], ACC)
+    for start in range(0, K, BK):
+        o_k = start + tl.arange(0, BK)
+        b_q = load_rows(q_ptr, o_t, o_t < last, group, H, o_k, K, ACC)
+        b_k = load_rows(k_ptr, o_t, o_t < last, group, H, o_k, K, ACC)
+        b_sums = tl.zeros([TILE, BK], ACC)
+        for step in range(TILE):
+            column = TILE - 1 - step
+            t = first + column
+            mask = (o_k < K) & ((t + 0 * o_k) < last)
+            b_key = tl.load(k_ptr + (t * H + group) * K + o_k, mask=mask, other=0.0).to(ACC)
+            b_key = exp_of(b_sums) * b_key[None, :]
+            here = (o_r == column)[None, :]
+            b_qk += tl.where(here & (o_r >= column)[:, None], tl.sum(b_q * b_key, 1)[:, None], 0.0)
+            b_kk += tl.where(here & (o_r > column)[:, None], tl.sum(b_k * b_key, 1)[:, None], 0.0)
+            b_g = tl.load(g_ptr + (t * HV + head) * K + o_k, mask=mask, other=0.0).to(ACC)
+            b_sums = tl.where((o_r >= column)[:, None], b_sums + b_g[None, :], 0.0)
+    return b_qk, b_kk
+
+
+@triton.jit
+def decays_around(
+    g_ptr, first, last, row, column, head, HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr
+):
+    """Of a tile's rows since their first token, [TILE, BK]; of another's, before it, until that token, [TILE, BK]."""
+    o_r = tl.arange(0, TILE)
+    b_rows = load_rows(g_ptr, first + row * TILE + o_r, first + row * TILE + o_r < last, head, HV, o_k, K, ACC)
+    o_j = o_r + column * TILE
+    m_j = (first + o_j + 1 < last) & (o_r < TILE - 1)
+    b_keys = load_rows(g_ptr, first + o_j + 1, m_j, head, HV, o_k, K, ACC)
+    o_c = tl.arange(0, C)
+    m_c = (o_c >= (column + 1) * TILE) & (o_c < row * TILE) & (first + o_c < last)
+    b_between = tl.sum(load_rows(g_ptr, first + o_c, m_c, head, HV, o_k, K, ACC), 0)
+    return exp_of(tl.cumsum(b_rows, 0)), exp_of(tl.cumsum(b_keys, 0, reverse=True) + b_between[None, :])
+
+
+@triton.jit
+def _lower_tile(
+    q_ptr, k_ptr, g_ptr, first, last, row, column, head,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    PRECISION: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Both factors decayed to the border: the first token of the rows' tile."""
+    NARROW: tl.constexpr = k_ptr.dtype.element_ty
+    o_r = tl.arange(0, TILE)
+    o_i, o_j = first + row * TILE + o_r, first + column * TILE + o_r
+    group = head // (HV // H)
+    b_qk = tl.zeros([TILE, TILE], ACC)
+    b_kk = tl.zeros([TILE, TILE], ACC)
+    for start in range(0, K, BK):
+        o_k = start + tl.arange(0, BK)
+        b_since, b_until = decays_around(g_ptr, first, last, row, column, head, HV, o_k, K, ACC, C)
+        b_keys = tl.trans(load_rows(k_ptr, o_j, o_j < last, group, H, o_k, K, ACC) * b_until).to(NARROW)
+        b_q = (load_rows(q_ptr, o_i, o_i < last, group, H, o_k, K, ACC) * b_since).to(NARROW)
+        b_k = (load_rows(k_ptr, o_i, o_i < last, group, H, o_k, K, ACC) * b_since).to(NARROW)
+        b_qk = tl.dot(b_q, b_keys, b_qk, input_precision=PRECISION, out_dtype=ACC)
+        b_kk = tl.dot(b_k, b_keys, b_kk, input_precision=PRECISION, out_dtype=ACC)
+    return b_qk, b_kk
+
+
+@triton.jit
+def decays_within(g_ptr, o_t, m_t, head, HV: tl.constexpr, ACC: tl.constexpr):
+    """exp(G_i - G_j) for i >= j, else 0, of one decay a token; [C, C]."""
+    C: tl.constexpr = o_t.shape[0]
+    o_c = tl.arange(0, C)
+    b_g = tl.load(g_ptr + o_t * HV + head, mask=m_t, other=0.0).to(ACC)
+    below = o_c[:, None] > o_c[None, :]
+    b_sums = tl.cumsum(tl.where(below, b_g[:, None], 0.0), 0)
+    return tl.where(o_c[:, None] >= o_c[None, :], exp_of(b_sums), 0.0)
+
+
+@triton.jit
+def decays_of_chunk(g_ptr, o_t, last, head, HV: tl.constexpr, ACC: tl.constexpr):
+    """exp(G) and exp(G_C - G) [C], exp(G_C), of one decay a token."""
+    b_g = tl.load(g_ptr + o_t * HV + head, mask=o_t < last, other=0.0).to(ACC)
+    b_next = tl.load(g_ptr + (o_t + 1) * HV + head, mask=o_t + 1 < last, other=0.0).to(ACC)
+    return exp_of(tl.cumsum(b_g, 0)), exp_of(tl.cumsum(b_next, 0, reverse=True)), exp_of(tl.sum(b_g, 0))
+
+
+@triton.jit
+def products_by_head(
+    q_ptr,
+    k_ptr,
+    g_ptr,
+    chunks_ptr,
+    a_qk_ptr,
+    a_kk_ptr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """A_qk and A_kk [NC, HV, C, C] where a token has one decay; grid (NC HV,)."""
+    ACC: tl.constexpr = a_kk_ptr.dtype.element_ty
+    chunk, head, first, last = chunk_of(chunks_ptr, HV)
+    o_c = tl.arange(0, C)
+    o_t = first + o_c
+    m_t = o_t < last
+    group = head // (HV // H)
+    b_qk = tl.zeros([C, C], ACC)
+    b_kk = tl.zeros([C, C], ACC)
+    for start in range(0, K, BK):
+        o_k = start + tl.arange(0, BK)
+        b_q = load_rows(q_ptr, o_t, m_t, group, H, o_k, K, q_ptr.dtype.element_ty)
+        b_k = load_rows(k_ptr, o_t, m_t, group, H, o_k, K, k_ptr.dtype.element_ty)
+        b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=PRECISION, out_dtype=ACC)
+        b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision=PRECISION, out_dtype=ACC)
+    b_decay = decays_within(g_ptr, o_t, m_t, head, HV, ACC)
+    p_a = (chunk * HV + head) * (C * C) + o_c[:, None] * C + o_c[None, :]
+    tl.store(a_qk_ptr + p_a, b_qk * b_decay * SCALE)
+    tl.store(a_kk_ptr + p_a, tl.where(o_c[:, None] > o_c[None, :], b_kk * b_decay, 0.0))
+
+
+@triton.jit
+def solve(
+    a_kk_ptr,
+    beta_ptr,
+    chunks_ptr,
+    inverse_ptr,
+    HV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    C: tl.constexpr,
+):
+    """inverse [NC, HV, C, C], C at most 64; grid (NC HV,)."""
+    ACC: tl.constexpr = a_kk_ptr.dtype.element_ty
+    chunk, head, first, last = chunk_of(chunks_ptr, HV)
+    p_a, p_out = a_kk_ptr + (chunk * HV + head) * (C * C), inverse_ptr + (chunk * HV + head) * (C * C)
+    p_beta = beta_ptr + first * HV + head
+    ROWS: tl.constexpr = C // TILE
+    inverted = ()
+    for row in tl.static_range(ROWS):
+        b_own = _invert_tile(
+            p_a + row * (TILE * C + TILE), p_beta + row * TILE * HV, last - first - row * TILE, HV, ACC, C
+        )
+        found = ()
+        for column in tl.static_range(row):
+            b_sum = tl.zeros([TILE, TILE], ACC)
+            for between in tl.static_range(column, row):
+                b_a = _scaled_tile(p_a, p_beta, row, between, last - first, HV, ACC, C)
+                b_known = inverted[between * (between + 1) // 2 + column]
+                b_sum = tl.dot(b_a, b_known, b_sum, input_precision=PRECISION, out_dtype=ACC)
+            b_found = -tl.dot(b_own, b_sum, input_precision=PRECISION, out_dtype=ACC)
+            _store_tile(p_out, row, column, b_found, C)
+            found = found + (b_found,)
+        _store_tile(p_out, row, row, b_own, C)
+        inverted = inverted + found + (b_own,)
+
+
+@triton.jit
+def _scaled_tile(p_a, p_beta, row, column, length, HV: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr):
+    """Of diag(beta) A_kk, below the diagonal."""
+    o_i, o_j = tl.arange(0, TILE) + row * TILE, tl.arange(0, TILE) + column * TILE
+    b_beta = tl.load(p_beta + o_i * HV, mask=o_i < length, other=0.0).to(ACC)
+    return tl.load(p_a + o_i[:, None] * C + o_j[None, :]) * b_beta[:, None]
+
+
+@triton.jit
+def _invert_tile(p_a, p_beta, length, HV: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr):
+    """Of a tile on the diagonal, row by row."""
+    o_r = tl.arange(0, TILE)
+    b_inverse = tl.where(o_r[:, None] == o_r[None, :], 1.0, 0.0).to(ACC)
+    for row in range(1, TILE):
+        b_a = tl.load(p_a + row * C + o_r, mask=o_r < row, other=0.0)
+        beta = tl.load(p_beta + row * HV, mask=row < length, other=0.0).to(ACC)
+        b_row = tl.sum((b_a * beta)[:, None] * b_inverse, 0)
+        b_inverse = tl.where((o_r == row)[:, None], b_inverse - b_row[None, :], b_inverse)
+    return b_inverse
+
+
+@triton.jit
+def _store_tile(p_out, row, column, b_x, C: tl.constexpr):
+    o_i, o_j = tl.arange(0, TILE) + row * TILE, tl.arange(0, TILE) + column * TILE
+    tl.store(p_out + o_i[:, None] * C + o_j[None, :], b_x)

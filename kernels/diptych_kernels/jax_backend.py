@@ -1,0 +1,263 @@
+"""The JAX door: kernels as differentiable functions of arrays, under jit, scan, checkpoint, shard_map and pmap.
+
+Lowered for CUDA, a launch is a jax-triton call; lowered for the CPU, a callback to the interpreter. One traced function
+holds both. Callbacks run in float64 too if jax_enable_x64 is set, which nothing here asks for. With collectives in the
+same program on many forced CPU devices, set NPROC=32 in the environment before JAX is used: callbacks of
+more devices than JAX has threads wait for each other.
+"""
+
+import importlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from diptych_kernels import tuning
+from diptych_kernels.delta_rule.launch_configs import even_table
+from diptych_kernels.api import DIFFERENTIATED_TWICE, Functions
+from diptych_kernels.launch_configs import Launch
+from diptych_kernels.mesh_axes import varying_alike
+from diptych_kernels.autodiff_rules import Operation, dtype_name
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _applied(operation: Operation, static: Any, *inputs: Array | None) -> tuple[Array, ...]:
+    return operation.forward(_DOOR, static, *inputs)[0]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _applied_forward(operation: Operation, static: Any, *inputs: Array | None) -> tuple[tuple, tuple]:
+    """The operation's forward with what its backward needs; only a derivative of a derivative goes through here."""
+    return operation.forward(_DOOR, static, *inputs)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _gradients(operation: Operation, static: Any, saved: tuple, grads: tuple) -> tuple:
+    """The operation's backward, which refuses to be differentiated."""
+    return tuple(operation.backward(_DOOR, static, saved, *grads))
+
+
+@_applied_forward.defjvp
+@_gradients.defjvp
+def _no_second_derivative(operation: Operation, static: Any, primals: tuple, tangents: tuple) -> tuple:
+    raise RuntimeError(DIFFERENTIATED_TWICE)
+
+
+def _applied_backward(operation: Operation, static: Any, saved: tuple, grads: tuple) -> tuple:
+    return _gradients(operation, static, saved, grads)
+
+
+_applied.defvjp(_applied_forward, _applied_backward)
+
+
+class JaxDoor(Functions):
+    """See diptych_kernels.api.Functions."""
+
+    def __call__(self, build: Callable[..., Launch], sizes: dict[str, Any], *inputs: Array) -> tuple[Array, ...]:
+        """Launch where the program runs: which platform that is, XLA knows when it lowers."""
+        if jax.default_backend() == "cpu":
+            block = tuning.first(build)
+        else:
+            block = tuning.choose(build, sizes, jax.devices()[0].device_kind, partial(measure, inputs=inputs))
+        return run(build(block, **sizes), *inputs)
+
+    def cast(self, x: Array, dtype: str) -> Array:
+        """See Functions.cast."""
+        return x.astype(dtype)
+
+    def apply(self, operation: Operation, static: Any, *inputs: Array | None) -> tuple[Array, ...]:
+        """See Functions.apply."""
+        return _applied(operation, static, *varying_alike(inputs))
+
+    def alike(self, x: Array, residual: Array) -> Array:
+        """See Functions.alike; JAX has no autocast."""
+        del residual
+        return x
+
+    def counter(self, step: int | Array, like: Array) -> Array:
+        """See Functions.counter."""
+        del like
+        return jnp.asarray(step).astype(jnp.uint32).reshape(1)
+
+    def zeros(self, shape: tuple[int, ...], dtype: str, like: Array) -> Array:
+        """See Functions.zeros."""
+        del like
+        return jnp.zeros(shape, dtype)
+
+    def integers(self, x: Any, like: Array) -> Array:
+        """See Functions.integers."""
+        del like
+        return jnp.asarray(x)
+
+    def array_kind(self, x: Any) -> str | None:
+        """See Functions.array_kind."""
+        return None if isinstance(x, Array) else type(x).__name__
+
+    def is_traced(self, x: Any) -> bool:
+        """See Functions.is_traced; an array on a device counts too, as reading it would wait for it."""
+        return isinstance(x, Array)
+
+    def check_devices(self, **arrays: Array | None) -> None:
+        """JAX itself refuses arrays on different devices."""
+
+
+@partial(jax.jit, static_argnums=0)
+def run(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
+    """Outputs of a launch: compiled where XLA lowers for CUDA, interpreted on the CPU."""
+    if 0 in launch.grid:
+        return tuple(jnp.zeros(shape, dtype) for shape, dtype in launch.outputs)
+    outputs = jax.custom_batching.sequential_vmap(partial(_dispatch, launch))(*inputs)
+    return tuple(varying_alike((*outputs, *inputs))[: len(outputs)])
+
+
+def _dispatch(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
+    if jax.default_backend() == "cpu" and jax_triton() is None:
+        return jax.lax.platform_dependent(*inputs, cpu=partial(_interpreted, launch))
+    return jax.lax.platform_dependent(*inputs, cpu=partial(_interpreted, launch), cuda=partial(_compiled, launch))
+
+
+def _outputs(launch: Launch) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in launch.outputs)
+
+
+def _compiled(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
+    module = jax_triton()
+    if module is None:
+        raise ImportError(
+            "impl: expected jax-triton and JAX's CUDA plugin, which launch Triton kernels on a GPU, got an "
+            "installation without; pip install 'jax-triton>=0.3.1' 'jax[cuda13]', or choose impl='reference'"
+        )
+    return module.triton_call(
+        *inputs,
+        *launch.scalars,
+        kernel=tuning.kernel_function(launch.kernel),
+        out_shape=_outputs(launch),
+        grid=launch.grid,
+        name=launch.kernel,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        enable_fp_fusion=True,
+        **dict(launch.constants),
+    )
+
+
+@cache
+def jax_triton() -> Any | None:
+    """The module, or None if it, or the library of JAX's GPU plugin it needs, is not there."""
+    before = os.environ.get("TRITON_CACHE_DIR")
+    try:
+        return importlib.import_module("jax_triton")
+    except ImportError:
+        return None
+    finally:  # jax_triton empties it for the whole process
+        os.environ.pop("TRITON_CACHE_DIR", None)
+        if before is not None:
+            os.environ["TRITON_CACHE_DIR"] = before
+
+
+def _interpreted(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
+    return jax.pure_callback(partial(_interpret, launch), _outputs(launch), *inputs, vmap_method="sequential")
+
+
+def _interpret(launch: Launch, *inputs: Any) -> tuple[np.ndarray, ...]:
+    """Runs on a thread of XLA's, on copies of its buffers; nothing here calls JAX."""
+    import torch
+
+    from diptych_kernels import torch_backend as torch_ops
+
+    with torch.no_grad(), _subnormal_numbers():
+        outputs = torch_ops.run(launch, tuple(_tensor(np.array(x)) for x in inputs))
+    types = [jnp.dtype(dtype) for _, dtype in launch.outputs]
+    return tuple(_bits(x).numpy().view(dtype) for x, dtype in zip(outputs, types, strict=True))
+
+
+@contextmanager
+def _subnormal_numbers() -> Iterator[None]:
+    """XLA's threads take subnormal numbers for 0; the interpreter computes with them here, as it does for PyTorch."""
+    import torch
+
+    tiny = np.full(1, np.finfo(np.float32).tiny)
+    flushes = not (tiny / 2).any()
+    torch.set_flush_denormal(False)
+    try:
+        yield
+    finally:
+        if flushes:
+            torch.set_flush_denormal(True)
+
+
+def _tensor(x: np.ndarray) -> Any:
+    """The array as a tensor; numpy's bfloat16 is none of PyTorch's, so bits are carried over."""
+    import torch
+
+    if x.dtype.name == "bfloat16":
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
+def _bits(x: Any) -> Any:
+    import torch
+
+    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+
+
+def measure(launch: Launch, inputs: Sequence[Any], repeats: int = 20, rounds: int = 8) -> float:
+    """Median seconds of a launch on random arrays like the inputs, which may be traced.
+
+    Of ``repeats`` launches in one program, each waiting for the one before, so that the host's time does not count; the
+    first two of ``rounds`` programs warm up.
+    """
+
+    @jax.jit
+    def chain(*arrays: Array) -> tuple[Array, ...]:
+        outputs = run(launch, *arrays)
+        for _ in range(repeats - 1):
+            arrays, _ = jax.lax.optimization_barrier((arrays, outputs))
+            outputs = run(launch, *arrays)
+        return outputs
+
+    with jax.ensure_compile_time_eval():
+        arrays = examples(launch, inputs)
+        times = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            jax.block_until_ready(chain(*arrays))
+            times.append((time.perf_counter() - start) / repeats)
+    return float(np.median(times[2:]))
+
+
+def examples(launch: Launch, inputs: Sequence[Any]) -> list[Array]:
+    """Arrays to measure a launch on: random numbers of the inputs' shapes, tables that give it all tokens."""
+    named = [(place, x.shape, jnp.dtype(dtype_name(x))) for place, x in enumerate(inputs)]
+    is_table = [len(shape) == 2 and jnp.issubdtype(dtype, jnp.integer) for _, shape, dtype in named]
+    tokens = max((shape[0] for _, shape, _ in named if len(shape) in (2, 3)), default=0)
+    size = int(dict(launch.constants).get("C", 1))
+    return [
+        jnp.asarray(even_table(shape, tokens, size)) if table else _random(place, shape, dtype)
+        for table, (place, shape, dtype) in zip(is_table, named, strict=True)
+    ]
+
+
+def _random(seed: int, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jax.random.normal(jax.random.key(seed), shape, dtype)
+    return jnp.full(shape, seed, dtype)
+
+
+_DOOR = JaxDoor()
+sinkhorn = _DOOR.sinkhorn
+compute_mappings = _DOOR.compute_mappings
+aggregate = _DOOR.aggregate
+apply_h_res = _DOOR.apply_h_res
+apply_h_post = _DOOR.apply_h_post
+write_streams = _DOOR.write_streams
+swiglu = _DOOR.swiglu
+gelu = _DOOR.gelu
+delta_rule = _DOOR.delta_rule

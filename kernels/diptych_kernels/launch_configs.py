@@ -1,0 +1,293 @@
+"""How every kernel is launched: grid, blocks, warps, outputs, as plain integers and strings, the same for all doors.
+
+A function here has the name of its kernel. It takes a Block and the sizes of a call, and returns a Launch, which says
+all a door must know besides the input arrays. Kernels take inputs, then scalars, then outputs, then constants. The
+number of tokens is a scalar and never a constant: no kernel is compiled again because of it.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from diptych.plans.model.philox import dropout_threshold
+
+PROGRAMS = 528
+"""Programs that keep a large GPU busy: four on each of 132 multiprocessors."""
+
+
+class Block(NamedTuple):
+    """What may be tuned: the tile of a program (rows are tokens) and how it is compiled."""
+
+    rows: int
+    columns: int
+    num_warps: int = 4
+    num_stages: int = 1
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of one kernel."""
+
+    kernel: str
+    """``module.function`` within this package."""
+    grid: tuple[int, ...]
+    scalars: tuple[int, ...]
+    outputs: tuple[tuple[tuple[int, ...], str], ...]
+    """Shape and type of each."""
+    constants: tuple[tuple[str, int | float | str | bool], ...]
+    num_warps: int
+    num_stages: int
+
+    @property
+    def compiled_as(self) -> tuple:
+        """What a compiled kernel depends on, besides the types of its inputs."""
+        types = tuple(dtype for _, dtype in self.outputs)
+        return self.kernel, types, self.constants, self.num_warps, self.num_stages
+
+
+CANDIDATES: dict[str, tuple[Block, ...]] = {
+    "aggregate_forward": (Block(4, 256), Block(1, 1024), Block(8, 256), Block(2, 1024, 8)),
+    "aggregate_backward": (Block(4, 128), Block(2, 256), Block(8, 128, 8)),
+    "write_forward": (Block(4, 256), Block(1, 1024), Block(4, 128), Block(2, 1024, 8)),
+    "write_backward": (Block(4, 128), Block(4, 64), Block(8, 64), Block(2, 128, 2)),
+    "project_forward": (Block(64, 128, 8, 3), Block(32, 128, 4, 4), Block(64, 64, 4, 4), Block(128, 64, 8, 3)),
+    "project_backward": (Block(64, 64, 4, 3), Block(64, 128, 8, 2), Block(32, 64, 4, 3), Block(32, 128, 8, 3)),
+    "sinkhorn_forward": (Block(64, 1), Block(32, 1), Block(128, 1)),
+    "sinkhorn_backward": (Block(64, 1), Block(32, 1), Block(32, 1, 2)),
+    "mappings_forward": (Block(64, 1), Block(32, 1), Block(128, 1)),
+    "mappings_backward": (Block(64, 1), Block(32, 1), Block(32, 1, 2)),
+    "column_sum": (Block(16, 64), Block(8, 128), Block(32, 64)),
+    "swiglu_forward": (Block(4, 256), Block(1, 1024), Block(1, 2048, 8)),
+    "swiglu_backward": (Block(4, 256), Block(1, 1024), Block(1, 2048, 8)),
+    "gelu_forward": (Block(4, 256), Block(1, 1024), Block(1, 2048, 8)),
+    "gelu_backward": (Block(4, 256), Block(1, 1024), Block(1, 2048, 8)),
+}
+"""Blocks worth trying, by kernel; the first is used wherever nothing is measured."""
+
+
+def wide(dtype: str) -> str:
+    """The type coefficients and sums have: float32, or float64 for float64."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def power_of_two(n: int, least: int = 1) -> int:
+    """The smallest power of two >= n and >= least."""
+    return max(least, 1 << (n - 1).bit_length())
+
+
+def groups_of(tokens: int, programs: int) -> tuple[int, int]:
+    """How many groups tokens are cut into for about PROGRAMS programs, and tokens per group, a multiple of 128.
+
+    The same for every block, so that tuning does not decide in which groups a gradient is summed.
+    At least two groups, the second empty if need be: jax-triton compiles a kernel again for a scalar that is 1.
+    """
+    blocks = math.ceil(tokens / 128)
+    per_group = math.ceil(blocks / max(1, min(blocks, math.ceil(PROGRAMS / programs)))) * 128
+    return max(2, math.ceil(tokens / max(per_group, 1))), per_group
+
+
+def launch_of(
+    module: str,
+    builder: Callable,
+    block: Block,
+    grid: tuple[int, ...],
+    scalars: tuple[int, ...],
+    outputs: list[tuple[tuple[int, ...], str]],
+    **constants: int | float | str | bool,
+) -> Launch:
+    """A launch of the kernel named like its builder."""
+    kernel = f"{module}.{builder.__name__}"
+    return Launch(kernel, grid, scalars, tuple(outputs), tuple(constants.items()), block.num_warps, block.num_stages)
+
+
+def aggregate_forward(block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str) -> Launch:
+    """x, h_pre -> aggregated. lead: the axes that number tokens."""
+    tokens, columns = math.prod(lead), min(block.columns, power_of_two(width, 16))
+    grid = (math.ceil(tokens / block.rows), math.ceil(width / columns))
+    outputs = [((*lead, width), dtype)]
+    return launch_of(
+        "streams", aggregate_forward, block, grid, (tokens,), outputs, S=streams, D=width, BN=block.rows, BD=columns
+    )
+
+
+def aggregate_backward(block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str) -> Launch:
+    """x, h_pre, grad -> dx, dh_pre."""
+    tokens, columns = math.prod(lead), _few_columns(block, streams, width, dtype)
+    outputs = [((*lead, streams, width), dtype), ((*lead, streams), wide(dtype))]
+    grid = (math.ceil(tokens / block.rows),)
+    return launch_of(
+        "streams", aggregate_backward, block, grid, (tokens,), outputs, S=streams, D=width, BN=block.rows, BD=columns
+    )
+
+
+class Write(NamedTuple):
+    """What a write to the streams consists of: see streams.write_forward."""
+
+    add: str
+    post: bool
+    bias: bool
+    rate: float = 0.0
+    seed: int = 0
+    site: int = 0
+
+    def constants(self) -> dict[str, int | float | str | bool]:
+        """Those of the kernel."""
+        threshold = dropout_threshold(self.rate)
+        return dict(ADD=self.add, POST=self.post, BIAS=self.bias, THRESHOLD=threshold, SCALE=1.0 / (1.0 - self.rate))
+
+
+def write_forward(block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str, write: Write) -> Launch:
+    """x, h_res, y, bias, h_post, row_low, row_high, step -> next streams."""
+    tokens, columns = math.prod(lead), min(block.columns, power_of_two(width, 16))
+    grid = (math.ceil(tokens / block.rows), math.ceil(width / columns))
+    outputs = [((*lead, streams, width), dtype)]
+    scalars = (tokens, write.seed, write.site)
+    constants = dict(S=streams, D=width, **write.constants(), BN=block.rows, BD=columns)
+    return launch_of("streams", write_forward, block, grid, scalars, outputs, **constants)
+
+
+def write_backward(block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str, write: Write) -> Launch:
+    """x, h_res, y, bias, h_post, row_low, row_high, step, grad -> dx, dh_res, dy, dh_post; [0] where there is none."""
+    tokens, columns = math.prod(lead), _few_columns(block, streams, width, dtype)
+    mix = write.add == "mix"
+    outputs = [
+        ((*lead, streams, width) if mix else (0,), dtype),
+        ((*lead, streams, streams) if mix else (0,), wide(dtype)),
+        ((*lead, width) if write.post else (0,), dtype),
+        ((*lead, streams) if write.post else (0,), wide(dtype)),
+    ]
+    scalars = (tokens, write.seed, write.site)
+    constants = dict(S=streams, D=width, **write.constants(), BN=block.rows, BD=columns)
+    return launch_of("streams", write_backward, block, (math.ceil(tokens / block.rows),), scalars, outputs, **constants)
+
+
+def _few_columns(block: Block, streams: int, width: int, dtype: str) -> int:
+    """Columns of a tile where sums for every pair of streams are held: fewer if pairs are many or sums are wide."""
+    columns = block.columns if streams <= 4 else block.columns // 4
+    if dtype == "float64":
+        columns //= 2
+    return min(max(columns, 16), power_of_two(width, 16))
+
+
+def project_forward(
+    block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str, epsilon: float
+) -> Launch:
+    """x, phi -> projected, r."""
+    tokens, row, columns = math.prod(lead), streams * width, _coefficients(streams)
+    outputs = [((*lead, columns), wide(dtype)), (lead, wide(dtype))]
+    dot = _dot(block, row, columns, dtype)
+    grid = (math.ceil(tokens / int(dot["BN"])),)
+    constants = dict(K=row, C=columns, EPSILON=epsilon, **dot)
+    return launch_of("coefficients", project_forward, block, grid, (tokens,), outputs, **constants)
+
+
+def project_backward(block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str) -> Launch:
+    """x, phi, dprojected, shrink -> dx, dphi by groups of tokens."""
+    tokens, row, columns = math.prod(lead), streams * width, _coefficients(streams)
+    dot = _dot(block, row, columns, dtype)
+    tiles = math.ceil(row / int(dot["BK"]))
+    groups, per_group = groups_of(tokens, math.ceil(row / 128))
+    outputs = [((*lead, streams, width), dtype), ((groups, row, columns), wide(dtype))]
+    constants = dict(K=row, C=columns, **dot)
+    return launch_of(
+        "coefficients", project_backward, block, (tiles, groups), (tokens, per_group), outputs, **constants
+    )
+
+
+def _coefficients(streams: int) -> int:
+    return streams * (streams + 2)
+
+
+def _dot(block: Block, row: int, columns: int, dtype: str) -> dict[str, int | str]:
+    """Tiles of the projection, whose products want at least 16 of everything. float32 is three tf32 products."""
+    precision = {"float64": "ieee", "float32": "tf32x3"}.get(dtype, "tf32")
+    padded, size = power_of_two(columns, 16), {"float64": 4, "float32": 2}.get(dtype, 1)
+    fits = block.columns * 32 // max(padded, 32) // size  # registers hold what 16-bit tiles of 32 columns need
+    rows = block.rows if size == 1 and padded <= 32 else max(block.rows // 2, 16)
+    return dict(PRECISION=precision, CP=padded, BN=rows, BK=min(max(fits, 16), power_of_two(row, 16)))
+
+
+def _sinkhorn(streams: int, iterations: int, last: str) -> dict[str, int]:
+    """FIRST counts the axes of a tile [BN, SP, SP]: normalising columns sums over axis 1."""
+    return dict(ITERATIONS=iterations, FIRST=1 if last == "row" else 2, SP=power_of_two(streams, 2))
+
+
+def _matrices(block: Block, streams: int, dtype: str) -> int:
+    """Tokens of a program: block.rows of 4 x 4 matrices, fewer of larger or wider ones."""
+    size = max(16, power_of_two(streams) ** 2) * (2 if dtype == "float64" else 1)
+    return max(1, block.rows * 16 // size)
+
+
+def sinkhorn_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, iterations: int, last: str):
+    """logits -> matrices."""
+    tokens, rows = math.prod(lead), _matrices(block, streams, dtype)
+    constants = _sinkhorn(streams, iterations, last)
+    outputs, grid = [((*lead, streams, streams), dtype)], (math.ceil(tokens / rows),)
+    return launch_of("coefficients", sinkhorn_forward, block, grid, (tokens,), outputs, S=streams, **constants, BN=rows)
+
+
+def sinkhorn_backward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, iterations: int, last: str):
+    """logits, grad -> dlogits."""
+    tokens, rows = math.prod(lead), _matrices(block, streams, dtype)
+    constants = _sinkhorn(streams, iterations, last)
+    outputs, grid = [((*lead, streams, streams), dtype)], (math.ceil(tokens / rows),)
+    return launch_of(
+        "coefficients", sinkhorn_backward, block, grid, (tokens,), outputs, S=streams, **constants, BN=rows
+    )
+
+
+def mappings_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, iterations: int, last: str):
+    """projected, r, alpha, bias -> h_pre, h_post, h_res."""
+    tokens, rows = math.prod(lead), _matrices(block, streams, dtype)
+    constants = _sinkhorn(streams, iterations, last)
+    outputs = [((*lead, streams), dtype), ((*lead, streams), dtype), ((*lead, streams, streams), dtype)]
+    grid = (math.ceil(tokens / rows),)
+    return launch_of("coefficients", mappings_forward, block, grid, (tokens,), outputs, S=streams, **constants, BN=rows)
+
+
+def mappings_backward(
+    block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str, iterations: int, last: str
+) -> Launch:
+    """projected, r, alpha, bias, dh_pre, dh_post, dh_res -> dprojected, shrink, dalpha and dbias by programs."""
+    tokens, rows = math.prod(lead), _matrices(block, streams, dtype)
+    constants = _sinkhorn(streams, iterations, last)
+    programs, columns = max(2, math.ceil(tokens / rows)), _coefficients(streams)  # 2: see groups_of
+    outputs = [((*lead, columns), dtype), (lead, dtype), ((programs, 3 + columns), dtype)]
+    constants = dict(S=streams, D=width, **constants, BN=rows)
+    return launch_of("coefficients", mappings_backward, block, (programs,), (tokens,), outputs, **constants)
+
+
+def column_sum(block: Block, rows: int, groups: int, width: int, dtype: str) -> Launch:
+    """x -> sums of its rows, group by group, in float32 or float64."""
+    columns = min(block.columns, power_of_two(width, 16))
+    per_group = max(2, math.ceil(rows / groups))  # 2: see groups_of
+    outputs, grid = [((groups, width), wide(dtype))], (math.ceil(width / columns), groups)
+    return launch_of("common", column_sum, block, grid, (rows, per_group), outputs, W=width, BR=block.rows, BW=columns)
+
+
+def _activation(builder: Callable, block: Block, lead: tuple[int, ...], width: int, out_width: int, dtype: str):
+    tokens, columns = math.prod(lead), min(block.columns, power_of_two(width, 16))
+    grid = (math.ceil(tokens / block.rows), math.ceil(width / columns))
+    outputs = [((*lead, out_width), dtype)]
+    return launch_of("activations", builder, block, grid, (tokens,), outputs, F=width, BN=block.rows, BF=columns)
+
+
+def swiglu_forward(block: Block, lead: tuple[int, ...], width: int, dtype: str) -> Launch:
+    """x [..., 2 width] -> [..., width]."""
+    return _activation(swiglu_forward, block, lead, width, width, dtype)
+
+
+def swiglu_backward(block: Block, lead: tuple[int, ...], width: int, dtype: str) -> Launch:
+    """x, grad -> dx."""
+    return _activation(swiglu_backward, block, lead, width, 2 * width, dtype)
+
+
+def gelu_forward(block: Block, lead: tuple[int, ...], width: int, dtype: str) -> Launch:
+    """x -> out."""
+    return _activation(gelu_forward, block, lead, width, width, dtype)
+
+
+def gelu_backward(block: Block, lead: tuple[int, ...], width: int, dtype: str) -> Launch:
+    """x, grad -> dx."""
+    return _activation(gelu_backward, block, lead, width, width, dtype)

@@ -1,0 +1,239 @@
+"""Reading residual streams and writing them, forward and backward.
+
+For every token, with streams x [S, D], coefficients h_pre [S], h_post [S], h_res [S, S], and a sublayer's output y [D]
+with its bias b [D]:
+
+    aggregated[d] = sum_s h_pre[s] x[s, d]                                                  read
+    next[s, d]    = sum_j h_res[s, j] x[j, d] + keep[s, d] / (1 - p) h_post[s] (y + b)[d]   write
+
+A program holds BN tokens and, stream by stream, tiles [BN, BD] of their columns, in the type of the coefficients:
+float32, or float64 for float64 streams. Every element of x is loaded once. Backward programs walk over all columns of
+their tokens and sum the coefficients' gradients in registers, so nothing is added atomically.
+
+keep is Philox-4x32-10 of key (seed, site) and counter (column >> 2, row_low, row_high, step), lane column & 3, where
+column = s D + d: see diptych/plans/model/philox.py. Reference: mHC, arXiv 2512.24880, eq. 3.
+"""
+
+import triton
+import triton.language as tl
+
+from diptych_kernels.common import token_block
+
+
+@triton.jit
+def load_streams(x_ptr, o_n, o_d, mask, S: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr):
+    """Tuple of the S tiles [BN, BD] of x [N, S, D]."""
+    tiles = ()
+    for s in tl.static_range(S):
+        b_x = tl.load(x_ptr + (o_n * S + s)[:, None] * D + o_d[None, :], mask=mask, other=0.0)
+        tiles = tiles + (b_x.to(ACC),)
+    return tiles
+
+
+@triton.jit
+def dropout_keep(o_n, m_n, o_d, s, low_ptr, high_ptr, step_ptr, seed, site, D: tl.constexpr, THRESHOLD: tl.constexpr):
+    """keep of stream s, [BN, BD]; o_d begins at a multiple of 4, THRESHOLD is floor(p 2**32)."""
+    BN: tl.constexpr = o_n.shape[0]
+    BD: tl.constexpr = o_d.shape[0]
+    low = tl.load(low_ptr + o_n, mask=m_n, other=0).to(tl.uint32)[:, None]
+    high = tl.load(high_ptr + o_n, mask=m_n, other=0).to(tl.uint32)[:, None]
+    step = tl.load(step_ptr).to(tl.uint32)
+    key0, key1 = tl.cast(seed, tl.uint32), tl.cast(site, tl.uint32)
+    if D % 4 == 0:  # all four words of a counter lie in the tile
+        o_q = (s * D + tl.min(o_d, 0)) // 4 + tl.arange(0, BD // 4)[None, :]
+        w0, w1, w2, w3 = tl.philox_impl(tl.broadcast_to(o_q.to(tl.uint32), (BN, BD // 4)), low, high, step, key0, key1)
+        word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+    else:
+        column = s * D + tl.broadcast_to(o_d[None, :], (BN, BD))
+        w0, w1, w2, w3 = tl.philox_impl((column // 4).to(tl.uint32), low, high, step, key0, key1)
+        lane = column % 4
+        word = tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
+    return word >= THRESHOLD
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def aggregate_forward(
+    x_ptr, h_pre_ptr, tokens, out_ptr, S: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr
+):
+    """aggregated [N, D] of x [N, S, D] and h_pre [N, S]; grid (N / BN, D / BD)."""
+    ACC: tl.constexpr = h_pre_ptr.dtype.element_ty
+    o_n, m_n = token_block(tokens, BN)
+    o_d = tl.program_id(1) * BD + tl.arange(0, BD)
+    mask = m_n[:, None] & (o_d[None, :] < D)
+    b_x = load_streams(x_ptr, o_n, o_d, mask, S, D, ACC)
+    b_out = tl.zeros([BN, BD], ACC)
+    for s in tl.static_range(S):
+        b_out += tl.load(h_pre_ptr + o_n * S + s, mask=m_n, other=0.0)[:, None] * b_x[s]
+    tl.store(out_ptr + o_n[:, None] * D + o_d[None, :], b_out, mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def aggregate_backward(
+    x_ptr,
+    h_pre_ptr,
+    grad_ptr,
+    tokens,
+    dx_ptr,
+    dh_pre_ptr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """dx [N, S, D] and dh_pre [N, S] of grad [N, D]; grid (N / BN,)."""
+    ACC: tl.constexpr = h_pre_ptr.dtype.element_ty
+    o_n, m_n = token_block(tokens, BN)
+    b_h = ()
+    sums = ()
+    for s in tl.static_range(S):
+        b_h = b_h + (tl.load(h_pre_ptr + o_n * S + s, mask=m_n, other=0.0)[:, None],)
+        sums = sums + (tl.zeros([BN, BD], ACC),)
+    for start in range(0, D, BD):
+        o_d = start + tl.arange(0, BD)
+        mask = m_n[:, None] & (o_d[None, :] < D)
+        b_grad = tl.load(grad_ptr + o_n[:, None] * D + o_d[None, :], mask=mask, other=0.0).to(ACC)
+        b_x = load_streams(x_ptr, o_n, o_d, mask, S, D, ACC)
+        new = ()
+        for s in tl.static_range(S):
+            tl.store(dx_ptr + (o_n * S + s)[:, None] * D + o_d[None, :], b_h[s] * b_grad, mask=mask)
+            new = new + (sums[s] + b_x[s] * b_grad,)
+        sums = new
+    for s in tl.static_range(S):
+        tl.store(dh_pre_ptr + o_n * S + s, tl.sum(sums[s], 1), mask=m_n)
+
+
+@triton.jit(do_not_specialize=["tokens", "seed", "site"])
+def write_forward(
+    x_ptr,
+    h_res_ptr,
+    y_ptr,
+    bias_ptr,
+    h_post_ptr,
+    low_ptr,
+    high_ptr,
+    step_ptr,
+    tokens,
+    seed,
+    site,
+    out_ptr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    ADD: tl.constexpr,
+    POST: tl.constexpr,
+    BIAS: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    SCALE: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """next [N, S, D]; grid (N / BN, D / BD).
+
+    ADD: "mix" adds h_res x, "plain" adds x itself, "none" nothing; POST: with the term of y; BIAS: with b. What a
+    flag leaves out is never read. THRESHOLD: floor(p 2**32), 0 for no dropout; SCALE: 1 / (1 - p).
+    """
+    ACC: tl.constexpr = h_post_ptr.dtype.element_ty
+    o_n, m_n = token_block(tokens, BN)
+    o_d = tl.program_id(1) * BD + tl.arange(0, BD)
+    mask = m_n[:, None] & (o_d[None, :] < D)
+    if ADD != "none":
+        b_x = load_streams(x_ptr, o_n, o_d, mask, S, D, ACC)
+    if POST:
+        b_y = tl.load(y_ptr + o_n[:, None] * D + o_d[None, :], mask=mask, other=0.0).to(ACC)
+        if BIAS:
+            b_y += tl.load(bias_ptr + o_d, mask=o_d < D, other=0.0).to(ACC)[None, :]
+    for s in tl.static_range(S):
+        b_out = tl.zeros([BN, BD], ACC)
+        if ADD == "mix":
+            for j in tl.static_range(S):
+                b_out += tl.load(h_res_ptr + (o_n * S + s) * S + j, mask=m_n, other=0.0)[:, None] * b_x[j]
+        elif ADD == "plain":
+            b_out = b_x[s]
+        if POST:
+            b_term = tl.load(h_post_ptr + o_n * S + s, mask=m_n, other=0.0)[:, None] * b_y
+            if THRESHOLD > 0:
+                keep = dropout_keep(o_n, m_n, o_d, s, low_ptr, high_ptr, step_ptr, seed, site, D, THRESHOLD)
+                b_term = tl.where(keep, b_term * SCALE, 0.0)
+            b_out += b_term
+        tl.store(out_ptr + (o_n * S + s)[:, None] * D + o_d[None, :], b_out, mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens", "seed", "site"])
+def write_backward(
+    x_ptr,
+    h_res_ptr,
+    y_ptr,
+    bias_ptr,
+    h_post_ptr,
+    low_ptr,
+    high_ptr,
+    step_ptr,
+    grad_ptr,
+    tokens,
+    seed,
+    site,
+    dx_ptr,
+    dh_res_ptr,
+    dy_ptr,
+    dh_post_ptr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    ADD: tl.constexpr,
+    POST: tl.constexpr,
+    BIAS: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    SCALE: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """dx [N, S, D] and dh_res [N, S, S] if ADD is "mix"; dy [N, D] and dh_post [N, S] if POST; grid (N / BN,)."""
+    ACC: tl.constexpr = h_post_ptr.dtype.element_ty
+    o_n, m_n = token_block(tokens, BN)
+    b_res = ()
+    res_sums = ()
+    b_post = ()
+    post_sums = ()
+    for s in tl.static_range(S):
+        if POST:
+            b_post = b_post + (tl.load(h_post_ptr + o_n * S + s, mask=m_n, other=0.0)[:, None],)
+            post_sums = post_sums + (tl.zeros([BN, BD], ACC),)
+        if ADD == "mix":
+            for j in tl.static_range(S):
+                b_res = b_res + (tl.load(h_res_ptr + (o_n * S + s) * S + j, mask=m_n, other=0.0)[:, None],)
+                res_sums = res_sums + (tl.zeros([BN, BD], ACC),)
+    for start in range(0, D, BD):
+        o_d = start + tl.arange(0, BD)
+        mask = m_n[:, None] & (o_d[None, :] < D)
+        b_grad = load_streams(grad_ptr, o_n, o_d, mask, S, D, ACC)
+        if ADD == "mix":
+            b_x = load_streams(x_ptr, o_n, o_d, mask, S, D, ACC)
+            for j in tl.static_range(S):
+                b_dx = tl.zeros([BN, BD], ACC)
+                for s in tl.static_range(S):
+                    b_dx += b_res[s * S + j] * b_grad[s]
+                tl.store(dx_ptr + (o_n * S + j)[:, None] * D + o_d[None, :], b_dx, mask=mask)
+            new = ()
+            for s in tl.static_range(S):
+                for j in tl.static_range(S):
+                    new = new + (res_sums[s * S + j] + b_grad[s] * b_x[j],)
+            res_sums = new
+        if POST:
+            b_y = tl.load(y_ptr + o_n[:, None] * D + o_d[None, :], mask=mask, other=0.0).to(ACC)
+            if BIAS:
+                b_y += tl.load(bias_ptr + o_d, mask=o_d < D, other=0.0).to(ACC)[None, :]
+            b_dy = tl.zeros([BN, BD], ACC)
+            new = ()
+            for s in tl.static_range(S):
+                b_term = b_grad[s]
+                if THRESHOLD > 0:
+                    keep = dropout_keep(o_n, m_n, o_d, s, low_ptr, high_ptr, step_ptr, seed, site, D, THRESHOLD)
+                    b_term = tl.where(keep, b_term * SCALE, 0.0)
+                b_dy += b_post[s] * b_term
+                new = new + (post_sums[s] + b_term * b_y,)
+            post_sums = new
+            tl.store(dy_ptr + o_n[:, None] * D + o_d[None, :], b_dy, mask=mask)
+    for s in tl.static_range(S):
+        if POST:
+            tl.store(dh_post_ptr + o_n * S + s, tl.sum(post_sums[s], 1), mask=m_n)
+        if ADD == "mix":
+            for j in tl.static_range(S):
+                tl.store(dh_res_ptr + (o_n * S + s) * S + j, tl.sum(res_sums[s * S + j], 1), mask=m_n)

@@ -1,0 +1,153 @@
+"""The PyTorch door: kernels as differentiable functions of tensors.
+
+CUDA tensors run compiled kernels, CPU tensors the interpreter. Kernels have first derivatives only, and say so.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diptych_kernels import tuning
+from diptych_kernels.api import DIFFERENTIATED_TWICE, Functions
+from diptych_kernels.launch_configs import Launch
+from diptych_kernels.autodiff_rules import Operation
+
+
+class _Applied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, operation, static, *inputs):
+        outputs, saved = operation.forward(_DOOR, static, *inputs)
+        ctx.operation, ctx.static = operation, static
+        ctx.save_for_backward(*saved)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            gradients = ctx.operation.backward(_DOOR, ctx.static, saved, *grads)
+        if torch.is_grad_enabled():  # create_graph: the gradients may be differentiated
+            gradients = _Once.apply(len(gradients), *gradients, *saved, *grads)
+        return None, None, *gradients
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that depend on what they were computed from, and refuse to say how."""
+
+    @staticmethod
+    def forward(ctx, count, *gradients_and_sources):
+        return tuple(None if x is None else x.view_as(x) for x in gradients_and_sources[:count])
+
+    @staticmethod
+    def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError(DIFFERENTIATED_TWICE)
+
+
+class TorchDoor(Functions):
+    """See diptych_kernels.api.Functions."""
+
+    def __call__(self, build: Callable[..., Launch], sizes: dict[str, Any], *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Launch on the device of the inputs."""
+        inputs = tuple(x.detach().contiguous() for x in inputs)
+        device = inputs[0].device
+        if device.type == "cpu":
+            return run(build(tuning.first(build), **sizes), inputs)
+        with torch.cuda.device(device):
+            if torch.cuda.is_current_stream_capturing():
+                return run(build(tuning.first(build), **sizes), inputs)
+            name = torch.cuda.get_device_name(device)
+            block = tuning.choose(build, sizes, name, partial(measure, inputs=inputs))
+            return run(build(block, **sizes), inputs)
+
+    def cast(self, x: Tensor, dtype: str) -> Tensor:
+        """See Functions.cast."""
+        return x.to(getattr(torch, dtype))
+
+    def apply(self, operation: Operation, static: Any, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        """See Functions.apply."""
+        applied: Any = _Applied.apply
+        if torch.compiler.is_compiling():  # kernels are called as they are; how they are launched is not traced
+            applied = torch.compiler.disable(applied)
+        return applied(operation, static, *inputs)
+
+    def alike(self, x: Tensor, residual: Tensor) -> Tensor:
+        """See Functions.alike; autocast hands a sublayer's output on in its own type."""
+        return x.to(residual.dtype) if torch.is_autocast_enabled(residual.device.type) else x
+
+    def counter(self, step: int, like: Tensor) -> Tensor:
+        """See Functions.counter; a fill, so that nothing is copied from the host."""
+        return torch.full((1,), step, dtype=torch.int64, device=like.device)
+
+    def zeros(self, shape: tuple[int, ...], dtype: str, like: Tensor) -> Tensor:
+        """See Functions.zeros."""
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device=like.device)
+
+    def integers(self, x: Any, like: Tensor) -> Tensor:
+        """See Functions.integers."""
+        return torch.as_tensor(x, device=like.device)
+
+    def array_kind(self, x: Any) -> str | None:
+        """See Functions.array_kind."""
+        if not isinstance(x, Tensor):
+            return type(x).__name__
+        return None if x.layout is torch.strided else str(x.layout).removeprefix("torch.")
+
+    def is_traced(self, x: Any) -> bool:
+        """See Functions.is_traced."""
+        del x
+        return False
+
+    def check_devices(self, **arrays: Tensor | None) -> None:
+        """One device, and one kernels run on."""
+        devices = {name: x.device for name, x in arrays.items() if x is not None}
+        (first, device), *others = devices.items()
+        for name, other in others:
+            if other != device:
+                raise ValueError(f"{name}: expected the device of {first}, {device}, got {other}; move one of them")
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"{first}: expected a CUDA tensor, or a CPU tensor for the interpreter, got one on {device}; "
+                "impl='reference' runs anywhere"
+            )
+
+
+def run(launch: Launch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Outputs of a launch on contiguous inputs: compiled on CUDA, interpreted on the CPU."""
+    device = inputs[0].device
+    outputs = tuple(torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in launch.outputs)
+    if 0 in launch.grid:
+        return tuple(output.zero_() for output in outputs)
+    kernel, arguments = tuning.kernel_function(launch.kernel), (*inputs, *launch.scalars, *outputs)
+    if device.type == "cpu":
+        from diptych_kernels.interpreter import interpret
+
+        for output in outputs:  # what a kernel forgets to write must not pass for a result
+            output.fill_(float("nan"))
+        interpret(kernel, launch.grid, arguments, dict(launch.constants))
+    else:
+        compiled = dict(num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=True)
+        kernel[launch.grid](*arguments, **dict(launch.constants), **compiled)
+    return outputs
+
+
+def measure(launch: Launch, inputs: tuple[Tensor, ...]) -> float:
+    """Median milliseconds of a launch on a GPU."""
+    from triton.testing import do_bench
+
+    milliseconds: Any = do_bench(lambda: run(launch, inputs), warmup=10, rep=40, return_mode="median")
+    return milliseconds
+
+
+_DOOR = TorchDoor()
+sinkhorn = _DOOR.sinkhorn
+compute_mappings = _DOOR.compute_mappings
+aggregate = _DOOR.aggregate
+apply_h_res = _DOOR.apply_h_res
+apply_h_post = _DOOR.apply_h_post
+write_streams = _DOOR.write_streams
+swiglu = _DOOR.swiglu
+gelu = _DOOR.gelu
+delta_rule = _DOOR.delta_rule

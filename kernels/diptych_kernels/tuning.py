@@ -1,0 +1,155 @@
+"""Which of a kernel's blocks is used: measured once per device and shape, kept in a file both doors read.
+
+The file is ``blocks.json`` in the directory DIPTYCH_CACHE_DIR, by default ``~/.cache/diptych``. The key holds the
+device, Triton's version, the kernel, the types of its outputs and its constants, and not the number of tokens. The
+first process to measure decides for all. The interpreter and compilation ahead of time use the first candidate and
+measure nothing; so does everything if DIPTYCH_TUNE is 0. Sums may round differently in another block: for the same
+bits on every machine, keep the file or set DIPTYCH_TUNE=0.
+"""
+
+import fcntl
+import importlib
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from diptych_kernels.launch_configs import Block, Launch
+
+logger = logging.getLogger(__name__)
+MEASURED_TOKENS = 2048
+
+
+def kernel_function(name: str) -> Any:
+    """The jitted function ``module.function`` of this package."""
+    module, function = name.rsplit(".", 1)
+    return getattr(importlib.import_module(f"kernels.{module}"), function)
+
+
+def candidates_of(build: Callable[..., Launch]) -> tuple[Block, ...]:
+    """Blocks worth trying, as the module of the launch lists them."""
+    return sys.modules[build.__module__].CANDIDATES[build.__name__]
+
+
+def first(build: Callable[..., Launch]) -> Block:
+    """The block used where nothing is measured."""
+    return candidates_of(build)[0]
+
+
+def choose(
+    build: Callable[..., Launch], sizes: dict[str, Any], device: str, measure: Callable[[Launch], float]
+) -> Block:
+    """The fastest candidate, from the file if it was measured before.
+
+    A launch of fewer than MEASURED_TOKENS tokens measures nothing: it would say little of larger ones, which share the
+    entry. It takes what is known, or else the first candidate.
+
+    Args:
+        build: a function of diptych_kernels.launch_configs.
+        sizes: its arguments besides the block.
+        device: name of the device.
+        measure: time of a launch in any unit. A candidate that raises, for want of shared memory say, is passed over.
+
+    Raises:
+        RuntimeError: no candidate runs.
+        ImportError: what a launch needs is not installed.
+    """
+    candidates = candidates_of(build)
+    if len(candidates) == 1 or os.environ.get("DIPTYCH_TUNE") == "0":
+        return candidates[0]
+    key, path = _key(build(candidates[0], **sizes), device), _path()
+    table = _table(path)
+    if key not in table:
+        table.update(_read(path))
+    if table.get(key) not in candidates:
+        if math.prod(sizes.get("lead", ())) < MEASURED_TOKENS:
+            return candidates[0]
+        fastest = _fastest(build, sizes, candidates, measure)
+        if fastest is None:
+            return candidates[0]
+        table[key] = _keep(path, key, fastest, candidates)
+    return table[key]
+
+
+def _fastest(
+    build: Callable[..., Launch],
+    sizes: dict[str, Any],
+    candidates: tuple[Block, ...],
+    measure: Callable[[Launch], float],
+) -> Block | None:
+    """None where memory is too short to measure in."""
+    times, failures = {}, []
+    for block in candidates:
+        try:
+            times[block] = measure(build(block, **sizes))
+        except ImportError:
+            raise
+        except Exception as error:  # compilers and drivers raise what they like
+            if "OutOfMemory" in type(error).__name__ or "RESOURCE_EXHAUSTED" in str(error):
+                return None
+            failures.append(f"{block}: {error}")
+    if not times:
+        raise RuntimeError(f"{build.__name__}: none of its blocks runs on this device: " + "; ".join(failures))
+    best = min(times, key=times.__getitem__)
+    logger.info("%s %s: %s of %s", build.__name__, sizes, best, times)
+    return best
+
+
+def _key(launch: Launch, device: str) -> str:
+    import triton
+
+    return json.dumps([device, triton.__version__, *launch.compiled_as])
+
+
+def _path() -> Path | None:
+    """None where there is no home to keep anything in."""
+    try:
+        return Path(os.environ.get("DIPTYCH_CACHE_DIR") or Path.home() / ".cache" / "diptych") / "blocks.json"
+    except RuntimeError:
+        return None
+
+
+@cache
+def _table(path: Path | None) -> dict[str, Block]:
+    """What this process knows; the file is read again only for a key that is not here."""
+    del path
+    return {}
+
+
+def _read(path: Path | None) -> dict[str, Block]:
+    if path is None:
+        return {}
+    try:
+        return {key: Block(*block) for key, block in json.loads(path.read_text()).items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        logger.warning("%s is no table of blocks (%s): measuring again", path, error)
+        return {}
+
+
+def _keep(path: Path | None, key: str, block: Block, candidates: tuple[Block, ...]) -> Block:
+    """Put a block into the file, unless another process was first: then its choice is everyone's.
+
+    The file is replaced whole, so that it can be read at any time.
+    """
+    if path is None:
+        return block
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            table = _read(path)
+            if table.get(key) in candidates:
+                return table[key]
+            partial = path.with_suffix(f".{os.getpid()}.partial")
+            partial.write_text(json.dumps({**table, key: block}, indent=1, sort_keys=True))
+            os.replace(partial, path)
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): every process measures for itself", path, error)
+    return block

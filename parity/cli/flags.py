@@ -1,0 +1,180 @@
+"""The command line read, and messages about it in the words of whoever types it: flags, never names of variables."""
+
+import contextlib
+import difflib
+import functools
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any, get_args, get_type_hints
+
+import tyro
+
+from parity.cli.commands import Command, Compare, Curves, Info, Plan, Sample, Train
+from parity.cli.config_file import with_config_file
+from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
+
+COMMANDS: dict[str, type] = {
+    "compare": Compare,
+    "train": Train,
+    "plan": Plan,
+    "sample": Sample,
+    "info": Info,
+    "curves": Curves,
+}
+GROUPS = {"model": TransformerConfig, "train": TrainConfig, "data": DataConfig}
+"""Fields of a command that are configurations, whose own fields are flags."""
+POSITIONAL = {"checkpoint": "a checkpoint, or a run's folder", "runs": "folders given to train --save"}
+"""Settings that are no flags, and what they are."""
+OTHER_NAMES = {
+    "group_size": "microbatch_group_size_per_vp_stage",
+    "pp_size": "pipeline_model_parallel_size",
+    "stages_per_rank": "virtual_pipeline_model_parallel_size",
+}
+"""Names of arguments of plans, and the setting that each comes from."""
+DESCRIPTION = """One training system in PyTorch and in JAX: compare both, train either, look into runs.
+
+Settings may also stand in a TOML file: diptych train --config run.toml; flags given beside it win. diptych COMMAND
+--help explains every flag of a command:
+"""
+
+
+@functools.cache
+def flags_of(command: type) -> dict[str, Any]:
+    """Return the settings of a command and their types, by their names as fields."""
+    hints, found = get_type_hints(command), {}
+    for each in fields(command):
+        if each.name in GROUPS:
+            found |= flags_of(GROUPS[each.name])
+        elif each.name not in POSITIONAL:
+            found[each.name] = hints[each.name]
+    return found
+
+
+def flag(name: str) -> str:
+    """Return the flag of a setting."""
+    return f"--{name.replace('_', '-')}"
+
+
+@functools.cache
+def description() -> str:
+    """Return what ``diptych --help`` says: the flags of every command, those of several commands once."""
+    shared = {name: [each for each, kind in COMMANDS.items() if name in flags_of(kind)] for name in _all_settings()}
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, commands in shared.items():
+        groups.setdefault(tuple(commands), []).append(flag(name))
+    lines = [f"{', '.join(commands)}: {' '.join(names)}" for commands, names in groups.items()]
+    return DESCRIPTION + "\n\n" + "\n\n".join(lines)
+
+
+def parse(arguments: list[str]) -> Any:
+    """Return the command that a command line gives.
+
+    Raises:
+        ValueError: it cannot be read; one line that names the flag, and what was expected.
+        SystemExit: help was asked for and given.
+    """
+    captured = io.StringIO()
+    arguments = with_config_file(arguments)
+    command = arguments[0] if arguments and arguments[0] in COMMANDS else None
+    _check_names(command, arguments)
+    try:
+        with contextlib.redirect_stderr(captured):
+            return tyro.cli(Command, prog="diptych", description=description(), args=arguments)
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise ValueError(_explained(_first_message(captured.getvalue()), command)) from None
+
+
+def in_flags(message: str, command: str | None) -> str:
+    """Return a message with the names of settings written as the flags of a command; quoted text stays as it is."""
+    known = flags_of(COMMANDS[command]) if command in COMMANDS else _all_settings()
+    names = {name: flag(name) for name in known if "_" in name}
+    names |= {name: flag(setting) for name, setting in OTHER_NAMES.items() if setting in known}
+    if "num_microbatches" not in known:
+        message = re.sub(r"num_microbatches=(\d+)", r"\1 microbatches", message)
+        names["num_microbatches"] = "the number of microbatches (--global-batch-size, --micro-batch-size)"
+    pattern = re.compile(r"'[^']*'|(?<![\w./-])(?:" + "|".join(sorted(names, key=len, reverse=True)) + r")(?![\w./])")
+    message = pattern.sub(lambda found: names.get(found[0], found[0]), message)
+    first = re.match(r"(\w+): ", message)
+    return f"--{message}" if first and first[1] in known else message
+
+
+@functools.cache
+def _all_settings() -> dict[str, Any]:
+    return {name: kind for command in COMMANDS.values() for name, kind in flags_of(command).items()}
+
+
+def _check_names(command: str | None, arguments: list[str]) -> None:
+    """Refuse an unknown command or flag, with what was probably meant."""
+    if arguments and command is None and not arguments[0].startswith("-"):
+        meant = _meant(arguments[0], list(COMMANDS))
+        raise ValueError(f"expected a command, one of {', '.join(COMMANDS)}, got {arguments[0]!r}{meant}")
+    if command is None:
+        return
+    known = {*_spellings(flags_of(COMMANDS[command])), "--help", "-h"}
+    for argument in arguments[1:]:
+        name = argument.split("=")[0].replace("_", "-")
+        if not re.match(r"--?[A-Za-z]", name) or name in known or name.lower() in ("-inf", "-nan", "-infinity"):
+            continue
+        others = [each for each, kind in COMMANDS.items() if name in _spellings(flags_of(kind))]
+        meant = f"; it is a flag of diptych {' and '.join(others)}" if others else _meant(name, sorted(known - {"-h"}))
+        raise ValueError(
+            f"{name}: expected a flag of diptych {command}, got an unknown one{meant} (diptych {command} --help lists "
+            "all)"
+        )
+
+
+def _spellings(settings: dict[str, Any]) -> Iterator[str]:
+    for name, kind in settings.items():
+        yield flag(name)
+        if kind is bool or bool in get_args(kind):
+            yield f"--no-{flag(name)[2:]}"
+
+
+def _meant(name: str, known: list[str]) -> str:
+    """Return a suggestion for a name that is not known."""
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.6) or [each for each in known if each.startswith(name)]
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def _explained(message: str, command: str | None) -> str:
+    """Return what tyro says, in the words of this project."""
+    hint = f" (diptych {command} --help lists all flags)" if command else " (diptych --help lists the commands)"
+    if ours := re.match(r"Error parsing [A-Za-z]\w*: (.*)", message):
+        return ours[1]
+    if value := re.match(r"Error parsing (\S+?): (?:invalid literal for|could not convert).*?: (.*)", message):
+        kind = "an integer" if "invalid literal" in message else "a number"
+        return f"{value[1]}: expected {kind}, got {value[2]}{hint}"
+    if several := re.match(r"Error parsing (\S+?): no type matching .*? instantiated from \[(.*?)\]\.  Got", message):
+        kind = "an integer or None" if "<class 'int'>" in message else "a number or None"
+        kind = kind if re.search(r"<class '(int|float)'>", message) else "another value"
+        return f"{several[1]}: expected {kind}, got {several[2]}{hint}"
+    if choice := re.match(r"invalid choice (.*?) for argument '(\S+)'. Expected one of \((.*)\)\.?$", message):
+        allowed = ", ".join(sorted(each.strip(" '") for each in choice[3].split(",")))
+        return f"{choice[2]}: expected one of {allowed}, got {choice[1]}{hint}"
+    if missing := re.match(r"Missing value for argument '([^']*)'", message):
+        return f"{missing[1].split('/')[0]}: expected a value, got none{hint}"
+    if other := re.match(r"Unrecognized (?:or misplaced )?options: (.*?)(?:  Arguments are applied.*)?$", message):
+        given = re.sub(r" \(applied to [^)]*\)", "", other[1]).strip()
+        return f"expected only flags and their values, got {given}{hint}"
+    if re.match(r"Missing from diptych", message) and command in ("sample", "info"):
+        return f"{command}: expected {POSITIONAL['checkpoint']}, got none{hint}"
+    if re.match(r"Expected one of \{", message):
+        return f"expected a command, one of {', '.join(COMMANDS)}, got none{hint}"
+    return f"{message}{hint}"
+
+
+def _first_message(box: str) -> str:
+    """Return what tyro says in its framed error message, above the first rule, as one line."""
+    lines: list[str] = []
+    for line in box.splitlines()[1:]:
+        content = line.strip(" │|")
+        if content.startswith(("─", "╰", "╭", "-----", "+-")):  # a frame or a rule, in ASCII too
+            if lines:
+                break
+            continue
+        lines.append(content)
+    return re.sub(r"^Error parsing __\S+: ", "", " ".join(lines))

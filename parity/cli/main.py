@@ -1,0 +1,320 @@
+"""The ``diptych`` command.
+
+Subcommands import the backends they use and no other: ``diptych train --backend jax`` runs where
+PyTorch is not installed, and the other way round.
+"""
+
+import importlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from parity.cli.flags import in_flags, parse
+from parity.cli.commands import Compare, Curves, Info, Plan, Sample, Train, TrainingRun
+from diptych.planner.reports.console import print_written
+from diptych.planner.reports.context import print_context
+from parity.cli.run import SavePlan, run_training
+from diptych.planner.reports.generate import print_generated
+from parity.cli.launch import (
+    check_processes,
+    is_one_of_several,
+    join_devices,
+    join_processes,
+    rank,
+    speaks,
+)
+from diptych.planner.reports.memory import block_words, print_plan
+from diptych.planner.reports.mesh import mesh_words, print_mesh
+from diptych.planner.reports.offload import print_offload
+from parity.cli.output import standard_output
+from diptych.planner.page import PageRequest, write_page
+from parity.cli.processes import start_processes
+from diptych.planner.reports.schedule import print_schedule
+from diptych.planner.reports.search import print_search
+from diptych.plans.checkpoint import MODEL, list_checkpoints, read_checkpoint, recorded_model, split_arrays
+from diptych.plans.schedule.messages import PipelineError
+from diptych.plans.context.sequences import check_shared
+from diptych.plans.model.data import load_corpus
+from diptych.plans.model.implementation import callback_threads
+from diptych.plans.model.sampling import next_token, text_of
+from diptych.plans.schedule.named import schedule_for
+from diptych.plans.schedule.csv import schedule_to_csv
+from diptych.planner.step_time import StageTimes
+from diptych.plans.training import NonFiniteLossError, check_trainable
+
+USER_ERROR = 2
+FAILURE = 1
+INTERRUPTED = 130
+PLAIN_WIDTH = 100
+"""Columns where there is no terminal to ask."""
+PACKAGES = {"torch": "reference_torch", "jax": "jax_impl"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of ``diptych``.
+
+    Returns:
+        0: done; 1: over tolerance or training failed; 2: the user's input was refused; 130: interrupted.
+        Other than 0 comes with one line on standard error that says why, or the report of what differs.
+        Standard output that closes early, as in ``diptych plan | head``, is none of these: it is 0.
+    """
+    with standard_output() as output:
+        code = _run(arguments)
+        output.flush()
+    if output.failure is None or isinstance(output.failure, BrokenPipeError):
+        return code
+    print(f"diptych: standard output: {output.failure.strerror or output.failure}", file=sys.stderr)
+    return code or FAILURE
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    """Carry out a command line; see main."""
+    console = Console(quiet=rank() > 0) if sys.stdout.isatty() else Console(quiet=rank() > 0, width=PLAIN_WIDTH)
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        command = parse(arguments)
+        if isinstance(command, Train):
+            check_processes(command)
+            if command.backend == "torch" and command.ranks_here > 1 and not is_one_of_several():
+                module, more = "reference_torch.train", _after_train(arguments)
+                silence = command.model.pipeline_timeout
+                return start_processes(command.ranks_here, module, more, command.join_timeout, silence)
+        return _ACTIONS[type(command)](command, console)
+    except (ValueError, ModuleNotFoundError, NotImplementedError) as error:
+        if speaks():  # the others say the same
+            print(f"diptych: {in_flags(str(error), next(iter(arguments), None))}", file=sys.stderr)
+        return USER_ERROR
+    except (NonFiniteLossError, OSError, PipelineError) as error:
+        print(f"diptych: {error}", file=sys.stderr)
+        return FAILURE
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not re.search("allocate|RESOURCE_EXHAUSTED", str(error)):
+            raise
+        first_line = (str(error) or "out of memory").splitlines()[0]
+        print(f"diptych: expected a run that fits this machine's memory, got: {first_line}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("diptych: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _after_train(arguments: Sequence[str]) -> list[str]:
+    """What was said to ``diptych train`` beside its name, which the module that is started adds again."""
+    name = [*arguments].index("train")
+    return [*arguments[:name], *arguments[name + 1 :]]
+
+
+def _load_backend(backend: str, params_dtype: str, num_threads: int = 1, ranks: int = 1, impl: str = "auto"):
+    """The train module of a backend, with threads, devices and types set as asked.
+
+    Raises:
+        ModuleNotFoundError: the backend's framework is not installed.
+    """
+    try:
+        module = importlib.import_module(f"{PACKAGES[backend]}.train")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"backend: expected an installed framework for {backend!r}, but {error.name!r} is missing; install it"
+        ) from None
+    if backend == "torch":
+        import torch
+
+        torch.set_num_threads(num_threads)
+    else:
+        import jax
+
+        if params_dtype == "float64":
+            jax.config.update("jax_enable_x64", True)
+        if ranks > 1 and impl == "triton":
+            os.environ.setdefault("NPROC", str(callback_threads(ranks)))  # read when JAX is first used
+        if ranks > 1:
+            # As many CPU devices as ranks; of no effect on a machine with accelerators.
+            jax.config.update("jax_num_cpu_devices", ranks)
+    return module
+
+
+def _demands(run: TrainingRun) -> tuple[str, int, int, str]:
+    """What a run asks of a backend, as _load_backend takes it."""
+    model = run.model
+    return model.params_dtype, run.num_threads, model.model_parallel_size, model.impl
+
+
+def _compare(command: Compare, console: Console) -> int:
+    check_trainable(command.model, command.train)
+    for backend in PACKAGES:
+        _load_backend(backend, *_demands(command))
+    from parity import compare, report
+
+    corpus = load_corpus(command.data)
+    _check_output(command.output_dir, ("report.json", "compare.png"))
+    _print_setting(command, corpus, console)
+    seen = report.environment()
+    console.print(
+        f"threads: torch {seen['torch_threads']}, XLA up to {seen['xla_cores']}; both train at the same time\n"
+    )
+    with report.LiveComparison(console, command.train.train_iters, command.log_interval) as live:
+        result = compare.compare(
+            command.model,
+            command.train,
+            corpus,
+            loss_tolerance=command.loss_tolerance,
+            gradient_tolerance=command.gradient_tolerance,
+            on_step=live.step,
+        )
+    console.print()
+    report.print_summary(console, result)
+    report.write_json(command.output_dir / "report.json", result, command.model, command.train, corpus)
+    report.write_picture(command.output_dir / "compare.png", result)
+    print_written(console, command.output_dir / "report.json", command.output_dir / "compare.png")
+    return FAILURE if result.failures else 0
+
+
+def _train(command: Train, console: Console) -> int:
+    dtype, threads, _, impl = _demands(command)
+    module = _load_backend(command.backend, dtype, threads, command.ranks_here, impl)
+    place = _place(command)
+    console.quiet |= (command.process_id or 0) > 0
+    corpus = load_corpus(command.data)
+    if command.save is not None:
+        _check_output(command.save, ())
+    _print_setting(command, corpus, console)
+    trainer = module.Trainer(command.model, command.train, corpus, **place)
+    plan = SavePlan(command.save, command.save_interval, command.exit_step, command.resume_if_saved)
+    resume = command.resume or (command.resume_if_saved and trainer.any_process(_has_checkpoint(command.save)))
+    run_training(trainer, plan, console, command.log_interval, resume, command.backend)
+    return 0
+
+
+def _has_checkpoint(folder: Path | None) -> bool:
+    return folder is not None and bool(list_checkpoints(folder))
+
+
+def _place(command: Train) -> dict[str, Any]:
+    """Where the trainer computes, and with whom: its arguments beside the settings."""
+    if command.backend == "jax":
+        return {"mesh": join_devices(command)}
+    if not is_one_of_several():
+        return {}
+    import torch
+
+    from reference_torch.groups import make_mesh
+
+    device = join_processes("cuda" if torch.cuda.is_available() else "cpu", command.join_timeout)
+    return {"device": device, "mesh": make_mesh(command.model, device.type)}
+
+
+def _plan(command: Plan, console: Console) -> int:
+    for output in (command.picture, command.html, command.write_schedule, command.generate_schedule):
+        if output is not None:
+            _check_output(output.parent, (output.name,))
+    if command.ranks is not None:
+        print_search(console, command)
+        return 0
+    model, shape = command.model, (command.micro_batch_size, command.num_microbatches)
+    page = PageRequest(model, *shape, command.data_parallel_size, command.machine) if command.html else None
+    check_shared(command.micro_batch_size, model.seq_length, model.context_parallel_size)
+    console.print(mesh_words(model, command.data_parallel_size), highlight=False)
+    if command.generate_schedule is not None:
+        model = print_generated(console, command, command.generate_schedule)
+    elif model.pipeline_model_parallel_size > 1:
+        print_schedule(console, model, *shape, picture=command.picture, roofline=StageTimes(command.machine))
+        if command.write_schedule is not None:
+            command.write_schedule.write_text(schedule_to_csv(schedule_for(model, command.num_microbatches)))
+            print_written(console, command.write_schedule)
+    else:
+        print_plan(console, model, command.micro_batch_size)
+    if model.context_parallel_size > 1:
+        print_context(console, model, command.micro_batch_size)
+    console.print()
+    print_mesh(console, model, *shape, command.data_parallel_size)
+    if model.enable_tensor_offload:
+        print_offload(console, command)
+    if command.html is not None and page is not None:
+        write_page(command.html, replace(page, config=model))  # with the schedule that was made
+        print_written(console, command.html)
+    return 0
+
+
+def _sample(command: Sample, console: Console) -> int:
+    config = recorded_model(read_checkpoint(command.checkpoint).settings)
+    _load_backend(command.backend, config.params_dtype)
+    package = PACKAGES[command.backend]
+    saving, decoding = (importlib.import_module(f"{package}.{name}") for name in ("saving", "decoding"))
+    decoder = decoding.Decoder(saving.load_model(command.checkpoint))
+    tokens = list(command.prompt.encode(errors="surrogateescape"))  # bytes of the command line that are no UTF-8 too
+    for index in range(command.length):
+        logits = decoder.next_logits(np.array(tokens))
+        tokens.append(next_token(logits, command.temperature, command.seed, index))
+    sys.stdout.write(text_of(tokens) + "\n")
+    return 0
+
+
+def _info(command: Info, console: Console) -> int:
+    checkpoint = read_checkpoint(command.checkpoint)
+    parameters = split_arrays(checkpoint.arrays, MODEL)
+    count = sum(array.size for array in parameters.values())
+    console.print(f"step {checkpoint.step}; {count:,} parameters in {len(parameters)} arrays; checksum right")
+    for part, settings in checkpoint.settings.items():
+        told = f"{part}: " + ", ".join(f"{field} {value}" for field, value in settings.items())
+        console.print(told, soft_wrap=True, markup=False)
+    return 0
+
+
+def _curves(command: Curves, console: Console) -> int:
+    from parity.cli.curves import write_curves
+
+    if not command.runs:
+        raise ValueError("runs: expected at least one folder given to train --save, got none")
+    command.output.parent.mkdir(parents=True, exist_ok=True)
+    write_curves(command.runs, command.output)
+    print_written(console, command.output)
+    return 0
+
+
+_ACTIONS: dict[type, Callable[[Any, Console], int]] = {
+    Compare: _compare,
+    Train: _train,
+    Plan: _plan,
+    Sample: _sample,
+    Info: _info,
+    Curves: _curves,
+}
+
+
+def _check_output(folder: Path, names: tuple[str, ...]) -> None:
+    """Make the output folder, and see that the files named can be written, before any time is spent."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):  # of a name of its own: the run's other processes do the same
+            pass
+        for name in names:
+            if (folder / name).is_dir():
+                raise IsADirectoryError(f"a folder named {folder / name}")
+            if (folder / name).exists() and not os.access(folder / name, os.W_OK):
+                raise PermissionError(f"a file {folder / name} that may not be written")
+    except OSError as error:
+        raise ValueError(f"{folder}: expected a folder to write to, got {error}") from None
+
+
+def _print_setting(run: TrainingRun, corpus, console: Console) -> None:
+    model, train = run.model, run.train
+    mhc = f"mHC with {model.num_residual_streams} streams" if model.enable_hyper_connections else "no mHC"
+    console.print(
+        f"{model.num_layers} layers, D={model.hidden_size}, {model.num_attention_heads} heads, {mhc}, "
+        f"{model.compute_dtype}; T={model.seq_length}, batch {train.global_batch_size}, {train.train_iters} steps"
+    )
+    if any("recompute" in name and value for name, value in vars(model).items()):
+        console.print(f"recompute, blocks: {block_words(model)}")
+    console.print(f"corpus: {corpus.name}, {len(corpus.training):,} bytes (digest {corpus.digest})", markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Progress of a training run in one backend; imports neither framework."""
+
+from collections.abc import Callable, Iterable
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from diptych.plans.training import StepResult
+
+
+def training_progress(
+    console: Console, steps: Iterable[StepResult], total: int, interval: int, note: Callable[[int], str] = lambda _: ""
+) -> list[StepResult]:
+    """Consume the steps of a run, showing loss and speed as they come.
+
+    On a terminal: one bar with loss, tokens per second and time left. Elsewhere: a line every
+    ``interval`` steps.
+
+    Args:
+        console: to print to.
+        steps: as they are made.
+        total: how many.
+        interval: steps between lines.
+        note: what else there is to say, every ``interval`` steps, given the number of steps since it was last asked.
+
+    Returns:
+        All results.
+    """
+    columns = (
+        TextColumn("loss {task.fields[loss]}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]} tok/s{task.fields[note]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    results = []
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("train", total=total, loss="-", speed="-", note="")
+        noted, said = "", 0
+        for result in steps:
+            results.append(result)
+            loss, speed = f"{result.loss:.4f}", f"{result.tokens / result.seconds:,.0f}"
+            is_due = result.step % interval == 0 or result.step == total - 1
+            if is_due:
+                noted, said = note(len(results) - said), len(results)
+            progress.update(task, advance=1, loss=loss, speed=speed, note=noted)
+            if is_due and not console.is_terminal:
+                norm = f"grad norm {result.grad_norm:.3f}"
+                console.print(f"step {result.step:>6}  loss {loss}  {norm}  {speed} tok/s{noted}")
+    return results

@@ -1,0 +1,291 @@
+"""The public functions: arguments, what is asked of them, and who computes."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diptych.plans.context.sequences import FLACPContext, check_part, implementation_for
+from diptych.plans.model.delta_rule import (
+    CHUNK_SIZE,
+    ArrayInfo,
+    DeltaRuleOptions,
+    check_arguments,
+    compute_dtype,
+    refuse_unknown_keywords,
+)
+from reference_torch.autograd import is_transformed, refuse_transformed, without_autocast
+from reference_torch.context_parallel import Crossing, complete, with_responses
+from reference_torch.context_parallel.states import handed_through
+from reference_torch.context_parallel.wavefront import is_pipelined
+from reference_torch.delta_rule.by_kernels import chunked_by_kernels
+from reference_torch.delta_rule.chunked import chunked
+from reference_torch.delta_rule.gates import gated, prepared
+from reference_torch.delta_rule.recurrent import recurrent
+from reference_torch.ops import at_least_float32, kernel_door
+
+
+@refuse_unknown_keywords
+def recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_gate_in_kernel: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi delta attention, a token at a time; arguments and results as chunk_kda's."""
+    options = DeltaRuleOptions(True, scale, 1, use_qk_l2norm_in_kernel, use_gate_in_kernel, safe_gate, lower_bound)
+    arrays = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    return _recurrent(arrays, cu_seqlens, options, output_final_state)
+
+
+@refuse_unknown_keywords
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_gate_in_kernel: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | int | None = None,
+    chunk_size: int = CHUNK_SIZE,
+    cp_context: FLACPContext | None = None,
+    disable_recompute: bool = False,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi delta attention, a chunk at a time: the gated delta rule with a decay for every channel.
+
+    Args:
+        q: queries. [B, T, H, K] float16, bfloat16, float32 or float64; k and v are of the same type
+        k: keys; beyond length one the rule can diverge, see use_qk_l2norm_in_kernel. [B, T, H, K]
+        v: values; HV / H neighbours share a head of q and k. [B, T, HV, V]
+        g: log decay, natural log, <= 0; with use_gate_in_kernel what kda_gate takes. [B, T, HV, K]
+        beta: the share of an error that is corrected, in [0, 2]. [B, T, HV]
+        scale: of the queries; None for K ** -0.5.
+        initial_state: None for zeros. [N, HV, K, V] float32 (float64 for float64)
+        cu_seqlens: where the sequences that B = 1 holds begin, and T; they may be empty. [N + 1] int32
+        A_log, dt_bias, lower_bound: of kda_gate, with use_gate_in_kernel. [HV], [HV * K]
+        safe_gate: the caller's word that decays are above -5; nothing here needs it.
+        chunk_size: tokens, a power of two.
+        cp_context: of build_cp_context, where sequences are split over ranks, of which this one gives its part and gets
+            its part's outputs. cu_seqlens is then the context's or None. A sequence takes its initial state on the rank
+            where it begins and has its final state where it ends, 0 on others. Every rank has to call backward.
+        disable_recompute: keep for backward what it would compute again.
+
+    Returns:
+        Outputs [B, T, HV, V] in v's type; with output_final_state the states after, as initial_state, else None.
+
+    Raises:
+        ValueError: arguments that do not belong together, or an unknown one: what was expected, what came.
+
+    Reference: Kimi Team, arXiv 2510.26692, section 3. Values of cu_seqlens are read on the host,
+    which waits for a device they lie on.
+    """
+    options = DeltaRuleOptions(
+        True, scale, chunk_size, use_qk_l2norm_in_kernel, use_gate_in_kernel, safe_gate, lower_bound
+    )
+    arrays = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    return _chunked(arrays, cu_seqlens, options, output_final_state, not disable_recompute, cp_context, impl)
+
+
+@refuse_unknown_keywords
+def recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule of GDN, a token at a time; arguments and results as chunk_gated_delta_rule's."""
+    options = DeltaRuleOptions(False, scale, 1, use_qk_l2norm_in_kernel)
+    arrays = (q, k, v, g, beta, None, None, initial_state)
+    return _recurrent(arrays, cu_seqlens, options, output_final_state)
+
+
+@refuse_unknown_keywords
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    chunk_size: int = CHUNK_SIZE,
+    cp_context: FLACPContext | None = None,
+    disable_recompute: bool = False,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule of GDN, a chunk at a time: one decay for a head's channels.
+
+    Args, results and errors as chunk_kda's, but for g: log decay, natural log, <= 0, [B, T, HV].
+
+    Reference: Yang, Kautz and Hatamizadeh, arXiv 2412.06464, section 3.
+    """
+    options = DeltaRuleOptions(False, scale, chunk_size, use_qk_l2norm_in_kernel)
+    arrays = (q, k, v, g, beta, None, None, initial_state)
+    return _chunked(arrays, cu_seqlens, options, output_final_state, not disable_recompute, cp_context, impl)
+
+
+Arrays = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""q, k, v, g, beta, A_log, dt_bias, initial_state."""
+
+
+def _offsets(arrays: Arrays, cu_seqlens: Tensor | np.ndarray | None, options: DeltaRuleOptions) -> np.ndarray | None:
+    """The values of cu_seqlens, once all arguments are checked."""
+    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+    infos = {name: _info(name, x) for name, x in zip(names, arrays, strict=True)}
+    if isinstance(cu_seqlens, np.ndarray):  # a context's
+        check_arguments(options, infos | {"cu_seqlens": ArrayInfo(cu_seqlens.shape, cu_seqlens.dtype.name, cu_seqlens)})
+        return cu_seqlens
+    offsets = _info("cu_seqlens", cu_seqlens)
+    check_arguments(options, infos | {"cu_seqlens": offsets})
+    if cu_seqlens is None or offsets is None:
+        return None
+    values = _values_of(cu_seqlens)
+    check_arguments(options, infos | {"cu_seqlens": offsets._replace(values=values)})
+    return values
+
+
+def _values_of(cu_seqlens: Tensor) -> np.ndarray:
+    """Read offsets on the host.
+
+    Raises:
+        ValueError: there is nothing to read.
+    """
+    if cu_seqlens.is_meta or is_transformed(cu_seqlens):
+        came = "one on the meta device" if cu_seqlens.is_meta else "one that torch.func transforms"
+        raise ValueError(f"cu_seqlens: expected a tensor whose values can be read, got {came}")
+    return np.array(cu_seqlens.tolist(), str(cu_seqlens.dtype).removeprefix("torch."))
+
+
+def _info(name: str, x: Tensor | None) -> ArrayInfo | None:
+    if x is None:
+        return None
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name}: expected a tensor, got {type(x).__name__}")
+    return ArrayInfo(tuple(x.shape), str(x.dtype).removeprefix("torch."))
+
+
+def _recurrent(
+    arrays: Arrays, cu_seqlens: Tensor | None, options: DeltaRuleOptions, output_final_state: bool
+) -> tuple[Tensor, Tensor | None]:
+    offsets = _offsets(arrays, cu_seqlens, options)
+    with without_autocast(arrays[0].device.type):  # the types are the arguments'
+        inputs = gated(*arrays[:7], options)
+        o, finals = recurrent(*inputs, arrays[7], None if offsets is None else offsets.tolist())
+    return o.to(arrays[2].dtype), finals if output_final_state else None
+
+
+def _chunked(*call: Any) -> tuple[Tensor, Tensor | None]:
+    """Compute as called; torch.compile does so between two graphs, as which chunks there are is read on the host."""
+    if torch.compiler.is_compiling():
+        import torch._dynamo as dynamo  # there is no telling fullgraph=True why but by its own words
+
+        dynamo.graph_break(msg="chunk_kda and its like read offsets on the host; leave fullgraph=True out")
+        eagerly: Any = torch.compiler.disable(_chunked_eagerly)
+        return eagerly(*call)
+    return _chunked_eagerly(*call)
+
+
+def _chunked_eagerly(
+    arrays: Arrays,
+    cu_seqlens: Tensor | None,
+    options: DeltaRuleOptions,
+    output_final_state: bool,
+    recompute: bool,
+    context: FLACPContext | None,
+    impl: str,
+) -> tuple[Tensor, Tensor | None]:
+    name = "chunk_kda" if options.per_channel else "chunk_gated_delta_rule"
+    refuse_transformed(name, f"call {name.replace('chunk', 'recurrent')}, or torch.autograd", *arrays)
+    if context is not None:
+        check_part(context, tuple(getattr(arrays[0], "shape", ())), _values_beside(context, cu_seqlens))
+    offsets = _offsets(arrays, cu_seqlens if context is None else context.cu_seqlens_cpu, options)
+    options, impl = options.for_length(arrays[0].shape[1]), implementation_for(impl, context)
+    kernels, given = kernel_door(impl, arrays[0]), arrays[:-1]
+
+    def run(initial: Tensor | None, context: FLACPContext | None = None) -> tuple[Tensor, Tensor]:
+        if kernels is not None:
+            return chunked_by_kernels(kernels, *given, initial, options, offsets, recompute, context)
+        if context is None:
+            o, _, finals = chunked(*given, initial, options, offsets, recompute)
+            return o, finals
+        return _over_ranks((*given, initial), options, recompute, context)
+
+    with without_autocast(arrays[0].device.type):  # the types are the arguments'
+        if context is not None and is_pipelined(context):  # within, the part is whole sequences
+            beside = next((x for x in arrays if x is not None and x.requires_grad), arrays[0])
+            o, finals = handed_through(arrays[-1], _state_like(arrays), context, run, beside)
+        else:
+            o, finals = run(arrays[-1], context)
+    return o, finals if output_final_state else None
+
+
+def _values_beside(context: FLACPContext, cu_seqlens: Tensor | None) -> np.ndarray | None:
+    """Of offsets given beside a context; the context's own, as they should be, are not read from their device."""
+    if cu_seqlens is None or cu_seqlens is getattr(context, "cu_seqlens", None):
+        return None
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seqlens: expected a tensor, got {type(cu_seqlens).__name__}")
+    return _values_of(cu_seqlens)
+
+
+def _over_ranks(
+    arrays: Arrays, options: DeltaRuleOptions, recompute: bool, context: FLACPContext
+) -> tuple[Tensor, Tensor]:
+    """The rule over this rank's part of the sequences."""
+    q, v, initial, offsets, like = arrays[0], arrays[2], arrays[-1], context.cu_seqlens_cpu, _state_like(arrays)
+    initial, responses = with_responses(initial, context, like), 0 if context.is_first_rank else q.shape[3]
+    crossing = Crossing(context, v.shape[3], _log_decay(arrays, options, context))
+    o, finals = complete(*chunked(*arrays[:-1], initial, options, offsets, recompute, responses, crossing), crossing)
+    return o.to(v.dtype), finals
+
+
+def _state_like(arrays: Arrays) -> Tensor:
+    """A state of 0. [HV, K, V]"""
+    q, v = arrays[0], arrays[2]
+    dtype = getattr(torch, compute_dtype(str(q.dtype).removeprefix("torch.")))
+    return q.new_zeros(v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
+
+
+def _log_decay(arrays: Arrays, options: DeltaRuleOptions, context: FLACPContext) -> Tensor | None:
+    """Sum of log decays over the part, which a map of low rank has on its diagonal. [HV, K] or [HV, 1]"""
+    if context.cp_transition_rank is None:
+        return None
+    q, k, _, g, _, A_log, dt_bias, _ = arrays
+    with torch.no_grad():
+        _, _, g = prepared(q, k, g, A_log, dt_bias, options)
+        total = at_least_float32(g[0]).sum(0)
+    return total if total.ndim == 2 else total[:, None]
