@@ -23,10 +23,10 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.jobs.context import Load
-from parity.compare import relative_difference
-from parity.report import environment
 from diptych.plans.context.approximation import low_rank_bounds, rank_bounds, truncation_bounds
 from diptych.plans.context.exchange import exchange_cost
+from parity.compare import relative_difference
+from parity.report import environment
 from reference_torch.context_parallel import build_cp_context, exchange
 from reference_torch.delta_rule import chunk_kda
 from reference_torch.rank_pool import RankPool

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.jobs.context import Load, results
+from diptych.plans.context.exchange import EXCHANGES, exchange_cost
 from parity.compare import relative_difference
 from parity.report import environment
-from diptych.plans.context.exchange import EXCHANGES, exchange_cost
 from reference_torch.rank_pool import RankPool
 
 PER_RANK, TURNS = 1024, 7

@@ -26,7 +26,10 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.kernels import RESULTS, commit, compared, copy_bandwidth, jax_is_there, random_inputs, seconds
-from diptych_kernels import aot as ahead, jax_backend as jax_ops, torch_backend as torch_ops, tuning
+from diptych_kernels import aot as ahead
+from diptych_kernels import jax_backend as jax_ops
+from diptych_kernels import torch_backend as torch_ops
+from diptych_kernels import tuning
 from parity.report import environment
 from reference_torch.delta_rule import chunk_gated_delta_rule, chunk_kda
 

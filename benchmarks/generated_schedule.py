@@ -26,14 +26,14 @@ from rich.table import Table
 from benchmarks.jobs.generated_schedule import write_table
 from benchmarks.jobs.sleeping_jax import Sleeping, time_apart
 from benchmarks.stage_costs import measure
-from parity.report import environment
-from diptych.plans.schedule.actions import Schedule
-from diptych.plans.config import TransformerConfig
 from diptych.planner.generate import generate_schedule, named_schedules
-from diptych.plans.schedule.placement import Placement
+from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.csv import schedule_to_csv
-from diptych.plans.schedule.simulate import Costs, simulate
 from diptych.plans.schedule.lockstep import lockstep_makespan
+from diptych.plans.schedule.placement import Placement
+from diptych.plans.schedule.simulate import Costs, simulate
+from parity.report import environment
 from reference_torch.rank_pool import RankPool
 
 STEPS, ROUNDS = 2, 2

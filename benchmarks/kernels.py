@@ -26,7 +26,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from diptych_kernels import aot as ahead, jax_backend as jax_ops, torch_backend as torch_ops, tuning
+from diptych_kernels import aot as ahead
+from diptych_kernels import jax_backend as jax_ops
+from diptych_kernels import torch_backend as torch_ops
+from diptych_kernels import tuning
 from parity.report import environment
 from reference_torch import hyper_connections, ops
 

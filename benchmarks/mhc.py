@@ -26,9 +26,9 @@ from rich.table import Table
 import jax_impl.train
 import reference_torch.train
 from benchmarks.plain_torch import PlainTrainer
-from parity.report import environment
 from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
 from diptych.plans.model.data import load_corpus
+from parity.report import environment
 
 STEPS, WARM_UP = 40, 4
 RESULT = Path("benchmarks/results/mhc-cpu.json")

@@ -27,13 +27,13 @@ from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.jobs.sleeping_jax import Sleeping, time_apart
-from parity.report import environment
-from diptych.plans.schedule.actions import Schedule
 from diptych.plans.config import TransformerConfig
-from diptych.plans.schedule.placement import V_SCHEDULES
-from diptych.plans.schedule.named import build_schedule
-from diptych.plans.schedule.simulate import Costs, simulate
+from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.lockstep import FUSED, lockstep_makespan
+from diptych.plans.schedule.named import build_schedule
+from diptych.plans.schedule.placement import V_SCHEDULES
+from diptych.plans.schedule.simulate import Costs, simulate
+from parity.report import environment
 from reference_torch.pipeline import DeferredWeightGradients
 from reference_torch.rank_pool import RankPool
 from reference_torch.transformer import GPTModel

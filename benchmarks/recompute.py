@@ -27,10 +27,10 @@ from rich.progress import track
 from rich.table import Table
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from parity.report import environment
-from diptych.plans.config import TransformerConfig
 from diptych.planner.memory import predict_memory
+from diptych.plans.config import TransformerConfig
 from diptych.plans.recompute import block_length
+from parity.report import environment
 from reference_torch.recompute import MemoryUse, measure_memory
 from reference_torch.transformer import GPTModel, TransformerLayer
 

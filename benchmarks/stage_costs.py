@@ -20,15 +20,15 @@ from typing import Any
 import tyro
 
 from benchmarks.jobs.generated_schedule import write_table
+from diptych.planner.stage_costs import write_stage_costs
+from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.actions import Schedule
+from diptych.plans.schedule.csv import schedule_to_csv
+from diptych.plans.schedule.named import schedule_for
+from diptych.plans.schedule.partition import num_stages
+from diptych.plans.schedule.simulate import Costs
 from parity.cli.commands import Plan
 from parity.report import environment
-from diptych.plans.schedule.actions import Schedule
-from diptych.plans.config import TransformerConfig
-from diptych.plans.schedule.partition import num_stages
-from diptych.plans.schedule.named import schedule_for
-from diptych.plans.schedule.csv import schedule_to_csv
-from diptych.plans.schedule.simulate import Costs
-from diptych.planner.stage_costs import write_stage_costs
 from reference_torch.rank_pool import RankPool
 
 JOBS = "benchmarks.jobs.generated_schedule"

@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from parity.report import environment
-from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.planner.search import RECOMPUTE
 from diptych.planner.step_time import Machine, step_time
+from diptych.plans.config import TrainConfig, TransformerConfig
+from parity.report import environment
 from reference_torch.rank_pool import RankPool
 
 RANKS, STEPS = 2, 4

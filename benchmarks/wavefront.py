@@ -2,10 +2,11 @@
 
     python -m benchmarks.wavefront           (make bench-wavefront)
 
-1. Order: layers that sleep, so that a step takes as long as its order has it, on four ranks; beside diptych.plans.schedule.wavefront.
-2. Steps of training of a KDA model, PyTorch on gloo ranks of one thread each, JAX on as many devices of one process.
-   All exchanges are taken in turns in one run, beside the same ranks each computing its part alone, which is the least
-   that a step can take. Where there are more ranks than cores, ranks take turns and what one waits is another's time.
+1. Order: layers that sleep, so that a step takes as long as its order has it, on four ranks; beside
+diptych.plans.schedule.wavefront. 2. Steps of training of a KDA model, PyTorch on gloo ranks of one thread each, JAX
+   on as many devices of one process. All exchanges are taken in turns in one run, beside the same ranks each
+   computing its part alone, which is the least that a step can take. Where there are more ranks than cores, ranks
+   take turns and what one waits is another's time.
 """
 
 import os
@@ -20,10 +21,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from parity.report import environment
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.context.exchange import CP_EXCHANGES
 from diptych.plans.schedule.wavefront import makespan, num_ticks
+from parity.report import environment
 from reference_torch.rank_pool import RankPool
 
 RESULT = Path("benchmarks/results/wavefront-cpu.json")

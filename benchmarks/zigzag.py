@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
-from parity.report import environment
 from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.context.zigzag import ATTENTION_LAYOUTS, attention_flops, move_cost
+from parity.report import environment
 from reference_torch.context_parallel import build_cp_context, cp_attention
 from reference_torch.rank_pool import RankPool
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
+from diptych.plans.model import operations
 from jax_impl.operands import at_least_float32, given_operand, operand
 from jax_impl.recompute import name_value
-from diptych.plans.model import operations
 
 
 def causal_attention(

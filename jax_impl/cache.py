@@ -13,9 +13,9 @@ from jax import Array, lax
 from jax.core import Tracer
 from jaxtyping import Float, Integer
 
-from jax_impl.ops import masked_attention
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model.delta_rule import compute_dtype
+from jax_impl.ops import masked_attention
 
 
 class AttentionState(NamedTuple):

@@ -5,9 +5,9 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from diptych.plans.model.sampling import split_unread
 from jax_impl.cache import DecodingCache, empty_cache
 from jax_impl.transformer import GPTModel
-from diptych.plans.model.sampling import split_unread
 
 
 class Decoder:

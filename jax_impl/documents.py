@@ -1,6 +1,7 @@
 """Several documents in one sequence: what the layers need to know to keep them apart.
 
-Twin of ``reference_torch/documents.py``; how a corpus says where documents begin stands in ``diptych/plans/model/documents.py``.
+Twin of ``reference_torch/documents.py``; how a corpus says where documents begin stands in
+``diptych/plans/model/documents.py``.
 """
 
 from typing import NamedTuple

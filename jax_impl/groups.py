@@ -18,7 +18,8 @@ LONGEST = 4096
 def make_mesh(config: TransformerConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
     """Devices as a mesh of replicas, context and pipeline ranks; None: there is one.
 
-    In the order of diptych.plans.schedule.partition.MESH_AXES; axis "pp" is always there, "cp" and "dp" where they are longer than 1.
+    In the order of diptych.plans.schedule.partition.MESH_AXES; axis "pp" is always there, "cp" and "dp" where they
+    are longer than 1.
 
     Args:
         config: the model's.

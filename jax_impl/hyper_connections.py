@@ -24,12 +24,12 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Integer
 
+from diptych.plans.config import TransformerConfig
+from diptych.plans.model import operations
+from diptych.plans.model.parameters import SINKHORN_FLOOR, hyper_connection_spec
 from jax_impl.operands import at_least_float32, given_operand, operand
 from jax_impl.ops import DropoutState, add_bias, check_state, dropout, kernel_door, parameter
 from jax_impl.recompute import name_value
-from diptych.plans.model import operations
-from diptych.plans.config import TransformerConfig
-from diptych.plans.model.parameters import SINKHORN_FLOOR, hyper_connection_spec
 
 
 def sinkhorn(

@@ -15,6 +15,9 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+from diptych.plans.config import TransformerConfig
+from diptych.plans.context.sequences import FLACPContext
+from diptych.plans.model.parameters import ParameterSpec, delta_rule_specs
 from jax_impl.cache import DecodingCache, DeltaRuleState, with_tail
 from jax_impl.context_parallel import cp_short_convolution
 from jax_impl.delta_rule import (
@@ -28,9 +31,6 @@ from jax_impl.documents import PackedDocuments
 from jax_impl.modules import Linear, RMSNorm
 from jax_impl.ops import add_bias, at_least_float32, parameter, short_convolution
 from jax_impl.recompute import name_value
-from diptych.plans.config import TransformerConfig
-from diptych.plans.context.sequences import FLACPContext
-from diptych.plans.model.parameters import ParameterSpec, delta_rule_specs
 
 
 class ShortConvolution(nnx.Module):

@@ -1,4 +1,5 @@
-"""Modules that all layers are made of: linear maps and norms, with parameters as diptych/plans/model/parameters.py gives them.
+"""Modules that all layers are made of: linear maps and norms, with parameters as diptych/plans/model/parameters.py
+gives them.
 
 Twin of ``reference_torch/modules.py``.
 """
@@ -7,9 +8,9 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from jax_impl.ops import linear, parameter, rms_norm
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model.parameters import ParameterSpec, norm_spec
+from jax_impl.ops import linear, parameter, rms_norm
 
 
 class Linear(nnx.Module):

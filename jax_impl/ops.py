@@ -17,15 +17,15 @@ from jax import Array
 from jax.core import Tracer
 from jaxtyping import Float, Int, Integer, UInt32
 
+from diptych.plans.config import TransformerConfig
+from diptych.plans.model import operations
+from diptych.plans.model.implementation import uses_kernels
+from diptych.plans.model.parameters import ParameterSpec, initial_value, rotary_frequencies
+from diptych.plans.model.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, dropout_threshold
 from jax_impl.attention import causal_attention as causal_attention
 from jax_impl.attention import fused_attention as fused_attention
 from jax_impl.attention import masked_attention as masked_attention
 from jax_impl.operands import at_least_float32, given_operand, operand
-from diptych.plans.model import operations
-from diptych.plans.config import TransformerConfig
-from diptych.plans.model.implementation import uses_kernels
-from diptych.plans.model.parameters import ParameterSpec, initial_value, rotary_frequencies
-from diptych.plans.model.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, dropout_threshold
 
 
 def parameter(config: TransformerConfig, name: str, spec: ParameterSpec) -> nnx.Param:

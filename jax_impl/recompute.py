@@ -18,9 +18,9 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.extend.core import Literal, jaxprs_in_params
 
-from jax_impl.handing import collecting
 from diptych.plans.config import TransformerConfig
 from diptych.plans.recompute import VALUES, RecomputeBlock, recompute_blocks
+from jax_impl.handing import collecting
 
 
 def name_value(x: Array, name: str) -> Array:

@@ -16,9 +16,9 @@ import optax
 from flax import nnx
 from jax import Array
 
-from jax_impl.transformer import GPTModel
 from diptych.plans.checkpoint import FIRST_MOMENT, MODEL, SECOND_MOMENT, read_checkpoint, recorded_model, split_arrays
 from diptych.plans.model.parameters import ParameterSpec, check_values
+from jax_impl.transformer import GPTModel
 
 
 def export_parameters(model: nnx.State) -> dict[str, np.ndarray]:

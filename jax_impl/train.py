@@ -4,13 +4,11 @@ What is decided (batches, initial values, learning rate, decay, clipping, schedu
 the same for both backends; here it is carried out in JAX, one compiled program a step, on one device or on one a
 pipeline rank, part of the sequences and replica:
 
-    python -m jax_impl.train --pipeline-model-parallel-size 4 ...
+    diptych train --backend jax --pipeline-model-parallel-size 4 ...
 
 takes the arguments of ``diptych train``.
 """
 
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -25,11 +23,6 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_impl.groups import on_first_rank, said_on_all_ranks
-from jax_impl.offload import Layers, OffloadedStep
-from jax_impl.pipeline import OffloadedPipeline, PipelineStep, make_pipeline_step
-from jax_impl.saving import export_arrays, export_parameters, import_arrays, import_parameters
-from jax_impl.transformer import GPTModel
 from diptych.plans.checkpoint import Checkpoint, check_ranks_alike, read_alike, run_settings, write_checkpoint
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.model.data import Batch, Corpus
@@ -45,6 +38,11 @@ from diptych.plans.training import (
     learning_rate,
     microbatches,
 )
+from jax_impl.groups import on_first_rank, said_on_all_ranks
+from jax_impl.offload import Layers, OffloadedStep
+from jax_impl.pipeline import OffloadedPipeline, PipelineStep, make_pipeline_step
+from jax_impl.saving import export_arrays, export_parameters, import_arrays, import_parameters
+from jax_impl.transformer import GPTModel
 
 Parameters = Any
 """Of the undivided model (nnx.State), or laid out over the pipeline's ranks (StagedParameters); gradients and moments
@@ -346,12 +344,3 @@ def train(config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) 
     trainer = Trainer(config, train_config, corpus)
     for step in range(train_config.train_iters):
         yield trainer.train_step(step)
-
-
-if __name__ == "__main__":
-    from parity.cli.main import main
-
-    code = main(["train", "--backend", "jax", *sys.argv[1:]])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # other processes of the run may be gone, and not let an interpreter end

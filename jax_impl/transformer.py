@@ -14,6 +14,12 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int, Integer
 
+from diptych.plans.config import TransformerConfig
+from diptych.plans.context.sequences import FLACPContext
+from diptych.plans.model.parameters import attention_specs, embedding_spec, mlp_specs
+from diptych.plans.model.philox import attention_site, mlp_site
+from diptych.plans.model.sampling import check_inputs
+from diptych.plans.schedule.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
 from jax_impl.cache import AttentionState, DecodingCache, known_length, remembered_attention
 from jax_impl.context_parallel import cp_attention
 from jax_impl.documents import PackedDocuments, both_masks, pack_documents
@@ -37,12 +43,6 @@ from jax_impl.ops import (
     swiglu,
 )
 from jax_impl.recompute import checkpoint_blocks, name_value
-from diptych.plans.config import TransformerConfig
-from diptych.plans.context.sequences import FLACPContext
-from diptych.plans.model.parameters import attention_specs, embedding_spec, mlp_specs
-from diptych.plans.schedule.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
-from diptych.plans.model.philox import attention_site, mlp_site
-from diptych.plans.model.sampling import check_inputs
 
 
 class SelfAttention(nnx.Module):
@@ -344,8 +344,8 @@ class GPTModel(nnx.Module):
             samples: numbers of the sequences within the global batch, of rows or tokens; None: 0 .. B-1. [B] or [B, T]
             positions: of the tokens within their sequence; None: 0 .. T-1. [T]
             attention_mask: see ops.causal_attention.
-            document_starts: where documents begin that know nothing of each other, see diptych.plans.model.documents; None: each
-                sequence is one. [B, N] int32
+            document_starts: where documents begin that know nothing of each other, see
+                diptych.plans.model.documents; None: each sequence is one. [B, N] int32
             cache: of the tokens before, see cache.empty_cache; left as after these.
             cp_context: of ranks that share the sequences, end to end: B = 1, and positions have to be given.
             training: False turns dropout off.

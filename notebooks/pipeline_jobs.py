@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diptych.plans.schedule.actions import Action
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model.data import Batch
+from diptych.plans.schedule.actions import Action
 from reference_torch.groups import make_groups, make_mesh
 from reference_torch.pipeline import get_forward_backward_func, get_model
 from reference_torch.stage import Microbatch, forward_step, model_provider

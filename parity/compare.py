@@ -11,12 +11,12 @@ import numpy as np
 
 import jax_impl.train
 from diptych.planner.reports.memory import MeasuredMemory, measure_torch
-from parity.ranks import torch_trainer
-from parity.tolerances import GRADIENT, GRADIENT_FLOOR, LOSS
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.model.data import Batch, Corpus
 from diptych.plans.schedule.partition import undivided
 from diptych.plans.training import StepResult
+from parity.ranks import torch_trainer
+from parity.tolerances import GRADIENT, GRADIENT_FLOOR, LOSS
 
 
 class StepPair(NamedTuple):
@@ -67,7 +67,8 @@ class Comparison:
     validation: dict[str, float] = field(default_factory=dict)
     """Validation loss by backend, nats per token."""
     offload: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By backend, what offload moved while training; empty without it. See diptych.plans.offload.describe_statistics."""
+    """By backend, what offload moved while training; empty without it. See
+    diptych.plans.offload.describe_statistics."""
 
     @property
     def worst_step(self) -> StepPair:

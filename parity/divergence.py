@@ -28,7 +28,6 @@ import jax_impl.transformer
 import reference_torch.saving
 import reference_torch.train
 import reference_torch.transformer
-from parity.compare import relative_difference
 from diptych.plans.checkpoint import (
     FIRST_MOMENT,
     MODEL,
@@ -42,6 +41,7 @@ from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.model.data import Batch, Corpus
 from diptych.plans.model.parameters import initial_value, parameter_specs
 from diptych.plans.training import learning_rate
+from parity.compare import relative_difference
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
 EPSILON = {"bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}

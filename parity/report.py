@@ -17,12 +17,12 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from parity.compare import Comparison, StepPair, tokens_per_second
 from diptych.planner.reports.memory import MIB, MeasuredMemory
-from parity.tolerances import GRADIENT, GRADIENT_FLOOR
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.model.data import Corpus
 from diptych.plans.offload import describe_statistics
+from parity.compare import Comparison, StepPair, tokens_per_second
+from parity.tolerances import GRADIENT, GRADIENT_FLOOR
 
 RECENT_STEPS = 10
 """Steps a displayed speed is the median of."""

@@ -1,4 +1,5 @@
-"""Which ranks work together: of a pipeline, of the parts of a sequence, replicas; see diptych.plans.schedule.partition.MESH_AXES."""
+"""Which ranks work together: of a pipeline, of the parts of a sequence, replicas; see
+diptych.plans.schedule.partition.MESH_AXES."""
 
 import datetime
 from collections.abc import Callable, Iterator
@@ -10,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from diptych.plans.schedule.messages import PipelineError
 from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.messages import PipelineError
 from diptych.plans.schedule.partition import MESH_AXES, get_stage_place, mesh_shape, model_parallel_words, num_stages
 
 Result = TypeVar("Result")

@@ -23,8 +23,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from diptych.plans.model import operations
 from diptych.plans.config import TransformerConfig
+from diptych.plans.model import operations
 from diptych.plans.model.parameters import SINKHORN_FLOOR, hyper_connection_spec
 from reference_torch.operands import at_least_float32, given_operand, operand
 from reference_torch.ops import DropoutState, add_bias, check_state, dropout, kernel_door, parameter

@@ -1,4 +1,5 @@
-"""Modules that all layers are made of: linear maps and norms, with parameters as diptych/plans/model/parameters.py gives them.
+"""Modules that all layers are made of: linear maps and norms, with parameters as diptych/plans/model/parameters.py
+gives them.
 
 Twin of ``jax_impl/modules.py``.
 """

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from diptych.plans.model import operations
 from diptych.plans.config import TransformerConfig
+from diptych.plans.model import operations
 from diptych.plans.model.implementation import uses_kernels
 from diptych.plans.model.parameters import ParameterSpec, initial_value, rotary_frequencies
 from diptych.plans.model.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, TILE_ROWS, dropout_threshold

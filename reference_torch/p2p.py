@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.messages import Message, PipelineError, Program
-from diptych.plans.config import TransformerConfig
 from reference_torch.departures import Departures, cause_of
 
 Shape = tuple[int, ...]

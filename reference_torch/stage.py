@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from diptych.plans.config import TransformerConfig
+from diptych.plans.context.exchange import PIPELINED, exchange_options
 from diptych.plans.context.sequences import end_to_end
 from diptych.plans.model.data import Batch
-from diptych.plans.context.exchange import PIPELINED, exchange_options
 from reference_torch.context_parallel import build_cp_context
 from reference_torch.context_parallel.wavefront import WHAT, finish
 from reference_torch.offload import TensorOffloadManager

@@ -4,13 +4,11 @@ What is decided (batches, initial values, learning rate, decay, clipping, schedu
 the same for both backends; here it is carried out in PyTorch, on one process or on one a pipeline rank, part of the
 sequences and replica:
 
-    torchrun --nproc-per-node 4 -m reference_torch.train --pipeline-model-parallel-size 4 ...
+    torchrun --nproc-per-node 4 -m parity.cli train --pipeline-model-parallel-size 4 ...
 
 takes the arguments of ``diptych train``.
 """
 
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -34,8 +32,8 @@ from diptych.plans.checkpoint import (
 )
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.model.data import Batch, Corpus
-from diptych.plans.offload import rank_uses
 from diptych.plans.model.parameters import check_values, parameter_specs
+from diptych.plans.offload import rank_uses
 from diptych.plans.schedule.partition import undivided
 from diptych.plans.training import (
     StepResult,
@@ -347,12 +345,3 @@ def train(config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) 
     trainer = Trainer(config, train_config, corpus)
     for step in range(train_config.train_iters):
         yield trainer.train_step(step)
-
-
-if __name__ == "__main__":
-    from parity.cli.main import main
-
-    code = main(["train", "--backend", "torch", *sys.argv[1:]])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # a process group whose other ranks are gone may not let an interpreter end

@@ -12,10 +12,10 @@ import torch
 from flax import nnx
 from hypothesis import settings
 
-from jax_impl.train import Trainer as JaxTrainer
-from parity.compare import relative_difference
 from diptych.plans.config import DataConfig, TransformerConfig
 from diptych.plans.model.data import Corpus
+from jax_impl.train import Trainer as JaxTrainer
+from parity.compare import relative_difference
 
 BACKENDS = ("torch", "jax")
 TORCH_FIRST = ("torch", pytest.param("jax", marks=pytest.mark.thorough))

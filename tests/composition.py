@@ -21,12 +21,12 @@ import torch
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from parity.compare import relative_difference
-from parity.tolerances import GRADIENT, LOSS
 from diptych.plans.checkpoint import read_checkpoint
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.model.data import Corpus
 from diptych.plans.training import check_trainable
+from parity.compare import relative_difference
+from parity.tolerances import GRADIENT, LOSS
 from reference_torch.rank_pool import RankPool
 from tests.backends import tiny_corpus
 from tests.test_documents import corpus_of_documents

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from diptych_kernels import jax_backend as jax_ops, torch_backend as torch_ops
+from diptych_kernels import jax_backend as jax_ops
+from diptych_kernels import torch_backend as torch_ops
 from tests.backends import BACKENDS, room
 
 DOORS = {"torch": torch_ops, "jax": jax_ops}

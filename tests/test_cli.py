@@ -12,9 +12,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from parity.cli.main import launch
-from parity.cli.main import _check_output, _load_backend
+from parity.cli import launch
 from parity.cli.flags import parse as _parse
+from parity.cli.main import _check_output, _load_backend
 from tests.command import diptych
 
 ROOT = Path(__file__).parent.parent
@@ -335,7 +335,7 @@ def test_who_does_not_speak_does_so_where_nobody_has_ended_it(corpus, capsys, mo
 @pytest.mark.parametrize("command", ["plan", "train --help"])
 def test_a_reader_may_stop_reading(command):
     with subprocess.Popen(
-        [sys.executable, "-m", "parity.cli.main", *command.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "parity.cli", *command.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         process.stdout.close()
         assert process.stderr.read() == b""
@@ -368,7 +368,7 @@ def test_interpreted_kernels_run_in_a_pipeline(corpus):
     training = "--train-iters 1 --eval-iters 1 --global-batch-size 4 --micro-batch-size 2"
     command = f"train --backend jax --impl triton --pipeline-model-parallel-size 2 {sizes} {training} --data-path"
     done = subprocess.run(
-        [sys.executable, "-m", "parity.cli.main", *command.split(), str(corpus)],
+        [sys.executable, "-m", "parity.cli", *command.split(), str(corpus)],
         capture_output=True,
         text=True,
         timeout=250,

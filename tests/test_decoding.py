@@ -11,9 +11,9 @@ from flax import nnx
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from parity.compare import relative_difference
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model.sampling import split_unread
+from parity.compare import relative_difference
 from tests.backends import BACKENDS, TORCH_DAILY, room
 
 CONFIG = TransformerConfig(

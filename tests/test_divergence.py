@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import jax_impl.ops
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.training import learning_rate
 from jax_impl.train import Trainer as JaxTrainer
 from parity import divergence
 from parity.compare import relative_difference
@@ -32,8 +34,6 @@ from parity.divergence import (
     twins,
 )
 from parity.tolerances import GRADIENT
-from diptych.plans.config import TrainConfig, TransformerConfig
-from diptych.plans.training import learning_rate
 from reference_torch.train import Trainer as TorchTrainer
 from reference_torch.transformer import GPTModel
 from tests.backends import BACKENDS, normal, tiny_corpus

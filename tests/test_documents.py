@@ -10,12 +10,12 @@ from flax import nnx
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from parity.compare import relative_difference
-from parity.tolerances import GRADIENT, PARAMETERS
 from diptych.plans.checkpoint import CheckpointError
 from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
 from diptych.plans.model.data import Corpus, load_corpus
 from diptych.plans.model.documents import documents_in_windows, most_documents
+from parity.compare import relative_difference
+from parity.tolerances import GRADIENT, PARAMETERS
 from tests.backends import BACKENDS, TORCH_DAILY, room
 
 CONFIG = TransformerConfig(

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diptych.plans.config import TransformerConfig
 from parity.compare import relative_difference
 from parity.tolerances import OPERATION
-from diptych.plans.config import TransformerConfig
 from tests.backends import BACKENDS, assert_close, call, normal, room, value_and_gradients
 
 ORDERS = ("row", "column")

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parity.cli.main import main
-from parity.cli.commands import Train
-from parity.compare import relative_difference
-from parity.cli.run import read_metrics
 from diptych.plans.checkpoint import read_checkpoint
+from parity.cli.commands import Train
+from parity.cli.main import main
+from parity.cli.run import read_metrics
+from parity.compare import relative_difference
 from tests.pipeline.test_jax import free_port
 from tests.pipeline.test_training import ROOT, after_steps
 
@@ -94,7 +94,7 @@ def test_two_nodes_start_again_after_a_rank_was_killed(data, undisturbed, tmp_pa
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # or the ranks meet those of the round before
     with Started() as started:
         for _ in range(2):
-            command = ["torch.distributed.run", *nodes, *rendezvous, "-m", "reference_torch.train", *SETTINGS, *STAGES]
+            command = ["torch.distributed.run", *nodes, *rendezvous, "-m", "parity.cli", "train", *SETTINGS, *STAGES]
             started.start(*command, *data, "--save", run, "--save-interval", 2, "--resume-if-saved")
         after_steps(started.processes[0], run, 5)
         victim = after_steps(started.processes[1], run, 5)[0]
@@ -111,7 +111,7 @@ def test_two_nodes_start_again_after_a_rank_was_killed(data, undisturbed, tmp_pa
 def jax_process(started: Started, port: int, number: int, *more: object) -> subprocess.Popen:
     """One of two processes of jax.distributed."""
     joined = ["--coordinator-address", f"localhost:{port}", "--num-processes", 2, "--process-id", number]
-    return started.start("parity.cli.main", "train", "--backend", "jax", *SETTINGS, *joined, *more)
+    return started.start("parity.cli", "train", "--backend", "jax", *SETTINGS, *joined, *more)
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_two_processes_of_jax_go_on_after_one_was_killed(data, undisturbed, tmp_
     assert "step" not in ended[1][1], "one process speaks"
     context = ["--context-parallel-size", "2", *STAGES]
     with Started() as started:
-        started.start("parity.cli.main", "train", *SETTINGS, *context, *data, "--save", run, "--resume")
+        started.start("parity.cli", "train", *SETTINGS, *context, *data, "--save", run, "--resume")
         assert started.ended(120)[0][0] == 0
     assert_same_run(run, undisturbed)
 
@@ -154,7 +154,7 @@ def test_jax_uses_as_many_devices_as_asked_for(data, undisturbed, tmp_path):
     """Replicas of stages and of context ranks, in one process and in two."""
     run = tmp_path / "run"
     with Started() as started:
-        command = ["parity.cli.main", "train", "--backend", "jax", *SETTINGS, *STAGES, "--context-parallel-size", 2, *data]
+        command = ["parity.cli", "train", "--backend", "jax", *SETTINGS, *STAGES, "--context-parallel-size", 2, *data]
         started.start(*command, "--nproc", 8, "--save", run, "--exit-step", 7)
         assert started.ended(280)[0][0] == 0
     with Started() as started:

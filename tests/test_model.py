@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from hypothesis import Phase, assume, example, given, settings
 from hypothesis import strategies as st
 
-from parity.compare import GradientDifference, gradient_norms, relative_difference
-from parity.tolerances import GRADIENT
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model.parameters import parameter_specs
+from parity.compare import GradientDifference, gradient_norms, relative_difference
+from parity.tolerances import GRADIENT
 from tests.backends import BACKENDS, TORCH_DAILY, assert_close, model_gradients, normal, room
 
 pytestmark = pytest.mark.usefixtures("few_rounds")

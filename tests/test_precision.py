@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from parity.compare import relative_difference
-from parity.tolerances import GRADIENT, LOSS, OPERATION
 from diptych.plans.checkpoint import read_checkpoint
 from diptych.plans.config import KEPT_IN_FLOAT32, TrainConfig, TransformerConfig
+from parity.compare import relative_difference
+from parity.tolerances import GRADIENT, LOSS, OPERATION
 from tests.backends import BACKENDS, TORCH_DAILY, normal, room, tiny_corpus, trainers
 
 pytestmark = pytest.mark.usefixtures("few_rounds")

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from parity.compare import Comparison, GradientDifference, StepPair, compare, gradient_norms, relative_difference
-from parity.tolerances import LOSS, PARAMETERS
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.training import NonFiniteLossError, StepResult, check_finite, has_weight_decay, learning_rate
+from parity.compare import Comparison, GradientDifference, StepPair, compare, gradient_norms, relative_difference
+from parity.tolerances import LOSS, PARAMETERS
 from tests.backends import BACKENDS, TORCH_DAILY, room, tiny_corpus, trainers
 
 pytestmark = pytest.mark.usefixtures("few_rounds")

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.jobs.pipeline import WIDTH, OurStage, SlowLink, _timed
-from diptych.plans.schedule.actions import Action
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model.data import Batch
+from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.partition import get_stage
 from diptych.plans.schedule.simulate import Costs
 from reference_torch.groups import make_groups, make_mesh

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.named import schedule_for
+from diptych.plans.schedule.partition import undivided
 from jax_impl.pipeline import make_pipeline_step
 from jax_impl.pipeline.kept import Keeper, Task
 from jax_impl.pipeline.stages import Batch, StagedParameters, cut, names_of
 from jax_impl.transformer import GPTModel
-from diptych.plans.config import TransformerConfig
-from diptych.plans.schedule.partition import undivided
-from diptych.plans.schedule.named import schedule_for
 
 RANKS, COUNTS, ROUNDS = 4, (8, 16, 32, 64), 5
 MIB = 2**20

@@ -1,8 +1,8 @@
 """Which way of training a model on so many ranks is fastest: of all accepted within a bound of memory, by prediction.
 
 A way is a mesh (pipeline, context ranks, replicas), a schedule with its virtual stages, what is recomputed, whether
-parameters are offloaded, and how many sequences a microbatch has. Memory is diptych.planner.memory's, time diptych.planner.step_time's.
-Offloaded activations are not searched: their memory is not predicted.
+parameters are offloaded, and how many sequences a microbatch has. Memory is diptych.planner.memory's, time
+diptych.planner.step_time's. Offloaded activations are not searched: their memory is not predicted.
 
 What is as slow as another way or slower, and needs as much memory or more, is not listed: nobody would choose it.
 
@@ -18,16 +18,16 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from diptych.plans.config import TransformerConfig
-from diptych.plans.context.sequences import check_shared
 from diptych.planner.memory.ranks import RankMemory, moved_bytes, rank_memories
 from diptych.planner.memory.stages import StageMemory, predict_stages
-from diptych.plans.schedule.partition import get_stage_place, undivided
-from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES
+from diptych.planner.step_time import Machine, StageTime, StageTimes, after_backward, costs_of, waits_of_wavefront
+from diptych.plans.config import TransformerConfig
+from diptych.plans.context.sequences import check_shared
 from diptych.plans.recompute import NO_RECOMPUTE
 from diptych.plans.schedule.named import check_sizes, schedule_for
+from diptych.plans.schedule.partition import get_stage_place, undivided
+from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES
 from diptych.plans.schedule.simulate import simulate
-from diptych.planner.step_time import Machine, StageTime, StageTimes, after_backward, costs_of, waits_of_wavefront
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "nothing": {},

@@ -14,19 +14,19 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from diptych.plans.config import TransformerConfig
-from diptych.plans.context.exchange import PIPELINED
 from diptych.planner.memory.nodes import Node
 from diptych.planner.memory.ranks import parameter_bytes
 from diptych.planner.memory.simulate import Simulation
 from diptych.planner.memory.stages import stage_builder
-from diptych.plans.schedule.partition import get_stage_place, num_stages
+from diptych.planner.traffic import layer_exchanges, message_bytes, wire_traffic
+from diptych.plans.config import TransformerConfig
+from diptych.plans.context.exchange import PIPELINED
 from diptych.plans.recompute import RecomputeBlock, recompute_blocks
 from diptych.plans.schedule.named import schedule_for
+from diptych.plans.schedule.partition import get_stage_place, num_stages
 from diptych.plans.schedule.simulate import Costs, simulate
 from diptych.plans.schedule.simulate import Simulation as Course
 from diptych.plans.schedule.wavefront import tokens_before
-from diptych.planner.traffic import layer_exchanges, message_bytes, wire_traffic
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,8 @@ def step_time(
 
 def waits_of_wavefront(config: TransformerConfig, batch: int, stages: Sequence[StageTime], machine: Machine) -> float:
     """Seconds from the first rank's beginning to the last one's and back, where microbatches follow one another over
-    ranks that share sequences (diptych.plans.schedule.wavefront); else 0. As long as the longest row of ranks that share one."""
+    ranks that share sequences (diptych.plans.schedule.wavefront); else 0. As long as the longest row of ranks that
+    share one."""
     size = config.context_parallel_size
     if config.cp_exchange != PIPELINED or size == 1:
         return 0.0

@@ -12,16 +12,16 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from diptych.plans.config import TransformerConfig
-from diptych.plans.context.sequences import halo_sizes
-from diptych.plans.context.exchange import PIPELINED, exchange_cost
 from diptych.planner.memory.graph import ITEM_SIZES
 from diptych.planner.memory.ranks import parameter_bytes
-from diptych.plans.model.parameters import embedding_spec
-from diptych.plans.schedule.partition import get_stage_place, num_stages
-from diptych.plans.recompute import recompute_blocks
-from diptych.plans.schedule.wavefront import tokens_before
+from diptych.plans.config import TransformerConfig
+from diptych.plans.context.exchange import PIPELINED, exchange_cost
+from diptych.plans.context.sequences import halo_sizes
 from diptych.plans.context.zigzag import move_cost
+from diptych.plans.model.parameters import embedding_spec
+from diptych.plans.recompute import recompute_blocks
+from diptych.plans.schedule.partition import get_stage_place, num_stages
+from diptych.plans.schedule.wavefront import tokens_before
 
 
 class Traffic(NamedTuple):

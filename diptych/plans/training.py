@@ -95,7 +95,8 @@ def check_trainable(config: TransformerConfig, train: TrainConfig, dp_size: int 
     """Refuse a batch that the pipeline's schedule cannot run, or that ranks cannot share.
 
     Raises:
-        ValueError: see microbatches, diptych.plans.context.sequences.check_shared and diptych.plans.schedule.named.build_schedule.
+        ValueError: see microbatches, diptych.plans.context.sequences.check_shared and
+        diptych.plans.schedule.named.build_schedule.
     """
     size, count = microbatches(train, dp_size)
     check_shared(size, config.seq_length, config.context_parallel_size)

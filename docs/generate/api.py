@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-PAGE = Path(__file__).parent.parent / "docs" / "api.md"
+PAGE = Path(__file__).parents[1] / "api.md"
 BACKENDS = {"PyTorch": "reference_torch", "JAX": "jax_impl"}
 SHARED = (
     "diptych.plans.config",

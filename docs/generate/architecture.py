@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 
-PICTURE = Path(__file__).parent.parent / "docs" / "images" / "architecture.png"
+PICTURE = Path(__file__).parents[1] / "images" / "architecture.png"
 INK, GREY = "#222222", "#666666"
 PLANS, KERNELS, TORCH, JAX, PARITY, USERS = "#f6edc9", "#e4e4e4", "#f7d9cd", "#d5e5f4", "#dcecd8", "#f4f4f4"
 DPI, SIZE = 130, (11.0, 8.8)

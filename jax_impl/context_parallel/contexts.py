@@ -10,8 +10,8 @@ from jax import Array, lax
 from jax.core import Tracer
 from jaxtyping import Float
 
-from diptych.plans.context.sequences import FLACPContext, check_kinds, check_sequences, local_sequences
 from diptych.plans.context.exchange import OPTIONS
+from diptych.plans.context.sequences import FLACPContext, check_kinds, check_sequences, local_sequences
 
 KNOWN = ("group", "cu_seqlens_cpu", "size", "part_length", "conv1d_kernel_size", *OPTIONS)
 KNOWN += ("overlap", "by_groups", "timeout", "layer", "handing")
@@ -43,9 +43,11 @@ def build_cp_context(
         cu_seqlens_cpu: the same, not traced; without it traced offsets are not looked at.
         cp_exchange: how states travel, one of diptych.plans.context.exchange.CP_EXCHANGES.
         cp_wire_dtype: in which type; None: their own. One of diptych.plans.context.exchange.WIRE_DTYPES.
-        cp_truncate_ranks: ranks ahead that a state reaches, with ring; None: all. Its error: diptych.plans.context.approximation.
+        cp_truncate_ranks: ranks ahead that a state reaches, with ring; None: all. Its error:
+        diptych.plans.context.approximation.
         cp_transition_rank: rank of what a map is sent as, beside a diagonal, with all_gather; None: the map. The same.
-        cp_attention_layout: who computes attention of which queries, one of diptych.plans.context.zigzag.ATTENTION_LAYOUTS.
+        cp_attention_layout: who computes attention of which queries, one of
+        diptych.plans.context.zigzag.ATTENTION_LAYOUTS.
 
     Raises:
         ValueError: naming the argument, what was expected, what came. Nothing is sent.

@@ -9,9 +9,9 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
-from jax_impl.context_parallel.approximate import LowRank, low_rank, state_of_nearest
-from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.context.exchange import check_together, scan_steps
+from diptych.plans.context.sequences import FLACPContext
+from jax_impl.context_parallel.approximate import LowRank, low_rank, state_of_nearest
 
 
 def exchange_states(

@@ -4,12 +4,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
+from diptych.plans.context.sequences import FLACPContext, check_part, check_taps, halo_sizes
 from jax_impl.context_parallel.exchange import permute, ranks_of
 from jax_impl.context_parallel.wavefront import is_pipelined
 from jax_impl.context_parallel.zigzag import zigzag_attention
 from jax_impl.handing import hand_over
 from jax_impl.ops import masked_attention, short_convolution
-from diptych.plans.context.sequences import FLACPContext, check_part, check_taps, halo_sizes
 
 
 def cp_short_convolution(

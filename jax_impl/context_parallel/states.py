@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from diptych.plans.context.sequences import FLACPContext
 from jax_impl.context_parallel.exchange import Crossing, pass_states, ranks_of, reach_of
 from jax_impl.handing import hand_over
-from diptych.plans.context.sequences import FLACPContext
 
 
 def with_responses(initial_state: Array | None, context: FLACPContext, like: Array) -> Array:

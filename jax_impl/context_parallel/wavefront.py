@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_impl.handing import handing
-from diptych_kernels.mesh_axes import vary
-from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.context.exchange import PIPELINED
+from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.schedule.wavefront import num_ticks
+from diptych_kernels.mesh_axes import vary
+from jax_impl.handing import handing
 
 
 def is_pipelined(context: FLACPContext) -> bool:

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from jax_impl.context_parallel.exchange import permute, ranks_of
-from jax_impl.ops import at_least_float32
-from diptych_kernels.mesh_axes import varying_alike
 from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.context.zigzag import block_pairs, half_begin, half_lengths, half_moves
+from diptych_kernels.mesh_axes import varying_alike
+from jax_impl.context_parallel.exchange import permute, ranks_of
+from jax_impl.ops import at_least_float32
 
 
 def zigzag_attention(

@@ -7,14 +7,6 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from jax_impl.context_parallel import Crossing, complete, with_responses
-from jax_impl.context_parallel.states import handed_through
-from jax_impl.context_parallel.wavefront import is_pipelined
-from jax_impl.delta_rule.by_kernels import chunked_by_kernels
-from jax_impl.delta_rule.chunked import Arguments, chunked
-from jax_impl.delta_rule.gates import gated, prepared
-from jax_impl.delta_rule.recurrent import recurrent
-from jax_impl.ops import kernel_door
 from diptych.plans.context.sequences import FLACPContext, check_part, implementation_for
 from diptych.plans.model.delta_rule import (
     CHUNK_SIZE,
@@ -23,6 +15,14 @@ from diptych.plans.model.delta_rule import (
     check_arguments,
     refuse_unknown_keywords,
 )
+from jax_impl.context_parallel import Crossing, complete, with_responses
+from jax_impl.context_parallel.states import handed_through
+from jax_impl.context_parallel.wavefront import is_pipelined
+from jax_impl.delta_rule.by_kernels import chunked_by_kernels
+from jax_impl.delta_rule.chunked import Arguments, chunked
+from jax_impl.delta_rule.gates import gated, prepared
+from jax_impl.delta_rule.recurrent import recurrent
+from jax_impl.ops import kernel_door
 
 
 @refuse_unknown_keywords

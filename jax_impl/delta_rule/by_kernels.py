@@ -7,13 +7,13 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from jax_impl.context_parallel.exchange import Ranks, Reach, exchange_over, ranks_of, reach_of
-from jax_impl.delta_rule.chunked import Arguments
-from jax_impl.delta_rule.gates import prepared
-from diptych_kernels.delta_rule.autodiff_rules import Edges
 from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.model.delta_rule import ChunkTables, DeltaRuleOptions, chunk_tables, most_chunks
 from diptych.plans.model.implementation import kernel_chunk_size
+from diptych_kernels.delta_rule.autodiff_rules import Edges
+from jax_impl.context_parallel.exchange import Ranks, Reach, exchange_over, ranks_of, reach_of
+from jax_impl.delta_rule.chunked import Arguments
+from jax_impl.delta_rule.gates import prepared
 
 
 def chunked_by_kernels(
@@ -39,7 +39,7 @@ def chunked_by_kernels(
     if context is not None:
         ranks = KernelRanks(ranks_of(context), v.shape[-1])
         call += [ranks, _edges(context, initial_state, tables.sequences, k, v)]
-    return diptych_kernels.delta_rule(*call)
+    return kernels.delta_rule(*call)
 
 
 def _tables(cu_seqlens: Array | np.ndarray | None, rows: int, length: int, size: int) -> ChunkTables:

@@ -1,8 +1,8 @@
 """The delta rule over whole sequences, chunk by chunk, and its backward by segments.
 
-Forward keeps the arguments and one state a segment (diptych.plans.model.delta_rule.SAVED). Backward takes the segments from the last,
-computes a segment's chunks and states again, and leaves the part without states to jax.vjp. So memory beside the
-arguments is one segment's, whatever the length, and time grows with the length.
+Forward keeps the arguments and one state a segment (diptych.plans.model.delta_rule.SAVED). Backward takes the
+segments from the last, computes a segment's chunks and states again, and leaves the part without states to jax.vjp.
+So memory beside the arguments is one segment's, whatever the length, and time grows with the length.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +15,11 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+from diptych.plans.model.delta_rule import SEGMENT_SIZE, Chunking, DeltaRuleOptions, cut_into_chunks, most_chunks
+from diptych_kernels.mesh_axes import varying_alike
 from jax_impl.delta_rule.gates import gated
 from jax_impl.delta_rule.intra import ChunkTerms, chunk_terms
 from jax_impl.delta_rule.scan import Sequences, States, outputs, scan_chunks, scan_chunks_backward, sequences_of
-from diptych_kernels.mesh_axes import varying_alike
-from diptych.plans.model.delta_rule import SEGMENT_SIZE, Chunking, DeltaRuleOptions, cut_into_chunks, most_chunks
 
 
 class Arguments(NamedTuple):

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jax_impl.ops import at_least_float32
 from diptych.plans.model.delta_rule import L2_NORM_EPSILON, DeltaRuleOptions, check_lower_bound
+from jax_impl.ops import at_least_float32
 
 
 def l2norm(x: Float[Array, "*b k"], epsilon: float = L2_NORM_EPSILON) -> Float[Array, "*b k"]:

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from diptych_kernels.mesh_axes import varying_alike
 from diptych.plans.model.delta_rule import SUBCHUNK_SIZE
+from diptych_kernels.mesh_axes import varying_alike
 
 
 class ChunkTerms(NamedTuple):

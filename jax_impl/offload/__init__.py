@@ -1,8 +1,8 @@
 """Tensor offload: parameters that lie in host memory until their layer is used, and activations until its backward.
 
-What moves when is decided in ``diptych/plans/offload/``; twin of ``reference_torch/offload``, which follows hooks while the
-program runs. Here the plan is walked when the step is traced, so what comes out is one program with every copy in its
-place, and XLA runs the copies beside the computation:
+What moves when is decided in ``diptych/plans/offload/``; twin of ``reference_torch/offload``, which follows hooks
+while the program runs. Here the plan is walked when the step is traced, so what comes out is one program with every
+copy in its place, and XLA runs the copies beside the computation:
 
     offload = OffloadedStep(config, params, num_microbatches=1)       what the plan says of a training step
     params = offload.place(params)                                    layers to pinned_host

@@ -6,9 +6,9 @@ from typing import TypeVar
 import jax
 from jax import Array
 
+from diptych.plans.offload import Use, activation_event
 from jax_impl.offload.device import Moved, Pass, is_on_host
 from jax_impl.offload.layer import Kept
-from diptych.plans.offload import Use, activation_event
 
 State = TypeVar("State")
 

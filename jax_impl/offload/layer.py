@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_impl.recompute import places_read, run_given, run_keeping, varying_leaves, with_leaves
 from diptych.plans.recompute import RecomputeBlock
+from jax_impl.recompute import places_read, run_given, run_keeping, varying_leaves, with_leaves
 
 Layer = list[Any]
 """What gradients are asked for: a layer's parameters, or in a parameter's place its taps, whose gradients are what its

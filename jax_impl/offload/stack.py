@@ -19,10 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_impl.offload.activations import Activations
-from jax_impl.offload.device import Device, Layers, Pass, active_pass, is_on_host
-from jax_impl.offload.layer import Kept, Layer, LayerRule, Run
-from jax_impl.ops import _LinearTaps
 from diptych.plans.config import TransformerConfig
 from diptych.plans.offload import (
     ActivationStep,
@@ -36,6 +32,10 @@ from diptych.plans.offload import (
     unmoved,
 )
 from diptych.plans.recompute import RecomputeBlock, recompute_blocks
+from jax_impl.offload.activations import Activations
+from jax_impl.offload.device import Device, Layers, Pass, active_pass, is_on_host
+from jax_impl.offload.layer import Kept, Layer, LayerRule, Run
+from jax_impl.ops import _LinearTaps
 
 LayerFunction = Callable[[int, Any, Array, Any], Array]
 

@@ -11,10 +11,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jax_impl.offload.device import Layers, Moved, Pass
-from jax_impl.offload.moves import LAYERS, layer_numbers
-from jax_impl.offload.stack import plan_kept
-from jax_impl.offload.update import Change, OffloadedParameters, Parts
 from diptych.plans.config import TransformerConfig
 from diptych.plans.offload import (
     OffloadPlan,
@@ -27,6 +23,10 @@ from diptych.plans.offload import (
     unmoved,
 )
 from diptych.plans.recompute import recompute_blocks
+from jax_impl.offload.device import Layers, Moved, Pass
+from jax_impl.offload.moves import LAYERS, layer_numbers
+from jax_impl.offload.stack import plan_kept
+from jax_impl.offload.update import Change, OffloadedParameters, Parts
 
 _NOT_OFFLOADED = (
     "loss_fn: expected a model that runs its layers by jax_impl.offload.run_offloaded, as GPTModel does where its "

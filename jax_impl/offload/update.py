@@ -8,8 +8,8 @@ import jax
 from flax import nnx
 from jax import Array
 
-from jax_impl.offload.device import Device, Layers
 from diptych.plans.offload import Step
+from jax_impl.offload.device import Device, Layers
 
 
 class Parts(NamedTuple):

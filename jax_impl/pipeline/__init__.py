@@ -1,4 +1,5 @@
-"""Pipeline parallelism in one compiled program: ranks run ticks in lock-step, from the tables of diptych/plans/schedule/named.py.
+"""Pipeline parallelism in one compiled program: ranks run ticks in lock-step, from the tables of
+diptych/plans/schedule/named.py.
 
     step = make_pipeline_step(model, config)          the model undivided, config.pipeline_model_parallel_size ranks
     staged = step.stage_parameters(params)            nnx.State of the undivided model -> laid out over the ranks

@@ -27,11 +27,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from diptych.plans.schedule.lockstep import Keep, Ticks
+from diptych_kernels.mesh_axes import vary
 from jax_impl.offload import Moved, is_on_host
 from jax_impl.pipeline.kept import Keeper, Packed, Task
 from jax_impl.pipeline.stages import CONTEXT_AXIS, Batch, Program, StagedParameters, Stages
-from diptych_kernels.mesh_axes import vary
-from diptych.plans.schedule.lockstep import Keep, Ticks
 
 PIPELINE_AXIS, DATA_AXIS = "pp", "dp"
 """Mesh axes: over stages; over parts of every microbatch."""

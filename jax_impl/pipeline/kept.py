@@ -23,12 +23,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from diptych.plans.recompute import RecomputeBlock
+from diptych.plans.schedule.lockstep import Keep
 from jax_impl.offload import is_on_host, lone_pass, without_offload
 from jax_impl.ops import _LinearTaps
 from jax_impl.pipeline.stages import Batch, Program, StagedParameters
 from jax_impl.recompute import VaryingLeaf, recompute_policy, varying_leaves, with_leaves
-from diptych.plans.recompute import RecomputeBlock
-from diptych.plans.schedule.lockstep import Keep
 
 
 class Task(NamedTuple):

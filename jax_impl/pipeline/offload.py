@@ -1,9 +1,9 @@
 """Offload in a pipeline: each action of a rank fetches its stage's layers, and leaves none on the device.
 
 Ranks run one program of ticks, in which an action is a branch; a copy that is issued in it ends in it. So windows end
-with the action (``diptych.plans.offload.plan_actions``), its first layer is late, and the others come ahead of their use. What
-a forward keeps lies in slots; with activation offload these are in host memory, filled when the forward ends, read when
-its backward begins.
+with the action (``diptych.plans.offload.plan_actions``), its first layer is late, and the others come ahead of their
+use. What a forward keeps lies in slots; with activation offload these are in host memory, filled when the forward
+ends, read when its backward begins.
 
 The optimizer's update goes by slots: one layer of every rank, or of ranks that have fewer, what pads their place.
 """
@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 
+from diptych.plans.offload import OffloadPlan, Use, join_plans, plan_actions, plan_offload, total_statistics
+from diptych.plans.schedule.named import schedule_for
 from jax_impl.offload import Change, Moved, OffloadedParameters, plan_statistics
 from jax_impl.pipeline.stages import StagedParameters
 from jax_impl.pipeline.step import PipelineStep
-from diptych.plans.offload import OffloadPlan, Use, join_plans, plan_actions, plan_offload, total_statistics
-from diptych.plans.schedule.named import schedule_for
 
 
 class OffloadedPipeline:

@@ -24,15 +24,15 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from jax_impl.context_parallel import build_cp_context
-from jax_impl.offload import without_offload
-from diptych.plans.schedule.actions import Schedule
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import exchange_options
 from diptych.plans.model.implementation import uses_kernels
 from diptych.plans.model.layers import LayerConfig
-from diptych.plans.schedule.partition import layers_by_stage
 from diptych.plans.recompute import RecomputeBlock, recompute_blocks
+from diptych.plans.schedule.actions import Schedule
+from diptych.plans.schedule.partition import layers_by_stage
+from jax_impl.context_parallel import build_cp_context
+from jax_impl.offload import without_offload
 
 CONTEXT_AXIS = "cp"
 """Mesh axis over the parts of sequences that ranks share."""
@@ -67,8 +67,8 @@ class Batch(NamedTuple):
     document_starts: Array | None = None
     """See diptych.plans.model.documents; None: each sequence is one. [m, b, N]"""
     positions: Array | None = None
-    """Where ranks share sequences, which then lie end to end (diptych.plans.context.sequences.EndToEnd; tokens, targets and samples are
-    [m, 1, L / R]): of tokens within their sequence. [L / R]"""
+    """Where ranks share sequences, which then lie end to end (diptych.plans.context.sequences.EndToEnd; tokens,
+    targets and samples are [m, 1, L / R]): of tokens within their sequence. [L / R]"""
     cu_seqlens: Array | None = None
     """There: offsets of what is kept apart. [m, 1, N + 1]"""
 

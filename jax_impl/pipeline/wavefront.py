@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from diptych.plans.recompute import RecomputeBlock
+from diptych.plans.schedule.lockstep import Keep
+from diptych_kernels.mesh_axes import vary
 from jax_impl.context_parallel import over_microbatches
 from jax_impl.pipeline.executor import DATA_AXIS, PIPELINE_AXIS
 from jax_impl.pipeline.stages import CONTEXT_AXIS, Batch, StagedParameters, Stages
 from jax_impl.recompute import recompute_policy
-from diptych_kernels.mesh_axes import vary
-from diptych.plans.recompute import RecomputeBlock
-from diptych.plans.schedule.lockstep import Keep
 
 
 def run_wavefront(

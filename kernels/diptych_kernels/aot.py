@@ -17,11 +17,12 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from diptych_kernels import autodiff_rules as operations, tuning
-from diptych_kernels.delta_rule.cost import flops
-from diptych_kernels.delta_rule.autodiff_rules import DELTA_RULE, DeltaRule
-from diptych_kernels.launch_configs import Block, Launch, Write
+from diptych_kernels import autodiff_rules as operations
+from diptych_kernels import tuning
 from diptych_kernels.autodiff_rules import Operation, Sinkhorn
+from diptych_kernels.delta_rule.autodiff_rules import DELTA_RULE, DeltaRule
+from diptych_kernels.delta_rule.cost import flops
+from diptych_kernels.launch_configs import Block, Launch, Write
 
 TARGETS = (80, 90)
 """Compute capabilities: A100, and H100 or H200."""

@@ -4,11 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from diptych_kernels import autodiff_rules as operations
-from diptych_kernels.delta_rule.launch_configs import parts_of
-from diptych_kernels.delta_rule.autodiff_rules import DELTA_RULE, DeltaRule, Edges, Ranks
-from diptych_kernels.launch_configs import Launch, Write, wide
-from diptych_kernels.autodiff_rules import Array, Operation, Sinkhorn, dtype_name
 from diptych.plans.model.delta_rule import ChunkTables
 from diptych.plans.model.implementation import MAX_KERNEL_CHANNELS, MAX_KERNEL_STREAMS
 from diptych.plans.model.operations import (
@@ -23,6 +18,11 @@ from diptych.plans.model.operations import (
     check_word,
     refuse_operand,
 )
+from diptych_kernels import autodiff_rules as operations
+from diptych_kernels.autodiff_rules import Array, Operation, Sinkhorn, dtype_name
+from diptych_kernels.delta_rule.autodiff_rules import DELTA_RULE, DeltaRule, Edges, Ranks
+from diptych_kernels.delta_rule.launch_configs import parts_of
+from diptych_kernels.launch_configs import Launch, Write, wide
 
 DIFFERENTIATED_TWICE = "differentiating twice: kernels have first derivatives only; use impl='reference'"
 

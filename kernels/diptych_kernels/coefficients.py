@@ -18,8 +18,8 @@ Reference: mHC, arXiv 2512.24880, eqs. 5-9; see reference_torch/hyper_connection
 import triton
 import triton.language as tl
 
-from diptych_kernels.common import token_block
 from diptych.plans.model.parameters import SINKHORN_FLOOR
+from diptych_kernels.common import token_block
 
 FLOOR = tl.constexpr(SINKHORN_FLOOR)
 

@@ -20,11 +20,11 @@ import numpy as np
 from jax import Array
 
 from diptych_kernels import tuning
-from diptych_kernels.delta_rule.launch_configs import even_table
 from diptych_kernels.api import DIFFERENTIATED_TWICE, Functions
+from diptych_kernels.autodiff_rules import Operation, dtype_name
+from diptych_kernels.delta_rule.launch_configs import even_table
 from diptych_kernels.launch_configs import Launch
 from diptych_kernels.mesh_axes import varying_alike
-from diptych_kernels.autodiff_rules import Operation, dtype_name
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from diptych_kernels import tuning
 from diptych_kernels.api import DIFFERENTIATED_TWICE, Functions
-from diptych_kernels.launch_configs import Launch
 from diptych_kernels.autodiff_rules import Operation
+from diptych_kernels.launch_configs import Launch
 
 
 class _Applied(torch.autograd.Function):

@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 
 import tyro
 
-from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
-from diptych.plans.schedule.placement import ScheduleName
 from diptych.planner.search import undecided
 from diptych.planner.step_time import Machine
+from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
+from diptych.plans.schedule.placement import ScheduleName
 
 
 def _demo_model() -> TransformerConfig:

@@ -11,9 +11,9 @@ from typing import Any, get_args, get_type_hints
 
 import tyro
 
+from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
 from parity.cli.commands import Command, Compare, Curves, Info, Plan, Sample, Train
 from parity.cli.config_file import with_config_file
-from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
 
 COMMANDS: dict[str, type] = {
     "compare": Compare,

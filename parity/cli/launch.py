@@ -1,4 +1,5 @@
-"""The processes of a training run: this one, those that torchrun started, or those that parity.cli.processes starts here.
+"""The processes of a training run: this one, those that torchrun started, or those that parity.cli.processes starts
+here.
 
 A process that is one of several knows it from its environment, which is torchrun's: RANK, WORLD_SIZE, LOCAL_RANK,
 MASTER_ADDR and MASTER_PORT.
@@ -9,11 +10,11 @@ import math
 import os
 import time
 
-from parity.cli.commands import Train
-from parity.cli.processes import CHILD, end_with_parent, report_joined
 from diptych.plans.schedule.messages import PipelineError
 from diptych.plans.schedule.partition import model_parallel_words
 from diptych.plans.training import check_trainable
+from parity.cli.commands import Train
+from parity.cli.processes import CHILD, end_with_parent, report_joined
 
 SPEAKING = 10.0
 """Seconds one process has to say what all would say alike, before another says it."""

@@ -17,12 +17,27 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from parity.cli.flags import in_flags, parse
-from parity.cli.commands import Compare, Curves, Info, Plan, Sample, Train, TrainingRun
+from diptych.planner.page import PageRequest, write_page
 from diptych.planner.reports.console import print_written
 from diptych.planner.reports.context import print_context
-from parity.cli.run import SavePlan, run_training
 from diptych.planner.reports.generate import print_generated
+from diptych.planner.reports.memory import block_words, print_plan
+from diptych.planner.reports.mesh import mesh_words, print_mesh
+from diptych.planner.reports.offload import print_offload
+from diptych.planner.reports.schedule import print_schedule
+from diptych.planner.reports.search import print_search
+from diptych.planner.step_time import StageTimes
+from diptych.plans.checkpoint import MODEL, list_checkpoints, read_checkpoint, recorded_model, split_arrays
+from diptych.plans.context.sequences import check_shared
+from diptych.plans.model.data import load_corpus
+from diptych.plans.model.implementation import callback_threads
+from diptych.plans.model.sampling import next_token, text_of
+from diptych.plans.schedule.csv import schedule_to_csv
+from diptych.plans.schedule.messages import PipelineError
+from diptych.plans.schedule.named import schedule_for
+from diptych.plans.training import NonFiniteLossError, check_trainable
+from parity.cli.commands import Compare, Curves, Info, Plan, Sample, Train, TrainingRun
+from parity.cli.flags import in_flags, parse
 from parity.cli.launch import (
     check_processes,
     is_one_of_several,
@@ -31,24 +46,9 @@ from parity.cli.launch import (
     rank,
     speaks,
 )
-from diptych.planner.reports.memory import block_words, print_plan
-from diptych.planner.reports.mesh import mesh_words, print_mesh
-from diptych.planner.reports.offload import print_offload
 from parity.cli.output import standard_output
-from diptych.planner.page import PageRequest, write_page
 from parity.cli.processes import start_processes
-from diptych.planner.reports.schedule import print_schedule
-from diptych.planner.reports.search import print_search
-from diptych.plans.checkpoint import MODEL, list_checkpoints, read_checkpoint, recorded_model, split_arrays
-from diptych.plans.schedule.messages import PipelineError
-from diptych.plans.context.sequences import check_shared
-from diptych.plans.model.data import load_corpus
-from diptych.plans.model.implementation import callback_threads
-from diptych.plans.model.sampling import next_token, text_of
-from diptych.plans.schedule.named import schedule_for
-from diptych.plans.schedule.csv import schedule_to_csv
-from diptych.planner.step_time import StageTimes
-from diptych.plans.training import NonFiniteLossError, check_trainable
+from parity.cli.run import SavePlan, run_training
 
 USER_ERROR = 2
 FAILURE = 1
@@ -84,9 +84,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         if isinstance(command, Train):
             check_processes(command)
             if command.backend == "torch" and command.ranks_here > 1 and not is_one_of_several():
-                module, more = "reference_torch.train", _after_train(arguments)
                 silence = command.model.pipeline_timeout
-                return start_processes(command.ranks_here, module, more, command.join_timeout, silence)
+                return start_processes(command.ranks_here, "parity.cli", arguments, command.join_timeout, silence)
         return _ACTIONS[type(command)](command, console)
     except (ValueError, ModuleNotFoundError, NotImplementedError) as error:
         if speaks():  # the others say the same
@@ -104,12 +103,6 @@ def _run(arguments: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print("diptych: interrupted", file=sys.stderr)
         return INTERRUPTED
-
-
-def _after_train(arguments: Sequence[str]) -> list[str]:
-    """What was said to ``diptych train`` beside its name, which the module that is started adds again."""
-    name = [*arguments].index("train")
-    return [*arguments[:name], *arguments[name + 1 :]]
 
 
 def _load_backend(backend: str, params_dtype: str, num_threads: int = 1, ranks: int = 1, impl: str = "auto"):
@@ -314,7 +307,3 @@ def _print_setting(run: TrainingRun, corpus, console: Console) -> None:
     if any("recompute" in name and value for name, value in vars(model).items()):
         console.print(f"recompute, blocks: {block_words(model)}")
     console.print(f"corpus: {corpus.name}, {len(corpus.training):,} bytes (digest {corpus.digest})", markup=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from parity.cli.output import output_failure
-from parity.cli.progress import training_progress
 from diptych.plans.checkpoint import METRICS, CheckpointError, check_names, check_unused
 from diptych.plans.config import TrainConfig
 from diptych.plans.offload import describe_statistics
 from diptych.plans.text_files import one_line, parse_json
 from diptych.plans.training import StepResult
+from parity.cli.output import output_failure
+from parity.cli.progress import training_progress
 
 TENSORBOARD = "tensorboard"
 FLOAT32_MAX = 3.4e38

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.context.exchange import check_together, scan_steps
+from diptych.plans.context.sequences import FLACPContext
 from reference_torch.autograd import differentiable_once
 from reference_torch.context_parallel.approximate import (
     LowRank,

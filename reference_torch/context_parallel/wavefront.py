@@ -17,9 +17,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from diptych.plans.schedule.messages import PipelineError
-from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.context.exchange import PIPELINED
+from diptych.plans.context.sequences import FLACPContext
+from diptych.plans.schedule.messages import PipelineError
 from reference_torch.autograd import differentiable_once
 from reference_torch.departures import Departures, cause_of
 from reference_torch.groups import wait_for

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diptych_kernels.delta_rule.autodiff_rules import Edges
 from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.model.delta_rule import DeltaRuleOptions, chunk_tables
 from diptych.plans.model.implementation import kernel_chunk_size
+from diptych_kernels.delta_rule.autodiff_rules import Edges
 from reference_torch.context_parallel import exchange_states
 from reference_torch.delta_rule.gates import prepared
 
@@ -41,7 +41,7 @@ def chunked_by_kernels(
     arguments += [options.scale_of(q.shape[-1]), recompute]
     if context is not None:
         arguments += [KernelRanks(context, v.shape[-1]), _edges(context, initial_state, tables.sequences, k, v)]
-    return diptych_kernels.delta_rule(*arguments)
+    return kernels.delta_rule(*arguments)
 
 
 def _edges(context: FLACPContext, initial_state: Tensor | None, sequences: np.ndarray, k: Tensor, v: Tensor) -> Edges:
@@ -55,7 +55,8 @@ def _edges(context: FLACPContext, initial_state: Tensor | None, sequences: np.nd
 
 
 class KernelRanks:
-    """What happens between ranks; see diptych_kernels.delta_rule.autodiff_rules.Ranks. This rank's roles are the context's."""
+    """What happens between ranks; see diptych_kernels.delta_rule.autodiff_rules.Ranks. This rank's roles are the
+    context's."""
 
     def __init__(self, context: FLACPContext, value: int) -> None:
         self.context, self.value = context, value

@@ -1,8 +1,8 @@
 """The delta rule over whole sequences, chunk by chunk, and its backward by segments.
 
-Forward keeps the arguments and one state a segment (diptych.plans.model.delta_rule.SAVED). Backward takes the segments from the last,
-computes a segment's chunks and states again, and lets autograd have the part without states. So memory beside the
-arguments is one segment's, whatever the length, and time grows with the length.
+Forward keeps the arguments and one state a segment (diptych.plans.model.delta_rule.SAVED). Backward takes the
+segments from the last, computes a segment's chunks and states again, and lets autograd have the part without states.
+So memory beside the arguments is one segment's, whatever the length, and time grows with the length.
 """
 
 from collections.abc import Sequence

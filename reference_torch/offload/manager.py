@@ -1,4 +1,5 @@
-"""Who decides what is on the device: the layers of a window over the order of their uses, by diptych/plans/offload.py."""
+"""Who decides what is on the device: the layers of a window over the order of their uses, by
+diptych/plans/offload.py."""
 
 import sys
 from collections.abc import Callable, Iterable

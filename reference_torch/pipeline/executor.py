@@ -1,7 +1,8 @@
 """Runs one rank's part of a schedule table: actions in the table's order, messages where the plan puts them.
 
-What is computed when is decided in ``diptych/plans/schedule/named.py``, and which messages that takes in ``diptych/plans/schedule/messages.py``;
-here nothing is reordered. Receives are posted before the action in front of them, sends are not waited for.
+What is computed when is decided in ``diptych/plans/schedule/named.py``, and which messages that takes in
+``diptych/plans/schedule/messages.py``; here nothing is reordered. Receives are posted before the action in front of
+them, sends are not waited for.
 """
 
 from collections import defaultdict
@@ -15,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.actions import Action, Schedule
 from diptych.plans.schedule.messages import Message, PipelineError, Program, dependencies, lower, receiver
-from diptych.plans.config import TransformerConfig
 from reference_torch.p2p import P2PCommunicator, Shape
 from reference_torch.pipeline.gradients import GradientSums
 from reference_torch.pipeline.split_backward import DeferredWeightGradients

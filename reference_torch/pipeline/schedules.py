@@ -10,12 +10,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from diptych.plans.schedule.actions import Action
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import PIPELINED
+from diptych.plans.schedule.actions import Action
+from diptych.plans.schedule.named import num_warmup_microbatches, schedule_for
 from diptych.plans.schedule.partition import is_pipeline_first_stage, is_pipeline_last_stage
 from diptych.plans.schedule.placement import schedule_name
-from diptych.plans.schedule.named import num_warmup_microbatches, schedule_for
 from reference_torch.context_parallel.wavefront import finish
 from reference_torch.groups import ProcessGroups
 from reference_torch.p2p import P2PCommunicator, Shape

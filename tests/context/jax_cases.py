@@ -16,15 +16,15 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from diptych.plans.context.exchange import EXCHANGES, exchange_options
+from diptych.plans.context.sequences import FLACPContext
+from diptych.plans.model.implementation import callback_threads
 from jax_impl.context_parallel import build_cp_context, compress_h0, cp_attention, cp_short_convolution, expand_h0
 from jax_impl.context_parallel.exchange import permute, ranks_of
 from jax_impl.delta_rule import chunk_gated_delta_rule, chunk_kda, chunked
 from jax_impl.saving import export_parameters
 from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
-from diptych.plans.context.sequences import FLACPContext
-from diptych.plans.context.exchange import EXCHANGES, exchange_options
-from diptych.plans.model.implementation import callback_threads
 from tests.context.approximate_jobs import WAYS, approximated
 from tests.context.jobs import (
     OFFSETS,

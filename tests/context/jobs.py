@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from diptych_kernels import api as functions
-from diptych.plans.schedule.messages import PipelineError
 from diptych.plans.context.sequences import local_sequences
+from diptych.plans.schedule.messages import PipelineError
+from diptych_kernels import api as functions
 from reference_torch.context_parallel import build_cp_context, cp_short_convolution, exchange_states
 from reference_torch.context_parallel.states import handed_through
 from reference_torch.delta_rule import chunk_gated_delta_rule, chunk_kda, chunked

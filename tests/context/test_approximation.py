@@ -9,9 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.plans.context.approximation import RankBounds, low_rank_bounds, low_rank_errors, rank_bounds, truncation_bounds
-from diptych.plans.context.sequences import local_sequences
+from diptych.plans.context.approximation import (
+    RankBounds,
+    low_rank_bounds,
+    low_rank_errors,
+    rank_bounds,
+    truncation_bounds,
+)
 from diptych.plans.context.exchange import exchange_cost
+from diptych.plans.context.sequences import local_sequences
 from reference_torch.context_parallel import build_cp_context
 from reference_torch.context_parallel.approximate import low_rank
 from reference_torch.delta_rule import chunk_kda

@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.context import LONG
 from benchmarks.jobs.context import Load
-from parity.compare import relative_difference
-from diptych.plans.context.sequences import check_part
 from diptych.plans.context.exchange import EXCHANGES, exchange_cost
+from diptych.plans.context.sequences import check_part
+from parity.compare import relative_difference
 from reference_torch.context_parallel import (
     build_cp_context,
     compress_h0,

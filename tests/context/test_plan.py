@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from diptych.plans.context.sequences import check_sequences, local_sequences
 from diptych.plans.context.exchange import EXCHANGES, exchange_cost, scan_steps
+from diptych.plans.context.sequences import check_sequences, local_sequences
 
 
 @st.composite

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jax_impl import ops
-from parity.ranks import RankTrainer
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.context.sequences import end_to_end
 from diptych.plans.model.data import Corpus
 from diptych.plans.training import check_trainable
+from jax_impl import ops
+from parity.ranks import RankTrainer
 from reference_torch.rank_pool import RankPool
 from reference_torch.train import Trainer
 from tests.backends import rounds, tiny_corpus

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import wavefront
-from parity.compare import relative_difference
-from diptych.plans.schedule.messages import PipelineError
 from diptych.plans.context.exchange import CP_EXCHANGES, check_exchange
+from diptych.plans.schedule.messages import PipelineError
 from diptych.plans.schedule.named import build_schedule, context_schedule
 from diptych.plans.schedule.simulate import Costs, simulate
 from diptych.plans.schedule.wavefront import makespan, num_ticks
+from parity.compare import relative_difference
 from reference_torch.context_parallel import wavefront as wavefront_room
 from reference_torch.ops import short_convolution
 from reference_torch.rank_pool import RankPool

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.compare import relative_difference
 from diptych.plans.context.zigzag import (
     attention_flops,
     block_pairs,
@@ -19,6 +18,7 @@ from diptych.plans.context.zigzag import (
     move_cost,
     score_pairs,
 )
+from parity.compare import relative_difference
 from reference_torch.rank_pool import RankPool
 from tests.context import zigzag_jobs
 from tests.context.zigzag_jobs import HEADS, WIDTH, Case, cases_of

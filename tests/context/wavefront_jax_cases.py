@@ -15,14 +15,14 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from diptych.plans.context.exchange import exchange_options
+from diptych.plans.model.implementation import callback_threads
+from diptych.plans.schedule.partition import undivided as undivided_config
 from jax_impl.context_parallel import build_cp_context, cp_attention, cp_short_convolution, over_microbatches
 from jax_impl.pipeline import make_pipeline_step
 from jax_impl.saving import export_parameters
 from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
-from diptych.plans.context.exchange import exchange_options
-from diptych.plans.model.implementation import callback_threads
-from diptych.plans.schedule.partition import undivided as undivided_config
 from tests.context.jobs import OFFSETS, TOKENS, Case, arrays_of, cotangents_of, exchange_of, held, run_rule, undivided
 from tests.context.layer_jobs import (
     MODEL,

@@ -7,10 +7,10 @@ import subprocess
 
 import pytest
 
-from parity.cli.main import main
+from diptych.plans.schedule.lockstep import lockstep_makespan
 from diptych.plans.schedule.named import build_schedule
 from diptych.plans.schedule.simulate import Costs, simulate
-from diptych.plans.schedule.lockstep import lockstep_makespan
+from parity.cli.main import main
 from tests.docs.pages import PAGES, ROOT, run
 
 COMMAND = r"(?:diptych|torchrun|python -m|make) [^`\n]*?"
@@ -66,7 +66,7 @@ def test_plans_are_printed(words, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("words", TRAINING, ids=" ".join)
 def test_training_runs_when_made_small(words, tmp_path):
     """In processes of its own, which ranks and devices need; two steps. What goes on from another's comes after it."""
-    start = ["torch.distributed.run"] if words[0] == "torchrun" else ["parity.cli.main"]
+    start = ["torch.distributed.run"] if words[0] == "torchrun" else ["parity.cli"]
     warnings = ["-W", "default"] if words[0] == "torchrun" else []  # of torchrun's own
     folder = words[words.index("--save") + 1] if "--resume" in words else None
     before = [other for other in TRAINING if folder in other and "--exit-step" in other][-1:]
@@ -103,7 +103,12 @@ def test_modules_told_can_be_run(module):
         package, name = module.split(".")
         assert f"from {package}.{name} import BEGIN" in (ROOT / TABLES[module]).read_text()
     else:
-        run_elsewhere = "docs.generate.api", "docs.generate.architecture", "docs.generate.errata", "tests.faults.__main__"
+        run_elsewhere = (
+            "docs.generate.api",
+            "docs.generate.architecture",
+            "docs.generate.errata",
+            "tests.faults.__main__",
+        )
         assert module in (*run_elsewhere, "benchmarks.stage_costs"), "run it below, or in test_generate_report.py"
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from parity.cli.commands import Compare, Plan, Sample, Train
 from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
+from parity.cli.commands import Compare, Plan, Sample, Train
 from tests.docs.pages import DOCS, PAGES, PROSE, ROOT
 
 CHECKED = ("README.md", "architecture.md", "errata.md", "extending.md", "hyper_connections.md")
@@ -131,7 +131,13 @@ def test_every_name_in_a_notebook_exists(path):
 
 
 def test_names_that_do_not_exist_are_seen():
-    for name in ("plans/nothing.py", "train.Trainer.nothing", "diptych.plans.schedule.named.nothing", "--nothing", "nothing_like_it"):
+    for name in (
+        "plans/nothing.py",
+        "train.Trainer.nothing",
+        "diptych.plans.schedule.named.nothing",
+        "--nothing",
+        "nothing_like_it",
+    ):
         assert not means_something(name, BACKENDS), name
     assert not means_something("stage.py", BACKENDS), "JAX has none"
     assert means_something("stage.forward_step", BACKENDS[:1])

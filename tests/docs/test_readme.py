@@ -122,7 +122,7 @@ def test_commands_of_ranks_run_when_made_small(tmp_path):
     losses = []
     for words in commands:
         done = subprocess.run(
-            [sys.executable, "-m", "parity.cli.main", *words, *small.split()],
+            [sys.executable, "-m", "parity.cli", *words, *small.split()],
             capture_output=True,
             text=True,
             timeout=240,

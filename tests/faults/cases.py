@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from diptych.plans.checkpoint import read_checkpoint
 from tests.faults.damage import (
     all_deleted,
     cut,
@@ -23,7 +24,6 @@ from tests.faults.damage import (
 )
 from tests.faults.faults import MOMENTS, Broken
 from tests.faults.runs import AT, FAILED, KILLED, REFUSED, STAGES, TIMEOUT, Case, Room
-from diptych.plans.checkpoint import read_checkpoint
 
 ONE, PIPELINE, SHARED = ("torch", "jax"), ("torch, 2 stages", "jax, 2 stages"), "torch, 2 context ranks"
 REPLICAS = "torch, 2 stages x 2 replicas"
@@ -169,7 +169,7 @@ def wrong_number(flags: tuple[str, ...], says: str, room: Room) -> None:
 
 def by_torchrun(count: int, room: Room) -> None:
     """Of another number of processes than two; one alone starts what it needs itself."""
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "-m", "reference_torch.train"]
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "-m", "parity.cli", "train"]
     program = room.train(launcher=command)
     if count == 1:
         program.expect_end(0, strikes=False)

@@ -6,9 +6,9 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+from diptych.plans.checkpoint import list_checkpoints
 from tests.faults.faults import Broken
 from tests.faults.runs import AT, FAILED, REFUSED, STAGES, STEPS, Room
-from diptych.plans.checkpoint import list_checkpoints
 
 
 def cut(path: Path) -> None:

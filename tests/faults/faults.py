@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from parity.cli.main import main as cli
-from parity.cli.launch import is_one_of_several, rank
-from parity.cli.processes import start_processes
 from diptych.plans import checkpoint
 from diptych.plans.model.data import Batch, Corpus
+from parity.cli import main as cli
+from parity.cli.launch import is_one_of_several, rank
+from parity.cli.processes import start_processes
 
 FAULT, STRUCK = "DRILL_FAULT", "DRILL_STRUCK"
 """Environment: the fault as JSON, and a file for the moment it happened."""
@@ -197,7 +197,7 @@ def _in_saving(fault: Broken) -> None:
 
 
 def main() -> None:
-    """As ``python -m parity.cli.main``, or on a rank as ``python -m reference_torch.train``."""
+    """As ``python -m parity.cli``."""
     fault = Broken(**json.loads(os.environ[FAULT]))
     ours: Callable[..., int] = partial(_start, fault)
     cli.start_processes = ours  # pyright: ignore[reportPrivateImportUsage]
@@ -207,7 +207,7 @@ def main() -> None:
         sys.exit(cli.main(sys.argv[1:]))
     if fault.rank in (None, rank()) or fault.action:  # every rank has the same communicator, which knows its rank
         install(fault)
-    code = cli.main(["train", "--backend", "torch", *sys.argv[1:]])
+    code = cli.main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

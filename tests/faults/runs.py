@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.faults.faults import Broken
-from parity.cli.main import FAILURE, USER_ERROR
-from parity.cli.run import METRICS, read_metrics
-from parity.cli.processes import GRACE
 from diptych.plans.checkpoint import list_checkpoints, read_checkpoint
+from parity.cli.main import FAILURE, USER_ERROR
+from parity.cli.processes import GRACE
+from parity.cli.run import METRICS, read_metrics
+from tests.faults.faults import Broken
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MARK = "DIPTYCH_DRILL"
 """In the environment of every process a case has started."""
 TIMEOUT, PATIENCE = 8.0, 100.0
@@ -119,7 +119,7 @@ class Room:
         laid = LAYOUTS[self.layout].split()
         laid = laid[: laid.index("--nproc")] if launcher else laid
         arguments = [*flags, *COMMON, *laid, *more]
-        module = launcher or ["parity.cli.main" if fault is None else "tests.faults.faults", "train"]
+        module = launcher or ["parity.cli" if fault is None else "tests.faults.faults", "train"]
         told = {} if fault is None else fault.environment(self.backend, struck)
         command = [*prefix, sys.executable, "-m", *module, *arguments]
         return Program(self, command, {**self._environment(), **told}, struck)

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from diptych_kernels import jax_backend as jax_ops, torch_backend as torch_ops
-from parity.compare import relative_difference
 from diptych.plans.config import TransformerConfig
+from diptych_kernels import jax_backend as jax_ops
+from diptych_kernels import torch_backend as torch_ops
+from parity.compare import relative_difference
 from reference_torch import hyper_connections, ops
 from tests.backends import normal, room
 

@@ -17,12 +17,13 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from diptych_kernels import api as functions, torch_backend as torch_ops
-from diptych_kernels.delta_rule import launch_configs as launches
-from parity.compare import relative_difference
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model.delta_rule import chunk_tables
 from diptych.plans.model.implementation import kernel_chunk_size
+from diptych_kernels import api as functions
+from diptych_kernels import torch_backend as torch_ops
+from diptych_kernels.delta_rule import launch_configs as launches
+from parity.compare import relative_difference
 from reference_torch.delta_rule import (
     chunk_gated_delta_rule,
     chunk_kda,

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from diptych_kernels import api as functions, torch_backend as torch_ops
+from diptych_kernels import api as functions
+from diptych_kernels import torch_backend as torch_ops
 from reference_torch.delta_rule import chunk_gated_delta_rule
 from reference_torch.transformer import GPTModel
 from tests.backends import normal, room

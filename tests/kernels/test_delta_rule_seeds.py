@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from diptych_kernels import aot as ahead, jax_backend as jax_ops
+from diptych.plans.model.delta_rule import most_chunks
+from diptych_kernels import aot as ahead
+from diptych_kernels import jax_backend as jax_ops
 from diptych_kernels.delta_rule import launch_configs as launches
 from parity.compare import relative_difference
-from diptych.plans.model.delta_rule import most_chunks
 from tests.backends import room
 from tests.kernels.test_ahead import offset_types
 from tests.kernels.test_delta_rule import RULES, drawn_arrays

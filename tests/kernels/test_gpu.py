@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from diptych_kernels import jax_backend as jax_ops, launch_configs as launch, torch_backend as torch_ops, tuning
+from diptych_kernels import jax_backend as jax_ops
+from diptych_kernels import launch_configs as launch
+from diptych_kernels import torch_backend as torch_ops
+from diptych_kernels import tuning
 from reference_torch import hyper_connections, ops
 from reference_torch.transformer import GPTModel
 from tests.backends import normal

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from diptych_kernels import jax_backend as jax_ops, torch_backend as torch_ops
+from diptych_kernels import jax_backend as jax_ops
+from diptych_kernels import torch_backend as torch_ops
 from tests.backends import BACKENDS, assert_close, model_gradients, normal, room, value_and_gradients
 from tests.kernels.support import MODEL
 

@@ -9,8 +9,9 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from diptych_kernels import jax_backend as jax_ops, torch_backend as torch_ops
 from diptych.plans.model.philox import dropout_keep
+from diptych_kernels import jax_backend as jax_ops
+from diptych_kernels import torch_backend as torch_ops
 from reference_torch import hyper_connections, ops
 from tests.backends import BACKENDS, assert_close, normal, room, value_and_gradients
 from tests.kernels.support import CASES, DOORS, R, assert_within_budget, error, inputs_of, torch_gradients

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diptych_kernels import api as functions, jax_backend as jax_ops
-from diptych_kernels.delta_rule import launch_configs as launches
-from diptych_kernels.launch_configs import CANDIDATES
 from diptych.plans.model.delta_rule import chunk_tables
 from diptych.plans.model.implementation import kernel_chunk_size
+from diptych_kernels import api as functions
+from diptych_kernels import jax_backend as jax_ops
+from diptych_kernels.delta_rule import launch_configs as launches
+from diptych_kernels.launch_configs import CANDIDATES
 
 
 @pytest.fixture

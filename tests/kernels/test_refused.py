@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from diptych_kernels import jax_backend as jax_ops, torch_backend as torch_ops, tuning
+from diptych_kernels import jax_backend as jax_ops
+from diptych_kernels import torch_backend as torch_ops
+from diptych_kernels import tuning
 from reference_torch import hyper_connections, ops
 from tests.backends import room
 from tests.kernels.support import MODEL, R, rows

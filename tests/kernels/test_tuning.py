@@ -7,9 +7,14 @@ from dataclasses import replace
 import jax.numpy as jnp
 import pytest
 
-from diptych_kernels import aot as ahead, jax_backend as jax_ops, launch_configs as launch, autodiff_rules as operations, torch_backend as torch_ops, tuning
-from diptych_kernels.launch_configs import CANDIDATES, Block, Launch
+from diptych_kernels import aot as ahead
+from diptych_kernels import autodiff_rules as operations
+from diptych_kernels import jax_backend as jax_ops
+from diptych_kernels import launch_configs as launch
+from diptych_kernels import torch_backend as torch_ops
+from diptych_kernels import tuning
 from diptych_kernels.autodiff_rules import Sinkhorn
+from diptych_kernels.launch_configs import CANDIDATES, Block, Launch
 
 PRODUCTION = ahead.production()
 SIZES = {"lead": (4096,), "width": 64, "dtype": "float32"}
@@ -161,7 +166,7 @@ def test_benchmark_has_a_row_a_kernel_and_door(capsys):
     """What make bench-gpu does, interpreted: its times mean nothing, its rows must be there."""
     from rich.console import Console
 
-    from benchmarks import diptych_kernels
+    from benchmarks import kernels
 
     content = kernels.measure(4, 16, "cpu")
     doors = ("torch", "jax") if jax_ops.jax_triton() is not None else ("torch",)

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from flax import nnx
 
-from parity.compare import relative_difference
-from parity.tolerances import GRADIENT, PARAMETERS
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.model.parameters import delta_rule_specs, initial_value
+from parity.compare import relative_difference
+from parity.tolerances import GRADIENT, PARAMETERS
 from tests.backends import BACKENDS, TORCH_FIRST, model_gradients, normal, room, tiny_corpus
 
 CONFIG = TransformerConfig(

@@ -12,6 +12,10 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.offload import action_uses, layer_storages, plan_actions, plan_offload
+from diptych.plans.schedule.named import schedule_for
+from diptych.plans.schedule.partition import undivided
 from jax_impl import ops
 from jax_impl.offload import branch_moves, is_on_host
 from jax_impl.pipeline import OffloadedPipeline, make_pipeline_step
@@ -20,10 +24,6 @@ from jax_impl.train import Trainer
 from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
 from parity.tolerances import PARAMETERS
-from diptych.plans.config import TrainConfig, TransformerConfig
-from diptych.plans.offload import action_uses, layer_storages, plan_actions, plan_offload
-from diptych.plans.schedule.partition import undivided
-from diptych.plans.schedule.named import schedule_for
 from tests.backends import tiny_corpus
 
 jax.config.update("jax_num_cpu_devices", 4)

@@ -5,10 +5,10 @@ from dataclasses import replace
 import jax
 import numpy as np
 
+from diptych.plans.config import TrainConfig, TransformerConfig
 from jax_impl.offload import layer_numbers
 from jax_impl.train import Trainer
 from parity.compare import relative_difference
-from diptych.plans.config import TrainConfig, TransformerConfig
 from tests.backends import tiny_corpus
 
 PLAIN = TransformerConfig(

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from parity.compare import relative_difference
-from parity.tolerances import PARAMETERS
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.offload import plan_offload
 from diptych.plans.schedule.partition import undivided
+from parity.compare import relative_difference
+from parity.tolerances import PARAMETERS
 from reference_torch.offload import TensorOffloadManager
 from reference_torch.rank_pool import RankPool
 from tests.offload.jobs import events, train_a_step

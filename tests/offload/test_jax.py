@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 from jax.extend.core import Literal, jaxprs_in_params
 
-from jax_impl.offload import OffloadedStep, layer_numbers, moves_of
-from jax_impl.recompute import residual_report
 from diptych.plans.offload import step_uses
 from diptych.plans.recompute import recompute_blocks
+from jax_impl.offload import OffloadedStep, layer_numbers, moves_of
+from jax_impl.recompute import residual_report
 from tests.offload.jax_support import (
     DROPPED,
     MIXED,

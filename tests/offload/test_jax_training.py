@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 
+from diptych.plans.offload import describe_statistics, layer_storages
 from jax_impl.decoding import Decoder
 from jax_impl.saving import load_model
 from jax_impl.train import Trainer
 from parity.compare import relative_difference
 from parity.tolerances import LOSS, PARAMETERS
-from diptych.plans.offload import describe_statistics, layer_storages
 from tests.backends import room, tiny_corpus
 from tests.jax_process import run_cases
 from tests.offload.jax_support import (

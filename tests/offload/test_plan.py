@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.cli.main import main
 from diptych.planner.reports.offload_picture import draw_offload
 from diptych.plans.config import TransformerConfig
 from diptych.plans.offload import (
@@ -25,6 +24,7 @@ from diptych.plans.offload import (
 )
 from diptych.plans.recompute import RecomputeBlock
 from diptych.plans.schedule.named import schedule_for
+from parity.cli.main import main
 
 
 @st.composite

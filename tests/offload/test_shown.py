@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from parity.cli.main import main
-from parity.cli.run import read_metrics
 from diptych.plans.config import TransformerConfig
 from diptych.plans.offload import layer_storages, plan_offload, step_uses, total_statistics
+from parity.cli.main import main
+from parity.cli.run import read_metrics
 from reference_torch.offload import OffloadError, TensorOffloadManager
 from reference_torch.offload.link import Link
 from tests.backends import TORCH_DAILY

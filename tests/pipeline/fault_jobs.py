@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.message_faults import Fault, Faulty, InOrder
-from diptych.plans.schedule.messages import PipelineError
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.model.data import Corpus
+from diptych.plans.schedule.messages import PipelineError
 from reference_torch.groups import ProcessGroups, gather, make_mesh, on_first_rank, said_on_all_ranks
 from reference_torch.p2p import P2PCommunicator
 from reference_torch.pipeline import get_forward_backward_func

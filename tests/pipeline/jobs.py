@@ -8,12 +8,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from diptych.plans.schedule.actions import Action
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.model.data import Batch, Corpus
+from diptych.plans.recompute import NO_RECOMPUTE
+from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.partition import undivided
 from diptych.plans.schedule.placement import placement_of
-from diptych.plans.recompute import NO_RECOMPUTE
 from reference_torch.groups import ProcessGroups, make_groups, make_mesh
 from reference_torch.p2p import P2PCommunicator
 from reference_torch.pipeline import get_forward_backward_func, get_model

@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, V_SCHEDULES
 from diptych.plans.schedule.named import NAMES
+from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, V_SCHEDULES
 
 
 @st.composite

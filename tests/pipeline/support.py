@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from parity.compare import relative_difference
-from parity.tolerances import GRADIENT
 from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.named import schedule_for
+from parity.compare import relative_difference
+from parity.tolerances import GRADIENT
 from reference_torch.rank_pool import RankPool
 from tests.pipeline.jobs import TINY, Case, Outcome, undivided_outcome
 

@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from parity.cli.main import processes
+from diptych.plans.schedule.messages import PipelineError
+from parity.cli import processes
 from parity.cli.commands import Train
 from parity.cli.launch import join_processes
 from parity.cli.processes import JOINED, report_joined, start_processes
-from diptych.plans.schedule.messages import PipelineError
 from reference_torch.rank_pool import RankPool
 from tests.fuzz.grammars.launcher import Fault, Program, check
 from tests.fuzz.harness import EQUAL, REFUSED, Growth

@@ -6,7 +6,12 @@ from hypothesis import strategies as st
 
 from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.messages import Message, lower
-from diptych.plans.schedule.named import build_schedule, convert_schedule_table_to_order, get_schedule_table, num_warmup_microbatches
+from diptych.plans.schedule.named import (
+    build_schedule,
+    convert_schedule_table_to_order,
+    get_schedule_table,
+    num_warmup_microbatches,
+)
 from diptych.plans.schedule.simulate import SEMANTICS, Costs, simulate, validate_schedule
 from tests.pipeline.schedules import ANY, TIMES, sizes
 

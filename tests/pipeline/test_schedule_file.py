@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from torch.distributed.pipelining import schedules as theirs
 
-from diptych.plans.schedule.actions import Action
 from diptych.plans.config import TransformerConfig
-from diptych.plans.schedule.named import build_schedule, schedule_for
+from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.csv import read_schedule, schedule_from_csv, schedule_to_csv
+from diptych.plans.schedule.named import build_schedule, schedule_for
 from diptych.plans.schedule.simulate import ScheduleError, simulate, validate_schedule
 from reference_torch.rank_pool import RankPool
 from tests.pipeline import schedule_file_jobs

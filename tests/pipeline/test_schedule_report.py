@@ -12,6 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from diptych.planner.memory.stages import predict_stage_memory
 from diptych.planner.reports.schedule import (
     other_schedules,
     plan_pipeline,
@@ -20,12 +21,11 @@ from diptych.planner.reports.schedule import (
     warmup,
 )
 from diptych.planner.timeline import COLORS, IDLE, Bar, Timeline, draw_timeline, draw_timelines, shade, timeline_of
-from diptych.plans.schedule.actions import Action
 from diptych.plans.config import TransformerConfig
-from diptych.planner.memory.stages import predict_stage_memory
-from diptych.plans.schedule.partition import layers_by_stage, num_stages
-from diptych.plans.schedule.named import build_schedule
+from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.csv import schedule_rows
+from diptych.plans.schedule.named import build_schedule
+from diptych.plans.schedule.partition import layers_by_stage, num_stages
 from diptych.plans.schedule.simulate import Costs, simulate
 from reference_torch.pipeline import DeferredWeightGradients, custom_backward
 from reference_torch.recompute import measure_memory

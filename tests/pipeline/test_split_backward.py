@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.messages import PipelineError
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT
-from diptych.plans.schedule.messages import PipelineError
-from diptych.plans.config import TransformerConfig
 from reference_torch.pipeline import DeferredWeightGradients, custom_backward
 from reference_torch.stage import PipelineStage
 from tests.pipeline.support import divided

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parity.compare import relative_difference
-from parity.cli.run import read_metrics
-from parity.ranks import RankTrainer
 from diptych.plans.checkpoint import list_checkpoints, read_checkpoint, write_checkpoint
 from diptych.plans.config import TrainConfig, TransformerConfig
+from parity.cli.run import read_metrics
+from parity.compare import relative_difference
+from parity.ranks import RankTrainer
 from reference_torch.rank_pool import RankError, RankPool
 from reference_torch.train import Trainer
 from tests.backends import tiny_corpus
@@ -237,7 +237,7 @@ def assert_gone(ranks: list[int]) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_signal_saves_once_and_ends_every_rank(corpus_file, tmp_path):
     run = tmp_path / "run"
-    process = start(["parity.cli.main", "train"], corpus_file, "--nproc", 2, "--train-iters", 100000, "--save", run)
+    process = start(["parity.cli", "train"], corpus_file, "--nproc", 2, "--train-iters", 100000, "--save", run)
     ranks = after_steps(process, run, 3)
     process.send_signal(signal.SIGTERM)
     out, errors = process.communicate(timeout=60)
@@ -253,7 +253,7 @@ def test_a_signal_saves_once_and_ends_every_rank(corpus_file, tmp_path):
 @pytest.mark.parametrize("victim", ["rank", "parent"])
 def test_a_killed_process_ends_the_run(victim, corpus_file, tmp_path):
     run = tmp_path / "run"
-    process = start(["parity.cli.main", "train"], corpus_file, "--nproc", 2, "--train-iters", 100000, "--save", run)
+    process = start(["parity.cli", "train"], corpus_file, "--nproc", 2, "--train-iters", 100000, "--save", run)
     ranks = after_steps(process, run, 3)
     os.kill(ranks[1] if victim == "rank" else process.pid, signal.SIGKILL)
     errors = process.communicate(timeout=60)[1]
@@ -268,9 +268,13 @@ def test_a_killed_process_ends_the_run(victim, corpus_file, tmp_path):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_torchrun_and_the_command_train_alike(corpus_file, tmp_path):
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "reference_torch.train"]
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "parity.cli", "train"]
     outputs = []
-    for launcher, more in ((torchrun, ()), (["parity.cli.main", "train"], ("--nproc", 2)), (["jax_impl.train"], ())):
+    for launcher, more in (
+        (torchrun, ()),
+        (["parity.cli", "train"], ("--nproc", 2)),
+        (["parity.cli", "train", "--backend", "jax"], ()),
+    ):
         process = start(launcher, corpus_file, *more, "--train-iters", 4)
         out, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
@@ -283,7 +287,7 @@ def test_torchrun_and_the_command_train_alike(corpus_file, tmp_path):
 @pytest.mark.multiprocess
 def test_one_process_of_torchrun_starts_those_it_needs(corpus_file):
     """They keep a store of their own: looked for at torchrun's, nobody is found, for half an hour."""
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "reference_torch.train"]
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "parity.cli", "train"]
     process = start(torchrun, corpus_file, "--train-iters", 2)
     try:
         out, errors = process.communicate(timeout=120)

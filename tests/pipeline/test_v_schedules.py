@@ -6,9 +6,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from diptych.plans.schedule.named import build_schedule
 from diptych.plans.schedule.partition import get_stage, get_stage_place, layers_by_stage, num_stages
 from diptych.plans.schedule.placement import V_SCHEDULES, place_of, stage_at
-from diptych.plans.schedule.named import build_schedule
 from diptych.plans.schedule.simulate import Costs, simulate
 from tests.pipeline.support import divided
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jax_impl.train import Trainer
 from diptych.plans.model.data import Corpus
+from jax_impl.train import Trainer
 from tests.backends import tiny_corpus
 from tests.pipeline.test_training import CONFIG, CUTS, TRAIN, WRONG_BATCH, course, worst
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parity.ranks import make_trainer
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.context.exchange import exchange_options
+from parity.ranks import make_trainer
 from reference_torch.context_parallel import build_cp_context
 from reference_torch.context_parallel.wavefront import finish
 from reference_torch.recompute import measure_memory

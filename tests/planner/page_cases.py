@@ -6,11 +6,11 @@ from typing import Any
 
 from diptych.planner.page import PageRequest, describe_plan
 from diptych.planner.reports.schedule import with_schedule
-from diptych.plans.schedule.actions import Action, Schedule
+from diptych.planner.step_time import Machine
 from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.actions import Action, Schedule
 from diptych.plans.schedule.named import schedule_for
 from diptych.plans.schedule.simulate import Costs
-from diptych.planner.step_time import Machine
 
 MODEL = TransformerConfig(512, 8, 8, seq_length=512, bf16=True, use_flash_attn=True)
 PIPELINE = replace(

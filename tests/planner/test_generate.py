@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.plans.schedule.actions import Action, Schedule
-from diptych.plans.config import TransformerConfig
 from diptych.planner.generate import generate_schedule, named_schedules
 from diptych.planner.generate.listing import list_orders, rules
 from diptych.planner.generate.moves import Budget, lower_peaks
 from diptych.planner.generate.orders import Pipeline, run
-from diptych.plans.schedule.named import build_schedule
+from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.actions import Action, Schedule
 from diptych.plans.schedule.csv import schedule_from_csv, schedule_to_csv
+from diptych.plans.schedule.named import build_schedule
 from diptych.plans.schedule.simulate import Costs, ScheduleError, simulate, validate_schedule
 from reference_torch.rank_pool import RankPool
 from tests.pipeline.jobs import TINY, Case

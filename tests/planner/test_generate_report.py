@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks import stage_costs as measuring
-from parity.cli.commands import Plan
-from diptych.planner.reports.generate import stage_costs
-from diptych.plans.schedule.actions import Action
-from diptych.plans.config import TransformerConfig
 from diptych.planner.memory.ranks import rank_memories, standing_bytes
 from diptych.planner.memory.stages import predict_stages
-from diptych.plans.schedule.named import build_schedule
-from diptych.plans.schedule.csv import read_schedule
-from diptych.plans.schedule.simulate import Costs, simulate, validate_schedule
+from diptych.planner.reports.generate import stage_costs
 from diptych.planner.stage_costs import read_stage_costs, write_stage_costs
+from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.actions import Action
+from diptych.plans.schedule.csv import read_schedule
+from diptych.plans.schedule.named import build_schedule
+from diptych.plans.schedule.simulate import Costs, simulate, validate_schedule
+from parity.cli.commands import Plan
 from tests.command import diptych
 
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ from functools import cache
 import pytest
 import torch
 
-from diptych.plans.config import TransformerConfig
 from diptych.planner.memory import predict_memory
+from diptych.plans.config import TransformerConfig
 from reference_torch.recompute import measure_memory, residual_report
 from reference_torch.transformer import GPTModel
 from tests.recompute.test_recompute import MODES, SELECTIVE

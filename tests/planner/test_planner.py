@@ -9,18 +9,18 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from parity.cli.main import main
-from diptych.planner.reports.mesh import join_alike, mesh_words, places_shown, print_mesh
-from diptych.planner.reports.schedule import plan_pipeline
-from diptych.plans.checkpoint import Checkpoint, check_settings, run_settings
-from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.planner.memory import activation_recompute_saving, predict_memory
 from diptych.planner.memory.ranks import moved_bytes, offload_use, parameter_bytes, rank_memories
 from diptych.planner.memory.stages import predict_stage_memory, predict_stages
-from diptych.plans.offload import Use, layer_storages, plan_offload, rank_layers, rank_uses
-from diptych.plans.schedule.partition import num_stages
-from diptych.plans.schedule.named import schedule_for
+from diptych.planner.reports.mesh import join_alike, mesh_words, places_shown, print_mesh
+from diptych.planner.reports.schedule import plan_pipeline
 from diptych.planner.traffic import wire_traffic
+from diptych.plans.checkpoint import Checkpoint, check_settings, run_settings
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.offload import Use, layer_storages, plan_offload, rank_layers, rank_uses
+from diptych.plans.schedule.named import schedule_for
+from diptych.plans.schedule.partition import num_stages
+from parity.cli.main import main
 from reference_torch.rank_pool import RankPool
 from reference_torch.stage import model_provider
 from reference_torch.train import Trainer

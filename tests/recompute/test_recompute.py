@@ -12,11 +12,11 @@ from flax import nnx
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from diptych.planner.memory import predict_memory
+from diptych.plans.config import TransformerConfig
+from diptych.plans.recompute import MODULES, VALUES, block_length, recompute_blocks
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT
-from diptych.plans.config import TransformerConfig
-from diptych.planner.memory import predict_memory
-from diptych.plans.recompute import MODULES, VALUES, block_length, recompute_blocks
 from tests.backends import TORCH_DAILY, model_gradients, normal, room
 
 pytestmark = pytest.mark.usefixtures("few_rounds")

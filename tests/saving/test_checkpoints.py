@@ -12,9 +12,6 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import diptych.plans.checkpoint
-from parity.compare import relative_difference
-from parity.cli.run import METRICS, TENSORBOARD, Metrics, read_metrics
-from parity.tolerances import PARAMETERS
 from diptych.plans.checkpoint import (
     RECORD,
     Checkpoint,
@@ -25,6 +22,9 @@ from diptych.plans.checkpoint import (
     write_checkpoint,
 )
 from diptych.plans.model.parameters import parameter_specs
+from parity.cli.run import METRICS, TENSORBOARD, Metrics, read_metrics
+from parity.compare import relative_difference
+from parity.tolerances import PARAMETERS
 from tests.backends import BACKENDS, room, tiny_corpus
 from tests.saving.support import CONFIG, TRAIN, new_trainer, steps
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parity.compare import relative_difference
 from diptych.plans.checkpoint import read_checkpoint
 from diptych.plans.schedule.placement import V_SCHEDULES
+from parity.compare import relative_difference
 from reference_torch.rank_pool import RankPool
 from tests.backends import BACKENDS, room, tiny_corpus
 from tests.saving.support import CONFIG, TRAIN, new_trainer, steps

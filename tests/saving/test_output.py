@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parity.cli.main import main
-from parity.cli.output import StandardOutput, output_failure, standard_output
 from diptych.plans.checkpoint import read_checkpoint
 from diptych.plans.model.sampling import next_token, text_of
+from parity.cli.main import main
+from parity.cli.output import StandardOutput, output_failure, standard_output
 from tests.backends import BACKENDS
 from tests.saving.support import CONFIG, TRAIN, new_trainer, steps
 
@@ -27,7 +27,7 @@ SMALL = (
 
 def shell(command: str, **environment: str) -> subprocess.CompletedProcess:
     """Run a line of bash in which ``diptych`` is the command."""
-    prelude = f'set -o pipefail; diptych() {{ {sys.executable} -m parity.cli.main "$@"; }}; '
+    prelude = f'set -o pipefail; diptych() {{ {sys.executable} -m parity.cli "$@"; }}; '
     done = ["bash", "-c", prelude + command]
     return subprocess.run(
         done, capture_output=True, text=True, timeout=120, cwd=ROOT, env=os.environ | environment, check=False

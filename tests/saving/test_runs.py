@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parity.cli.main import main
-from parity.compare import relative_difference
-from parity.cli.run import METRICS, read_metrics
-from parity.tolerances import PARAMETERS
 from diptych.plans.checkpoint import list_checkpoints, read_checkpoint
 from diptych.plans.model.sampling import next_token
+from parity.cli.main import main
+from parity.cli.run import METRICS, read_metrics
+from parity.compare import relative_difference
+from parity.tolerances import PARAMETERS
 from tests.backends import BACKENDS, TORCH_DAILY
 from tests.command import diptych
 
@@ -91,7 +91,7 @@ def test_next_token():
 
 def start(arguments: str, *more: object) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "parity.cli.main", *arguments.split(), *map(str, more)],
+        [sys.executable, "-m", "parity.cli", *arguments.split(), *map(str, more)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

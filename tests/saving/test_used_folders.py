@@ -5,8 +5,8 @@ import os
 import numpy as np
 import pytest
 
-from parity.cli.run import METRICS, TENSORBOARD, read_metrics
 from diptych.plans.checkpoint import Checkpoint, CheckpointError, list_checkpoints, read_checkpoint, write_checkpoint
+from parity.cli.run import METRICS, TENSORBOARD, read_metrics
 from tests.backends import BACKENDS
 from tests.command import diptych
 from tests.saving.support import new_trainer, steps

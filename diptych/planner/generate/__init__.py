@@ -15,13 +15,13 @@ from dataclasses import fields
 from itertools import product
 from typing import NamedTuple, get_args
 
-from diptych.plans.schedule.actions import Schedule
 from diptych.planner.generate.bound import lower_bound
 from diptych.planner.generate.listing import list_orders, rules
 from diptych.planner.generate.moves import Budget, heaviest, join, lower_peaks, shorten
 from diptych.planner.generate.orders import Course, Orders, Pipeline, run
-from diptych.plans.schedule.placement import SCHEDULES, V_SCHEDULES, Placement
+from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.named import build_schedule, check_sizes
+from diptych.plans.schedule.placement import SCHEDULES, V_SCHEDULES, Placement
 from diptych.plans.schedule.simulate import Costs, Simulation, simulate
 
 __all__ = ["GENERATED", "Generated", "check_costs", "generate_schedule", "named_schedules"]

@@ -4,7 +4,8 @@ Microbatches are alike. So the k-th F of a stage may be taken to be microbatch k
 order a table has them in, numbered anew like this it needs no more time and no more memory. What is left of an action
 is its kind and its stage, here ``4 * stage + kind``. The k-th W of a stage belongs to the k-th I.
 
-``run`` is diptych.plans.schedule.simulate's simulation on such lists, and a test holds it against that, action by action.
+``run`` is diptych.plans.schedule.simulate's simulation on such lists, and a test holds it against that, action by
+action.
 """
 
 from collections.abc import Sequence

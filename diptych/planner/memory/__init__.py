@@ -3,10 +3,10 @@
 from collections import Counter
 from typing import NamedTuple
 
-from diptych.plans.config import TransformerConfig
 from diptych.planner.memory.graph import build
 from diptych.planner.memory.simulate import Simulation
 from diptych.planner.memory.tensor_parallel import activation_recompute_saving
+from diptych.plans.config import TransformerConfig
 from diptych.plans.recompute import recompute_blocks
 
 __all__ = ["MemoryPrediction", "predict_memory", "activation_recompute_saving"]

@@ -2,11 +2,11 @@
 
 import numpy as np
 
+from diptych.planner.memory.nodes import Layer, Node, Value
+from diptych.planner.memory.rule import RuleShape, rule_scratch
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model.delta_rule import SEGMENT_SIZE, chunk_flops
 from diptych.plans.model.layers import LayerConfig
-from diptych.planner.memory.nodes import Layer, Node, Value
-from diptych.planner.memory.rule import RuleShape, rule_scratch
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.model.philox import TILE_ROWS
 

@@ -1,9 +1,9 @@
 """Bytes of every pipeline rank, term by term: what lies there all the time, and what a step's microbatches keep.
 
 Exact: parameters, their gradients and AdamW's two moments, all in params_dtype. Predicted: activations, within 2% of
-what PyTorch keeps; see diptych.planner.memory.stages. Left out: what an action needs only while it runs, messages and flattened
-gradients on their way, the batch. Gradients are counted in full, as from a step's first backward on. Replicas are
-alike; of context ranks it is one whose first sequence began on another.
+what PyTorch keeps; see diptych.planner.memory.stages. Left out: what an action needs only while it runs, messages
+and flattened gradients on their way, the batch. Gradients are counted in full, as from a step's first backward on.
+Replicas are alike; of context ranks it is one whose first sequence began on another.
 """
 
 import math
@@ -12,14 +12,14 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
 
-from diptych.plans.schedule.actions import Action, Schedule
-from diptych.plans.config import TransformerConfig
 from diptych.planner.memory.graph import ITEM_SIZES
 from diptych.planner.memory.stages import StageMemory
-from diptych.plans.offload import layer_storages, pass_uses, rank_layers, stage_layers
+from diptych.plans.config import TransformerConfig
 from diptych.plans.model.parameters import parameter_specs
-from diptych.plans.schedule.partition import get_stage, get_stage_place, num_stages, undivided
+from diptych.plans.offload import layer_storages, pass_uses, rank_layers, stage_layers
 from diptych.plans.recompute import recompute_blocks
+from diptych.plans.schedule.actions import Action, Schedule
+from diptych.plans.schedule.partition import get_stage, get_stage_place, num_stages, undivided
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,23 @@
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from diptych.plans.config import TransformerConfig
-from diptych.plans.model.delta_rule import SEGMENT_SIZE, chunk_flops
-from diptych.plans.context.exchange import PIPELINED
 from diptych.planner.memory.graph import GraphBuilder
 from diptych.planner.memory.nodes import Layer, Node, Value
 from diptych.planner.memory.rule import chunk_size
 from diptych.planner.memory.simulate import Simulation
-from diptych.plans.schedule.partition import get_stage_place, get_transformer_layer_offset, layers_by_stage, num_stages, undivided
-from diptych.plans.recompute import recompute_blocks
-from diptych.plans.schedule.wavefront import tokens_before
+from diptych.plans.config import TransformerConfig
+from diptych.plans.context.exchange import PIPELINED
 from diptych.plans.context.zigzag import score_pairs
+from diptych.plans.model.delta_rule import SEGMENT_SIZE, chunk_flops
+from diptych.plans.recompute import recompute_blocks
+from diptych.plans.schedule.partition import (
+    get_stage_place,
+    get_transformer_layer_offset,
+    layers_by_stage,
+    num_stages,
+    undivided,
+)
+from diptych.plans.schedule.wavefront import tokens_before
 
 
 class StageMemory(NamedTuple):
@@ -28,11 +34,11 @@ class StageMemory(NamedTuple):
 def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, length: int | None = None) -> StageMemory:
     """What one microbatch keeps on a stage, by simulating the allocations of its layers under its recompute settings.
 
-    The same simulation as diptych.planner.memory.predict_memory, of a part of the model: the first stage has the embedding, the
-    last the head and the loss. To these come a stage's input, which is kept for its gradient, and its output where
-    sending does not free it. Approximated: token ids and messages under way are left out, and so is what an action
-    needs only while it runs; the gradients that wait for W are taken to lie in memory of their own. With recompute,
-    more can wait for W than was kept for I.
+    The same simulation as diptych.planner.memory.predict_memory, of a part of the model: the first stage has the
+    embedding, the last the head and the loss. To these come a stage's input, which is kept for its gradient, and its
+    output where sending does not free it. Approximated: token ids and messages under way are left out, and so is
+    what an action needs only while it runs; the gradients that wait for W are taken to lie in memory of their own.
+    With recompute, more can wait for W than was kept for I.
 
     Where ranks share tokens (context_parallel_size) it is what a rank keeps whose first sequence began on another:
     softmax attention keeps keys and values of all ranks, and what says which of them a token may see, in the zigzag

@@ -1,7 +1,7 @@
 """What recomputing activation functions would save where ranks share every layer's matrices: none do, here."""
 
-from diptych.plans.config import TransformerConfig
 from diptych.planner.memory.graph import ITEM_SIZES
+from diptych.plans.config import TransformerConfig
 
 
 def activation_recompute_saving(config: TransformerConfig, batch: int, tp_size: int = 1) -> int:

@@ -1,8 +1,10 @@
-"""Copies between device and host on the timeline of a schedule: what diptych.plans.offload's plan moves, and when it asks.
+"""Copies between device and host on the timeline of a schedule: what diptych.plans.offload's plan moves, and when it
+asks.
 
-An action's time is divided among its uses of layers by their products (diptych.plans.offload.use_seconds), and a copy is asked
-for where the use begins that asks. The link takes one copy after the other. The timeline itself does not wait for
-copies: its times have none. What waiting would cost is diptych.plans.offload.simulate_offload's, of a rank without a pipeline.
+An action's time is divided among its uses of layers by their products (diptych.plans.offload.use_seconds), and a
+copy is asked for where the use begins that asks. The link takes one copy after the other. The timeline itself does
+not wait for copies: its times have none. What waiting would cost is diptych.plans.offload.simulate_offload's, of a
+rank without a pipeline.
 """
 
 import math
@@ -10,7 +12,7 @@ from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from diptych.plans.schedule.actions import Schedule
+from diptych.planner.step_time import Machine
 from diptych.plans.config import TransformerConfig
 from diptych.plans.offload import (
     OffloadPlan,
@@ -24,10 +26,10 @@ from diptych.plans.offload import (
     simulate_offload,
     use_seconds,
 )
-from diptych.plans.schedule.partition import get_stage_place, num_stages
 from diptych.plans.recompute import recompute_blocks
+from diptych.plans.schedule.actions import Schedule
+from diptych.plans.schedule.partition import get_stage_place, num_stages
 from diptych.plans.schedule.simulate import Costs, Simulation
-from diptych.planner.step_time import Machine
 
 MOST_USES = 2_048
 """Of layers on one rank in a step, up to which copies are drawn."""

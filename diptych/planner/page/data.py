@@ -1,29 +1,29 @@
 """What the page shows, as data that is JSON: a plan's course in time, its memory, and what the planner says beside it.
 
-Times are seconds of diptych.planner.step_time's roofline, bytes are diptych.planner.memory's; nothing is computed here that the planner
-does not say. Actions of a schedule are numbered through its ranks, each rank's in its own order.
+Times are seconds of diptych.planner.step_time's roofline, bytes are diptych.planner.memory's; nothing is computed
+here that the planner does not say. Actions of a schedule are numbered through its ranks, each rank's in its own order.
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from diptych.planner.reports.memory import without_recompute
-from diptych.planner.reports.mesh import UNITS, memory_unit, mesh_words
-from diptych.planner.page.copies import copies_of_schedule
-from diptych.planner.reports.schedule import PipelinePlan, held_words, plan_pipeline, with_schedule
-from diptych.plans.schedule.actions import Action, Schedule
-from diptych.plans.schedule.messages import dependencies
-from diptych.plans.config import TransformerConfig
 from diptych.planner.memory.ranks import rank_memories
 from diptych.planner.memory.stages import StageMemory, predict_stages
-from diptych.plans.schedule.partition import get_stage_place, get_transformer_layer_offset, layers_by_stage, num_stages
-from diptych.plans.schedule.placement import SCHEDULES
-from diptych.plans.recompute import recompute_blocks
-from diptych.plans.schedule.named import schedule_for
-from diptych.plans.schedule.simulate import Costs
+from diptych.planner.page.copies import copies_of_schedule
+from diptych.planner.reports.memory import without_recompute
+from diptych.planner.reports.mesh import UNITS, memory_unit, mesh_words
+from diptych.planner.reports.schedule import PipelinePlan, held_words, plan_pipeline, with_schedule
 from diptych.planner.step_time import Machine, StageTimes, after_backward
 from diptych.planner.traffic import message_bytes
+from diptych.plans.config import TransformerConfig
+from diptych.plans.recompute import recompute_blocks
+from diptych.plans.schedule.actions import Action, Schedule
+from diptych.plans.schedule.messages import dependencies
+from diptych.plans.schedule.named import schedule_for
+from diptych.plans.schedule.partition import get_stage_place, get_transformer_layer_offset, layers_by_stage, num_stages
+from diptych.plans.schedule.placement import SCHEDULES
+from diptych.plans.schedule.simulate import Costs
 
 WITH_OTHERS = 2_048
 """Stages times microbatches up to which other schedules are drawn beside the chosen one."""

@@ -5,10 +5,10 @@ from rich.console import Console
 from rich.table import Table
 
 from diptych.planner.reports.mesh import add_rows
-from diptych.plans.config import TransformerConfig
-from diptych.plans.context.sequences import end_to_end, local_sequences
-from diptych.plans.context.exchange import CP_EXCHANGES, PIPELINED, exchange_cost
 from diptych.planner.traffic import layer_exchanges
+from diptych.plans.config import TransformerConfig
+from diptych.plans.context.exchange import CP_EXCHANGES, PIPELINED, exchange_cost
+from diptych.plans.context.sequences import end_to_end, local_sequences
 from diptych.plans.context.zigzag import ATTENTION_LAYOUTS, move_cost, score_pairs
 
 KIB = 2**10

@@ -9,24 +9,24 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from parity.cli.commands import Plan, parse_bytes
-from diptych.planner.reports.console import print_written
-from diptych.planner.reports.mesh import add_rows
-from diptych.planner.reports.schedule import IN_JAX, with_schedule
-from diptych.planner.timeline import draw_timelines, timeline_of
-from diptych.plans.schedule.actions import Schedule
-from diptych.plans.config import TransformerConfig
 from diptych.planner.generate import GENERATED, generate_schedule
 from diptych.planner.memory.ranks import standing_bytes
 from diptych.planner.memory.stages import predict_stages
-from diptych.plans.schedule.partition import num_stages
-from diptych.plans.schedule.placement import SCHEDULES, place_of, placement_of
-from diptych.plans.schedule.named import schedule_for
-from diptych.plans.schedule.csv import schedule_to_csv
-from diptych.plans.schedule.simulate import Costs, Simulation, simulate
+from diptych.planner.reports.console import print_written
+from diptych.planner.reports.mesh import add_rows
+from diptych.planner.reports.schedule import IN_JAX, with_schedule
 from diptych.planner.stage_costs import read_stage_costs
 from diptych.planner.step_time import Machine, StageTimes, costs_of
+from diptych.planner.timeline import draw_timelines, timeline_of
+from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.actions import Schedule
+from diptych.plans.schedule.csv import schedule_to_csv
 from diptych.plans.schedule.lockstep import lockstep_makespan
+from diptych.plans.schedule.named import schedule_for
+from diptych.plans.schedule.partition import num_stages
+from diptych.plans.schedule.placement import SCHEDULES, place_of, placement_of
+from diptych.plans.schedule.simulate import Costs, Simulation, simulate
+from parity.cli.commands import Plan, parse_bytes
 
 MIB = 2**20
 

@@ -7,11 +7,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from diptych.planner.memory import MemoryPrediction, predict_memory
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model.data import Batch
-from diptych.planner.memory import MemoryPrediction, predict_memory
-from diptych.plans.schedule.partition import get_stage_place
 from diptych.plans.recompute import block_length, recompute_blocks
+from diptych.plans.schedule.partition import get_stage_place
 
 MIB = 2**20
 SMALL_SHARE = 0.002

@@ -6,11 +6,11 @@ from itertools import groupby, pairwise
 from rich.console import Console
 from rich.table import Table
 
-from diptych.plans.config import TransformerConfig
 from diptych.planner.memory.ranks import RankMemory, rank_memories
 from diptych.planner.memory.stages import predict_stages
-from diptych.plans.schedule.named import schedule_for
 from diptych.planner.traffic import wire_traffic
+from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.named import schedule_for
 
 UNITS = {"MiB": 2**20, "GiB": 2**30}
 MOST_ROWS = 16

@@ -6,7 +6,6 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from parity.cli.commands import Plan
 from diptych.plans.offload import (
     Use,
     hiding_tokens,
@@ -19,6 +18,7 @@ from diptych.plans.offload import (
     simulate_offload,
     use_seconds,
 )
+from parity.cli.commands import Plan
 
 MIB = 2**20
 

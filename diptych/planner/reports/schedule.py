@@ -9,20 +9,26 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from diptych.planner.memory.stages import predict_stages
 from diptych.planner.reports.console import print_written
 from diptych.planner.reports.memory import block_words
 from diptych.planner.reports.mesh import add_rows, places_shown
-from diptych.planner.timeline import draw_timelines, timeline_of
-from diptych.plans.schedule.actions import Schedule
-from diptych.plans.config import TransformerConfig
-from diptych.planner.memory.stages import predict_stages
-from diptych.plans.schedule.partition import get_stage_place, get_transformer_layer_offset, layers_by_stage, num_stages, undivided
-from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES
-from diptych.plans.schedule.named import num_warmup_microbatches, schedule_for
-from diptych.plans.schedule.csv import schedule_rows
-from diptych.plans.schedule.simulate import Costs, Simulation, simulate
 from diptych.planner.step_time import Machine, StageTimes
+from diptych.planner.timeline import draw_timelines, timeline_of
+from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.actions import Schedule
+from diptych.plans.schedule.csv import schedule_rows
 from diptych.plans.schedule.lockstep import lockstep_makespan
+from diptych.plans.schedule.named import num_warmup_microbatches, schedule_for
+from diptych.plans.schedule.partition import (
+    get_stage_place,
+    get_transformer_layer_offset,
+    layers_by_stage,
+    num_stages,
+    undivided,
+)
+from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES
+from diptych.plans.schedule.simulate import Costs, Simulation, simulate
 
 MIB = 2**20
 DEFAULT_VIRTUAL_STAGES = 2

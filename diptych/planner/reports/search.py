@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from parity.cli.commands import Plan, parse_bytes
 from diptych.planner.search import Found, search
+from parity.cli.commands import Plan, parse_bytes
 
 MIB = 2**20
 

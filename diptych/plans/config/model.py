@@ -120,7 +120,8 @@ class TransformerConfig:
     pipeline_schedule: ScheduleName | None = None
     """Order of work; None: none, 1f1b or interleaved, as ranks and virtual stages ask."""
     pipeline_schedule_file: str | None = None
-    """CSV file with the order of work instead, as torch.distributed.pipelining writes it; see diptych.plans.schedule.csv."""
+    """CSV file with the order of work instead, as torch.distributed.pipelining writes it; see
+    diptych.plans.schedule.csv."""
     microbatch_group_size_per_vp_stage: int | None = None
     """Consecutive microbatches of one virtual stage; None: as many as pipeline ranks."""
     deallocate_pipeline_outputs: bool = True
@@ -142,8 +143,8 @@ class TransformerConfig:
     cp_wire_dtype: Literal["bfloat16"] | None = None
     """Type in which they travel; None: their own. A message then has a relative error of up to 2**-9."""
     cp_truncate_ranks: int | None = None
-    """Ranks ahead that a state reaches, with cp_exchange ring, at most; None: all. Wrong by what diptych.plans.context.approximation
-    bounds."""
+    """Ranks ahead that a state reaches, with cp_exchange ring, at most; None: all. Wrong by what
+    diptych.plans.context.approximation bounds."""
     cp_transition_rank: int | None = None
     """With cp_exchange all_gather: the map of states a rank sends has this rank beside its diagonal; None: it is sent
     whole. Wrong by what diptych.plans.context.approximation bounds."""

@@ -1,9 +1,9 @@
 """How states travel between ranks that share sequences, and what that costs.
 
 Exactly: every pair (M, H) to everyone, the state alone from rank to rank, or composed pairs over distances that double;
-or pipelined, where a rank computes nothing before it has its state (diptych.plans.schedule.wavefront). Or nearly, with what
-diptych.plans.context.approximation says of the error beforehand: the state of the nearest ranks alone, each handing on what it has at
-the same time as all others; or M as a diagonal and a product of two narrow matrices.
+or pipelined, where a rank computes nothing before it has its state (diptych.plans.schedule.wavefront). Or nearly,
+with what diptych.plans.context.approximation says of the error beforehand: the state of the nearest ranks alone,
+each handing on what it has at the same time as all others; or M as a diagonal and a product of two narrow matrices.
 """
 
 import math

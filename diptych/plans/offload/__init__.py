@@ -12,6 +12,7 @@ Both backends move what ``next_layers`` says; ``plan_offload`` is the same, ahea
 ``simulate_offload`` adds time.
 """
 
+from diptych.planner.offload_times import OffloadTimes, hiding_tokens, simulate_offload, use_seconds
 from diptych.plans.offload.activations import ActivationStep, activation_event, next_backwards, plan_activations
 from diptych.plans.offload.moves import (
     OffloadPlan,
@@ -24,7 +25,6 @@ from diptych.plans.offload.moves import (
     unmoved,
 )
 from diptych.plans.offload.statistics import describe_statistics, total_statistics
-from diptych.planner.offload_times import OffloadTimes, hiding_tokens, simulate_offload, use_seconds
 from diptych.plans.offload.uses import (
     Use,
     action_uses,

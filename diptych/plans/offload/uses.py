@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from diptych.plans.schedule.actions import Action
 from diptych.plans.config import TransformerConfig
-from diptych.plans.schedule.partition import get_num_layers_to_build, get_transformer_layer_offset
 from diptych.plans.recompute import RecomputeBlock, recompute_blocks
+from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.named import schedule_for
+from diptych.plans.schedule.partition import get_num_layers_to_build, get_transformer_layer_offset
 
 
 class Use(NamedTuple):

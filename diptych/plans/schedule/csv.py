@@ -40,8 +40,8 @@ def schedule_from_csv(text: str, name: str = FROM_FILE) -> Schedule:
         name: to call it by.
 
     Raises:
-        ValueError: a cell is no action (the message names row and cell), or stages lie otherwise than diptych.plans.schedule.placement
-            knows.
+        ValueError: a cell is no action (the message names row and cell), or stages lie otherwise than
+            diptych.plans.schedule.placement knows.
     """
     try:
         cells = [*csv.reader(text.splitlines())]
@@ -71,13 +71,16 @@ def read_schedule(path: str | Path, again: bool = False) -> Schedule:
         again: read it anew, as a configuration does that is made with it.
 
     Raises:
-        ValueError: see schedule_from_csv and diptych.plans.schedule.simulate.validate_schedule; the message begins with the path.
+        ValueError: see schedule_from_csv and diptych.plans.schedule.simulate.validate_schedule; the message begins
+        with the path.
         FileNotFoundError: there is none.
     """
     if again:
         _read.pop(str(path), None)
     if str(path) not in _read:
-        from diptych.plans.schedule.simulate import validate_schedule  # which needs a configuration's rules, as they need this
+        from diptych.plans.schedule.simulate import (
+            validate_schedule,  # which needs a configuration's rules, as they need this
+        )
 
         try:
             schedule = schedule_from_csv(read_text(path))

@@ -136,7 +136,8 @@ def compile_ticks(schedule: Schedule, fused: bool = False, keep: Keep = "inputs"
 def lockstep_makespan(schedule: Schedule, costs: Costs | None = None, fused: bool = False) -> float:
     """Time of a step in lock-step: each tick as long as its busiest rank, and a message between two of them.
 
-    Never less than diptych.plans.schedule.simulate.simulate's makespan of the same order, where ranks wait only for what they need.
+    Never less than diptych.plans.schedule.simulate.simulate's makespan of the same order, where ranks wait only for
+    what they need.
 
     Args:
         schedule: a valid table.

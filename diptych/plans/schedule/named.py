@@ -1,7 +1,8 @@
 """Pipeline schedules as data: for every rank, in which order it runs which part of which microbatch.
 
-A stage is a run of layers, one of v on a rank; diptych.plans.schedule.placement says which ranks hold which. Both backends execute these
-tables: nothing about the order of work is decided elsewhere (pipelined, JAX runs all forwards first).
+A stage is a run of layers, one of v on a rank; diptych.plans.schedule.placement says which ranks hold which. Both
+backends execute these tables: nothing about the order of work is decided elsewhere (pipelined, JAX runs all forwards
+first).
 
     none          one rank, forward and backward of one microbatch after the other
     gpipe         all forwards, then all backwards
@@ -22,11 +23,11 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from diptych.plans.schedule.actions import Action, Schedule
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import PIPELINED
-from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES, schedule_name
+from diptych.plans.schedule.actions import Action, Schedule
 from diptych.plans.schedule.csv import read_schedule
+from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES, schedule_name
 from diptych.plans.schedule.v_shaped import dualpipe_v, v_half, v_min, zb_v
 
 NAMES = SCHEDULES

@@ -1,7 +1,7 @@
 """Whether a schedule runs, and what it costs: validity, time, bubble and memory of a table, without running it.
 
-Reference: the closed forms for bubble and activations in flight are those of the papers diptych/plans/schedule/named.py names; the
-property tests hold this simulation against them.
+Reference: the closed forms for bubble and activations in flight are those of the papers
+diptych/plans/schedule/named.py names; the property tests hold this simulation against them.
 """
 
 from collections import Counter, defaultdict, deque
@@ -84,8 +84,8 @@ def validate_schedule(schedule: Schedule, semantics: Semantics = "async") -> Non
 
     Args:
         schedule: any table, built here or by hand.
-        semantics: how messages go; see SEMANTICS. Messages made of a table (diptych.plans.schedule.messages.lower) go under all of
-            them where they go under one; for messages of another order there is validate_program.
+        semantics: how messages go; see SEMANTICS. Messages made of a table (diptych.plans.schedule.messages.lower)
+            go under all of them where they go under one; for messages of another order there is validate_program.
 
     Raises:
         ScheduleError: the first fault found.

@@ -1,4 +1,5 @@
-"""The delta rule as launches, forward and backward; written once for all doors. See kernels/diptych_kernels/autodiff_rules.py.
+"""The delta rule as launches, forward and backward; written once for all doors. See
+kernels/diptych_kernels/autodiff_rules.py.
 
 Forward writes what the products of a chunk's tokens are made of, solves, and scans: w and u of the reference never pass
 through memory. Backward does the same again, but keeps the states chunks begin with and the errors instead of outputs,
@@ -15,9 +16,9 @@ programs for it (static.parts).
 
 from typing import Any, NamedTuple, Protocol
 
+from diptych_kernels.autodiff_rules import Array, Door, Operation, dtype_name
 from diptych_kernels.delta_rule import launch_configs as launches
 from diptych_kernels.delta_rule.launch_configs import Call
-from diptych_kernels.autodiff_rules import Array, Door, Operation, dtype_name
 
 
 class Ranks(Protocol):

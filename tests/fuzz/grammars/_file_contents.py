@@ -11,8 +11,8 @@ import numpy as np
 from safetensors.numpy import load, save
 
 from diptych.plans import checkpoint as checkpoints
-from diptych.plans.schedule.named import build_schedule
 from diptych.plans.schedule.csv import schedule_to_csv
+from diptych.plans.schedule.named import build_schedule
 from reference_torch.train import Trainer
 from tests.backends import tiny_corpus
 from tests.saving.support import CONFIG, TRAIN

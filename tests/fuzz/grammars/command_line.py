@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from parity.cli.main import main
-from parity.cli.flags import COMMANDS, OTHER_NAMES, flag, flags_of
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.training import check_trainable
+from parity.cli.flags import COMMANDS, OTHER_NAMES, flag, flags_of
+from parity.cli.main import main
 from tests.fuzz.harness import EQUAL, REFUSED, Outcome, Wrong
 
 HARD_CASES = frozenset(

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from parity.cli.main import _plan  # pyright: ignore[reportPrivateUsage]
-from parity.cli.commands import Plan
 from diptych.plans.checkpoint import FIRST_MOMENT, MODEL, SECOND_MOMENT, CheckpointError, read_checkpoint
 from diptych.plans.config import TrainConfig, TransformerConfig
-from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES
-from diptych.plans.schedule.named import schedule_for
 from diptych.plans.schedule.csv import schedule_to_csv
+from diptych.plans.schedule.named import schedule_for
+from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES
 from diptych.plans.training import check_trainable, microbatches
+from parity.cli.commands import Plan
+from parity.cli.main import _plan  # pyright: ignore[reportPrivateUsage]
 from reference_torch.rank_pool import RankError, RankPool
 from tests.composition import BASE, DIMENSIONS, HYPER, LIKE_ANY
 from tests.fuzz.grammars import _composition_run as runs

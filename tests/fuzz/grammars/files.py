@@ -21,14 +21,14 @@ from unittest import mock
 
 import numpy as np
 
-from parity.cli.config_file import with_config_file
-from parity.cli.curves import write_curves
-from parity.cli.run import Metrics, read_metrics
+from diptych.planner.stage_costs import read_stage_costs
 from diptych.plans.checkpoint import CheckpointError, read_checkpoint
 from diptych.plans.config import DataConfig
 from diptych.plans.model.data import load_corpus
 from diptych.plans.schedule.csv import read_schedule, schedule_to_csv
-from diptych.planner.stage_costs import read_stage_costs
+from parity.cli.config_file import with_config_file
+from parity.cli.curves import write_curves
+from parity.cli.run import Metrics, read_metrics
 from reference_torch.saving import load_model
 from tests.fuzz.grammars import _file_contents as contents
 from tests.fuzz.harness import EQUAL, REFUSED, Outcome, Wrong

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parity.cli.main import processes
+from parity.cli import processes
 from parity.cli.processes import start_processes
 from tests.fuzz.grammars._launcher_rank import PHASES, PLAN
 from tests.fuzz.harness import EQUAL, REFUSED, Outcome, Wrong
@@ -204,8 +204,8 @@ def _launch_training(program: Program, folder: str) -> int:
     sizes = "--hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --global-batch-size 4"
     layers = f"--num-layers {program.ranks} --pipeline-model-parallel-size {program.ranks}"
     times = "--pipeline-timeout 10 --join-timeout 40 --train-iters 3 --eval-iters 1 --lr-warmup-iters 0"
-    flags = f"--data-path {folder}/text {sizes} {layers} {times}".split()
-    return start_processes(program.ranks, "reference_torch.train", flags, 40.0, 10.0)
+    flags = f"train --data-path {folder}/text {sizes} {layers} {times}".split()
+    return start_processes(program.ranks, "parity.cli", flags, 40.0, 10.0)
 
 
 @contextlib.contextmanager

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 import torch._dynamo  # which torch.utils.checkpoint loads on first use: not a program's memory
 
-from parity.tolerances import GRADIENT
-from diptych.plans.schedule.placement import SCHEDULES, V_SCHEDULES
 from diptych.plans.schedule.named import check_sizes
+from diptych.plans.schedule.placement import SCHEDULES, V_SCHEDULES
+from parity.tolerances import GRADIENT
 from reference_torch import rank_pool
 from reference_torch.rank_pool import RankError, RankPool
 from tests.fuzz.grammars import _pipeline_steps as steps

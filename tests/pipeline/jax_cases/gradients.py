@@ -10,15 +10,15 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 
+from diptych.planner.generate import generate_schedule
+from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.actions import Schedule
+from diptych.plans.schedule.csv import schedule_to_csv
+from diptych.plans.schedule.named import build_schedule
+from diptych.plans.schedule.partition import undivided
+from diptych.plans.schedule.simulate import Costs
 from parity.compare import relative_difference
 from parity.tolerances import PARAMETERS
-from diptych.plans.schedule.actions import Schedule
-from diptych.plans.config import TransformerConfig
-from diptych.planner.generate import generate_schedule
-from diptych.plans.schedule.partition import undivided
-from diptych.plans.schedule.named import build_schedule
-from diptych.plans.schedule.csv import schedule_to_csv
-from diptych.plans.schedule.simulate import Costs
 from tests.pipeline.draws import any_cut
 from tests.pipeline.jax_cases.support import (
     DROPPED,

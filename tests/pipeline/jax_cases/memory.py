@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from diptych.plans.config import TransformerConfig
 from jax_impl.pipeline import make_pipeline_step
 from jax_impl.pipeline.kept import Keeper
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT
-from diptych.plans.config import TransformerConfig
 from tests.pipeline.jax_cases.support import PLAIN, STEP, batch_of, model_of, stage_of
 
 SMALL_HALVES = replace(PLAIN, num_layers=2, pipeline_model_parallel_size=2)

@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from diptych.plans.config import TransformerConfig
+from diptych.plans.model.implementation import callback_threads
+from diptych.plans.schedule.named import schedule_for
+from diptych.plans.schedule.partition import undivided
 from jax_impl import ops
 from jax_impl.pipeline import make_pipeline_step
 from jax_impl.pipeline.kept import Task
@@ -17,10 +21,6 @@ from jax_impl.pipeline.stages import Batch, StagedParameters, cut, names_of
 from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT
-from diptych.plans.config import TransformerConfig
-from diptych.plans.model.implementation import callback_threads
-from diptych.plans.schedule.partition import undivided
-from diptych.plans.schedule.named import schedule_for
 
 jax.config.update("jax_num_cpu_devices", 8)
 os.environ["NPROC"] = str(callback_threads(8))

@@ -1,0 +1,1 @@
+"""Plans that both backends execute (``diptych.plans``) and their prediction (``diptych.planner``); no framework."""

@@ -1,0 +1,1 @@
+"""Reports of plans on the terminal and as pictures."""

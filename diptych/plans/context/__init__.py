@@ -1,0 +1,1 @@
+"""Context parallelism: which tokens a rank has, and what ranks exchange."""

@@ -1,0 +1,1 @@
+"""The model: layers, parameters, data, random numbers, and what its operations accept."""

@@ -1,0 +1,1 @@
+"""Pipeline schedules: stages, actions, messages, named tables, validation and simulation."""

@@ -1,0 +1,1 @@
+"""Scripts that write pages and pictures of the documentation."""
