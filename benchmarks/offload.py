@@ -26,8 +26,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from diptych.planner.offload_times import simulate_offload
 from diptych.plans.config import TransformerConfig
-from diptych.plans.offload import OffloadPlan, Use, plan_offload, rank_layers, rank_uses, simulate_offload
+from diptych.plans.offload import OffloadPlan, Use, plan_offload, rank_layers, rank_uses
 from parity.report import environment
 from reference_torch.offload import TensorOffloadManager
 from reference_torch.recompute import measure_memory

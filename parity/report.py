@@ -17,11 +17,12 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from diptych.planner.reports.memory import MIB, MeasuredMemory
+from diptych.planner.reports.memory import MIB
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.model.data import Corpus
 from diptych.plans.offload import describe_statistics
 from parity.compare import Comparison, StepPair, tokens_per_second
+from parity.measured_memory import MeasuredMemory
 from parity.tolerances import GRADIENT, GRADIENT_FLOOR
 
 RECENT_STEPS = 10

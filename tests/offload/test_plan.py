@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diptych.planner.offload_times import hiding_tokens, simulate_offload, use_seconds
 from diptych.planner.reports.offload_picture import draw_offload
 from diptych.plans.config import TransformerConfig
 from diptych.plans.offload import (
@@ -11,16 +12,13 @@ from diptych.plans.offload import (
     action_uses,
     describe_statistics,
     expected_uses,
-    hiding_tokens,
     layer_storages,
     pass_uses,
     plan_actions,
     plan_activations,
     plan_offload,
     rank_uses,
-    simulate_offload,
     step_uses,
-    use_seconds,
 )
 from diptych.plans.recompute import RecomputeBlock
 from diptych.plans.schedule.named import schedule_for

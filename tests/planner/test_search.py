@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diptych.planner.request import parse_bytes
 from diptych.planner.search import RECOMPUTE, Outcome, Way, _Predictions, _ways, search
 from diptych.planner.step_time import Machine, StageTimes, costs_of, step_time, waits_of_wavefront
 from diptych.plans.config import TrainConfig, TransformerConfig
@@ -22,7 +23,6 @@ from diptych.plans.schedule.partition import undivided
 from diptych.plans.schedule.placement import SCHEDULES
 from diptych.plans.schedule.simulate import simulate
 from diptych.plans.training import check_trainable
-from parity.cli.commands import parse_bytes
 from parity.cli.main import main
 
 MODEL = TransformerConfig(hidden_size=64, num_layers=4, num_attention_heads=4, vocab_size=128, seq_length=32)

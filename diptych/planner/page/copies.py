@@ -1,10 +1,10 @@
 """Copies between device and host on the timeline of a schedule: what diptych.plans.offload's plan moves, and when it
 asks.
 
-An action's time is divided among its uses of layers by their products (diptych.plans.offload.use_seconds), and a
-copy is asked for where the use begins that asks. The link takes one copy after the other. The timeline itself does
-not wait for copies: its times have none. What waiting would cost is diptych.plans.offload.simulate_offload's, of a
-rank without a pipeline.
+An action's time is divided among its uses of layers by their products (diptych.planner.offload_times.use_seconds),
+and a copy is asked for where the use begins that asks. The link takes one copy after the other. The timeline itself
+does not wait for copies: its times have none. What waiting would cost is
+diptych.planner.offload_times.simulate_offload's, of a rank without a pipeline.
 """
 
 import math
@@ -12,19 +12,17 @@ from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+from diptych.planner.offload_times import hiding_tokens, simulate_offload, use_seconds
 from diptych.planner.step_time import Machine
 from diptych.plans.config import TransformerConfig
 from diptych.plans.offload import (
     OffloadPlan,
     Use,
     action_uses,
-    hiding_tokens,
     layer_storages,
     plan_activations,
     plan_offload,
     rank_layers,
-    simulate_offload,
-    use_seconds,
 )
 from diptych.plans.recompute import recompute_blocks
 from diptych.plans.schedule.actions import Schedule

@@ -15,6 +15,7 @@ from diptych.planner.memory.stages import predict_stages
 from diptych.planner.reports.console import print_written
 from diptych.planner.reports.mesh import add_rows
 from diptych.planner.reports.schedule import IN_JAX, with_schedule
+from diptych.planner.request import PlanRequest, parse_bytes
 from diptych.planner.stage_costs import read_stage_costs
 from diptych.planner.step_time import Machine, StageTimes, costs_of
 from diptych.planner.timeline import draw_timelines, timeline_of
@@ -26,7 +27,6 @@ from diptych.plans.schedule.named import schedule_for
 from diptych.plans.schedule.partition import num_stages
 from diptych.plans.schedule.placement import SCHEDULES, place_of, placement_of
 from diptych.plans.schedule.simulate import Costs, Simulation, simulate
-from parity.cli.commands import Plan, parse_bytes
 
 MIB = 2**20
 
@@ -41,7 +41,7 @@ class Planned(NamedTuple):
     """Bytes of the rank that holds most, all together."""
 
 
-def print_generated(console: Console, command: Plan, path: Path) -> TransformerConfig:
+def print_generated(console: Console, command: PlanRequest, path: Path) -> TransformerConfig:
     """Make a schedule for a pipeline's costs, write it, and say what it takes beside the named ones.
 
     Args:
@@ -99,7 +99,7 @@ def print_generated(console: Console, command: Plan, path: Path) -> TransformerC
     )
 
 
-def stage_costs(command: Plan, config: TransformerConfig) -> Costs:
+def stage_costs(command: PlanRequest, config: TransformerConfig) -> Costs:
     """Seconds and bytes of every stage: those of a file, or predicted.
 
     Args:
@@ -147,7 +147,7 @@ def _largest(course: Simulation, standing: Sequence[int]) -> float:
     return max(size + kept for size, kept in zip(standing, course.peak_bytes, strict=True))
 
 
-def _named(command: Plan) -> tuple[list[Planned], dict[str, str]]:
+def _named(command: PlanRequest) -> tuple[list[Planned], dict[str, str]]:
     """Every named schedule of the same model and ranks, and why others do not fit.
 
     Those of other stages have times of their own where these are predicted; measured ones cannot serve them.

@@ -1,30 +1,18 @@
-"""Memory of a training step: predicted for any configuration, measured for one that runs here."""
+"""Report of the memory that a training step is predicted to need."""
 
 from dataclasses import replace
-from typing import NamedTuple
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from diptych.planner.memory import MemoryPrediction, predict_memory
 from diptych.plans.config import TransformerConfig
-from diptych.plans.model.data import Batch
 from diptych.plans.recompute import block_length, recompute_blocks
 from diptych.plans.schedule.partition import get_stage_place
 
 MIB = 2**20
 SMALL_SHARE = 0.002
 """Terms below this share of the whole are summed up in one row."""
-
-
-class MeasuredMemory(NamedTuple):
-    """Bytes of a forward and backward pass in PyTorch, predicted and measured."""
-
-    predicted_saved: int
-    saved: int
-    predicted_peak: int
-    peak: int
 
 
 def without_recompute(config: TransformerConfig) -> TransformerConfig:
@@ -95,24 +83,3 @@ def block_words(config: TransformerConfig, stage: int = 0) -> str:
         else:
             words.append([key, 1])
     return "; ".join(f"{count} of {layers} layer{'s' * (layers > 1)}: {what}" for (layers, what), count in words)
-
-
-def measure_torch(config: TransformerConfig, batch: Batch) -> MeasuredMemory:
-    """Run one step of PyTorch's model on a batch, counting every allocation."""
-    import torch
-
-    from reference_torch.recompute import measure_memory
-    from reference_torch.transformer import GPTModel
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = GPTModel(config).to(device)
-    parameters = list(model.parameters())
-    tokens, targets = (torch.from_numpy(np.asarray(x)).to(device) for x in (batch.tokens, batch.targets))
-
-    def backward(loss: torch.Tensor) -> object:
-        return torch.autograd.grad(loss, parameters)
-
-    backward(model(tokens, targets))  # buffers made on first use
-    saved, peak = measure_memory(lambda: model(tokens, targets), backward)
-    prediction = predict_memory(config, *tokens.shape)
-    return MeasuredMemory(prediction.saved, saved, prediction.peak, peak)

@@ -6,24 +6,14 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from diptych.plans.offload import (
-    Use,
-    hiding_tokens,
-    join_plans,
-    layer_storages,
-    plan_actions,
-    plan_offload,
-    rank_layers,
-    rank_uses,
-    simulate_offload,
-    use_seconds,
-)
-from parity.cli.commands import Plan
+from diptych.planner.offload_times import hiding_tokens, simulate_offload, use_seconds
+from diptych.planner.request import PlanRequest
+from diptych.plans.offload import Use, join_plans, layer_storages, plan_actions, plan_offload, rank_layers, rank_uses
 
 MIB = 2**20
 
 
-def print_offload(console: Console, command: Plan) -> None:
+def print_offload(console: Console, command: PlanRequest) -> None:
     """Print a table over the number of layers fetched ahead, for one rank, and the criterion for hiding.
 
     The rank is the first of those that hold the most layers: any rank of a pipeline, the first included, may hold none.

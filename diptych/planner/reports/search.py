@@ -6,13 +6,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from diptych.planner.request import PlanRequest, parse_bytes
 from diptych.planner.search import Found, search
-from parity.cli.commands import Plan, parse_bytes
 
 MIB = 2**20
 
 
-def print_search(console: Console, command: Plan) -> None:
+def print_search(console: Console, command: PlanRequest) -> None:
     """Search, and print what was found, where its time goes, and what keeps it from being faster.
 
     Args:

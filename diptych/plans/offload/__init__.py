@@ -9,10 +9,9 @@ So at most ``num_prefetch_layers + 1`` layers are ever there, and around a turn 
 nothing moves.
 
 Both backends move what ``next_layers`` says; ``plan_offload`` is the same, ahead of time, and
-``simulate_offload`` adds time.
+``diptych.planner.offload_times`` adds time.
 """
 
-from diptych.planner.offload_times import OffloadTimes, hiding_tokens, simulate_offload, use_seconds
 from diptych.plans.offload.activations import ActivationStep, activation_event, next_backwards, plan_activations
 from diptych.plans.offload.moves import (
     OffloadPlan,
@@ -63,8 +62,4 @@ __all__ = [
     "activation_event",
     "next_backwards",
     "plan_activations",
-    "OffloadTimes",
-    "simulate_offload",
-    "hiding_tokens",
-    "use_seconds",
 ]

@@ -1,23 +1,33 @@
-"""The rooms: who may import whom, and that the two backends are twins."""
+"""Test the architecture: the direction of imports, the absence of cycles, and mirrored files with equal signatures."""
 
 import ast
 import importlib
 import inspect
 import subprocess
 import sys
+from collections.abc import Container
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("plans", "kernels", "reference_torch", "jax_impl", "parity")
+FOLDERS = {
+    "diptych.plans": "diptych/plans",
+    "diptych.planner": "diptych/planner",
+    "diptych_kernels": "kernels/diptych_kernels",
+    "reference_torch": "reference_torch",
+    "jax_impl": "jax_impl",
+    "parity": "parity",
+}
+"""Folder of each package, by import name."""
 
 MAY_IMPORT = {
-    "plans": {"plans"},
-    "kernels": {"plans", "kernels"},
-    "reference_torch": {"plans", "kernels", "reference_torch"},
-    "jax_impl": {"plans", "kernels", "jax_impl"},
-    "parity": set(PACKAGES),
+    "diptych.plans": {"diptych.plans"},
+    "diptych.planner": {"diptych.plans", "diptych.planner"},
+    "diptych_kernels": {"diptych.plans", "diptych_kernels"},
+    "reference_torch": {"diptych.plans", "diptych_kernels", "reference_torch"},
+    "jax_impl": {"diptych.plans", "diptych_kernels", "jax_impl"},
+    "parity": set(FOLDERS),
 }
 
 ROOMS = {
@@ -70,7 +80,7 @@ TWINS = (
     "attention",
     "ops",
     "hyper_connections",
-    *(f"delta_rule/{name}" for name in ("calls", "gates", "intra", "recurrent", "scan")),
+    *(f"delta_rule/{name}" for name in ("api", "gates", "intra", "recurrent", "scan")),
     "modules",
     "documents",
     "cache",
@@ -116,34 +126,71 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def starts_the_command(path: Path) -> bool:
-    """Whether parity is imported where the module is run as a program, and nowhere else."""
-    *rest, last = ast.parse(path.read_text()).body
-    assert isinstance(last, ast.If)
-    assert ast.unparse(last.test) == "__name__ == '__main__'"
-    return not any("parity" in ast.unparse(node) for node in rest if not isinstance(node, ast.Expr))
-
-
 def files_of(package: str) -> list[Path]:
     """A package's files, but its own __init__."""
     return [path for path in sorted((ROOT / package).rglob("*.py")) if path != ROOT / package / "__init__.py"]
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_packages_import_downwards_only(package):
-    files = sorted((ROOT / package).rglob("*.py"))
+@pytest.mark.parametrize("package", FOLDERS)
+def test_packages_import_in_one_direction(package):
+    files = sorted((ROOT / FOLDERS[package]).rglob("*.py"))
     assert files
     for path in files:
-        ours = {name.split(".")[0] for name in imports(path)} & set(PACKAGES)
-        if path.name == "train.py" and starts_the_command(path):
-            ours -= {"parity"}
+        ours = {other for other in FOLDERS for name in imports(path) if f"{name}.".startswith(f"{other}.")}
         assert ours <= MAY_IMPORT[package], f"{path} imports {ours - MAY_IMPORT[package]}"
 
 
 def test_plans_need_only_numpy_safetensors_and_the_standard_library():
-    for path in sorted((ROOT / "plans").rglob("*.py")):
+    for path in sorted((ROOT / "diptych" / "plans").rglob("*.py")):
         outside = {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names
-        assert outside <= {"numpy", "safetensors", "plans"}, f"{path} imports {outside}"
+        assert outside <= {"numpy", "safetensors", "diptych"}, f"{path} imports {outside}"
+
+
+def imported_modules(path: Path, modules: Container[str]) -> set[str]:
+    """Return those of the given modules that a file imports; of ``from package import module`` the module alone."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in modules else str(node.module) for name in names}
+    return {name for name in found if name in modules}
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Return the modules of this project that each module imports, anywhere in its file."""
+    paths = {}
+    for package, folder in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            paths[".".join([package, *parts]).removesuffix(".__init__")] = path
+    return {module: imported_modules(path, paths) - {module} for module, path in paths.items()}
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Return the modules of one import cycle in order, or an empty list."""
+    finished: set[str] = set()
+
+    def visit(module: str, above: list[str]) -> list[str]:
+        if module in above:
+            return [*above[above.index(module) :], module]
+        if module in finished:
+            return []
+        for other in sorted(graph[module]):
+            if cycle := visit(other, [*above, module]):
+                return cycle
+        finished.add(module)
+        return []
+
+    return next(filter(None, (visit(module, []) for module in sorted(graph))), [])
+
+
+def test_no_module_imports_itself_through_others():
+    """Imports under TYPE_CHECKING and inside functions count."""
+    cycle = find_cycle(import_graph())
+    assert not cycle, " -> ".join(cycle)
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c", "b"]
 
 
 @pytest.mark.parametrize("package", ["reference_torch", "jax_impl"])
@@ -161,13 +208,13 @@ def test_room_test_sees_a_room_imported_by_name(tmp_path):
     assert "reference_torch.transformer" in imports(path)
 
 
-@pytest.mark.parametrize("package", [*PACKAGES, "tests", "benchmarks", "examples"])
+@pytest.mark.parametrize("package", [*FOLDERS.values(), "tests", "benchmarks", "examples", "docs"])
 def test_files_and_functions_stay_short(package):
     for path in sorted((ROOT / package).rglob("*.py")):
         source = path.read_text()
         assert source.count("\n") <= 600, f"{path}: over 600 lines"
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.FunctionDef) and package != "kernels":
+            if isinstance(node, ast.FunctionDef) and "kernels" not in package:
                 length = node.end_lineno - node.lineno + 1
                 assert length <= 60, f"{path}: {node.name} has {length} lines"
 
