@@ -29,7 +29,7 @@ from benchmarks.stage_costs import measure
 from diptych.planner.generate import generate_schedule, named_schedules
 from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.actions import Schedule
-from diptych.plans.schedule.csv import schedule_to_csv
+from diptych.plans.schedule.csv import read_schedule, schedule_to_csv
 from diptych.plans.schedule.lockstep import lockstep_makespan
 from diptych.plans.schedule.placement import Placement
 from diptych.plans.schedule.simulate import Costs, simulate
@@ -158,7 +158,7 @@ def measure_real(console: Console) -> list[dict[str, Any]]:
         paths = [write_table(folder, str(n), schedule_to_csv(schedule)) for n, (*_, schedule) in enumerate(tables)]
         for _ in track(range(REAL_ROUNDS), "rounds of stages that compute", console=console, transient=True):
             for place, (case, config, _) in enumerate(tables):
-                by_file = replace(config, pipeline_schedule=None, pipeline_schedule_file=paths[place])
+                by_file = replace(config, pipeline_schedule=None, pipeline_schedule_file=read_schedule(paths[place]))
                 ranks = pool.run(f"{JOBS}:time_steps", by_file, 1, case.microbatches, STEPS)
                 seconds[place] += np.max(ranks, axis=0).tolist()
     return [
@@ -192,7 +192,7 @@ def config_of(case: Case, path: str) -> TransformerConfig:
         seq_length=1,
         pipeline_model_parallel_size=case.ranks,
         virtual_pipeline_model_parallel_size=case.stages_per_rank if case.stages_per_rank > 1 else None,
-        pipeline_schedule_file=path,
+        pipeline_schedule_file=read_schedule(path),
     )
 
 

@@ -23,7 +23,7 @@ from benchmarks.jobs.generated_schedule import write_table
 from diptych.planner.stage_costs import write_stage_costs
 from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.actions import Schedule
-from diptych.plans.schedule.csv import schedule_to_csv
+from diptych.plans.schedule.csv import read_schedule, schedule_to_csv
 from diptych.plans.schedule.named import schedule_for
 from diptych.plans.schedule.partition import num_stages
 from diptych.plans.schedule.simulate import Costs
@@ -91,7 +91,10 @@ def measure(config: TransformerConfig, batch: int, num_microbatches: int, steps:
     ):
         table = write_table(folder, "split", schedule_to_csv(split(schedule_for(config, num_microbatches))))
         split_config = replace(
-            config, pipeline_schedule=None, pipeline_schedule_file=table, microbatch_group_size_per_vp_stage=None
+            config,
+            pipeline_schedule=None,
+            pipeline_schedule_file=read_schedule(table),
+            microbatch_group_size_per_vp_stage=None,
         )
         ranks = pool.run(f"{JOBS}:time_actions", split_config, batch, num_microbatches, steps)
         messages = pool.run(f"{JOBS}:time_messages", shape, config.compute_dtype, 20)[0]

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from diptych.plans.checkpoint import CheckpointError
 from diptych.plans.config import TransformerConfig
-from diptych.plans.schedule.partition import MESH_AXES, mesh_shape, model_parallel_words
+from diptych.plans.mesh import MESH_AXES, mesh_shape, model_parallel_words
 
 LONGEST = 4096
 """Bytes of what is said; the rest is cut off."""
@@ -18,7 +18,7 @@ LONGEST = 4096
 def make_mesh(config: TransformerConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
     """Devices as a mesh of replicas, context and pipeline ranks; None: there is one.
 
-    In the order of diptych.plans.schedule.partition.MESH_AXES; axis "pp" is always there, "cp" and "dp" where they
+    In the order of diptych.plans.mesh.MESH_AXES; axis "pp" is always there, "cp" and "dp" where they
     are longer than 1.
 
     Args:

@@ -25,8 +25,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from diptych.plans.checkpoint import Checkpoint, check_ranks_alike, read_alike, run_settings, write_checkpoint
 from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.mesh import undivided
 from diptych.plans.model.data import Batch, Corpus
-from diptych.plans.schedule.partition import undivided
 from diptych.plans.training import (
     CLIP_EPSILON,
     StepResult,

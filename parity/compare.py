@@ -11,8 +11,8 @@ import numpy as np
 
 import jax_impl.train
 from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.mesh import undivided
 from diptych.plans.model.data import Batch, Corpus
-from diptych.plans.schedule.partition import undivided
 from diptych.plans.training import StepResult
 from parity.measured_memory import MeasuredMemory, measure_torch
 from parity.ranks import torch_trainer

@@ -1,5 +1,5 @@
 """Which ranks work together: of a pipeline, of the parts of a sequence, replicas; see
-diptych.plans.schedule.partition.MESH_AXES."""
+diptych.plans.mesh.MESH_AXES."""
 
 import datetime
 from collections.abc import Callable, Iterator
@@ -12,8 +12,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from diptych.plans.config import TransformerConfig
+from diptych.plans.mesh import MESH_AXES, mesh_shape, model_parallel_words
 from diptych.plans.schedule.messages import PipelineError
-from diptych.plans.schedule.partition import MESH_AXES, get_stage_place, mesh_shape, model_parallel_words, num_stages
+from diptych.plans.schedule.partition import get_stage_place, num_stages
 
 Result = TypeVar("Result")
 

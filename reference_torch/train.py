@@ -31,10 +31,10 @@ from diptych.plans.checkpoint import (
     write_checkpoint,
 )
 from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.mesh import undivided
 from diptych.plans.model.data import Batch, Corpus
 from diptych.plans.model.parameters import check_values, parameter_specs
 from diptych.plans.offload import rank_uses
-from diptych.plans.schedule.partition import undivided
 from diptych.plans.training import (
     StepResult,
     check_batch,

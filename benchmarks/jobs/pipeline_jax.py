@@ -16,8 +16,8 @@ import numpy as np
 from flax import nnx
 
 from diptych.plans.config import TransformerConfig
+from diptych.plans.mesh import undivided
 from diptych.plans.schedule.named import schedule_for
-from diptych.plans.schedule.partition import undivided
 from jax_impl.pipeline import make_pipeline_step
 from jax_impl.pipeline.kept import Keeper, Task
 from jax_impl.pipeline.stages import Batch, StagedParameters, cut, names_of

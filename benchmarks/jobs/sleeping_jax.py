@@ -17,9 +17,9 @@ from unittest.mock import patch
 import numpy as np
 
 from diptych.plans.config import TransformerConfig
+from diptych.plans.mesh import undivided
 from diptych.plans.schedule.actions import Action, Kind, Schedule
 from diptych.plans.schedule.named import schedule_for
-from diptych.plans.schedule.partition import undivided
 from diptych.plans.schedule.simulate import Costs
 
 

@@ -23,9 +23,10 @@ from diptych.planner.memory.stages import StageMemory, predict_stages
 from diptych.planner.step_time import Machine, StageTime, StageTimes, after_backward, costs_of, waits_of_wavefront
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.sequences import check_shared
+from diptych.plans.mesh import undivided
 from diptych.plans.recompute import NO_RECOMPUTE
 from diptych.plans.schedule.named import check_sizes, schedule_for
-from diptych.plans.schedule.partition import get_stage_place, undivided
+from diptych.plans.schedule.partition import get_stage_place
 from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES
 from diptych.plans.schedule.simulate import simulate
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from diptych.plans import TransformerConfig
-from diptych.plans.schedule.actions import Action, Schedule
+from diptych.plans.schedule.actions import Action, Schedule, ScheduleError
 from diptych.plans.schedule.named import num_warmup_microbatches
-from diptych.plans.schedule.simulate import ScheduleError, validate_schedule
+from diptych.plans.schedule.validate import validate_schedule
 from reference_torch import HyperConnectionModule
 from reference_torch.offload import get_offload_manager
 from reference_torch.recompute import MHCBlockRecomputeManager, measure_memory

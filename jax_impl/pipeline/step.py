@@ -14,13 +14,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import PIPELINED
 from diptych.plans.context.sequences import check_shared, end_to_end
+from diptych.plans.mesh import model_parallel_words, undivided
 from diptych.plans.model.documents import check_document_starts
 from diptych.plans.model.implementation import callback_threads, uses_kernels
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.lockstep import KEEPS, Keep, Ticks, compile_ticks
 from diptych.plans.schedule.named import any_num_microbatches, schedule_for
-from diptych.plans.schedule.partition import model_parallel_words, undivided
 from jax_impl.offload import Moved
 from jax_impl.pipeline.executor import DATA_AXIS, PIPELINE_AXIS, run_ticks
 from jax_impl.pipeline.stages import CONTEXT_AXIS, Batch, StagedParameters, cut, names_of
@@ -325,6 +325,6 @@ def _check_options(model: nnx.Module, config: TransformerConfig, door: str, keep
     if found != expected:
         name = min(dict(found.items() ^ expected.items()))
         raise ValueError(
-            "model: expected the whole model of config, made from diptych.plans.schedule.partition.undivided(config), "
+            "model: expected the whole model of config, made from diptych.plans.mesh.undivided(config), "
             f"with {name!r} of shape {expected.get(name)}, got {found.get(name)}"
         )

@@ -3,18 +3,55 @@
 import math
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
+from tyro.constructors import PrimitiveConstructorSpec
 
 from diptych.planner.request import PlanRequest
 from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
+from diptych.plans.schedule.actions import Schedule
+from diptych.plans.schedule.csv import read_schedule
 
 
-def _demo_model() -> TransformerConfig:
-    return TransformerConfig(hidden_size=128, num_layers=2, num_attention_heads=4, enable_hyper_connections=True)
+class UnreadableScheduleError(Exception):
+    """The file of a schedule cannot be read, or its table does not run."""
+
+
+def _read_schedule(words: list[str]) -> Schedule:
+    try:
+        return read_schedule(words[0])
+    except (OSError, ValueError) as error:
+        raise UnreadableScheduleError(str(error)) from None
+
+
+@dataclass(frozen=True)
+class ModelFlags(TransformerConfig):
+    """The settings of the model as flags: a schedule is given by the path of its file, which is read here, once."""
+
+    pipeline_schedule_file: Annotated[
+        Schedule | None,
+        PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="PATH",
+            instance_from_str=_read_schedule,
+            is_instance=lambda value: value is None or isinstance(value, Schedule),
+            str_from_instance=lambda value: [str(value and value.name)],
+        ),
+    ] = None
+    """CSV file with the order of work instead, as torch.distributed.pipelining writes it."""
+
+
+def with_configuration(command: Any) -> Any:
+    """Return a command whose model is a plain TransformerConfig."""
+    model = getattr(command, "model", None)
+    return replace(command, model=TransformerConfig(**vars(model))) if isinstance(model, ModelFlags) else command
+
+
+def _demo_model() -> ModelFlags:
+    return ModelFlags(hidden_size=128, num_layers=2, num_attention_heads=4, enable_hyper_connections=True)
 
 
 LONGEST_TIMEOUT = 1e9
@@ -25,7 +62,7 @@ LONGEST_TIMEOUT = 1e9
 class TrainingRun:
     """What every training run is made of."""
 
-    model: tyro.conf.OmitArgPrefixes[TransformerConfig] = field(default_factory=_demo_model)
+    model: tyro.conf.OmitArgPrefixes[ModelFlags] = field(default_factory=_demo_model)
     train: tyro.conf.OmitArgPrefixes[TrainConfig] = field(default_factory=TrainConfig)
     data: tyro.conf.OmitArgPrefixes[DataConfig] = field(default_factory=DataConfig)
     num_threads: int = 1
@@ -158,7 +195,7 @@ class Plan(PlanRequest):
     what each exchange of states sends.
     """
 
-    model: tyro.conf.OmitArgPrefixes[TransformerConfig] = field(default_factory=_demo_model)
+    model: tyro.conf.OmitArgPrefixes[ModelFlags] = field(default_factory=_demo_model)
 
 
 @dataclass(frozen=True)

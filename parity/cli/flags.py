@@ -12,7 +12,17 @@ from typing import Any, get_args, get_type_hints
 import tyro
 
 from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
-from parity.cli.commands import Command, Compare, Curves, Info, Plan, Sample, Train
+from parity.cli.commands import (
+    Command,
+    Compare,
+    Curves,
+    Info,
+    Plan,
+    Sample,
+    Train,
+    UnreadableScheduleError,
+    with_configuration,
+)
 from parity.cli.config_file import with_config_file
 
 COMMANDS: dict[str, type] = {
@@ -77,15 +87,18 @@ def parse(arguments: list[str]) -> Any:
     """
     captured = io.StringIO()
     arguments = with_config_file(arguments)
-    command = arguments[0] if arguments and arguments[0] in COMMANDS else None
-    _check_names(command, arguments)
+    name = arguments[0] if arguments and arguments[0] in COMMANDS else None
+    _check_names(name, arguments)
     try:
         with contextlib.redirect_stderr(captured):
-            return tyro.cli(Command, prog="diptych", description=description(), args=arguments)
+            command = tyro.cli(Command, prog="diptych", description=description(), args=arguments)
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
-        raise ValueError(_explained(_first_message(captured.getvalue()), command)) from None
+        raise ValueError(_explained(_first_message(captured.getvalue()), name)) from None
+    except UnreadableScheduleError as error:
+        raise ValueError(f"pipeline_schedule_file: expected a schedule that runs, got {error}") from None
+    return with_configuration(command)
 
 
 def in_flags(message: str, command: str | None) -> str:

@@ -10,8 +10,8 @@ import math
 import os
 import time
 
+from diptych.plans.mesh import model_parallel_words
 from diptych.plans.schedule.messages import PipelineError
-from diptych.plans.schedule.partition import model_parallel_words
 from diptych.plans.training import check_trainable
 from parity.cli.commands import Train
 from parity.cli.processes import CHILD, end_with_parent, report_joined

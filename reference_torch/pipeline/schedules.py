@@ -15,7 +15,6 @@ from diptych.plans.context.exchange import PIPELINED
 from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.named import num_warmup_microbatches, schedule_for
 from diptych.plans.schedule.partition import is_pipeline_first_stage, is_pipeline_last_stage
-from diptych.plans.schedule.placement import schedule_name
 from reference_torch.context_parallel.wavefront import finish
 from reference_torch.groups import ProcessGroups
 from reference_torch.p2p import P2PCommunicator, Shape
@@ -200,7 +199,7 @@ def get_pp_rank_microbatches(
     """A rank's forwards: all of them, whether all are warm-up, how many are, and how many are not."""
     p, v = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     total = num_microbatches * v
-    if schedule_name(config) in ("none", "1f1b", "interleaved", "zb-h1") or forward_only:
+    if config.schedule_name in ("none", "1f1b", "interleaved", "zb-h1") or forward_only:
         group = config.microbatch_group_size_per_vp_stage
         warmup = num_warmup_microbatches(pp_rank, p, num_microbatches, v, group, forward_only)
     else:  # the forward before the first backward is a pair's
@@ -287,5 +286,5 @@ def _check_kind(config: TransformerConfig, expected: str) -> None:
     if _kind_of(config) != expected:
         raise ValueError(
             f"config: expected {expected} with this function, got {_kind_of(config)}, schedule "
-            f"{schedule_name(config)!r}; choose the function by get_forward_backward_func(config)"
+            f"{config.schedule_name!r}; choose the function by get_forward_backward_func(config)"
         )

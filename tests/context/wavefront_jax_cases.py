@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from diptych.plans.context.exchange import exchange_options
+from diptych.plans.mesh import undivided as undivided_config
 from diptych.plans.model.implementation import callback_threads
-from diptych.plans.schedule.partition import undivided as undivided_config
 from jax_impl.context_parallel import build_cp_context, cp_attention, cp_short_convolution, over_microbatches
 from jax_impl.pipeline import make_pipeline_step
 from jax_impl.saving import export_parameters

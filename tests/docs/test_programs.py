@@ -73,7 +73,7 @@ import numpy as np
 from flax import nnx
 from jax_impl.transformer import GPTModel
 from diptych.plans.config import TransformerConfig
-from diptych.plans.schedule.partition import undivided
+from diptych.plans.mesh import undivided
 
 config = TransformerConfig(16, 2, 2, seq_length=8, pipeline_model_parallel_size=2)
 model = GPTModel(undivided(config))

@@ -13,9 +13,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.mesh import undivided
 from diptych.plans.offload import action_uses, layer_storages, plan_actions, plan_offload
 from diptych.plans.schedule.named import schedule_for
-from diptych.plans.schedule.partition import undivided
 from jax_impl import ops
 from jax_impl.offload import branch_moves, is_on_host
 from jax_impl.pipeline import OffloadedPipeline, make_pipeline_step

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.mesh import undivided
 from diptych.plans.offload import plan_offload
-from diptych.plans.schedule.partition import undivided
 from parity.compare import relative_difference
 from parity.tolerances import PARAMETERS
 from reference_torch.offload import TensorOffloadManager

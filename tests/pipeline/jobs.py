@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 
 from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.mesh import undivided
 from diptych.plans.model.data import Batch, Corpus
 from diptych.plans.recompute import NO_RECOMPUTE
 from diptych.plans.schedule.actions import Action
-from diptych.plans.schedule.partition import undivided
-from diptych.plans.schedule.placement import placement_of
 from reference_torch.groups import ProcessGroups, make_groups, make_mesh
 from reference_torch.p2p import P2PCommunicator
 from reference_torch.pipeline import get_forward_backward_func, get_model
@@ -120,7 +119,7 @@ _groups: dict[tuple[int, bool, str], ProcessGroups] = {}
 
 def groups_of(config: TransformerConfig) -> ProcessGroups:
     """This rank's groups, made once a layout."""
-    key = config.pipeline_model_parallel_size, config.untie_embeddings_and_output_weights, placement_of(config)
+    key = config.pipeline_model_parallel_size, config.untie_embeddings_and_output_weights, config.placement
     if key not in _groups:
         _groups[key] = make_groups(config, make_mesh(config))
     return _groups[key]

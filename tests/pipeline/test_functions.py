@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from diptych.plans.schedule.placement import V_SCHEDULES, schedule_name
+from diptych.plans.schedule.placement import V_SCHEDULES
 from reference_torch.pipeline import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
@@ -37,7 +37,7 @@ def test_each_function_runs_its_own_schedules():
     for function, own in FUNCTIONS.items():
         plain = [divided(2, name) for name in ("1f1b", "gpipe", "zb-h1", "zb-h2")]
         for config in (TINY, *plain, divided(2, v=2), *(divided(2, name, 2) for name in V_SCHEDULES)):
-            name = schedule_name(config)
+            name = config.schedule_name
             if name in own:
                 assert get_forward_backward_func(config) is function
             else:
@@ -65,7 +65,7 @@ def test_models_and_iterators_are_one_a_virtual_stage():
         plain(**step_arguments(divided(2), model=[model] * 2))
 
 
-@pytest.mark.parametrize("config", [TINY, divided(2), divided(2, v=2)], ids=schedule_name)
+@pytest.mark.parametrize("config", [TINY, divided(2), divided(2, v=2)], ids=lambda config: config.schedule_name)
 def test_what_is_no_loss_has_no_backward(config):
     with pytest.raises(ValueError, match=r"collect_non_loss_data: expected False .*, got True; give forward_only=True"):
         get_forward_backward_func(config)(**step_arguments(config, collect_non_loss_data=True))

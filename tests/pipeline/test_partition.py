@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.plans.config import TransformerConfig
+from diptych.plans.mesh import undivided
 from diptych.plans.schedule.partition import (
     check_stage_ends,
     get_num_layers_to_build,
@@ -16,7 +17,6 @@ from diptych.plans.schedule.partition import (
     is_pipeline_last_stage,
     layers_by_stage,
     num_stages,
-    undivided,
 )
 from tests.backends import draws_are_fixed
 

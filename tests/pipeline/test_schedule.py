@@ -12,7 +12,9 @@ from diptych.plans.schedule.named import (
     get_schedule_table,
     num_warmup_microbatches,
 )
-from diptych.plans.schedule.simulate import SEMANTICS, Costs, simulate, validate_schedule
+from diptych.plans.schedule.simulate import Costs, simulate
+from diptych.plans.schedule.transport import SEMANTICS
+from diptych.plans.schedule.validate import validate_schedule
 from tests.pipeline.schedules import ANY, TIMES, sizes
 
 

@@ -11,10 +11,11 @@ from hypothesis import given
 from torch.distributed.pipelining import schedules as theirs
 
 from diptych.plans.config import TransformerConfig
-from diptych.plans.schedule.actions import Action
+from diptych.plans.schedule.actions import Action, ScheduleError
 from diptych.plans.schedule.csv import read_schedule, schedule_from_csv, schedule_to_csv
 from diptych.plans.schedule.named import build_schedule, schedule_for
-from diptych.plans.schedule.simulate import ScheduleError, simulate, validate_schedule
+from diptych.plans.schedule.simulate import simulate
+from diptych.plans.schedule.validate import validate_schedule
 from reference_torch.rank_pool import RankPool
 from tests.pipeline import schedule_file_jobs
 from tests.pipeline.jobs import TINY, Case
@@ -167,7 +168,7 @@ def written(path, name: str = "v-half", p: int = 2, m: int = 4) -> TransformerCo
         TINY,
         pipeline_model_parallel_size=p,
         virtual_pipeline_model_parallel_size=2,
-        pipeline_schedule_file=str(path),
+        pipeline_schedule_file=read_schedule(path),
     )
 
 
@@ -208,7 +209,10 @@ def test_stages_three_times_there_and_back_are_refused():
 def test_a_file_is_not_ignored_where_context_ranks_have_an_order(tmp_path):
     with pytest.raises(ValueError, match="pipeline_schedule_file: expected None with cp_exchange 'pipelined', which"):
         replace(
-            TINY, context_parallel_size=2, cp_exchange="pipelined", pipeline_schedule_file=str(tmp_path / "own.csv")
+            TINY,
+            context_parallel_size=2,
+            cp_exchange="pipelined",
+            pipeline_schedule_file=read_schedule(tmp_path / "own.csv"),
         )
 
 
@@ -217,7 +221,7 @@ def test_one_row_is_no_pipeline(tmp_path):
     with pytest.raises(
         ValueError, match="pipeline_schedule_file: expected a row for each of two ranks or more, got one"
     ):
-        replace(TINY, pipeline_schedule_file=str(tmp_path / "one.csv"))
+        replace(TINY, pipeline_schedule_file=read_schedule(tmp_path / "one.csv"))
 
 
 FAULTY = {
@@ -239,7 +243,7 @@ def test_a_file_with_a_fault_is_refused_by_the_configuration(tmp_path, fault):
 
 def test_there_is_no_such_file(tmp_path):
     with pytest.raises(ValueError, match=r"pipeline_schedule_file: expected a schedule that runs, got .*No such file"):
-        replace(TINY, pipeline_schedule_file=str(tmp_path / "none.csv"))
+        replace(TINY, pipeline_schedule_file=read_schedule(tmp_path / "none.csv"))
 
 
 def test_errors_of_a_file_are_those_of_the_validator():
@@ -283,7 +287,7 @@ def test_microbatches_may_come_in_any_order(two, text, tmp_path):
     """Each with its own tokens, targets and dropout, on every stage; losses are reported in their own order."""
     path = tmp_path / "own.csv"
     path.write_text(text)
-    config = replace(TINY, pipeline_model_parallel_size=2, pipeline_schedule_file=str(path))
+    config = replace(TINY, pipeline_model_parallel_size=2, pipeline_schedule_file=read_schedule(path))
     equal_to_undivided(two, {text: Case(config, 1 + max(int(a[2]) for a in text.replace("\n", ",").split(",")))})
 
 
@@ -296,6 +300,6 @@ def test_what_torch_writes_runs_here(two, tmp_path):
         TINY,
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=2,
-        pipeline_schedule_file=str(path),
+        pipeline_schedule_file=read_schedule(path),
     )
     equal_to_undivided(two, {"by a file": Case(config, 4)})

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from diptych.plans.schedule.actions import Action, Schedule
+from diptych.plans.schedule.actions import Action, Schedule, ScheduleError
 from diptych.plans.schedule.lockstep import FUSED, KEEPS, Ticks, compile_ticks, lockstep_makespan
 from diptych.plans.schedule.messages import dependencies
 from diptych.plans.schedule.named import NAMES, build_schedule
-from diptych.plans.schedule.simulate import Costs, ScheduleError, simulate
+from diptych.plans.schedule.simulate import Costs, simulate
 from tests.pipeline.schedules import sizes
 
 ANY = st.sampled_from(NAMES).flatmap(sizes)

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
+from diptych.plans.mesh import undivided
 from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.messages import Message, lower
 from diptych.plans.schedule.named import schedule_for
-from diptych.plans.schedule.partition import layers_by_stage, undivided
+from diptych.plans.schedule.partition import layers_by_stage
 from tests.pipeline.draws import any_cut
 from tests.pipeline.jobs import TINY, Case, Outcome, undivided_outcome
 from tests.pipeline.support import JOBS, check, check_gradients, divided, equal_to_undivided, multiprocess

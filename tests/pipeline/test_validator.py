@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych.plans.schedule.actions import Action, Schedule
+from diptych.plans.schedule.actions import Action, Schedule, ScheduleError
 from diptych.plans.schedule.messages import Message, Program, lower
 from diptych.plans.schedule.named import build_schedule, get_schedule_table
-from diptych.plans.schedule.simulate import SEMANTICS, ScheduleError, validate_program, validate_schedule
+from diptych.plans.schedule.transport import SEMANTICS, validate_program
+from diptych.plans.schedule.validate import validate_schedule
 from tests.pipeline.schedules import ANY, sizes
 
 

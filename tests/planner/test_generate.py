@@ -14,10 +14,11 @@ from diptych.planner.generate.listing import list_orders, rules
 from diptych.planner.generate.moves import Budget, lower_peaks
 from diptych.planner.generate.orders import Pipeline, run
 from diptych.plans.config import TransformerConfig
-from diptych.plans.schedule.actions import Action, Schedule
-from diptych.plans.schedule.csv import schedule_from_csv, schedule_to_csv
+from diptych.plans.schedule.actions import Action, Schedule, ScheduleError
+from diptych.plans.schedule.csv import read_schedule, schedule_from_csv, schedule_to_csv
 from diptych.plans.schedule.named import build_schedule
-from diptych.plans.schedule.simulate import Costs, ScheduleError, simulate, validate_schedule
+from diptych.plans.schedule.simulate import Costs, simulate
+from diptych.plans.schedule.validate import validate_schedule
 from reference_torch.rank_pool import RankPool
 from tests.pipeline.jobs import TINY, Case
 from tests.pipeline.schedules import ANY
@@ -353,7 +354,7 @@ def written(path, p: int, m: int, v: int, costs: Costs, **more) -> TransformerCo
         TINY,
         pipeline_model_parallel_size=p,
         virtual_pipeline_model_parallel_size=virtual,
-        pipeline_schedule_file=str(path),
+        pipeline_schedule_file=read_schedule(path),
     )
 
 

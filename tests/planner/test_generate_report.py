@@ -17,7 +17,8 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.csv import read_schedule
 from diptych.plans.schedule.named import build_schedule
-from diptych.plans.schedule.simulate import Costs, simulate, validate_schedule
+from diptych.plans.schedule.simulate import Costs, simulate
+from diptych.plans.schedule.validate import validate_schedule
 from parity.cli.commands import Plan
 from tests.command import diptych
 
@@ -168,7 +169,7 @@ def test_the_limit_is_of_all_that_a_rank_holds(tmp_path, capsys):
     assert diptych(SHAPE, "--generate-schedule", made, "--memory-limit", f"{limit}B") == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "over memory_limit" in told, "gpipe keeps all six"
-    with_file = replace(config, pipeline_schedule_file=str(made))
+    with_file = replace(config, pipeline_schedule_file=read_schedule(made))
     ranks = rank_memories(with_file, read_schedule(made), stages)
     assert max(rank.total for rank in ranks) <= limit
     least = max(size + stage.saved for size, stage in zip(standing, stages, strict=True))

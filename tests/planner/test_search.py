@@ -16,10 +16,10 @@ from diptych.planner.request import parse_bytes
 from diptych.planner.search import RECOMPUTE, Outcome, Way, _Predictions, _ways, search
 from diptych.planner.step_time import Machine, StageTimes, costs_of, step_time, waits_of_wavefront
 from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.mesh import undivided
 from diptych.plans.model.delta_rule import chunk_flops
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.schedule.named import schedule_for
-from diptych.plans.schedule.partition import undivided
 from diptych.plans.schedule.placement import SCHEDULES
 from diptych.plans.schedule.simulate import simulate
 from diptych.plans.training import check_trainable

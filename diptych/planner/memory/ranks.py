@@ -15,11 +15,12 @@ from typing import NamedTuple
 from diptych.planner.memory.graph import ITEM_SIZES
 from diptych.planner.memory.stages import StageMemory
 from diptych.plans.config import TransformerConfig
+from diptych.plans.mesh import undivided
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.offload import layer_storages, pass_uses, rank_layers, stage_layers
 from diptych.plans.recompute import recompute_blocks
 from diptych.plans.schedule.actions import Action, Schedule
-from diptych.plans.schedule.partition import get_stage, get_stage_place, num_stages, undivided
+from diptych.plans.schedule.partition import get_stage, get_stage_place, num_stages
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,10 @@ from diptych.planner.memory.simulate import Simulation
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import PIPELINED
 from diptych.plans.context.zigzag import score_pairs
+from diptych.plans.mesh import undivided
 from diptych.plans.model.delta_rule import SEGMENT_SIZE, chunk_flops
 from diptych.plans.recompute import recompute_blocks
-from diptych.plans.schedule.partition import (
-    get_stage_place,
-    get_transformer_layer_offset,
-    layers_by_stage,
-    num_stages,
-    undivided,
-)
+from diptych.plans.schedule.partition import get_stage_place, get_transformer_layer_offset, layers_by_stage, num_stages
 from diptych.plans.schedule.wavefront import tokens_before
 
 

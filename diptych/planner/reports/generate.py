@@ -21,11 +21,11 @@ from diptych.planner.step_time import Machine, StageTimes, costs_of
 from diptych.planner.timeline import draw_timelines, timeline_of
 from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.actions import Schedule
-from diptych.plans.schedule.csv import schedule_to_csv
+from diptych.plans.schedule.csv import read_schedule, schedule_to_csv
 from diptych.plans.schedule.lockstep import lockstep_makespan
 from diptych.plans.schedule.named import schedule_for
 from diptych.plans.schedule.partition import num_stages
-from diptych.plans.schedule.placement import SCHEDULES, place_of, placement_of
+from diptych.plans.schedule.placement import SCHEDULES, place_of
 from diptych.plans.schedule.simulate import Costs, Simulation, simulate
 
 MIB = 2**20
@@ -64,7 +64,7 @@ def print_generated(console: Console, command: PlanRequest, path: Path) -> Trans
         config.virtual_pipeline_model_parallel_size or 1,
         costs,
         None if limit is None else _rooms(config, costs, standing, limit),
-        placement_of(config),
+        config.placement,
         command.generate_effort,
     )
     path.write_text(schedule_to_csv(found.schedule))
@@ -95,7 +95,10 @@ def print_generated(console: Console, command: PlanRequest, path: Path) -> Trans
         draw_timelines([timeline_of(each.schedule, each.costs) for each in drawn], command.picture, "seconds")
         print_written(console, command.picture)
     return replace(
-        config, pipeline_schedule=None, pipeline_schedule_file=str(path), microbatch_group_size_per_vp_stage=None
+        config,
+        pipeline_schedule=None,
+        pipeline_schedule_file=read_schedule(path),
+        microbatch_group_size_per_vp_stage=None,
     )
 
 
@@ -131,7 +134,7 @@ def stage_costs(command: PlanRequest, config: TransformerConfig) -> Costs:
 
 def _rooms(config: TransformerConfig, costs: Costs, standing: Sequence[int], limit: int) -> list[float]:
     """What the limit leaves every rank for what is kept for backward."""
-    p, placement = config.pipeline_model_parallel_size, placement_of(config)
+    p, placement = config.pipeline_model_parallel_size, config.placement
     home = [place_of(stage, p, placement).pp_rank for stage in range(num_stages(config))]
     for rank, size in enumerate(standing):
         kept = sum(costs.of("activation_bytes", stage) for stage, here in enumerate(home) if here == rank)

@@ -16,17 +16,12 @@ from diptych.planner.reports.mesh import add_rows, places_shown
 from diptych.planner.step_time import Machine, StageTimes
 from diptych.planner.timeline import draw_timelines, timeline_of
 from diptych.plans.config import TransformerConfig
+from diptych.plans.mesh import undivided
 from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.csv import schedule_rows
 from diptych.plans.schedule.lockstep import lockstep_makespan
 from diptych.plans.schedule.named import num_warmup_microbatches, schedule_for
-from diptych.plans.schedule.partition import (
-    get_stage_place,
-    get_transformer_layer_offset,
-    layers_by_stage,
-    num_stages,
-    undivided,
-)
+from diptych.plans.schedule.partition import get_stage_place, get_transformer_layer_offset, layers_by_stage, num_stages
 from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES
 from diptych.plans.schedule.simulate import Costs, Simulation, simulate
 

@@ -8,9 +8,10 @@ from diptych.plans.config.pipeline import PIPELINE_RULES
 from diptych.plans.config.recompute import RECOMPUTE_RULES, RecomputeModule
 from diptych.plans.config.rules import Rule, choice, count, flag, number, validate
 from diptych.plans.model.implementation import IMPLEMENTATIONS, MAX_KERNEL_CHANNELS, MAX_KERNEL_STREAMS
-from diptych.plans.model.layers import ACTIVATIONS, LayerConfig, parse_layer
-from diptych.plans.schedule.partition import get_stage_place, layers_by_stage
-from diptych.plans.schedule.placement import ScheduleName
+from diptych.plans.model.layers import ACTIVATIONS, LayerConfig, LayerDefaults, parse_layer
+from diptych.plans.schedule.actions import Schedule
+from diptych.plans.schedule.partition import PipelineSplit, get_stage_place, layers_by_stage
+from diptych.plans.schedule.placement import FROM_FILE, V_SCHEDULES, Placement, ScheduleName
 
 DTYPES = ("float32", "float64")
 OUT_OF_SCOPE = {
@@ -119,9 +120,9 @@ class TransformerConfig:
     """Every stage written out, e.g. ``E t*3 | (tt|)*2 t L``: E embedding, t layer, L loss, | between stages."""
     pipeline_schedule: ScheduleName | None = None
     """Order of work; None: none, 1f1b or interleaved, as ranks and virtual stages ask."""
-    pipeline_schedule_file: str | None = None
-    """CSV file with the order of work instead, as torch.distributed.pipelining writes it; see
-    diptych.plans.schedule.csv."""
+    pipeline_schedule_file: Schedule | None = None
+    """Order of work from a CSV file instead, as torch.distributed.pipelining writes it. A path on the command line; in
+    Python what diptych.plans.schedule.csv.read_schedule returns."""
     microbatch_group_size_per_vp_stage: int | None = None
     """Consecutive microbatches of one virtual stage; None: as many as pipeline ranks."""
     deallocate_pipeline_outputs: bool = True
@@ -205,6 +206,39 @@ class TransformerConfig:
         return "bfloat16" if self.bf16 else self.params_dtype
 
     @property
+    def schedule_name(self) -> str:
+        """Name of the pipeline schedule: the one asked for, or the one that fits the ranks and virtual stages."""
+        if self.pipeline_schedule_file is not None:
+            return FROM_FILE
+        if self.pipeline_schedule is not None:
+            return self.pipeline_schedule
+        if self.pipeline_model_parallel_size == 1:
+            return "none"
+        return "interleaved" if (self.virtual_pipeline_model_parallel_size or 1) > 1 else "1f1b"
+
+    @property
+    def placement(self) -> Placement:
+        """Placement of the pipeline stages on ranks."""
+        if self.pipeline_schedule_file is not None:
+            return self.pipeline_schedule_file.placement
+        return "v" if self.schedule_name in V_SCHEDULES else "loop"
+
+    @property
+    def pipeline_split(self) -> PipelineSplit:
+        """The settings that decide how many layers each pipeline stage has."""
+        return PipelineSplit(
+            num_layers=self.num_layers,
+            pp_size=self.pipeline_model_parallel_size,
+            stages_per_rank=self.virtual_pipeline_model_parallel_size or 1,
+            placement=self.placement,
+            layout=self.pipeline_model_parallel_layout,
+            first_rank_layers=self.num_layers_in_first_pipeline_stage,
+            last_rank_layers=self.num_layers_in_last_pipeline_stage,
+            counts_embedding=self.account_for_embedding_in_pipeline_split,
+            counts_loss=self.account_for_loss_in_pipeline_split,
+        )
+
+    @property
     def layers_per_rank(self) -> int:
         """Layers of the pipeline rank with most of them, all its virtual stages together."""
         found = [0] * self.pipeline_model_parallel_size
@@ -258,7 +292,19 @@ class TransformerConfig:
                 f"layer_number: expected 0 <= layer_number < num_layers={self.num_layers}, got {layer_number}"
             )
         pattern = self.layer_pattern.split(",")
-        return parse_layer(pattern[layer_number % len(pattern)], self)
+        return parse_layer(pattern[layer_number % len(pattern)], self.layer_defaults)
+
+    @property
+    def layer_defaults(self) -> LayerDefaults:
+        """The settings of layers that ``layer_pattern`` may leave out."""
+        return LayerDefaults(
+            hidden_size=self.hidden_size,
+            activation=self.activation,
+            ffn_hidden_size=self.ffn_hidden_size,
+            enable_hyper_connections=self.enable_hyper_connections,
+            self_attention_hyper_connection=self.do_self_attention_hyper_connection,
+            mlp_hyper_connection=self.do_mlp_hyper_connection,
+        )
 
 
 def _pattern_error(config: TransformerConfig) -> str:
@@ -268,7 +314,7 @@ def _pattern_error(config: TransformerConfig) -> str:
     try:
         descriptions = config.layer_pattern.split(",")
         for description in descriptions:
-            parse_layer(description, config)
+            parse_layer(description, config.layer_defaults)
     except ValueError as error:
         return str(error)
     if len(descriptions) > config.num_layers:

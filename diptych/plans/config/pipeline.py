@@ -1,9 +1,13 @@
 """Rules of the pipeline settings: how layers are cut into stages, and in which order ranks work."""
 
+from functools import lru_cache
+
 from diptych.plans.config.rules import Rule, choice, count, flag, number
 from diptych.plans.context.exchange import PIPELINED
+from diptych.plans.schedule.actions import Schedule, ScheduleError
 from diptych.plans.schedule.partition import layers_by_stage
-from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES, placement_of, schedule_name
+from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES
+from diptych.plans.schedule.validate import validate_schedule
 
 _SPLITS = (
     "num_layers_in_first_pipeline_stage",
@@ -29,7 +33,7 @@ def _split_error(config) -> str:
 
 def _schedule_error(config) -> str:
     """Why the schedule cannot have these ranks and virtual stages, or the empty string."""
-    name, p, v = schedule_name(config), config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    name, p, v = config.schedule_name, config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     if (name == "none") != (p == 1):
         expected = "None or 'none' without a pipeline" if p == 1 else f"one of {SCHEDULES[1:]} with {p} pipeline ranks"
         return f"pipeline_schedule: expected {expected}, got {name!r}"
@@ -54,22 +58,24 @@ def _schedule_error(config) -> str:
 
 
 def _file_error(config) -> str:
-    """Why a file's schedule cannot be had, or the empty string."""
-    path = config.pipeline_schedule_file
-    if not isinstance(path, str):
-        return f"pipeline_schedule_file: expected the path of a CSV file, got {path!r}"
+    """Return why the order of work from a file cannot be had, or the empty string."""
+    schedule = config.pipeline_schedule_file
+    if not isinstance(schedule, Schedule):
+        return (
+            "pipeline_schedule_file: expected a schedule, as diptych.plans.schedule.csv.read_schedule returns it, got "
+            f"{schedule!r}"
+        )
     if config.pipeline_schedule is not None:
         return f"pipeline_schedule: expected None beside pipeline_schedule_file, got {config.pipeline_schedule!r}"
     if config.cp_exchange == PIPELINED and config.context_parallel_size > 1:
-        return f"pipeline_schedule_file: expected None with cp_exchange 'pipelined', which has an order, got {path!r}"
-    from diptych.plans.schedule.csv import read_schedule  # which needs a configuration's rules
-
-    try:
-        schedule = read_schedule(path, again=True)
-    except (OSError, ValueError) as error:
-        return f"pipeline_schedule_file: expected a schedule that runs, got {error}"
+        return (
+            "pipeline_schedule_file: expected None with cp_exchange 'pipelined', which has an order, got "
+            f"{schedule.name!r}"
+        )
+    if fault := _fault_of(schedule):
+        return f"pipeline_schedule_file: expected a schedule that runs, got {schedule.name}: {fault}"
     if schedule.pp_size == 1:
-        return f"pipeline_schedule_file: expected a row for each of two ranks or more, got one in {path}"
+        return f"pipeline_schedule_file: expected a row for each of two ranks or more, got one in {schedule.name}"
     for name, given, found in (
         ("pipeline_model_parallel_size", config.pipeline_model_parallel_size, schedule.pp_size),
         (
@@ -81,12 +87,22 @@ def _file_error(config) -> str:
         if given != found:
             return f"{name}: expected {found}, as pipeline_schedule_file has it, got {given}"
     if schedule.forward_only:
-        return f"pipeline_schedule_file: expected backwards, too, got forwards alone in {path}"
+        return f"pipeline_schedule_file: expected backwards, too, got forwards alone in {schedule.name}"
     if config.microbatch_group_size_per_vp_stage is not None:
         return (
             "microbatch_group_size_per_vp_stage: expected None with pipeline_schedule_file, got "
             f"{config.microbatch_group_size_per_vp_stage}"
         )
+    return ""
+
+
+@lru_cache(maxsize=16)  # configurations are copied many thousand times by a plan
+def _fault_of(schedule: Schedule) -> str:
+    """Return why a table does not run, or the empty string."""
+    try:
+        validate_schedule(schedule)
+    except ScheduleError as error:
+        return str(error)
     return ""
 
 
@@ -163,9 +179,9 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "there and back, one rank has both ends",
-        lambda c: placement_of(c) == "loop" or not _ends_asked(c),
+        lambda c: c.placement == "loop" or not _ends_asked(c),
         lambda c: (
-            f"{_ends_asked(c)[0].split('=')[0]}: expected None with schedule {schedule_name(c)!r}, where the first "
+            f"{_ends_asked(c)[0].split('=')[0]}: expected None with schedule {c.schedule_name!r}, where the first "
             f"rank holds the first and the last stage, got {', '.join(_ends_asked(c))}; write the stages out as "
             "pipeline_model_parallel_layout"
         ),

@@ -2,10 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from diptych.plans.config import TransformerConfig
+from typing import NamedTuple
 
 MIXERS = ("attention", "gdn", "kda")
 """Softmax attention, Gated DeltaNet, Kimi delta attention."""
@@ -23,13 +20,25 @@ class LayerConfig:
     mlp_hyper_connection: bool
 
 
-def parse_layer(description: str, config: "TransformerConfig") -> LayerConfig:
+class LayerDefaults(NamedTuple):
+    """What an entry of ``layer_pattern`` takes where it says nothing."""
+
+    hidden_size: int
+    activation: str
+    ffn_hidden_size: int | None
+    """Inner width of the MLP; None: as the activation asks."""
+    enable_hyper_connections: bool
+    self_attention_hyper_connection: bool
+    mlp_hyper_connection: bool
+
+
+def parse_layer(description: str, defaults: LayerDefaults) -> LayerConfig:
     """Read one entry of ``layer_pattern``.
 
     Grammar: ``mixer[+option]...`` where an option is an activation (``gelu``, ``swiglu``),
     ``ffn=<inner width>``, ``no-attention-hc`` or ``no-mlp-hc`` (both without effect where there is no
     mHC); e.g. ``attention+gelu+no-mlp-hc``, ``kda``.
-    What an entry leaves out is taken from ``config``.
+    What an entry leaves out is taken from ``defaults``.
 
     Raises:
         ValueError: unknown mixer or option, or a width below 1.
@@ -37,11 +46,11 @@ def parse_layer(description: str, config: "TransformerConfig") -> LayerConfig:
     mixer, *options = description.split("+")
     if mixer not in MIXERS:
         raise ValueError(f"layer_pattern: expected a mixer out of {MIXERS}, got {mixer!r} in {description!r}")
-    activation, ffn = config.activation, config.ffn_hidden_size
+    activation, ffn = defaults.activation, defaults.ffn_hidden_size
     kinds = ["activation" if option in ACTIVATIONS else option.split("=")[0] for option in options]
     if len(set(kinds)) < len(kinds):
         raise ValueError(f"layer_pattern: expected each kind of option once, got {description!r}")
-    attention_hc, mlp_hc = config.do_self_attention_hyper_connection, config.do_mlp_hyper_connection
+    attention_hc, mlp_hc = defaults.self_attention_hyper_connection, defaults.mlp_hyper_connection
     for option in options:
         if option in ACTIVATIONS:
             activation = option
@@ -57,6 +66,6 @@ def parse_layer(description: str, config: "TransformerConfig") -> LayerConfig:
                 f"no-attention-hc, no-mlp-hc, got {option!r} in {description!r}"
             )
     if ffn is None:
-        ffn = 4 * config.hidden_size if activation == "gelu" else math.ceil(config.hidden_size / 3) * 8
-    hyper = config.enable_hyper_connections
+        ffn = 4 * defaults.hidden_size if activation == "gelu" else math.ceil(defaults.hidden_size / 3) * 8
+    hyper = defaults.enable_hyper_connections
     return LayerConfig(mixer, activation, ffn, hyper and attention_hc, hyper and mlp_hc)

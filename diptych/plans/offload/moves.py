@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from diptych.plans.config import TransformerConfig
+from diptych.plans.mesh import undivided
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.offload.uses import Use, action_uses, next_layers
 from diptych.plans.schedule.named import schedule_for
-from diptych.plans.schedule.partition import undivided
 
 
 class Step(NamedTuple):

@@ -9,6 +9,10 @@ from diptych.plans.schedule.placement import Placement, place_of
 Kind = Literal["F", "B", "I", "W"]
 
 
+class ScheduleError(ValueError):
+    """A table that cannot be run, or does not do every piece of work exactly once."""
+
+
 class Action(NamedTuple):
     """One piece of computation."""
 

@@ -15,6 +15,7 @@ from typing import cast, get_args
 
 from diptych.plans.schedule.actions import Action, Kind, Schedule
 from diptych.plans.schedule.placement import FROM_FILE, Placement, place_of
+from diptych.plans.schedule.validate import validate_schedule
 from diptych.plans.text_files import one_line, read_text
 
 _ACTION = re.compile(r"([0-9]{1,18})([FBIW])([0-9]{1,18})")
@@ -63,38 +64,25 @@ def schedule_from_csv(text: str, name: str = FROM_FILE) -> Schedule:
     return Schedule(name, len(rows), microbatches, per_rank, tuple(map(tuple, rows)), forward_only, placement)
 
 
-def read_schedule(path: str | Path, again: bool = False) -> Schedule:
-    """A schedule that runs, from a file, which a process reads once: what it executes does not change under it.
+def read_schedule(path: str | Path) -> Schedule:
+    """Read a schedule that runs from a file.
 
     Args:
-        path: the file.
-        again: read it anew, as a configuration does that is made with it.
+        path: the file; becomes the name of the schedule.
 
     Raises:
-        ValueError: see schedule_from_csv and diptych.plans.schedule.simulate.validate_schedule; the message begins
-        with the path.
-        FileNotFoundError: there is none.
+        ValueError: the file is not such a table (see schedule_from_csv), or the table does not run (see
+            diptych.plans.schedule.validate.validate_schedule); the message begins with the path.
+        FileNotFoundError: the file does not exist.
     """
-    if again:
-        _read.pop(str(path), None)
-    if str(path) not in _read:
-        from diptych.plans.schedule.simulate import (
-            validate_schedule,  # which needs a configuration's rules, as they need this
-        )
-
-        try:
-            schedule = schedule_from_csv(read_text(path))
-            validate_schedule(schedule)
-        except FileNotFoundError:
-            raise
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path}: {error}") from None
-        _read[str(path)] = schedule
-    return _read[str(path)]
-
-
-_read: dict[str, Schedule] = {}
-"""Files of this process, as they were when they were read."""
+    try:
+        schedule = schedule_from_csv(read_text(path), str(path))
+        validate_schedule(schedule)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    return schedule
 
 
 def _check_numbers(actions: list[Action]) -> None:

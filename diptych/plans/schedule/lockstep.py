@@ -20,7 +20,8 @@ import numpy as np
 
 from diptych.plans.schedule.actions import Action, Kind, Schedule
 from diptych.plans.schedule.messages import needed_by
-from diptych.plans.schedule.simulate import Costs, validate_schedule
+from diptych.plans.schedule.simulate import Costs
+from diptych.plans.schedule.validate import validate_schedule
 
 Keep = Literal["inputs", "residuals"]
 KEEPS = ("inputs", "residuals")

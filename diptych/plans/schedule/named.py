@@ -26,8 +26,7 @@ from typing import Any
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import PIPELINED
 from diptych.plans.schedule.actions import Action, Schedule
-from diptych.plans.schedule.csv import read_schedule
-from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES, schedule_name
+from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES
 from diptych.plans.schedule.v_shaped import dualpipe_v, v_half, v_min, zb_v
 
 NAMES = SCHEDULES
@@ -37,13 +36,13 @@ def schedule_for(
     config: TransformerConfig, num_microbatches: int, forward_only: bool = False, context_rank: int = 0
 ) -> Schedule:
     """The table a configuration asks for, on one of the ranks that share sequences, which differ with cp_exchange
-    "pipelined" alone; the first has most in flight. Errors as build_schedule's, or read_schedule's."""
+    "pipelined" alone; the first has most in flight. Errors as build_schedule's."""
     if config.cp_exchange == PIPELINED and config.context_parallel_size > 1:
         return context_schedule(config.context_parallel_size, context_rank, num_microbatches, forward_only)
     if config.pipeline_schedule_file is not None:
-        return _from_file(read_schedule(config.pipeline_schedule_file), num_microbatches, forward_only)
+        return _from_file(config.pipeline_schedule_file, num_microbatches, forward_only)
     return _built(
-        schedule_name(config),
+        config.schedule_name,
         config.pipeline_model_parallel_size,
         num_microbatches,
         config.virtual_pipeline_model_parallel_size or 1,
@@ -79,7 +78,7 @@ def _built(*sizes: Any) -> Schedule:
 def any_num_microbatches(config: TransformerConfig) -> int:
     """A number of microbatches that a configuration's schedule can have."""
     if config.pipeline_schedule_file is not None:
-        return read_schedule(config.pipeline_schedule_file).num_microbatches
+        return config.pipeline_schedule_file.num_microbatches
     return config.microbatch_group_size_per_vp_stage or config.pipeline_model_parallel_size
 
 

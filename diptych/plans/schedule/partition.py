@@ -1,43 +1,51 @@
-"""Which layers a pipeline stage builds.
+"""Partition of the layers into pipeline stages.
 
-Stages hold the layers in model order. Consecutive stages lie on consecutive ranks and begin again with the first, or
-with the schedules of placement ``v`` turn back at the last; diptych.plans.schedule.placement has both.
+Stages hold the layers in model order. Consecutive stages are placed on consecutive ranks and start again at the first
+rank, or with the schedules of placement ``v`` turn back at the last rank; see diptych.plans.schedule.placement.
 
 Layers are split evenly unless the configuration says otherwise: another number for the first or last rank, the
-embedding or the loss counted as a layer, or a layout that writes every stage out.
+embedding or the loss counted as a layer, or a layout that lists every stage.
 """
 
 import re
-from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple, Protocol
 
-from diptych.plans.schedule.placement import StagePlace, place_of, placement_of, stage_at
-
-if TYPE_CHECKING:
-    from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.placement import Placement, StagePlace, place_of, stage_at
 
 MAX_LAYOUT_LENGTH = 10_000
 """Characters of a layout written out."""
 
 
-MESH_AXES = ("dp", "cp", "pp")
-"""Replicas, parts of the sequences, stages. Global ranks count through a pipeline before they come to the next part,
-and through all parts before they come to the next replica: rank = (dp_rank * cp_size + cp_rank) * pp_size + pp_rank."""
+class PipelineSplit(NamedTuple):
+    """The settings that decide how many layers each stage has, and on which rank it is placed."""
+
+    num_layers: int
+    pp_size: int
+    stages_per_rank: int
+    placement: Placement
+    layout: str | None
+    """pipeline_model_parallel_layout."""
+    first_rank_layers: int | None
+    """num_layers_in_first_pipeline_stage."""
+    last_rank_layers: int | None
+    """num_layers_in_last_pipeline_stage."""
+    counts_embedding: bool
+    """account_for_embedding_in_pipeline_split."""
+    counts_loss: bool
+    """account_for_loss_in_pipeline_split."""
 
 
-def mesh_shape(config: "TransformerConfig", count: int) -> tuple[int, int, int]:
-    """Ranks along each of MESH_AXES, of ``count`` that a replica's number divides."""
-    return (
-        count // config.model_parallel_size,
-        config.context_parallel_size,
-        config.pipeline_model_parallel_size,
-    )
+class Divided(Protocol):
+    """A configuration that says how its layers are split."""
+
+    @property
+    def pipeline_split(self) -> PipelineSplit:
+        """The settings of the split."""
+        ...
 
 
-def get_num_layers_to_build(
-    config: "TransformerConfig", vp_stage: int | None = None, pp_rank: int | None = None
-) -> int:
+def get_num_layers_to_build(config: Divided, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
     """Number of layers of one stage.
 
     Args:
@@ -51,121 +59,70 @@ def get_num_layers_to_build(
     return layers_by_stage(config)[get_stage(config, vp_stage, pp_rank)]
 
 
-def get_transformer_layer_offset(
-    config: "TransformerConfig", vp_stage: int | None = None, pp_rank: int | None = None
-) -> int:
+def get_transformer_layer_offset(config: Divided, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
     """Global number, from 0, of a stage's first layer. Arguments and errors as above."""
     return sum(layers_by_stage(config)[: get_stage(config, vp_stage, pp_rank)])
 
 
-def get_stage(config: "TransformerConfig", vp_stage: int | None = None, pp_rank: int | None = None) -> int:
+def get_stage(config: Divided, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
     """Global number of a stage. Arguments and errors as above."""
     for name, value, size in (
-        ("vp_stage", vp_stage, config.virtual_pipeline_model_parallel_size or 1),
-        ("pp_rank", pp_rank, config.pipeline_model_parallel_size),
+        ("vp_stage", vp_stage, config.pipeline_split.stages_per_rank),
+        ("pp_rank", pp_rank, config.pipeline_split.pp_size),
     ):
         if not 0 <= (value or 0) < size:
             raise ValueError(f"{name}: expected 0 <= {name} < {size}, got {value}")
     place = StagePlace(vp_stage or 0, pp_rank or 0)
-    return stage_at(place, config.pipeline_model_parallel_size, placement_of(config))
+    return stage_at(place, config.pipeline_split.pp_size, config.pipeline_split.placement)
 
 
-def get_stage_place(config: "TransformerConfig", stage: int) -> StagePlace:
+def get_stage_place(config: Divided, stage: int) -> StagePlace:
     """Virtual stage and rank of a stage: the inverse of get_stage."""
-    return place_of(stage, config.pipeline_model_parallel_size, placement_of(config))
+    return place_of(stage, config.pipeline_split.pp_size, config.pipeline_split.placement)
 
 
-def is_pipeline_first_stage(
-    config: "TransformerConfig", vp_stage: int | None = None, pp_rank: int | None = None
-) -> bool:
+def is_pipeline_first_stage(config: Divided, vp_stage: int | None = None, pp_rank: int | None = None) -> bool:
     """Whether a stage holds the embedding. Arguments and errors as above."""
     return get_stage(config, vp_stage, pp_rank) == 0
 
 
-def is_pipeline_last_stage(
-    config: "TransformerConfig", vp_stage: int | None = None, pp_rank: int | None = None
-) -> bool:
+def is_pipeline_last_stage(config: Divided, vp_stage: int | None = None, pp_rank: int | None = None) -> bool:
     """Whether a stage holds final norm, head and loss. Arguments and errors as above."""
     return get_stage(config, vp_stage, pp_rank) == num_stages(config) - 1
 
 
-def num_stages(config: "TransformerConfig") -> int:
+def num_stages(config: Divided) -> int:
     """Pipeline ranks times virtual stages per rank."""
-    return config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+    return config.pipeline_split.pp_size * config.pipeline_split.stages_per_rank
 
 
-def layers_by_stage(config: "TransformerConfig") -> tuple[int, ...]:
-    """Number of layers of every stage, in model order; their sum is num_layers.
+def layers_by_stage(config: Divided) -> tuple[int, ...]:
+    """Return the number of layers of every stage, in model order; their sum is num_layers.
 
     Raises:
         ValueError: the options do not add up; the message names the one to change.
     """
-    if config.pipeline_schedule_file is not None:  # what lies there may change
-        return _layers_by_stage(config)
-    return _layers_of_split(_Split(*(getattr(config, name) for name in _Split._fields)))
+    return layers_of_split(config.pipeline_split)
 
 
-class _Split(NamedTuple):
-    """All of a configuration that says how many layers each stage has."""
-
-    num_layers: int
-    pipeline_model_parallel_size: int
-    virtual_pipeline_model_parallel_size: int | None
-    pipeline_model_parallel_layout: str | None
-    num_layers_in_first_pipeline_stage: int | None
-    num_layers_in_last_pipeline_stage: int | None
-    account_for_embedding_in_pipeline_split: bool
-    account_for_loss_in_pipeline_split: bool
-    pipeline_schedule: str | None
-    pipeline_schedule_file: None = None
-
-
-@lru_cache(maxsize=512)
-def _layers_of_split(split: _Split) -> tuple[int, ...]:
-    """Planning asks for the same ones many thousand times."""
-    return _layers_by_stage(split)
-
-
-def _layers_by_stage(config: Any) -> tuple[int, ...]:
-    if config.pipeline_model_parallel_layout is not None:
-        return _layers_of_layout(config, config.pipeline_model_parallel_layout)
-    p, v = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
-    embedding, loss = config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split
-    by_rank = _units_by_rank(config, config.num_layers + embedding + loss)
-    by_stage = [by_rank[get_stage_place(config, stage).pp_rank] // v for stage in range(p * v)]
-    by_stage[0] -= embedding
-    by_stage[p * v - 1] -= loss
+@lru_cache(maxsize=512)  # planning asks for the same ones many thousand times
+def layers_of_split(split: PipelineSplit) -> tuple[int, ...]:
+    """Return the number of layers of every stage; see layers_by_stage."""
+    if split.layout is not None:
+        return _layers_of_layout(split, split.layout)
+    stages = split.pp_size * split.stages_per_rank
+    by_rank = _units_by_rank(split, split.num_layers + split.counts_embedding + split.counts_loss)
+    places = [place_of(stage, split.pp_size, split.placement) for stage in range(stages)]
+    by_stage = [by_rank[place.pp_rank] // split.stages_per_rank for place in places]
+    by_stage[0] -= split.counts_embedding
+    by_stage[-1] -= split.counts_loss
     if min(by_stage) < 0:  # one stage holds embedding and loss, and was given a single layer for both
-        raise ValueError(f"num_layers: expected layers for all {p * v} stages, got {config.num_layers}")
+        raise ValueError(f"num_layers: expected layers for all {stages} stages, got {split.num_layers}")
     return tuple(by_stage)
 
 
-def undivided(config: "TransformerConfig") -> "TransformerConfig":
-    """The same model on one rank."""
-    return replace(
-        config,
-        pipeline_model_parallel_size=1,
-        virtual_pipeline_model_parallel_size=None,
-        num_layers_in_first_pipeline_stage=None,
-        num_layers_in_last_pipeline_stage=None,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
-        pipeline_model_parallel_layout=None,
-        pipeline_schedule=None,
-        pipeline_schedule_file=None,
-        microbatch_group_size_per_vp_stage=None,
-        context_parallel_size=1,
-    )
-
-
-def model_parallel_words(config: "TransformerConfig") -> str:
-    """The settings that say how many ranks one replica takes, for messages: their product is model_parallel_size."""
-    names = ("context_parallel_size", "pipeline_model_parallel_size")
-    return " * ".join(name for name in names if getattr(config, name) > 1) or names[-1]
-
-
 def check_stage_ends(
-    config: "TransformerConfig", pre_process: bool, post_process: bool, vp_stage: int | None, pp_rank: int | None
+    config: Divided, pre_process: bool, post_process: bool, vp_stage: int | None, pp_rank: int | None
 ) -> None:
     """Refuse an embedding or a head in the middle of the model.
 
@@ -181,14 +138,14 @@ def check_stage_ends(
             )
 
 
-def _units_by_rank(config: "TransformerConfig", total: int) -> list[int]:
+def _units_by_rank(split: PipelineSplit, total: int) -> list[int]:
     """Layers of every rank, embedding and loss among them where they count as one."""
-    p, v = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    p, v = split.pp_size, split.stages_per_rank
     given = {
         rank: (name, count)
         for rank, name, count in (
-            (0, "num_layers_in_first_pipeline_stage", config.num_layers_in_first_pipeline_stage),
-            (p - 1, "num_layers_in_last_pipeline_stage", config.num_layers_in_last_pipeline_stage),
+            (0, "num_layers_in_first_pipeline_stage", split.first_rank_layers),
+            (p - 1, "num_layers_in_last_pipeline_stage", split.last_rank_layers),
         )
         if count is not None
     }
@@ -198,7 +155,7 @@ def _units_by_rank(config: "TransformerConfig", total: int) -> list[int]:
     left, ranks = total - sum(count for _, count in given.values()), p - len(given)
     if (ranks == 0 and left != 0) or left < 0 or (ranks and left % (ranks * v)):
         told = "".join(f", {name}={count}" for name, count in given.values())
-        counted = " (embedding and loss counted as asked)" if total != config.num_layers else ""
+        counted = " (embedding and loss counted as asked)" if total != split.num_layers else ""
         raise ValueError(
             f"num_layers: expected layers{counted} that divide evenly over {ranks} pipeline ranks with {v} stages each"
             f"{told}, got {left} of {total} left for them; change "
@@ -207,7 +164,7 @@ def _units_by_rank(config: "TransformerConfig", total: int) -> list[int]:
     return [given[rank][1] if rank in given else left // ranks for rank in range(p)]
 
 
-def _layers_of_layout(config: "TransformerConfig", layout: str) -> tuple[int, ...]:
+def _layers_of_layout(split: PipelineSplit, layout: str) -> tuple[int, ...]:
     """Layers by stage of a layout such as ``E t*3 | (tt|)*2 t L``.
 
     Stages are separated by ``|``; E is the embedding, t a layer, L the loss; ``*n`` repeats a letter or a group in
@@ -216,9 +173,13 @@ def _layers_of_layout(config: "TransformerConfig", layout: str) -> tuple[int, ..
     stages = _written_out(layout).split("|")
     whole = "".join(stages)
     for wrong, expected, got in (
-        (len(stages) != num_stages(config), f"{num_stages(config)} stages", f"{len(stages)}"),
+        (
+            len(stages) != split.pp_size * split.stages_per_rank,
+            f"{split.pp_size * split.stages_per_rank} stages",
+            f"{len(stages)}",
+        ),
         (not re.fullmatch("Et*L", whole), "E before all layers and L after them, once each", f"{'|'.join(stages)!r}"),
-        (whole.count("t") != config.num_layers, f"num_layers={config.num_layers} layers", f"{whole.count('t')}"),
+        (whole.count("t") != split.num_layers, f"num_layers={split.num_layers} layers", f"{whole.count('t')}"),
         (not stages[0].startswith("E"), "E in the first stage", f"{stages[0]!r}"),
         (not stages[-1].endswith("L"), "L in the last stage", f"{stages[-1]!r}"),
     ):

@@ -55,23 +55,3 @@ def stage_at(place: StagePlace, pp_size: int, placement: Placement = "loop") -> 
     """The inverse of place_of."""
     vp_stage, rank = place
     return vp_stage * pp_size + (pp_size - 1 - rank if placement == "v" and vp_stage % 2 else rank)
-
-
-def schedule_name(config) -> str:
-    """The schedule a configuration asks for, or the one that fits its ranks and virtual stages."""
-    if config.pipeline_schedule_file is not None:
-        return FROM_FILE
-    if config.pipeline_schedule is not None:
-        return config.pipeline_schedule
-    if config.pipeline_model_parallel_size == 1:
-        return "none"
-    return "interleaved" if (config.virtual_pipeline_model_parallel_size or 1) > 1 else "1f1b"
-
-
-def placement_of(config) -> Placement:
-    """Where a configuration's stages lie."""
-    if config.pipeline_schedule_file is not None:
-        from diptych.plans.schedule.csv import read_schedule  # which needs this module
-
-        return read_schedule(config.pipeline_schedule_file).placement
-    return "v" if schedule_name(config) in V_SCHEDULES else "loop"

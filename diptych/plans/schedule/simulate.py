@@ -1,31 +1,16 @@
-"""Whether a schedule runs, and what it costs: validity, time, bubble and memory of a table, without running it.
+"""Simulation of a schedule: time, bubble and memory of a table, without running it.
 
 Reference: the closed forms for bubble and activations in flight are those of the papers
 diptych/plans/schedule/named.py names; the property tests hold this simulation against them.
 """
 
-from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import product
-from typing import Literal, get_args
+from typing import get_args
 
 from diptych.plans.schedule.actions import Action, Kind, Schedule
-from diptych.plans.schedule.messages import Message, Program, dependencies, lower, needed_by
-
-Semantics = Literal["async", "pair", "rank", "blocking"]
-SEMANTICS = ("async", "pair", "rank", "blocking")
-"""How ranks send, from the most to the least that a transport allows: what runs under one runs under all before it.
-
-async: a message is sent without waiting, and received by its name, in any order. pair: the messages between two ranks,
-of both directions, go one after the other, each when it is next at both its ends (NCCL, a communicator a pair). rank:
-so do all messages of a rank (NCCL, one communicator for all). In both, a rank computes on while what it has sent waits
-its turn. blocking: it does not; a send is over when it has been received.
-"""
-
-
-class ScheduleError(ValueError):
-    """A table that cannot be run, or does not do every piece of work exactly once."""
+from diptych.plans.schedule.messages import needed_by
+from diptych.plans.schedule.validate import validate_schedule
 
 
 @dataclass(frozen=True)
@@ -74,192 +59,6 @@ class Simulation:
     """Most bytes kept for backward at any time, by rank."""
     starts: dict[Action, float] = field(repr=False)
     """When each action begins."""
-
-
-def validate_schedule(schedule: Schedule, semantics: Semantics = "async") -> None:
-    """Refuse a table that is wrong, naming rank, action and what is unmet.
-
-    Every stage runs F, and B or else I and W, exactly once for every microbatch, on its own rank; everything an action
-    needs comes before it; nothing waits for ever.
-
-    Args:
-        schedule: any table, built here or by hand.
-        semantics: how messages go; see SEMANTICS. Messages made of a table (diptych.plans.schedule.messages.lower)
-            go under all of them where they go under one; for messages of another order there is validate_program.
-
-    Raises:
-        ScheduleError: the first fault found.
-    """
-    _check_actions(schedule)
-    try:
-        program = lower(schedule)
-    except ValueError as error:
-        raise ScheduleError(str(error)) from None
-    validate_program(schedule, program, semantics)
-
-
-def validate_program(schedule: Schedule, program: Program, semantics: Semantics = "async") -> None:
-    """Run a lowered table, messages and all, and refuse it if it stops before its end.
-
-    Raises:
-        ScheduleError: an action without its inputs, a message without its other end, or ranks that wait for each other.
-        ValueError: unknown semantics.
-    """
-    if semantics not in SEMANTICS:
-        raise ValueError(f"semantics: expected one of {SEMANTICS}, got {semantics!r}")
-    run = _Run(schedule, program, semantics)
-    while not run.ended:
-        moved = [run.advance(rank) for rank in range(len(program))]
-        if not any(moved):
-            raise ScheduleError(f"schedule {schedule.name!r} stops: {run.blocked()}")
-
-
-class _Run:
-    """A program on its way: how far every rank is, what it has, and which messages are under way.
-
-    A message that has to be next at both ends waits in a queue at each: of its pair of ranks, or of its rank. A send is
-    put there and left; a receive ends when it has been next, and so has the send that it meets.
-    """
-
-    def __init__(self, schedule: Schedule, program: Program, semantics: Semantics) -> None:
-        self._schedule, self._program, self._semantics = schedule, program, semantics
-        self._place = [0] * len(program)
-        self._have: list[set[Action]] = [set() for _ in program]
-        self._sent: Counter[tuple[int, Message]] = Counter()
-        self._queues: defaultdict[tuple[int, int | None], deque[Message]] = defaultdict(deque)
-
-    @property
-    def ended(self) -> bool:
-        done = all(at == len(steps) for at, steps in zip(self._place, self._program, strict=True))
-        return done and not any(self._queues.values()) and not self._sent.total()
-
-    def advance(self, rank: int) -> bool:
-        """Run a rank as far as it goes; whether it went at all."""
-        start = self._place[rank]
-        while (step := self._next(rank)) is not None and self._can_go(rank, step):
-            self._place[rank] += 1
-            if isinstance(step, Action):
-                self._have[rank].add(step)
-            elif step.direction == "RECV":
-                self._have[rank].add(step.produced_by)
-                if self._in_order:
-                    self._queue(step.peer, rank).popleft()
-                else:
-                    self._sent[rank, step] -= 1
-            elif self._in_order:
-                self._queue(rank, step.peer).append(step)
-            else:
-                self._sent[step.peer, _other_end(step, rank)] += 1
-        return self._place[rank] > start
-
-    def blocked(self) -> str:
-        """What every rank that is not done waits for."""
-        told = []
-        for rank, have in enumerate(self._have):
-            step = self._next(rank)
-            if isinstance(step, Action):
-                needed = [str(action) for action in dependencies(self._schedule, step) if action not in have]
-                told.append(f"rank {rank} cannot run {step} before {' and '.join(needed)}")
-            elif step is not None and step.direction == "SEND" and step.produced_by not in have:
-                told.append(f"rank {rank} cannot {step} before it has run it")
-            elif step is not None:
-                told.append(f"rank {rank} waits in {step}{self._in_front_of(rank, step)}")
-        left = [f"nobody takes {queue[0]}" for queue in self._queues.values() if queue]
-        left += [f"rank {rank} never gets to {message}" for (rank, message), count in self._sent.items() if count]
-        return "; ".join(told or left)
-
-    @property
-    def _in_order(self) -> bool:
-        return self._semantics in ("pair", "rank")
-
-    def _queue(self, rank: int, peer: int) -> "deque[Message]":
-        """The messages of a rank that wait to be next: with one peer, or with all."""
-        return self._queues[rank, peer if self._semantics == "pair" else None]
-
-    def _in_front_of(self, rank: int, step: Message) -> str:
-        """The messages that have to go before a receive can, in words."""
-        if not self._in_order or step.direction == "SEND":
-            return ""
-        ahead = [*self._queue(rank, step.peer)][:1]
-        at_peer = self._queue(step.peer, rank)
-        ahead += [m for m in [*at_peer][:1] if m != _other_end(step, rank)]
-        return f" behind {' and '.join(map(str, ahead))}" if ahead else ""
-
-    def _next(self, rank: int) -> Action | Message | None:
-        steps, place = self._program[rank], self._place[rank]
-        return steps[place] if place < len(steps) else None
-
-    def _can_go(self, rank: int, step: Action | Message) -> bool:
-        if isinstance(step, Action):
-            return self._have[rank].issuperset(dependencies(self._schedule, step))
-        if step.direction == "RECV" and self._in_order:
-            # Next at both ends: of this rank's nothing it sent before is left, of the peer's it is the first.
-            at_peer = self._queue(step.peer, rank)
-            return not self._queue(rank, step.peer) and bool(at_peer) and at_peer[0] == _other_end(step, rank)
-        if step.direction == "RECV":
-            return self._sent[rank, step] > 0
-        if step.produced_by not in self._have[rank]:
-            return False
-        # A blocking send ends with its receive, and that has to be where the other rank stands.
-        return self._semantics != "blocking" or self._next(step.peer) == _other_end(step, rank)
-
-
-def _other_end(message: Message, rank: int) -> Message:
-    """The same message as its other end has it."""
-    return Message("RECV" if message.direction == "SEND" else "SEND", message.produced_by, rank)
-
-
-def _check_actions(schedule: Schedule) -> None:
-    """Every action once, in range, on its rank."""
-    lists = len(schedule.actions)
-    if lists != schedule.pp_size:
-        raise ScheduleError(f"actions: expected a list for each of {schedule.pp_size} ranks, got {lists}")
-    kinds = _kinds(schedule)
-    stages, microbatches = range(schedule.num_stages), range(schedule.num_microbatches)
-    expected = {Action(kind, stage, i) for kind in kinds for stage in stages for i in microbatches}
-    for rank, actions in enumerate(schedule.actions):
-        for action, count in Counter(actions).items():
-            if action not in expected:
-                raise ScheduleError(
-                    f"rank {rank}, {action}: expected {_listed(kinds)} of stages 0 to "
-                    f"{schedule.num_stages - 1} and microbatches 0 to {schedule.num_microbatches - 1}"
-                )
-            home = schedule.rank_of(action.stage)
-            if home != rank:
-                raise ScheduleError(f"rank {rank}, {action}: stage {action.stage} lies on rank {home}")
-            if count > 1:
-                raise ScheduleError(f"rank {rank}, {action}: expected once, got {count} times")
-            if action.kind in "IW" and not schedule.splits(action.stage, action.microbatch):
-                whole = action._replace(kind="B")
-                raise ScheduleError(f"rank {rank}, {action}: expected B, or else I and W, got {whole} beside it")
-    done = {action for actions in schedule.actions for action in actions}
-    for i, stage in product(microbatches, stages):
-        if missing := _missing(schedule, kinds, done, stage, i):
-            raise ScheduleError(f"rank {schedule.rank_of(stage)}, {missing}: expected once, got none")
-
-
-def _missing(schedule: Schedule, kinds: Sequence[Kind], done: set[Action], stage: int, microbatch: int) -> str:
-    """What a stage does not do of a microbatch, or the empty string."""
-    backward: tuple[Kind, ...] = ("I", "W") if schedule.splits(stage, microbatch) else ("B",)
-    needed: tuple[Kind, ...] = ("F", *(() if schedule.forward_only else backward))
-    missing = [action for kind in needed if (action := Action(kind, stage, microbatch)) not in done]
-    if [action.kind for action in missing] == ["I", "W"] and "B" in kinds:
-        return f"{missing[0]._replace(kind='B')}, or else {missing[0]} and {missing[1]}"
-    return str(missing[0]) if missing else ""
-
-
-def _kinds(schedule: Schedule) -> tuple[Kind, ...]:
-    """Those that a table may have: of backwards what it has anywhere."""
-    if schedule.forward_only:
-        return ("F",)
-    has_whole = any(action.kind == "B" for actions in schedule.actions for action in actions)
-    if not schedule.splits_backward:
-        return ("F", "B")
-    return ("F", "B", "I", "W") if has_whole else ("F", "I", "W")
-
-
-def _listed(kinds: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:

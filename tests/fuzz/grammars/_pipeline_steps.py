@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from diptych.plans.schedule.placement import place_of, placement_of
+from diptych.plans.schedule.placement import place_of
 from reference_torch.groups import ProcessGroups, make_groups, make_mesh
 from reference_torch.pipeline import get_forward_backward_func
 from reference_torch.pipeline.steps import listed
@@ -20,7 +20,7 @@ class Cut(Exception):
 
 def build(program: Program, numbers: Sequence[int]) -> list[Stage]:
     """Make stages; those of one rank share one linear map in their operations of that name."""
-    placement, shared = placement_of(program.config), {}
+    placement, shared = program.config.placement, {}
     stages = [Stage(program, number) for number in numbers]
     for stage in stages:
         rank = place_of(stage.number, program.pp_size, placement).pp_rank
@@ -158,7 +158,7 @@ def _groups_of(program: Program) -> ProcessGroups:
 def run(program: Program) -> tuple[int, Result]:
     """Run the program on this rank; return its replica and what its stages have then."""
     config, groups = program.config, _groups_of(program)
-    placement = placement_of(config)
+    placement = config.placement
     own = [n for n in range(len(program.stages)) if place_of(n, program.pp_size, placement).pp_rank == groups.pp_rank]
     stages = build(program, own)
     reports: list[float] = []

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from diptych.plans.checkpoint import FIRST_MOMENT, MODEL, SECOND_MOMENT, CheckpointError, read_checkpoint
 from diptych.plans.config import TrainConfig, TransformerConfig
-from diptych.plans.schedule.csv import schedule_to_csv
+from diptych.plans.schedule.csv import read_schedule, schedule_to_csv
 from diptych.plans.schedule.named import schedule_for
 from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES
 from diptych.plans.training import check_trainable, microbatches
@@ -317,7 +317,7 @@ def _with_file(program: Program, way: Way, folder: Path) -> TransformerConfig:
     path = folder / f"{'before' if way is program.before else 'after'}.csv"
     count = microbatches(train_of(program), way.replicas)[1]
     path.write_text(schedule_to_csv(schedule_for(config, count)))
-    return replace(config, pipeline_schedule=None, pipeline_schedule_file=str(path))
+    return replace(config, pipeline_schedule=None, pipeline_schedule_file=read_schedule(path))
 
 
 def _check_plan(program: Program, way: Way, config: TransformerConfig, folder: Path) -> None:

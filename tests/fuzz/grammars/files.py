@@ -288,7 +288,7 @@ def _csv(program: File, folder: Path) -> Outcome:
             row[int(share * 97) % len(row)] = CELLS[detail]
     path = folder / "schedule.csv"
     path.write_bytes(_changed("".join(",".join(row) + "\n" for row in rows).encode(), program))
-    found = read_schedule(path, again=True)
+    found = read_schedule(path)
     text = path.read_text(encoding="utf-8-sig").replace('"', "")
     pairs = re.sub(r"\(([^()]*);([^()]*)\)OVERLAP_F_B", r"\1,\2", text)
     pairs = re.sub(r"[0-9]+", lambda digits: str(int(digits[0])), pairs)  # 00F00 is 0F0

@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 
 from diptych.planner.generate import generate_schedule
 from diptych.plans.config import TransformerConfig
+from diptych.plans.mesh import undivided
 from diptych.plans.schedule.actions import Schedule
-from diptych.plans.schedule.csv import schedule_to_csv
+from diptych.plans.schedule.csv import read_schedule, schedule_to_csv
 from diptych.plans.schedule.named import build_schedule
-from diptych.plans.schedule.partition import undivided
 from diptych.plans.schedule.simulate import Costs
 from parity.compare import relative_difference
 from parity.tolerances import PARAMETERS
@@ -44,7 +44,7 @@ CASES = {
         door="shard_map",
     ),
     "a table made for its costs, some backwards split": lambda: check(
-        replace(DROPPED, **TWICE_TWO, pipeline_schedule_file=made_for_uneven_stages()), 4
+        replace(DROPPED, **TWICE_TWO, pipeline_schedule_file=read_schedule(made_for_uneven_stages())), 4
     ),
     "there and back, some backwards split": lambda: check(
         replace(DROPPED, **TWICE_TWO, pipeline_schedule="dualpipe-v"), 5
@@ -155,7 +155,7 @@ SLOW = {
             DROPPED,
             pipeline_model_parallel_size=2,
             pipeline_model_parallel_layout="Ett|tL",
-            pipeline_schedule_file=own_schedule(ANY_ORDER),
+            pipeline_schedule_file=read_schedule(own_schedule(ANY_ORDER)),
         ),
         3,
     ),
@@ -163,7 +163,9 @@ SLOW = {
         replace(
             DROPPED,
             **TWICE_TWO,
-            pipeline_schedule_file=own_schedule(written_by_torch("ScheduleInterleavedZeroBubble", 2, 4, 2)),
+            pipeline_schedule_file=read_schedule(
+                own_schedule(written_by_torch("ScheduleInterleavedZeroBubble", 2, 4, 2))
+            ),
         ),
         4,
     ),
@@ -178,7 +180,9 @@ SLOW = {
     "dualpipe-v, inputs kept": lambda: check(
         replace(DROPPED, **TWICE_TWO, pipeline_schedule="dualpipe-v"), 5, keep="inputs"
     ),
-    "in the order of a file": lambda: check(replace(DROPPED, **TWICE_TWO, pipeline_schedule_file=own_schedule()), 4),
+    "in the order of a file": lambda: check(
+        replace(DROPPED, **TWICE_TWO, pipeline_schedule_file=read_schedule(own_schedule())), 4
+    ),
     "data parallel, interleaved": lambda: check(
         replace(DROPPED, **TWICE_TWO), 4, b=4, mesh=Mesh(devices(2, 4), ("pp", "dp")), door="shard_map"
     ),

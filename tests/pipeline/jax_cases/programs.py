@@ -13,9 +13,9 @@ from jax.extend.core import jaxprs_in_params
 import jax_impl.pipeline.executor as executor
 from benchmarks.jobs.sleeping_jax import Sleeping, time_sleeping
 from diptych.plans.config import TransformerConfig
+from diptych.plans.mesh import undivided
 from diptych.plans.schedule.lockstep import Rows, lockstep_makespan
 from diptych.plans.schedule.named import schedule_for
-from diptych.plans.schedule.partition import undivided
 from diptych.plans.schedule.simulate import Costs
 from jax_impl import ops
 from jax_impl.pipeline import make_pipeline_step

@@ -11,9 +11,9 @@ import pytest
 from flax import nnx
 
 from diptych.plans.config import TransformerConfig
+from diptych.plans.mesh import undivided
 from diptych.plans.model.implementation import callback_threads
 from diptych.plans.schedule.named import schedule_for
-from diptych.plans.schedule.partition import undivided
 from jax_impl import ops
 from jax_impl.pipeline import make_pipeline_step
 from jax_impl.pipeline.kept import Task

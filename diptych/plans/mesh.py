@@ -1,0 +1,42 @@
+"""The mesh of ranks: replicas, parts of the sequences, stages."""
+
+from dataclasses import replace
+
+from diptych.plans.config import TransformerConfig
+
+MESH_AXES = ("dp", "cp", "pp")
+"""Replicas, parts of the sequences, stages. Global ranks count through a pipeline before they come to the next part,
+and through all parts before they come to the next replica: rank = (dp_rank * cp_size + cp_rank) * pp_size + pp_rank."""
+
+
+def mesh_shape(config: TransformerConfig, count: int) -> tuple[int, int, int]:
+    """Return the ranks along each of MESH_AXES, of ``count`` ranks, a multiple of a replica's."""
+    return (
+        count // config.model_parallel_size,
+        config.context_parallel_size,
+        config.pipeline_model_parallel_size,
+    )
+
+
+def undivided(config: TransformerConfig) -> TransformerConfig:
+    """Return the configuration of the same model on one rank."""
+    return replace(
+        config,
+        pipeline_model_parallel_size=1,
+        virtual_pipeline_model_parallel_size=None,
+        num_layers_in_first_pipeline_stage=None,
+        num_layers_in_last_pipeline_stage=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+        pipeline_model_parallel_layout=None,
+        pipeline_schedule=None,
+        pipeline_schedule_file=None,
+        microbatch_group_size_per_vp_stage=None,
+        context_parallel_size=1,
+    )
+
+
+def model_parallel_words(config: TransformerConfig) -> str:
+    """Name the settings whose product is the number of ranks of one replica, for messages."""
+    names = ("context_parallel_size", "pipeline_model_parallel_size")
+    return " * ".join(name for name in names if getattr(config, name) > 1) or names[-1]
