@@ -23,7 +23,7 @@ from diptych.plans.schedule.messages import PipelineError
 from reference_torch.autograd import differentiable_once
 from reference_torch.departures import Departures, cause_of
 from reference_torch.groups import wait_for
-from reference_torch.recompute.slots import in_replay
+from reference_torch.recompute.region import in_replay
 
 WHAT = ("state", "tokens of a convolution", "keys and values")
 """What is handed on."""

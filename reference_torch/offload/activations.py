@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage, nn
 from diptych.plans.offload import Use, activation_event
 from reference_torch.offload.link import Copy, Link, OffloadError
 from reference_torch.offload.statistics import OffloadStatistics
-from reference_torch.recompute.slots import slot_of
+from reference_torch.recompute.region import slot_of
 
 
 class HostPool:

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from reference_torch.offload.link import Link, OffloadError
 from reference_torch.offload.memory import OffloadedMemory, OffloadedParameter, OffloadedTensor
 from reference_torch.offload.registry import forget, register, registered_number
-from reference_torch.recompute.slots import is_held_only_by
+from reference_torch.recompute.region import is_held_only_by
 
 if TYPE_CHECKING:
     from reference_torch.offload.observe import LayerObserver

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from reference_torch.offload.link import Copy, Link, OffloadError
 from reference_torch.recompute import internals
 from reference_torch.recompute.guards import METADATA, empty_storage, function_name, refill_storage
-from reference_torch.recompute.slots import is_held_only_by
+from reference_torch.recompute.region import is_held_only_by
 
 _READS_NOTHING = (METADATA - {"untyped_storage"}) | (
     {"requires_grad_", "register_post_accumulate_grad_hook", "retains_grad", "itemsize", "get_device", "ndimension"}

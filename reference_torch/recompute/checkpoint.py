@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves
 from reference_torch.recompute import internals
 from reference_torch.recompute.guards import RecomputeUsageError
 from reference_torch.recompute.internals import outside_compiled_graphs
-from reference_torch.recompute.region import Region
-from reference_torch.recompute.slots import Slot, in_replay, slot_address, slot_of
+from reference_torch.recompute.region import Region, Slot, in_replay, slot_address, slot_of
 
 
 class CheckpointWithoutOutput:

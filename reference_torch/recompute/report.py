@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from diptych.plans.recompute import VALUES
-from reference_torch.recompute.slots import slot_at
+from reference_torch.recompute.region import slot_at
 
 
 class KeptValue(NamedTuple):

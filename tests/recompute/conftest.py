@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from reference_torch.recompute import internals
-from reference_torch.recompute import slots as slots_module
-from reference_torch.recompute.slots import in_replay
+from reference_torch.recompute import region as slots as slots_module
+from reference_torch.recompute.region import in_replay
 from tests.recompute.support import normal, traced, without_exchange
 
 

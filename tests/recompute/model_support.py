@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.config.recompute import MODULE_NAMES
-from reference_torch.recompute.slots import slot_of
+from reference_torch.recompute.region import slot_of
 from reference_torch.transformer import GPTModel
 from tests.recompute.support import normal
 

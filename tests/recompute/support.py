@@ -16,8 +16,7 @@ from torch import Tensor
 
 from reference_torch.recompute import CheckpointWithoutOutput, internals, lazy_restore
 from reference_torch.recompute import checkpoint as checkpoint_module
-from reference_torch.recompute.region import Region
-from reference_torch.recompute.slots import slot_of
+from reference_torch.recompute.region import Region, slot_of
 
 ROOT = Path(__file__).parents[2]
 SLACK = 16384

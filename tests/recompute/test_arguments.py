@@ -14,7 +14,7 @@ from reference_torch.recompute import (
     RecomputeUsageError,
     lazy_restore,
 )
-from reference_torch.recompute.slots import slot_of
+from reference_torch.recompute.region import slot_of
 from tests.recompute.support import assert_equal, gradients, is_empty, normal, reader
 
 # R4

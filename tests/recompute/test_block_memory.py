@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from diptych.plans.recompute import block_length, recompute_blocks
 from reference_torch.hyper_connections import HyperConnectionModule
 from reference_torch.recompute import BlockRecomputation, DiscardedActivationError, MHCBlockRecomputeManager, run_block
-from reference_torch.recompute.slots import slot_at
+from reference_torch.recompute.region import slot_at
 from reference_torch.transformer import GPTModel
 from tests.recompute.model_support import CONFIG, block, call, jiggled, plain, selective, steps
 from tests.recompute.support import assert_equal, gradients, is_empty, measure, normal, reader

@@ -17,7 +17,7 @@ from reference_torch.recompute import (
     internals,
     lazy_restore,
 )
-from reference_torch.recompute.slots import in_replay
+from reference_torch.recompute.region import in_replay
 from tests.recompute.support import (
     assert_equal,
     gradients,

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from reference_torch.recompute import CheckpointWithoutOutput, internals, lazy_restore
 from reference_torch.recompute.guard_memory import guard_address, lay_anew
-from reference_torch.recompute.slots import in_replay, slot_of
+from reference_torch.recompute.region import in_replay, slot_of
 from tests.recompute.support import assert_equal, branch, gradients, measure, normal, reader, reference_counting_only
 
 # R14

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from reference_torch.recompute import CheckpointWithoutOutput, lazy_restore
-from reference_torch.recompute.slots import slot_of
+from reference_torch.recompute.region import slot_of
 from tests.recompute.support import aliases, assert_equal, gradients, is_empty, listed, normal, reader, run_process
 
 # R12

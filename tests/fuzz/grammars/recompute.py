@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from reference_torch.recompute import CheckpointWithoutOutput, MHCBlockRecomputeManager, RecomputeError, lazy_restore
-from reference_torch.recompute.slots import in_replay
+from reference_torch.recompute.region import in_replay
 from tests.fuzz.harness import EQUAL, REFUSED, Outcome, Wrong
 
 N = 4
