@@ -49,6 +49,7 @@ def test_what_must_be_accepted_learns_as_plain(features, pools):
     assert_learns_as_plain(pools.step(composition), composition)
 
 
+@pytest.mark.slow  # in make test, the fuzzer of compositions draws
 @pytest.mark.multiprocess
 @pytest.mark.timeout(1800)
 def test_any_accepted_configuration_learns_as_plain(pools):
@@ -85,6 +86,7 @@ def test_kernels_learn_as_plain(features, pools):
     assert_learns_as_plain(pools.step(composition, 280.0), composition)
 
 
+@pytest.mark.slow  # in make test, the fuzzer of compositions draws
 @pytest.mark.multiprocess
 @pytest.mark.timeout(900)
 def test_jax_learns_as_plain():

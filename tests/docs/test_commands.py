@@ -53,7 +53,11 @@ def test_every_command_is_of_a_kind_that_is_run():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("words", PLANS, ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(words, marks=pytest.mark.slow if "8192" in words else ()) for words in PLANS],
+    ids=lambda words: " ".join(words),
+)
 def test_plans_are_printed(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(words[1:]) == 0, capsys.readouterr().err

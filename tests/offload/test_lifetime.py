@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 
+import jaxtyping
 import pytest
 import torch
 from torch import nn
@@ -169,6 +170,15 @@ def test_thirty_managers_leave_nothing():
     assert set(copyreg.dispatch_table) <= classes
 
 
+@pytest.fixture
+def unchecked_shapes():
+    """Leave out the checks of annotations, which take four fifths of a small step."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("more", [{}, EVERYTHING])
 def test_three_hundred_steps_leave_nothing(managers, more):
     model = build()

@@ -329,6 +329,7 @@ def test_the_command_prints_ways_and_what_holds_them_back(capsys):
 
 
 @pytest.mark.thorough
+@pytest.mark.slow
 def test_a_thousand_ranks_are_searched_quickly(capsys):
     start = time.process_time()
     sizes = "--hidden-size 4096 --num-layers 32 --num-attention-heads 32 --seq-length 4096 --bf16 --use-flash-attn"
