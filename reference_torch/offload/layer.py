@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -10,12 +10,9 @@ from torch.utils.hooks import RemovableHandle
 
 from reference_torch.offload.link import Link, OffloadError
 from reference_torch.offload.memory import OffloadedMemory, OffloadedParameter, OffloadedTensor
+from reference_torch.offload.observe import LayerObserver
 from reference_torch.offload.registry import forget, register, registered_number
 from reference_torch.recompute.region import is_held_only_by
-
-if TYPE_CHECKING:
-    from reference_torch.offload.observe import LayerObserver
-
 
 IN_USE = "its memory is used by others"
 """Why a memory stays that somebody else holds, who would not bring it back before reading it."""

@@ -4,13 +4,18 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
-from reference_torch.offload.link import OffloadError
+from reference_torch.offload.link import Link, OffloadError
 
-if TYPE_CHECKING:
-    from reference_torch.offload.link import Link
-    from reference_torch.offload.manager import TensorOffloadManager
+
+@runtime_checkable
+class Closable(Protocol):
+    """A manager that can be closed."""
+
+    def close(self) -> None:
+        """Bring everything back and remove every hook."""
+        ...
 
 
 def weak_method(method: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -29,7 +34,7 @@ def weak_method(method: Callable[..., Any], otherwise: Callable[..., Any] | None
     return call
 
 
-def close_dropped(manager: "TensorOffloadManager", link: "Link | None") -> None:
+def close_dropped(manager: Closable, link: Link | None) -> None:
     """Close a manager that nobody holds any more.
 
     Where the device has no room for some layers, each of their tensors comes back when it is read.
@@ -40,6 +45,6 @@ def close_dropped(manager: "TensorOffloadManager", link: "Link | None") -> None:
         _close(manager)
 
 
-def _close(manager: "TensorOffloadManager") -> None:
+def _close(manager: Closable) -> None:
     with contextlib.suppress(OffloadError):
         manager.close()

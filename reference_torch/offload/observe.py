@@ -6,7 +6,7 @@ layer's backward begins. It has ended when the gradients of the layer's inputs e
 
 import weakref
 from contextvars import Token
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,42 @@ from reference_torch.offload.memory import gradient_node
 from reference_torch.recompute import before_replay
 from reference_torch.recompute.internals import outside_compiled_graphs
 
-if TYPE_CHECKING:
-    from reference_torch.offload.manager import TensorOffloadManager
+
+@runtime_checkable
+class UseListener(Protocol):
+    """The manager that an observer reports to."""
+
+    def on_forward_pre_hook(self, layer_id: int) -> None:
+        """A forward of the layer begins."""
+        ...
+
+    def on_forward_post_hook(self, layer_id: int) -> None:
+        """A forward of the layer has ended."""
+        ...
+
+    def on_backward_pre_hook(self, layer_id: int) -> None:
+        """A gradient of the layer's output has arrived."""
+        ...
+
+    def on_backward_post_hook(self, layer_id: int) -> None:
+        """The gradients of the layer's inputs and parameters exist."""
+        ...
+
+    def on_replay(self, parameters: list[Tensor]) -> None:
+        """A recomputed region that reads these parameters is about to run again."""
+        ...
+
+    def new_group(self) -> ActivationGroup | None:
+        """Return the group for what the forward that begins saves for backward, or None."""
+        ...
+
+    def end_group(self, group: ActivationGroup) -> None:
+        """The forward of the group has ended."""
+        ...
+
+    def saved_tensor_hooks(self, group: ActivationGroup | None) -> saved_tensors_hooks:
+        """Return the hooks that the layer's forward runs in."""
+        ...
 
 
 class LayerObserver:
@@ -34,9 +68,7 @@ class LayerObserver:
         listener: who is told.
     """
 
-    def __init__(
-        self, layer_id: int, module: nn.Module, parameters: list[nn.Parameter], listener: "TensorOffloadManager"
-    ) -> None:
+    def __init__(self, layer_id: int, module: nn.Module, parameters: list[nn.Parameter], listener: UseListener) -> None:
         self.layer_id, self._listener = layer_id, weakref.ref(listener)
         self.parameters, self._module = parameters, weakref.ref(module)
         self._on_replay = weak_method(listener.on_replay)
@@ -52,7 +84,7 @@ class LayerObserver:
         ]
 
     @property
-    def listener(self) -> "TensorOffloadManager | None":
+    def listener(self) -> UseListener | None:
         """Who is told; None where nobody holds it any more, and it has closed."""
         return self._listener()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from reference_torch.recompute import internals
-from reference_torch.recompute import region as slots as slots_module
+from reference_torch.recompute import region as slots_module
 from reference_torch.recompute.region import in_replay
 from tests.recompute.support import normal, traced, without_exchange
 
