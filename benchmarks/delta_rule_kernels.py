@@ -93,7 +93,7 @@ def product_rate(device: str) -> float:
 def kernel_rows(
     name: str, recorded: ahead.Recorded, device: str, roofline: tuple[float, float]
 ) -> list[dict[str, Any]]:
-    """One kernel at its fastest block, from the doors that are there."""
+    """One kernel at its fastest block, from the backends that are there."""
     inputs = tables_in(random_inputs(recorded, device), recorded)
     block = tuning.first(recorded.build)
     if device == "cuda":
@@ -108,14 +108,14 @@ def kernel_rows(
     return [
         {
             "kernel": name,
-            "door": door,
+            "backend": backend,
             "block": list(block),
             "microseconds": time * 1e6,
             "bytes": moved,
             "flops": multiplied,
             "share_of_roofline": least / time,
         }
-        for door, time in times.items()
+        for backend, time in times.items()
     ]
 
 
@@ -165,7 +165,7 @@ def pre_process_shares(kernels: list[dict[str, Any]], operations: list[dict[str,
     """What a rank among others scans before it knows the state it begins with, beside its forward."""
     maps = {"kda": "scan.scan_forward (maps)", "gdn": "scan.scan_forward (one decay, maps)"}
     forward = {row["operation"]: row["microseconds"]["kernels"] for row in operations if row["direction"] == "forward"}
-    times = {row["kernel"]: row["microseconds"] for row in kernels if row["door"] == "torch"}
+    times = {row["kernel"]: row["microseconds"] for row in kernels if row["backend"] == "torch"}
     return {name: times[kernel] / forward[name] for name, kernel in maps.items()}
 
 
@@ -183,9 +183,9 @@ def show(console: Console, content: dict[str, Any]) -> None:
     size = f"{content['tokens']} tokens, {content['heads']} heads, K = V = {content['key']}, {content['dtype']}"
     rates = f"a copy {content['copy_bytes_per_second'] / 1e9:,.0f} GB/s, a product "
     rates += f"{content['product_flops_per_second'] / 1e12:,.1f} TFLOP/s"
-    table = Table("kernel", "door", "µs", "of roofline", title=f"{content['device']}: {size}; {rates}")
+    table = Table("kernel", "backend", "µs", "of roofline", title=f"{content['device']}: {size}; {rates}")
     for row in content["kernels"]:
-        table.add_row(row["kernel"], row["door"], f"{row['microseconds']:,.1f}", f"{row['share_of_roofline']:.0%}")
+        table.add_row(row["kernel"], row["backend"], f"{row['microseconds']:,.1f}", f"{row['share_of_roofline']:.0%}")
     console.print(table)
     table = Table("operation", "direction", "µs", "× reference", "× fla-core")
     for row in content["operations"]:

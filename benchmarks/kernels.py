@@ -1,4 +1,4 @@
-"""Every kernel on one GPU, from both doors, beside a copy of memory and beside its peers.
+"""Every kernel on one GPU, from both backends, beside a copy of memory and beside its peers.
 
     python -m benchmarks.kernels                          (make bench-gpu; writes benchmarks/results/<gpu>-<date>.json)
     python -m benchmarks.kernels --tokens 16384 --width 8192
@@ -73,7 +73,9 @@ def measure(tokens: int, width: int, device: str) -> dict[str, Any]:
         "copy_bytes_per_second": bandwidth,
         "kernels": rows,
         "operations": operation_rows(tokens, width, device),
-        "jax": "measured" if any(row["door"] == "jax" for row in rows) else "absent: no jax-triton, or JAX sees no GPU",
+        "jax": "measured"
+        if any(row["backend"] == "jax" for row in rows)
+        else "absent: no jax-triton, or JAX sees no GPU",
         "liger_kernel": "measured" if liger() else "absent",
     }
 
@@ -117,7 +119,7 @@ def random_inputs(recorded: ahead.Recorded, device: str) -> tuple[torch.Tensor, 
 def kernel_rows(
     name: str, recorded: ahead.Recorded, tokens: int, device: str, bandwidth: float
 ) -> list[dict[str, Any]]:
-    """One kernel at its fastest block, from the doors that are there."""
+    """One kernel at its fastest block, from the backends that are there."""
     inputs = random_inputs(recorded, device)
     block = tuning.first(recorded.build)
     if device == "cuda":
@@ -133,13 +135,13 @@ def kernel_rows(
     return [
         {
             "kernel": name,
-            "door": door,
+            "backend": backend,
             "block": list(block),
             "microseconds": time * 1e6,
             "ideal_bytes": moved,
             "share_of_copy": moved / time / bandwidth,
         }
-        for door, time in times.items()
+        for backend, time in times.items()
     ]
 
 
@@ -239,9 +241,9 @@ def show(console: Console, content: dict[str, Any]) -> None:
     """Two short tables."""
     size = f"{content['tokens']} tokens, S = 4, D = {content['width']}, {content['dtype']}"
     copied = f"a copy moves {content['copy_bytes_per_second'] / 1e9:,.0f} GB/s"
-    table = Table("kernel", "door", "µs", "of copy", title=f"{content['device']}: {size}; {copied}")
+    table = Table("kernel", "backend", "µs", "of copy", title=f"{content['device']}: {size}; {copied}")
     for row in content["kernels"]:
-        table.add_row(row["kernel"], row["door"], f"{row['microseconds']:,.1f}", f"{row['share_of_copy']:.0%}")
+        table.add_row(row["kernel"], row["backend"], f"{row['microseconds']:,.1f}", f"{row['share_of_copy']:.0%}")
     console.print(table)
     table = Table("operation", "direction", "µs", "× eager", "× liger-kernel")
     for row in content["operations"]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 
-class Hands:
+class Carry:
     """Of one call of a model: what came, and so far, what goes on.
 
     Args:
@@ -26,7 +26,7 @@ class Hands:
         self.sent: list[Array] = []
 
 
-_HANDS: ContextVar[Hands | None] = ContextVar("what is handed on", default=None)
+_CARRY: ContextVar[Carry | None] = ContextVar("what is handed on", default=None)
 
 
 def hand_over(shape: tuple[int, ...], dtype: Any, own: Callable[[Array], tuple[Array, Any]]) -> Any:
@@ -42,22 +42,22 @@ def hand_over(shape: tuple[int, ...], dtype: Any, own: Callable[[Array], tuple[A
     Raises:
         ValueError: nobody collects what is handed on.
     """
-    hands = _HANDS.get()
-    if hands is None:
+    carry = _CARRY.get()
+    if carry is None:
         raise ValueError(
             "cp_exchange: expected another than 'pipelined' outside of jax_impl.context_parallel.over_microbatches, "
             "whose microbatches follow one another over ranks"
         )
-    place = hands.first + len(hands.sent)
-    part, result = own(jnp.zeros(shape, dtype) if hands.came is None else hands.came[place])
+    place = carry.first + len(carry.sent)
+    part, result = own(jnp.zeros(shape, dtype) if carry.came is None else carry.came[place])
     assert (part.shape, part.dtype) == (shape, dtype), f"{place}: {part.shape} {part.dtype}, expected {shape} {dtype}"
-    hands.sent.append(part)
+    carry.sent.append(part)
     return result
 
 
 def handing(run: Callable[..., Any], came: Sequence[Array] | None) -> Callable[..., tuple[Any, tuple[Array, ...]]]:
     """``run``, with what came given to its layers; returns its result and what they hand on."""
-    return _with(run, Hands(came))
+    return _with(run, Carry(came))
 
 
 def collecting(
@@ -66,23 +66,23 @@ def collecting(
     """``apart(run)``, of a transformation that traces run by itself: what run hands on comes out through its result."""
 
     def collected(*args: Any) -> Any:
-        hands = _HANDS.get()
-        if hands is None:
+        carry = _CARRY.get()
+        if carry is None:
             return apart(run)(*args)
-        result, sent = apart(_with(run, Hands(hands.came, hands.first + len(hands.sent))))(*args)
-        hands.sent.extend(sent)
+        result, sent = apart(_with(run, Carry(carry.came, carry.first + len(carry.sent))))(*args)
+        carry.sent.extend(sent)
         return result
 
     return collected
 
 
-def _with(run: Callable[..., Any], hands: Hands) -> Callable[..., tuple[Any, tuple[Array, ...]]]:
+def _with(run: Callable[..., Any], carry: Carry) -> Callable[..., tuple[Any, tuple[Array, ...]]]:
     def given(*args: Any) -> tuple[Any, tuple[Array, ...]]:
-        own = Hands(hands.came, hands.first)  # of this tracing
-        before = _HANDS.set(own)
+        own = Carry(carry.came, carry.first)  # of this tracing
+        before = _CARRY.set(own)
         try:
             return run(*args), tuple(own.sent)
         finally:
-            _HANDS.reset(before)
+            _CARRY.reset(before)
 
     return given

@@ -13,7 +13,7 @@ All of it runs under jax.shard_map (or jax.pmap): one program, in which ranks di
 from jax_impl.context_parallel.contexts import build_cp_context, compress_h0, expand_h0
 from jax_impl.context_parallel.exchange import Crossing, exchange_states
 from jax_impl.context_parallel.layers import cp_attention, cp_short_convolution
-from jax_impl.context_parallel.states import complete, with_responses
+from jax_impl.context_parallel.states import complete, with_transition_columns
 from jax_impl.context_parallel.wavefront import over_microbatches
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "expand_h0",
     "exchange_states",
     "Crossing",
-    "with_responses",
+    "with_transition_columns",
     "complete",
     "cp_short_convolution",
     "cp_attention",

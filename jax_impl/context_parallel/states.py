@@ -11,7 +11,7 @@ from jax_impl.context_parallel.exchange import Crossing, pass_states, ranks_of, 
 from jax_impl.handing import hand_over
 
 
-def with_responses(initial_state: Array | None, context: FLACPContext, like: Array) -> Array:
+def with_transition_columns(initial_state: Array | None, context: FLACPContext, like: Array) -> Array:
     """What the rank's scan begins with: of a sequence that began on another rank 0 and the identity.
 
     Args:
@@ -41,7 +41,7 @@ def handed_through(
     """Outputs and final states, pipelined: the first sequence begins with the state that the rank before hands on.
 
     Args:
-        initial_state: as with_responses'.
+        initial_state: as with_transition_columns'.
         like: a state's shape and type. [HV, K, V]
         context: of the ranks.
         run: outputs and final states of initial ones, [n, HV, K, V] each.
@@ -66,7 +66,7 @@ def handed_through(
 
 def complete(
     o: Float[Array, "b t h v"],
-    response: Float[Array, "b u h k"] | None,
+    transition_output: Float[Array, "b u h k"] | None,
     finals: Float[Array, "n h k w"],
     crossing: Crossing,
 ) -> tuple[Float[Array, "b t h v"], Float[Array, "n h k v"]]:
@@ -74,7 +74,7 @@ def complete(
 
     Args:
         o: outputs, those of a first sequence that began on another rank from a state of 0. [1, T, HV, V]
-        response: of tokens, from the part's first on; None: they do not depend on another rank. [1, U, HV, K]
+        transition_output: of tokens, from the part's first on; None: they do not depend on another rank. [1, U, HV, K]
         finals: H and M of every sequence, as wide. [n, HV, K, V + K]
         crossing: of the call.
 
@@ -87,11 +87,11 @@ def complete(
     transition = jnp.where(context.goes_through, transitions[0], 0)
     state = jnp.where(goes_on, states[last], 0)
     begun = pass_states(transition, state, log_decay, ranks_of(context), reach_of(context))
-    if response is not None:
-        tokens = response.shape[1]
+    if transition_output is not None:
+        tokens = transition_output.shape[1]
         # Of other sequences, which have nothing to do with the state that came, both are left out, not times 0.
         own = ((jnp.arange(tokens) < context.cu_seqlens[1]) & came)[:, None, None]
-        more = jnp.einsum("bthk,hkv->bthv", jnp.where(own, response, 0), begun)
+        more = jnp.einsum("bthk,hkv->bthv", jnp.where(own, transition_output, 0), begun)
         o = o.at[:, :tokens].add(jnp.where(own, more, 0))
     states = states.at[0].add(jnp.where(came, transitions[0] @ begun, 0))
     return o, states.at[last].set(jnp.where(goes_on, 0, states[last]))

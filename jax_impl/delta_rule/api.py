@@ -15,7 +15,7 @@ from diptych.plans.model.delta_rule import (
     check_arguments,
     refuse_unknown_keywords,
 )
-from jax_impl.context_parallel import Crossing, complete, with_responses
+from jax_impl.context_parallel import Crossing, complete, with_transition_columns
 from jax_impl.context_parallel.states import handed_through
 from jax_impl.context_parallel.wavefront import is_pipelined
 from jax_impl.delta_rule.by_kernels import chunked_by_kernels
@@ -234,7 +234,12 @@ def _over_ranks(
     v, like = arguments.v, _state_like(arguments)
     _, key, value = like.shape
     o, finals = chunked(
-        arguments, with_responses(initial, context, like), options, context.cu_seqlens, recompute, responses=key
+        arguments,
+        with_transition_columns(initial, context, like),
+        options,
+        context.cu_seqlens,
+        recompute,
+        num_transition_columns=key,
     )
     o, finals = complete(
         o[..., :value], o[..., value:], finals, Crossing(context, value, _log_decay(arguments, options, context))

@@ -10,7 +10,7 @@ from jax.core import Tracer
 from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.model.delta_rule import ChunkTables, DeltaRuleOptions, chunk_tables, most_chunks
 from diptych.plans.model.implementation import kernel_chunk_size
-from diptych_kernels.delta_rule.autodiff_rules import Edges
+from diptych_kernels.delta_rule.autodiff_rules import BoundarySequences
 from jax_impl.context_parallel.exchange import Ranks, Reach, exchange_over, ranks_of, reach_of
 from jax_impl.delta_rule.chunked import Arguments
 from jax_impl.delta_rule.gates import prepared
@@ -38,7 +38,7 @@ def chunked_by_kernels(
     call: list[Any] = [q, k, v, g, beta, initial_state, tables, size, scale, recompute]
     if context is not None:
         ranks = KernelRanks(ranks_of(context), v.shape[-1])
-        call += [ranks, _edges(context, initial_state, tables.sequences, k, v)]
+        call += [ranks, _boundary_sequences(context, initial_state, tables.sequences, k, v)]
     return kernels.delta_rule(*call)
 
 
@@ -48,7 +48,9 @@ def _tables(cu_seqlens: Array | np.ndarray | None, rows: int, length: int, size:
     return chunk_tables(np.arange(rows + 1) * length if cu_seqlens is None else np.asarray(cu_seqlens), size)
 
 
-def _edges(context: FLACPContext, initial_state: Array | None, sequences: Array, k: Array, v: Array) -> Edges:
+def _boundary_sequences(
+    context: FLACPContext, initial_state: Array | None, sequences: Array, k: Array, v: Array
+) -> BoundarySequences:
     """Of every rank: no tokens of a first sequence that began there, nor of a last that ends there."""
     last = context.num_sequences - 1
     dtype, key, width = jnp.promote_types(v.dtype, jnp.float32), k.shape[-1], v.shape[-1]
@@ -63,7 +65,7 @@ def _edges(context: FLACPContext, initial_state: Array | None, sequences: Array,
     ]
     roles = [~context.is_first_rank, ~context.is_last_rank, last, *reach_of(context)]
     roles = jnp.stack([jnp.asarray(role).astype(jnp.int32) for role in roles])
-    return Edges(state[None], jnp.stack(edges), roles)
+    return BoundarySequences(state[None], jnp.stack(edges), roles)
 
 
 class KernelRanks(NamedTuple):

@@ -41,14 +41,14 @@ class Layout(NamedTuple):
         options: of the call.
         segments: how many.
         is_dense: every slot holds the token of its number, so that nothing is moved.
-        responses: columns of values that are 0; see chunked.
+        num_transition_columns: columns of values that are 0; see chunked.
         sequences: how many.
     """
 
     options: DeltaRuleOptions
     segments: int
     is_dense: bool
-    responses: int
+    num_transition_columns: int
     sequences: int
 
 
@@ -58,16 +58,16 @@ def chunked(
     options: DeltaRuleOptions,
     cu_seqlens: Array | np.ndarray | None,
     recompute: bool,
-    responses: int = 0,
+    num_transition_columns: int = 0,
 ) -> tuple[Array, Array]:
     """Outputs and final states; arguments as the public functions' (calls.py), checked.
 
     Args:
-        responses: so many columns follow those of the values, in states and outputs, for values of 0: how the outputs
-            change with what the initial state holds there. Outputs are then as wide as states are.
+        num_transition_columns: so many columns follow those of the values, in states and outputs, for values of 0:
+            how the outputs change with what the initial state holds there. Outputs are then as wide as states are.
     """
     (batch, length, heads, width), key = arguments.v.shape, arguments.q.shape[-1]
-    width += responses
+    width += num_transition_columns
     sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
     offsets = np.array([0, length]) if cu_seqlens is None else cu_seqlens
     is_traced = isinstance(offsets, Tracer)
@@ -78,13 +78,13 @@ def chunked(
     if not is_traced:
         offsets = np.asarray(offsets)
     cuts = cut_into_chunks(offsets, length, size, chunks, jnp if is_traced else np)
-    layout = Layout(options, segments, not is_traced and bool(np.all(cuts.filled)), responses, sequences)
+    layout = Layout(options, segments, not is_traced and bool(np.all(cuts.filled)), num_transition_columns, sequences)
     initial = None if initial_state is None else initial_state.reshape(sequences, batch * heads, key, width)
     cuts = jax.tree.map(jnp.asarray, cuts)
     initial, *alike = varying_alike((initial, *arguments))
     compute: Any = _replayed if recompute else _kept
     o, finals = compute(layout, Arguments(*alike), initial, cuts)
-    return o if responses else o.astype(arguments.v.dtype), finals.reshape(-1, heads, key, width)
+    return o if num_transition_columns else o.astype(arguments.v.dtype), finals.reshape(-1, heads, key, width)
 
 
 def _with_gate(tokens: Sequence[Array], whole: Arguments) -> Arguments:
@@ -120,7 +120,7 @@ def _to_chunks(x: Array, size: int) -> Array:
 
 def _terms(layout: Layout, arguments: Arguments, filled: Array) -> ChunkTerms:
     """Of a segment's chunks. filled: [slots of a segment]"""
-    v = jnp.pad(arguments.v, ((0, 0), (0, 0), (0, 0), (0, layout.responses)))
+    v = jnp.pad(arguments.v, ((0, 0), (0, 0), (0, 0), (0, layout.num_transition_columns)))
     q, k, v, g, beta = gated(*arguments._replace(v=v), layout.options)
     if not layout.is_dense:
         g = jnp.where(filled[:, None, None], g, 0)
@@ -142,7 +142,7 @@ def _before(sequences: int, initial: Array | None, shape: tuple[int, ...], like:
 
 def _state_shape(layout: Layout, arguments: Arguments) -> tuple[int, int, int]:
     batch, _, heads, width = arguments.v.shape
-    return batch * heads, arguments.q.shape[-1], width + layout.responses
+    return batch * heads, arguments.q.shape[-1], width + layout.num_transition_columns
 
 
 def _scan(layout: Layout, segment: Callable, carry: Any, inputs: Any, reverse: bool = False) -> tuple[Any, Any]:
@@ -150,7 +150,7 @@ def _scan(layout: Layout, segment: Callable, carry: Any, inputs: Any, reverse: b
 
     Its outputs, and backward its terms, depend on no other rank: there they can be computed while states travel.
     """
-    if not layout.responses:
+    if not layout.num_transition_columns:
         return jax.lax.scan(segment, carry, inputs, reverse=reverse)
     rest, last = jax.tree.map(lambda x: x[:-1], inputs), jax.tree.map(lambda x: x[-1], inputs)
     if layout.segments == 1:

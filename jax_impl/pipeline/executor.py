@@ -178,7 +178,7 @@ class _Run:
 
     def _one_action(self, state: _State, row: Any, done: _Done) -> tuple[_State, _Done]:
         """Of a canonical tick: under one switch, so that no rank sends, and so waits, before it has done its own."""
-        forwards, backwards, weighs = (
+        forwards, backwards, has_weight_grad = (
             stage >= 0 for stage in (row.forward_stage, row.backward_stage, row.weights_stage)
         )
 
@@ -186,7 +186,7 @@ class _Run:
             done = self._backward(state, row, done)
             if not self._also_whole:
                 return done
-            return self._switch(weighs, [_nothing, partial(self._weight_gradients, row, done.weights)], done)
+            return self._switch(has_weight_grad, [_nothing, partial(self._weight_gradients, row, done.weights)], done)
 
         def weights(done: _Done) -> _Done:
             return self._weight_gradients(row, _slot(state.weights, row.weights_kept), done)
@@ -196,7 +196,7 @@ class _Run:
             branches.append(backward)
         if self._splits:
             branches.append(weights)
-        choice = jnp.where(forwards, 1, jnp.where(backwards, 2, jnp.where(weighs, 3, 0)))
+        choice = jnp.where(forwards, 1, jnp.where(backwards, 2, jnp.where(has_weight_grad, 3, 0)))
         done = self._switch(choice, branches, done)
         return state._replace(kept=self._keep(state.kept, row.forward_kept, done.kept)), done
 

@@ -1,1 +1,2 @@
-"""Triton kernels shared by both backends, and the doors that PyTorch and JAX call them through. See docs/kernels.md."""
+"""Triton kernels shared by both backends, and the backends that PyTorch and JAX call them through. See
+docs/kernels.md."""

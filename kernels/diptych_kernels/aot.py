@@ -86,7 +86,7 @@ class Recorded(NamedTuple):
 
 
 class Recorder:
-    """A door that launches nothing and writes down everything."""
+    """A backend that launches nothing and writes down everything."""
 
     def __init__(self, blocks: dict[str, Block] | None = None) -> None:
         self.blocks, self.launches = blocks or {}, []
@@ -98,7 +98,7 @@ class Recorder:
         return tuple(Shape(*output) for output in launch.outputs)
 
     def cast(self, x: Shape, dtype: str) -> Shape:
-        """See Door.cast."""
+        """See Backend.cast."""
         return Shape(x.shape, dtype)
 
 

@@ -1,4 +1,4 @@
-"""The functions a door offers, checked and taken to operations; the same for PyTorch and JAX."""
+"""The functions a backend offers, checked and taken to operations; the same for PyTorch and JAX."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from diptych.plans.model.operations import (
 )
 from diptych_kernels import autodiff_rules as operations
 from diptych_kernels.autodiff_rules import Array, Operation, Sinkhorn, dtype_name
-from diptych_kernels.delta_rule.autodiff_rules import DELTA_RULE, DeltaRule, Edges, Ranks
+from diptych_kernels.delta_rule.autodiff_rules import DELTA_RULE, BoundarySequences, DeltaRule, Ranks
 from diptych_kernels.delta_rule.launch_configs import parts_of
 from diptych_kernels.launch_configs import Launch, Write, wide
 
@@ -28,7 +28,7 @@ DIFFERENTIATED_TWICE = "differentiating twice: kernels have first derivatives on
 
 
 class Functions(ABC):
-    """What one framework's door adds: how to launch, to cast and to differentiate.
+    """What one framework's backend adds: how to launch, to cast and to differentiate.
 
     Arrays may have any strides (what is not contiguous is copied) and must lie on one device. Coefficients are cast to
     float32, or float64 for float64 streams, and gradients have the types of what they belong to.
@@ -51,10 +51,10 @@ class Functions(ABC):
 
     @abstractmethod
     def check_devices(self, **arrays: Array | None) -> None:
-        """Refuse arrays the door cannot take together."""
+        """Refuse arrays the backend cannot take together."""
 
     @abstractmethod
-    def alike(self, x: Array, residual: Array) -> Array:
+    def cast_like(self, x: Array, residual: Array) -> Array:
         """x in residual's type where the framework converts types by itself."""
 
     @abstractmethod
@@ -197,7 +197,7 @@ class Functions(ABC):
             if array is not None:
                 _check_shape(name, array, expected)
         if residual is not None and x is not None:
-            x = self.alike(x, residual)
+            x = self.cast_like(x, residual)
         if residual is not None and x is not None:
             check_same_type("x", dtype_name(x), "residual", dtype_name(residual))
         add = "none" if residual is None else "plain" if h_res is None else "mix"
@@ -254,7 +254,7 @@ class Functions(ABC):
         scale: float,
         recompute: bool = True,
         ranks: Ranks | None = None,
-        edges: Edges | None = None,
+        edges: BoundarySequences | None = None,
     ) -> tuple[Array, Array]:
         """Outputs and final states of the gated delta rule: see delta_rule.chunk_kda, whose checks were made.
 

@@ -1,11 +1,11 @@
-"""Each operation as a pair of functions, forward and backward, made of launches; written once for all doors.
+"""Each operation as a pair of functions, forward and backward, made of launches; written once for all backends.
 
-A door (torch_ops, jax_ops, ahead) is a function ``door(launch_function, sizes, *inputs) -> outputs`` with a method
-``cast(x, dtype)``. What is written here touches arrays only through it, through ``shape`` and ``dtype`` and through
-slices, which PyTorch and JAX have alike.
+A backend (torch_backend, jax_backend, aot) is a function ``backend(launch_function, sizes, *inputs) -> outputs`` with
+a method ``cast(x, dtype)``. Rules touch arrays only through it, through ``shape`` and ``dtype`` and through slices,
+which PyTorch and JAX both have.
 
-    forward(door, static, *inputs)            -> outputs, saved        what backward needs, inputs among it
-    backward(door, static, saved, *gradients) -> gradient of every input, None where there is none
+    forward(backend, static, *inputs)            -> outputs, saved        what backward needs, inputs among it
+    backward(backend, static, saved, *gradients) -> gradient of every input, None where there is none
 """
 
 import math
@@ -18,7 +18,7 @@ from diptych_kernels.launch_configs import Launch, Write, wide
 Array = Any
 
 
-class Door(Protocol):
+class Backend(Protocol):
     """How one framework launches kernels."""
 
     def __call__(self, build: Callable[..., Launch], sizes: dict[str, Any], *inputs: Array) -> tuple[Array, ...]:
@@ -42,7 +42,7 @@ def dtype_name(x: Array) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def column_sum(door: Door, x: Array, rows: int, width: int) -> Array:
+def column_sum(backend: Backend, x: Array, rows: int, width: int) -> Array:
     """[width] sums over rows, in float32 or float64; in two steps where there are many rows.
 
     Narrow types always take both steps, so that which kernels are compiled does not hang on the number of rows.
@@ -51,7 +51,7 @@ def column_sum(door: Door, x: Array, rows: int, width: int) -> Array:
     if dtype != wide(dtype):
         groups = max(groups, 2)
     for parts in [groups, 1] if groups > 1 else [1]:
-        (x,) = door(launch.column_sum, dict(rows=rows, groups=parts, width=width, dtype=dtype_name(x)), x)
+        (x,) = backend(launch.column_sum, dict(rows=rows, groups=parts, width=width, dtype=dtype_name(x)), x)
         rows = parts
     return x.reshape(width)
 
@@ -64,13 +64,13 @@ class Sinkhorn(NamedTuple):
     epsilon: float = 0.0
 
 
-def _sinkhorn_forward(door: Door, static: Sinkhorn, logits: Array):
-    return door(launch.sinkhorn_forward, _sinkhorn_sizes(static, logits), logits), (logits,)
+def _sinkhorn_forward(backend: Backend, static: Sinkhorn, logits: Array):
+    return backend(launch.sinkhorn_forward, _sinkhorn_sizes(static, logits), logits), (logits,)
 
 
-def _sinkhorn_backward(door: Door, static: Sinkhorn, saved: tuple, grad: Array):
+def _sinkhorn_backward(backend: Backend, static: Sinkhorn, saved: tuple, grad: Array):
     (logits,) = saved
-    return door(launch.sinkhorn_backward, _sinkhorn_sizes(static, logits), logits, grad)
+    return backend(launch.sinkhorn_backward, _sinkhorn_sizes(static, logits), logits, grad)
 
 
 def _sinkhorn_sizes(static: Sinkhorn, logits: Array) -> dict[str, Any]:
@@ -84,23 +84,23 @@ def _sinkhorn_sizes(static: Sinkhorn, logits: Array) -> dict[str, Any]:
     )
 
 
-def _mappings_forward(door: Door, static: Sinkhorn, x: Array, phi: Array, alpha: Array, bias: Array):
+def _mappings_forward(backend: Backend, static: Sinkhorn, x: Array, phi: Array, alpha: Array, bias: Array):
     sizes = _stream_sizes(x)
-    narrow = door.cast(phi, sizes["dtype"])
-    projected, r = door(launch.project_forward, {**sizes, "epsilon": static.epsilon}, x, narrow)
-    outputs = door(launch.mappings_forward, _mappings_sizes(static, x), projected, r, alpha, bias)
+    narrow = backend.cast(phi, sizes["dtype"])
+    projected, r = backend(launch.project_forward, {**sizes, "epsilon": static.epsilon}, x, narrow)
+    outputs = backend(launch.mappings_forward, _mappings_sizes(static, x), projected, r, alpha, bias)
     return outputs, (x, phi, alpha, bias, projected, r)
 
 
-def _mappings_backward(door: Door, static: Sinkhorn, saved: tuple, *grads: Array):
+def _mappings_backward(backend: Backend, static: Sinkhorn, saved: tuple, *grads: Array):
     x, phi, alpha, bias, projected, r = saved
     sizes = {**_mappings_sizes(static, x), "width": x.shape[-1]}
-    dprojected, shrink, rows = door(launch.mappings_backward, sizes, projected, r, alpha, bias, *grads)
-    narrow = door.cast(phi, dtype_name(x))
-    dx, dphi = door(launch.project_backward, _stream_sizes(x), x, narrow, dprojected, shrink)
-    dphi = column_sum(door, dphi, dphi.shape[0], math.prod(phi.shape)).reshape(phi.shape)
-    sums = column_sum(door, rows, *rows.shape)
-    return dx, door.cast(dphi, dtype_name(phi)), sums[:3], sums[3:]
+    dprojected, shrink, rows = backend(launch.mappings_backward, sizes, projected, r, alpha, bias, *grads)
+    narrow = backend.cast(phi, dtype_name(x))
+    dx, dphi = backend(launch.project_backward, _stream_sizes(x), x, narrow, dprojected, shrink)
+    dphi = column_sum(backend, dphi, dphi.shape[0], math.prod(phi.shape)).reshape(phi.shape)
+    sums = column_sum(backend, rows, *rows.shape)
+    return dx, backend.cast(dphi, dtype_name(phi)), sums[:3], sums[3:]
 
 
 def _mappings_sizes(static: Sinkhorn, x: Array) -> dict[str, Any]:
@@ -114,30 +114,30 @@ def _stream_sizes(x: Array) -> dict[str, Any]:
     return dict(lead=tuple(lead), streams=streams, width=width, dtype=dtype_name(x))
 
 
-def _aggregate_forward(door: Door, static: None, x: Array, h_pre: Array):
-    return door(launch.aggregate_forward, _stream_sizes(x), x, h_pre), (x, h_pre)
+def _aggregate_forward(backend: Backend, static: None, x: Array, h_pre: Array):
+    return backend(launch.aggregate_forward, _stream_sizes(x), x, h_pre), (x, h_pre)
 
 
-def _aggregate_backward(door: Door, static: None, saved: tuple, grad: Array):
+def _aggregate_backward(backend: Backend, static: None, saved: tuple, grad: Array):
     x, h_pre = saved
-    return door(launch.aggregate_backward, _stream_sizes(x), x, h_pre, grad)
+    return backend(launch.aggregate_backward, _stream_sizes(x), x, h_pre, grad)
 
 
-def _write_forward(door: Door, static: Write, *inputs: Array | None):
+def _write_forward(backend: Backend, static: Write, *inputs: Array | None):
     """inputs: x, h_res, y, bias, h_post, row_low, row_high, step; None where static leaves them out."""
-    outputs = door(launch.write_forward, _write_sizes(static, *inputs), *_all_there(inputs))
+    outputs = backend(launch.write_forward, _write_sizes(static, *inputs), *_all_there(inputs))
     kept = inputs if static.add == "mix" else (None, *inputs[1:])  # x itself, added plainly, is in no gradient
     return outputs, kept
 
 
-def _write_backward(door: Door, static: Write, saved: tuple, grad: Array):
+def _write_backward(backend: Backend, static: Write, saved: tuple, grad: Array):
     bias = saved[3]
     sizes = {**_stream_sizes(grad), "write": static}
-    dx, dh_res, dy, dh_post = door(launch.write_backward, sizes, *_all_there(saved), grad)
+    dx, dh_res, dy, dh_post = backend(launch.write_backward, sizes, *_all_there(saved), grad)
     dbias = None
     if static.bias:
         width = grad.shape[-1]
-        dbias = door.cast(column_sum(door, dy, math.prod(dy.shape[:-1]), width), dtype_name(bias))
+        dbias = backend.cast(column_sum(backend, dy, math.prod(dy.shape[:-1]), width), dtype_name(bias))
     if static.add != "mix":
         dx, dh_res = (grad if static.add == "plain" else None), None
     if not static.post:
@@ -158,12 +158,12 @@ def _all_there(inputs: tuple) -> list[Array]:
     return [coefficients if x is None else x for x in inputs]
 
 
-def _swiglu_forward(door: Door, static: None, x: Array):
-    return door(launch.swiglu_forward, _halved(x), x), (x,)
+def _swiglu_forward(backend: Backend, static: None, x: Array):
+    return backend(launch.swiglu_forward, _halved(x), x), (x,)
 
 
-def _swiglu_backward(door: Door, static: None, saved: tuple, grad: Array):
-    return door(launch.swiglu_backward, _halved(*saved), *saved, grad)
+def _swiglu_backward(backend: Backend, static: None, saved: tuple, grad: Array):
+    return backend(launch.swiglu_backward, _halved(*saved), *saved, grad)
 
 
 def _halved(x: Array) -> dict[str, Any]:
@@ -171,12 +171,12 @@ def _halved(x: Array) -> dict[str, Any]:
     return dict(lead=tuple(lead), width=width // 2, dtype=dtype_name(x))
 
 
-def _gelu_forward(door: Door, static: None, x: Array):
-    return door(launch.gelu_forward, _rows(x), x), (x,)
+def _gelu_forward(backend: Backend, static: None, x: Array):
+    return backend(launch.gelu_forward, _rows(x), x), (x,)
 
 
-def _gelu_backward(door: Door, static: None, saved: tuple, grad: Array):
-    return door(launch.gelu_backward, _rows(*saved), *saved, grad)
+def _gelu_backward(backend: Backend, static: None, saved: tuple, grad: Array):
+    return backend(launch.gelu_backward, _rows(*saved), *saved, grad)
 
 
 def _rows(x: Array) -> dict[str, Any]:

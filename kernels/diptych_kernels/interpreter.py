@@ -1,4 +1,4 @@
-"""The door without a GPU: kernels run by Triton's interpreter on CPU tensors, beside compiled ones in one process.
+"""The backend without a GPU: kernels run by Triton's interpreter on CPU tensors, beside compiled ones in one process.
 
 Triton interprets every kernel or none, by an environment variable read when it is imported. Here one launch is
 interpreted at a time, under a lock: while it runs, calling a jitted function interprets that function, and afterwards

@@ -1,4 +1,4 @@
-"""The JAX door: kernels as differentiable functions of arrays, under jit, scan, checkpoint, shard_map and pmap.
+"""The JAX backend: kernels as differentiable functions of arrays, under jit, scan, checkpoint, shard_map and pmap.
 
 Lowered for CUDA, a launch is a jax-triton call; lowered for the CPU, a callback to the interpreter. One traced function
 holds both. Callbacks run in float64 too if jax_enable_x64 is set, which nothing here asks for. With collectives in the
@@ -76,7 +76,7 @@ class JaxDoor(Functions):
         """See Functions.apply."""
         return _applied(operation, static, *varying_alike(inputs))
 
-    def alike(self, x: Array, residual: Array) -> Array:
+    def cast_like(self, x: Array, residual: Array) -> Array:
         """See Functions.alike; JAX has no autocast."""
         del residual
         return x

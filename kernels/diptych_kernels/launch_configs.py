@@ -1,7 +1,7 @@
-"""How every kernel is launched: grid, blocks, warps, outputs, as plain integers and strings, the same for all doors.
+"""How every kernel is launched: grid, blocks, warps, outputs, as plain integers and strings, the same for all backends.
 
 A function here has the name of its kernel. It takes a Block and the sizes of a call, and returns a Launch, which says
-all a door must know besides the input arrays. Kernels take inputs, then scalars, then outputs, then constants. The
+all a backend must know besides the input arrays. Kernels take inputs, then scalars, then outputs, then constants. The
 number of tokens is a scalar and never a constant: no kernel is compiled again because of it.
 """
 

@@ -1,4 +1,4 @@
-"""The PyTorch door: kernels as differentiable functions of tensors.
+"""The PyTorch backend: kernels as differentiable functions of tensors.
 
 CUDA tensors run compiled kernels, CPU tensors the interpreter. Kernels have first derivatives only, and say so.
 """
@@ -73,7 +73,7 @@ class TorchDoor(Functions):
             applied = torch.compiler.disable(applied)
         return applied(operation, static, *inputs)
 
-    def alike(self, x: Tensor, residual: Tensor) -> Tensor:
+    def cast_like(self, x: Tensor, residual: Tensor) -> Tensor:
         """See Functions.alike; autocast hands a sublayer's output on in its own type."""
         return x.to(residual.dtype) if torch.is_autocast_enabled(residual.device.type) else x
 

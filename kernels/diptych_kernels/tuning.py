@@ -1,4 +1,4 @@
-"""Which of a kernel's blocks is used: measured once per device and shape, kept in a file both doors read.
+"""Which of a kernel's blocks is used: measured once per device and shape, kept in a file both backends read.
 
 The file is ``blocks.json`` in the directory DIPTYCH_CACHE_DIR, by default ``~/.cache/diptych``. The key holds the
 device, Triton's version, the kernel, the types of its outputs and its constants, and not the number of tokens. The

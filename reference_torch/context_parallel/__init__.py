@@ -12,7 +12,7 @@ Twin of ``jax_impl/context_parallel/``. What a rank holds is decided in ``diptyc
 from reference_torch.context_parallel.contexts import build_cp_context, compress_h0, expand_h0
 from reference_torch.context_parallel.exchange import Crossing, exchange_states
 from reference_torch.context_parallel.layers import cp_attention, cp_short_convolution
-from reference_torch.context_parallel.states import complete, with_responses
+from reference_torch.context_parallel.states import complete, with_transition_columns
 
 __all__ = [
     "build_cp_context",
@@ -20,7 +20,7 @@ __all__ = [
     "expand_h0",
     "exchange_states",
     "Crossing",
-    "with_responses",
+    "with_transition_columns",
     "complete",
     "cp_short_convolution",
     "cp_attention",

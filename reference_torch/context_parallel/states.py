@@ -27,7 +27,7 @@ class _Attached(torch.autograd.Function):
         return d_x, d_x.new_zeros(ctx.shape, dtype=ctx.dtype)
 
 
-def with_responses(initial_state: Tensor | None, context: FLACPContext, like: Tensor) -> Tensor | None:
+def with_transition_columns(initial_state: Tensor | None, context: FLACPContext, like: Tensor) -> Tensor | None:
     """What the rank's scan begins with: of a sequence that began on another rank 0 and the identity.
 
     Args:
@@ -62,7 +62,7 @@ def handed_through(
     """Outputs and final states, pipelined: the first sequence begins with the state that the rank before hands on.
 
     Args:
-        initial_state: as with_responses'.
+        initial_state: as with_transition_columns'.
         like: a state's shape and type. [HV, K, V]
         context: of the ranks.
         run: outputs and final states of initial ones, [n, HV, K, V] each.
@@ -88,7 +88,7 @@ def handed_through(
 
 def complete(
     o: Float[Tensor, "b t h v"],
-    response: Float[Tensor, "b u h k"] | None,
+    transition_output: Float[Tensor, "b u h k"] | None,
     finals: Float[Tensor, "n h k w"],
     crossing: Crossing,
 ) -> tuple[Float[Tensor, "b t h v"], Float[Tensor, "n h k v"]]:
@@ -96,7 +96,7 @@ def complete(
 
     Args:
         o: outputs, those of a first sequence that began on another rank from a state of 0. [1, T, HV, V]
-        response: of that sequence's tokens, which come first; None where it begins here. [1, U, HV, K]
+        transition_output: of that sequence's tokens, which come first; None where it begins here. [1, U, HV, K]
         finals: H and M of every sequence, as wide. [n, HV, K, V + K]
         crossing: of the call.
 
@@ -107,9 +107,9 @@ def complete(
     last = context.num_sequences - 1
     states, transitions = finals[..., :value], finals[..., value:]
     begun = ExchangedState.apply(*map_passed_on(finals, value, context), o, crossing)
-    if response is not None:
-        tokens = response.shape[1]  # those of other sequences have nothing to do with the state that came
-        completed = o[:, :tokens] + torch.einsum("bthk,hkv->bthv", response, begun)
+    if transition_output is not None:
+        tokens = transition_output.shape[1]  # those of other sequences have nothing to do with the state that came
+        completed = o[:, :tokens] + torch.einsum("bthk,hkv->bthv", transition_output, begun)
         o = torch.cat([completed, o[:, tokens:]], dim=1)
         states = torch.cat([states[:1] + transitions[:1] @ begun, states[1:]])
     if not context.is_last_rank:

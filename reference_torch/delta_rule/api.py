@@ -16,7 +16,7 @@ from diptych.plans.model.delta_rule import (
     refuse_unknown_keywords,
 )
 from reference_torch.autograd import is_transformed, refuse_transformed, without_autocast
-from reference_torch.context_parallel import Crossing, complete, with_responses
+from reference_torch.context_parallel import Crossing, complete, with_transition_columns
 from reference_torch.context_parallel.states import handed_through
 from reference_torch.context_parallel.wavefront import is_pipelined
 from reference_torch.delta_rule.by_kernels import chunked_by_kernels
@@ -267,9 +267,14 @@ def _over_ranks(
 ) -> tuple[Tensor, Tensor]:
     """The rule over this rank's part of the sequences."""
     q, v, initial, offsets, like = arrays[0], arrays[2], arrays[-1], context.cu_seqlens_cpu, _state_like(arrays)
-    initial, responses = with_responses(initial, context, like), 0 if context.is_first_rank else q.shape[3]
+    initial, num_transition_columns = (
+        with_transition_columns(initial, context, like),
+        0 if context.is_first_rank else q.shape[3],
+    )
     crossing = Crossing(context, v.shape[3], _log_decay(arrays, options, context))
-    o, finals = complete(*chunked(*arrays[:-1], initial, options, offsets, recompute, responses, crossing), crossing)
+    o, finals = complete(
+        *chunked(*arrays[:-1], initial, options, offsets, recompute, num_transition_columns, crossing), crossing
+    )
     return o.to(v.dtype), finals
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.model.delta_rule import DeltaRuleOptions, chunk_tables
 from diptych.plans.model.implementation import kernel_chunk_size
-from diptych_kernels.delta_rule.autodiff_rules import Edges
+from diptych_kernels.delta_rule.autodiff_rules import BoundarySequences
 from reference_torch.context_parallel import exchange_states
 from reference_torch.delta_rule.gates import prepared
 
@@ -40,18 +40,23 @@ def chunked_by_kernels(
     arguments: list[Any] = [q, k, v, g, beta, initial_state, tables, size]
     arguments += [options.scale_of(q.shape[-1]), recompute]
     if context is not None:
-        arguments += [KernelRanks(context, v.shape[-1]), _edges(context, initial_state, tables.sequences, k, v)]
+        arguments += [
+            KernelRanks(context, v.shape[-1]),
+            _boundary_sequences(context, initial_state, tables.sequences, k, v),
+        ]
     return kernels.delta_rule(*arguments)
 
 
-def _edges(context: FLACPContext, initial_state: Tensor | None, sequences: np.ndarray, k: Tensor, v: Tensor) -> Edges:
+def _boundary_sequences(
+    context: FLACPContext, initial_state: Tensor | None, sequences: np.ndarray, k: Tensor, v: Tensor
+) -> BoundarySequences:
     """Of this rank: no tokens of a first sequence that began here, nor of a last that ends here."""
     first, last = sequences[0] * (not context.is_first_rank), sequences[-1] * (not context.is_last_rank)
     dtype = torch.promote_types(v.dtype, torch.float32)
     initial = v.new_zeros(1, v.shape[2], k.shape[-1], v.shape[-1], dtype=dtype)
     if initial_state is not None and (context.is_first_rank or context.num_sequences > 1):
         initial = initial_state[-1:].detach()
-    return Edges(initial, np.stack([first, last]), None)
+    return BoundarySequences(initial, np.stack([first, last]), None)
 
 
 class KernelRanks:

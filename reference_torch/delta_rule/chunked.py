@@ -34,7 +34,7 @@ class Segment:
         token: what lies in every slot, from the segment's first token; None where chunks hold the tokens as they come.
         filled: whether anything does.
         slot: where every token lies.
-        responses: so many columns of values of 0 follow the values; see chunked.
+        num_transition_columns: so many columns of values of 0 follow the values; see chunked.
     """
 
     tokens: tuple[int, int]
@@ -43,7 +43,7 @@ class Segment:
     token: Tensor | None
     filled: Tensor | None
     slot: Tensor | None
-    responses: int = 0
+    num_transition_columns: int = 0
 
     def own(self, x: Tensor) -> Tensor:
         """Its tokens [B, t, ...] of all [B, T, ...]."""
@@ -71,20 +71,20 @@ class Segment:
     def terms(self, arguments: Sequence[Any], options: DeltaRuleOptions) -> ChunkTerms:
         """Of its chunks, from q, k, v, g, beta of its tokens, A_log and dt_bias."""
         q, k, v, g, beta, A_log, dt_bias = arguments
-        v = F.pad(v, (0, self.responses)) if self.responses else v
+        v = F.pad(v, (0, self.num_transition_columns)) if self.num_transition_columns else v
         q, k, v, g, beta = (self.to_chunks(x) for x in gated(q, k, v, g, beta, A_log, dt_bias, options))
         return chunk_terms(q, k, v, g, beta)
 
 
 def make_segments(
-    cuts: Chunking, chunk_size: int, segment_size: int, device: torch.device, responses: int = 0
+    cuts: Chunking, chunk_size: int, segment_size: int, device: torch.device, num_transition_columns: int = 0
 ) -> list[Segment]:
     """Segments of as many whole chunks as fit in segment_size, one at least.
 
-    With responses the first sequence has segments of its own, which alone have those columns.
+    With num_transition_columns the first sequence has segments of its own, which alone have those columns.
     """
     segments, step, count = [], max(1, segment_size // chunk_size), len(cuts.sequence)
-    own = int(np.searchsorted(cuts.sequence, 0, side="right")) if responses else 0
+    own = int(np.searchsorted(cuts.sequence, 0, side="right")) if num_transition_columns else 0
     for first in [*range(0, own, step), *range(own, count, step)]:
         end = min(first + step, own if first < own else count)
         chunks, slots = slice(first, end), slice(first * chunk_size, end * chunk_size)
@@ -93,7 +93,15 @@ def make_segments(
         filled = cuts.filled[slots]
         placed = [np.where(filled, cuts.token[slots] - start, 0), filled, cuts.slot[start:stop] - slots.start]
         tensors = [None if filled.all() else torch.from_numpy(x).to(device) for x in placed]
-        segments.append(Segment((start, stop), owners, chunk_size, *tensors, responses=responses if first < own else 0))
+        segments.append(
+            Segment(
+                (start, stop),
+                owners,
+                chunk_size,
+                *tensors,
+                num_transition_columns=num_transition_columns if first < own else 0,
+            )
+        )
     return segments
 
 
@@ -109,49 +117,56 @@ def chunked(
     options: DeltaRuleOptions,
     cu_seqlens: np.ndarray | None,
     recompute: bool,
-    responses: int = 0,
+    num_transition_columns: int = 0,
     crossing: Crossing | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Outputs, their responses, and final states; arguments as the public functions' (calls.py), checked.
+    """Outputs, their num_transition_columns, and final states; arguments as the public functions' (calls.py), checked.
 
     Args:
         initial_state: of the first sequences; those beyond begin with 0.
-        responses: in the first sequence so many columns follow those of the values, for values of 0: how outputs
-            change with what the initial state holds there. Initial and final states of all sequences are as wide, 0
-            beyond the first, and outputs are of their type. None come back for 0.
+        num_transition_columns: in the first sequence so many columns follow those of the values, for values of 0:
+            how outputs change with what the initial state holds there. Initial and final states of all sequences are
+            as wide, 0 beyond the first, and outputs are of their type. None come back for 0.
         crossing: told of final states before the last outputs are computed.
     """
     (batch, length, heads, width), key = v.shape, q.shape[-1]
-    width += responses
+    width += num_transition_columns
     sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
     offsets = np.array([0, length]) if cu_seqlens is None else cu_seqlens
     cuts = cut_into_chunks(offsets, length, options.chunk_size)
     size = SEGMENT_SIZE if recompute else len(cuts.token)
-    segments = make_segments(cuts, options.chunk_size, size, q.device, responses)
+    segments = make_segments(cuts, options.chunk_size, size, q.device, num_transition_columns)
     shape = (sequences, batch * heads, key, width)
     initial = None if initial_state is None else initial_state.reshape(-1, *shape[1:])
     arguments = [q, k, v, g, beta, A_log, dt_bias]
     if recompute:
-        o, response, finals = _Replayed.apply(segments, options, responses, shape, crossing, *arguments, initial)
+        o, transition_output, finals = _Replayed.apply(
+            segments, options, num_transition_columns, shape, crossing, *arguments, initial
+        )
     else:
         terms = [term for part in segments for term in part.terms(part.parts(arguments), options)]
-        *found, finals = _Kept.apply(segments, shape, responses, crossing, initial, *terms)
+        *found, finals = _Kept.apply(segments, shape, num_transition_columns, crossing, initial, *terms)
         found = [part.to_tokens(x, batch) for part, x in zip(segments, found, strict=True)]
         o = torch.cat([x[..., : v.shape[-1]] for x in found], 1)
-        response = found[0][..., v.shape[-1] :] if responses else None
-        o = o if responses else o.to(v.dtype)
-    return o, response, finals.view(-1, heads, key, width)
+        transition_output = found[0][..., v.shape[-1] :] if num_transition_columns else None
+        o = o if num_transition_columns else o.to(v.dtype)
+    return o, transition_output, finals.view(-1, heads, key, width)
 
 
-def _states(given: Tensor | None, shape: tuple[int, ...], like: Tensor, responses: int) -> dict[int, Tensor]:
+def _states(
+    given: Tensor | None, shape: tuple[int, ...], like: Tensor, num_transition_columns: int
+) -> dict[int, Tensor]:
     """N states [R, K, V], the first as given, the others zeros as wide as the state of such tokens.
 
-    Of those beyond the first sequence the columns of responses are left out.
+    Of those beyond the first sequence the columns of num_transition_columns are left out.
     """
     states = [] if given is None else list(given)
     zeros = like.new_zeros(shape[1:], dtype=torch.promote_types(like.dtype, torch.float32))
     states += [zeros] * (shape[0] - len(states))
-    return {number: state[..., : shape[-1] - responses] if number else state for number, state in enumerate(states)}
+    return {
+        number: state[..., : shape[-1] - num_transition_columns] if number else state
+        for number, state in enumerate(states)
+    }
 
 
 def _stacked(states: dict[int, Tensor], count: int) -> Tensor:
@@ -167,14 +182,14 @@ class _Kept(torch.autograd.Function):
     """The scan alone, which keeps its terms and states; autograd keeps what the terms were made of."""
 
     @staticmethod
-    def forward(ctx, segments, shape, responses, crossing, initial, *terms):
+    def forward(ctx, segments, shape, num_transition_columns, crossing, initial, *terms):
         each = [ChunkTerms(*terms[place : place + _TERMS]) for place in range(0, len(terms), _TERMS)]
-        states = _states(initial, shape, each[0].u, responses)
+        states = _states(initial, shape, each[0].u, num_transition_columns)
         scans = [scan_chunks(own, part.owners, states) for own, part in zip(each, segments, strict=True)]
         if crossing is not None:
             crossing.begin(_stacked(states, shape[0]))
         ctx.save_for_backward(*terms, *(x for scanned in scans for x in scanned))
-        ctx.segments, ctx.shape, ctx.responses = segments, shape, responses
+        ctx.segments, ctx.shape, ctx.num_transition_columns = segments, shape, num_transition_columns
         ctx.given = 0 if initial is None else len(initial)
         ctx.set_materialize_grads(False)
         found = [outputs(own, scanned) for own, scanned in zip(each, scans, strict=True)]
@@ -186,7 +201,7 @@ class _Kept(torch.autograd.Function):
         (*d_outputs, d_finals), count = d_results, _TERMS * len(ctx.segments)
         saved = ctx.saved_tensors  # asked for once: hooks of torch.utils.checkpoint give them once
         terms, scans = saved[:count], saved[count:]
-        d_states, gradients = _states(d_finals, ctx.shape, terms[0], ctx.responses), []
+        d_states, gradients = _states(d_finals, ctx.shape, terms[0], ctx.num_transition_columns), []
         for place, part in reversed(list(enumerate(ctx.segments))):
             own, scanned = ChunkTerms(*terms[_TERMS * place :][:_TERMS]), Scanned(*scans[2 * place :][:2])
             d_output = torch.zeros_like(scanned.errors) if d_outputs[place] is None else d_outputs[place]
@@ -203,13 +218,13 @@ class _Replayed(torch.autograd.Function):
     """All of it; keeps the arguments and a state a segment."""
 
     @staticmethod
-    def forward(ctx, segments, options, responses, shape, crossing, *inputs):
+    def forward(ctx, segments, options, num_transition_columns, shape, crossing, *inputs):
         *arguments, initial = inputs
-        v, states, kept = arguments[2], _states(initial, shape, arguments[2], responses), []
-        o, response = v.new_empty(v.shape, dtype=states[0].dtype if responses else v.dtype), None
-        if responses:
-            tokens = max((segment.tokens[1] for segment in segments if segment.responses), default=0)
-            response = o.new_empty(*v.shape[:1], tokens, v.shape[2], responses)
+        v, states, kept = arguments[2], _states(initial, shape, arguments[2], num_transition_columns), []
+        o, transition_output = v.new_empty(v.shape, dtype=states[0].dtype if num_transition_columns else v.dtype), None
+        if num_transition_columns:
+            tokens = max((segment.tokens[1] for segment in segments if segment.num_transition_columns), default=0)
+            transition_output = o.new_empty(*v.shape[:1], tokens, v.shape[2], num_transition_columns)
         for segment in segments:
             kept.append(states[segment.owners[0]])
             terms = segment.terms(segment.parts(arguments), options)
@@ -219,15 +234,20 @@ class _Replayed(torch.autograd.Function):
                 crossing.meanwhile = partial(_prepare, ctx)
             found = segment.to_tokens(outputs(terms, scanned), len(v))
             segment.own(o).copy_(found[..., : v.shape[-1]])
-            if response is not None and segment.responses:
-                segment.own(response).copy_(found[..., v.shape[-1] :])
+            if transition_output is not None and segment.num_transition_columns:
+                segment.own(transition_output).copy_(found[..., v.shape[-1] :])
         widths = dict.fromkeys(state.shape[-1] for state in kept[1:])  # of the first sequence, and of the others
         stacks = [torch.stack([state for state in kept[1:] if state.shape[-1] == width]) for width in widths]
         ctx.save_for_backward(*inputs, *stacks)
-        ctx.segments, ctx.options, ctx.responses, ctx.shape = segments, options, responses, shape
+        ctx.segments, ctx.options, ctx.num_transition_columns, ctx.shape = (
+            segments,
+            options,
+            num_transition_columns,
+            shape,
+        )
         ctx.prepared = None
         ctx.set_materialize_grads(False)
-        return o, response, _stacked(states, shape[0])
+        return o, transition_output, _stacked(states, shape[0])
 
     @staticmethod
     @differentiable_once
@@ -237,12 +257,12 @@ class _Replayed(torch.autograd.Function):
         arguments, initial, kept = _taken_apart(saved)
         wanted, v = ctx.needs_input_grad[5:-1], arguments[2]
         gradients = [_sums_like(arguments, place) if want else None for place, want in enumerate(wanted)]
-        d_states = _states(d_finals, ctx.shape, v, ctx.responses)
+        d_states = _states(d_finals, ctx.shape, v, ctx.num_transition_columns)
         for number, segment in reversed(list(enumerate(ctx.segments))):
             again, last = last or _compute_again(ctx, arguments, initial, kept, number), None
             own = torch.zeros_like(again.scanned.errors)
             for d, columns in ((d_output, slice(v.shape[-1])), (d_response, slice(v.shape[-1], None))):
-                if d is not None and (d is d_output or segment.responses):
+                if d is not None and (d is d_output or segment.num_transition_columns):
                     own[..., columns] = segment.to_chunks(segment.own(d).to(own.dtype))
             d_terms = scan_chunks_backward(again.terms, segment.owners, again.scanned, own, d_states)
             _add_gradients(again.connected, d_terms, again.leaves, segment.parts(gradients))
@@ -271,7 +291,7 @@ class _Again(NamedTuple):
 def _compute_again(
     ctx: Any, arguments: Sequence[Any], initial: Tensor | None, kept: Sequence[Tensor], number: int
 ) -> _Again:
-    segment, begun = ctx.segments[number], _states(initial, ctx.shape, arguments[2], ctx.responses)
+    segment, begun = ctx.segments[number], _states(initial, ctx.shape, arguments[2], ctx.num_transition_columns)
     leaves = [
         None if x is None else x.detach().requires_grad_(want)
         for x, want in zip(segment.parts(arguments), ctx.needs_input_grad[5:-1], strict=True)

@@ -15,7 +15,7 @@ from parity.compare import relative_difference
 from reference_torch import hyper_connections, ops
 from tests.backends import normal, room
 
-DOORS = {"torch": torch_ops, "jax": jax_ops}
+KERNEL_BACKENDS = {"torch": torch_ops, "jax": jax_ops}
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
 FEW = 32
 DROPOUT = {"rate": 0.3, "site": 5}
@@ -126,11 +126,11 @@ def error(a: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def assert_within_budget(
-    case: Case, arrays: list[np.ndarray], dtype: str, device: str = "cpu", door: Callable | None = None
+    case: Case, arrays: list[np.ndarray], dtype: str, device: str = "cpu", backend: Callable | None = None
 ) -> None:
-    """Outputs and all gradients of the PyTorch door against float64, by the eager reference's own error.
+    """Outputs and all gradients of the PyTorch backend against float64, by the eager reference's own error.
 
-    door: takes the same arguments as torch_gradients after the function; None: PyTorch's.
+    backend: takes the same arguments as torch_gradients after the function; None: PyTorch's.
     """
     narrow = getattr(torch, dtype)
     wide = torch.float64 if dtype == "float64" else torch.float32
@@ -141,7 +141,7 @@ def assert_within_budget(
     cotangents = [torch.from_numpy(normal(99 + i, *shape)).to(device, narrow) for i, shape in enumerate(shapes)]
     exact = torch_gradients(reference, [a.double() for a in given], cotangents)
     eager = torch_gradients(reference, given, cotangents)
-    ours = (door or partial(torch_gradients, case.kernel(torch_ops, "torch")))(given, cotangents)
+    ours = (backend or partial(torch_gradients, case.kernel(torch_ops, "torch")))(given, cotangents)
     for place, (kernel, plain, true) in enumerate(zip(ours, eager, exact, strict=True)):
         assert kernel.dtype == plain.dtype, f"array {place}"
         assert kernel.shape == plain.shape, f"array {place}"

@@ -1,4 +1,5 @@
-"""Kernels of the delta rule in Triton's interpreter: against the recurrence in float64, from both doors, and in parts.
+"""Kernels of the delta rule in Triton's interpreter: against the recurrence in float64, from both backends, and in
+parts.
 
 The error budget is that of test_kernels.py, with the reference's chunked form as the eager one. The band counts
 roundings of the type of q, whatever an array is stored as, for tensor cores multiply numbers of that type: one, eight
@@ -221,7 +222,7 @@ def test_no_output_knows_the_future(rule, dtype):
         assert a is o or not a[:, t + 1 :].any()
 
 
-# From both doors.
+# From both backends.
 
 
 @pytest.mark.thorough

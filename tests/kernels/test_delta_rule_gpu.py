@@ -38,7 +38,7 @@ def drawn(rule, shape, decay):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("rule", RULES)
-def test_torch_door_is_as_exact_as_its_type_allows(rule, shape, dtype, decay):
+def test_torch_backend_is_as_exact_as_its_type_allows(rule, shape, dtype, decay):
     if dtype == "float16" and decay == 50.0:
         pytest.skip("exp(-50) is less than a float16 holds")
     if dtype in ("bfloat16", "float16") and shape[1][-1] == 1:

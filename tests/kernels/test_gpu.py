@@ -29,12 +29,12 @@ NEEDS_JAX = pytest.mark.skipif(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_torch_door_is_as_exact_as_its_type_allows(name, shape, dtype):
+def test_torch_backend_is_as_exact_as_its_type_allows(name, shape, dtype):
     assert_within_budget(CASES[name], inputs_of(CASES[name], *shape, seed=3), dtype, device="cuda")
 
 
 def jax_gradients(function, arrays, cotangents):
-    """torch_gradients through the JAX door."""
+    """torch_gradients through the JAX backend."""
     arrays = [jnp.from_dlpack(a) for a in arrays]
 
     def listed(*arrays):
@@ -54,10 +54,10 @@ def jax_gradients(function, arrays, cotangents):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_jax_door_is_as_exact_as_its_type_allows(name, shape, dtype):
-    door = partial(jax_gradients, CASES[name].kernel(jax_ops, "jax"))
+def test_jax_backend_is_as_exact_as_its_type_allows(name, shape, dtype):
+    backend = partial(jax_gradients, CASES[name].kernel(jax_ops, "jax"))
     arrays = inputs_of(CASES[name], *shape, seed=3)
-    assert_within_budget(CASES[name], arrays, dtype, device="cuda", door=door)
+    assert_within_budget(CASES[name], arrays, dtype, device="cuda", backend=backend)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -138,13 +138,13 @@ def test_mixed_devices_are_refused():
         torch_ops.aggregate(torch.ones(2, 3, 4, device="cuda"), torch.ones(2, 3))
 
 
-@pytest.mark.parametrize("door", ["torch", pytest.param("jax", marks=NEEDS_JAX)])
-def test_blocks_are_measured_once_and_shared(door, monkeypatch, tmp_path):
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=NEEDS_JAX)])
+def test_blocks_are_measured_once_and_shared(backend, monkeypatch, tmp_path):
     monkeypatch.setenv("DIPTYCH_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("DIPTYCH_TUNE", "1")
     tuning._table.cache_clear()
     x = normal(0, 512, 1024)
-    if door == "torch":
+    if backend == "torch":
         torch_ops.gelu(torch.from_numpy(x).bfloat16().cuda())
     else:
         np.asarray(jax.jit(jax_ops.gelu)(jnp.asarray(x, jnp.bfloat16)))

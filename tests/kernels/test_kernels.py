@@ -1,4 +1,4 @@
-"""Kernels in Triton's interpreter, from both doors: against float64 and against each other."""
+"""Kernels in Triton's interpreter, from both backends: against float64 and against each other."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from diptych_kernels import jax_backend as jax_ops
 from diptych_kernels import torch_backend as torch_ops
 from reference_torch import hyper_connections, ops
 from tests.backends import BACKENDS, assert_close, normal, room, value_and_gradients
-from tests.kernels.support import CASES, DOORS, R, assert_within_budget, error, inputs_of, torch_gradients
+from tests.kernels.support import CASES, KERNEL_BACKENDS, R, assert_within_budget, error, inputs_of, torch_gradients
 
 HARD = [((1, 5), 3, 33, "float64"), ((3, 1), 5, 20, "float32"), ((1, 7), 2, 1, "bfloat16"), ((3, 7), 8, 70, "float16")]
 """Odd and even widths, numbers of tokens that no program's share divides, every type: left to no chance."""
@@ -54,14 +54,14 @@ BUCKETS = [((2, 9), 4, 33), ((1, 5), 3, 20), ((3, 1), 8, 16), ((1, 1), 1, 5)]
 def test_doors_agree_to_the_bit(name, bucket):
     case = CASES[name]
     arrays = inputs_of(case, *bucket, seed=1)
-    sides = [value_and_gradients(b, case.kernel(DOORS[b], b), arrays) for b in BACKENDS]
+    sides = [value_and_gradients(b, case.kernel(KERNEL_BACKENDS[b], b), arrays) for b in BACKENDS]
     for ours, theirs in zip(*sides, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_jax_door_equals_the_jax_reference(name):
+def test_jax_backend_equals_the_jax_reference(name):
     case = CASES[name]
     arrays = inputs_of(case, (2, 3), 4, 12, seed=2)
     reference = case.reference(room("jax", "hyper_connections"), room("jax", "ops"), "jax")
@@ -150,7 +150,7 @@ def test_nan_goes_through():
 def test_no_tokens(backend):
     case = CASES["compute_mappings"]
     arrays = inputs_of(case, (2, 0), 2, 6, 0)
-    outputs, gradients = value_and_gradients(backend, case.kernel(DOORS[backend], backend), arrays)
+    outputs, gradients = value_and_gradients(backend, case.kernel(KERNEL_BACKENDS[backend], backend), arrays)
     assert [o.shape for o in outputs] == [(2, 0, 2), (2, 0, 2), (2, 0, 2, 2)]
     assert all((g == 0).all() for g in gradients)
 

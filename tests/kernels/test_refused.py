@@ -133,10 +133,10 @@ def test_infinite_logits_are_not_hidden():
 def test_auto_in_jax_goes_by_where_an_array_lies(monkeypatch):
     """A machine with a GPU, an array on its CPU."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    from jax_impl.ops import kernel_door
+    from jax_impl.ops import kernel_backend
 
-    assert kernel_door("auto", jnp.ones(3)) is None
-    assert kernel_door("triton", jnp.ones(3)) is jax_ops
+    assert kernel_backend("auto", jnp.ones(3)) is None
+    assert kernel_backend("triton", jnp.ones(3)) is jax_ops
 
 
 def test_second_derivatives_are_refused():

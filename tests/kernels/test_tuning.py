@@ -169,9 +169,9 @@ def test_benchmark_has_a_row_a_kernel_and_door(capsys):
     from benchmarks import kernels
 
     content = kernels.measure(4, 16, "cpu")
-    doors = ("torch", "jax") if jax_ops.jax_triton() is not None else ("torch",)
-    assert {(row["kernel"], row["door"]) for row in content["kernels"]} >= {
-        (name, door) for name in PRODUCTION for door in doors
+    backends = ("torch", "jax") if jax_ops.jax_triton() is not None else ("torch",)
+    assert {(row["kernel"], row["backend"]) for row in content["kernels"]} >= {
+        (name, backend) for name in PRODUCTION for backend in backends
     }
     assert all(row["ideal_bytes"] > 0 and row["microseconds"] > 0 for row in content["kernels"])
     assert {row["operation"] for row in content["operations"]} == {

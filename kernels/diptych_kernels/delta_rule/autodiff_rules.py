@@ -1,4 +1,4 @@
-"""The delta rule as launches, forward and backward; written once for all doors. See
+"""The delta rule as launches, forward and backward; written once for all backends. See
 kernels/diptych_kernels/autodiff_rules.py.
 
 Forward writes what the products of a chunk's tokens are made of, solves, and scans: w and u of the reference never pass
@@ -16,7 +16,7 @@ programs for it (static.parts).
 
 from typing import Any, NamedTuple, Protocol
 
-from diptych_kernels.autodiff_rules import Array, Door, Operation, dtype_name
+from diptych_kernels.autodiff_rules import Array, Backend, Operation, dtype_name
 from diptych_kernels.delta_rule import launch_configs as launches
 from diptych_kernels.delta_rule.launch_configs import Call
 
@@ -109,7 +109,7 @@ class Inputs(NamedTuple):
         return dict(lead=(tokens,), of=of)
 
 
-class Edges(NamedTuple):
+class BoundarySequences(NamedTuple):
     """Of a rank among others.
 
     Args:
@@ -123,89 +123,91 @@ class Edges(NamedTuple):
     roles: Array
 
 
-def chunk_terms(door: Door, static: DeltaRule, given: Inputs) -> Terms:
+def chunk_terms(backend: Backend, static: DeltaRule, given: Inputs) -> Terms:
     """Of all chunks."""
     q, k, g, sizes = given.q, given.k, given.g, given.sizes(static)
     if static.per_channel:
-        q_in, k_in, k_out, decay = door(launches.decayed, sizes, q, k, g, given.chunks)
-        a_qk, a_kk = door(launches.products_by_channel, sizes, q, k, g, given.chunks)
+        q_in, k_in, k_out, decay = backend(launches.decayed, sizes, q, k, g, given.chunks)
+        a_qk, a_kk = backend(launches.products_by_channel, sizes, q, k, g, given.chunks)
     else:
         q_in, k_in, k_out, decay = q, k, k, g
-        a_qk, a_kk = door(launches.products_by_head, sizes, q, k, g, given.chunks)
-    (inverse,) = door(launches.solve, sizes, a_kk, given.beta, given.chunks)
+        a_qk, a_kk = backend(launches.products_by_head, sizes, q, k, g, given.chunks)
+    (inverse,) = backend(launches.solve, sizes, a_kk, given.beta, given.chunks)
     return Terms(q_in, k_in, k_out, decay, a_qk, a_kk, inverse)
 
 
-def _scan(door: Door, static: DeltaRule, given: Inputs, terms: Terms, **flags: bool) -> tuple[Array, ...]:
+def _scan(backend: Backend, static: DeltaRule, given: Inputs, terms: Terms, **flags: bool) -> tuple[Array, ...]:
     """o, starts, errors, final; flags: see launches.scan_forward."""
     arrays = (terms.q_in, terms.k_in, terms.k_out, given.v, terms.decay, given.beta, terms.a_qk, terms.inverse)
-    return door(launches.scan_forward, given.sizes(static) | flags, *arrays, given.initial, given.sequences)
+    return backend(launches.scan_forward, given.sizes(static) | flags, *arrays, given.initial, given.sequences)
 
 
 def _scan_back(
-    door: Door, static: DeltaRule, given: Inputs, terms: Terms, do: Array, dfinal: Array, **flags: bool
+    backend: Backend, static: DeltaRule, given: Inputs, terms: Terms, do: Array, dfinal: Array, **flags: bool
 ) -> tuple[Array, ...]:
     """dx, dends, dinitial; flags: see launches.scan_backward."""
     arrays = (terms.q_in, terms.k_in, terms.k_out, terms.decay, given.beta, terms.a_qk, terms.inverse)
-    return door(launches.scan_backward, given.sizes(static) | flags, *arrays, do, dfinal, given.sequences)
+    return backend(launches.scan_backward, given.sizes(static) | flags, *arrays, do, dfinal, given.sequences)
 
 
-def _in_parts(door: Door, static: DeltaRule, given: Inputs, terms: Terms) -> tuple[Inputs, Array]:
+def _in_parts(backend: Backend, static: DeltaRule, given: Inputs, terms: Terms) -> tuple[Inputs, Array]:
     """Parts of sequences in place of them, with the states they begin with, and their maps."""
     parts = given._replace(sequences=given.pieces)
-    *_, maps = _scan(door, static, parts, terms, maps=True, from_zero=True)
+    *_, maps = _scan(backend, static, parts, terms, maps=True, from_zero=True)
     sizes = given.sizes(static) | dict(parts=static.parts, back=False)
-    (begun,) = door(launches.compose, sizes, maps, maps, given.initial)
+    (begun,) = backend(launches.compose, sizes, maps, maps, given.initial)
     return parts._replace(initial=begun), maps
 
 
-def _forward(door: Door, static: DeltaRule, *inputs: Array):
+def _forward(backend: Backend, static: DeltaRule, *inputs: Array):
     given, ranks, parts = Inputs(*inputs[: len(Inputs._fields)]), static.ranks, static.parts
-    terms, edges, maps = chunk_terms(door, static, given), inputs[len(Inputs._fields) :], ()
+    terms, edges, maps = chunk_terms(backend, static, given), inputs[len(Inputs._fields) :], ()
     if ranks is not None:
-        edges = Edges(*edges)
+        edges = BoundarySequences(*edges)
         last = given._replace(initial=edges.initial, sequences=edges.sequences[1:])
-        maps = _scan(door, static, last, terms, maps=True)[3:]
+        maps = _scan(backend, static, last, terms, maps=True)[3:]
         begun = ranks.pass_on(*maps, edges.roles)
         given = given._replace(initial=ranks.with_first(given.initial, begun, edges.roles))
-    scanned = given if parts == 1 else _in_parts(door, static, given, terms)[0]
-    o, starts, errors, final = _scan(door, static, scanned, terms, output=True, keep=not static.recompute)
+    scanned = given if parts == 1 else _in_parts(backend, static, given, terms)[0]
+    o, starts, errors, final = _scan(backend, static, scanned, terms, output=True, keep=not static.recompute)
     final = final[parts - 1 :: parts]
     if ranks is not None:
-        final = ranks.with_last(final, None, Edges(*edges).roles)
+        final = ranks.with_last(final, None, BoundarySequences(*edges).roles)
     return (o, final), (*given, *edges, *maps, *(() if static.recompute else (*terms, starts, errors)))
 
 
-def _backward(door: Door, static: DeltaRule, saved: tuple, do: Array, dfinal: Array):
+def _backward(backend: Backend, static: DeltaRule, saved: tuple, do: Array, dfinal: Array):
     given, kept, ranks = Inputs(*saved[: len(Inputs._fields)]), saved[len(Inputs._fields) :], static.ranks
-    edges, passed_on, kept = (Edges(*kept[:3]), kept[3], kept[4:]) if ranks is not None else (None, None, kept)
-    do = door.cast(do, dtype_name(given.v))
-    terms = Terms(*kept[:-2]) if kept else chunk_terms(door, static, given)
+    edges, passed_on, kept = (
+        (BoundarySequences(*kept[:3]), kept[3], kept[4:]) if ranks is not None else (None, None, kept)
+    )
+    do = backend.cast(do, dtype_name(given.v))
+    terms = Terms(*kept[:-2]) if kept else chunk_terms(backend, static, given)
     if ranks is not None and edges is not None:
         dfinal = ranks.with_last(dfinal, None, edges.roles)
         first = given._replace(sequences=edges.sequences[:1])
-        *_, d_found = _scan_back(door, static, first, terms, do, dfinal[:1])
+        *_, d_found = _scan_back(backend, static, first, terms, do, dfinal[:1])
         dfinal = ranks.with_last(dfinal, ranks.pass_back(passed_on, d_found[0], edges.roles), edges.roles)
     scanned = given
     if static.parts > 1:
-        scanned, maps = _in_parts(door, static, given, terms)
-        *_, d_begun = _scan_back(door, static, scanned, terms, do, dfinal, from_zero=True)
+        scanned, maps = _in_parts(backend, static, given, terms)
+        *_, d_begun = _scan_back(backend, static, scanned, terms, do, dfinal, from_zero=True)
         sizes = given.sizes(static) | dict(parts=static.parts, back=True)
-        (dfinal,) = door(launches.compose, sizes, d_begun, maps, dfinal)
+        (dfinal,) = backend(launches.compose, sizes, d_begun, maps, dfinal)
     if kept:
         starts, errors = kept[-2:]
     else:
-        _, starts, errors, _ = _scan(door, static, scanned, terms, keep=True)
-    dx, dends, dinitial = _scan_back(door, static, scanned, terms, do, dfinal, keep=True)
+        _, starts, errors, _ = _scan(backend, static, scanned, terms, keep=True)
+    dx, dends, dinitial = _scan_back(backend, static, scanned, terms, do, dfinal, keep=True)
     dinitial = dinitial[:: static.parts]
     if ranks is not None and edges is not None:
         dinitial = ranks.with_first(dinitial, None, edges.roles)
-    gradients = _token_gradients(door, static, given, terms, do, dx, starts, errors, dends)
+    gradients = _token_gradients(backend, static, given, terms, do, dx, starts, errors, dends)
     return *gradients, dinitial, *([None] * (3 if ranks is None else 6))
 
 
 def _token_gradients(
-    door: Door,
+    backend: Backend,
     static: DeltaRule,
     given: Inputs,
     terms: Terms,
@@ -217,20 +219,20 @@ def _token_gradients(
 ) -> tuple[Array, ...]:
     """dq, dk, dv, dg, dbeta."""
     sizes, chunks = given.sizes(static), given.chunks
-    *r, ddecay = door(launches.state_gradients, sizes, starts, dends, errors, dx, do, chunks)
+    *r, ddecay = backend(launches.state_gradients, sizes, starts, dends, errors, dx, do, chunks)
     of_values = (given.v, given.beta, errors, dx, do, terms.a_kk, chunks)
-    da_qk, da_kk, dv, dbeta = door(launches.product_gradients, sizes, *of_values)
+    da_qk, da_kk, dv, dbeta = backend(launches.product_gradients, sizes, *of_values)
     tokens = (given.q, given.k, given.g, given.beta)
     if static.per_channel:
         arrays = (*tokens, da_qk, da_kk, *r, dbeta, chunks)
-        dq, dk, before, after, dbetas = door(launches.channel_gradients, sizes, *arrays)
+        dq, dk, before, after, dbetas = backend(launches.channel_gradients, sizes, *arrays)
         arrays = (given.g, before, after, terms.decay, ddecay, dbetas, chunks)
-        dg, dbeta = door(launches.gate_gradients, sizes | {"slices": dbetas.shape[-1]}, *arrays)
+        dg, dbeta = backend(launches.gate_gradients, sizes | {"slices": dbetas.shape[-1]}, *arrays)
     else:
         arrays = (*tokens, terms.a_qk, terms.a_kk, da_qk, da_kk, *r, ddecay, dbeta, chunks)
-        dq, dk, dg, dbeta = door(launches.head_gradients, sizes, *arrays)
+        dq, dk, dg, dbeta = backend(launches.head_gradients, sizes, *arrays)
     if given.v.shape[1] != given.q.shape[1]:
-        (dq,), (dk,) = door(launches.sum_heads, sizes, dq, chunks), door(launches.sum_heads, sizes, dk, chunks)
+        (dq,), (dk,) = backend(launches.sum_heads, sizes, dq, chunks), backend(launches.sum_heads, sizes, dk, chunks)
     return dq, dk, dv, dg, dbeta
 
 
