@@ -213,4 +213,4 @@ def test_every_case_is_as_expected(tmp_path):
 
 def test_make_runs_it():
     makefile = (Path(drill.ROOT) / "Makefile").read_text()
-    assert re.search(r"^drill: .*\n\t\$\(BIN\)/python -m benchmarks\.drill$", makefile, re.MULTILINE)
+    assert re.search(r"^drill: .*\n\t\$\(BIN\)/python -m tests\.faults\.__main__$", makefile, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The pages in docs/, and how what they show is run."""
+"""The pages in docs/ and docs/history/, and a function that runs the programs they show."""
 
 import os
 import re
@@ -8,13 +8,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = {path.name: path.read_text() for path in sorted(DOCS.glob("*.md"))}
+PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
+"""Text of each page, by its path in docs/."""
 PROSE = {page: re.sub(r"```.*?```", "", text, flags=re.DOTALL) for page, text in PAGES.items()}
-"""Without programs."""
+"""Text of each page without its code blocks."""
 
 
 def run(arguments: list[str], folder: Path, timeout: float = 280) -> str:
-    """What a fresh process prints; the repository's packages, and none that are installed from elsewhere."""
+    """Run a fresh process with this repository's packages first on the path, and return what it prints."""
     done = subprocess.run(
         [sys.executable, "-W", "error", *arguments],
         capture_output=True,
@@ -22,7 +23,7 @@ def run(arguments: list[str], folder: Path, timeout: float = 280) -> str:
         timeout=timeout,
         check=False,
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

@@ -1,4 +1,4 @@
-"""Links and names on the pages in docs/ lead somewhere and mean something."""
+"""Test that links on the pages in docs/ have targets and that names in backticks exist in the code."""
 
 import importlib
 import re
@@ -13,15 +13,25 @@ from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
 from parity.cli.commands import Compare, Plan, Sample, Train
 from tests.docs.pages import DOCS, PAGES, PROSE, ROOT
 
-CHECKED = ("README.md", "architecture.md", "errata.md", "extending.md", "hyper_connections.md")
+CHECKED = (
+    "README.md",
+    "architecture.md",
+    "concepts.md",
+    "extending.md",
+    "find.md",
+    "hardware.md",
+    "history/errata.md",
+    "hyper_connections.md",
+)
 """Pages in which every name in backticks is looked up."""
-PACKAGES = ("plans", "kernels", "reference_torch", "jax_impl", "parity")
+PACKAGES = ("diptych", "diptych_kernels", "reference_torch", "jax_impl", "parity")
+FOLDERS = ("diptych", "kernels", "reference_torch", "jax_impl", "parity")
 BACKENDS = ("reference_torch", "jax_impl")
 SETTINGS = (TransformerConfig, TrainConfig, DataConfig, Compare, Plan, Sample, Train)
 
 
 def slugs(text: str) -> set[str]:
-    """Anchors of a page's headings, as they are made of them on GitHub."""
+    """Return the anchors that GitHub makes of a page's headings."""
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -32,20 +42,20 @@ def test_every_link_leads_somewhere(page):
         path, _, anchor = target.partition("#")
         if path.startswith("https://"):
             continue
-        there = (DOCS / path).resolve() if path else DOCS / page
+        there = ((DOCS / page).parent / path).resolve() if path else DOCS / page
         assert there.exists(), target
         assert not anchor or anchor in slugs(there.read_text()), target
 
 
 def test_the_index_names_every_page():
-    linked = re.findall(r"^\| \[\w+\]\((\w+\.md)\) \|", PAGES["README.md"], re.MULTILINE)
+    linked = re.findall(r"^\| \[\w+\]\(([\w/]+\.md)\) \|", PAGES["README.md"], re.MULTILINE)
     assert sorted([*linked, "README.md"]) == [*sorted(PAGES)]
     notebooks = {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
     assert notebooks == set(re.findall(r"notebooks/(\w+\.ipynb)", PAGES["README.md"]))
 
 
 def names_of(page: str) -> list[tuple[str, tuple[str, ...]]]:
-    """What stands in backticks, programs apart, with the packages it may be relative to."""
+    """Return the names in backticks outside code blocks, each with the packages it may be relative to."""
     found = []
     for line in PROSE[page].splitlines():
         cells = line.strip("| ").split(" | ") if line.startswith("|") else [line]
@@ -60,21 +70,21 @@ def names_of(page: str) -> list[tuple[str, tuple[str, ...]]]:
 
 @cache
 def sources() -> str:
-    """All code, for words that have to be in it somewhere."""
-    files = [path for package in (*PACKAGES, "tests", "benchmarks") for path in (ROOT / package).rglob("*.py")]
+    """Return all code as one text, in which single words are looked up."""
+    files = [path for package in (*FOLDERS, "tests", "benchmarks") for path in (ROOT / package).rglob("*.py")]
     return "\n".join(path.read_text() for path in [*files, ROOT / "pyproject.toml"] if path != Path(__file__))
 
 
 def is_path(name: str) -> bool:
-    """Whether something looks like one."""
+    """Return True if the name looks like the path of a file or folder."""
     return re.fullmatch(r"[\w./-]+/|[\w./-]+\.(py|md|ipynb|json|toml|png)", name) is not None
 
 
 def attribute(name: str) -> object:
-    """What a dotted name means.
+    """Return the object that a dotted name refers to.
 
     Raises:
-        AttributeError, ModuleNotFoundError: nothing.
+        AttributeError, ModuleNotFoundError: the name refers to nothing.
     """
     head, *rest = name.split(".")
     value: object = importlib.import_module("jax.lax" if head == "lax" else head)
@@ -88,7 +98,7 @@ def attribute(name: str) -> object:
 
 
 def means_something(name: str, roots: tuple[str, ...]) -> bool:
-    """Whether a name in backticks exists: a file, a module's attribute, an option, a word of the code."""
+    """Return True if a name in backticks is a file, an attribute of a module, an option, or a word of the code."""
     if is_path(name):
         return (ROOT / name).exists() or all((ROOT / root / name).exists() for root in roots)
     if re.fullmatch(r"--[\w-]+( \w+)?", name):
@@ -132,7 +142,7 @@ def test_every_name_in_a_notebook_exists(path):
 
 def test_names_that_do_not_exist_are_seen():
     for name in (
-        "plans/nothing.py",
+        "diptych/plans/nothing.py",
         "train.Trainer.nothing",
         "diptych.plans.schedule.named.nothing",
         "--nothing",

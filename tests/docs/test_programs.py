@@ -96,16 +96,16 @@ assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before,
 manager.close()
 """,
     ),
-    ("drill.md", "def told_to_end"): (
+    ("fault_injection.md", "def told_to_end"): (
         """
 import inspect
 import signal
-from tests.faults import cases as drill_cases
+from tests.faults import cases as fault_cases
 from tests.faults.cases import AT, Broken, Room
 """,
         """
 Broken("slow", AT, seconds=1.0)  # the case itself, which make drill runs, has one line more
-real = inspect.getsource(drill_cases.told_to_end)
+real = inspect.getsource(fault_cases.told_to_end)
 lines = "program.signal(signal.SIGTERM)", "program.expect_end(0)", "room.resume(step=AT + 1)"
 assert all(line in real for line in lines)
 assert hasattr(Room, "train")
@@ -185,7 +185,7 @@ def test_the_picture_is_drawn(tmp_path, monkeypatch):
 
 @pytest.mark.multiprocess
 def test_errata_print_what_is_shown(tmp_path):
-    (shown,) = [code for mark, name, _, code in BLOCK.findall(PAGES["errata.md"]) if name == "docs.generate.errata"]
+    (shown,) = [code for mark, name, _, code in BLOCK.findall(PAGES["history/errata.md"]) if name == "docs.generate.errata"]
     assert run(["-m", "docs.generate.errata"], tmp_path) == shown
 
 

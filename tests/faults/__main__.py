@@ -1,6 +1,6 @@
 """The failure drill: training runs broken on purpose, and what came of each.
 
-    python -m tests.faults.__main__             (make drill: all cases; writes the table in docs/drill.md)
+    python -m tests.faults.__main__             (make drill: all cases; writes the table in docs/fault_injection.md)
     python -m tests.faults.__main__ SIGTERM     (cases whose name has these words; writes nothing)
 
 Every case runs the real program, with real processes, in a process of its own that has a deadline: a case that hangs is
@@ -32,7 +32,7 @@ from rich.table import Table
 from tests.faults.cases import CASES
 from tests.faults.runs import LAYOUTS, ROOT, STEPS, TIMEOUT, Case, Observed, Room, Unexpected, marked
 
-PAGE = ROOT / "docs" / "drill.md"
+PAGE = ROOT / "docs" / "fault_injection.md"
 RESULT = ROOT / "benchmarks" / "results" / "drill.json"
 BEGIN, END = "<!-- table: python -m tests.faults.__main__ -->\n", "<!-- end of table -->\n"
 SLACK = 10.0
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str], cases: Sequence[Case] = CASES, layouts: Seque
     console, words = Console(), " ".join(arguments)
     chosen = [case for case in cases if words in f"{case.name} ({case.layout})"]
     if not chosen:
-        print(f"drill: expected words of a case's name, got {words!r}; docs/drill.md has them", file=sys.stderr)
+        print(f"drill: expected words of a case's name, got {words!r}; docs/fault_injection.md has them", file=sys.stderr)
         return 2
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="drill-") as folder:
