@@ -54,8 +54,9 @@ def test_the_recompute_example_drops_and_replays():
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     discard = "checkpoint.discard_output_and_register_recompute(output)"
     assert discard in example
-    dropped = f"{discard}; assert hidden.untyped_storage().nbytes() == 0"
-    run_script(example.replace(discard, dropped) + "\nassert weight.grad.abs().sum() > 0\n", ROOT)
+    dropped = f"{discard}\nwith pytest.raises(DiscardedActivationError): hidden.sum()"
+    before = "import pytest\nfrom reference_torch.recompute import DiscardedActivationError\n"
+    run_script(f"{before}{example.replace(discard, dropped)}\nassert weight.grad.abs().sum() > 0\n", ROOT)
 
 
 @pytest.mark.multiprocess
