@@ -178,7 +178,10 @@ def test_the_picture_is_drawn(tmp_path, monkeypatch):
         assert (
             means_something(line[0] if line[0].endswith("/") else f"{line[0]}.py", BACKENDS) or line[0] == "recompute"
         )
-    for lines, package in [(sum(architecture.PLANS_FILES, ()), "plans"), (architecture.KERNELS_FILES, "kernels")]:
+    for lines, package in [
+        (sum(architecture.PLANS_FILES, ()), "diptych/plans"),
+        (architecture.KERNELS_FILES, "kernels/diptych_kernels"),
+    ]:
         for name in ", ".join(name for name, _ in lines).split(", "):
             assert (ROOT / package / (name if name.endswith("/") else f"{name}.py")).exists(), name
 
