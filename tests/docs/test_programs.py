@@ -104,7 +104,7 @@ from tests.faults import cases as drill_cases
 from tests.faults.cases import AT, Broken, Room
 """,
         """
-Broken("slow", AT, seconds=1.0)  # the case itself, which make drill runs, has one line more
+Broken("slow", AT, seconds=1.0)  # the case itself, which make faults runs, has one line more
 real = inspect.getsource(drill_cases.told_to_end)
 lines = "program.signal(signal.SIGTERM)", "program.expect_end(0)", "room.resume(step=AT + 1)"
 assert all(line in real for line in lines)
