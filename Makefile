@@ -1,21 +1,10 @@
 # make demo      train one model in both backends, side by side
 # make test      what CI runs                     make check     lint, types, fast tests
-# make test-all  everything, notebooks included   make bench     speed ratios
+# make test-all  everything, notebooks included   make bench     list the benchmarks; NAME=... runs one
 # make install   only the environment             make clean     remove what was made
-# make bench-recompute  memory and time of every way of recomputing
-# make bench-offload    what offload moves, keeps and hides
-# make bench-delta-rule the chunked delta rule beside the recurrence
-# make bench-approximate-cp  what states that are not passed on whole cost, and how wrong they are
-# make bench-step-time  steps beside what the roofline predicts from measured rates
-# make bench-cp         context parallelism: bytes, step time, wire error, a long sequence
-# make bench-zigzag     attention of context ranks, contiguous and zigzag: products and step time
-# make bench-wavefront  microbatches that follow one another over context ranks beside exchanges in step
-# make bench-pipeline   pipeline steps beside what their tables predict and beside PyTorch's own
-# make bench-generated-schedule  a schedule made for its costs beside the best one with a name
 # make composition     compositions of all features beside the plain model, in both backends: 15 minutes
 # make fuzz FUZZ_MINUTES=30  random programs of what users write, held against the plain program, as long as given
-# make drill          training runs broken on purpose, and what came of each
-# make kernels-report   registers, spills and shared memory of every kernel, compiled without a GPU
+# make faults         training runs broken on purpose, and what came of each
 # make test-page        the page of a plan in a headless Chromium, which has to be there: apt-get install chromium
 # make test-gpu         kernels compiled and run        make bench-gpu  and measured; both need one GPU
 #
@@ -57,9 +46,9 @@ endif
 # On a machine that has everything already: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
 GPU_INSTALLED := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
-ON_GPU := JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON)
+ON_GPU := PYTHONPATH=.:kernels JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON)
 
-.PHONY: fuzz install demo check test test-all test-gpu bench bench-recompute bench-pipeline bench-offload bench-delta-rule bench-cp bench-approximate-cp bench-step-time bench-gpu kernels-report composition drill clean bench-generated-schedule test-page bench-zigzag bench-wavefront
+.PHONY: install demo check test test-all test-gpu test-page bench bench-gpu composition faults fuzz clean
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@echo "making $(VENV): about a minute, 2 GB"
@@ -93,47 +82,14 @@ test-all: $(INSTALLED)
 	$(PYTEST) -m alone
 
 bench: $(INSTALLED)
-	$(BIN)/python -m benchmarks.mhc
-
-bench-recompute: $(INSTALLED)
-	$(BIN)/python -m benchmarks.recompute
-
-bench-pipeline: $(INSTALLED)
-	$(BIN)/python -m benchmarks.pipeline
-
-bench-generated-schedule: $(INSTALLED)
-	$(BIN)/python -m benchmarks.generated_schedule
-
-bench-offload: $(INSTALLED)
-	$(BIN)/python -m benchmarks.offload
-
-bench-delta-rule: $(INSTALLED)
-	$(BIN)/python -m benchmarks.delta_rule
-
-bench-approximate-cp: $(INSTALLED)
-	$(BIN)/python -m benchmarks.approximate_context
-
-bench-step-time: $(INSTALLED)
-	$(BIN)/python -m benchmarks.step_time
-
-bench-cp: $(INSTALLED)
-	$(BIN)/python -m benchmarks.context
-
-bench-zigzag: $(INSTALLED)
-	$(BIN)/python -m benchmarks.zigzag
-
-bench-wavefront: $(INSTALLED)
-	$(BIN)/python -m benchmarks.wavefront
+	$(BIN)/python -m benchmarks $(NAME)
 
 FUZZ_MINUTES ?= 10
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz --minutes $(FUZZ_MINUTES)
 
-drill: $(INSTALLED)
-	$(BIN)/python -m tests.faults.__main__
-
-kernels-report: $(INSTALLED)
-	$(BIN)/python -m benchmarks.kernels_report
+faults: $(INSTALLED)
+	$(BIN)/python -m tests.faults
 
 composition: $(INSTALLED)
 	$(BIN)/python -m tests.composition_report

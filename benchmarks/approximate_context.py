@@ -1,6 +1,6 @@
 """States that ranks do not pass on whole: bytes, the bound that gates give beforehand, and the error there is.
 
-    python -m benchmarks.approximate_context          (make bench-approximate-cp)
+    python -m benchmarks.approximate_context          (make bench NAME=approximate_context)
 
 One KDA layer's rule over four gloo ranks in float64, forward and backward, so that all that is wrong is what was left
 out. Errors of states are the largest over ranks and heads, relative to the largest state; those of outputs and

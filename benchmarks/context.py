@@ -1,6 +1,6 @@
 """Context parallelism: bytes beside the formula, step time, what a narrower wire costs, a sequence of 128K tokens.
 
-    python -m benchmarks.context           (make bench-cp)
+    python -m benchmarks.context           (make bench NAME=context)
 
 One KDA layer's rule, forward and backward, one sequence over gloo ranks of one thread each. Where there are more ranks
 than cores, times are of ranks that take turns: compare a row's exchange with the same ranks without one.

@@ -1,6 +1,6 @@
 """The chunked delta rule beside the recurrence: time, how it grows with the sequence, and what is kept for backward.
 
-    python -m benchmarks.delta_rule           (make bench-delta-rule)
+    python -m benchmarks.delta_rule           (make bench NAME=delta_rule)
 
 Forward and backward of one sequence of B=1, H=4, K=V=64 in float32, one thread. The recurrence is this project's own
 ``recurrent_*``: in PyTorch a loop over unbound tokens, in JAX a scan. In PyTorch also the same loop with its products

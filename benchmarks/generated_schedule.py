@@ -1,6 +1,6 @@
 """What a step takes by a schedule made for its costs, and by the best one with a name, beside what both are to take.
 
-    python -m benchmarks.generated_schedule             (make bench-generated-schedule)
+    python -m benchmarks.generated_schedule             (make bench NAME=generated_schedule)
 
 1. Stages that sleep, unlike each other, on 4 gloo ranks of this machine; and on 4 CPU devices of JAX, in lock-step.
 2. Stages that compute, on a rank a core: each action's time is measured first (benchmarks/stage_costs.py), the table is

@@ -1,6 +1,6 @@
 """The tables in docs/kernels.md: what every kernel uses, compiled ahead of time for two GPUs, without either.
 
-python -m benchmarks.kernels_report          (make kernels-report: writes them anew)
+python -m benchmarks.kernels_report          (make bench NAME=kernels_report: writes them anew)
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """What a training step costs: both backends against a plain PyTorch network, mHC against none.
 
-    python -m benchmarks.mhc            (make bench)
+    python -m benchmarks.mhc            (make bench NAME=mhc)
 
 The process is pinned to one core and one thread, so that PyTorch and XLA are given the same. All
 contestants take turns, step by step, in one run; a ratio is of medians over those turns. Then the

@@ -1,6 +1,6 @@
 """What tensor offload moves, keeps on the device and costs, beside its plan and torch.autograd.graph.save_on_cpu.
 
-    python -m benchmarks.offload              (make bench-offload)
+    python -m benchmarks.offload              (make bench NAME=offload)
 
 On a GPU: bytes, waits, memory and time of a training step. Without one the "device" is a second place in the same
 memory, so only counts and bytes mean anything, and they are all that is shown. What prefetch hides is shown with a link

@@ -1,6 +1,6 @@
 """What a pipeline step takes, beside what its table predicts and beside torch.distributed.pipelining.
 
-    python -m benchmarks.pipeline             (make bench-pipeline)
+    python -m benchmarks.pipeline             (make bench NAME=pipeline)
 
 Stages that sleep, on 4 gloo ranks of this machine: what is over the predicted makespan is the executor's own. All runs
 take turns, so that neighbours in time are compared; medians are quoted. Then the same stages on 4 CPU devices of JAX,

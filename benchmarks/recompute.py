@@ -1,6 +1,6 @@
 """What each way of recomputing keeps, needs and costs: bytes measured and predicted, and time, beside PyTorch's own.
 
-    python -m benchmarks.recompute            (make bench-recompute)
+    python -m benchmarks.recompute            (make bench NAME=recompute)
 
 One thread on one core. Memory is every allocation of one forward and backward pass; times are medians of steps that
 all ways take in turns, so that a ratio is of neighbours in time. Beside the project's own ways stand

@@ -1,6 +1,6 @@
 """What a step of training takes, beside what diptych.planner.step_time predicts from this machine's measured rates.
 
-    python -m benchmarks.step_time            (make bench-step-time)
+    python -m benchmarks.step_time            (make bench NAME=step_time)
 
 Two processes of one thread each. Rates (products, memory, messages, the least an operation takes) are measured on both
 at once; so is every case, of one rank on both, or of two ranks together. In JAX one process on one core. Medians of

@@ -1,6 +1,6 @@
 """Microbatches that follow one another over ranks that share sequences, beside exchanges in which all take part.
 
-    python -m benchmarks.wavefront           (make bench-wavefront)
+    python -m benchmarks.wavefront           (make bench NAME=wavefront)
 
 1. Order: layers that sleep, so that a step takes as long as its order has it, on four ranks; beside
 diptych.plans.schedule.wavefront. 2. Steps of training of a KDA model, PyTorch on gloo ranks of one thread each, JAX

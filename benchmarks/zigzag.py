@@ -1,6 +1,6 @@
 """Zigzag attention beside the contiguous layout: products a rank computes, and step time.
 
-    python -m benchmarks.zigzag           (make bench-zigzag)
+    python -m benchmarks.zigzag           (make bench NAME=zigzag)
 
 Softmax attention of one layer, without its projections, forward and backward, one sequence over gloo ranks of one
 thread each. Steps of both layouts are taken in turns, and a step is as long as its slowest rank. Where there are more

@@ -28,7 +28,7 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.model import operations
 from diptych.plans.model.parameters import SINKHORN_FLOOR, hyper_connection_spec
 from jax_impl.operands import at_least_float32, given_operand, operand
-from jax_impl.ops import DropoutState, add_bias, check_state, dropout, kernel_door, parameter
+from jax_impl.ops import DropoutState, add_bias, check_state, dropout, kernel_backend, parameter
 from jax_impl.recompute import name_value
 
 
@@ -55,7 +55,7 @@ def sinkhorn(
     """
     operations.check_iterations(iterations, last)
     operations.check_matrices(operand("logits", logits))
-    if kernels := kernel_door(impl, logits):
+    if kernels := kernel_backend(impl, logits):
         return kernels.sinkhorn(logits, iterations, last)
     tokens_innermost = jnp.moveaxis(at_least_float32(logits), (-2, -1), (0, 1))
     first_axis = 0 if last == "row" else 1  # summing over axis 0, the row index, normalises columns
@@ -143,7 +143,7 @@ def compute_mappings(
     operations.check_iterations(iterations, last)
     parameters = operand("phi", phi), operand("alpha", alpha), operand("bias", bias)
     operations.check_mappings(operand("x", x), *parameters, epsilon)
-    if kernels := kernel_door(impl, x):
+    if kernels := kernel_backend(impl, x):
         h_pre, h_post, h_res = kernels.compute_mappings(
             x, phi, alpha, bias, iterations=iterations, last=last, epsilon=epsilon
         )
@@ -170,7 +170,7 @@ def compute_mappings(
 def aggregate(x: Float[Array, "b t s d"], h_pre: Float[Array, "b t s"], impl: str = "auto") -> Float[Array, "b t d"]:
     """What a sublayer reads: sum over streams of h_pre[s] * x[s]. Reference: mHC, eq. 3."""
     operations.check_aggregate(operand("x", x), operand("h_pre", h_pre))
-    if kernels := kernel_door(impl, x):
+    if kernels := kernel_backend(impl, x):
         return name_value(kernels.aggregate(x, h_pre), "aggregated")
     return name_value(jnp.einsum("bts,btsd->btd", h_pre.astype(x.dtype), x), "aggregated")
 
@@ -180,7 +180,7 @@ def apply_h_res(
 ) -> Float[Array, "b t s d"]:
     """The streams mixed: mixed[s] = sum over j of h_res[s, j] * residual[j]. Reference: mHC, eq. 3."""
     operations.check_mix(operand("h_res", h_res), operand("residual", residual))
-    if kernels := kernel_door(impl, residual):
+    if kernels := kernel_backend(impl, residual):
         return name_value(kernels.apply_h_res(h_res, residual), "mixed")
     return name_value(jnp.einsum("btsj,btjd->btsd", h_res.astype(residual.dtype), residual), "mixed")
 
@@ -190,7 +190,7 @@ def apply_h_post(
 ) -> Float[Array, "b t s d"]:
     """A sublayer's output written to every stream: expanded[s] = h_post[s] * (x + bias)."""
     operations.check_expanded(operand("x", x), given_operand("bias", bias), operand("h_post", h_post))
-    if kernels := kernel_door(impl, x):
+    if kernels := kernel_backend(impl, x):
         return name_value(kernels.apply_h_post(x, bias, h_post), "expanded")
     y = add_bias(x, bias)
     return name_value(h_post.astype(x.dtype)[..., None] * y[..., None, :], "expanded")
@@ -226,7 +226,7 @@ def write_streams(
     operations.check_written(*arrays, given_operand("bias", bias), operand("h_post", h_post), rate)
     if state is not None:
         check_state(tuple(x.shape[:2]), state, site)
-    if kernels := kernel_door(impl, x):
+    if kernels := kernel_backend(impl, x):
         return kernels.write_streams(residual, h_res, x, bias, h_post, rate, state, site)
     mixed = residual if h_res is None else apply_h_res(h_res, residual, impl="reference")
     if state is not None and rate > 0.0:
@@ -289,7 +289,7 @@ class HyperConnectionModule(nnx.Module):
         Returns:
             aggregated [B, T, D], mixed [B, T, S, D] or what it is to be computed from, h_post [B, T, S].
         """
-        if kernel_door(self.config.impl, hidden_states) is None:
+        if kernel_backend(self.config.impl, hidden_states) is None:
             return self(hidden_states, hidden_states)
         h_pre, h_post, h_res = self.compute_mappings(hidden_states)
         return self.aggregate(hidden_states, h_pre), DeferredMix(h_res, hidden_states), h_post

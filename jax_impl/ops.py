@@ -323,7 +323,7 @@ def rotary_embedding(x: Float[Array, "b t h d"], positions: Int[Array, " t"], ba
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def kernel_door(impl: str, x: Array) -> Any | None:
+def kernel_backend(impl: str, x: Array) -> Any | None:
     """The module that runs the shared kernels on what x is, or None where the operations here compute.
 
     Args:
@@ -350,7 +350,7 @@ def _platform(x: Array) -> str:
 def gelu(x: Float[Array, "*b f"], impl: str = "auto") -> Float[Array, "*b f"]:
     """``x * Phi(x)`` with the exact normal distribution function. Reference: arXiv 1606.08415."""
     operations.check_activation(operand("x", x))
-    if kernels := kernel_door(impl, x):
+    if kernels := kernel_backend(impl, x):
         return kernels.gelu(x)
     return jax.checkpoint(partial(jax.nn.gelu, approximate=False))(x)  # keeps x alone, as PyTorch does
 
@@ -358,7 +358,7 @@ def gelu(x: Float[Array, "*b f"], impl: str = "auto") -> Float[Array, "*b f"]:
 def swiglu(x: Float[Array, "*b f2"], impl: str = "auto") -> Float[Array, "*b f"]:
     """``silu(gate) * value`` where x holds gate and value side by side. Reference: arXiv 2002.05202, eq. 6."""
     operations.check_gate(operand("x", x))
-    if kernels := kernel_door(impl, x):
+    if kernels := kernel_backend(impl, x):
         return kernels.swiglu(x)
     gate, value = jnp.split(x, 2, axis=-1)
     return jax.nn.silu(gate) * value

@@ -27,7 +27,7 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.model import operations
 from diptych.plans.model.parameters import SINKHORN_FLOOR, hyper_connection_spec
 from reference_torch.operands import at_least_float32, given_operand, operand
-from reference_torch.ops import DropoutState, add_bias, check_state, dropout, kernel_door, parameter
+from reference_torch.ops import DropoutState, add_bias, check_state, dropout, kernel_backend, parameter
 from reference_torch.recompute import MHCBlockRecomputeManager, name_value
 
 
@@ -54,7 +54,7 @@ def sinkhorn(
     """
     operations.check_iterations(iterations, last)
     operations.check_matrices(operand("logits", logits))
-    if kernels := kernel_door(impl, logits):
+    if kernels := kernel_backend(impl, logits):
         return kernels.sinkhorn(logits, iterations, last)
     tokens_innermost = at_least_float32(logits).movedim((-2, -1), (0, 1))
     first_axis = 0 if last == "row" else 1  # summing over axis 0, the row index, normalises columns
@@ -130,7 +130,7 @@ def compute_mappings(
     operations.check_iterations(iterations, last)
     parameters = operand("phi", phi), operand("alpha", alpha), operand("bias", bias)
     operations.check_mappings(operand("x", x), *parameters, epsilon)
-    if kernels := kernel_door(impl, x):
+    if kernels := kernel_backend(impl, x):
         h_pre, h_post, h_res = kernels.compute_mappings(
             x, phi, alpha, bias, iterations=iterations, last=last, epsilon=epsilon
         )
@@ -157,7 +157,7 @@ def compute_mappings(
 def aggregate(x: Float[Tensor, "b t s d"], h_pre: Float[Tensor, "b t s"], impl: str = "auto") -> Float[Tensor, "b t d"]:
     """What a sublayer reads: sum over streams of h_pre[s] * x[s]. Reference: mHC, eq. 3."""
     operations.check_aggregate(operand("x", x), operand("h_pre", h_pre))
-    if kernels := kernel_door(impl, x):
+    if kernels := kernel_backend(impl, x):
         return name_value(kernels.aggregate(x, h_pre), "aggregated")
     batch, length, streams, _ = x.shape
     weights = h_pre.to(x.dtype).reshape(-1, 1, streams)
@@ -169,7 +169,7 @@ def apply_h_res(
 ) -> Float[Tensor, "b t s d"]:
     """The streams mixed: mixed[s] = sum over j of h_res[s, j] * residual[j]. Reference: mHC, eq. 3."""
     operations.check_mix(operand("h_res", h_res), operand("residual", residual))
-    if kernels := kernel_door(impl, residual):
+    if kernels := kernel_backend(impl, residual):
         return name_value(kernels.apply_h_res(h_res, residual), "mixed")
     mixed = torch.bmm(h_res.to(residual.dtype).flatten(0, 1), residual.flatten(0, 1))
     return name_value(mixed.view_as(residual), "mixed")
@@ -180,7 +180,7 @@ def apply_h_post(
 ) -> Float[Tensor, "b t s d"]:
     """A sublayer's output written to every stream: expanded[s] = h_post[s] * (x + bias)."""
     operations.check_expanded(operand("x", x), given_operand("bias", bias), operand("h_post", h_post))
-    if kernels := kernel_door(impl, x):
+    if kernels := kernel_backend(impl, x):
         return name_value(kernels.apply_h_post(x, bias, h_post), "expanded")
     y = add_bias(x, bias)
     return name_value(h_post.to(x.dtype)[..., None] * y[..., None, :], "expanded")
@@ -216,7 +216,7 @@ def write_streams(
     operations.check_written(*arrays, given_operand("bias", bias), operand("h_post", h_post), rate)
     if state is not None:
         check_state(tuple(x.shape[:2]), state, site)
-    if kernels := kernel_door(impl, x):
+    if kernels := kernel_backend(impl, x):
         return kernels.write_streams(residual, h_res, x, bias, h_post, rate, state, site)
     mixed = residual if h_res is None else apply_h_res(h_res, residual, impl="reference")
     if state is not None and rate > 0.0:
@@ -288,7 +288,7 @@ class HyperConnectionModule(nn.Module):
         Returns:
             aggregated [B, T, D], mixed [B, T, S, D] or what it is to be computed from, h_post [B, T, S].
         """
-        if kernel_door(self.config.impl, hidden_states) is None:
+        if kernel_backend(self.config.impl, hidden_states) is None:
             return self(hidden_states, hidden_states, mhc_recompute_manager=mhc_recompute_manager)
         if mhc_recompute_manager is None:
             aggregated, h_res, h_post = self._aggregate_mappings(hidden_states)

@@ -296,7 +296,7 @@ def rotary_embedding(
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def kernel_door(impl: str, x: Tensor) -> Any | None:
+def kernel_backend(impl: str, x: Tensor) -> Any | None:
     """The module that runs the shared kernels on what x is, or None where the operations here compute.
 
     Args:
@@ -315,7 +315,7 @@ def kernel_door(impl: str, x: Tensor) -> Any | None:
 def gelu(x: Float[Tensor, "*b f"], impl: str = "auto") -> Float[Tensor, "*b f"]:
     """``x * Phi(x)`` with the exact normal distribution function. Reference: arXiv 1606.08415."""
     operations.check_activation(operand("x", x))
-    if kernels := kernel_door(impl, x):
+    if kernels := kernel_backend(impl, x):
         return kernels.gelu(x)
     return F.gelu(x, approximate="none")
 
@@ -323,7 +323,7 @@ def gelu(x: Float[Tensor, "*b f"], impl: str = "auto") -> Float[Tensor, "*b f"]:
 def swiglu(x: Float[Tensor, "*b f2"], impl: str = "auto") -> Float[Tensor, "*b f"]:
     """``silu(gate) * value`` where x holds gate and value side by side. Reference: arXiv 2002.05202, eq. 6."""
     operations.check_gate(operand("x", x))
-    if kernels := kernel_door(impl, x):
+    if kernels := kernel_backend(impl, x):
         return kernels.swiglu(x)
     gate, value = x.chunk(2, dim=-1)
     return F.silu(gate) * value

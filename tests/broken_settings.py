@@ -1,6 +1,7 @@
 """One configuration a rule of plans/config that breaks it, and what must be said."""
 
 from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
+from diptych.plans.schedule.named import build_schedule
 
 MODEL = {"hidden_size": 32, "num_layers": 4, "num_attention_heads": 4}
 
@@ -179,7 +180,7 @@ BROKEN = {
         r"pipeline_schedule: expected one of .* with 2 pipeline ranks, got 'none'",
     ),
     (TransformerConfig, "pipeline_schedule_file"): (
-        {**TWO_RANKS, "pipeline_schedule": "1f1b", "pipeline_schedule_file": "own.csv"},
+        {**TWO_RANKS, "pipeline_schedule": "1f1b", "pipeline_schedule_file": build_schedule("1f1b", 2, 2)},
         r"pipeline_schedule: expected None beside pipeline_schedule_file, got '1f1b'",
     ),
     (TransformerConfig, "there and back, one rank has both ends"): (

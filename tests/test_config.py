@@ -59,7 +59,7 @@ def test_unknown_setting_is_refused():
     ],
 )
 def test_layer_descriptions(description, layer):
-    assert parse_layer(description, TransformerConfig(**MODEL, enable_hyper_connections=True)) == layer
+    assert parse_layer(description, TransformerConfig(**MODEL, enable_hyper_connections=True).layer_defaults) == layer
 
 
 @pytest.mark.parametrize(

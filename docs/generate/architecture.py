@@ -21,28 +21,28 @@ DPI, SIZE = 130, (11.0, 8.8)
 
 PLANS_FILES = (
     (
-        ("config/", "what is allowed, with every rule"),
-        ("parameters", "names, shapes, initial values"),
-        ("data, training", "batches, learning rate, clipping"),
-        ("checkpoint, philox", "the file; random numbers"),
+        ("config/", "settings and their rules"),
+        ("model/", "layers, parameters, data, Philox"),
+        ("training", "batches, learning rate, clipping"),
+        ("checkpoint", "the file and its checks"),
     ),
     (
-        ("partition", "layers to stages"),
-        ("schedule", "which rank does what when"),
-        ("communication, ticks", "its messages; in lock-step"),
-        ("simulate", "validity, time, memory of it"),
+        ("schedule/partition", "layers of each stage"),
+        ("schedule/named", "order of work of each rank"),
+        ("schedule/messages", "messages between ranks"),
+        ("schedule/simulate", "time, bubble, memory"),
     ),
     (
-        ("recompute", "what is dropped, in which blocks"),
+        ("recompute", "what is recomputed, in which blocks"),
         ("offload/", "what moves when"),
-        ("context", "who holds which tokens"),
-        ("memory/", "bytes, predicted term by term"),
+        ("context/", "tokens of each rank, exchanges"),
+        ("mesh", "axes of the ranks"),
     ),
 )
 KERNELS_FILES = (
-    ("launch", "grids, blocks"),
-    ("operations", "both directions"),
-    ("functions", "what is offered"),
+    ("launch_configs", "grids, blocks"),
+    ("autodiff_rules", "forward and backward"),
+    ("api", "public functions"),
     ("streams", "mHC"),
     ("coefficients", "mHC"),
     ("activations", "SwiGLU, GELU"),

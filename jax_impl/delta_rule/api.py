@@ -22,7 +22,7 @@ from jax_impl.delta_rule.by_kernels import chunked_by_kernels
 from jax_impl.delta_rule.chunked import Arguments, chunked
 from jax_impl.delta_rule.gates import gated, prepared
 from jax_impl.delta_rule.recurrent import recurrent
-from jax_impl.ops import kernel_door
+from jax_impl.ops import kernel_backend
 
 
 @refuse_unknown_keywords
@@ -207,7 +207,7 @@ def _chunked(
         cu_seqlens = context.cu_seqlens
     _check(arguments, initial, cu_seqlens, options)
     options, impl = options.for_length(arguments.q.shape[1]), implementation_for(impl, context)
-    kernels = kernel_door(impl, arguments.q)
+    kernels = kernel_backend(impl, arguments.q)
 
     def run(initial: Array | None, context: FLACPContext | None = None) -> tuple[Array, Array]:
         if kernels is not None:

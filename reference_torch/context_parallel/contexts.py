@@ -34,11 +34,9 @@ def build_cp_context(
         cu_seqlens_cpu: the same on the host; without it a device is waited for.
         cp_exchange: how states travel, one of diptych.plans.context.exchange.CP_EXCHANGES.
         cp_wire_dtype: in which type; None: their own. One of diptych.plans.context.exchange.WIRE_DTYPES.
-        cp_truncate_ranks: ranks ahead that a state reaches, with ring; None: all. Its error:
-        diptych.plans.context.approximation.
+        cp_truncate_ranks: ranks ahead that a state reaches, with ring; None: all. See approximation.
         cp_transition_rank: rank of what a map is sent as, beside a diagonal, with all_gather; None: the map. The same.
-        cp_attention_layout: who computes attention of which queries, one of
-        diptych.plans.context.zigzag.ATTENTION_LAYOUTS.
+        cp_attention_layout: layout of attention's queries, one of diptych.plans.context.zigzag.ATTENTION_LAYOUTS.
 
     Raises:
         ValueError: naming the argument, what was expected, what came. Nothing is sent.

@@ -23,7 +23,7 @@ from reference_torch.delta_rule.by_kernels import chunked_by_kernels
 from reference_torch.delta_rule.chunked import chunked
 from reference_torch.delta_rule.gates import gated, prepared
 from reference_torch.delta_rule.recurrent import recurrent
-from reference_torch.ops import at_least_float32, kernel_door
+from reference_torch.ops import at_least_float32, kernel_backend
 
 
 @refuse_unknown_keywords
@@ -234,7 +234,7 @@ def _chunked_eagerly(
         check_part(context, tuple(getattr(arrays[0], "shape", ())), _values_beside(context, cu_seqlens))
     offsets = _offsets(arrays, cu_seqlens if context is None else context.cu_seqlens_cpu, options)
     options, impl = options.for_length(arrays[0].shape[1]), implementation_for(impl, context)
-    kernels, given = kernel_door(impl, arrays[0]), arrays[:-1]
+    kernels, given = kernel_backend(impl, arrays[0]), arrays[:-1]
 
     def run(initial: Tensor | None, context: FLACPContext | None = None) -> tuple[Tensor, Tensor]:
         if kernels is not None:

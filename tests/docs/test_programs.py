@@ -104,7 +104,7 @@ from tests.faults import cases as fault_cases
 from tests.faults.cases import AT, Broken, Room
 """,
         """
-Broken("slow", AT, seconds=1.0)  # the case itself, which make drill runs, has one line more
+Broken("slow", AT, seconds=1.0)  # the case itself, which make faults runs, has one line more
 real = inspect.getsource(fault_cases.told_to_end)
 lines = "program.signal(signal.SIGTERM)", "program.expect_end(0)", "room.resume(step=AT + 1)"
 assert all(line in real for line in lines)
@@ -178,7 +178,10 @@ def test_the_picture_is_drawn(tmp_path, monkeypatch):
         assert (
             means_something(line[0] if line[0].endswith("/") else f"{line[0]}.py", BACKENDS) or line[0] == "recompute"
         )
-    for lines, package in [(sum(architecture.PLANS_FILES, ()), "plans"), (architecture.KERNELS_FILES, "kernels")]:
+    for lines, package in [
+        (sum(architecture.PLANS_FILES, ()), "diptych/plans"),
+        (architecture.KERNELS_FILES, "kernels/diptych_kernels"),
+    ]:
         for name in ", ".join(name for name, _ in lines).split(", "):
             assert (ROOT / package / (name if name.endswith("/") else f"{name}.py")).exists(), name
 

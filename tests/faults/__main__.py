@@ -1,7 +1,7 @@
 """The failure drill: training runs broken on purpose, and what came of each.
 
-    python -m tests.faults.__main__             (make drill: all cases; writes the table in docs/fault_injection.md)
-    python -m tests.faults.__main__ SIGTERM     (cases whose name has these words; writes nothing)
+    python -m tests.faults             (make faults: all cases; writes the table in docs/fault_injection.md)
+    python -m tests.faults SIGTERM     (cases whose name has these words; writes nothing)
 
 Every case runs the real program, with real processes, in a process of its own that has a deadline: a case that hangs is
 a failure, and so is one that leaves processes behind. Ends with exit code 1 if any case is not as expected.
@@ -34,7 +34,7 @@ from tests.faults.runs import LAYOUTS, ROOT, STEPS, TIMEOUT, Case, Observed, Roo
 
 PAGE = ROOT / "docs" / "fault_injection.md"
 RESULT = ROOT / "benchmarks" / "results" / "drill.json"
-BEGIN, END = "<!-- table: python -m tests.faults.__main__ -->\n", "<!-- end of table -->\n"
+BEGIN, END = "<!-- table: python -m tests.faults -->\n", "<!-- end of table -->\n"
 SLACK = 10.0
 """Seconds beyond its deadline that a case has to say so itself."""
 AT_ONCE = 3

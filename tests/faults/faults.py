@@ -56,7 +56,7 @@ class Broken:
     moment: str = ""
     """Of MOMENTS."""
     action: str = ""
-    """A message's; see benchmarks.message_faults.Fault."""
+    """A message's; see tests.faults.messages.Fault."""
     in_order: bool = False
     """Messages go as NCCL sends them."""
 
@@ -120,7 +120,7 @@ def _in_batches(fault: Broken) -> None:
 
 def _in_messages(fault: Broken) -> None:
     import reference_torch.train
-    from benchmarks.message_faults import Fault, Faulty, InOrder
+    from tests.faults.messages import Fault, Faulty, InOrder
 
     assert fault.rank is not None, "a message has a sender"
     kind: Any = InOrder if fault.in_order else Faulty

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.message_faults import Fault, Faulty, InOrder
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.model.data import Corpus
 from diptych.plans.schedule.messages import PipelineError
@@ -20,6 +19,7 @@ from reference_torch.groups import ProcessGroups, gather, make_mesh, on_first_ra
 from reference_torch.p2p import P2PCommunicator
 from reference_torch.pipeline import get_forward_backward_func
 from reference_torch.train import Trainer
+from tests.faults.messages import Fault, Faulty, InOrder
 from tests.pipeline.jobs import Case, groups_of, run_case
 from tests.pipeline.toy_jobs import toy_data, toy_shapes, toy_step
 

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import pytest
 
 import reference_torch.rank_pool as rank_pool
-from benchmarks.message_faults import Fault
 from diptych.plans.schedule.named import schedule_for
 from diptych.plans.schedule.simulate import Costs, simulate
 from parity.cli.processes import CHILD
 from reference_torch.rank_pool import RankError, RankPool
+from tests.faults.messages import Fault
 from tests.pipeline.jobs import Case, Outcome, undivided_outcome
 from tests.pipeline.support import JOBS, PRELOAD, check, check_gradients, divided
 

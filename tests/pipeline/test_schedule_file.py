@@ -16,6 +16,7 @@ from diptych.plans.schedule.csv import read_schedule, schedule_from_csv, schedul
 from diptych.plans.schedule.named import build_schedule, schedule_for
 from diptych.plans.schedule.simulate import simulate
 from diptych.plans.schedule.validate import validate_schedule
+from parity.cli.main import main
 from reference_torch.rank_pool import RankPool
 from tests.pipeline import schedule_file_jobs
 from tests.pipeline.jobs import TINY, Case
@@ -206,13 +207,13 @@ def test_stages_three_times_there_and_back_are_refused():
         schedule_from_csv("\n".join(rows))
 
 
-def test_a_file_is_not_ignored_where_context_ranks_have_an_order(tmp_path):
+def test_a_file_is_not_ignored_where_context_ranks_have_an_order():
     with pytest.raises(ValueError, match="pipeline_schedule_file: expected None with cp_exchange 'pipelined', which"):
         replace(
             TINY,
             context_parallel_size=2,
             cp_exchange="pipelined",
-            pipeline_schedule_file=read_schedule(tmp_path / "own.csv"),
+            pipeline_schedule_file=build_schedule("1f1b", 2, 2),
         )
 
 
@@ -232,18 +233,33 @@ FAULTY = {
 
 
 @pytest.mark.parametrize("fault", FAULTY)
-def test_a_file_with_a_fault_is_refused_by_the_configuration(tmp_path, fault):
+def test_a_file_with_a_fault_is_refused_with_its_name(tmp_path, fault):
     edit, message = FAULTY[fault]
     path = tmp_path / "own.csv"
-    config = written(path)
+    written(path)
     path.write_text(edit(path.read_text()))
-    with pytest.raises(ValueError, match=r"pipeline_schedule_file: expected a schedule that runs, got .*" + message):
-        replace(config)
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}: .*{message}"):
+        read_schedule(path)
 
 
-def test_there_is_no_such_file(tmp_path):
-    with pytest.raises(ValueError, match=r"pipeline_schedule_file: expected a schedule that runs, got .*No such file"):
-        replace(TINY, pipeline_schedule_file=read_schedule(tmp_path / "none.csv"))
+def test_a_table_with_a_fault_is_refused_by_the_configuration():
+    schedule = build_schedule("1f1b", 2, 2)
+    faulty = replace(schedule, actions=(schedule.actions[0][1:], schedule.actions[1]))
+    message = "pipeline_schedule_file: expected a schedule that runs, got one with a fault: rank 0, 0F0: expected once"
+    with pytest.raises(ValueError, match=message):
+        replace(TINY, pipeline_model_parallel_size=2, pipeline_schedule_file=faulty)
+
+
+@pytest.mark.parametrize("content", [None, "0F0;0B0"])
+def test_the_command_line_names_a_file_that_is_no_schedule(tmp_path, capsys, content):
+    path = tmp_path / "none.csv"
+    if content is not None:
+        path.write_text(content)
+    assert main(["plan", "--pipeline-model-parallel-size", "2", "--pipeline-schedule-file", str(path)]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("diptych: --pipeline-schedule-file: expected a schedule that runs, got ")
+    assert str(path) in message
+    assert message.count("\n") == 1
 
 
 def test_errors_of_a_file_are_those_of_the_validator():

@@ -96,7 +96,7 @@ def test_an_installed_package_has_the_pages_parts():
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
         "diptych.planner.page"
     ]
-    parts = {path.name for path in (ROOT / "parity" / "page").iterdir() if path.suffix not in (".py", "")}
+    parts = {path.name for path in (ROOT / "diptych" / "planner" / "page").iterdir() if path.suffix not in (".py", "")}
     assert {f"*{Path(part).suffix}" for part in parts} == set(patterns)
     assert parts == {"template.html", "style.css", *SCRIPTS}
     for part in parts:

@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save
 
-import diptych.plans.checkpoint
+from diptych.plans import checkpoint as checkpoints
 from diptych.plans.checkpoint import RECORD, CheckpointError, read_checkpoint
 from tests.command import diptych
 from tests.saving.support import new_trainer
@@ -156,14 +156,14 @@ def test_a_record_of_earlier_versions_is_read(saved):
     forge(saved, change)
     assert read_checkpoint(saved).step == 3
     assert new_trainer("torch").resume(saved) == 3
-    assert diptych.plans.checkpoint.recorded_model(read_checkpoint(saved).settings).pipeline_model_parallel_size == 1
+    assert checkpoints.recorded_model(read_checkpoint(saved).settings).pipeline_model_parallel_size == 1
     assert diptych(f"sample {saved} --length 1 --prompt a") == 0
 
 
 def test_no_array_is_read_before_the_record_is_right(saved, monkeypatch):
     forge(saved, of_settings("model", num_layers=10**7))
     read = []
-    right = diptych.plans.checkpoint.safe_open
+    right = checkpoints.safe_open
 
     class Watched:
         def __init__(self, *arguments):
@@ -181,7 +181,7 @@ def test_no_array_is_read_before_the_record_is_right(saved, monkeypatch):
                 read.append(name)
             return getattr(self._inside, name)
 
-    monkeypatch.setattr(diptych.plans.checkpoint, "safe_open", Watched)
+    monkeypatch.setattr(checkpoints, "safe_open", Watched)
     with pytest.raises(CheckpointError, match="num_layers"):
         read_checkpoint(saved)
     assert not read

@@ -69,13 +69,13 @@ def _file_error(config) -> str:
         return f"pipeline_schedule: expected None beside pipeline_schedule_file, got {config.pipeline_schedule!r}"
     if config.cp_exchange == PIPELINED and config.context_parallel_size > 1:
         return (
-            "pipeline_schedule_file: expected None with cp_exchange 'pipelined', which has an order, got "
-            f"{schedule.name!r}"
+            "pipeline_schedule_file: expected None with cp_exchange 'pipelined', which has an order, got a schedule of "
+            f"{schedule.pp_size} ranks"
         )
     if fault := _fault_of(schedule):
-        return f"pipeline_schedule_file: expected a schedule that runs, got {schedule.name}: {fault}"
+        return f"pipeline_schedule_file: expected a schedule that runs, got one with a fault: {fault}"
     if schedule.pp_size == 1:
-        return f"pipeline_schedule_file: expected a row for each of two ranks or more, got one in {schedule.name}"
+        return f"pipeline_schedule_file: expected a row for each of two ranks or more, got one"
     for name, given, found in (
         ("pipeline_model_parallel_size", config.pipeline_model_parallel_size, schedule.pp_size),
         (
@@ -87,7 +87,7 @@ def _file_error(config) -> str:
         if given != found:
             return f"{name}: expected {found}, as pipeline_schedule_file has it, got {given}"
     if schedule.forward_only:
-        return f"pipeline_schedule_file: expected backwards, too, got forwards alone in {schedule.name}"
+        return f"pipeline_schedule_file: expected backwards, too, got forwards alone"
     if config.microbatch_group_size_per_vp_stage is not None:
         return (
             "microbatch_group_size_per_vp_stage: expected None with pipeline_schedule_file, got "

@@ -68,7 +68,7 @@ def read_schedule(path: str | Path) -> Schedule:
     """Read a schedule that runs from a file.
 
     Args:
-        path: the file; becomes the name of the schedule.
+        path: the file.
 
     Raises:
         ValueError: the file is not such a table (see schedule_from_csv), or the table does not run (see
@@ -76,7 +76,7 @@ def read_schedule(path: str | Path) -> Schedule:
         FileNotFoundError: the file does not exist.
     """
     try:
-        schedule = schedule_from_csv(read_text(path), str(path))
+        schedule = schedule_from_csv(read_text(path))
         validate_schedule(schedule)
     except FileNotFoundError:
         raise

@@ -204,7 +204,7 @@ def test_one_of_each_is_of_every_layout():
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_case_is_as_expected(tmp_path):
-    """In one layout; make drill runs all, and commits what came of them."""
+    """In one layout; make faults runs all, and commits what came of them."""
     results = drill.run_all(one_of_each(), tmp_path, Console())
     assert len(results) == len(one_of_each())
     failures = {f"{result.case.name} ({result.case.layout})": result.failure for result in results if result.failure}
@@ -213,4 +213,4 @@ def test_every_case_is_as_expected(tmp_path):
 
 def test_make_runs_it():
     makefile = (Path(drill.ROOT) / "Makefile").read_text()
-    assert re.search(r"^drill: .*\n\t\$\(BIN\)/python -m tests\.faults\.__main__$", makefile, re.MULTILINE)
+    assert re.search(r"^faults: .*\n\t\$\(BIN\)/python -m tests\.faults$", makefile, re.MULTILINE)
