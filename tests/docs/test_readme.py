@@ -50,6 +50,16 @@ def test_example_runs_in_a_fresh_process(example):
 
 
 @pytest.mark.multiprocess
+def test_three_lines_run_one_kernel_from_both_frameworks():
+    page = (ROOT / "docs/kernels.md").read_text()
+    (script,) = re.findall(r"^    python -c '\n(.*?)' *# 0\.0$", page, re.MULTILINE | re.DOTALL)
+    assert script.count("\n") == 2
+    command = [sys.executable, "-W", "error", "-c", script.replace("\n    ", "\n").strip()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    assert done.stdout == "0.0\n", done.stderr
+
+
+@pytest.mark.multiprocess
 def test_the_recompute_example_drops_and_replays():
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     discard = "checkpoint.discard_output_and_register_recompute(output)"
