@@ -188,7 +188,9 @@ def test_the_picture_is_drawn(tmp_path, monkeypatch):
 
 @pytest.mark.multiprocess
 def test_errata_print_what_is_shown(tmp_path):
-    (shown,) = [code for mark, name, _, code in BLOCK.findall(PAGES["history/errata.md"]) if name == "docs.generate.errata"]
+    (shown,) = [
+        code for mark, name, _, code in BLOCK.findall(PAGES["history/errata.md"]) if name == "docs.generate.errata"
+    ]
     assert run(["-m", "docs.generate.errata"], tmp_path) == shown
 
 
