@@ -188,7 +188,7 @@ def test_measured_pipelines_are_the_benchmark_s():
         if "JAX" in row["executor"]:
             predicted = lockstep_makespan(schedule, costs, fused="fused" in row["executor"])
         assert row["predicted_seconds"] == pytest.approx(predicted)
-        label = row["schedule"] + ", fused ticks" * ("fused" in row["executor"])
+        label = row["schedule"] + ", fused slots" * ("fused" in row["executor"])
         if row["link_delay"]:
             late = f"1f1b, every message {1e3 * row['link_delay']:g} ms late"
             label = late if row["overlap"] else "the same, waiting for each message"
