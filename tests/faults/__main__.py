@@ -78,7 +78,9 @@ def main(arguments: Sequence[str], cases: Sequence[Case] = CASES, layouts: Seque
     console, words = Console(), " ".join(arguments)
     chosen = [case for case in cases if words in f"{case.name} ({case.layout})"]
     if not chosen:
-        print(f"drill: expected words of a case's name, got {words!r}; docs/fault_injection.md has them", file=sys.stderr)
+        print(
+            f"drill: expected words of a case's name, got {words!r}; docs/fault_injection.md has them", file=sys.stderr
+        )
         return 2
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="drill-") as folder:
