@@ -5,7 +5,7 @@ import subprocess
 import sys
 import venv
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -58,29 +58,32 @@ def requirements(wheel: Path, extra: str) -> Iterator[Requirement]:
                 yield requirement
 
 
-def installed_closure(wheel: Path, extra: str) -> set[str]:
-    """Return all distributions that pip would install for the wheel with one extra, as they are installed here."""
+def installed_closure(wheel: Path, extra: str, others: Sequence[str] = ()) -> set[str]:
+    """Return all distributions that pip would install for the wheel with one extra, as they are installed here.
+
+    Args:
+        wheel: the built wheel.
+        extra: of the wheel.
+        others: distributions to install beside it.
+    """
     found: set[str] = set()
-    waiting = [(requirement.name, requirement.extras) for requirement in requirements(wheel, extra)]
+    waiting = [*requirements(wheel, extra), *map(Requirement, others)]
     while waiting:
-        name, extras = waiting.pop()
-        name = canonicalize_name(name)
+        wanted = waiting.pop()
+        name = canonicalize_name(wanted.name)
         if name == "diptych":  # the extra that is all others
-            waiting += [(r.name, r.extras) for each in extras for r in requirements(wheel, each)]
-            continue
-        if name in found:
-            continue
-        try:
-            required = metadata.requires(name) or []
-        except metadata.PackageNotFoundError:
-            assert name.startswith(("nvidia", "cuda", "jax-cuda")), f"{name} is required, but not installed"
-            continue
-        found.add(name)
-        for text in required:
-            requirement = Requirement(text)
-            marker = requirement.marker
-            if marker is None or any(marker.evaluate({"extra": each}) for each in (extras or {""})):
-                waiting.append((requirement.name, requirement.extras))
+            waiting += [each for own in wanted.extras for each in requirements(wheel, own)]
+        elif name not in found:
+            try:
+                required = map(Requirement, metadata.requires(name) or [])
+            except metadata.PackageNotFoundError:
+                assert name.startswith(("nvidia", "cuda", "jax-cuda")), f"{name} is required, but not installed"
+                continue
+            found.add(name)
+            extras = wanted.extras or {""}
+            waiting += [
+                each for each in required if not each.marker or any(each.marker.evaluate({"extra": e}) for e in extras)
+            ]
     return found
 
 
@@ -151,13 +154,7 @@ def test_packages_of_other_projects_import_beside_ours(place, wheel, tmp_path):
     others = ("kernels", "transformers")
     if absent := [name for name in others if not _is_installed(name)]:
         pytest.skip(f"needs {' and '.join(absent)}: pip install {' '.join(absent)}")
-    distributions = installed_closure(wheel, "all")
-    waiting = list(others)
-    while waiting:
-        name = canonicalize_name(waiting.pop())
-        if name not in distributions and _is_installed(name):
-            distributions.add(name)
-            waiting += [r.name for r in map(Requirement, metadata.requires(name) or []) if r.marker is None]
+    distributions = installed_closure(wheel, "all", others)
     python = environment(tmp_path / "env", wheel, distributions)
     done = run(python, ["-c", BESIDE], tmp_path if place == "the wheel" else ROOT)
     assert done.returncode == 0, done.stderr
