@@ -71,9 +71,9 @@ def test_every_kernel_is_compiled_and_has_candidates():
 
     found = set()
     for module in ("streams", "coefficients", "activations", "common"):
-        for name, value in vars(importlib.import_module(f"kernels.{module}")).items():
+        for name, value in vars(importlib.import_module(f"diptych_kernels.{module}")).items():
             if isinstance(value, JITFunction) and value.arg_names[0].endswith("_ptr") and "out_ptr" not in name:
-                found |= {name} if value.fn.__module__ == f"kernels.{module}" else set()
+                found |= {name} if value.fn.__module__ == f"diptych_kernels.{module}" else set()
     launched = {name.split(".")[1].split(" ")[0] for name in PRODUCTION}
     assert launched == set(CANDIDATES)
     assert launched <= found
