@@ -8,8 +8,8 @@ from parity.cli.main import main
 
 if __name__ == "__main__":
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
     if is_one_of_several():
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
         os._exit(code)  # a process group whose other ranks are gone may not let an interpreter end
     sys.exit(code)
