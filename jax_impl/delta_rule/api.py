@@ -22,7 +22,7 @@ from jax_impl.delta_rule.by_kernels import chunked_by_kernels
 from jax_impl.delta_rule.chunked import Arguments, chunked
 from jax_impl.delta_rule.gates import gated, prepared
 from jax_impl.delta_rule.recurrent import recurrent
-from jax_impl.ops import kernel_door
+from jax_impl.ops import kernel_backend
 
 
 @refuse_unknown_keywords
@@ -206,8 +206,9 @@ def _chunked(
             raise ValueError("cu_seqlens: expected None or cp_context.cu_seqlens, got another array")
         cu_seqlens = context.cu_seqlens
     _check(arguments, initial, cu_seqlens, options)
-    options, impl = options.for_length(arguments.q.shape[1]), implementation_for(impl, context)
-    kernels = kernel_door(impl, arguments.q)
+    options = options.for_length(arguments.q.shape[1])
+    impl = implementation_for(impl, context)
+    kernels = kernel_backend(impl, arguments.q)
 
     def run(initial: Array | None, context: FLACPContext | None = None) -> tuple[Array, Array]:
         if kernels is not None:
@@ -231,7 +232,8 @@ def _over_ranks(
     context: FLACPContext,
 ) -> tuple[Array, Array]:
     """The rule over every rank's part of the sequences."""
-    v, like = arguments.v, _state_like(arguments)
+    v = arguments.v
+    like = _state_like(arguments)
     _, key, value = like.shape
     o, finals = chunked(
         arguments,
@@ -249,7 +251,8 @@ def _over_ranks(
 
 def _state_like(arguments: Arguments) -> Array:
     """A state of 0. [HV, K, V]"""
-    q, v = arguments.q, arguments.v
+    q = arguments.q
+    v = arguments.v
     return jnp.zeros((v.shape[2], q.shape[3], v.shape[3]), jnp.promote_types(q.dtype, jnp.float32))
 
 

@@ -23,7 +23,7 @@ from reference_torch.delta_rule.by_kernels import chunked_by_kernels
 from reference_torch.delta_rule.chunked import chunked
 from reference_torch.delta_rule.gates import gated, prepared
 from reference_torch.delta_rule.recurrent import recurrent
-from reference_torch.ops import at_least_float32, kernel_door
+from reference_torch.ops import at_least_float32, kernel_backend
 
 
 @refuse_unknown_keywords
@@ -233,8 +233,10 @@ def _chunked_eagerly(
     if context is not None:
         check_part(context, tuple(getattr(arrays[0], "shape", ())), _values_beside(context, cu_seqlens))
     offsets = _offsets(arrays, cu_seqlens if context is None else context.cu_seqlens_cpu, options)
-    options, impl = options.for_length(arrays[0].shape[1]), implementation_for(impl, context)
-    kernels, given = kernel_door(impl, arrays[0]), arrays[:-1]
+    options = options.for_length(arrays[0].shape[1])
+    impl = implementation_for(impl, context)
+    kernels = kernel_backend(impl, arrays[0])
+    given = arrays[:-1]
 
     def run(initial: Tensor | None, context: FLACPContext | None = None) -> tuple[Tensor, Tensor]:
         if kernels is not None:
@@ -266,7 +268,11 @@ def _over_ranks(
     arrays: Arrays, options: DeltaRuleOptions, recompute: bool, context: FLACPContext
 ) -> tuple[Tensor, Tensor]:
     """The rule over this rank's part of the sequences."""
-    q, v, initial, offsets, like = arrays[0], arrays[2], arrays[-1], context.cu_seqlens_cpu, _state_like(arrays)
+    q = arrays[0]
+    v = arrays[2]
+    initial = arrays[-1]
+    offsets = context.cu_seqlens_cpu
+    like = _state_like(arrays)
     initial, num_transition_columns = (
         with_transition_columns(initial, context, like),
         0 if context.is_first_rank else q.shape[3],
@@ -280,7 +286,8 @@ def _over_ranks(
 
 def _state_like(arrays: Arrays) -> Tensor:
     """A state of 0. [HV, K, V]"""
-    q, v = arrays[0], arrays[2]
+    q = arrays[0]
+    v = arrays[2]
     dtype = getattr(torch, compute_dtype(str(q.dtype).removeprefix("torch.")))
     return q.new_zeros(v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
 
