@@ -16,7 +16,7 @@ from diptych.plans.model.delta_rule import (
     refuse_unknown_keywords,
 )
 from jax_impl.context_parallel import Crossing, complete, with_transition_columns
-from jax_impl.context_parallel.states import handed_through
+from jax_impl.context_parallel.states import run_pipelined
 from jax_impl.context_parallel.wavefront import is_pipelined
 from jax_impl.delta_rule.by_kernels import chunked_by_kernels
 from jax_impl.delta_rule.chunked import Arguments, chunked
@@ -221,7 +221,7 @@ def _chunked(
         return _over_ranks(arguments, initial, options, recompute, context)
 
     if context is not None and is_pipelined(context):  # run then treats the part as whole sequences
-        o, finals = handed_through(initial, _state_like(arguments), context, run)
+        o, finals = run_pipelined(initial, _state_like(arguments), context, run)
     else:
         o, finals = run(initial, context)
     return o, finals if output_final_state else None

@@ -17,7 +17,7 @@ from diptych.plans.model.delta_rule import (
 )
 from reference_torch.autograd import is_transformed, refuse_transformed, without_autocast
 from reference_torch.context_parallel import Crossing, complete, with_transition_columns
-from reference_torch.context_parallel.states import handed_through
+from reference_torch.context_parallel.states import run_pipelined
 from reference_torch.context_parallel.wavefront import is_pipelined
 from reference_torch.delta_rule.by_kernels import chunked_by_kernels
 from reference_torch.delta_rule.chunked import chunked
@@ -252,7 +252,7 @@ def _chunked_eagerly(
     with without_autocast(arrays[0].device.type):  # the arguments determine the types
         if context is not None and is_pipelined(context):  # run then treats the part as whole sequences
             beside = next((x for x in arrays if x is not None and x.requires_grad), arrays[0])
-            o, finals = handed_through(arrays[-1], _state_like(arrays), context, run, beside)
+            o, finals = run_pipelined(arrays[-1], _state_like(arrays), context, run, beside)
         else:
             o, finals = run(arrays[-1], context)
     return o, finals if output_final_state else None
