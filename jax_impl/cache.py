@@ -1,7 +1,7 @@
-"""What a model remembers of a text it is going on with: keys and values of attention, states of the delta rule.
+"""The cache of incremental decoding: keys and values of attention, states of the delta rule.
 
-A model given a cache reads the tokens it is given as the next ones, and leaves the cache as after them; under jax.jit
-the function has to return it. Twin of ``reference_torch/cache.py``.
+A model with a cache reads its input as the tokens after the cached ones, and adds them to the cache. A function under
+jax.jit has to return the cache. Mirrors ``reference_torch/cache.py``.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from jax_impl.ops import masked_attention
 
 
 class AttentionState(NamedTuple):
-    """Keys and values of softmax attention; beyond the tokens read, anything."""
+    """Keys and values of softmax attention; entries beyond the tokens read are undefined."""
 
     k: Float[Array, "b l g d"]
     """[B, seq_length, G, d]"""
@@ -27,10 +27,10 @@ class AttentionState(NamedTuple):
 
 
 class DeltaRuleState(NamedTuple):
-    """What a gdn or kda layer needs of the past, whatever its length."""
+    """The state of a gdn or kda layer, of constant size."""
 
     tail: Float[Array, "b w c"]
-    """What the short convolution still reads: its last inputs. [B, W - 1, C]"""
+    """The last inputs of the short convolution. [B, W - 1, C]"""
     state: Float[Array, "b h k v"]
     """[B, HV, K, V], at least float32."""
 
@@ -38,22 +38,22 @@ class DeltaRuleState(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass
 class DecodingCache:
-    """What all layers remember."""
+    """The states of all layers after the tokens read."""
 
     batch: int = field(metadata={"static": True})
-    """Texts."""
+    """Number of sequences."""
     length: Any
-    """Tokens read, of each: an integer, or the array [] that jax.jit makes of one."""
+    """Number of tokens read of each sequence: an integer, or a scalar array under jax.jit."""
     layers: dict[int, AttentionState | DeltaRuleState]
-    """By global number of the layer."""
+    """State of each layer, by global number."""
 
 
 def empty_cache(config: TransformerConfig, batch: int) -> DecodingCache:
-    """The cache of a model that has read nothing.
+    """Return the cache of a model that has read no tokens.
 
     Args:
-        config: the model's.
-        batch: number B of texts.
+        config: configuration of the model.
+        batch: number B of sequences.
     """
     heads, value_heads, key, value = config.linear_heads
     layers: dict[int, AttentionState | DeltaRuleState] = {}
@@ -77,12 +77,17 @@ def remembered_attention(
     past: AttentionState,
     read: int | Integer[Array, ""],
 ) -> tuple[Float[Array, "b t h d"], AttentionState]:
-    """ops.causal_attention of the next tokens to all before them, and what is remembered then.
+    """Run ops.causal_attention of the next tokens over themselves and all cached tokens.
 
     Args:
-        q, k, v: of the next tokens. [B, T, H, d], [B, T, G, d]
-        past: of the tokens before.
+        q: queries of the next tokens. [B, T, H, d]
+        k: keys of the next tokens. [B, T, G, d]
+        v: values of the next tokens. [B, T, G, d]
+        past: keys and values of the tokens before.
         read: number of tokens before.
+
+    Returns:
+        The output [B, T, H, d], and past with the next tokens.
     """
     past = AttentionState(
         *(lax.dynamic_update_slice_in_dim(all_, new, read, axis=1) for all_, new in zip(past, (k, v), strict=True))
@@ -92,20 +97,22 @@ def remembered_attention(
 
 
 def with_tail(x: Float[Array, "b t c"], past: DeltaRuleState) -> tuple[Float[Array, "b s c"], Array]:
-    """What a short convolution reads to make its outputs of the next tokens, last of all, and what it will still read.
+    """Prepend the cached inputs of a short convolution to its inputs at the next tokens.
 
     Args:
-        x: its inputs at the next tokens. [B, T, C]
+        x: inputs at the next tokens. [B, T, C]
+        past: state of the layer.
 
     Returns:
-        [B, W - 1 + T, C] and the new tail, [B, W - 1, C].
+        The inputs of the convolution [B, W - 1 + T, C], whose last T outputs are those of the next tokens, and the new
+        tail [B, W - 1, C].
     """
     joined = jnp.concatenate([past.tail, x], axis=1)
     return joined, joined[:, joined.shape[1] - past.tail.shape[1] :]
 
 
 def known_length(cache: DecodingCache | None) -> int | None:
-    """Tokens read, or 0 where jax.jit traces the number; None: there is no cache."""
+    """Return the number of tokens read, 0 if jax.jit traces the number, or None if there is no cache."""
     if cache is None:
         return None
     return 0 if isinstance(cache.length, Tracer) else int(cache.length)

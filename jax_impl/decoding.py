@@ -1,4 +1,4 @@
-"""What comes after a text: each token is read once. Twin of ``reference_torch/decoding.py``."""
+"""Incremental decoding: a decoder reads each token of a growing text once. Mirrors ``reference_torch/decoding.py``."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +11,9 @@ from jax_impl.transformer import GPTModel
 
 
 class Decoder:
-    """A model that reads a growing text, and remembers what it has read.
+    """A model with a cache of the text that it has read.
 
-    What it remembers is of the parameters it was read with: after a change of theirs, ``reset``.
+    The cache depends on the parameters of the model: call ``reset`` after a change of parameters.
 
     Args:
         model: the whole model.
@@ -25,33 +25,35 @@ class Decoder:
         self._cache: DecodingCache | None = None
 
     def reset(self) -> None:
-        """Forget what was read."""
-        self._read, self._cache = self._read[:0], None
+        """Forget the text that was read."""
+        self._read = self._read[:0]
+        self._cache = None
 
     def next_logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits of the token after a text, without dropout.
+        """Return the logits of the token after a text, without dropout.
 
-        Where the text goes on from that of the call before, only what is new is read; else all of it is, or of a text
-        longer than seq_length the end. Every number of tokens read at once is compiled anew.
+        If the text continues the text of the previous call, only its new tokens are read. Otherwise the whole text is
+        read, or the last seq_length tokens of a longer text. JAX compiles once for each number of new tokens.
 
         Args:
-            tokens: ids, at least one. [T] integer
+            tokens: token ids, at least one. [T] integer
 
         Returns:
-            [V]
+            Logits. [V]
 
         Raises:
-            ValueError: no tokens, or what is none.
+            ValueError: tokens is empty, or an element is no token id.
         """
-        config, tokens = self.model.config, np.asarray(tokens)
-        goes_on, unread = split_unread(self._read, tokens, config.seq_length, config.vocab_size)
-        cache = self._cache if goes_on and self._cache else empty_cache(config, 1)
+        config = self.model.config
+        tokens = np.asarray(tokens)
+        continues, unread = split_unread(self._read, tokens, config.seq_length, config.vocab_size)
+        cache = self._cache if continues and self._cache else empty_cache(config, 1)
         self.reset()
-        logits, self._cache = _go_on(self.model, jnp.asarray(unread[None], jnp.int32), cache)
+        logits, self._cache = _read_tokens(self.model, jnp.asarray(unread[None], jnp.int32), cache)
         self._read = tokens[-config.seq_length :]
         return np.asarray(logits)
 
 
 @nnx.jit
-def _go_on(model: GPTModel, tokens: Array, cache: DecodingCache) -> tuple[Array, DecodingCache]:
+def _read_tokens(model: GPTModel, tokens: Array, cache: DecodingCache) -> tuple[Array, DecodingCache]:
     return model(tokens, cache=cache, training=False)[0, -1], cache

@@ -1,16 +1,15 @@
 """Manifold-constrained hyper-connections (mHC): S residual streams instead of one.
 
-For residual streams x [B, T, S, D], with r = 1 / rms of a token's S*D numbers:
+For residual streams x [B, T, S, D], with r = 1 / rms of the S*D elements of a token:
 
-    h          = r * (x_flat @ phi) * alpha + bias      phi [S*D, S*S + 2*S], alpha: one gain a group
+    h          = r * (x_flat @ phi) * alpha + bias      phi [S*D, S*S + 2*S], alpha: one gain per group
     h_pre      = sigmoid(h[:S])                          reads the streams: aggregated = h_pre . x
-    h_post     = 2 sigmoid(h[S:2S])                      writes a sublayer's output to the streams
+    h_post     = 2 sigmoid(h[S:2S])                      writes the output of a sublayer to the streams
     h_res      = sinkhorn(h[2S:])                        mixes the streams, doubly stochastic
     x_next     = h_res @ x + dropout(h_post * (y + b))   y, b: output and bias of the sublayer
 
-Twin of ``reference_torch/hyper_connections.py``, which says why h_res is doubly stochastic and why
-tokens lie innermost in everything S x S. Where PyTorch calls batched matrix products, XLA is given
-einsums and fuses what it likes.
+Mirrors ``reference_torch/hyper_connections.py``, which explains why h_res is doubly stochastic and why the token axis
+is innermost. PyTorch calls batched matrix products; JAX uses einsums, which XLA can fuse.
 
 Reference: mHC, arXiv 2512.24880, eqs. 3-9. Layout is batch first, [B, T, S, D].
 """
@@ -35,30 +34,31 @@ from jax_impl.recompute import name_value
 def sinkhorn(
     logits: Float[Array, "*b s s"], iterations: int = 20, last: str = "row", impl: str = "auto"
 ) -> Float[Array, "*b s s"]:
-    """Doubly stochastic matrices: exp(logits), normalised along rows and columns in turn.
+    """Return doubly stochastic matrices: exp(logits), normalised along rows and columns in turn.
 
-    The backward pass replays the iterates from the logits and differentiates every one of them;
-    nothing but the logits is kept for it.
+    Only the logits are saved for backward, which recomputes the iterates and differentiates each of them.
 
     Args:
-        logits: iterated in float32 if narrower. [..., S, S]
+        logits: computed in float32 if their type is narrower. [..., S, S]
         iterations: pairs of normalisations, >= 1.
-        last: ``"row"`` (the paper: columns first, row sums exact) or ``"column"``.
+        last: ``"row"`` (as in the paper: columns first, row sums are exact) or ``"column"``.
         impl: see diptych.plans.model.implementation.
 
-    Raises:
-        ValueError: names the argument, what was expected, what came.
+    Returns:
+        Matrices in the type of logits. [..., S, S]
 
-    Reference: mHC, eq. 9. The first normalisation is a softmax, kept from underflow by a floor of
-    1e-30 (entries below it count as constants); no later sum can then vanish, so there is no epsilon and
-    the last side is exact.
+    Raises:
+        ValueError: an argument has a wrong shape, type or value.
+
+    Reference: mHC, eq. 9. The first normalisation is a softmax with a floor of 1e-30; entries below the floor are
+    constants. With the floor no later sum is 0, so no epsilon is needed and the last normalisation is exact.
     """
     operations.check_iterations(iterations, last)
     operations.check_matrices(operand("logits", logits))
     if kernels := kernel_backend(impl, logits):
         return kernels.sinkhorn(logits, iterations, last)
     tokens_innermost = jnp.moveaxis(at_least_float32(logits), (-2, -1), (0, 1))
-    first_axis = 0 if last == "row" else 1  # summing over axis 0, the row index, normalises columns
+    first_axis = 0 if last == "row" else 1  # a sum over axis 0, the row index, normalises columns
     matrices: Array = _sinkhorn(tokens_innermost, iterations, first_axis)
     return jnp.moveaxis(matrices, (0, 1), (-2, -1)).astype(logits.dtype)
 
@@ -94,12 +94,12 @@ _sinkhorn.defvjp(_sinkhorn_forward, _sinkhorn_backward)
 
 
 def _floored_softmax(logits: Array, axis: int) -> Array:
-    """The first normalisation."""
+    """Return the first normalisation."""
     return jnp.maximum(jax.nn.softmax(logits, axis=axis), SINKHORN_FLOOR)
 
 
 def _normalise_twice(first_axis: int, matrix: Array, _: None) -> tuple[Array, tuple]:
-    """Over the other axis, then over the first; both results with the sums they were divided by."""
+    """Normalise over the other axis, then over the first; return both results and the sums they were divided by."""
     total = matrix.sum(1 - first_axis, keepdims=True)
     other = matrix / total
     first_total = other.sum(first_axis, keepdims=True)
@@ -108,7 +108,7 @@ def _normalise_twice(first_axis: int, matrix: Array, _: None) -> tuple[Array, tu
 
 
 def _normalise_backward(grad: Array, normalised: Array, total: Array, axis: int) -> Array:
-    """Gradient of matrix -> normalised = matrix / total, total = sum(matrix, axis)."""
+    """Return the gradient of matrix -> normalised = matrix / total, where total = sum(matrix, axis)."""
     return (grad - (grad * normalised).sum(axis, keepdims=True)) / total
 
 
@@ -123,22 +123,23 @@ def compute_mappings(
     epsilon: float = 1e-5,
     impl: str = "auto",
 ) -> tuple[Float[Array, "b t s"], Float[Array, "b t s"], Float[Array, "b t s s"]]:
-    """The three coefficient tensors of every token.
+    """Return the coefficients h_pre, h_post and h_res of every token.
 
     Args:
         x: residual streams. [B, T, S, D]
         phi: projection. [S*D, 2*S + S*S]
         alpha: gains of h_pre, h_post, h_res. [3]
-        bias: [2*S + S*S]
-        iterations, last: see sinkhorn.
+        bias: bias of the projection. [2*S + S*S]
+        iterations: see sinkhorn.
+        last: see sinkhorn.
         epsilon: added to the mean square.
         impl: see diptych.plans.model.implementation.
 
     Returns:
-        h_pre [B, T, S] in (0, 1), h_post [B, T, S] in (0, 2), h_res [B, T, S, S] doubly stochastic;
-        float32, or float64 for float64 streams.
+        h_pre [B, T, S] in (0, 1), h_post [B, T, S] in (0, 2), h_res [B, T, S, S] doubly stochastic; float32, or
+        float64 for float64 streams.
 
-    Reference: mHC, eqs. 5-8; the division by rms follows the projection.
+    Reference: mHC, eqs. 5-8. Here the division by rms comes after the projection.
     """
     operations.check_iterations(iterations, last)
     parameters = operand("phi", phi), operand("alpha", alpha), operand("bias", bias)
@@ -157,7 +158,8 @@ def compute_mappings(
     gain = jnp.concatenate([jnp.full(size, alpha[i]) for i, size in enumerate(groups)])
     h = projected * inverse_rms * gain[:, None] + bias[:, None]
     h_pre, h_post, h_res = jnp.split(h, (streams, 2 * streams))
-    h_pre, h_post = jax.nn.sigmoid(h_pre), 2 * jax.nn.sigmoid(h_post)
+    h_pre = jax.nn.sigmoid(h_pre)
+    h_post = 2 * jax.nn.sigmoid(h_post)
     h_res = sinkhorn(h_res.reshape(streams, streams, -1).transpose(2, 0, 1), iterations, last, impl)
     shape = (batch, length, streams)
     return (
@@ -168,7 +170,15 @@ def compute_mappings(
 
 
 def aggregate(x: Float[Array, "b t s d"], h_pre: Float[Array, "b t s"], impl: str = "auto") -> Float[Array, "b t d"]:
-    """What a sublayer reads: sum over streams of h_pre[s] * x[s]. Reference: mHC, eq. 3."""
+    """Return the input of a sublayer: aggregated = sum over s of h_pre[s] * x[s].
+
+    Args:
+        x: residual streams. [B, T, S, D]
+        h_pre: weights of the streams. [B, T, S]
+        impl: see diptych.plans.model.implementation.
+
+    Reference: mHC, eq. 3.
+    """
     operations.check_aggregate(operand("x", x), operand("h_pre", h_pre))
     if kernels := kernel_backend(impl, x):
         return name_value(kernels.aggregate(x, h_pre), "aggregated")
@@ -178,7 +188,15 @@ def aggregate(x: Float[Array, "b t s d"], h_pre: Float[Array, "b t s"], impl: st
 def apply_h_res(
     h_res: Float[Array, "b t s s"], residual: Float[Array, "b t s d"], impl: str = "auto"
 ) -> Float[Array, "b t s d"]:
-    """The streams mixed: mixed[s] = sum over j of h_res[s, j] * residual[j]. Reference: mHC, eq. 3."""
+    """Mix the streams: mixed[s] = sum over j of h_res[s, j] * residual[j].
+
+    Args:
+        h_res: mixing matrices. [B, T, S, S]
+        residual: residual streams. [B, T, S, D]
+        impl: see diptych.plans.model.implementation.
+
+    Reference: mHC, eq. 3.
+    """
     operations.check_mix(operand("h_res", h_res), operand("residual", residual))
     if kernels := kernel_backend(impl, residual):
         return name_value(kernels.apply_h_res(h_res, residual), "mixed")
@@ -188,7 +206,16 @@ def apply_h_res(
 def apply_h_post(
     x: Float[Array, "b t d"], bias: Float[Array, " d"] | None, h_post: Float[Array, "b t s"], impl: str = "auto"
 ) -> Float[Array, "b t s d"]:
-    """A sublayer's output written to every stream: expanded[s] = h_post[s] * (x + bias)."""
+    """Expand the output of a sublayer to the streams: expanded[s] = h_post[s] * (x + bias).
+
+    Args:
+        x: output of a sublayer. [B, T, D]
+        bias: bias of the sublayer, [D], or None.
+        h_post: weights of the streams. [B, T, S]
+        impl: see diptych.plans.model.implementation.
+
+    Reference: mHC, eq. 3.
+    """
     operations.check_expanded(operand("x", x), given_operand("bias", bias), operand("h_post", h_post))
     if kernels := kernel_backend(impl, x):
         return name_value(kernels.apply_h_post(x, bias, h_post), "expanded")
@@ -207,20 +234,22 @@ def write_streams(
     site: int | Integer[Array, ""] = 0,
     impl: str = "auto",
 ) -> Float[Array, "b t s d"]:
-    """The next residual streams: ``h_res @ residual + dropout(h_post * (x + bias))``; kernels do it in one pass.
+    """Return the next residual streams: ``h_res @ residual + dropout(h_post * (x + bias))``.
+
+    The Triton kernels compute this in one pass over the streams.
 
     Args:
-        residual: [B, T, S, D]
-        h_res: doubly stochastic, or None where residual is mixed already. [B, T, S, S]
+        residual: residual streams. [B, T, S, D]
+        h_res: mixing matrices, [B, T, S, S], or None if residual is mixed already.
         x: output of a sublayer. [B, T, D]
-        bias: [D] or None.
-        h_post: [B, T, S]
-        rate: of dropout, in [0, 1).
-        state: rows of the batch, or None for no dropout, as in evaluation.
+        bias: bias of the sublayer, [D], or None.
+        h_post: weights of the streams. [B, T, S]
+        rate: probability of dropout, in [0, 1).
+        state: dropout state of the batch; None: no dropout.
         site: see ops.dropout.
         impl: see diptych.plans.model.implementation.
 
-    Reference: mHC, eq. 3, with dropout on what is added.
+    Reference: mHC, eq. 3. Dropout on the expanded output is an addition of this project.
     """
     arrays = operand("residual", residual), given_operand("h_res", h_res), operand("x", x)
     operations.check_written(*arrays, given_operand("bias", bias), operand("h_post", h_post), rate)
@@ -235,25 +264,27 @@ def write_streams(
 
 
 class DeferredMix(NamedTuple):
-    """Mixed streams that write_streams computes when it adds to them: one pass over the streams less."""
+    """The operands of mixed streams, which write_streams computes: this saves one pass over the streams."""
 
     h_res: Float[Array, "b t s s"]
     residual: Float[Array, "b t s d"]
 
 
 class HyperConnectionModule(nnx.Module):
-    """The hyper-connection around one sublayer: owns phi, alpha and bias.
+    """The hyper-connection around one sublayer, with the parameters phi, alpha and bias.
 
     Args:
-        config: the model's.
+        config: configuration of the model.
         layer_number: global number of the layer, from 0.
-        name: canonical name of the module, which with config.seed fixes its initial values; None:
+        name: canonical name of the module, which with config.seed determines its initial values; None:
             ``hyper_connection.<layer_number>``.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, name: str | None = None) -> None:
-        self.config, self.layer_number = config, layer_number
-        name, specs = name or f"hyper_connection.{layer_number}", hyper_connection_spec(config)
+        self.config = config
+        self.layer_number = layer_number
+        name = name or f"hyper_connection.{layer_number}"
+        specs = hyper_connection_spec(config)
         self.phi = parameter(config, f"{name}.phi", specs["phi"])
         self.alpha = parameter(config, f"{name}.alpha", specs["alpha"])
         self.bias = parameter(config, f"{name}.bias", specs["bias"])
@@ -264,12 +295,12 @@ class HyperConnectionModule(nnx.Module):
         residual: Float[Array, "b t s d"],
         training: bool = True,
     ) -> tuple[Float[Array, "b t d"], Float[Array, "b t s d"], Float[Array, "b t s"]]:
-        """What the sublayer reads, the mixed residual, and how to write the sublayer's output.
+        """Return the input of the sublayer, the mixed residual, and h_post for the output of the sublayer.
 
         Args:
-            hidden_states: residual streams the coefficients and the aggregate are taken from. [B, T, S, D]
-            residual: streams that are mixed; in a transformer the same array. [B, T, S, D]
-            training: accepted for symmetry with other modules; nothing here depends on it.
+            hidden_states: residual streams that give the coefficients and the aggregate. [B, T, S, D]
+            residual: residual streams to mix; in a transformer the same array. [B, T, S, D]
+            training: accepted for symmetry with other modules, and has no effect.
 
         Returns:
             aggregated [B, T, D], mixed [B, T, S, D], h_post [B, T, S].
@@ -281,13 +312,13 @@ class HyperConnectionModule(nnx.Module):
         self,
         hidden_states: Float[Array, "b t s d"],
     ) -> tuple[Float[Array, "b t d"], Float[Array, "b t s d"] | DeferredMix, Float[Array, "b t s"]]:
-        """As the call with hidden_states as residual; where kernels compute, they mix when they write.
+        """Run forward with hidden_states as the residual; with kernels, defer mixing to write_streams.
 
         Args:
             hidden_states: residual streams. [B, T, S, D]
 
         Returns:
-            aggregated [B, T, D], mixed [B, T, S, D] or what it is to be computed from, h_post [B, T, S].
+            aggregated [B, T, D], mixed [B, T, S, D] or a DeferredMix, h_post [B, T, S].
         """
         if kernel_backend(self.config.impl, hidden_states) is None:
             return self(hidden_states, hidden_states)
@@ -295,7 +326,7 @@ class HyperConnectionModule(nnx.Module):
         return self.aggregate(hidden_states, h_pre), DeferredMix(h_res, hidden_states), h_post
 
     def compute_mappings(self, x: Float[Array, "b t s d"]) -> tuple[Array, Array, Array]:
-        """h_pre [B, T, S], h_post [B, T, S], h_res [B, T, S, S] of the streams x."""
+        """Return h_pre [B, T, S], h_post [B, T, S] and h_res [B, T, S, S] of the streams x [B, T, S, D]."""
         return compute_mappings(
             x,
             self.phi[...],
@@ -308,17 +339,17 @@ class HyperConnectionModule(nnx.Module):
         )
 
     def aggregate(self, x: Float[Array, "b t s d"], h_pre: Float[Array, "b t s"]) -> Array:
-        """See the function aggregate."""
+        """Call the function aggregate."""
         return aggregate(x, h_pre, self.config.impl)
 
     def apply_h_res(self, h_res: Float[Array, "b t s s"], residual: Float[Array, "b t s d"]) -> Array:
-        """See the function apply_h_res."""
+        """Call the function apply_h_res."""
         return apply_h_res(h_res, residual, self.config.impl)
 
     def apply_h_post(
         self, x_with_bias: tuple[Array, Array | None], h_post: Float[Array, "b t s"]
     ) -> tuple[Array, None]:
-        """Expanded output [B, T, S, D]; its bias is consumed, hence the None."""
+        """Return the expanded output [B, T, S, D] and None, because the bias is already added."""
         x, bias = x_with_bias
         return apply_h_post(x, bias, h_post, self.config.impl), None
 
@@ -330,17 +361,19 @@ class HyperConnectionModule(nnx.Module):
         state: DropoutState | None,
         site: int | Integer[Array, ""],
     ) -> Float[Array, "b t s d"]:
-        """The next residual streams: ``mixed + dropout(expanded)``.
+        """Return the next residual streams: ``mixed + dropout(expanded)``.
 
         Args:
             x_with_bias: output of the sublayer [B, T, D] and its bias [D] or None.
-            h_post, mixed: from the call or read.
-            state: rows of the batch, or None for no dropout, as in evaluation.
+            h_post: from forward or read. [B, T, S]
+            mixed: from forward or read. [B, T, S, D]
+            state: dropout state of the batch; None: no dropout.
             site: see ops.dropout.
         """
         x, bias = x_with_bias
         h_res, residual = mixed if isinstance(mixed, DeferredMix) else (None, mixed)
-        rate, impl = self.config.hidden_dropout, self.config.impl
+        rate = self.config.hidden_dropout
+        impl = self.config.impl
         return write_streams(residual, h_res, x, bias, h_post, rate, state, site, impl)
 
     @staticmethod
@@ -350,7 +383,7 @@ class HyperConnectionModule(nnx.Module):
 
     @staticmethod
     def output_contract(x: Float[Array, "b t n d"], n: int) -> Float[Array, "b t d"]:
-        """Mean of the n streams, the output of a transformer block.
+        """Return the mean of the n streams, the output of a transformer block.
 
         Raises:
             ValueError: x does not have n streams.

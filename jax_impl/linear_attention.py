@@ -1,10 +1,10 @@
-"""Mixers whose state does not grow: Gated DeltaNet and Kimi delta attention, in the place of softmax attention.
+"""Mixers with a state of constant size: Gated DeltaNet and Kimi delta attention, in place of softmax attention.
 
-Queries, keys and values go through a short causal convolution, and the gated delta rule takes them from there; its
-output is normalised head by head and gated. Twin of ``reference_torch/linear_attention.py``.
+A mixer projects tokens to queries, keys and values, applies a short causal convolution and then the gated delta rule.
+It normalises the output of each head and multiplies it by a gate. Mirrors ``reference_torch/linear_attention.py``.
 
-Reference: Yang, Kautz and Hatamizadeh, arXiv 2412.06464, section 3.4; Kimi Team, arXiv 2510.26692, section 4. Here one
-matrix makes q, k and v, and one convolution follows it; biases are where the model has biases.
+Reference: Yang, Kautz and Hatamizadeh, arXiv 2412.06464, section 3.4; Kimi Team, arXiv 2510.26692, section 4. Here q, k
+and v come from one projection and one convolution, and the linear maps have biases if the model has biases.
 """
 
 from typing import Any
@@ -34,11 +34,11 @@ from jax_impl.recompute import name_value
 
 
 class ShortConvolution(nnx.Module):
-    """A causal convolution of each channel by itself, and SiLU.
+    """A causal depthwise convolution, followed by SiLU.
 
     Args:
-        config: the model's.
-        name: canonical name.
+        config: configuration of the model.
+        name: canonical name of the module.
         specs: shape of the weight.
     """
 
@@ -48,7 +48,7 @@ class ShortConvolution(nnx.Module):
     def __call__(
         self, x: Float[Array, "b t c"], sequences: PackedDocuments | FLACPContext | None = None
     ) -> Float[Array, "b t c"]:
-        """See ops.short_convolution; over a part of sequences that ranks share, context_parallel."""
+        """Run ops.short_convolution, or context_parallel.cp_short_convolution if sequences are split over ranks."""
         if isinstance(sequences, FLACPContext):
             return cp_short_convolution(x, self.weight[...], sequences)
         before = jnp.arange(x.shape[1]) if sequences is None else sequences.before
@@ -56,11 +56,11 @@ class ShortConvolution(nnx.Module):
 
 
 class DecayGate(nnx.Module):
-    """Parameters of the gate that makes decays; see delta_rule.gdn_gate and kda_gate.
+    """The parameters of the gate that computes log decays; see delta_rule.gdn_gate and kda_gate.
 
     Args:
-        config: the model's.
-        name: canonical name.
+        config: configuration of the model.
+        name: canonical name of the module.
         specs: shapes of A_log and dt_bias.
     """
 
@@ -70,10 +70,11 @@ class DecayGate(nnx.Module):
 
 
 class _DeltaRuleMixer(nnx.Module):
-    """What the two have in common; a subclass knows the rule and how decays and the output's gate are projected."""
+    """The common part of both mixers; a subclass defines the rule and the projections of decays and output gate."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, name: str) -> None:
-        self.config, self.layer_number = config, layer_number
+        self.config = config
+        self.layer_number = layer_number
         specs = delta_rule_specs(config, config.layer(layer_number).mixer)
         self.linear_qkv = Linear(config, f"{name}.linear_qkv", specs["linear_qkv"])
         self.conv1d = ShortConvolution(config, f"{name}.conv1d", specs["conv1d"])
@@ -91,10 +92,12 @@ class _DeltaRuleMixer(nnx.Module):
         sequences: PackedDocuments | FLACPContext | None = None,
         cache: DecodingCache | None = None,
     ) -> tuple[Float[Array, "b t d"], Array | None]:
-        """Mixed output [B, T, D] and the output projection's bias, not yet added.
+        """Return the mixed output [B, T, D] and the bias of the output projection, not yet added.
+
+        Args: see transformer.TransformerLayer.
 
         Raises:
-            ValueError: an attention_mask.
+            ValueError: an attention_mask is given.
         """
         if attention_mask is not None:
             raise ValueError(
@@ -107,7 +110,7 @@ class _DeltaRuleMixer(nnx.Module):
             beta = 2 * beta
         decays = self._decays(hidden_states)
         if cache is not None:
-            attended = self._going_on(projected, decays, beta, cache)
+            attended = self._decode(projected, decays, beta, cache)
         else:
             qkv = name_value(self.conv1d(projected, sequences), "short_conv")
             attended = self._over_sequences(*self._heads(qkv), decays, beta, sequences)
@@ -123,23 +126,24 @@ class _DeltaRuleMixer(nnx.Module):
     def _over_sequences(
         self, q: Array, k: Array, v: Array, g: Array, beta: Array, sequences: PackedDocuments | FLACPContext | None
     ) -> Array:
-        """The rule over whole sequences, over the documents in them, or over a part of sequences that ranks share."""
+        """Run the rule over whole sequences, over their documents, or over this rank's part of split sequences."""
         if sequences is None:
             return self._rule(q, k, v, g, beta)[0]
         if isinstance(sequences, FLACPContext):
             return self._rule(q, k, v, g, beta, cp_context=sequences)[0]
-        end_to_end = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v, g, beta))
-        return self._rule(*end_to_end, cu_seqlens=sequences.cu_seqlens)[0].reshape(v.shape)
+        packed = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v, g, beta))
+        return self._rule(*packed, cu_seqlens=sequences.cu_seqlens)[0].reshape(v.shape)
 
-    def _going_on(self, projected: Array, decays: Array, beta: Array, cache: DecodingCache) -> Array:
-        """The rule over the next tokens of a text."""
+    def _decode(self, projected: Array, decays: Array, beta: Array, cache: DecodingCache) -> Array:
+        """Run the rule over the next tokens of the cached sequences, and update the cache."""
         past = cache.layers[self.layer_number]
-        assert isinstance(past, DeltaRuleState), "a cache is made for the model's own layers"
+        assert isinstance(past, DeltaRuleState), "the cache was made for another layer pattern"
         joined, tail = with_tail(projected, past)
         qkv = self.conv1d(joined)[:, -projected.shape[1] :]
-        arrays, by_token = (*self._heads(qkv), decays, beta), projected.shape[1] == 1
+        arrays = (*self._heads(qkv), decays, beta)
+        by_token = projected.shape[1] == 1
         attended, state = self._rule(*arrays, by_token=by_token, initial_state=past.state, output_final_state=True)
-        assert state is not None, "it was asked for"
+        assert state is not None, "output_final_state=True returns a state"
         cache.layers[self.layer_number] = DeltaRuleState(tail, state)
         return attended
 
@@ -147,25 +151,25 @@ class _DeltaRuleMixer(nnx.Module):
         raise NotImplementedError
 
     def _decays(self, hidden_states: Array) -> Array:
-        """As the rule takes them."""
+        """Project hidden states to the argument g of the rule."""
         raise NotImplementedError
 
     def _rule(self, *arrays: Array, by_token: bool = False, **options: Any) -> tuple[Array, Array | None]:
-        """Of q, k, v, decays and beta; a token at a time, or in chunks."""
+        """Apply the rule to q, k, v, g and beta, by token or in chunks; return outputs and final state."""
         raise NotImplementedError
 
     def _output_gate(self, hidden_states: Array) -> Array:
-        """What the output is multiplied by."""
+        """Return the gate, which multiplies the output."""
         raise NotImplementedError
 
 
 class GatedDeltaNet(_DeltaRuleMixer):
-    """Gated DeltaNet: a decay a head, and a SiLU gate on the output.
+    """Gated DeltaNet: one decay per head, and a SiLU gate on the output.
 
     Args:
-        config: the model's.
+        config: configuration of the model.
         layer_number: global number of the layer, from 0.
-        name: canonical name.
+        name: canonical name of the module.
     """
 
     def _make_projections(self, name: str, specs: dict[str, dict[str, ParameterSpec]]) -> None:
@@ -188,12 +192,12 @@ class GatedDeltaNet(_DeltaRuleMixer):
 
 
 class KimiDeltaAttention(_DeltaRuleMixer):
-    """Kimi delta attention: a decay a channel, and a sigmoid gate on the output.
+    """Kimi delta attention: one decay per channel, and a sigmoid gate on the output.
 
     Args:
-        config: the model's.
+        config: configuration of the model.
         layer_number: global number of the layer, from 0.
-        name: canonical name.
+        name: canonical name of the module.
     """
 
     def _make_projections(self, name: str, specs: dict[str, dict[str, ParameterSpec]]) -> None:
@@ -203,7 +207,7 @@ class KimiDeltaAttention(_DeltaRuleMixer):
         self.linear_gate_up = Linear(self.config, f"{name}.linear_gate_up", specs["linear_gate_up"])
 
     def _decays(self, hidden_states: Array) -> Array:
-        """Before their gate, which is part of the rule."""
+        """Return raw decays; the rule applies kda_gate to them."""
         decays = _apply(self.linear_decay_up, _apply(self.linear_decay_down, hidden_states))
         return _by_head(decays, self.config.linear_heads[1])
 

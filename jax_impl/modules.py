@@ -1,7 +1,6 @@
-"""Modules that all layers are made of: linear maps and norms, with parameters as diptych/plans/model/parameters.py
-gives them.
+"""Linear maps and norms, with parameters initialised by diptych/plans/model/parameters.py.
 
-Twin of ``reference_torch/modules.py``.
+Mirrors ``reference_torch/modules.py``.
 """
 
 from flax import nnx
@@ -14,12 +13,12 @@ from jax_impl.ops import linear, parameter, rms_norm
 
 
 class Linear(nnx.Module):
-    """A linear map that hands its bias on instead of adding it.
+    """A linear map that returns its bias instead of adding it.
 
     Args:
-        config: the model's.
-        name: canonical name.
-        specs: shapes of weight and, where there is one, bias.
+        config: configuration of the model.
+        name: canonical name of the module.
+        specs: shapes of the weight and of the bias, if there is one.
     """
 
     def __init__(self, config: TransformerConfig, name: str, specs: dict[str, ParameterSpec]) -> None:
@@ -27,7 +26,7 @@ class Linear(nnx.Module):
         self.bias = parameter(config, f"{name}.bias", specs["bias"]) if "bias" in specs else None
 
     def __call__(self, x: Float[Array, "b t i"]) -> tuple[Float[Array, "b t o"], Array | None]:
-        """x @ weight.T [B, T, O], and the bias [O] or None that the caller still has to add."""
+        """Return x @ weight.T [B, T, O] and the bias [O] or None, which the caller adds."""
         return linear(x, self.weight[...]), _value(self.bias)
 
 
@@ -35,9 +34,9 @@ class RMSNorm(nnx.Module):
     """Root-mean-square normalisation with a gain.
 
     Args:
-        config: the model's.
-        name: canonical name.
-        specs: shape of the gain, where it is not as wide as the model.
+        config: configuration of the model.
+        name: canonical name of the module.
+        specs: shape of the gain; None: as wide as the model.
     """
 
     def __init__(self, config: TransformerConfig, name: str, specs: dict[str, ParameterSpec] | None = None) -> None:
@@ -45,10 +44,10 @@ class RMSNorm(nnx.Module):
         self.weight = parameter(config, f"{name}.weight", (specs or norm_spec(config))["weight"])
 
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-        """See ops.rms_norm."""
+        """Call ops.rms_norm."""
         return rms_norm(x, self.weight[...], self.epsilon)
 
 
 def _value(bias: nnx.Param | None) -> Array | None:
-    """The array of a bias that may be absent."""
+    """Return the array of a bias, or None if there is none."""
     return None if bias is None else bias[...]

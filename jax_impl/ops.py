@@ -1,7 +1,7 @@
-"""Pure functions on arrays: what layers are made of.
+"""The operations that layers consist of, as pure functions on arrays.
 
-Twin of ``reference_torch/ops.py``: same names, same order, same signatures. Nothing here owns
-parameters or state; randomness comes in as a counter (:class:`DropoutState`).
+Mirrors ``reference_torch/ops.py``: same names, same order, same signatures. No function here owns parameters or state.
+Randomness is an argument: a counter (:class:`DropoutState`).
 """
 
 from collections.abc import Mapping
@@ -29,10 +29,10 @@ from jax_impl.operands import at_least_float32, given_operand, operand
 
 
 def parameter(config: TransformerConfig, name: str, spec: ParameterSpec) -> nnx.Param:
-    """A parameter with the initial value diptych/plans/model/parameters.py gives it.
+    """Return a parameter with its initial value from diptych/plans/model/parameters.py.
 
     Args:
-        config: gives seed and type.
+        config: determines seed and type.
         name: canonical name, e.g. ``decoder.layers.0.mlp.linear_fc1.weight``.
         spec: shape and distribution.
 
@@ -48,27 +48,29 @@ def parameter(config: TransformerConfig, name: str, spec: ParameterSpec) -> nnx.
 
 
 def _multiply_high_low(a: Array, b: int) -> tuple[Array, Array]:
-    """Upper and lower word of the 64-bit product a * b, by 16-bit halves."""
-    b_low, b_high = np.uint32(b & 0xFFFF), np.uint32(b >> 16)
-    a_low, a_high = a & 0xFFFF, a >> 16
+    """Return the upper and the lower word of the 64-bit product a * b, computed from 16-bit halves."""
+    b_low = np.uint32(b & 0xFFFF)
+    b_high = np.uint32(b >> 16)
+    a_low = a & 0xFFFF
+    a_high = a >> 16
     middle = a_high * b_low + (a_low * b_low >> 16)
     carry = a_low * b_high + (middle & 0xFFFF)
     return a_high * b_high + (middle >> 16) + (carry >> 16), a * np.uint32(b)
 
 
 def philox_4x32(key: tuple, counter: tuple) -> tuple[Array, Array, Array, Array]:
-    """Four random words per counter, bit-equal to diptych.plans.model.philox.
+    """Return four random words per counter, bitwise equal to diptych.plans.model.philox.
 
     Args:
         key: two words < 2**32, each a number or an integer scalar.
-        counter: four words, each a number < 2**32 or an integer array (broadcast together), of which the lower 32
-            bits count.
+        counter: four words, each a number < 2**32 or an integer array, broadcast together; only the lower 32 bits of
+            an array are used.
 
     Returns:
         Four arrays of words, uint32.
 
     Raises:
-        ValueError: a number that is no 32-bit word.
+        ValueError: a number is no 32-bit word.
 
     Reference: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
@@ -79,22 +81,24 @@ def philox_4x32(key: tuple, counter: tuple) -> tuple[Array, Array, Array, Array]
     return _philox_rounds(*words, rounds=ROUNDS)
 
 
-@partial(
-    jax.jit, static_argnames="rounds"
-)  # traced once for all masks of a shape, which are most of a model's operations
+@partial(jax.jit, static_argnames="rounds")  # traced once per shape: masks are most of a model's operations
 def _philox_rounds(
     c0: Array, c1: Array, c2: Array, c3: Array, k0: Array, k1: Array, *, rounds: int
 ) -> tuple[Array, Array, Array, Array]:
     for _ in range(rounds):
-        (high0, low0), (high2, low2) = _multiply_high_low(c0, MULTIPLIERS[0]), _multiply_high_low(c2, MULTIPLIERS[1])
-        c0, c1 = high2 ^ c1 ^ k0, low2
-        c2, c3 = high0 ^ c3 ^ k1, low0
-        k0, k1 = k0 + np.uint32(KEY_STEPS[0]), k1 + np.uint32(KEY_STEPS[1])
+        high0, low0 = _multiply_high_low(c0, MULTIPLIERS[0])
+        high2, low2 = _multiply_high_low(c2, MULTIPLIERS[1])
+        c0 = high2 ^ c1 ^ k0
+        c1 = low2
+        c2 = high0 ^ c3 ^ k1
+        c3 = low0
+        k0 = k0 + np.uint32(KEY_STEPS[0])
+        k1 = k1 + np.uint32(KEY_STEPS[1])
     return c0, c1, c2, c3
 
 
 class DropoutState(NamedTuple):
-    """What a dropout mask is a function of, besides its site."""
+    """The counter of a dropout mask: with the site, it determines the mask."""
 
     seed: int
     step: int | Integer[Array, ""]
@@ -109,22 +113,23 @@ def dropout_state(
     positions: Int[Array, " t"],
     seq_length: int,
 ) -> DropoutState:
-    """Number the rows of a batch: row = sample * seq_length + position modulo 2**64, as two 32-bit words.
+    """Return the row numbers of a batch: (sample * seq_length + position) modulo 2**64, as two 32-bit words.
 
     Args:
         seed: < 2**32.
         step: training step, < 2**32.
-        samples: numbers of the sequences within the global batch, of rows or of every token. [B] or [B, T] integer
+        samples: index in the global batch of each sequence or of each token's sequence. [B] or [B, T] integer
         positions: positions of the tokens within their sequence. [T] integer
-        seq_length: of the whole model, so that rows of different sequences never meet.
+        seq_length: sequence length of the model, so that sequences do not share rows.
 
     Raises:
-        ValueError: names the argument, what was expected, what came.
+        ValueError: an argument has a wrong shape, type or value.
     """
     operations.check_rows(operand("samples", samples), operand("positions", positions), seq_length)
     for name, word in (("seed", seed), ("step", step)):
         _check_word(name, word)
-    (low, high), (position_low, position_high) = _words(samples), _words(positions)
+    low, high = _words(samples)
+    position_low, position_high = _words(positions)
     low, high = (part if part.ndim == 2 else part[:, None] for part in (low, high))
     carried, low = _multiply_high_low(low, seq_length)
     row_low = low + position_low
@@ -132,7 +137,7 @@ def dropout_state(
 
 
 def _words(x: Array) -> tuple[Array, Array]:
-    """Lower and upper word of integers extended to 64 bits."""
+    """Return the lower and the upper word of integers extended to 64 bits."""
     if x.dtype.itemsize == 8:
         return x.astype(jnp.uint32), (x >> 32).astype(jnp.uint32)
     high = -(x < 0).astype(jnp.int32) if jnp.issubdtype(x.dtype, jnp.signedinteger) else jnp.zeros_like(x)
@@ -140,7 +145,7 @@ def _words(x: Array) -> tuple[Array, Array]:
 
 
 def _check_word(name: str, word: Any) -> None:
-    """Check a number; an integer scalar on a device, which may be traced, is not looked into."""
+    """Check a number; of an array, which may be traced, check only type and shape."""
     if not isinstance(word, Array):
         operations.check_word(name, word)
         return
@@ -149,15 +154,15 @@ def _check_word(name: str, word: Any) -> None:
 
 
 def check_state(shape: tuple[int, ...], state: Any, site: Any) -> None:
-    """Refuse a dropout state that is not of an array's rows.
+    """Raise an error if a dropout state does not fit the rows of an array.
 
     Args:
-        shape: of the array's leading axes. [B, T]
-        state: as dropout_state returns it.
+        shape: [B, T], the leading axes of the array.
+        state: from dropout_state.
         site: see diptych.plans.model.philox.
 
     Raises:
-        ValueError: names the argument, what was expected, what came.
+        ValueError: an argument has a wrong shape, type or value.
     """
     rows = {name: operand(f"state.{name}", getattr(state, name)) for name in ("row_low", "row_high")}
     operations.check_dropout_rows(shape, **rows)
@@ -168,17 +173,17 @@ def check_state(shape: tuple[int, ...], state: Any, site: Any) -> None:
 def dropout(x: Float[Array, "b t *rest"], rate: float, state: DropoutState, site: int | Integer[Array, ""]) -> Array:
     """Zero elements with probability ``rate`` and scale the others by 1 / (1 - rate).
 
-    The mask is a function of (seed, site, step, row, column) alone: it is the same in PyTorch and in
-    the kernels, and under any layout of the batch.
+    The mask depends only on (seed, site, step, row, column). So PyTorch, the Triton kernels and every layout of the
+    batch give the same mask.
 
     Args:
-        x: any floating array; the axes after the second are numbered as one. [B, T, ...]
+        x: any floating array; the axes after the second are flattened to columns. [B, T, ...]
         rate: in [0, 1).
         state: rows of the batch.
-        site: number of the place in the model, see diptych.plans.model.philox.
+        site: number of the dropout in the model, see diptych.plans.model.philox.
 
     Raises:
-        ValueError: names the argument, what was expected, what came.
+        ValueError: an argument has a wrong shape, type or value.
     """
     operations.check_dropout(operand("x", x), rate)
     check_state(tuple(x.shape[:2]), state, site)
@@ -193,11 +198,11 @@ def dropout(x: Float[Array, "b t *rest"], rate: float, state: DropoutState, site
         return jnp.where(keep.reshape(x.shape), x * (1.0 / (1.0 - rate)), 0.0)
 
     step = jnp.asarray(state.step, None if isinstance(state.step, Array) else jnp.uint32)
-    return jax.checkpoint(masked)(x, step, state.row_low, state.row_high)  # the mask is made again in backward
+    return jax.checkpoint(masked)(x, step, state.row_low, state.row_high)  # backward recomputes the mask
 
 
 def add_bias(x: Float[Array, "*b o"], bias: Float[Array, " o"] | None) -> Float[Array, "*b o"]:
-    """Return ``x + bias`` in the type of x; x itself where there is no bias."""
+    """Return ``x + bias`` in the type of x, or x itself if bias is None."""
     operations.check_bias(operand("x", x), given_operand("bias", bias))
     return x if bias is None else x + bias.astype(x.dtype)
 
@@ -217,21 +222,22 @@ def _product(x: Array, weight: Array) -> Array:
 
 
 class _LinearTaps:
-    """While active, hands out what the gradients of some linear maps' weights are made of, not the gradients.
+    """A context in which backward returns the operands of weight gradients instead of the gradients.
 
-    A tap is a pair of zeros of the shapes of a map's input and output. The map does not read it, but gives as its
-    gradient the map's input and the gradient of its output, which is all that the weight's gradient is made of. So a
-    backward with taps costs no weight gradient, and these are computed later: weight.T's is x.T @ g. As the tap goes
-    through jax.vjp like any argument, this works under jax.checkpoint too.
+    A tap is a pair of zero arrays with the shapes of a linear map's input and output. The map does not read the tap.
+    The gradients of the tap are the map's input x and the gradient g of its output, and weight.T has the gradient
+    x.T @ g. So a backward pass with taps computes no weight gradients, and they can be computed later. A tap is an
+    ordinary argument of jax.vjp, so this also works under jax.checkpoint.
 
     Args:
-        weights: by name; the very arrays that linear will be given.
-        taps: by name; None: none are given, shapes are only noted.
+        weights: arrays that linear will receive (compared by identity), by name.
+        taps: pairs of taps, by name; None: only record the shapes of taps.
     """
 
     def __init__(self, weights: Mapping[str, Array], taps: Mapping[str, tuple[Array, Array]] | None = None) -> None:
         self.shapes: dict[str, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]] = {}
-        self._names, self._taps = {id(weight): name for name, weight in weights.items()}, taps
+        self._names = {id(weight): name for name, weight in weights.items()}
+        self._taps = taps
 
     def __enter__(self) -> "_LinearTaps":
         self._before = _TAPS.set(self)
@@ -241,7 +247,7 @@ class _LinearTaps:
         _TAPS.reset(self._before)
 
     def product(self, x: Array, weight: Array) -> Array:
-        """x @ weight.T, with the weight's tap if it has one."""
+        """Return x @ weight.T, with the tap of the weight if it has one."""
         name = self._names.get(id(weight))
         if name is None:
             return _product(x, weight)
@@ -263,8 +269,8 @@ def _tapped_forward(x: Array, weight: Array, *taps: Array) -> tuple[Array, tuple
     return _product(x, weight), (x, weight)
 
 
-def _tapped_backward(kept: tuple[Array, Array], grad: Array) -> tuple[Array, None, Array, Array]:
-    x, weight = kept
+def _tapped_backward(saved: tuple[Array, Array], grad: Array) -> tuple[Array, None, Array, Array]:
+    x, weight = saved
     return grad @ weight.astype(x.dtype), None, x, grad
 
 
@@ -272,9 +278,9 @@ _tapped_product.defvjp(_tapped_forward, _tapped_backward)
 
 
 def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, " d"], epsilon: float) -> Float[Array, "*b d"]:
-    """``x / sqrt(mean(x**2) + epsilon) * weight`` over the last axis.
+    """Return ``x / sqrt(mean(x**2) + epsilon) * weight``, with the mean over the last axis.
 
-    Reference: Zhang and Sennrich, arXiv 1910.07467, eq. 4 (epsilon added under the root).
+    Reference: Zhang and Sennrich, arXiv 1910.07467, eq. 4. Here epsilon is added under the root.
     """
     operations.check_norm(operand("x", x), operand("weight", weight), epsilon)
     wide = at_least_float32(x)
@@ -285,12 +291,12 @@ def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, " d"], epsilon: float
 def short_convolution(
     x: Float[Array, "b t c"], weight: Float[Array, "c w"], before: Int[Array, "*b t"]
 ) -> Float[Array, "b t c"]:
-    """Convolve every channel over a token and those before it in its sequence, then SiLU.
+    """Convolve each channel over a token and the W - 1 tokens before it in its sequence, then apply SiLU.
 
     Args:
-        x: [B, T, C]
-        weight: a channel's taps, the last one the token's own. [C, W]
-        before: how many tokens of its sequence come before each. [T] or [B, T]
+        x: input. [B, T, C]
+        weight: coefficients of each channel; the last is that of the token itself. [C, W]
+        before: number of tokens before each token in its sequence. [T] or [B, T] integer
     """
     operations.check_convolution(operand("x", x), operand("weight", weight), operand("before", before))
 
@@ -301,33 +307,35 @@ def short_convolution(
             mixed = mixed + jnp.where((before >= back)[..., None], earlier, 0) * weight[:, -1 - back]
         return jax.nn.silu(mixed)
 
-    return jax.checkpoint(convolved)(x, weight.astype(x.dtype))  # shifted copies are made again in backward
+    return jax.checkpoint(convolved)(x, weight.astype(x.dtype))  # backward recomputes the shifted copies
 
 
 def rotary_embedding(x: Float[Array, "b t h d"], positions: Int[Array, " t"], base: float) -> Float[Array, "b t h d"]:
-    """Turn the pairs (x[i], x[i + d/2]) by the angle position * base**(-2i/d).
+    """Rotate the pairs (x[i], x[i + d/2]) by the angle position * base**(-2i/d).
 
     Args:
-        x: queries or keys; d even. [B, T, H, d]
-        positions: of the tokens within their sequence. [T]
-        base: of the wavelengths.
+        x: queries or keys; d is even. [B, T, H, d]
+        positions: positions of the tokens within their sequence. [T] integer
+        base: base of the wavelengths.
 
-    Reference: Su et al., arXiv 2104.09864, eq. 15, with the pairs half a head apart (GPT-NeoX order).
+    Reference: Su et al., arXiv 2104.09864, eq. 15. Here the channels of a pair are d/2 apart (GPT-NeoX order).
     """
     operations.check_rotary(operand("x", x), operand("positions", positions), base)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     frequencies = jnp.asarray(rotary_frequencies(x.shape[-1], base), wide)
     angle = positions.astype(wide)[:, None, None] * frequencies
-    cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
+    cos = jnp.cos(angle).astype(x.dtype)
+    sin = jnp.sin(angle).astype(x.dtype)
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def kernel_backend(impl: str, x: Array) -> Any | None:
-    """The module that runs the shared kernels on what x is, or None where the operations here compute.
+    """Return the module that runs the shared Triton kernels, or None if the framework's operations compute.
 
     Args:
         impl: see diptych.plans.model.implementation.
+        x: an argument of the operation; its device decides if impl is ``"auto"``.
 
     Raises:
         ValueError: an unknown impl.
@@ -340,7 +348,7 @@ def kernel_backend(impl: str, x: Array) -> Any | None:
 
 
 def _platform(x: Array) -> str:
-    """Where x lies; inside a traced function, or of a numpy array, where JAX puts things by default."""
+    """Return the platform of x; for a traced or numpy array, the platform of JAX's default device."""
     if isinstance(x, Array) and not isinstance(x, Tracer):
         return next(iter(x.devices())).platform
     device = getattr(jax.config, "jax_default_device", None)
@@ -348,15 +356,32 @@ def _platform(x: Array) -> str:
 
 
 def gelu(x: Float[Array, "*b f"], impl: str = "auto") -> Float[Array, "*b f"]:
-    """``x * Phi(x)`` with the exact normal distribution function. Reference: arXiv 1606.08415."""
+    """Return ``x * Phi(x)``, with the exact normal distribution function Phi.
+
+    Args:
+        x: [..., F]
+        impl: see diptych.plans.model.implementation.
+
+    Reference: Hendrycks and Gimpel, arXiv 1606.08415.
+    """
     operations.check_activation(operand("x", x))
     if kernels := kernel_backend(impl, x):
         return kernels.gelu(x)
-    return jax.checkpoint(partial(jax.nn.gelu, approximate=False))(x)  # keeps x alone, as PyTorch does
+    return jax.checkpoint(partial(jax.nn.gelu, approximate=False))(x)  # saves only x for backward, as PyTorch does
 
 
 def swiglu(x: Float[Array, "*b f2"], impl: str = "auto") -> Float[Array, "*b f"]:
-    """``silu(gate) * value`` where x holds gate and value side by side. Reference: arXiv 2002.05202, eq. 6."""
+    """Return ``silu(gate) * value``.
+
+    Args:
+        x: gate and value, concatenated. [..., 2F]
+        impl: see diptych.plans.model.implementation.
+
+    Returns:
+        [..., F]
+
+    Reference: Shazeer, arXiv 2002.05202, eq. 6.
+    """
     operations.check_gate(operand("x", x))
     if kernels := kernel_backend(impl, x):
         return kernels.swiglu(x)
@@ -367,8 +392,12 @@ def swiglu(x: Float[Array, "*b f2"], impl: str = "auto") -> Float[Array, "*b f"]
 def cross_entropy(logits: Float[Array, "b t v"], targets: Int[Array, "b t"]) -> Float[Array, ""]:
     """Return the mean negative log-likelihood of the targets, in nats per token; NaN if a target is no token id.
 
+    Args:
+        logits: [B, T, V]
+        targets: token ids. [B, T] integer
+
     Raises:
-        ValueError: shapes or types disagree.
+        ValueError: shapes or types do not match.
     """
     operations.check_targets(operand("logits", logits), operand("targets", targets))
     log_probabilities = jax.nn.log_softmax(at_least_float32(logits), axis=-1)

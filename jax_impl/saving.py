@@ -1,8 +1,7 @@
-"""Parameters and optimizer state as named numpy arrays, which is what a checkpoint holds.
+"""Conversion between a model with its optimizer and the named numpy arrays of a checkpoint.
 
-A parameter's canonical name is its name in the module tree, in both backends, so the map between a
-flax state and a PyTorch module is the identity on names; here it is only read and written. Files are
-the business of diptych/plans/checkpoint.py.
+The canonical name of a parameter is its name in the module tree. It is the same in both backends, so a checkpoint needs
+no renaming. diptych/plans/checkpoint.py reads and writes the files.
 """
 
 from collections.abc import Mapping
@@ -22,31 +21,35 @@ from jax_impl.transformer import GPTModel
 
 
 def export_parameters(model: nnx.State) -> dict[str, np.ndarray]:
-    """A copy of every leaf of a state of parameters (or of gradients or moments), by canonical name."""
+    """Return a copy of every parameter of a state (or of every gradient or moment), by canonical name."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(model)
     return {_canonical_name(path): np.array(leaf) for path, leaf in leaves}
 
 
 def import_parameters(model: nnx.State, values: Mapping[str, np.ndarray]) -> nnx.State:
-    """A state of the same structure with other values.
+    """Return a state of the same structure with other values.
+
+    Args:
+        model: state that gives structure and types.
+        values: new values, by canonical name.
 
     Returns:
         The new state.
 
     Raises:
-        ValueError: names or shapes are not exactly the state's.
+        ValueError: names or shapes differ from those of the state.
     """
     check_values(values, {name: ParameterSpec(value.shape) for name, value in export_parameters(model).items()})
 
     def replace(path: tuple, leaf: Array) -> Array:
-        # Copied: what JAX makes of a numpy array may share its memory, which its owner may change.
+        # The copy is needed: a JAX array may share the memory of a numpy array, which the caller may change.
         return jnp.asarray(np.array(values[_canonical_name(path)], leaf.dtype))
 
     return jax.tree_util.tree_map_with_path(replace, model)
 
 
 def export_arrays(model: nnx.State, optimizer: Any) -> dict[str, np.ndarray]:
-    """Parameters and both moments of AdamW, by prefixed canonical name; moments are 0 before the first step."""
+    """Return parameters and both moments of AdamW, by prefixed canonical name; moments are 0 before the first step."""
     parts = {
         MODEL: model,
         FIRST_MOMENT: optax.tree_utils.tree_get(optimizer, "mu"),
@@ -58,18 +61,19 @@ def export_arrays(model: nnx.State, optimizer: Any) -> dict[str, np.ndarray]:
 def import_arrays(
     model: nnx.State, optimizer: Any, arrays: Mapping[str, np.ndarray], step: int
 ) -> tuple[nnx.State, Any]:
-    """The inverse of export_arrays.
+    """Return states of model and optimizer with the values of exported arrays.
 
     Args:
-        model, optimizer: give structure and types.
+        model: state that gives structure and types.
+        optimizer: state that gives structure and types.
         arrays: from export_arrays of either backend.
-        step: optimizer steps taken.
+        step: number of optimizer steps taken.
 
     Returns:
         New model and optimizer states.
 
     Raises:
-        ValueError: names or shapes are not exactly the model's.
+        ValueError: names or shapes differ from those of the model.
     """
     first, second = (import_parameters(model, split_arrays(arrays, prefix)) for prefix in (FIRST_MOMENT, SECOND_MOMENT))
     optimizer = optax.tree_utils.tree_set(optimizer, mu=first, nu=second, count=jnp.asarray(step, jnp.int32))
@@ -77,10 +81,10 @@ def import_arrays(
 
 
 def load_model(path: Path | str) -> GPTModel:
-    """The model of a checkpoint, of either backend.
+    """Return the model of a checkpoint of either backend.
 
     Args:
-        path: a checkpoint file, or a folder whose newest is taken.
+        path: a checkpoint file, or a folder whose newest checkpoint is read.
 
     Raises:
         CheckpointError: see diptych.plans.checkpoint.read_checkpoint.
@@ -91,5 +95,5 @@ def load_model(path: Path | str) -> GPTModel:
 
 
 def _canonical_name(path: tuple) -> str:
-    """The canonical name of a leaf: the keys of its path that name modules or parameters."""
+    """Return the canonical name of a leaf: the keys of its path that name modules or parameters."""
     return ".".join(str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey))

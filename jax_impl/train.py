@@ -1,12 +1,10 @@
 """Training: AdamW steps over deterministic batches.
 
-What is decided (batches, initial values, learning rate, decay, clipping, schedule) stands in plans/ and is
-the same for both backends; here it is carried out in JAX, one compiled program a step, on one device or on one a
-pipeline rank, part of the sequences and replica:
+diptych/plans decides batches, initial values, learning rate, decay, clipping and schedule for both backends. This file
+executes these decisions in JAX, as one compiled program per step: on one device, or with one device for each pipeline
+rank, context-parallel rank and replica. The command is the same for several devices:
 
     diptych train --backend jax --pipeline-model-parallel-size 4 ...
-
-takes the arguments of ``diptych train``.
 """
 
 import time
@@ -45,31 +43,32 @@ from jax_impl.saving import export_arrays, export_parameters, import_arrays, imp
 from jax_impl.transformer import GPTModel
 
 Parameters = Any
-"""Of the undivided model (nnx.State), or laid out over the pipeline's ranks (StagedParameters); gradients and moments
-too."""
+"""Parameters, gradients or moments: of the undivided model (nnx.State), or placed on the ranks of the pipeline
+(StagedParameters)."""
 
 
 class Trainer:
     """A model, its optimizer and its data.
 
     Args:
-        config: the model's.
-        train_config: the optimisation's.
-        corpus: what to learn.
-        mesh: devices with an axis "pp" as long as the pipeline, an axis "cp" where ranks share sequences, and possibly
-            an axis "dp" of replicas; None: the first devices there are.
+        config: configuration of the model.
+        train_config: configuration of the optimisation.
+        corpus: training and validation data.
+        mesh: devices with an axis "pp" of the pipeline's size, an axis "cp" if sequences are split over ranks, and
+            optionally an axis "dp" of replicas; None: the first available devices.
 
     Raises:
-        ValueError: the corpus is too short for the model, or has bytes it has no token for; the batch does not fit
-            schedule and replicas; processes were given different corpora or settings;
-            there are fewer devices than pipeline ranks.
+        ValueError: the corpus is too short for the model, or has bytes without a token; the batch does not fit schedule
+            and replicas; processes have different corpora or settings; there are fewer devices than pipeline ranks.
     """
 
     def __init__(
         self, config: TransformerConfig, train_config: TrainConfig, corpus: Corpus, mesh: Mesh | None = None
     ) -> None:
         corpus.check(config.seq_length, config.vocab_size)
-        self.config, self.train_config, self.corpus = config, train_config, corpus
+        self.config = config
+        self.train_config = train_config
+        self.corpus = corpus
         self.steps_taken = 0
         self._replicas = 1 if mesh is None else mesh.shape.get("dp", 1)
         check_trainable(config, train_config, self._replicas)
@@ -80,10 +79,10 @@ class Trainer:
         self._pipeline: PipelineStep | None = None
         self._forwards: PipelineStep | None = None
         if config.model_parallel_size > 1 or mesh is not None:
-            by_rank = (mesh is None or len(mesh.axis_names) == 1) and config.context_parallel_size == 1
-            door = "pmap" if by_rank and not config.enable_tensor_offload else "shard_map"
-            self._pipeline = make_pipeline_step(whole, config, mesh, door)
-            self._forwards = make_pipeline_step(whole, config, mesh, door, training=False, forward_only=True)
+            one_axis = (mesh is None or len(mesh.axis_names) == 1) and config.context_parallel_size == 1
+            backend = "pmap" if one_axis and not config.enable_tensor_offload else "shard_map"
+            self._pipeline = make_pipeline_step(whole, config, mesh, backend)
+            self._forwards = make_pipeline_step(whole, config, mesh, backend, training=False, forward_only=True)
         self._optimizer = optax.chain(
             optax.scale_by_adam(train_config.adam_beta1, train_config.adam_beta2, train_config.adam_eps),
             optax.add_decayed_weights(train_config.weight_decay, mask=self._decays),
@@ -111,16 +110,20 @@ class Trainer:
 
     @property
     def offload_statistics(self) -> dict[str, Any] | None:
-        """What offload has moved on this process; None without offload."""
+        """Statistics of offload on this process; None without offload."""
         return self.offload.stats if self.offload.enabled else None
 
     @property
     def reports(self) -> bool:
-        """Whether this process is the one that writes files and talks to the user."""
+        """True on the process that writes files and prints output."""
         return jax.process_index() == 0
 
     def any_process(self, flag: bool) -> bool:
-        """Whether the flag is set on any process; all of them have to ask."""
+        """Return true if the flag is set on any process; every process has to call this.
+
+        Args:
+            flag: flag of this process.
+        """
         if jax.process_count() == 1:
             return flag
         from jax.experimental import multihost_utils
@@ -128,10 +131,13 @@ class Trainer:
         return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
     def train_step(self, step: int) -> StepResult:
-        """Learn from the batch of one step.
+        """Take one optimizer step on the batch of a step.
+
+        Args:
+            step: number of the step, from 0.
 
         Raises:
-            NonFiniteLossError: the loss or the gradients are not finite; names the step. Nothing is updated.
+            NonFiniteLossError: the loss or the gradients are not finite; nothing is updated.
         """
         start = time.perf_counter()
         train = self.train_config
@@ -154,12 +160,16 @@ class Trainer:
         return result
 
     def loss_and_gradients(self, batch: Batch, step: int = 0) -> tuple[float, dict[str, np.ndarray]]:
-        """Loss of a batch and its gradient for every parameter, by canonical name; nothing is updated.
+        """Return the loss of a batch and its gradient for every parameter, by canonical name, and update nothing.
+
+        Args:
+            batch: any number of sequences on one device; global_batch_size sequences on several.
+            step: training step, for dropout.
 
         Raises:
-            ValueError: several devices share the batch, and it is not of global_batch_size.
+            ValueError: several devices share the batch, and its size is not global_batch_size.
         """
-        if self._pipeline is None:  # any number of sequences, at once
+        if self._pipeline is None:  # without microbatches, so any number of sequences is allowed
             loss, gradients = self._value_and_grad(self._params, batch, np.uint32(step))
         else:
             check_batch(batch, self.train_config)
@@ -167,12 +177,13 @@ class Trainer:
         return loss.item(), export_parameters(self._joined(gradients))
 
     def validation_loss(self) -> float:
-        """Mean loss over ``eval_iters`` batches of the validation split, without dropout.
+        """Return the mean loss over ``eval_iters`` batches of the validation split, without dropout.
 
         Raises:
-            NonFiniteLossError: it is not finite.
+            NonFiniteLossError: the loss is not finite.
         """
-        train, losses = self.train_config, []
+        train = self.train_config
+        losses = []
         for index in range(train.eval_iters):
             batch = self.corpus.validation_batch(index, train.global_batch_size, self.config.seq_length)
             if self._forwards is None:
@@ -185,22 +196,29 @@ class Trainer:
         return loss
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """A copy of every parameter, by canonical name."""
+        """Return a copy of every parameter, by canonical name."""
         return export_parameters(self._joined(self._params))
 
     def set_parameters(self, values: Mapping[str, np.ndarray]) -> None:
-        """Overwrite every parameter; the optimizer's state stays.
+        """Overwrite every parameter, and keep the state of the optimizer.
+
+        Args:
+            values: new values, by canonical name.
 
         Raises:
-            ValueError: names or shapes are not exactly the model's.
+            ValueError: names or shapes differ from those of the model.
         """
         self._params = self.offload.place(self._staged(import_parameters(self._joined(self._params), values)))
 
     def save(self, folder: Path, keep: int = 2) -> Path:
-        """Write a checkpoint of the run as it is between two steps; all but the newest ``keep`` are removed.
+        """Write a checkpoint of the run between two steps, and remove all but the newest ``keep`` checkpoints.
+
+        Args:
+            folder: folder of the checkpoints.
+            keep: number of checkpoints to keep.
 
         Returns:
-            Its path.
+            The path of the checkpoint.
 
         Raises:
             CheckpointError: see diptych.plans.checkpoint.write_checkpoint.
@@ -210,17 +228,17 @@ class Trainer:
         return Path(on_first_rank(lambda: str(write_checkpoint(folder, checkpoint, keep))))
 
     def resume(self, path: Path) -> int:
-        """Go on from a checkpoint of either backend, of any number of pipeline stages.
+        """Continue from a checkpoint of either backend with any number of pipeline stages.
 
         Args:
-            path: a checkpoint file, or a folder whose newest is taken.
+            path: a checkpoint file, or a folder whose newest checkpoint is read.
 
         Returns:
             The next step.
 
         Raises:
-            CheckpointError: it is damaged, or of a run with other settings, which are named; or processes found
-                different ones.
+            CheckpointError: the checkpoint is damaged or has other settings, which the message names; or processes
+                found different checkpoints.
         """
         checkpoint = read_alike(path, self._settings(), said_on_all_ranks)
         params, self._optimizer_state = import_arrays(
@@ -235,24 +253,26 @@ class Trainer:
         return run_settings(self.config, self.train_config, self.corpus)
 
     def _accumulate_gradients(self, params: nnx.State, batch: Batch, step: Array) -> tuple[Array, nnx.State, Layers]:
-        """Mean loss of the step, its gradients, added up over microbatches, and offloaded layers left on the device."""
-        size, total = self.train_config.microbatch, self.train_config.global_batch_size
+        """Return the mean loss over microbatches, its gradients, and the offloaded layers that are on the device."""
+        size = self.train_config.microbatch
+        total = self.train_config.global_batch_size
         offload = self.offload
         assert isinstance(offload, OffloadedStep), "pipelines accumulate in their own step"
-        here = offload.begin(params)
+        resident = offload.begin(params)
         if size == total:
-            shares, here = offload.value_and_grad(self._loss, params, here, batch, step)
-            return *shares, here
+            shares, resident = offload.value_and_grad(self._loss, params, resident, batch, step)
+            return *shares, resident
 
         def add_microbatch(carry: tuple, microbatch: tuple) -> tuple[tuple, None]:
-            (sums, here), (first, part) = carry, microbatch
-            shares, here = offload.value_and_grad(self._loss, params, here, part, step, first=first)
-            return (jax.tree.map(lambda total_, share: total_ + share * (size / total), sums, shares), here), None
+            sums, resident = carry
+            first, part = microbatch
+            shares, resident = offload.value_and_grad(self._loss, params, resident, part, step, first=first)
+            return (jax.tree.map(lambda total_, share: total_ + share * (size / total), sums, shares), resident), None
 
         zero = jnp.zeros((), self.config.params_dtype), jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params)
         parts = jax.tree.map(lambda x: x.reshape(total // size, size, -1), batch)
-        (shares, here), _ = jax.lax.scan(add_microbatch, (zero, here), (jnp.arange(0, total, size), parts))
-        return *shares, here
+        (shares, resident), _ = jax.lax.scan(add_microbatch, (zero, resident), (jnp.arange(0, total, size), parts))
+        return *shares, resident
 
     def _loss(
         self,
@@ -270,8 +290,8 @@ class Trainer:
     def _update_step(
         self, params: nnx.State, optimizer_state: optax.OptState, batch: Batch, step: Array, rate: Array
     ) -> tuple[nnx.State, optax.OptState, Array, Array]:
-        loss, gradients, here = self._accumulate_gradients(params, batch, step)
-        params, optimizer_state, norm = self._apply_gradients(params, optimizer_state, loss, gradients, rate, here)
+        loss, gradients, resident = self._accumulate_gradients(params, batch, step)
+        params, optimizer_state, norm = self._apply_gradients(params, optimizer_state, loss, gradients, rate, resident)
         return params, optimizer_state, loss, norm
 
     def _apply_gradients(
@@ -281,43 +301,43 @@ class Trainer:
         loss: Array,
         gradients: Parameters,
         rate: Array,
-        here: Layers | None = None,
+        resident: Layers | None = None,
     ) -> tuple[Parameters, optax.OptState, Array]:
         norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradients)))
         if self.train_config.clip_grad > 0.0:
             scale = jnp.minimum(1.0, self.train_config.clip_grad / (norm + CLIP_EPSILON))
             gradients = jax.tree.map(lambda g: g * scale, gradients)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)  # a broken step changes nothing
-        keep = partial(jax.tree.map, partial(jnp.where, finite))
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        select = partial(jax.tree.map, partial(jnp.where, finite))  # a step that is not finite changes nothing
 
         def change(params: Any, state: optax.OptState, gradients: Any) -> tuple[Any, optax.OptState]:
             updates, new_state = self._optimizer.update(gradients, state, params)
             new_params = jax.tree.map(lambda p, u: p - rate.astype(p.dtype) * u, params, updates)
-            return keep(new_params, params), keep(new_state, state)
+            return select(new_params, params), select(new_state, state)
 
-        return *self.offload.update(change, params, optimizer_state, gradients, here or {}), norm
+        return *self.offload.update(change, params, optimizer_state, gradients, resident or {}), norm
 
     def _decays(self, params: Parameters) -> Parameters:
-        """Which leaves have weight decay: by their shape in the undivided model."""
+        """Return true for every parameter with weight decay, which its shape in the undivided model decides."""
         shapes = params if self._pipeline is None else self._pipeline.shapes(params)
         return jax.tree.map(lambda p: has_weight_decay(p.shape), shapes)
 
     def _staged(self, params: nnx.State) -> Parameters:
-        """Parameters, gradients or moments of the undivided model, as they are held."""
+        """Convert parameters, gradients or moments of the undivided model to the layout in memory."""
         return params if self._pipeline is None else self._pipeline.stage_parameters(params)
 
     def _joined(self, params: Parameters) -> nnx.State:
-        """The inverse."""
+        """Invert _staged."""
         return params if self._pipeline is None else self._pipeline.join_parameters(params)
 
     def _moments(self, change: Callable[[Any], Any]) -> optax.OptState:
-        """The optimizer's state with both moments changed."""
+        """Return the state of the optimizer after a change of both moments."""
         state = self._optimizer_state
         first, second = (change(optax.tree_utils.tree_get(state, name)) for name in ("mu", "nu"))
         return optax.tree_utils.tree_set(state, mu=first, nu=second)
 
     def _counted(self, state: optax.OptState) -> optax.OptState:
-        """An optimizer's state whose number of steps lies where parameters do: on all devices, of all processes."""
+        """Place the step count of an optimizer state on the devices of the parameters."""
         if self._pipeline is None:
             return state
         count = np.asarray(optax.tree_utils.tree_get(state, "count"))
@@ -325,7 +345,7 @@ class Trainer:
         return optax.tree_utils.tree_set(state, count=jax.device_put(count, everywhere))
 
     def _parts(self, batch: Batch, step: int = 0) -> tuple[Any, ...]:
-        """What a pipeline takes, by microbatch, those of all replicas side by side: see PipelineStep."""
+        """Return the arguments of PipelineStep: arrays by microbatch, with all replicas concatenated."""
         count = microbatches(self.train_config, self._replicas)[1]
         samples = np.arange(self.train_config.global_batch_size, dtype=np.int32)
         tokens, targets, starts = jax.tree.map(lambda x: x.reshape(count, -1, x.shape[-1]), batch)
@@ -335,8 +355,13 @@ class Trainer:
 def train(config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) -> Iterator[StepResult]:
     """Train a new model, step by step.
 
+    Args:
+        config: configuration of the model.
+        train_config: configuration of the optimisation.
+        corpus: training and validation data.
+
     Yields:
-        The result of each step as it ends.
+        The result of each step.
 
     Raises:
         NonFiniteLossError: see Trainer.train_step.

@@ -1,12 +1,10 @@
-"""The GPT model: embedding, layers of (mixer, MLP), norm, head; or one pipeline stage of it.
+"""The GPT model, or one pipeline stage of it: embedding, layers of (mixer, MLP), final norm, output head.
 
-Between layers travel ``hidden_states`` [B, T, D], or with hyper-connections the residual streams
-[B, T, S, D]. A layer's mixer and settings come from the configuration's layer pattern, so no code
-here assumes that layers are alike. Module names are the parameters' canonical names; layers are
-keyed by their global number.
+Layers pass on ``hidden_states`` [B, T, D], or the residual streams [B, T, S, D] with hyper-connections. The layer
+pattern of the configuration gives each layer its mixer and settings, so layers can differ. Names of modules are the
+canonical names of parameters. Layers are keyed by their global number.
 
-Reference: Vaswani et al., arXiv 1706.03762, in its pre-norm, rotary, gated form (Touvron et al.,
-arXiv 2302.13971).
+Reference: Vaswani et al., arXiv 1706.03762, in its pre-norm, rotary, gated form (Touvron et al., arXiv 2302.13971).
 """
 
 import jax.numpy as jnp
@@ -49,13 +47,14 @@ class SelfAttention(nnx.Module):
     """Causal softmax attention with rotary positions and grouped queries.
 
     Args:
-        config: the model's.
+        config: configuration of the model.
         layer_number: global number of the layer, from 0.
-        name: canonical name.
+        name: canonical name of the module.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, name: str) -> None:
-        self.config, self.layer_number = config, layer_number
+        self.config = config
+        self.layer_number = layer_number
         specs = attention_specs(config)
         self.linear_qkv = Linear(config, f"{name}.linear_qkv", specs["linear_qkv"])
         self.linear_proj = Linear(config, f"{name}.linear_proj", specs["linear_proj"])
@@ -68,9 +67,13 @@ class SelfAttention(nnx.Module):
         sequences: PackedDocuments | FLACPContext | None = None,
         cache: DecodingCache | None = None,
     ) -> tuple[Float[Array, "b t d"], Array | None]:
-        """Attended output [B, T, D] and the output projection's bias, not yet added."""
+        """Return the output of attention [B, T, D] and the bias of the output projection, not yet added.
+
+        Args: see TransformerLayer.
+        """
         batch, length, _ = hidden_states.shape
-        heads, groups = self.config.num_attention_heads, self.config.query_groups
+        heads = self.config.num_attention_heads
+        groups = self.config.query_groups
         qkv = add_bias(*self.linear_qkv(hidden_states))
         qkv = qkv.reshape(batch, length, heads + 2 * groups, self.config.head_dim)
         q, k, v = jnp.split(qkv, (heads, heads + groups), axis=2)
@@ -78,13 +81,15 @@ class SelfAttention(nnx.Module):
         k = rotary_embedding(k, positions, self.config.rotary_base)
         attend = fused_attention if self.config.use_flash_attn else causal_attention
         if isinstance(sequences, FLACPContext):
-            q, k, v = name_value(q, "q"), name_value(k, "k"), name_value(v, "v")
+            q = name_value(q, "q")
+            k = name_value(k, "k")
+            v = name_value(v, "v")
             attended = name_value(cp_attention(q, k, v, sequences, self.config.use_flash_attn), "core_attn")
         elif cache is None:
             attended = name_value(attend(q, k, v, both_masks(attention_mask, sequences)), "core_attn")
         else:
             past = cache.layers[self.layer_number]
-            assert isinstance(past, AttentionState), "a cache is made for the model's own layers"
+            assert isinstance(past, AttentionState), "the cache was made for another layer pattern"
             attended, cache.layers[self.layer_number] = remembered_attention(q, k, v, past, cache.length)
         return self.linear_proj(attended.reshape(batch, length, -1))
 
@@ -93,19 +98,20 @@ class MLP(nnx.Module):
     """Two linear maps around an activation function.
 
     Args:
-        config: the model's.
+        config: configuration of the model.
         layer_number: global number of the layer, from 0.
-        name: canonical name.
+        name: canonical name of the module.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, name: str) -> None:
         specs = mlp_specs(config, layer_number)
-        self.activation, self.impl = config.layer(layer_number).activation, config.impl
+        self.activation = config.layer(layer_number).activation
+        self.impl = config.impl
         self.linear_fc1 = Linear(config, f"{name}.linear_fc1", specs["linear_fc1"])
         self.linear_fc2 = Linear(config, f"{name}.linear_fc2", specs["linear_fc2"])
 
     def __call__(self, hidden_states: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Array | None]:
-        """Output [B, T, D] and the second map's bias, not yet added."""
+        """Return the output [B, T, D] and the bias of the second map, not yet added."""
         inner = name_value(add_bias(*self.linear_fc1(hidden_states)), "fc1")
         activated = (swiglu if self.activation == "swiglu" else gelu)(inner, self.impl)
         return self.linear_fc2(name_value(activated, "activation"))
@@ -116,16 +122,18 @@ MIXER_MODULES = {"attention": SelfAttention, "gdn": GatedDeltaNet, "kda": KimiDe
 
 
 class TransformerLayer(nnx.Module):
-    """Mixer and MLP, each normalised before and added back through mHC or a plain residual.
+    """A mixer and an MLP, each with a norm before it and a hyper-connection or a plain residual around it.
 
     Args:
-        config: the model's.
+        config: configuration of the model.
         layer_number: global number of the layer, from 0.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int) -> None:
-        self.config, self.layer_number = config, layer_number
-        layer, name = config.layer(layer_number), f"decoder.layers.{layer_number}"
+        self.config = config
+        self.layer_number = layer_number
+        layer = config.layer(layer_number)
+        name = f"decoder.layers.{layer_number}"
         self.self_attention_hyper_connection = (
             HyperConnectionModule(config, layer_number, f"{name}.self_attention_hyper_connection")
             if layer.self_attention_hyper_connection
@@ -150,15 +158,19 @@ class TransformerLayer(nnx.Module):
         sequences: PackedDocuments | FLACPContext | None = None,
         cache: DecodingCache | None = None,
     ) -> Float[Array, "b t *s d"]:
-        """One layer.
+        """Run one layer.
 
         Args:
             hidden_states: [B, T, D], or residual streams [B, T, S, D] with hyper-connections.
-            positions: of the tokens within their sequence. [T]
-            state: rows of the batch for dropout; None: no dropout.
+            positions: positions of the tokens within their sequence. [T]
+            state: dropout state of the batch; None: no dropout.
             attention_mask: see ops.causal_attention.
-            sequences: documents in them, which are kept apart, or a part of sequences that ranks share; None: whole.
-            cache: of the tokens before.
+            sequences: the documents in each sequence, or the context-parallel context of this rank; None: each sequence
+                is one document and is whole on this rank.
+            cache: state of the tokens before, changed in place; None: there are none.
+
+        Returns:
+            Hidden states of the same shape.
         """
         connection = self.self_attention_hyper_connection
         aggregated, mixed, h_post = self._read(connection, hidden_states)
@@ -178,7 +190,7 @@ class TransformerLayer(nnx.Module):
     def _read(
         self, connection: HyperConnectionModule | None, hidden_states: Array
     ) -> tuple[Array, Array | DeferredMix, Array | None]:
-        """What a sublayer reads, what it is added to, and with which weights (None: all 1)."""
+        """Return the input of a sublayer, the residual its output is added to, and h_post (None: all weights are 1)."""
         if connection is not None:
             return connection.read(hidden_states)
         if hidden_states.ndim == 4:
@@ -195,7 +207,7 @@ class TransformerLayer(nnx.Module):
         state: DropoutState | None,
         site: int | Array,
     ) -> Array:
-        """Add a sublayer's output back: by its hyper-connection, or plainly, to every stream alike."""
+        """Add the output of a sublayer to the residual: by its hyper-connection, or equally to every stream."""
         if connection is not None and h_post is not None:
             hidden_states = connection.apply_h_post_dropout_add((output, None), h_post, mixed, state, site)
         else:
@@ -207,11 +219,12 @@ class TransformerLayer(nnx.Module):
 
 
 class TransformerBlock(nnx.Module):
-    """The layers of one pipeline stage, and the final norm in the last.
+    """The layers of one pipeline stage; the last stage also has the final norm.
 
     Args:
-        config: the whole model's.
-        pre_process, post_process: whether this is the first, the last stage.
+        config: configuration of the whole model.
+        pre_process: this is the first stage.
+        post_process: this is the last stage.
         vp_stage: index of the virtual stage within its rank; None: 0.
         pp_rank: pipeline rank; None: 0.
     """
@@ -224,8 +237,11 @@ class TransformerBlock(nnx.Module):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> None:
-        self.config, self.pre_process, self.post_process = config, pre_process, post_process
-        self.vp_stage, self.pp_rank = vp_stage, pp_rank
+        self.config = config
+        self.pre_process = pre_process
+        self.post_process = post_process
+        self.vp_stage = vp_stage
+        self.pp_rank = pp_rank
         first = get_transformer_layer_offset(config, vp_stage, pp_rank)
         numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
         self.layers = nnx.Dict({str(number): TransformerLayer(config, number) for number in numbers})
@@ -240,24 +256,28 @@ class TransformerBlock(nnx.Module):
         sequences: PackedDocuments | FLACPContext | None = None,
         cache: DecodingCache | None = None,
     ) -> Float[Array, "b t *streams d"]:
-        """Run the stage's layers; expand to streams in the first stage, contract in the last."""
-        streams, hyper = self.config.num_residual_streams, self.config.enable_hyper_connections
+        """Run the layers of the stage; the first stage expands to streams, the last contracts them.
+
+        Args: see TransformerLayer.
+        """
+        streams = self.config.num_residual_streams
+        hyper = self.config.enable_hyper_connections
         if hyper and self.pre_process:
             hidden_states = HyperConnectionModule.input_expand(hidden_states, streams)
 
         hidden_states = name_value(hidden_states, "residual_streams")
-        told = positions, state, attention_mask, sequences
-        if cache is not None:  # nothing is kept for a backward
+        context = positions, state, attention_mask, sequences
+        if cache is not None:  # nothing is saved for backward
             for number in sorted(map(int, self.layers)):
                 layer = self.layers[str(number)]
                 layer = fetched(layer) if offloads_layers(self.config) else layer
-                hidden_states = layer(hidden_states, *told, cache)
+                hidden_states = layer(hidden_states, *context, cache)
         elif offloads_layers(self.config):
-            hidden_states = self._run_offloaded(hidden_states, told)
+            hidden_states = self._run_offloaded(hidden_states, context)
         else:
 
             def run(number: int, hidden_states: Array) -> Array:
-                return self.layers[str(number)](hidden_states, *told)
+                return self.layers[str(number)](hidden_states, *context)
 
             hidden_states = checkpoint_blocks(run, self.config, self.vp_stage, self.pp_rank)(hidden_states)
         if self.final_layernorm is None:
@@ -266,30 +286,30 @@ class TransformerBlock(nnx.Module):
             hidden_states = HyperConnectionModule.output_contract(hidden_states, streams)
         return self.final_layernorm(hidden_states)
 
-    def _run_offloaded(self, hidden_states: Array, inputs: tuple) -> Array:
-        """The layers, each fetched when the plan says so."""
+    def _run_offloaded(self, hidden_states: Array, context: tuple) -> Array:
+        """Run the layers; the offload plan decides when the parameters of each are fetched."""
         split = {int(number): nnx.split(layer, nnx.Param) for number, layer in self.layers.items()}
 
-        def run(number: int, parameters: nnx.State, hidden_states: Array, inputs: tuple) -> Array:
-            return nnx.merge(split[number][0], parameters)(hidden_states, *inputs)
+        def run(number: int, parameters: nnx.State, hidden_states: Array, context: tuple) -> Array:
+            return nnx.merge(split[number][0], parameters)(hidden_states, *context)
 
         parameters = {number: params for number, (_, params) in sorted(split.items())}
-        return run_offloaded(run, self.config, parameters, hidden_states, inputs, self.vp_stage, self.pp_rank)
+        return run_offloaded(run, self.config, parameters, hidden_states, context, self.vp_stage, self.pp_rank)
 
 
 class Embedding(nnx.Module):
-    """A table with one vector a token: the input embedding, and an untied output layer.
+    """A table of one vector per token id, for the input embedding and for an untied output layer.
 
     Args:
-        config: the model's.
-        name: canonical name.
+        config: configuration of the model.
+        name: canonical name of the module.
     """
 
     def __init__(self, config: TransformerConfig, name: str) -> None:
         self.weight = parameter(config, f"{name}.weight", embedding_spec(config)["weight"])
 
     def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
-        """The tokens' vectors; NaN for an id that is no token."""
+        """Return the vectors of the tokens [B, T, D]; an id outside the vocabulary gives NaN."""
         known = (tokens >= 0) & (tokens < self.weight.shape[0])
         return jnp.where(known[..., None], self.weight[...][tokens], jnp.nan)
 
@@ -298,9 +318,9 @@ class GPTModel(nnx.Module):
     """A decoder-only language model, or one pipeline stage of it.
 
     Args:
-        config: the whole model's.
-        pre_process: build the embedding and take token ids (first stage).
-        post_process: build final norm and head and give logits or the loss (last stage).
+        config: configuration of the whole model.
+        pre_process: build the embedding and take token ids; True for the first stage.
+        post_process: build final norm and head and return logits or the loss; True for the last stage.
         vp_stage: index of the virtual stage within its rank; None: 0.
         pp_rank: pipeline rank; None: 0.
     """
@@ -313,10 +333,12 @@ class GPTModel(nnx.Module):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> None:
-        self.config, self.pre_process, self.post_process = config, pre_process, post_process
+        self.config = config
+        self.pre_process = pre_process
+        self.post_process = post_process
         check_stage_ends(config, pre_process, post_process, vp_stage, pp_rank)
         tied = not config.untie_embeddings_and_output_weights
-        # A last stage with a tied head holds a copy of the first stage's embedding, of equal value.
+        # With a tied head, the last stage holds a copy of the first stage's embedding.
         self.embedding = Embedding(config, "embedding") if pre_process or (post_process and tied) else None
         self.decoder = TransformerBlock(config, pre_process, post_process, vp_stage, pp_rank)
         self.output_layer = Embedding(config, "output_layer") if post_process and not tied else None
@@ -335,33 +357,33 @@ class GPTModel(nnx.Module):
         cp_context: FLACPContext | None = None,
         training: bool = True,
     ) -> Array:
-        """The loss, the logits, or what the next stage takes.
+        """Return the loss, the logits, or the hidden states for the next stage.
 
         Args:
-            inputs: token ids [B, T] in the first stage, else the stage before's output.
+            inputs: token ids [B, T] in the first stage, else the output of the previous stage.
             targets: the token after each of inputs. [B, T]
             step: training step, for dropout.
-            samples: numbers of the sequences within the global batch, of rows or tokens; None: 0 .. B-1. [B] or [B, T]
-            positions: of the tokens within their sequence; None: 0 .. T-1. [T]
+            samples: global index of each sequence, or of each token's sequence; None: 0 .. B-1. [B] or [B, T]
+            positions: positions of the tokens within their sequence; None: 0 .. T-1. [T]
             attention_mask: see ops.causal_attention.
-            document_starts: where documents begin that know nothing of each other, see
-                diptych.plans.model.documents; None: each sequence is one. [B, N] int32
-            cache: of the tokens before, see cache.empty_cache; left as after these.
-            cp_context: of ranks that share the sequences, end to end: B = 1, and positions have to be given.
+            document_starts: first token of each document; attention and state do not cross documents. See
+                diptych.plans.model.documents. None: each sequence is one document. [B, N] int32
+            cache: state of the tokens before, see cache.empty_cache; changed in place to include these tokens.
+            cp_context: context of the ranks that share the concatenated sequences. Needs B = 1 and positions.
             training: False turns dropout off.
 
         Returns:
-            Last stage: mean loss in nats per token, or logits [B, T, V] without targets. Other
-            stages: hidden states [B, T, D] or [B, T, S, D].
+            Last stage: mean loss in nats per token, or logits [B, T, V] without targets. Other stages: hidden states
+            [B, T, D] or [B, T, S, D].
 
         Raises:
-            ValueError: more than config.seq_length tokens, of the cache and given together. Where jax.jit traces the
-                cache's length, logits are NaN instead.
+            ValueError: arguments do not fit together, or the cached and the given tokens are more than
+                config.seq_length. Where jax.jit traces the cache's length, too many tokens give NaN logits instead.
         """
         batch, length = inputs.shape[:2]
-        unfit = {"attention_mask": attention_mask, "document_starts": document_starts}
-        read = known_length(cache), None if cache is None else cache.batch
-        check_inputs(self.config.seq_length, (batch, length), *read, cp_context, positions, **unfit)
+        masks = {"attention_mask": attention_mask, "document_starts": document_starts}
+        cached = known_length(cache), None if cache is None else cache.batch
+        check_inputs(self.config.seq_length, (batch, length), *cached, cp_context, positions, **masks)
         if positions is None:
             positions = jnp.add(jnp.arange(length), 0 if cache is None else cache.length)
         sequences = cp_context or pack_documents(document_starts, inputs, "attention" in self.config.mixers)

@@ -1,4 +1,4 @@
-"""Softmax attention over tokens: explicit, fused, and with any mask."""
+"""Softmax attention over tokens: causal and explicit, causal and fused, or with any mask."""
 
 from typing import Any
 
@@ -18,22 +18,30 @@ def causal_attention(
     v: Float[Tensor, "b t g d"],
     attention_mask: Bool[Tensor, "b t t"] | None = None,
 ) -> Float[Tensor, "b t h d"]:
-    """softmax(q k^T / sqrt(d)) v over the tokens up to each token's own; explicit, products in q's type.
+    """Return softmax(q k^T / sqrt(d)) v, where each token attends to itself and the tokens before it.
+
+    Products are computed in the type of q, and the softmax in at least float32.
 
     Args:
         q: queries. [B, T, H, d]
-        k, v: keys and values of G groups; query head h uses group h // (H / G). [B, T, G, d]
-        attention_mask: True where row t may attend to column s, besides s <= t. A row that may attend
-            to nothing gives 0. [B, T, T]
+        k: keys of G groups; query head h uses group h // (H / G). [B, T, G, d]
+        v: values of G groups. [B, T, G, d]
+        attention_mask: True where row t may attend to column s, in addition to s <= t. The output of a row that may
+            attend to no column is 0. [B, T, T]
+
+    Returns:
+        [B, T, H, d]
     """
     _check_attention(q, k, v, attention_mask)
     batch, length, heads, width = q.shape
     groups = k.shape[2]
-    rows = heads // groups * length  # the query heads of one group, one under the other
+    rows = heads // groups * length  # the query heads of one group are stacked along the rows
     q = q.reshape(batch, length, groups, -1, width).permute(0, 2, 3, 1, 4).reshape(-1, rows, width)
     k = k.permute(0, 2, 3, 1).reshape(-1, width, length)
     v = v.transpose(1, 2).reshape(-1, length, width)
-    q, k, v = name_value(q, "q"), name_value(k, "k"), name_value(v, "v")
+    q = name_value(q, "q")
+    k = name_value(k, "k")
+    v = name_value(v, "v")
     allowed = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
     if attention_mask is not None:
         allowed = (allowed & attention_mask)[:, None]
@@ -62,9 +70,11 @@ def fused_attention(
     v: Float[Tensor, "b t g d"],
     attention_mask: Bool[Tensor, "b t t"] | None = None,
 ) -> Float[Tensor, "b t h d"]:
-    """causal_attention by PyTorch's fused kernels: the T x T weights are computed again in backward, never kept.
+    """Compute causal_attention without saving the T x T weights, which are recomputed in backward.
 
-    Args: as causal_attention's. With a mask, kernels that take one are used.
+    PyTorch's fused kernels compute it; with a mask, those kernels that accept one.
+
+    Args: see causal_attention.
 
     Reference: Dao et al., arXiv 2205.14135.
     """
@@ -88,13 +98,17 @@ def masked_attention(
     allowed: Bool[Tensor, "t s"],
     fused: bool = False,
 ) -> Float[Tensor, "b t h d"]:
-    """softmax(q k^T / sqrt(d)) v over the tokens each may look at, which may be others than the queries' own.
+    """Return softmax(q k^T / sqrt(d)) v over the allowed keys; queries and keys may belong to different tokens.
 
     Args:
         q: queries. [B, T, H, d]
-        k, v: keys and values of G groups; query head h uses group h // (H / G). [B, S, G, d]
-        allowed: True where query t may look at key s; each at one at least. [T, S]
-        fused: the T x S weights are not kept, see fused_attention.
+        k: keys of G groups; query head h uses group h // (H / G). [B, S, G, d]
+        v: values of G groups. [B, S, G, d]
+        allowed: True where query t may attend to key s; at least one key per query. [T, S]
+        fused: do not save the T x S weights, see fused_attention.
+
+    Returns:
+        [B, T, H, d]
     """
     given = operand("q", q), operand("k", k), operand("v", v), operand("allowed", allowed)
     operations.check_attention(*given, name="allowed", keys=True)

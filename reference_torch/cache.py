@@ -1,6 +1,6 @@
-"""What a model remembers of a text it is going on with: keys and values of attention, states of the delta rule.
+"""The cache of incremental decoding: keys and values of attention, states of the delta rule.
 
-A model given a cache reads the tokens it is given as the next ones, and leaves the cache as after them. Twin of
+A model with a cache reads its input as the tokens after the cached ones, and adds them to the cache. Mirrors
 ``jax_impl/cache.py``.
 """
 
@@ -17,7 +17,7 @@ from reference_torch.ops import masked_attention
 
 
 class AttentionState(NamedTuple):
-    """Keys and values of softmax attention; beyond the tokens read, anything."""
+    """Keys and values of softmax attention; entries beyond the tokens read are undefined."""
 
     k: Float[Tensor, "b l g d"]
     """[B, seq_length, G, d]"""
@@ -25,33 +25,33 @@ class AttentionState(NamedTuple):
 
 
 class DeltaRuleState(NamedTuple):
-    """What a gdn or kda layer needs of the past, whatever its length."""
+    """The state of a gdn or kda layer, of constant size."""
 
     tail: Float[Tensor, "b w c"]
-    """What the short convolution still reads: its last inputs. [B, W - 1, C]"""
+    """The last inputs of the short convolution. [B, W - 1, C]"""
     state: Float[Tensor, "b h k v"]
     """[B, HV, K, V], at least float32."""
 
 
 @dataclass
 class DecodingCache:
-    """What all layers remember."""
+    """The states of all layers after the tokens read."""
 
     batch: int
-    """Texts."""
+    """Number of sequences."""
     length: int
-    """Tokens read, of each."""
+    """Number of tokens read of each sequence."""
     layers: dict[int, AttentionState | DeltaRuleState]
-    """By global number of the layer."""
+    """State of each layer, by global number."""
 
 
 def empty_cache(config: TransformerConfig, batch: int, device: torch.device | str = "cpu") -> DecodingCache:
-    """The cache of a model that has read nothing.
+    """Return the cache of a model that has read no tokens.
 
     Args:
-        config: the model's.
-        batch: number B of texts.
-        device: where it computes.
+        config: configuration of the model.
+        batch: number B of sequences.
+        device: device of the model.
     """
     dtype = getattr(torch, config.compute_dtype)
     heads, value_heads, key, value = config.linear_heads
@@ -77,12 +77,17 @@ def remembered_attention(
     past: AttentionState,
     read: int,
 ) -> tuple[Float[Tensor, "b t h d"], AttentionState]:
-    """ops.causal_attention of the next tokens to all before them, and what is remembered then.
+    """Run ops.causal_attention of the next tokens over themselves and all cached tokens.
 
     Args:
-        q, k, v: of the next tokens. [B, T, H, d], [B, T, G, d]
-        past: changed in place.
+        q: queries of the next tokens. [B, T, H, d]
+        k: keys of the next tokens. [B, T, G, d]
+        v: values of the next tokens. [B, T, G, d]
+        past: keys and values of the tokens before; changed in place.
         read: number of tokens before.
+
+    Returns:
+        The output [B, T, H, d], and past with the next tokens.
     """
     length = q.shape[1]
     for all_, new in zip(past, (k, v), strict=True):
@@ -93,18 +98,20 @@ def remembered_attention(
 
 
 def with_tail(x: Float[Tensor, "b t c"], past: DeltaRuleState) -> tuple[Float[Tensor, "b s c"], Tensor]:
-    """What a short convolution reads to make its outputs of the next tokens, last of all, and what it will still read.
+    """Prepend the cached inputs of a short convolution to its inputs at the next tokens.
 
     Args:
-        x: its inputs at the next tokens. [B, T, C]
+        x: inputs at the next tokens. [B, T, C]
+        past: state of the layer.
 
     Returns:
-        [B, W - 1 + T, C] and the new tail, [B, W - 1, C].
+        The inputs of the convolution [B, W - 1 + T, C], whose last T outputs are those of the next tokens, and the new
+        tail [B, W - 1, C].
     """
     joined = torch.cat([past.tail, x], dim=1)
     return joined, joined[:, joined.shape[1] - past.tail.shape[1] :]
 
 
 def known_length(cache: DecodingCache | None) -> int | None:
-    """Tokens read; None: there is no cache."""
+    """Return the number of tokens read, or None if there is no cache."""
     return None if cache is None else cache.length

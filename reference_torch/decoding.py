@@ -1,4 +1,4 @@
-"""What comes after a text: each token is read once. Twin of ``jax_impl/decoding.py``."""
+"""Incremental decoding: a decoder reads each token of a growing text once. Mirrors ``jax_impl/decoding.py``."""
 
 import numpy as np
 import torch
@@ -9,9 +9,9 @@ from reference_torch.transformer import GPTModel
 
 
 class Decoder:
-    """A model that reads a growing text, and remembers what it has read.
+    """A model with a cache of the text that it has read.
 
-    What it remembers is of the parameters it was read with: after a change of theirs, ``reset``.
+    The cache depends on the parameters of the model: call ``reset`` after a change of parameters.
 
     Args:
         model: the whole model.
@@ -23,30 +23,33 @@ class Decoder:
         self._cache: DecodingCache | None = None
 
     def reset(self) -> None:
-        """Forget what was read."""
-        self._read, self._cache = self._read[:0], None
+        """Forget the text that was read."""
+        self._read = self._read[:0]
+        self._cache = None
 
     def next_logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits of the token after a text, without dropout.
+        """Return the logits of the token after a text, without dropout.
 
-        Where the text goes on from that of the call before, only what is new is read; else all of it is, or of a text
-        longer than seq_length the end.
+        If the text continues the text of the previous call, only its new tokens are read. Otherwise the whole text is
+        read, or the last seq_length tokens of a longer text.
 
         Args:
-            tokens: ids, at least one. [T] integer
+            tokens: token ids, at least one. [T] integer
 
         Returns:
-            [V]
+            Logits. [V]
 
         Raises:
-            ValueError: no tokens, or what is none.
+            ValueError: tokens is empty, or an element is no token id.
         """
-        config, tokens = self.model.config, np.asarray(tokens)
-        goes_on, unread = split_unread(self._read, tokens, config.seq_length, config.vocab_size)
+        config = self.model.config
+        tokens = np.asarray(tokens)
+        continues, unread = split_unread(self._read, tokens, config.seq_length, config.vocab_size)
         device = next(self.model.parameters()).device
-        cache = self._cache if goes_on and self._cache else empty_cache(config, 1, device)
-        self.reset()  # a cache is no good where reading fails half way
+        cache = self._cache if continues and self._cache else empty_cache(config, 1, device)
+        self.reset()  # the cache is unusable if the model raises an error half way
         with torch.no_grad():
             logits = self.model(torch.from_numpy(unread.astype(np.int64))[None].to(device), cache=cache, training=False)
-        self._cache, self._read = cache, tokens[-config.seq_length :]
+        self._cache = cache
+        self._read = tokens[-config.seq_length :]
         return logits[0, -1].cpu().numpy()

@@ -1,7 +1,7 @@
-"""Several documents in one sequence: what the layers need to know to keep them apart.
+"""Packed documents: the arrays with which layers keep the documents of one sequence apart.
 
-Twin of ``jax_impl/documents.py``; how a corpus says where documents begin stands in
-``diptych/plans/model/documents.py``.
+``diptych/plans/model/documents.py`` defines how a corpus marks the beginnings of documents. Mirrors
+``jax_impl/documents.py``.
 """
 
 from typing import NamedTuple
@@ -14,37 +14,40 @@ from diptych.plans.model.documents import check_document_starts
 
 
 class PackedDocuments(NamedTuple):
-    """Where the documents of a batch lie."""
+    """The positions of documents in a batch."""
 
     before: Int[Tensor, "b t"]
-    """How many tokens of its document come before each. [B, T]"""
+    """Number of tokens before each token in its document. [B, T]"""
     cu_seqlens: Int[Tensor, " n"]
-    """Where documents begin once sequences are laid end to end, and the end. [B * N + 1] int32, where document_starts
-    lay: the delta rule reads it on the host."""
+    """Offsets of the documents in the concatenated sequences, and the end. [B * N + 1] int32, on the device of
+    document_starts, because the delta rule reads it on the host."""
     mask: Bool[Tensor, "b t t"] | None
-    """True where row t and column s are of one document, or s follows t; None: no layer asks. [B, T, T]"""
+    """True where row t and column s belong to one document, or s > t; None: no layer needs it. [B, T, T]"""
 
 
 def pack_documents(document_starts: Tensor | None, inputs: Tensor, masked: bool) -> PackedDocuments | None:
-    """Tell the layers where documents begin; None where nothing tells of documents.
+    """Return the positions of documents for the layers, or None if document_starts is None.
 
     Args:
-        document_starts: see diptych.plans.model.documents; best on the host. [B, N] int32
+        document_starts: see diptych.plans.model.documents; fastest on the host. [B, N] int32
         inputs: tokens or hidden states. [B, T, ...]
-        masked: some layer asks for the mask.
+        masked: compute the mask, which attention layers need.
 
     Raises:
         ValueError: see diptych.plans.model.documents.check_document_starts.
     """
     if document_starts is None:
         return None
-    (batch, length), device = inputs.shape[:2], inputs.device
-    values, dtype = document_starts.cpu().numpy(), str(document_starts.dtype).removeprefix("torch.")
+    batch, length = inputs.shape[:2]
+    device = inputs.device
+    values = document_starts.cpu().numpy()
+    dtype = str(document_starts.dtype).removeprefix("torch.")
     check_document_starts(tuple(document_starts.shape), dtype, values, batch, length)
     rows = torch.arange(batch, device=document_starts.device)[:, None] * length
     end = torch.full((1,), batch * length, device=document_starts.device)
     cu_seqlens = torch.cat([(document_starts + rows).flatten(), end]).int()
-    starts, tokens = document_starts.to(device).long(), torch.arange(length, device=device)
+    starts = document_starts.to(device).long()
+    tokens = torch.arange(length, device=device)
     own = torch.where(starts[..., None] <= tokens, starts[..., None], 0).amax(1)
     return PackedDocuments(tokens - own, cu_seqlens, tokens >= own[..., None] if masked else None)
 
@@ -52,7 +55,7 @@ def pack_documents(document_starts: Tensor | None, inputs: Tensor, masked: bool)
 def both_masks(
     attention_mask: Bool[Tensor, "b t t"] | None, documents: PackedDocuments | None
 ) -> Bool[Tensor, "b t t"] | None:
-    """What attention may look at: what it is told and, of that, what is of the same document. [B, T, T]"""
+    """Return the mask [B, T, T] that allows what both attention_mask and the documents allow; None allows all."""
     mask = None if documents is None else documents.mask
     if attention_mask is None or mask is None:
         return attention_mask if mask is None else mask

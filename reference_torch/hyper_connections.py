@@ -1,17 +1,17 @@
 """Manifold-constrained hyper-connections (mHC): S residual streams instead of one.
 
-For residual streams x [B, T, S, D], with r = 1 / rms of a token's S*D numbers:
+For residual streams x [B, T, S, D], with r = 1 / rms of the S*D elements of a token:
 
-    h          = r * (x_flat @ phi) * alpha + bias      phi [S*D, S*S + 2*S], alpha: one gain a group
+    h          = r * (x_flat @ phi) * alpha + bias      phi [S*D, S*S + 2*S], alpha: one gain per group
     h_pre      = sigmoid(h[:S])                          reads the streams: aggregated = h_pre . x
-    h_post     = 2 sigmoid(h[S:2S])                      writes a sublayer's output to the streams
+    h_post     = 2 sigmoid(h[S:2S])                      writes the output of a sublayer to the streams
     h_res      = sinkhorn(h[2S:])                        mixes the streams, doubly stochastic
     x_next     = h_res @ x + dropout(h_post * (y + b))   y, b: output and bias of the sublayer
 
-Doubly stochastic matrices are closed under products and never amplify, so a deep product of h_res
-neither explodes nor dies. Coefficients are float32 (float64 for float64 streams) whatever the type of
-x; tokens lie innermost in everything S x S, so that each of the 2 * iterations normalisations is one
-vectorised sweep; the mixing steps are batched matrix products that read the streams once.
+A product of doubly stochastic matrices is doubly stochastic, and such matrices do not amplify. So a deep product of
+h_res neither explodes nor vanishes. Coefficients are float32 for every type of x (float64 for float64). The token axis
+is the innermost of all S x S arrays, which makes each of the 2 * iterations normalisations one vectorised pass. The
+streams are mixed by batched matrix products, which read the streams once.
 
 Reference: mHC, arXiv 2512.24880, eqs. 3-9. Layout is batch first, [B, T, S, D].
 """
@@ -34,30 +34,31 @@ from reference_torch.recompute import MHCBlockRecomputeManager, name_value
 def sinkhorn(
     logits: Float[Tensor, "*b s s"], iterations: int = 20, last: str = "row", impl: str = "auto"
 ) -> Float[Tensor, "*b s s"]:
-    """Doubly stochastic matrices: exp(logits), normalised along rows and columns in turn.
+    """Return doubly stochastic matrices: exp(logits), normalised along rows and columns in turn.
 
-    The backward pass replays the iterates from the logits and differentiates every one of them;
-    nothing but the logits is kept for it.
+    Only the logits are saved for backward, which recomputes the iterates and differentiates each of them.
 
     Args:
-        logits: iterated in float32 if narrower. [..., S, S]
+        logits: computed in float32 if their type is narrower. [..., S, S]
         iterations: pairs of normalisations, >= 1.
-        last: ``"row"`` (the paper: columns first, row sums exact) or ``"column"``.
+        last: ``"row"`` (as in the paper: columns first, row sums are exact) or ``"column"``.
         impl: see diptych.plans.model.implementation.
 
-    Raises:
-        ValueError: names the argument, what was expected, what came.
+    Returns:
+        Matrices in the type of logits. [..., S, S]
 
-    Reference: mHC, eq. 9. The first normalisation is a softmax, kept from underflow by a floor of
-    1e-30 (entries below it count as constants); no later sum can then vanish, so there is no epsilon and
-    the last side is exact.
+    Raises:
+        ValueError: an argument has a wrong shape, type or value.
+
+    Reference: mHC, eq. 9. The first normalisation is a softmax with a floor of 1e-30; entries below the floor are
+    constants. With the floor no later sum is 0, so no epsilon is needed and the last normalisation is exact.
     """
     operations.check_iterations(iterations, last)
     operations.check_matrices(operand("logits", logits))
     if kernels := kernel_backend(impl, logits):
         return kernels.sinkhorn(logits, iterations, last)
     tokens_innermost = at_least_float32(logits).movedim((-2, -1), (0, 1))
-    first_axis = 0 if last == "row" else 1  # summing over axis 0, the row index, normalises columns
+    first_axis = 0 if last == "row" else 1  # a sum over axis 0, the row index, normalises columns
     return _Sinkhorn.apply(tokens_innermost, iterations, first_axis).movedim((0, 1), (-2, -1)).to(logits.dtype)
 
 
@@ -88,7 +89,7 @@ class _Sinkhorn(torch.autograd.Function):
 
 
 def _iterates(logits: Tensor, iterations: int, first_axis: int):
-    """Each normalised matrix with the sums it was divided by (None for the softmax)."""
+    """Yield each normalised matrix and the sums that it was divided by (None for the softmax)."""
     axis = first_axis
     matrix = logits.softmax(axis).clamp(min=SINKHORN_FLOOR)
     yield matrix, None
@@ -110,22 +111,23 @@ def compute_mappings(
     epsilon: float = 1e-5,
     impl: str = "auto",
 ) -> tuple[Float[Tensor, "b t s"], Float[Tensor, "b t s"], Float[Tensor, "b t s s"]]:
-    """The three coefficient tensors of every token.
+    """Return the coefficients h_pre, h_post and h_res of every token.
 
     Args:
         x: residual streams. [B, T, S, D]
         phi: projection. [S*D, 2*S + S*S]
         alpha: gains of h_pre, h_post, h_res. [3]
-        bias: [2*S + S*S]
-        iterations, last: see sinkhorn.
+        bias: bias of the projection. [2*S + S*S]
+        iterations: see sinkhorn.
+        last: see sinkhorn.
         epsilon: added to the mean square.
         impl: see diptych.plans.model.implementation.
 
     Returns:
-        h_pre [B, T, S] in (0, 1), h_post [B, T, S] in (0, 2), h_res [B, T, S, S] doubly stochastic;
-        float32, or float64 for float64 streams.
+        h_pre [B, T, S] in (0, 1), h_post [B, T, S] in (0, 2), h_res [B, T, S, S] doubly stochastic; float32, or
+        float64 for float64 streams.
 
-    Reference: mHC, eqs. 5-8; the division by rms follows the projection.
+    Reference: mHC, eqs. 5-8. Here the division by rms comes after the projection.
     """
     operations.check_iterations(iterations, last)
     parameters = operand("phi", phi), operand("alpha", alpha), operand("bias", bias)
@@ -144,9 +146,10 @@ def compute_mappings(
     gain = torch.cat([a.expand(size) for a, size in zip(alpha, groups, strict=True)])
     h = projected * inverse_rms * gain[:, None] + bias[:, None]
     h_pre, h_post, h_res = h.split(groups)
-    h_pre, h_post = h_pre.sigmoid(), 2 * h_post.sigmoid()
+    h_pre = h_pre.sigmoid()
+    h_post = 2 * h_post.sigmoid()
     h_res = sinkhorn(h_res.view(streams, streams, -1).permute(2, 0, 1), iterations, last, impl)
-    shape = (batch, length, streams)  # contiguous: bmm takes strided matrices one at a time
+    shape = (batch, length, streams)  # contiguous results, because bmm processes strided matrices one by one
     return (
         name_value(h_pre.t().contiguous().view(shape), "h_pre"),
         name_value(h_post.t().contiguous().view(shape), "h_post"),
@@ -155,7 +158,15 @@ def compute_mappings(
 
 
 def aggregate(x: Float[Tensor, "b t s d"], h_pre: Float[Tensor, "b t s"], impl: str = "auto") -> Float[Tensor, "b t d"]:
-    """What a sublayer reads: sum over streams of h_pre[s] * x[s]. Reference: mHC, eq. 3."""
+    """Return the input of a sublayer: aggregated = sum over s of h_pre[s] * x[s].
+
+    Args:
+        x: residual streams. [B, T, S, D]
+        h_pre: weights of the streams. [B, T, S]
+        impl: see diptych.plans.model.implementation.
+
+    Reference: mHC, eq. 3.
+    """
     operations.check_aggregate(operand("x", x), operand("h_pre", h_pre))
     if kernels := kernel_backend(impl, x):
         return name_value(kernels.aggregate(x, h_pre), "aggregated")
@@ -167,7 +178,15 @@ def aggregate(x: Float[Tensor, "b t s d"], h_pre: Float[Tensor, "b t s"], impl: 
 def apply_h_res(
     h_res: Float[Tensor, "b t s s"], residual: Float[Tensor, "b t s d"], impl: str = "auto"
 ) -> Float[Tensor, "b t s d"]:
-    """The streams mixed: mixed[s] = sum over j of h_res[s, j] * residual[j]. Reference: mHC, eq. 3."""
+    """Mix the streams: mixed[s] = sum over j of h_res[s, j] * residual[j].
+
+    Args:
+        h_res: mixing matrices. [B, T, S, S]
+        residual: residual streams. [B, T, S, D]
+        impl: see diptych.plans.model.implementation.
+
+    Reference: mHC, eq. 3.
+    """
     operations.check_mix(operand("h_res", h_res), operand("residual", residual))
     if kernels := kernel_backend(impl, residual):
         return name_value(kernels.apply_h_res(h_res, residual), "mixed")
@@ -178,7 +197,16 @@ def apply_h_res(
 def apply_h_post(
     x: Float[Tensor, "b t d"], bias: Float[Tensor, " d"] | None, h_post: Float[Tensor, "b t s"], impl: str = "auto"
 ) -> Float[Tensor, "b t s d"]:
-    """A sublayer's output written to every stream: expanded[s] = h_post[s] * (x + bias)."""
+    """Expand the output of a sublayer to the streams: expanded[s] = h_post[s] * (x + bias).
+
+    Args:
+        x: output of a sublayer. [B, T, D]
+        bias: bias of the sublayer, [D], or None.
+        h_post: weights of the streams. [B, T, S]
+        impl: see diptych.plans.model.implementation.
+
+    Reference: mHC, eq. 3.
+    """
     operations.check_expanded(operand("x", x), given_operand("bias", bias), operand("h_post", h_post))
     if kernels := kernel_backend(impl, x):
         return name_value(kernels.apply_h_post(x, bias, h_post), "expanded")
@@ -197,20 +225,22 @@ def write_streams(
     site: int = 0,
     impl: str = "auto",
 ) -> Float[Tensor, "b t s d"]:
-    """The next residual streams: ``h_res @ residual + dropout(h_post * (x + bias))``; kernels do it in one pass.
+    """Return the next residual streams: ``h_res @ residual + dropout(h_post * (x + bias))``.
+
+    The Triton kernels compute this in one pass over the streams.
 
     Args:
-        residual: [B, T, S, D]
-        h_res: doubly stochastic, or None where residual is mixed already. [B, T, S, S]
+        residual: residual streams. [B, T, S, D]
+        h_res: mixing matrices, [B, T, S, S], or None if residual is mixed already.
         x: output of a sublayer. [B, T, D]
-        bias: [D] or None.
-        h_post: [B, T, S]
-        rate: of dropout, in [0, 1).
-        state: rows of the batch, or None for no dropout, as in evaluation.
+        bias: bias of the sublayer, [D], or None.
+        h_post: weights of the streams. [B, T, S]
+        rate: probability of dropout, in [0, 1).
+        state: dropout state of the batch; None: no dropout.
         site: see ops.dropout.
         impl: see diptych.plans.model.implementation.
 
-    Reference: mHC, eq. 3, with dropout on what is added.
+    Reference: mHC, eq. 3. Dropout on the expanded output is an addition of this project.
     """
     arrays = operand("residual", residual), given_operand("h_res", h_res), operand("x", x)
     operations.check_written(*arrays, given_operand("bias", bias), operand("h_post", h_post), rate)
@@ -227,26 +257,28 @@ def write_streams(
 
 
 class DeferredMix(NamedTuple):
-    """Mixed streams that write_streams computes when it adds to them: one pass over the streams less."""
+    """The operands of mixed streams, which write_streams computes: this saves one pass over the streams."""
 
     h_res: Float[Tensor, "b t s s"]
     residual: Float[Tensor, "b t s d"]
 
 
 class HyperConnectionModule(nn.Module):
-    """The hyper-connection around one sublayer: owns phi, alpha and bias.
+    """The hyper-connection around one sublayer, with the parameters phi, alpha and bias.
 
     Args:
-        config: the model's.
+        config: configuration of the model.
         layer_number: global number of the layer, from 0.
-        name: canonical name of the module, which with config.seed fixes its initial values; None:
+        name: canonical name of the module, which with config.seed determines its initial values; None:
             ``hyper_connection.<layer_number>``.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, name: str | None = None) -> None:
         super().__init__()
-        self.config, self.layer_number = config, layer_number
-        name, specs = name or f"hyper_connection.{layer_number}", hyper_connection_spec(config)
+        self.config = config
+        self.layer_number = layer_number
+        name = name or f"hyper_connection.{layer_number}"
+        specs = hyper_connection_spec(config)
         self.phi = parameter(config, f"{name}.phi", specs["phi"])
         self.alpha = parameter(config, f"{name}.alpha", specs["alpha"])
         self.bias = parameter(config, f"{name}.bias", specs["bias"])
@@ -258,13 +290,13 @@ class HyperConnectionModule(nn.Module):
         training: bool = True,
         mhc_recompute_manager: MHCBlockRecomputeManager | None = None,
     ) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "b t s d"], Float[Tensor, "b t s"]]:
-        """What the sublayer reads, the mixed residual, and how to write the sublayer's output.
+        """Return the input of the sublayer, the mixed residual, and h_post for the output of the sublayer.
 
         Args:
-            hidden_states: residual streams the coefficients and the aggregate are taken from. [B, T, S, D]
-            residual: streams that are mixed; in a transformer the same tensor. [B, T, S, D]
-            training: accepted for symmetry with other modules; nothing here depends on it.
-            mhc_recompute_manager: drops everything returned after forward and computes it again in backward.
+            hidden_states: residual streams that give the coefficients and the aggregate. [B, T, S, D]
+            residual: residual streams to mix; in a transformer the same tensor. [B, T, S, D]
+            training: accepted for symmetry with other modules, and has no effect.
+            mhc_recompute_manager: drops the returned tensors after forward and recomputes them in backward.
 
         Returns:
             aggregated [B, T, D], mixed [B, T, S, D], h_post [B, T, S].
@@ -279,14 +311,14 @@ class HyperConnectionModule(nn.Module):
         hidden_states: Float[Tensor, "b t s d"],
         mhc_recompute_manager: MHCBlockRecomputeManager | None = None,
     ) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "b t s d"] | DeferredMix, Float[Tensor, "b t s"]]:
-        """As forward with hidden_states as residual; where kernels compute, they mix when they write.
+        """Run forward with hidden_states as the residual; with kernels, defer mixing to write_streams.
 
         Args:
             hidden_states: residual streams. [B, T, S, D]
             mhc_recompute_manager: see forward.
 
         Returns:
-            aggregated [B, T, D], mixed [B, T, S, D] or what it is to be computed from, h_post [B, T, S].
+            aggregated [B, T, D], mixed [B, T, S, D] or a DeferredMix, h_post [B, T, S].
         """
         if kernel_backend(self.config.impl, hidden_states) is None:
             return self(hidden_states, hidden_states, mhc_recompute_manager=mhc_recompute_manager)
@@ -301,7 +333,7 @@ class HyperConnectionModule(nn.Module):
         return self.aggregate(x, h_pre), h_res, h_post
 
     def compute_mappings(self, x: Float[Tensor, "b t s d"]) -> tuple[Tensor, Tensor, Tensor]:
-        """h_pre [B, T, S], h_post [B, T, S], h_res [B, T, S, S] of the streams x."""
+        """Return h_pre [B, T, S], h_post [B, T, S] and h_res [B, T, S, S] of the streams x [B, T, S, D]."""
         return compute_mappings(
             x,
             self.phi,
@@ -314,17 +346,17 @@ class HyperConnectionModule(nn.Module):
         )
 
     def aggregate(self, x: Float[Tensor, "b t s d"], h_pre: Float[Tensor, "b t s"]) -> Tensor:
-        """See the function aggregate."""
+        """Call the function aggregate."""
         return aggregate(x, h_pre, self.config.impl)
 
     def apply_h_res(self, h_res: Float[Tensor, "b t s s"], residual: Float[Tensor, "b t s d"]) -> Tensor:
-        """See the function apply_h_res."""
+        """Call the function apply_h_res."""
         return apply_h_res(h_res, residual, self.config.impl)
 
     def apply_h_post(
         self, x_with_bias: tuple[Tensor, Tensor | None], h_post: Float[Tensor, "b t s"]
     ) -> tuple[Tensor, None]:
-        """Expanded output [B, T, S, D]; its bias is consumed, hence the None."""
+        """Return the expanded output [B, T, S, D] and None, because the bias is already added."""
         x, bias = x_with_bias
         return apply_h_post(x, bias, h_post, self.config.impl), None
 
@@ -334,7 +366,7 @@ class HyperConnectionModule(nn.Module):
         h_post: Float[Tensor, "b t s"],
         manager: MHCBlockRecomputeManager | None = None,
     ) -> tuple[Tensor, None]:
-        """apply_h_post, recomputed in backward if a manager is given."""
+        """Run apply_h_post; with a manager, drop its output and recompute it in backward."""
         if manager is None:
             return self.apply_h_post(x_with_bias, h_post)
         return manager.checkpoint(self.apply_h_post, x_with_bias, h_post)
@@ -347,17 +379,19 @@ class HyperConnectionModule(nn.Module):
         state: DropoutState | None,
         site: int,
     ) -> Float[Tensor, "b t s d"]:
-        """The next residual streams: ``mixed + dropout(expanded)``.
+        """Return the next residual streams: ``mixed + dropout(expanded)``.
 
         Args:
             x_with_bias: output of the sublayer [B, T, D] and its bias [D] or None.
-            h_post, mixed: from forward or read.
-            state: rows of the batch, or None for no dropout, as in evaluation.
+            h_post: from forward or read. [B, T, S]
+            mixed: from forward or read. [B, T, S, D]
+            state: dropout state of the batch; None: no dropout.
             site: see ops.dropout.
         """
         x, bias = x_with_bias
         h_res, residual = mixed if isinstance(mixed, DeferredMix) else (None, mixed)
-        rate, impl = self.config.hidden_dropout, self.config.impl
+        rate = self.config.hidden_dropout
+        impl = self.config.impl
         return write_streams(residual, h_res, x, bias, h_post, rate, state, site, impl)
 
     @staticmethod
@@ -367,7 +401,7 @@ class HyperConnectionModule(nn.Module):
 
     @staticmethod
     def output_contract(x: Float[Tensor, "b t n d"], n: int) -> Float[Tensor, "b t d"]:
-        """Mean of the n streams, the output of a transformer block.
+        """Return the mean of the n streams, the output of a transformer block.
 
         Raises:
             ValueError: x does not have n streams.

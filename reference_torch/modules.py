@@ -1,7 +1,6 @@
-"""Modules that all layers are made of: linear maps and norms, with parameters as diptych/plans/model/parameters.py
-gives them.
+"""Linear maps and norms, with parameters initialised by diptych/plans/model/parameters.py.
 
-Twin of ``jax_impl/modules.py``.
+Mirrors ``jax_impl/modules.py``.
 """
 
 from jaxtyping import Float
@@ -13,12 +12,12 @@ from reference_torch.ops import linear, parameter, rms_norm
 
 
 class Linear(nn.Module):
-    """A linear map that hands its bias on instead of adding it.
+    """A linear map that returns its bias instead of adding it.
 
     Args:
-        config: the model's.
-        name: canonical name.
-        specs: shapes of weight and, where there is one, bias.
+        config: configuration of the model.
+        name: canonical name of the module.
+        specs: shapes of the weight and of the bias, if there is one.
     """
 
     def __init__(self, config: TransformerConfig, name: str, specs: dict[str, ParameterSpec]) -> None:
@@ -27,7 +26,7 @@ class Linear(nn.Module):
         self.bias = parameter(config, f"{name}.bias", specs["bias"]) if "bias" in specs else None
 
     def forward(self, x: Float[Tensor, "b t i"]) -> tuple[Float[Tensor, "b t o"], Tensor | None]:
-        """x @ weight.T [B, T, O], and the bias [O] or None that the caller still has to add."""
+        """Return x @ weight.T [B, T, O] and the bias [O] or None, which the caller adds."""
         return linear(x, self.weight), self.bias
 
 
@@ -35,9 +34,9 @@ class RMSNorm(nn.Module):
     """Root-mean-square normalisation with a gain.
 
     Args:
-        config: the model's.
-        name: canonical name.
-        specs: shape of the gain, where it is not as wide as the model.
+        config: configuration of the model.
+        name: canonical name of the module.
+        specs: shape of the gain; None: as wide as the model.
     """
 
     def __init__(self, config: TransformerConfig, name: str, specs: dict[str, ParameterSpec] | None = None) -> None:
@@ -46,5 +45,5 @@ class RMSNorm(nn.Module):
         self.weight = parameter(config, f"{name}.weight", (specs or norm_spec(config))["weight"])
 
     def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-        """See ops.rms_norm."""
+        """Call ops.rms_norm."""
         return rms_norm(x, self.weight, self.epsilon)

@@ -1,4 +1,4 @@
-"""What the checks of operations ask of an array, and the type that sums are taken in."""
+"""The description of an array for the checks of operations, and the type in which sums are computed."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from diptych.plans.model.operations import Operand
 
 
 def operand(name: str, x: Any) -> Operand:
-    """Return what diptych.plans.model.operations checks of an array.
+    """Return the shape and type of an array, for the checks of diptych.plans.model.operations.
 
     Args:
-        name: of the argument.
-        x: the argument.
+        name: name of the argument.
+        x: value of the argument.
 
     Raises:
         ValueError: x is no dense array of the framework.
@@ -28,10 +28,10 @@ def operand(name: str, x: Any) -> Operand:
 
 
 def given_operand(name: str, x: Any) -> Operand | None:
-    """Return operand(name, x), or None where x was not given."""
+    """Return operand(name, x), or None if x is None."""
     return None if x is None else operand(name, x)
 
 
 def at_least_float32(x: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-    """x itself, or in float32 if it is narrower: see diptych.plans.config.KEPT_IN_FLOAT32."""
+    """Return x, converted to float32 if its type is narrower; see diptych.plans.config.KEPT_IN_FLOAT32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

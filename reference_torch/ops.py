@@ -1,7 +1,7 @@
-"""Pure functions on tensors: what layers are made of.
+"""The operations that layers consist of, as pure functions on tensors.
 
-Twin of ``jax_impl/ops.py``: same names, same order, same signatures. Nothing here owns parameters or
-state; randomness comes in as a counter (:class:`DropoutState`).
+Mirrors ``jax_impl/ops.py``: same names, same order, same signatures. No function here owns parameters or state.
+Randomness is an argument: a counter (:class:`DropoutState`).
 """
 
 import math
@@ -28,10 +28,10 @@ MASK_32 = 0xFFFFFFFF
 
 
 def parameter(config: TransformerConfig, name: str, spec: ParameterSpec) -> torch.nn.Parameter:
-    """A parameter with the initial value diptych/plans/model/parameters.py gives it.
+    """Return a parameter with its initial value from diptych/plans/model/parameters.py.
 
     Args:
-        config: gives seed and type.
+        config: determines seed and type.
         name: canonical name, e.g. ``decoder.layers.0.mlp.linear_fc1.weight``.
         spec: shape and distribution.
     """
@@ -40,19 +40,19 @@ def parameter(config: TransformerConfig, name: str, spec: ParameterSpec) -> torc
 
 
 def philox_4x32(key: tuple[int, int], counter: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four random words per counter, bit-equal to diptych.plans.model.philox.
+    """Return four random words per counter, bitwise equal to diptych.plans.model.philox.
 
     Args:
         key: two words < 2**32.
-        counter: four words, each a number < 2**32 or an integer tensor (broadcast together), of which the lower 32
-            bits count.
+        counter: four words, each a number < 2**32 or an integer tensor, broadcast together; only the lower 32 bits of
+            a tensor are used.
 
     Returns:
-        Four tensors of words, int64 (torch has no full unsigned arithmetic; products wrap modulo
-        2**64, which leaves the bits right).
+        Four tensors of words, int64, because torch lacks uint32 arithmetic. Products wrap modulo 2**64, which does not
+        change their lower bits.
 
     Raises:
-        ValueError: a number that is no 32-bit word.
+        ValueError: a number is no 32-bit word.
 
     Reference: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
@@ -63,19 +63,23 @@ def philox_4x32(key: tuple[int, int], counter: tuple) -> tuple[Tensor, Tensor, T
 
 
 def _philox_rounds(key: tuple[int, int], counter: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same of words, each below 2**32."""
+    """Run the rounds of Philox on checked words, each below 2**32."""
     c0, c1, c2, c3 = (torch.as_tensor(word, dtype=torch.int64) for word in counter)
     k0, k1 = key
     for _ in range(ROUNDS):
-        product0, product2 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1 = ((product2 >> 32) & MASK_32) ^ c1 ^ k0, product2 & MASK_32
-        c2, c3 = ((product0 >> 32) & MASK_32) ^ c3 ^ k1, product0 & MASK_32
-        k0, k1 = (k0 + KEY_STEPS[0]) & MASK_32, (k1 + KEY_STEPS[1]) & MASK_32
+        product0 = c0 * MULTIPLIERS[0]
+        product2 = c2 * MULTIPLIERS[1]
+        c0 = ((product2 >> 32) & MASK_32) ^ c1 ^ k0
+        c1 = product2 & MASK_32
+        c2 = ((product0 >> 32) & MASK_32) ^ c3 ^ k1
+        c3 = product0 & MASK_32
+        k0 = (k0 + KEY_STEPS[0]) & MASK_32
+        k1 = (k1 + KEY_STEPS[1]) & MASK_32
     return c0, c1, c2, c3
 
 
 class DropoutState(NamedTuple):
-    """What a dropout mask is a function of, besides its site."""
+    """The counter of a dropout mask: with the site, it determines the mask."""
 
     seed: int
     step: int
@@ -86,17 +90,17 @@ class DropoutState(NamedTuple):
 def dropout_state(
     seed: int, step: int, samples: Int[Tensor, "*b"], positions: Int[Tensor, " t"], seq_length: int
 ) -> DropoutState:
-    """Number the rows of a batch: row = sample * seq_length + position modulo 2**64, as two 32-bit words.
+    """Return the row numbers of a batch: (sample * seq_length + position) modulo 2**64, as two 32-bit words.
 
     Args:
         seed: < 2**32.
         step: training step, < 2**32.
-        samples: numbers of the sequences within the global batch, of rows or of every token. [B] or [B, T] int64
+        samples: index in the global batch of each sequence or of each token's sequence. [B] or [B, T] int64
         positions: positions of the tokens within their sequence. [T] int64
-        seq_length: of the whole model, so that rows of different sequences never meet.
+        seq_length: sequence length of the model, so that sequences do not share rows.
 
     Raises:
-        ValueError: names the argument, what was expected, what came.
+        ValueError: an argument has a wrong shape, type or value.
     """
     operations.check_rows(operand("samples", samples), operand("positions", positions), seq_length)
     for name, word in (("seed", seed), ("step", step)):
@@ -106,15 +110,15 @@ def dropout_state(
 
 
 def check_state(shape: tuple[int, ...], state: Any, site: Any) -> None:
-    """Refuse a dropout state that is not of an array's rows.
+    """Raise an error if a dropout state does not fit the rows of an array.
 
     Args:
-        shape: of the array's leading axes. [B, T]
-        state: as dropout_state returns it.
+        shape: [B, T], the leading axes of the array.
+        state: from dropout_state.
         site: see diptych.plans.model.philox.
 
     Raises:
-        ValueError: names the argument, what was expected, what came.
+        ValueError: an argument has a wrong shape, type or value.
     """
     rows = {name: operand(f"state.{name}", getattr(state, name)) for name in ("row_low", "row_high")}
     operations.check_dropout_rows(shape, **rows)
@@ -125,17 +129,17 @@ def check_state(shape: tuple[int, ...], state: Any, site: Any) -> None:
 def dropout(x: Float[Tensor, "b t *rest"], rate: float, state: DropoutState, site: int) -> Tensor:
     """Zero elements with probability ``rate`` and scale the others by 1 / (1 - rate).
 
-    The mask is a function of (seed, site, step, row, column) alone: it is the same in JAX and in the
-    kernels, and under any layout of the batch.
+    The mask depends only on (seed, site, step, row, column). So JAX, the Triton kernels and every layout of the batch
+    give the same mask.
 
     Args:
-        x: any floating tensor; the axes after the second are numbered as one. [B, T, ...]
+        x: any floating tensor; the axes after the second are flattened to columns. [B, T, ...]
         rate: in [0, 1).
-        state: rows of the batch; backward refuses one whose tensors were changed since.
-        site: number of the place in the model, see diptych.plans.model.philox.
+        state: rows of the batch; backward raises an error if they were changed in place after forward.
+        site: number of the dropout in the model, see diptych.plans.model.philox.
 
     Raises:
-        ValueError: names the argument, what was expected, what came.
+        ValueError: an argument has a wrong shape, type or value.
     """
     operations.check_dropout(operand("x", x), rate)
     check_state(tuple(x.shape[:2]), state, site)
@@ -149,15 +153,16 @@ def dropout(x: Float[Tensor, "b t *rest"], rate: float, state: DropoutState, sit
 
 
 class _Dropout(torch.autograd.Function):
-    """Keeps no mask: it is made again in backward, of the same rows or not at all.
+    """Dropout that saves no mask: backward recomputes it, or raises an error if the rows have changed.
 
-    Rows are compared by their versions here. Were they saved with autograd, hooks on what is saved would take this for
-    a reader of x, and keep it.
+    Rows are not saved through autograd, but compared by their version counters: saved-tensor hooks would take a saved
+    tensor for a use of x, and keep x in memory.
     """
 
     @staticmethod
     def forward(ctx, x, *arguments):
-        ctx.arguments, ctx.versions = arguments, _versions(arguments)
+        ctx.arguments = arguments
+        ctx.versions = _versions(arguments)
         return _dropped(x, *arguments)
 
     @staticmethod
@@ -175,12 +180,13 @@ class _Dropout(torch.autograd.Function):
 
 
 def _versions(arguments: tuple[Any, ...]) -> list[int]:
-    """How often the rows were changed in place; what was made in inference mode cannot be, and does not count."""
+    """Return how often each row tensor was changed in place; inference tensors have no version and count as 0."""
     return [0 if row.is_inference() else row._version for row in arguments[:2]]
 
 
 def _dropped(x: Tensor, row_low: Tensor, row_high: Tensor, rate: float, *words: int) -> Tensor:
-    width, threshold = math.prod(x.shape[2:]), dropout_threshold(rate)
+    width = math.prod(x.shape[2:])
+    threshold = dropout_threshold(rate)
     keep = torch.empty(row_low.numel(), width + -width % 4, dtype=torch.bool, device=row_low.device)
     for number, tile in enumerate(_random_tiles(width, row_low, row_high, *words)):
         lanes = keep[number * TILE_ROWS : (number + 1) * TILE_ROWS].view(-1, keep.shape[1] // 4, 4)
@@ -190,8 +196,9 @@ def _dropped(x: Tensor, row_low: Tensor, row_high: Tensor, rate: float, *words: 
 
 
 def _dropped_by_operations(x: Tensor, row_low: Tensor, row_high: Tensor, rate: float, *words: int) -> Tensor:
-    """The same, nothing written in place: for transformations, which see every operation."""
-    width, threshold = math.prod(x.shape[2:]), dropout_threshold(rate)
+    """Compute _dropped without in-place writes, which torch.func and torch.compile cannot trace."""
+    width = math.prod(x.shape[2:])
+    threshold = dropout_threshold(rate)
     tiles = _random_tiles(width, row_low, row_high, *words)
     keep = [torch.stack([word >= threshold for word in tile], -1).flatten(1)[:, :width] for tile in tiles]
     return torch.where(torch.cat(keep).reshape(x.shape), x * (1.0 / (1.0 - rate)), 0.0) if keep else x
@@ -200,7 +207,7 @@ def _dropped_by_operations(x: Tensor, row_low: Tensor, row_high: Tensor, rate: f
 def _random_tiles(
     width: int, row_low: Tensor, row_high: Tensor, seed: int, step: int, site: int
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Four words [rows, columns / 4] for each tile of rows."""
+    """Yield four words [rows, columns / 4] for each tile of rows."""
     low, high = (row.reshape(-1, 1).long() & MASK_32 for row in (row_low, row_high))
     quads = torch.arange((width + 3) // 4, device=low.device)
     for start in range(0, len(low), TILE_ROWS):
@@ -209,7 +216,7 @@ def _random_tiles(
 
 
 def add_bias(x: Float[Tensor, "*b o"], bias: Float[Tensor, " o"] | None) -> Float[Tensor, "*b o"]:
-    """Return ``x + bias`` in the type of x; x itself where there is no bias."""
+    """Return ``x + bias`` in the type of x, or x itself if bias is None."""
     operations.check_bias(operand("x", x), given_operand("bias", bias))
     return x if bias is None else x + bias.to(x.dtype)
 
@@ -223,9 +230,9 @@ def linear(
 
 
 def rms_norm(x: Float[Tensor, "*b d"], weight: Float[Tensor, " d"], epsilon: float) -> Float[Tensor, "*b d"]:
-    """``x / sqrt(mean(x**2) + epsilon) * weight`` over the last axis.
+    """Return ``x / sqrt(mean(x**2) + epsilon) * weight``, with the mean over the last axis.
 
-    Reference: Zhang and Sennrich, arXiv 1910.07467, eq. 4 (epsilon added under the root).
+    Reference: Zhang and Sennrich, arXiv 1910.07467, eq. 4. Here epsilon is added under the root.
     """
     operations.check_norm(operand("x", x), operand("weight", weight), epsilon)
     return F.rms_norm(at_least_float32(x), weight.shape, weight, epsilon).to(x.dtype)
@@ -234,12 +241,12 @@ def rms_norm(x: Float[Tensor, "*b d"], weight: Float[Tensor, " d"], epsilon: flo
 def short_convolution(
     x: Float[Tensor, "b t c"], weight: Float[Tensor, "c w"], before: Int[Tensor, "*b t"]
 ) -> Float[Tensor, "b t c"]:
-    """Convolve every channel over a token and those before it in its sequence, then SiLU.
+    """Convolve each channel over a token and the W - 1 tokens before it in its sequence, then apply SiLU.
 
     Args:
-        x: [B, T, C]
-        weight: a channel's taps, the last one the token's own. [C, W]
-        before: how many tokens of its sequence come before each. [T] or [B, T]
+        x: input. [B, T, C]
+        weight: coefficients of each channel; the last is that of the token itself. [C, W]
+        before: number of tokens before each token in its sequence. [T] or [B, T] integer
     """
     operations.check_convolution(operand("x", x), operand("weight", weight), operand("before", before))
     weight = weight.to(x.dtype)
@@ -257,7 +264,7 @@ def _convolved(x: Tensor, weight: Tensor, before: Tensor) -> Tensor:
 
 
 class _ShortConvolution(torch.autograd.Function):
-    """Keeps what it reads; the shifted copies are made again in backward."""
+    """A convolution that saves only its inputs: backward recomputes the shifted copies."""
 
     @staticmethod
     def forward(ctx, x, weight, before):
@@ -267,40 +274,43 @@ class _ShortConvolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, before = ctx.saved_tensors
-        again = torch.is_grad_enabled()  # create_graph: gradients are differentiated, too
-        leaves = [y if again and y.requires_grad else y.detach().requires_grad_() for y in (x, weight)]
+        create_graph = torch.is_grad_enabled()
+        leaves = [y if create_graph and y.requires_grad else y.detach().requires_grad_() for y in (x, weight)]
         with torch.enable_grad(), without_autocast(grad.device.type):
             mixed = _convolved(leaves[0], leaves[1], before)
-            return *torch.autograd.grad(mixed, leaves, grad, create_graph=again), None
+            return *torch.autograd.grad(mixed, leaves, grad, create_graph=create_graph), None
 
 
 def rotary_embedding(
     x: Float[Tensor, "b t h d"], positions: Int[Tensor, " t"], base: float
 ) -> Float[Tensor, "b t h d"]:
-    """Turn the pairs (x[i], x[i + d/2]) by the angle position * base**(-2i/d).
+    """Rotate the pairs (x[i], x[i + d/2]) by the angle position * base**(-2i/d).
 
     Args:
-        x: queries or keys; d even. [B, T, H, d]
-        positions: of the tokens within their sequence. [T]
-        base: of the wavelengths.
+        x: queries or keys; d is even. [B, T, H, d]
+        positions: positions of the tokens within their sequence. [T] integer
+        base: base of the wavelengths.
 
-    Reference: Su et al., arXiv 2104.09864, eq. 15, with the pairs half a head apart (GPT-NeoX order).
+    Reference: Su et al., arXiv 2104.09864, eq. 15. Here the channels of a pair are d/2 apart (GPT-NeoX order).
     """
     operations.check_rotary(operand("x", x), operand("positions", positions), base)
     half = x.shape[-1] // 2
     wide = torch.promote_types(x.dtype, torch.float32)
     frequencies = torch.from_numpy(rotary_frequencies(x.shape[-1], base)).to(x.device, wide)
     angle = positions.to(wide)[:, None, None] * frequencies
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
+    cos = angle.cos().to(x.dtype)
+    sin = angle.sin().to(x.dtype)
+    first = x[..., :half]
+    second = x[..., half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def kernel_backend(impl: str, x: Tensor) -> Any | None:
-    """The module that runs the shared kernels on what x is, or None where the operations here compute.
+    """Return the module that runs the shared Triton kernels, or None if the framework's operations compute.
 
     Args:
         impl: see diptych.plans.model.implementation.
+        x: an argument of the operation; its device decides if impl is ``"auto"``.
 
     Raises:
         ValueError: an unknown impl.
@@ -313,7 +323,14 @@ def kernel_backend(impl: str, x: Tensor) -> Any | None:
 
 
 def gelu(x: Float[Tensor, "*b f"], impl: str = "auto") -> Float[Tensor, "*b f"]:
-    """``x * Phi(x)`` with the exact normal distribution function. Reference: arXiv 1606.08415."""
+    """Return ``x * Phi(x)``, with the exact normal distribution function Phi.
+
+    Args:
+        x: [..., F]
+        impl: see diptych.plans.model.implementation.
+
+    Reference: Hendrycks and Gimpel, arXiv 1606.08415.
+    """
     operations.check_activation(operand("x", x))
     if kernels := kernel_backend(impl, x):
         return kernels.gelu(x)
@@ -321,7 +338,17 @@ def gelu(x: Float[Tensor, "*b f"], impl: str = "auto") -> Float[Tensor, "*b f"]:
 
 
 def swiglu(x: Float[Tensor, "*b f2"], impl: str = "auto") -> Float[Tensor, "*b f"]:
-    """``silu(gate) * value`` where x holds gate and value side by side. Reference: arXiv 2002.05202, eq. 6."""
+    """Return ``silu(gate) * value``.
+
+    Args:
+        x: gate and value, concatenated. [..., 2F]
+        impl: see diptych.plans.model.implementation.
+
+    Returns:
+        [..., F]
+
+    Reference: Shazeer, arXiv 2002.05202, eq. 6.
+    """
     operations.check_gate(operand("x", x))
     if kernels := kernel_backend(impl, x):
         return kernels.swiglu(x)
@@ -332,14 +359,18 @@ def swiglu(x: Float[Tensor, "*b f2"], impl: str = "auto") -> Float[Tensor, "*b f
 def cross_entropy(logits: Float[Tensor, "b t v"], targets: Int[Tensor, "b t"]) -> Float[Tensor, ""]:
     """Return the mean negative log-likelihood of the targets, in nats per token.
 
+    Args:
+        logits: [B, T, V]
+        targets: token ids. [B, T] integer
+
     Raises:
-        ValueError: shapes or types disagree.
-        IndexError: a target is no token id. On a CPU the message names it; elsewhere the device finds it.
+        ValueError: shapes or types do not match.
+        IndexError: a target is no token id. On a CPU the message names the id; on other devices the kernel fails.
     """
     operations.check_targets(operand("logits", logits), operand("targets", targets))
     ids = targets.flatten().long()
     if ids.device.type != "cpu" or torch.compiler.is_compiling() or is_transformed(targets):
-        ids = ids.clamp(min=-1)  # none equals ignore_index
+        ids = ids.clamp(min=-1)  # no id is equal to ignore_index
     elif len(ids):
         operations.check_token_ids(int(targets.min()), int(targets.max()), logits.shape[-1])
     logits = at_least_float32(logits)

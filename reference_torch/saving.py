@@ -1,8 +1,7 @@
-"""Parameters and optimizer state as named numpy arrays, which is what a checkpoint holds.
+"""Conversion between a model with its optimizer and the named numpy arrays of a checkpoint.
 
-A parameter's canonical name is its name in the module tree, in both backends, so the map between a
-PyTorch module and a flax state is the identity on names; here it is only read and written. Files are
-the business of diptych/plans/checkpoint.py.
+The canonical name of a parameter is its name in the module tree. It is the same in both backends, so a checkpoint needs
+no renaming. diptych/plans/checkpoint.py reads and writes the files.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,25 +18,29 @@ from reference_torch.offload import host_value
 from reference_torch.transformer import GPTModel
 
 _MOMENTS = {"exp_avg": "first moment", "exp_avg_sq": "second moment"}
-"""AdamW names on the left, the words of messages on the right."""
+"""Names of AdamW's moments in PyTorch and in error messages."""
 
 Model = nn.Module | Sequence[nn.Module]
-"""A model, or those of its pipeline stages that lie on this process."""
+"""A model, or its pipeline stages that are placed on this process."""
 
 
 def export_parameters(model: Model) -> dict[str, np.ndarray]:
-    """A copy of every parameter, by canonical name."""
+    """Return a copy of every parameter, by canonical name."""
     return {name: _array(parameter) for name, parameter in _named_parameters(model)}
 
 
 def import_parameters(model: Model, values: Mapping[str, np.ndarray]) -> Model:
     """Overwrite every parameter, in place.
 
+    Args:
+        model: model to overwrite.
+        values: new values, by canonical name.
+
     Returns:
         The model.
 
     Raises:
-        ValueError: names or shapes are not exactly the model's; nothing is changed.
+        ValueError: names or shapes differ from those of the model; nothing is changed.
     """
     check_values(values, _specs(model))
     with torch.no_grad():
@@ -47,7 +50,7 @@ def import_parameters(model: Model, values: Mapping[str, np.ndarray]) -> Model:
 
 
 def export_arrays(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
-    """Parameters and both moments of AdamW, by prefixed canonical name; moments are 0 before the first step."""
+    """Return parameters and both moments of AdamW, by prefixed canonical name; moments are 0 before the first step."""
     arrays = {}
     for name, parameter in _named_parameters(model):
         state = optimizer.state.get(parameter, {})
@@ -60,18 +63,19 @@ def export_arrays(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, n
 def import_arrays(
     model: Model, optimizer: torch.optim.Optimizer, arrays: Mapping[str, np.ndarray], step: int
 ) -> tuple[Model, torch.optim.Optimizer]:
-    """The inverse of export_arrays, in place.
+    """Overwrite model and optimizer with exported arrays, in place.
 
     Args:
-        model, optimizer: what to overwrite.
+        model: model to overwrite.
+        optimizer: optimizer to overwrite.
         arrays: from export_arrays of either backend.
-        step: optimizer steps taken.
+        step: number of optimizer steps taken.
 
     Returns:
         model, optimizer.
 
     Raises:
-        ValueError: names or shapes are not exactly the model's; nothing is changed.
+        ValueError: names or shapes differ from those of the model; nothing is changed.
     """
     specs = _specs(model)
     first, second = (split_arrays(arrays, prefix) for prefix in (FIRST_MOMENT, SECOND_MOMENT))
@@ -79,8 +83,8 @@ def import_arrays(
     check_values(second, specs)
     import_parameters(model, split_arrays(arrays, MODEL))
     for name, parameter in _named_parameters(model):
-        # Copied, even where no conversion is needed: the optimizer updates moments in place, and two stages of one
-        # process may have a parameter of this name, a tied embedding.
+        # torch.tensor always copies: the optimizer updates moments in place, and two stages of one process can have a
+        # parameter of the same name, a tied embedding.
         optimizer.state[parameter] = {
             "step": torch.tensor(float(step), device=parameter.device),
             "exp_avg": torch.tensor(first[name], device=parameter.device, dtype=parameter.dtype),
@@ -91,10 +95,10 @@ def import_arrays(
 
 
 def load_model(path: Path | str) -> GPTModel:
-    """The model of a checkpoint, of either backend.
+    """Return the model of a checkpoint of either backend.
 
     Args:
-        path: a checkpoint file, or a folder whose newest is taken.
+        path: a checkpoint file, or a folder whose newest checkpoint is read.
 
     Raises:
         CheckpointError: see diptych.plans.checkpoint.read_checkpoint.
@@ -111,18 +115,19 @@ def _named_parameters(model: Model) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _check_own_memory(model: Model, optimizer: torch.optim.Optimizer) -> None:
-    """Assert that no two parameters or moments share memory: each is updated in place, once a step."""
-    taken: list[tuple[str, int, int, str, str]] = []
+    """Assert that no two parameters or moments share memory, because each is updated in place once per step."""
+    memories: list[tuple[str, int, int, str, str]] = []
     for name, parameter in _named_parameters(model):
         state = optimizer.state.get(parameter, {})
-        held = {"parameter": host_value(parameter)}
-        held |= {what: state[key] for key, what in _MOMENTS.items() if key in state}
-        for what, tensor in held.items():
+        tensors = {"parameter": host_value(parameter)}
+        tensors |= {kind: state[key] for key, kind in _MOMENTS.items() if key in state}
+        for kind, tensor in tensors.items():
             begin = tensor.data_ptr()
-            taken.append((str(tensor.device), begin, begin + tensor.nbytes, name, what))
-    taken.sort(key=lambda memory: memory[:2])  # of one address, the tensor that was imported first comes first
-    for (device, _, end, other, others), (own_device, begin, _, name, what) in pairwise(taken):
-        assert device != own_device or begin >= end, f"{name}: its {what} shares memory with the {others} of {other}"
+            memories.append((str(tensor.device), begin, begin + tensor.nbytes, name, kind))
+    memories.sort(key=lambda memory: memory[:2])  # a stable sort: at one address, the first import comes first
+    for (device, _, end, first, first_kind), (own_device, begin, _, name, kind) in pairwise(memories):
+        shared = device == own_device and begin < end
+        assert not shared, f"{name}: its {kind} shares memory with the {first_kind} of {first}"
 
 
 def _specs(model: Model) -> dict[str, ParameterSpec]:

@@ -1,12 +1,10 @@
 """Training: AdamW steps over deterministic batches.
 
-What is decided (batches, initial values, learning rate, decay, clipping, schedule) stands in plans/ and is
-the same for both backends; here it is carried out in PyTorch, on one process or on one a pipeline rank, part of the
-sequences and replica:
+diptych/plans decides batches, initial values, learning rate, decay, clipping and schedule for both backends. This file
+executes these decisions in PyTorch: on one process, or with one process for each pipeline rank, context-parallel rank
+and replica. The command for several processes takes the arguments of ``diptych train``:
 
     torchrun --nproc-per-node 4 -m parity.cli train --pipeline-model-parallel-size 4 ...
-
-takes the arguments of ``diptych train``.
 """
 
 import time
@@ -61,20 +59,19 @@ from reference_torch.stage import Microbatch, PipelineStage, forward_step, model
 
 
 class Trainer:
-    """A model, its optimizer and its data; with a mesh, this process's part of them.
+    """A model, its optimizer and its data; with a mesh, the part of this process.
 
     Args:
-        config: the model's.
-        train_config: the optimisation's.
-        corpus: what to learn.
-        device: where to compute; None: the GPU where PyTorch sees one, else the CPU.
-        mesh: of all processes, axes ("dp", "cp", "pp"); see reference_torch.groups.make_mesh. None: this process is
+        config: configuration of the model.
+        train_config: configuration of the optimisation.
+        corpus: training and validation data.
+        device: device that computes; None: the GPU if PyTorch sees one, else the CPU.
+        mesh: all processes, with axes ("dp", "cp", "pp"), see reference_torch.groups.make_mesh; None: this process
             alone.
 
     Raises:
-        ValueError: the corpus is too short for the model, or has bytes it has no token for; the batch does not fit
-            schedule and replicas; processes were given different corpora or settings;
-            a GPU is asked for where PyTorch sees none.
+        ValueError: the corpus is too short for the model, or has bytes without a token; the batch does not fit schedule
+            and replicas; processes have different corpora or settings; device is a GPU and PyTorch sees none.
     """
 
     def __init__(
@@ -86,7 +83,9 @@ class Trainer:
         mesh: DeviceMesh | None = None,
     ) -> None:
         corpus.check(config.seq_length, config.vocab_size)
-        self.config, self.train_config, self.corpus = config, train_config, corpus
+        self.config = config
+        self.train_config = train_config
+        self.corpus = corpus
         self.steps_taken = 0
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if self.device.type == "cuda" and not torch.cuda.is_available():
@@ -96,7 +95,7 @@ class Trainer:
             )
         check_mesh(config, mesh)
         self._groups = make_groups(config, mesh)
-        check_ranks_alike(self._settings(), self._tell)
+        check_ranks_alike(self._settings(), self._gather_texts)
         check_trainable(config, train_config, self._groups.dp_size)
         self._messages = None if self._groups.pp is None else P2PCommunicator(self._groups.pp, config, self.device)
         built = get_model(lambda **ends: model_provider(config, **ends).to(self.device), config, self._groups.pp_rank)
@@ -120,28 +119,35 @@ class Trainer:
 
     @property
     def offload_statistics(self) -> dict[str, Any] | None:
-        """What offload has moved on this process; None without offload."""
+        """Statistics of offload on this process; None without offload."""
         return self.offload.stats if self.offload.enabled else None
 
     @property
     def reports(self) -> bool:
-        """Whether this process is the one that writes files and talks to the user."""
+        """True on the process that writes files and prints output."""
         return self._groups == ProcessGroups() or dist.get_rank() == 0
 
     def any_process(self, flag: bool) -> bool:
-        """Whether the flag is set on any process; all of them have to ask."""
-        told = torch.tensor(float(flag), device=self.device)
-        return self._over_all(told, "a flag of every process").item() > 0.0
+        """Return true if the flag is set on any process; every process has to call this.
+
+        Args:
+            flag: flag of this process.
+        """
+        count = torch.tensor(float(flag), device=self.device)
+        return self._sum_over_all(count, "a flag of every process").item() > 0.0
 
     def train_step(self, step: int) -> StepResult:
-        """Learn from the batch of one step.
+        """Take one optimizer step on the batch of a step.
+
+        Args:
+            step: number of the step, from 0.
 
         Raises:
-            NonFiniteLossError: the loss or the gradients are not finite; names the step. Nothing is updated.
+            NonFiniteLossError: the loss or the gradients are not finite; nothing is updated.
         """
         start = time.perf_counter()
         train = self.train_config
-        self._optimizer.zero_grad(set_to_none=True)  # also of a step that was refused
+        self._optimizer.zero_grad(set_to_none=True)  # a previous step may have raised an error before its update
         loss = self._accumulate_gradients(step)
         norm = self._clip_gradients()
         rate = learning_rate(train, step)
@@ -155,13 +161,17 @@ class Trainer:
         return result._replace(seconds=time.perf_counter() - start)
 
     def loss_and_gradients(self, batch: Batch, step: int = 0) -> tuple[float, dict[str, np.ndarray]]:
-        """Loss of a batch and its gradient for every parameter, by canonical name; nothing is updated.
+        """Return the loss of a batch and its gradient for every parameter, by canonical name, and update nothing.
+
+        Args:
+            batch: any number of sequences on one process; global_batch_size sequences on several.
+            step: training step, for dropout.
 
         Raises:
-            ValueError: several processes share the batch, and it is not of global_batch_size.
+            ValueError: several processes share the batch, and its size is not global_batch_size.
         """
         self._optimizer.zero_grad(set_to_none=True)
-        if self._groups == ProcessGroups():  # any number of sequences, at once
+        if self._groups == ProcessGroups():  # without microbatches, so any number of sequences is allowed
             self._expect_uses(1)
             loss = forward_step(iter([Microbatch(batch, step, 0, True)]), self.model)[0]
             loss.backward()
@@ -176,12 +186,13 @@ class Trainer:
         return loss.item(), gather(gradients, self._groups.pp)
 
     def validation_loss(self) -> float:
-        """Mean loss over ``eval_iters`` batches of the validation split, without dropout.
+        """Return the mean loss over ``eval_iters`` batches of the validation split, without dropout.
 
         Raises:
-            NonFiniteLossError: it is not finite.
+            NonFiniteLossError: the loss is not finite.
         """
-        train, losses = self.train_config, []
+        train = self.train_config
+        losses = []
         with torch.no_grad():
             for index in range(train.eval_iters):
                 batch = self.corpus.validation_batch(index, train.global_batch_size, self.config.seq_length)
@@ -192,23 +203,30 @@ class Trainer:
         return loss
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """A copy of every parameter, by canonical name."""
+        """Return a copy of every parameter, by canonical name."""
         return gather(export_parameters(self.stages), self._groups.pp)
 
     def set_parameters(self, values: Mapping[str, np.ndarray]) -> None:
-        """Overwrite every parameter; the optimizer's state stays.
+        """Overwrite every parameter, and keep the state of the optimizer.
+
+        Args:
+            values: new values, by canonical name.
 
         Raises:
-            ValueError: names or shapes are not exactly the model's.
+            ValueError: names or shapes differ from those of the model.
         """
         check_values(values, parameter_specs(undivided(self.config)))
         import_parameters(self.stages, self._own(values))
 
     def save(self, folder: Path, keep: int = 2) -> Path:
-        """Write a checkpoint of the run as it is between two steps; all but the newest ``keep`` are removed.
+        """Write a checkpoint of the run between two steps, and remove all but the newest ``keep`` checkpoints.
+
+        Args:
+            folder: folder of the checkpoints.
+            keep: number of checkpoints to keep.
 
         Returns:
-            Its path.
+            The path of the checkpoint.
 
         Raises:
             CheckpointError: see diptych.plans.checkpoint.write_checkpoint.
@@ -218,39 +236,39 @@ class Trainer:
         return on_first_rank(lambda: write_checkpoint(folder, checkpoint, keep), self._groups)
 
     def resume(self, path: Path) -> int:
-        """Go on from a checkpoint of either backend, of any number of pipeline stages.
+        """Continue from a checkpoint of either backend with any number of pipeline stages.
 
         Args:
-            path: a checkpoint file, or a folder whose newest is taken.
+            path: a checkpoint file, or a folder whose newest checkpoint is read.
 
         Returns:
             The next step.
 
         Raises:
-            CheckpointError: it is damaged, or of a run with other settings, which are named; or processes found
-                different ones.
+            CheckpointError: the checkpoint is damaged or has other settings, which the message names; or processes
+                found different checkpoints.
         """
-        checkpoint = read_alike(path, self._settings(), self._tell)
+        checkpoint = read_alike(path, self._settings(), self._gather_texts)
         import_arrays(self.stages, self._optimizer, self._own(checkpoint.arrays), checkpoint.step)
         self.steps_taken = checkpoint.step
         return checkpoint.step
 
-    def _tell(self, text: str) -> list[str]:
-        """Return what every process says, in order of their ranks."""
+    def _gather_texts(self, text: str) -> list[str]:
+        """Return the texts of all processes, in the order of their ranks."""
         return said_on_all_ranks(text, self._groups)
 
     def _settings(self) -> dict[str, Any]:
         return run_settings(self.config, self.train_config, self.corpus)
 
     def _accumulate_gradients(self, step: int) -> Tensor:
-        """Add up the gradients of the step's mean loss over its microbatches; returns that loss."""
+        """Add up the gradients of the mean loss over the microbatches of a step; return that loss."""
         length = self.config.seq_length
         return self._run(self._microbatches(lambda size, first: self.corpus.batch(step, size, length, first), step))
 
     def _microbatches(
         self, take: Callable[[int, int], Batch], step: int = 0, training: bool = True
     ) -> Callable[[], Iterator[Microbatch]]:
-        """What makes an iterator over this replica's microbatches; ``take(size, first)`` cuts them from the batch."""
+        """Return a function that iterates over this replica's microbatches; ``take(size, first)`` returns one."""
         size, count = microbatches(self.train_config, self._groups.dp_size)
         begin = self._groups.dp_rank * size * count
 
@@ -261,7 +279,7 @@ class Trainer:
         return iterate
 
     def _run(self, parts: Callable[[], Iterator[Microbatch]], forward_only: bool = False) -> Tensor:
-        """Run the schedule; the mean loss, on every process."""
+        """Run the schedule, and return the mean loss on every process."""
         size, count = microbatches(self.train_config, self._groups.dp_size)
         several = len(self.stages) > 1
         self._expect_uses(count, forward_only)
@@ -280,33 +298,33 @@ class Trainer:
         loss = torch.zeros((), device=self.device, dtype=getattr(torch, self.config.params_dtype))
         for report in reports:
             loss += report * (1 / count)
-        return self._over_all(loss, "the loss") / (self._groups.dp_size * self._groups.cp_size)
+        return self._sum_over_all(loss, "the loss") / (self._groups.dp_size * self._groups.cp_size)
 
     def _expect_uses(self, num_microbatches: int, forward_only: bool = False) -> None:
-        """Tell offload in which order layers are used until the optimizer's step."""
+        """Give offload the order in which layers are used until the next optimizer step."""
         self.offload.expect(rank_uses(self.config, num_microbatches, self._groups.pp_rank, forward_only))
 
-    def _over_all(self, value: Tensor, what: str) -> Tensor:
-        """The sum over all processes."""
+    def _sum_over_all(self, value: Tensor, what: str) -> Tensor:
+        """Return the sum of a value over all processes; ``what`` names it in error messages."""
         for group in (self._groups.pp, self._groups.alike):
             value = sum_over(value, group, what, self.config.pipeline_timeout)
         return value
 
     def _own(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The arrays of this rank's parameters, by canonical name with or without a checkpoint's prefix."""
+        """Return the arrays of this rank's parameters; names are canonical, with or without a checkpoint prefix."""
         named = self._named_parameters()
         prefixes = ("", MODEL, FIRST_MOMENT, SECOND_MOMENT)
         wanted = {prefix + name for name in named for prefix in prefixes}
         return {name: array for name, array in arrays.items() if name in wanted}
 
     def _named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """This rank's, by canonical name."""
+        """Return the parameters of this rank, by canonical name."""
         return {name: parameter for stage in self.stages for name, parameter in stage.named_parameters()}
 
     def _clip_gradients(self) -> Tensor:
-        """Scale the gradients in place by diptych.plans.training's formula; returns their norm before."""
+        """Clip the gradients in place by the formula of diptych.plans.training; return their norm before clipping."""
         named = self._named_parameters()
-        # The last stage's copy of a tied embedding is counted on the first: here if it lies here, by its name.
+        # A tied embedding has a copy on the last stage. The norm counts the gradient once, on the first rank.
         copies = set() if self._groups.embedding is None or self._groups.pp_rank == 0 else {"embedding.weight"}
         counted = [p.grad for name, p in named.items() if name not in copies and p.grad is not None]
         norm = torch.nn.utils.get_total_norm(counted).to(self.device, getattr(torch, self.config.params_dtype))
@@ -319,13 +337,18 @@ class Trainer:
 
 
 def check_mesh(config: TransformerConfig, mesh: DeviceMesh | None) -> None:
-    """Refuse a model without its processes.
+    """Raise an error if the mesh does not fit the model.
+
+    Args:
+        config: configuration of the model.
+        mesh: all processes; None: this process alone.
 
     Raises:
-        ValueError: the mesh has another number of pipeline or context ranks than the configuration.
+        ValueError: mesh and configuration have different numbers of pipeline or context-parallel ranks.
     """
     for axis, name in (("pp", "pipeline_model_parallel_size"), ("cp", "context_parallel_size")):
-        size, wanted = axis_size(mesh, axis), getattr(config, name)
+        size = axis_size(mesh, axis)
+        wanted = getattr(config, name)
         if size != wanted:
             raise ValueError(
                 f"mesh: expected {wanted} processes on axis {axis}, as many as {name}, got {size}; make it by "
@@ -336,8 +359,13 @@ def check_mesh(config: TransformerConfig, mesh: DeviceMesh | None) -> None:
 def train(config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) -> Iterator[StepResult]:
     """Train a new model, step by step.
 
+    Args:
+        config: configuration of the model.
+        train_config: configuration of the optimisation.
+        corpus: training and validation data.
+
     Yields:
-        The result of each step as it ends.
+        The result of each step.
 
     Raises:
         NonFiniteLossError: see Trainer.train_step.

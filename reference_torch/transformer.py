@@ -1,12 +1,10 @@
-"""The GPT model: embedding, layers of (mixer, MLP), norm, head; or one pipeline stage of it.
+"""The GPT model, or one pipeline stage of it: embedding, layers of (mixer, MLP), final norm, output head.
 
-Between layers travel ``hidden_states`` [B, T, D], or with hyper-connections the residual streams
-[B, T, S, D]. A layer's mixer and settings come from the configuration's layer pattern, so no code
-here assumes that layers are alike. Module names are the parameters' canonical names; layers are
-keyed by their global number.
+Layers pass on ``hidden_states`` [B, T, D], or the residual streams [B, T, S, D] with hyper-connections. The layer
+pattern of the configuration gives each layer its mixer and settings, so layers can differ. Names of modules are the
+canonical names of parameters. Layers are keyed by their global number.
 
-Reference: Vaswani et al., arXiv 1706.03762, in its pre-norm, rotary, gated form (Touvron et al.,
-arXiv 2302.13971).
+Reference: Vaswani et al., arXiv 1706.03762, in its pre-norm, rotary, gated form (Touvron et al., arXiv 2302.13971).
 """
 
 from functools import partial
@@ -50,14 +48,15 @@ class SelfAttention(nn.Module):
     """Causal softmax attention with rotary positions and grouped queries.
 
     Args:
-        config: the model's.
+        config: configuration of the model.
         layer_number: global number of the layer, from 0.
-        name: canonical name.
+        name: canonical name of the module.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, name: str) -> None:
         super().__init__()
-        self.config, self.layer_number = config, layer_number
+        self.config = config
+        self.layer_number = layer_number
         specs = attention_specs(config)
         self.linear_qkv = Linear(config, f"{name}.linear_qkv", specs["linear_qkv"])
         self.linear_proj = Linear(config, f"{name}.linear_proj", specs["linear_proj"])
@@ -71,17 +70,23 @@ class SelfAttention(nn.Module):
         sequences: PackedDocuments | FLACPContext | None = None,
         cache: DecodingCache | None = None,
     ) -> tuple[Float[Tensor, "b t d"], Tensor | None]:
-        """Attended output [B, T, D] and the output projection's bias, not yet added."""
+        """Return the output of attention [B, T, D] and the bias of the output projection, not yet added.
+
+        Args: see TransformerLayer.
+        """
         batch, length, _ = hidden_states.shape
-        heads, groups = self.config.num_attention_heads, self.config.query_groups
+        heads = self.config.num_attention_heads
+        groups = self.config.query_groups
         qkv = linear(hidden_states, self.linear_qkv.weight, self.linear_qkv.bias)
         qkv = qkv.view(batch, length, heads + 2 * groups, self.config.head_dim)
         q, k, v = qkv.split((heads, groups, groups), dim=2)
         q = rotary_embedding(q, positions, self.config.rotary_base)
         k = rotary_embedding(k, positions, self.config.rotary_base)
         attend = fused_attention if self.config.use_flash_attn else causal_attention
-        # A copy of v alone: as a view it would keep the projection of q, k and v for backward.
-        q, k, v = name_value(q, "q"), name_value(k, "k"), name_value(v.contiguous(), "v")
+        # v is copied: a view would save the joint projection of q, k and v for backward.
+        q = name_value(q, "q")
+        k = name_value(k, "k")
+        v = name_value(v.contiguous(), "v")
         if isinstance(sequences, FLACPContext):
             context = sequences.of_layer(self.layer_number)
             attend = partial(cp_attention, context=context, fused=self.config.use_flash_attn)
@@ -90,7 +95,7 @@ class SelfAttention(nn.Module):
             attended = recompute("core_attn", attend, q, k, v, both_masks(attention_mask, sequences))
         else:
             past = cache.layers[self.layer_number]
-            assert isinstance(past, AttentionState), "a cache is made for the model's own layers"
+            assert isinstance(past, AttentionState), "the cache was made for another layer pattern"
             attended, cache.layers[self.layer_number] = remembered_attention(q, k, v, past, cache.length)
         return self.linear_proj(name_value(attended, "core_attn").flatten(2))
 
@@ -99,22 +104,23 @@ class MLP(nn.Module):
     """Two linear maps around an activation function.
 
     Args:
-        config: the model's.
+        config: configuration of the model.
         layer_number: global number of the layer, from 0.
-        name: canonical name.
+        name: canonical name of the module.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, name: str) -> None:
         super().__init__()
         specs = mlp_specs(config, layer_number)
-        self.activation, self.impl = config.layer(layer_number).activation, config.impl
+        self.activation = config.layer(layer_number).activation
+        self.impl = config.impl
         self.linear_fc1 = Linear(config, f"{name}.linear_fc1", specs["linear_fc1"])
         self.linear_fc2 = Linear(config, f"{name}.linear_fc2", specs["linear_fc2"])
 
     def forward(
         self, hidden_states: Float[Tensor, "b t d"], recompute: BlockRecomputation = KEEP_ALL
     ) -> tuple[Float[Tensor, "b t d"], Tensor | None]:
-        """Output [B, T, D] and the second map's bias, not yet added."""
+        """Return the output [B, T, D] and the bias of the second map, not yet added."""
         inner = name_value(linear(hidden_states, self.linear_fc1.weight, self.linear_fc1.bias), "fc1")
         activated = recompute("activation", swiglu if self.activation == "swiglu" else gelu, inner, self.impl)
         return self.linear_fc2(name_value(activated, "activation"))
@@ -125,17 +131,19 @@ MIXER_MODULES = {"attention": SelfAttention, "gdn": GatedDeltaNet, "kda": KimiDe
 
 
 class TransformerLayer(nn.Module):
-    """Mixer and MLP, each normalised before and added back through mHC or a plain residual.
+    """A mixer and an MLP, each with a norm before it and a hyper-connection or a plain residual around it.
 
     Args:
-        config: the model's.
+        config: configuration of the model.
         layer_number: global number of the layer, from 0.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int) -> None:
         super().__init__()
-        self.config, self.layer_number = config, layer_number
-        layer, name = config.layer(layer_number), f"decoder.layers.{layer_number}"
+        self.config = config
+        self.layer_number = layer_number
+        layer = config.layer(layer_number)
+        name = f"decoder.layers.{layer_number}"
         self.self_attention_hyper_connection = (
             HyperConnectionModule(config, layer_number, f"{name}.self_attention_hyper_connection")
             if layer.self_attention_hyper_connection
@@ -161,16 +169,20 @@ class TransformerLayer(nn.Module):
         sequences: PackedDocuments | FLACPContext | None = None,
         cache: DecodingCache | None = None,
     ) -> Float[Tensor, "b t *s d"]:
-        """One layer.
+        """Run one layer.
 
         Args:
             hidden_states: [B, T, D], or residual streams [B, T, S, D] with hyper-connections.
-            positions: of the tokens within their sequence. [T]
-            state: rows of the batch for dropout; None: no dropout.
+            positions: positions of the tokens within their sequence. [T]
+            state: dropout state of the batch; None: no dropout.
             attention_mask: see ops.causal_attention.
-            recompute: which values are dropped, and who computes them again.
-            sequences: documents in them, which are kept apart, or a part of sequences that ranks share; None: whole.
-            cache: of the tokens before.
+            recompute: values to drop after forward, and the manager that recomputes them in backward.
+            sequences: the documents in each sequence, or the context-parallel context of this rank; None: each sequence
+                is one document and is whole on this rank.
+            cache: state of the tokens before, changed in place; None: there are none.
+
+        Returns:
+            Hidden states of the same shape.
         """
         connection = self.self_attention_hyper_connection
         aggregated, mixed, h_post = self._read(connection, hidden_states, recompute)
@@ -199,7 +211,7 @@ class TransformerLayer(nn.Module):
     def _read(
         self, connection: HyperConnectionModule | None, hidden_states: Tensor, recompute: BlockRecomputation
     ) -> tuple[Tensor, Tensor | DeferredMix, Tensor | None]:
-        """What a sublayer reads, what it is added to, and with which weights (None: all 1)."""
+        """Return the input of a sublayer, the residual its output is added to, and h_post (None: all weights are 1)."""
         if connection is not None:
             return connection.read(hidden_states, recompute.manager_of("aggregated"))
         if hidden_states.dim() == 4:
@@ -217,7 +229,7 @@ class TransformerLayer(nn.Module):
         state: DropoutState | None,
         site: int,
     ) -> Tensor:
-        """Add a sublayer's output back: by its hyper-connection, or plainly, to every stream alike."""
+        """Add the output of a sublayer to the residual: by its hyper-connection, or equally to every stream."""
         if connection is not None and h_post is not None:
             hidden_states = connection.apply_h_post_dropout_add((output, None), h_post, mixed, state, site)
         else:
@@ -229,11 +241,12 @@ class TransformerLayer(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """The layers of one pipeline stage, and the final norm in the last.
+    """The layers of one pipeline stage; the last stage also has the final norm.
 
     Args:
-        config: the whole model's.
-        pre_process, post_process: whether this is the first, the last stage.
+        config: configuration of the whole model.
+        pre_process: this is the first stage.
+        post_process: this is the last stage.
         vp_stage: index of the virtual stage within its rank; None: 0.
         pp_rank: pipeline rank; None: 0.
     """
@@ -247,7 +260,9 @@ class TransformerBlock(nn.Module):
         pp_rank: int | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.pre_process, self.post_process = config, pre_process, post_process
+        self.config = config
+        self.pre_process = pre_process
+        self.post_process = post_process
         first = get_transformer_layer_offset(config, vp_stage, pp_rank)
         numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
         self.blocks = recompute_blocks(config, vp_stage, pp_rank)
@@ -263,17 +278,21 @@ class TransformerBlock(nn.Module):
         sequences: PackedDocuments | FLACPContext | None = None,
         cache: DecodingCache | None = None,
     ) -> Float[Tensor, "b t *streams d"]:
-        """Run the stage's layers; expand to streams in the first stage, contract in the last."""
-        streams, hyper = self.config.num_residual_streams, self.config.enable_hyper_connections
+        """Run the layers of the stage; the first stage expands to streams, the last contracts them.
+
+        Args: see TransformerLayer.
+        """
+        streams = self.config.num_residual_streams
+        hyper = self.config.enable_hyper_connections
         if hyper and self.pre_process:
             hidden_states = HyperConnectionModule.input_expand(hidden_states, streams)
         hidden_states = name_value(hidden_states, "residual_streams")
         for block in self.blocks:
 
             def run(hidden_states: Tensor, recompute: BlockRecomputation, block: RecomputeBlock = block) -> Tensor:
-                told = positions, state, attention_mask, recompute, sequences, cache
+                context = positions, state, attention_mask, recompute, sequences, cache
                 for number in block.layers:
-                    hidden_states = self.layers[str(number)](hidden_states, *told)
+                    hidden_states = self.layers[str(number)](hidden_states, *context)
                 return hidden_states
 
             hidden_states = run_block(block, run, hidden_states, self.training)
@@ -285,11 +304,11 @@ class TransformerBlock(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A table with one vector a token: the input embedding, and an untied output layer.
+    """A table of one vector per token id, for the input embedding and for an untied output layer.
 
     Args:
-        config: the model's.
-        name: canonical name.
+        config: configuration of the model.
+        name: canonical name of the module.
     """
 
     def __init__(self, config: TransformerConfig, name: str) -> None:
@@ -297,7 +316,7 @@ class Embedding(nn.Module):
         self.weight = parameter(config, f"{name}.weight", embedding_spec(config)["weight"])
 
     def forward(self, tokens: Int[Tensor, "b t"]) -> Float[Tensor, "b t d"]:
-        """The tokens' vectors; an IndexError for an id that is no token."""
+        """Return the vectors of the tokens [B, T, D]; an id outside the vocabulary is an IndexError."""
         return nn.functional.embedding(tokens, self.weight)
 
 
@@ -305,14 +324,14 @@ class GPTModel(nn.Module):
     """A decoder-only language model, or one pipeline stage of it.
 
     Args:
-        config: the whole model's.
-        pre_process: build the embedding and take token ids (first stage).
-        post_process: build final norm and head and give logits or the loss (last stage).
+        config: configuration of the whole model.
+        pre_process: build the embedding and take token ids; True for the first stage.
+        post_process: build final norm and head and return logits or the loss; True for the last stage.
         vp_stage: index of the virtual stage within its rank; None: 0.
         pp_rank: pipeline rank; None: 0.
 
     Raises:
-        ValueError: an end of the model on a stage that is not its first or last.
+        ValueError: pre_process or post_process does not fit the stage.
     """
 
     def __init__(
@@ -324,10 +343,12 @@ class GPTModel(nn.Module):
         pp_rank: int | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.pre_process, self.post_process = config, pre_process, post_process
+        self.config = config
+        self.pre_process = pre_process
+        self.post_process = post_process
         check_stage_ends(config, pre_process, post_process, vp_stage, pp_rank)
         tied = not config.untie_embeddings_and_output_weights
-        # A last stage with a tied head holds a copy of the first stage's embedding, of equal value.
+        # With a tied head, the last stage holds a copy of the first stage's embedding.
         self.embedding = Embedding(config, "embedding") if pre_process or (post_process and tied) else None
         self.decoder = TransformerBlock(config, pre_process, post_process, vp_stage, pp_rank)
         self.output_layer = Embedding(config, "output_layer") if post_process and not tied else None
@@ -346,32 +367,33 @@ class GPTModel(nn.Module):
         cp_context: FLACPContext | None = None,
         training: bool = True,
     ) -> Tensor:
-        """The loss, the logits, or what the next stage takes.
+        """Return the loss, the logits, or the hidden states for the next stage.
 
         Args:
-            inputs: token ids [B, T] in the first stage, else the stage before's output.
+            inputs: token ids [B, T] in the first stage, else the output of the previous stage.
             targets: the token after each of inputs. [B, T]
             step: training step, for dropout.
-            samples: numbers of the sequences within the global batch, of rows or tokens; None: 0 .. B-1. [B] or [B, T]
-            positions: of the tokens within their sequence; None: 0 .. T-1. [T]
+            samples: global index of each sequence, or of each token's sequence; None: 0 .. B-1. [B] or [B, T]
+            positions: positions of the tokens within their sequence; None: 0 .. T-1. [T]
             attention_mask: see ops.causal_attention.
-            document_starts: where documents begin that know nothing of each other, see
-                diptych.plans.model.documents; None: each sequence is one. [B, N] int32
-            cache: of the tokens before, see cache.empty_cache; left as after these.
-            cp_context: of ranks that share the sequences, end to end: B = 1, and positions have to be given.
+            document_starts: first token of each document; attention and state do not cross documents. See
+                diptych.plans.model.documents. None: each sequence is one document. [B, N] int32
+            cache: state of the tokens before, see cache.empty_cache; changed in place to include these tokens.
+            cp_context: context of the ranks that share the concatenated sequences. Needs B = 1 and positions.
             training: False turns dropout off, as does ``model.eval()``.
 
         Returns:
-            Last stage: mean loss in nats per token, or logits [B, T, V] without targets. Other
-            stages: hidden states [B, T, D] or [B, T, S, D].
+            Last stage: mean loss in nats per token, or logits [B, T, V] without targets. Other stages: hidden states
+            [B, T, D] or [B, T, S, D].
 
         Raises:
-            ValueError: more than config.seq_length tokens, of the cache and given together.
+            ValueError: arguments do not fit together, or the cached and the given tokens are more than
+                config.seq_length.
         """
         batch, length = inputs.shape[:2]
-        unfit = {"attention_mask": attention_mask, "document_starts": document_starts}
-        read = known_length(cache), None if cache is None else cache.batch
-        check_inputs(self.config.seq_length, (batch, length), *read, cp_context, positions, **unfit)
+        masks = {"attention_mask": attention_mask, "document_starts": document_starts}
+        cached = known_length(cache), None if cache is None else cache.batch
+        check_inputs(self.config.seq_length, (batch, length), *cached, cp_context, positions, **masks)
         if positions is None:
             positions = torch.arange(length, device=inputs.device) + (0 if cache is None else cache.length)
         sequences = cp_context or pack_documents(document_starts, inputs, "attention" in self.config.mixers)

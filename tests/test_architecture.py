@@ -106,7 +106,7 @@ ALLOWED_DIFFERENCES = {
     "transformer.SelfAttention.__call__(recompute)": _POLICY,
     "transformer.MLP.__call__(recompute)": _POLICY,
     "transformer.TransformerLayer.__call__(recompute)": _POLICY,
-    "states.handed_through(beside)": "autograd gets to what came by way of an argument",
+    "states.run_pipelined(beside)": "autograd gets to what came by way of an argument",
     "cache.empty_cache(device)": "JAX places arrays by its own default device",
     "train.Trainer.__init__(device)": "JAX places arrays by its own default device",
     "train.check_mesh": "JAX's step checks its mesh itself",

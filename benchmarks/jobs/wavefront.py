@@ -13,7 +13,7 @@ from benchmarks.jobs.pipeline import Slept
 from benchmarks.jobs.step_time import random_corpus
 from diptych.plans.config import TrainConfig, TransformerConfig
 from reference_torch.context_parallel import build_cp_context
-from reference_torch.context_parallel.states import handed_through
+from reference_torch.context_parallel.states import run_pipelined
 from reference_torch.groups import ProcessGroups
 from reference_torch.pipeline import get_forward_backward_func
 
@@ -38,7 +38,7 @@ class SleepingLayers(nn.Module):
         x = x * self.weight
         for number in range(self.count):
             here, like = context.of_layer(number), x.new_zeros(HEADS, WIDTH, WIDTH)
-            x, _ = handed_through(None, like, here, partial(self._sleep, x), x)
+            x, _ = run_pipelined(None, like, here, partial(self._sleep, x), x)
         return x
 
     def _sleep(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:

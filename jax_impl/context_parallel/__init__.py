@@ -1,13 +1,12 @@
-"""The delta rule over sequences split over ranks: only states travel.
+"""Context parallelism: the layers of a model over sequences that are split over ranks.
 
-A rank runs its part of the sequences from a state of 0, and beside it what an initial state would add: to the outputs
-R S, to the last state M S. Both come out of one scan, as further columns of values that are 0 and of a state that
-begins as the identity. What a rank passes on is then M S + H; the ranks' maps compose, and once a rank knows the S it
-begins with, one product completes its outputs. Backward, automatic differentiation asks for the gradient of S, which
-is the same exchange from the other end, of M^T: see ``exchange.pass_states``.
+Delta rule: a rank runs its part of the sequences from a state of 0, and computes how an initial state S would change
+the outputs (by R S) and the final state (by M S); see delta_rule/chunked.py. A rank with initial state S sends M S + H
+to the next rank. These maps compose, so ranks exchange only M and H. Once a rank knows S, one product completes its
+outputs. The gradient of S needs the same exchange of M^T in the opposite direction: see ``exchange.pass_states``.
 
-All of it runs under jax.shard_map (or jax.pmap): one program, in which ranks differ by numbers alone. Twin of
-``reference_torch/context_parallel/``. What a rank holds is decided in ``diptych/plans/context/sequences.py``.
+All functions run under jax.shard_map or jax.pmap: all ranks run one program, and differ only in values of arrays.
+Mirrors ``reference_torch/context_parallel/``. ``diptych/plans/context/sequences.py`` decides which tokens a rank holds.
 """
 
 from jax_impl.context_parallel.contexts import build_cp_context, compress_h0, expand_h0

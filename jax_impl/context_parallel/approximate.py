@@ -1,7 +1,7 @@
-"""States that are not passed on whole: those of the nearest ranks, and maps of low rank.
+"""Approximate state exchange: only the states of the nearest ranks, or transitions of low rank.
 
-What is left out has no gradient where states of far ranks are; of a map of low rank, gradients are those of the map
-sent, and its own go to the map it stands for, as if nothing had been rounded.
+The states of far ranks get no gradient. A low-rank transition is used in forward and backward; its own gradient is
+given to the full transition that it replaces (a straight-through gradient).
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 
 class LowRank(NamedTuple):
-    """diag(diagonal) + left right^T, of every head."""
+    """The matrix diag(diagonal) + left right^T of every head."""
 
     diagonal: Array
     """[HV, K]"""
@@ -24,36 +24,44 @@ class LowRank(NamedTuple):
 
     @property
     def mT(self) -> "LowRank":
-        """Transposed."""
+        """The transposed matrix."""
         return LowRank(self.diagonal, self.right, self.left)
 
     def times(self, x: Float[Array, "h k v"]) -> Float[Array, "h k v"]:
-        """The product with a state."""
+        """Return the product with a state.
+
+        Args:
+            x: state. [HV, K, V]
+        """
         return self.diagonal[..., None] * x + self.left @ (self.right.mT @ x)
 
     def packed(self) -> Array:
-        """Side by side. [HV, K, 1 + 2 n]"""
+        """Return the three parts, concatenated to [HV, K, 1 + 2 n]."""
         return jnp.concatenate([self.diagonal[..., None], self.left, self.right], axis=-1)
 
     @staticmethod
     def unpacked(packed: Array) -> "LowRank":
-        """The inverse."""
+        """Invert packed.
+
+        Args:
+            packed: [HV, K, 1 + 2 n]
+        """
         left, right = jnp.split(packed[..., 1:], 2, axis=-1)
         return LowRank(packed[..., 0], left, right)
 
 
 def low_rank(transition: Float[Array, "h k k"], log_decay: Float[Array, "h g"], rank: int) -> LowRank:
-    """A map beside the nearest of the rank given: with the diagonal of its decays, or without one.
+    """Approximate a transition by a matrix of rank n, plus the diagonal of its decays if that is more accurate.
 
     Args:
         transition: M. [HV, K, K]
-        log_decay: sum of the log decays of its tokens. [HV, K], or of GDN [HV, 1]
-        rank: n; larger than K is K.
+        log_decay: sum of the log decays of its tokens. [HV, K], or [HV, 1] for GDN
+        rank: n; at most K is used.
     """
     rank = min(rank, transition.shape[-1])
     decay = jnp.broadcast_to(jnp.exp(log_decay.astype(transition.dtype)), transition.shape[:-1])
     diagonals = jnp.stack([jnp.zeros_like(decay), decay])
-    finite = jnp.isfinite(transition).all((-2, -1)) & jnp.isfinite(decay).all(-1)  # others have no such values
+    finite = jnp.isfinite(transition).all((-2, -1)) & jnp.isfinite(decay).all(-1)  # svd needs finite elements
     beside = jnp.where(finite[:, None, None], transition - diagonals[..., None] * jnp.eye(transition.shape[-1]), 0)
     diagonals = jnp.where(finite[:, None], diagonals, jnp.nan)
     left, values, right = jnp.linalg.svd(beside)
@@ -67,14 +75,17 @@ def low_rank(transition: Float[Array, "h k k"], log_decay: Float[Array, "h g"], 
 def state_of_nearest(
     transition: Array, state: Array, goes_through: Array, rounds: int, pass_on: Callable[[Array], Array]
 ) -> Array:
-    """The state each rank begins with, of so many ranks before it; automatic differentiation goes through. [HV, K, V]
+    """Return the initial state of this rank, computed from some previous ranks; it is differentiable.
 
     Args:
         transition: M. [HV, K, K]
         state: H. [HV, K, V]
-        goes_through: whether what is passed on depends on what was begun with. []
-        rounds: how many ranks.
-        pass_on: hands a rank's array to the next rank, and returns what came; 0 on the first.
+        goes_through: True if the final state depends on the initial state. []
+        rounds: number of previous ranks.
+        pass_on: sends a rank's array to the next rank, and returns the array of the previous rank (0 on the first).
+
+    Returns:
+        [HV, K, V]
     """
     found = jnp.zeros_like(state)
     for _ in range(rounds):

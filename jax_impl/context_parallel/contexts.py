@@ -1,4 +1,4 @@
-"""What a rank knows of sequences that ranks share, from the offsets of all; states of its first sequence."""
+"""The context of a rank: its part of the sequences that are split over ranks."""
 
 from dataclasses import fields
 from typing import Any
@@ -15,7 +15,7 @@ from diptych.plans.context.sequences import FLACPContext, check_kinds, check_seq
 
 KNOWN = ("group", "cu_seqlens_cpu", "size", "part_length", "conv1d_kernel_size", *OPTIONS)
 KNOWN += ("overlap", "by_groups", "timeout", "layer", "handing")
-"""What a program is made for, of a context; all else differs by rank, and is arrays in it like any other."""
+"""Static fields of a context; the other fields are arrays, whose values differ between ranks."""
 
 jax.tree_util.register_dataclass(
     FLACPContext, [field.name for field in fields(FLACPContext) if field.name not in KNOWN], list(KNOWN)
@@ -34,21 +34,21 @@ def build_cp_context(
     cp_transition_rank: int | None = None,
     cp_attention_layout: str = "contiguous",
 ) -> FLACPContext:
-    """What each rank holds of sequences split over the devices along a mesh axis; inside jax.shard_map.
+    """Return the context of this rank for sequences that are split along a mesh axis, inside jax.shard_map.
 
     Args:
-        cu_seqlens: where all sequences begin, and the end of the last; the same on every rank. [N + 1] int32
+        cu_seqlens: offsets of all sequences, and the end; the same on every rank. [N + 1] int32
         group: name of the mesh axis.
-        conv1d_kernel_size: taps of a short convolution that will run on the part.
-        cu_seqlens_cpu: the same, not traced; without it traced offsets are not looked at.
-        cp_exchange: how states travel, one of diptych.plans.context.exchange.CP_EXCHANGES.
-        cp_wire_dtype: in which type; None: their own. One of diptych.plans.context.exchange.WIRE_DTYPES.
-        cp_truncate_ranks: ranks ahead that a state reaches, with ring; None: all. See approximation.
-        cp_transition_rank: rank of what a map is sent as, beside a diagonal, with all_gather; None: the map. The same.
-        cp_attention_layout: layout of attention's queries, one of diptych.plans.context.zigzag.ATTENTION_LAYOUTS.
+        conv1d_kernel_size: number of coefficients per channel of a short convolution that runs on the part.
+        cu_seqlens_cpu: cu_seqlens, not traced; without it traced offsets are not checked.
+        cp_exchange: algorithm of the state exchange, one of diptych.plans.context.exchange.CP_EXCHANGES.
+        cp_wire_dtype: type of states in messages, one of diptych.plans.context.exchange.WIRE_DTYPES; None: their own.
+        cp_truncate_ranks: with ring, number of ranks that a state reaches (plans/context/approximation.py); None: all.
+        cp_transition_rank: with all_gather, rank of the approximation of M that is sent; None: M itself.
+        cp_attention_layout: ranks that compute attention, one of diptych.plans.context.zigzag.ATTENTION_LAYOUTS.
 
     Raises:
-        ValueError: naming the argument, what was expected, what came. Nothing is sent.
+        ValueError: an argument has a wrong type or value; nothing is sent.
     """
     check_kinds(cu_seqlens, cu_seqlens_cpu, (Array, np.ndarray), "an array")
     known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
@@ -85,12 +85,28 @@ def build_cp_context(
 
 
 def compress_h0(h0: Float[Array, "n h k v"] | None, context: FLACPContext) -> Float[Array, "m h k v"] | None:
-    """Of the states a rank's sequences begin with the first, the only one that can come from another rank. [1, ...]"""
+    """Return the initial state of a rank's first sequence, the only one that can come from another rank.
+
+    Args:
+        h0: initial states of the rank's sequences. [n, HV, K, V]
+        context: context of the rank.
+
+    Returns:
+        [1, HV, K, V]
+    """
     return h0 if h0 is None else h0[:1]
 
 
 def expand_h0(h0: Float[Array, "m h k v"] | None, context: FLACPContext) -> Float[Array, "n h k v"] | None:
-    """The inverse of compress_h0, the other sequences beginning with 0. [n, ...]"""
+    """Return initial states of a rank's sequences from that of the first; the others are 0.
+
+    Args:
+        h0: initial state of the first sequence. [1, HV, K, V]
+        context: context of the rank.
+
+    Returns:
+        [n, HV, K, V]
+    """
     if h0 is None:
         return h0
     return jnp.zeros((len(context.cu_seqlens) - 1, *h0.shape[1:]), h0.dtype).at[:1].set(h0)

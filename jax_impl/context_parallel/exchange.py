@@ -1,4 +1,4 @@
-"""How states go from rank to rank: the exchanges, and their gradients."""
+"""The exchange of states between ranks: its algorithms and gradients."""
 
 from functools import partial
 from typing import NamedTuple
@@ -17,41 +17,41 @@ from jax_impl.context_parallel.approximate import LowRank, low_rank, state_of_ne
 def exchange_states(
     transition: Float[Array, "h k k"], state: Float[Array, "h k v"], context: FLACPContext, reverse: bool = False
 ) -> Float[Array, "h k v"]:
-    """The state each rank begins with, of S -> M S + H over the ranks before it.
+    """Return the initial state S of this rank: the maps S -> M S + H of the ranks before it, composed.
 
     Args:
-        transition: M; 0 where the state passed on does not depend on the one begun with. [HV, K, K]
+        transition: M; 0 if the final state does not depend on the initial state. [HV, K, K]
         state: H. [HV, K, V]
-        context: of the ranks.
-        reverse: over the ranks after it, from the last.
+        context: context of the rank.
+        reverse: compose the maps of the ranks after this rank, from the last.
 
     Returns:
-        S, 0 on the first rank.
+        S, 0 on the first rank. [HV, K, V]
     """
     return exchange_over(transition, state, ranks_of(context), reach_of(context), reverse)
 
 
 class Reach(NamedTuple):
-    """What a rank knows of the sequences its state comes from and goes to; see FLACPContext.
+    """The ranks that share the first and the last sequence of a rank; see FLACPContext.
 
-    What a state does not depend on is selected away by these, not multiplied by 0: it may not be finite.
+    These values select states. States of other sequences may not be finite, so they must not be multiplied by 0.
     """
 
     before: Array
-    """Ranks before that the state begun with depends on. []"""
+    """Number of ranks before this rank that its initial state depends on. []"""
     after: Array
-    """Ranks after that the gradient of the state passed on depends on. []"""
+    """Number of ranks after this rank that the gradient of its final state depends on. []"""
     goes_through: Array
-    """Whether the state passed on depends on the one begun with. []"""
+    """True if the final state depends on the initial state. []"""
 
 
 def reach_of(context: FLACPContext) -> Reach:
-    """Of a context."""
+    """Return the reach of a context."""
     return Reach(*(jnp.asarray(x) for x in (context.reach(), context.reach(reverse=True), context.goes_through)))
 
 
 class Ranks(NamedTuple):
-    """What is known of them before the program runs; of FLACPContext."""
+    """The static part of FLACPContext."""
 
     group: str
     size: int
@@ -63,7 +63,7 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(context: FLACPContext) -> Ranks:
-    """Of a context."""
+    """Return the static part of a context."""
     how = context.cp_exchange, context.cp_wire_dtype, context.by_groups
     return Ranks(context.group, context.size, *how, context.cp_truncate_ranks, context.cp_transition_rank)
 
@@ -71,7 +71,7 @@ def ranks_of(context: FLACPContext) -> Ranks:
 def exchange_over(
     transition: Array | LowRank, state: Array, ranks: Ranks, reach: Reach, reverse: bool = False
 ) -> Array:
-    """exchange_states, of ranks; gathered, maps may be of low rank."""
+    """Run exchange_states without a context; with all_gather the transition may be a LowRank."""
     check_together(ranks.exchange)
     if ranks.size == 1:
         return jnp.zeros_like(state)
@@ -87,11 +87,14 @@ def _gathered(
     packed = _everywhere(jnp.concatenate([state, transition.packed() if is_narrow else transition], axis=-1), ranks)
     if reverse:
         packed = packed[::-1]
-    found, width, first = jnp.zeros_like(state), state.shape[-1], place - (reach.after if reverse else reach.before)
+    found = jnp.zeros_like(state)
+    width = state.shape[-1]
+    first = place - (reach.after if reverse else reach.before)
     for number in range(ranks.size - 1):
-        own, map_ = packed[number, ..., :width], packed[number, ..., width:]
+        own = packed[number, ..., :width]
+        map_ = packed[number, ..., width:]
         after = (LowRank.unpacked(map_).times(found) if is_narrow else map_ @ found) + own
-        after = jnp.where(number == first, own, after)  # the sequence begins there
+        after = jnp.where(number == first, own, after)  # the sequence begins on this rank
         found = jnp.where((first <= number) & (number < place), after, found)
     return found
 
@@ -110,8 +113,9 @@ def _scanned(transition: Array, state: Array, ranks: Ranks, reach: Reach, place:
         pairs = _pairs(step.pairs(ranks.size), ranks.size, reverse)
         came = permute(state, ranks, pairs)
         composed = came if step.is_last else permute(transition, ranks, pairs)
-        if number == 0:  # everyone's own map goes one rank on; the first has none
-            state, transition = came, composed
+        if number == 0:  # each rank sends its own map to the next rank; the first rank receives zeros
+            state = came
+            transition = composed
             continue
         receives = place >= step.distance + step.first_sender
         receives &= step.distance < (reach.after if reverse else reach.before)
@@ -122,12 +126,18 @@ def _scanned(transition: Array, state: Array, ranks: Ranks, reach: Reach, place:
 
 
 def _pairs(pairs: list[tuple[int, int]], size: int, reverse: bool) -> list[tuple[int, int]]:
-    """Ranks of senders and receivers, which are counted from the first rank, or from the last."""
+    """Return the ranks of senders and receivers from their places, counted from the first rank, or from the last."""
     return [(size - 1 - a, size - 1 - b) for a, b in pairs] if reverse else pairs
 
 
 def permute(x: Array, ranks: Ranks, pairs: list[tuple[int, int]]) -> Array:
-    """What comes from the sender; 0 where nothing does."""
+    """Return the array of the sender, or 0 on a rank without one.
+
+    Args:
+        x: array of this rank.
+        ranks: static part of the context.
+        pairs: senders and receivers.
+    """
     if not ranks.by_groups:
         return lax.ppermute(_on_wire(x, ranks), ranks.group, pairs).astype(x.dtype)
     senders = np.full(ranks.size, -1)
@@ -137,22 +147,24 @@ def permute(x: Array, ranks: Ranks, pairs: list[tuple[int, int]]) -> Array:
 
 
 def _everywhere(x: Array, ranks: Ranks) -> Array:
-    """Every rank's, on every rank."""
+    """Gather the arrays of all ranks on every rank."""
     return lax.all_gather(_on_wire(x, ranks), ranks.group).astype(x.dtype)
 
 
 def _on_wire(x: Array, ranks: Ranks) -> Array:
-    """As it is sent."""
+    """Convert a part to the type in which it is sent."""
     return x if ranks.wire_dtype is None else x.astype(ranks.wire_dtype)
 
 
 def pass_states(transition: Array, state: Array, log_decay: Array | None, ranks: Ranks, reach: Reach) -> Array:
-    """exchange_states, or what the context approximates it by.
+    """Run exchange_states, or the approximation that the context selects.
 
     Args:
-        transition, state: M [HV, K, K] and H [HV, K, V].
-        log_decay: sum of the log decays of M's tokens, for a low rank. [HV, K] or [HV, 1]
-        ranks, reach: of the context.
+        transition: M. [HV, K, K]
+        state: H. [HV, K, V]
+        log_decay: sum of the log decays of the part, for cp_transition_rank. [HV, K] or [HV, 1]
+        ranks: static part of the context.
+        reach: reach of this rank's state.
     """
     if ranks.truncate_ranks is None or ranks.size == 1:
         return _exchanged(transition, state, log_decay, reach, ranks)
@@ -163,18 +175,21 @@ def pass_states(transition: Array, state: Array, log_decay: Array | None, ranks:
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _exchanged(transition: Array, state: Array, log_decay: Array | None, reach: Reach, ranks: Ranks) -> Array:
-    """Of S_r = M S + H over the ranks before r, the gradient of rank r's H is the same of the M^T and of the gradients
-    of S over the ranks after it, and that of its M is this times S^T."""
+    """Exchange states, with their gradients.
+
+    The gradient of a rank's H is exchange_states in reverse, with M^T for M and the gradient of S for H. The gradient
+    of its M is the gradient of H times S^T.
+    """
     return _exchanged_forward(transition, state, log_decay, reach, ranks)[0]
 
 
-Kept = tuple[Array | LowRank, Array, Array | None, Reach]
-"""M as it was sent, what was found, the log decay, which gets no gradient, and the rank's reach."""
+Saved = tuple[Array | LowRank, Array, Array | None, Reach]
+"""M as it was sent, the state that was found, the log decay (without gradient), and the rank's reach."""
 
 
 def _exchanged_forward(
     transition: Array, state: Array, log_decay: Array | None, reach: Reach, ranks: Ranks
-) -> tuple[Array, Kept]:
+) -> tuple[Array, Saved]:
     sent: Array | LowRank = transition
     if ranks.transition_rank is not None and log_decay is not None:
         sent = low_rank(transition, log_decay, ranks.transition_rank)
@@ -182,8 +197,8 @@ def _exchanged_forward(
     return found, (sent, found, log_decay, reach)
 
 
-def _exchanged_backward(ranks: Ranks, kept: Kept, d_found: Array) -> tuple[Array, Array, Array | None, None]:
-    sent, found, log_decay, reach = kept
+def _exchanged_backward(ranks: Ranks, saved: Saved, d_found: Array) -> tuple[Array, Array, Array | None, None]:
+    sent, found, log_decay, reach = saved
     passed_back = exchange_over(sent.mT, d_found, ranks, reach, reverse=True)
     return passed_back @ found.mT, passed_back, None if log_decay is None else jnp.zeros_like(log_decay), None
 
@@ -192,10 +207,10 @@ _exchanged.defvjp(_exchanged_forward, _exchanged_backward)
 
 
 class Crossing(NamedTuple):
-    """One exchange of a call. When it travels is the compiler's to say: outputs do not depend on it until the last."""
+    """The exchange of states of one call; XLA can overlap it with the computation of outputs."""
 
     context: FLACPContext
     value: int
     """Width V."""
     log_decay: Array | None = None
-    """Sum of the log decays of the part, for a map of low rank. [HV, K] or [HV, 1]"""
+    """Sum of the log decays of the part, for cp_transition_rank. [HV, K] or [HV, 1]"""

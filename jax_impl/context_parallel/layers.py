@@ -1,4 +1,4 @@
-"""The other operations of a layer over ranks: its short convolution, and softmax attention."""
+"""Short convolution and softmax attention over sequences that are split over ranks."""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -15,19 +15,20 @@ from jax_impl.ops import masked_attention, short_convolution
 def cp_short_convolution(
     x: Float[Array, "b t c"], weight: Float[Array, "c w"], context: FLACPContext
 ) -> Float[Array, "b t c"]:
-    """ops.short_convolution over this rank's part: what it reads before the part comes from the ranks there.
+    """Run ops.short_convolution on this rank's part; earlier ranks send the tokens before the part.
 
     Args:
         x: inputs of the part. [1, T, C]
-        weight: taps. [C, W]
-        context: of the ranks.
+        weight: coefficients of each channel; the last is that of the token itself. [C, W]
+        context: context of the rank.
 
     Raises:
-        ValueError: not the part the context is of, or not its taps; nothing is sent.
+        ValueError: x or weight does not fit the context; nothing is sent.
     """
     check_part(context, x.shape, name="x")
     check_taps(context, weight.shape[1])
-    length, wanted = x.shape[1], weight.shape[1] - 1
+    length = x.shape[1]
+    wanted = weight.shape[1] - 1
     place, begin = _sequences(context, length)
     if is_pipelined(context) and wanted:
         joined = _joined_with_tokens(x, wanted)
@@ -43,15 +44,17 @@ def cp_attention(
     context: FLACPContext,
     fused: bool = False,
 ) -> Float[Array, "b t h d"]:
-    """ops.causal_attention of this rank's queries, to the keys and values of all ranks, each sequence by itself.
+    """Run ops.causal_attention of this rank's queries over the keys and values of all ranks, within each sequence.
 
     Args:
-        q, k, v: of the part. [1, T, H, d], [1, T, G, d]
-        context: of the ranks.
+        q: queries of the part. [1, T, H, d]
+        k: keys of the part. [1, T, G, d]
+        v: values of the part. [1, T, G, d]
+        context: context of the rank.
         fused: see ops.masked_attention.
 
     Raises:
-        ValueError: not the part the context is of; nothing is sent.
+        ValueError: an argument does not fit the context; nothing is sent.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_part(context, x.shape, name=name)
@@ -67,8 +70,9 @@ def cp_attention(
 
 
 def _halo(x: Array, taps: int, context: FLACPContext) -> list[Array]:
-    """The tokens before the part that a convolution reads, from the farthest rank to the nearest."""
-    halo, ranks = [], ranks_of(context)._replace(wire_dtype=None)
+    """Return the tokens before the part that a convolution reads, from the farthest rank to the nearest."""
+    halo = []
+    ranks = ranks_of(context)._replace(wire_dtype=None)
     for distance, size in enumerate(halo_sizes(x.shape[1], taps), 1):
         pairs = [(rank, rank + distance) for rank in range(context.size - distance)]
         halo.insert(0, permute(x[:, x.shape[1] - size :], ranks, pairs))
@@ -76,21 +80,22 @@ def _halo(x: Array, taps: int, context: FLACPContext) -> list[Array]:
 
 
 def _joined_with_tokens(x: Array, wanted: int) -> Array:
-    """x and so many tokens before it, pipelined; of a sequence that begins here nobody looks at them."""
+    """Prepend the tokens before x, pipelined; they are ignored if the first sequence begins on this rank."""
 
-    def own(came: Array) -> tuple[Array, Array]:
-        joined = jnp.concatenate([came, x], axis=1)
+    def own(received: Array) -> tuple[Array, Array]:
+        joined = jnp.concatenate([received, x], axis=1)
         return joined[:, -wanted:], joined
 
     return hand_over((x.shape[0], wanted, *x.shape[2:]), x.dtype, own)
 
 
 def _joined_with_earlier(k: Array, v: Array, context: FLACPContext) -> tuple[Array, Array]:
-    """Keys and values of this rank and those before, pipelined, each at its place among all; 0 where later ones are."""
-    both, length = jnp.stack([k, v]), k.shape[1]
+    """Return keys and values of this rank and earlier ones, pipelined, at their global positions; later ones are 0."""
+    both = jnp.stack([k, v])
+    length = k.shape[1]
 
-    def own(came: Array) -> tuple[Array, Array]:
-        joined = lax.dynamic_update_slice_in_dim(came, both, context.rank * length, axis=2)
+    def own(received: Array) -> tuple[Array, Array]:
+        joined = lax.dynamic_update_slice_in_dim(received, both, context.rank * length, axis=2)
         return joined, joined
 
     shape = (*both.shape[:2], length * context.size, *both.shape[3:])
@@ -99,7 +104,7 @@ def _joined_with_earlier(k: Array, v: Array, context: FLACPContext) -> tuple[Arr
 
 
 def _sequences(context: FLACPContext, length: int) -> tuple[Array, Array]:
-    """Where each token of the part lies among all, and where its sequence begins. [T]"""
+    """Return the global position of each token of the part, and that of the first token of its sequence. [T] each."""
     tokens = jnp.arange(length)
     own = jnp.searchsorted(context.cu_seqlens[1:], tokens, side="right")
     begin = context.cu_seqlens[own] - jnp.where(own == 0, context.pre_num_tokens, 0)

@@ -1,4 +1,4 @@
-"""Before an exchange and after it: what a scan begins with, and how it is completed."""
+"""The scan of a rank's part before and after the exchange of states: its initial states, and the completed outputs."""
 
 from collections.abc import Callable
 
@@ -12,54 +12,57 @@ from jax_impl.handing import hand_over
 
 
 def with_transition_columns(initial_state: Array | None, context: FLACPContext, like: Array) -> Array:
-    """What the rank's scan begins with: of a sequence that began on another rank 0 and the identity.
+    """Return the initial states of the scan: 0 and the identity for a sequence that begins on an earlier rank.
+
+    Transition columns are explained in delta_rule/chunked.py.
 
     Args:
-        initial_state: of the rank's sequences; that of one which began on another rank is not looked at. [n, HV, K, V]
-        context: of the ranks.
-        like: a state's shape and type. [HV, K, V]
+        initial_state: initial states of the rank's sequences; None: zeros. [n, HV, K, V]
+        context: context of the rank.
+        like: array with the shape and type of a state. [HV, K, V]
 
     Returns:
-        H and M side by side. [n, HV, K, V + K]
+        States with transition columns. [n, HV, K, V + K]
     """
     heads, key, _ = like.shape
     states = initial_state
     if states is None:
         states = jnp.zeros((len(context.cu_seqlens) - 1, *like.shape), like.dtype)
-    begun = jnp.where(context.is_first_rank, states[0], 0)
+    first = jnp.where(context.is_first_rank, states[0], 0)
     identity = jnp.where(context.is_first_rank, 0, jnp.broadcast_to(jnp.eye(key, dtype=like.dtype), (heads, key, key)))
     states = jnp.pad(states, ((0, 0), (0, 0), (0, 0), (0, key)))
-    return states.at[0].set(jnp.concatenate([begun, identity], axis=-1))
+    return states.at[0].set(jnp.concatenate([first, identity], axis=-1))
 
 
-def handed_through(
+def run_pipelined(
     initial_state: Array | None,
     like: Array,
     context: FLACPContext,
     run: Callable[[Array], tuple[Array, Array]],
 ) -> tuple[Array, Array]:
-    """Outputs and final states, pipelined: the first sequence begins with the state that the rank before hands on.
+    """Run a part after the previous rank: receive the first state from it, and send the last state to the next rank.
 
     Args:
-        initial_state: as with_transition_columns'.
-        like: a state's shape and type. [HV, K, V]
-        context: of the ranks.
-        run: outputs and final states of initial ones, [n, HV, K, V] each.
+        initial_state: see with_transition_columns. [n, HV, K, V]
+        like: array with the shape and type of a state. [HV, K, V]
+        context: context of the rank.
+        run: function that returns outputs and final states from initial states. [n, HV, K, V]
 
     Returns:
-        The same; a sequence that goes on on another rank has a final state of 0 here.
+        Outputs and final states; the final state of a sequence that continues on the next rank is 0.
     """
-    last, goes_on = context.num_sequences - 1, ~context.is_last_rank
+    last = context.num_sequences - 1
+    sends = ~context.is_last_rank
     states = initial_state
     if states is None:
         states = jnp.zeros((len(context.cu_seqlens) - 1, *like.shape), like.dtype)
     wire = like.dtype if context.cp_wire_dtype is None else jnp.dtype(context.cp_wire_dtype)
 
-    def own(came: Array) -> tuple[Array, tuple[Array, Array]]:
-        begun = jnp.where(context.is_first_rank, states[0], came.astype(like.dtype))
-        o, finals = run(states.at[0].set(begun))
-        state = jnp.where(goes_on, finals[last], 0)
-        return state.astype(wire), (o, finals.at[last].set(jnp.where(goes_on, 0, finals[last])))
+    def own(received: Array) -> tuple[Array, tuple[Array, Array]]:
+        first = jnp.where(context.is_first_rank, states[0], received.astype(like.dtype))
+        o, finals = run(states.at[0].set(first))
+        state = jnp.where(sends, finals[last], 0)
+        return state.astype(wire), (o, finals.at[last].set(jnp.where(sends, 0, finals[last])))
 
     return hand_over(like.shape, wire, own)
 
@@ -70,28 +73,33 @@ def complete(
     finals: Float[Array, "n h k w"],
     crossing: Crossing,
 ) -> tuple[Float[Array, "b t h v"], Float[Array, "n h k v"]]:
-    """Outputs and final states, once it is known what the rank's first sequence began with.
+    """Exchange states between ranks, and return the completed outputs and final states.
 
     Args:
-        o: outputs, those of a first sequence that began on another rank from a state of 0. [1, T, HV, V]
-        transition_output: of tokens, from the part's first on; None: they do not depend on another rank. [1, U, HV, K]
-        finals: H and M of every sequence, as wide. [n, HV, K, V + K]
-        crossing: of the call.
+        o: outputs of a scan from a state of 0 for a sequence that begins on an earlier rank. [1, T, HV, V]
+        transition_output: transition columns R of the outputs of the first U tokens; None if no output depends on
+            another rank. [1, U, HV, K]
+        finals: final states H with transition columns M. [n, HV, K, V + K]
+        crossing: exchange of the call.
 
     Returns:
-        [1, T, HV, V] and [n, HV, K, V]; a sequence that goes on on another rank has a final state of 0 here.
+        Outputs [1, T, HV, V] and final states [n, HV, K, V]; the final state of a sequence that continues on the next
+        rank is 0.
     """
     context, value, log_decay = crossing
-    last, came, goes_on = context.num_sequences - 1, ~context.is_first_rank, ~context.is_last_rank
-    states, transitions = finals[..., :value], finals[..., value:]
+    last = context.num_sequences - 1
+    receives = ~context.is_first_rank
+    sends = ~context.is_last_rank
+    states = finals[..., :value]
+    transitions = finals[..., value:]
     transition = jnp.where(context.goes_through, transitions[0], 0)
-    state = jnp.where(goes_on, states[last], 0)
-    begun = pass_states(transition, state, log_decay, ranks_of(context), reach_of(context))
+    state = jnp.where(sends, states[last], 0)
+    received = pass_states(transition, state, log_decay, ranks_of(context), reach_of(context))
     if transition_output is not None:
         tokens = transition_output.shape[1]
-        # Of other sequences, which have nothing to do with the state that came, both are left out, not times 0.
-        own = ((jnp.arange(tokens) < context.cu_seqlens[1]) & came)[:, None, None]
-        more = jnp.einsum("bthk,hkv->bthv", jnp.where(own, transition_output, 0), begun)
+        # Other sequences do not depend on the received state. It may not be finite, so 0 is selected, not multiplied.
+        own = ((jnp.arange(tokens) < context.cu_seqlens[1]) & receives)[:, None, None]
+        more = jnp.einsum("bthk,hkv->bthv", jnp.where(own, transition_output, 0), received)
         o = o.at[:, :tokens].add(jnp.where(own, more, 0))
-    states = states.at[0].add(jnp.where(came, transitions[0] @ begun, 0))
-    return o, states.at[last].set(jnp.where(goes_on, 0, states[last]))
+    states = states.at[0].add(jnp.where(receives, transitions[0] @ received, 0))
+    return o, states.at[last].set(jnp.where(sends, 0, states[last]))

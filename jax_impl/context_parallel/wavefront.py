@@ -1,7 +1,8 @@
-"""Microbatches that follow one another over ranks, a tick each; see diptych/plans/schedule/wavefront.py.
+"""Pipelined context parallelism: each rank is one microbatch behind the previous rank.
 
-Twin of ``reference_torch/context_parallel/wavefront.py``, where a rank is a layer behind the one before; in one program
-that all ranks run it is a whole microbatch. Backward is the transposed loop, from the last tick and the last rank.
+diptych/plans/schedule/wavefront.py defines the lock-step slots. In ``reference_torch/context_parallel/wavefront.py`` a
+rank is one layer behind the previous rank; here all ranks run one program, so it is a whole microbatch. Backward is the
+transposed loop, from the last slot and the last rank.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from jax_impl.handing import handing
 
 
 def is_pipelined(context: FLACPContext) -> bool:
-    """Whether ranks hand on what they have before the next compute."""
+    """Return true if the exchange is "pipelined": a rank computes after it has received from the previous rank."""
     return context.cp_exchange == PIPELINED
 
 
@@ -30,29 +31,32 @@ def over_microbatches(
     axes: tuple[str, ...] = (),
     checkpoint: Callable[[Callable], Callable] | None = None,
 ) -> Any:
-    """Run every microbatch on every rank, one rank a tick after the other; inside jax.shard_map.
+    """Run every microbatch on every rank, each rank one lock-step slot after the previous, inside jax.shard_map.
 
     Args:
-        run: of the number of a microbatch, this rank's results; in it contexts of cp_exchange "pipelined" may be used.
+        run: function from the number of a microbatch to this rank's results; it may use contexts with cp_exchange
+            "pipelined".
         num_microbatches: m.
         axis: name of the mesh axis of the ranks.
-        axes: of the whole mesh; all that run reads should differ along them.
-        checkpoint: jax.checkpoint or such, of a tick: what is kept for backward; None: everything.
+        axes: names of all mesh axes along which the arrays that run reads vary; empty: axis.
+        checkpoint: transformation of a slot such as jax.checkpoint, which decides what is saved for backward; None:
+            save everything.
 
     Returns:
-        Results [m, ...].
+        Results of all microbatches. [m, ...]
     """
-    rank, size = lax.axis_index(axis), lax.axis_size(axis)
+    rank = lax.axis_index(axis)
+    size = lax.axis_size(axis)
     pairs = [(place, place + 1) for place in range(size - 1)]
     first = jnp.zeros((), jnp.int32)
     sent = jax.eval_shape(lambda: handing(run, None)(first)[1])
     begin = tuple(vary(jnp.zeros(x.shape, x.dtype), axes or (axis,)) for x in sent)
 
-    def tick(came: tuple[Array, ...], number: Array) -> tuple[tuple[Array, ...], Any]:
-        own = jnp.clip(number - rank, 0, num_microbatches - 1)  # before its first and after its last, nobody looks
-        result, sent = handing(run, came)(own)
+    def slot(received: tuple[Array, ...], number: Array) -> tuple[tuple[Array, ...], Any]:
+        own = jnp.clip(number - rank, 0, num_microbatches - 1)  # results before the first and after the last are unused
+        result, sent = handing(run, received)(own)
         return tuple(lax.ppermute(x, axis, pairs) for x in sent), result
 
-    tick = tick if checkpoint is None else checkpoint(tick)
-    _, results = lax.scan(tick, begin, jnp.arange(num_ticks(size, num_microbatches), dtype=jnp.int32))
+    slot = slot if checkpoint is None else checkpoint(slot)
+    _, results = lax.scan(slot, begin, jnp.arange(num_ticks(size, num_microbatches), dtype=jnp.int32))
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, rank, num_microbatches), results)

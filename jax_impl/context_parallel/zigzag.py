@@ -1,8 +1,8 @@
-"""Softmax attention of as many keys on every rank: queries go to the ranks that compute them, outputs back.
+"""Load-balanced softmax attention: queries are sent to the ranks that compute them, and outputs are sent back.
 
-Ranks run one program, so each goes through 2R + 1 blocks of half a part's queries by half a part's keys, the same
-number everywhere, and looks up which. A block's scores are used at once (an online softmax, with a running maximum m
-and sum l of each query) and computed again in backward, from what is kept: q, k, v, outputs and m + log l.
+All ranks run one program: each computes 2R + 1 blocks of half a part's queries by half a part's keys, and a table says
+which blocks. The softmax is computed online, with a running maximum m and sum l of each query. Backward recomputes the
+scores of each block from q, k, v, the outputs and m + log l, which are saved.
 """
 
 from functools import partial
@@ -27,20 +27,24 @@ def zigzag_attention(
     context: FLACPContext,
     fused: bool = False,
 ) -> Float[Array, "b t h d"]:
-    """Causal attention of this rank's queries, of which other ranks compute most; see diptych.plans.context.zigzag.
+    """Return the causal attention of this rank's queries; see diptych.plans.context.zigzag for the ranks that compute.
+
+    All ranks have to call this function.
 
     Args:
         q: queries of the part. [1, T, H, d]
-        k, v: keys and values of all ranks. [1, R T, G, d]
-        context: of the ranks; all have to call it.
-        fused: without effect: scores are never kept.
+        k: keys of all ranks. [1, R T, G, d]
+        v: values of all ranks. [1, R T, G, d]
+        context: context of the rank.
+        fused: without effect, because scores are never saved.
     """
-    length, (first, second) = q.shape[1], half_lengths(q.shape[1])
+    length = q.shape[1]
+    first, second = half_lengths(q.shape[1])
     groups, width = k.shape[2:]
-    filled = [(0, 0), (0, first - second), (0, 0), (0, 0)]  # halves as long as each other
+    padding = [(0, 0), (0, first - second), (0, 0), (0, 0)]  # to halves of equal length
     moved = [_move(half, context, place, back=False) for place, half in enumerate((q[:, :first], q[:, first:]))]
-    halves = jnp.concatenate([moved[0], jnp.pad(moved[1], filled)]).reshape(2, first, groups, -1, width)
-    keys, values = (jnp.pad(x, filled)[0] for x in (k, v))
+    halves = jnp.concatenate([moved[0], jnp.pad(moved[1], padding)]).reshape(2, first, groups, -1, width)
+    keys, values = (jnp.pad(x, padding)[0] for x in (k, v))
     blocks = jnp.asarray([block_pairs(rank, context.size) for rank in range(context.size)], jnp.int32)[context.rank]
     attend: Any = _attended
     o = attend(length, *varying_alike((halves, keys, values, blocks, context.all_cu_seqlens)))
@@ -49,46 +53,48 @@ def zigzag_attention(
 
 
 def _move(half: Array, context: FLACPContext, place: int, back: bool) -> Array:
-    """All parts' first (0) or second (1) halves, moved to the ranks that compute them, or back to their holders."""
+    """Move the first (place 0) or second (1) halves of all parts to the ranks that compute them, or back."""
     return permute(half, ranks_of(context)._replace(wire_dtype=None), half_moves(context.size, place, back))
 
 
 class _Block(NamedTuple):
-    """Half a part's queries and half a part's keys."""
+    """Queries of half a part, and keys and values of half a part."""
 
     q: Float[Array, "c g r d"]
     k: Float[Array, "c g d"]
     v: Float[Array, "c g d"]
     allowed: Array
-    """Which queries may look at which keys. [C, C]"""
+    """True where a query may attend to a key. [C, C]"""
 
     def scores(self) -> Array:
-        """Wide. [C, G, r, C]"""
+        """Return the scores [C, G, r, C] in at least float32."""
         return at_least_float32(jnp.einsum("tgrd,sgd->tgrs", self.q, self.k) * self.q.shape[-1] ** -0.5)
 
 
 def _block(pair: Array, length: int, halves: Array, keys: Array, values: Array, cu_seqlens: Array) -> _Block:
-    """What a pair of half-parts names."""
+    """Return the block of a pair of half-parts: the number of the queries' half, and that of the keys' half."""
     query, key = pair
-    begin, size = half_begin(key, length), halves.shape[1]
+    begin = half_begin(key, length)
+    size = halves.shape[1]
     place = (half_begin(query, length) + jnp.arange(size))[:, None]
-    looked_at = begin + jnp.arange(size)
+    key_place = begin + jnp.arange(size)
     first = cu_seqlens[jnp.searchsorted(cu_seqlens, place, side="right") - 1]
     k, v = (lax.dynamic_slice_in_dim(x, begin, size) for x in (keys, values))
-    within = looked_at < half_begin(key + 1, length)  # of a half that is shorter by one
-    return _Block(halves[query % 2], k, v, (looked_at >= first) & (looked_at <= place) & within)
+    within = key_place < half_begin(key + 1, length)  # excludes the padding of a shorter half
+    return _Block(halves[query % 2], k, v, (key_place >= first) & (key_place <= place) & within)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attended(length: int, halves: Array, keys: Array, values: Array, blocks: Array, cu_seqlens: Array) -> Array:
-    """Of two half-parts' queries.
+    """Return the attention of the queries of two half-parts.
 
     Args:
         length: tokens of a part.
         halves: queries. [2, C, G, r, d]
-        keys, values: of all ranks, filled up so that the last half is C long. [R T + 0 or 1, G, d]
-        blocks: this rank's half-parts of queries and of keys. [2R + 1, 2]
-        cu_seqlens: where all sequences begin, and the end. [N + 1]
+        keys: keys of all ranks, padded so that the last half has length C. [R T + 0 or 1, G, d]
+        values: values of all ranks, padded like keys. [R T + 0 or 1, G, d]
+        blocks: pairs of half-parts (queries, keys) that this rank computes. [2R + 1, 2]
+        cu_seqlens: offsets of all sequences, and the end. [N + 1]
     """
     return _attended_forward(length, halves, keys, values, blocks, cu_seqlens)[0]
 
@@ -99,12 +105,14 @@ def _attended_forward(
     wide = jnp.promote_types(halves.dtype, jnp.float32)
 
     def add(carry: tuple[Array, ...], pair: Array) -> tuple[tuple[Array, ...], None]:
-        block, place = _block(pair, length, halves, keys, values, cu_seqlens), pair[0] % 2
+        block = _block(pair, length, halves, keys, values, cu_seqlens)
+        place = pair[0] % 2
         o, top, total = (x[place] for x in carry)
         allowed = block.allowed[:, None, None]
         scores = jnp.where(allowed, block.scores(), jnp.finfo(wide).min)
         new_top = jnp.maximum(top, scores.max(-1))
-        weights, scale = jnp.where(allowed, jnp.exp(scores - new_top[..., None]), 0), jnp.exp(top - new_top)
+        weights = jnp.where(allowed, jnp.exp(scores - new_top[..., None]), 0)
+        scale = jnp.exp(top - new_top)
         added = jnp.einsum("tgrs,sgd->tgrd", weights.astype(values.dtype), block.v, preferred_element_type=wide)
         found = o * scale[..., None] + added, new_top, total * scale + weights.sum(-1)
         return tuple(x.at[place].set(y) for x, y in zip(carry, found, strict=True)), None
@@ -112,21 +120,24 @@ def _attended_forward(
     rows = halves.shape[:-1]
     start = jnp.zeros(halves.shape, wide), jnp.full(rows, jnp.finfo(wide).min, wide), jnp.zeros(rows, wide)
     (o, top, total), _ = lax.scan(add, tuple(varying_alike((*start, blocks, halves))[:3]), blocks)
-    total = jnp.where(total > 0, total, 1)  # of what fills a half up
+    total = jnp.where(total > 0, total, 1)  # the sum is 0 for queries that are padding
     o = (o / total[..., None]).astype(values.dtype)
     return o, (halves, keys, values, blocks, cu_seqlens, o, top + jnp.log(total))
 
 
-def _attended_backward(length: int, kept: tuple[Array, ...], d_o: Array) -> tuple[Array | None, ...]:
-    halves, keys, values, blocks, cu_seqlens, o, logsumexp = kept
+def _attended_backward(length: int, saved: tuple[Array, ...], d_o: Array) -> tuple[Array | None, ...]:
+    halves, keys, values, blocks, cu_seqlens, o, logsumexp = saved
     inputs = halves, keys, values
-    wide, width = logsumexp.dtype, d_o.shape[-1]
+    wide = logsumexp.dtype
+    width = d_o.shape[-1]
     through = (o.astype(wide) * d_o.astype(wide)).sum(-1)
 
     def add(carry: tuple[Array, ...], pair: Array) -> tuple[tuple[Array, ...], None]:
         d_halves, d_keys, d_values = carry
-        block, place = _block(pair, length, halves, keys, values, cu_seqlens), pair[0] % 2
-        begin, own = half_begin(pair[1], length), d_o[place]
+        block = _block(pair, length, halves, keys, values, cu_seqlens)
+        place = pair[0] % 2
+        begin = half_begin(pair[1], length)
+        own = d_o[place]
         weights = jnp.where(block.allowed[:, None, None], jnp.exp(block.scores() - logsumexp[place][..., None]), 0)
         d_weights = at_least_float32(jnp.einsum("tgrd,sgd->tgrs", own, block.v))
         d_scores = (weights * (d_weights - through[place][..., None]) * width**-0.5).astype(own.dtype)
@@ -142,7 +153,7 @@ def _attended_backward(length: int, kept: tuple[Array, ...], d_o: Array) -> tupl
 
 
 def _added(whole: Array, block: Array, begin: Array) -> Array:
-    """The whole with a block added to what begins there."""
+    """Add a block to an array at position begin."""
     before = lax.dynamic_slice_in_dim(whole, begin, len(block))
     return lax.dynamic_update_slice_in_dim(whole, before + block, begin, 0)
 

@@ -1,14 +1,14 @@
-"""The gated delta rule: a state that decays, and is corrected by what it got wrong, token by token.
+"""The gated delta rule: each token decays the state, and corrects it by the error of its prediction.
 
-Per head, with state S [K, V], token t:
+For one head with state S [K, V], at token t:
 
-    S <- diag(exp(g_t)) S                  decay, one for all channels of k (GDN) or one for each (KDA)
+    S <- diag(exp(g_t)) S                  decay: one per head (GDN) or one per channel of k (KDA)
     e  = beta_t (v_t - S^T k_t)            the error of the decayed state
     S <- S + k_t e^T
     o_t = scale * S^T q_t
 
-``recurrent_*`` compute just that, a token at a time; ``chunk_*`` the same by matrix products over chunks of tokens,
-with a backward of their own that keeps little more than the arguments. Twin of ``reference_torch/delta_rule``.
+``recurrent_*`` compute this token by token. ``chunk_*`` compute the same by matrix products over chunks of tokens, and
+save little more than the arguments for backward. Mirrors ``reference_torch/delta_rule``.
 
 Reference: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464, eq. 10; Kimi Team, "Kimi Linear",
 arXiv 2510.26692, eq. 1.

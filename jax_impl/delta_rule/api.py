@@ -1,4 +1,4 @@
-"""The public functions: arguments, what is asked of them, and who computes."""
+"""The public functions of the delta rule: they check their arguments and select the implementation."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from diptych.plans.model.delta_rule import (
     refuse_unknown_keywords,
 )
 from jax_impl.context_parallel import Crossing, complete, with_transition_columns
-from jax_impl.context_parallel.states import handed_through
+from jax_impl.context_parallel.states import run_pipelined
 from jax_impl.context_parallel.wavefront import is_pipelined
 from jax_impl.delta_rule.by_kernels import chunked_by_kernels
 from jax_impl.delta_rule.chunked import Arguments, chunked
@@ -44,7 +44,7 @@ def recurrent_kda(
     safe_gate: bool = False,
     lower_bound: float | int | None = None,
 ) -> tuple[Array, Array | None]:
-    """Kimi delta attention, a token at a time; arguments and results as chunk_kda's."""
+    """Run Kimi delta attention token by token; arguments and results are those of chunk_kda."""
     options = DeltaRuleOptions(True, scale, 1, use_qk_l2norm_in_kernel, use_gate_in_kernel, safe_gate, lower_bound)
     arguments = Arguments(q, k, v, g, beta, A_log, dt_bias)
     return _recurrent(arguments, initial_state, cu_seqlens, options, output_final_state)
@@ -73,33 +73,36 @@ def chunk_kda(
     disable_recompute: bool = False,
     impl: str = "auto",
 ) -> tuple[Array, Array | None]:
-    """Kimi delta attention, a chunk at a time: the gated delta rule with a decay for every channel.
+    """Run Kimi delta attention in chunks: the gated delta rule with one decay per channel.
 
     Args:
-        q: queries. [B, T, H, K] float16, bfloat16, float32 or float64; k and v are of the same type
-        k: keys; beyond length one the rule can diverge, see use_qk_l2norm_in_kernel. [B, T, H, K]
-        v: values; HV / H neighbours share a head of q and k. [B, T, HV, V]
-        g: log decay, natural log, <= 0; with use_gate_in_kernel what kda_gate takes. [B, T, HV, K]
-        beta: the share of an error that is corrected, in [0, 2]. [B, T, HV]
-        scale: of the queries; None for K ** -0.5.
-        initial_state: None for zeros. [N, HV, K, V] float32 (float64 for float64)
-        cu_seqlens: where the sequences that B = 1 holds begin, and T; they may be empty. [N + 1] int32
-        A_log, dt_bias, lower_bound: of kda_gate, with use_gate_in_kernel. [HV], [HV * K]
-        safe_gate: the caller's word that decays are above -5; nothing here needs it.
-        chunk_size: tokens, a power of two.
-        cp_context: of build_cp_context, where sequences are split over ranks, of which this one gives its part and gets
-            its part's outputs. cu_seqlens is then the context's or None. A sequence takes its initial state on the rank
-            where it begins and has its final state where it ends, 0 on others. Every rank has to call backward.
-        disable_recompute: keep for backward what it would compute again.
+        q: queries. [B, T, H, K] float16, bfloat16, float32 or float64; k and v have the same type
+        k: keys; with norms above 1 the rule can diverge, see use_qk_l2norm_in_kernel. [B, T, H, K]
+        v: values; HV / H neighbouring heads share a head of q and k. [B, T, HV, V]
+        g: log decay, natural log, <= 0; with use_gate_in_kernel the argument g of kda_gate. [B, T, HV, K]
+        beta: fraction of the error that is corrected, in [0, 2]. [B, T, HV]
+        scale: scale of the queries; None: K ** -0.5.
+        initial_state: state before each sequence; None: zeros. [N, HV, K, V] float32 (float64 for float64)
+        output_final_state: return the final states.
+        cu_seqlens: offsets of the sequences packed in B = 1, and T; sequences may be empty. [N + 1] int32
+        use_qk_l2norm_in_kernel: apply l2norm to q and k.
+        A_log: see kda_gate. [HV]
+        dt_bias: see kda_gate. [HV * K]
+        use_gate_in_kernel: apply kda_gate to g.
+        safe_gate: the caller guarantees log decays above -5; accepted for compatibility, without effect.
+        lower_bound: see kda_gate.
+        chunk_size: tokens per chunk, a power of two.
+        cp_context: from build_cp_context; this rank then computes its part of the sequences, each with its initial
+            state on its first rank and its final state on its last (0 elsewhere). Every rank has to call backward.
+        disable_recompute: save intermediate values for backward instead of recomputing them.
+        impl: see diptych.plans.model.implementation.
 
     Returns:
-        Outputs [B, T, HV, V] in v's type; with output_final_state the states after, as initial_state, else None.
+        Outputs [B, T, HV, V] in the type of v, and the final states, like initial_state, or None.
 
     Raises:
-        ValueError: arguments that do not belong together, or an unknown one: what was expected, what came.
-
-    Reference: Kimi Team, arXiv 2510.26692, section 3. A cu_seqlens that jit traces is not
-    looked into: that it is right is the caller's word, and every sequence may cost a chunk of padding.
+        ValueError: arguments do not fit together, or a keyword is unknown.
+    Reference: Kimi Team, arXiv 2510.26692, section 3. Traced offsets are not checked, and may cost chunks of padding.
     """
     options = DeltaRuleOptions(
         True, scale, chunk_size, use_qk_l2norm_in_kernel, use_gate_in_kernel, safe_gate, lower_bound
@@ -124,7 +127,7 @@ def recurrent_gated_delta_rule(
     cu_seqlens: Array | np.ndarray | None = None,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Array, Array | None]:
-    """The gated delta rule of GDN, a token at a time; arguments and results as chunk_gated_delta_rule's."""
+    """Run the gated delta rule of GDN token by token; arguments and results are those of chunk_gated_delta_rule."""
     options = DeltaRuleOptions(False, scale, 1, use_qk_l2norm_in_kernel)
     arguments = Arguments(q, k, v, g, beta, None, None)
     return _recurrent(arguments, initial_state, cu_seqlens, options, output_final_state)
@@ -148,9 +151,9 @@ def chunk_gated_delta_rule(
     disable_recompute: bool = False,
     impl: str = "auto",
 ) -> tuple[Array, Array | None]:
-    """The gated delta rule of GDN, a chunk at a time: one decay for a head's channels.
+    """Run the gated delta rule of GDN in chunks, with one decay per head.
 
-    Args, results and errors as chunk_kda's, but for g: log decay, natural log, <= 0, [B, T, HV].
+    Arguments, results and errors are those of chunk_kda, except g: log decay, natural log, <= 0. [B, T, HV]
 
     Reference: Yang, Kautz and Hatamizadeh, arXiv 2412.06464, section 3.
     """
@@ -206,7 +209,8 @@ def _chunked(
             raise ValueError("cu_seqlens: expected None or cp_context.cu_seqlens, got another array")
         cu_seqlens = context.cu_seqlens
     _check(arguments, initial, cu_seqlens, options)
-    options, impl = options.for_length(arguments.q.shape[1]), implementation_for(impl, context)
+    options = options.for_length(arguments.q.shape[1])
+    impl = implementation_for(impl, context)
     kernels = kernel_backend(impl, arguments.q)
 
     def run(initial: Array | None, context: FLACPContext | None = None) -> tuple[Array, Array]:
@@ -216,8 +220,8 @@ def _chunked(
             return chunked(arguments, initial, options, cu_seqlens, recompute)
         return _over_ranks(arguments, initial, options, recompute, context)
 
-    if context is not None and is_pipelined(context):  # within, the part is whole sequences
-        o, finals = handed_through(initial, _state_like(arguments), context, run)
+    if context is not None and is_pipelined(context):  # run then treats the part as whole sequences
+        o, finals = run_pipelined(initial, _state_like(arguments), context, run)
     else:
         o, finals = run(initial, context)
     return o, finals if output_final_state else None
@@ -230,8 +234,9 @@ def _over_ranks(
     recompute: bool,
     context: FLACPContext,
 ) -> tuple[Array, Array]:
-    """The rule over every rank's part of the sequences."""
-    v, like = arguments.v, _state_like(arguments)
+    """Run the rule over this rank's part of the sequences."""
+    v = arguments.v
+    like = _state_like(arguments)
     _, key, value = like.shape
     o, finals = chunked(
         arguments,
@@ -248,13 +253,14 @@ def _over_ranks(
 
 
 def _state_like(arguments: Arguments) -> Array:
-    """A state of 0. [HV, K, V]"""
-    q, v = arguments.q, arguments.v
+    """Return a state of zeros [HV, K, V]."""
+    q = arguments.q
+    v = arguments.v
     return jnp.zeros((v.shape[2], q.shape[3], v.shape[3]), jnp.promote_types(q.dtype, jnp.float32))
 
 
 def _log_decay(arguments: Arguments, options: DeltaRuleOptions, context: FLACPContext) -> Array | None:
-    """Sum of log decays over the part, which a map of low rank has on its diagonal. [HV, K] or [HV, 1]"""
+    """Return the sum of log decays over the part, [HV, K] or [HV, 1], for a low-rank transition."""
     if context.cp_transition_rank is None:
         return None
     q, k, _, g, _, A_log, dt_bias = arguments

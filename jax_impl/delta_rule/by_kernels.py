@@ -1,4 +1,4 @@
-"""The delta rule by the shared Triton kernels: what is left to do before they are called, and between ranks."""
+"""The delta rule by the shared Triton kernels: preparation of their arguments, and the exchange between ranks."""
 
 from typing import Any, NamedTuple
 
@@ -25,10 +25,9 @@ def chunked_by_kernels(
     recompute: bool,
     context: FLACPContext | None = None,
 ) -> tuple[Array, Array]:
-    """Outputs and final states; arguments as the public functions' (calls.py), checked.
+    """Return outputs and final states, computed by the kernels.
 
-    Args:
-        kernels: the module that launches them.
+    ``kernels`` is the module from ops.kernel_backend. The other arguments are those of chunk_kda, already checked.
     """
     q, k, v, g, beta, A_log, dt_bias = arguments
     q, k, g = prepared(q, k, g, A_log, dt_bias, options)
@@ -51,54 +50,57 @@ def _tables(cu_seqlens: Array | np.ndarray | None, rows: int, length: int, size:
 def _boundary_sequences(
     context: FLACPContext, initial_state: Array | None, sequences: Array, k: Array, v: Array
 ) -> BoundarySequences:
-    """Of every rank: no tokens of a first sequence that began there, nor of a last that ends there."""
+    """Return the first and last sequence of this rank; a sequence that begins or ends here is given no tokens."""
     last = context.num_sequences - 1
-    dtype, key, width = jnp.promote_types(v.dtype, jnp.float32), k.shape[-1], v.shape[-1]
-    began_here = context.is_first_rank | (last > 0)
+    dtype = jnp.promote_types(v.dtype, jnp.float32)
+    key = k.shape[-1]
+    width = v.shape[-1]
+    begins_here = context.is_first_rank | (last > 0)
     state = jnp.zeros((v.shape[2], key, width), dtype)
     if initial_state is not None:
-        state = jnp.where(began_here, lax.stop_gradient(initial_state)[last], 0)
+        state = jnp.where(begins_here, lax.stop_gradient(initial_state)[last], 0)
     sequences = jnp.asarray(sequences)
-    edges = [
+    boundaries = [
         jnp.where(context.is_first_rank, 0, sequences[0]),
         jnp.where(context.is_last_rank, 0, sequences[last]),
     ]
     roles = [~context.is_first_rank, ~context.is_last_rank, last, *reach_of(context)]
     roles = jnp.stack([jnp.asarray(role).astype(jnp.int32) for role in roles])
-    return BoundarySequences(state[None], jnp.stack(edges), roles)
+    return BoundarySequences(state[None], jnp.stack(boundaries), roles)
 
 
 class KernelRanks(NamedTuple):
-    """What happens between ranks; see diptych_kernels.delta_rule.autodiff_rules.Ranks.
+    """The exchange between ranks; see diptych_kernels.delta_rule.autodiff_rules.Ranks.
 
-    Roles: whether a rank's first sequence began on another, whether its last goes on, its number, and its Reach. [6]
-    int32
+    The roles of a rank are: its first sequence begins on an earlier rank, its last sequence continues on a later rank,
+    the number of its last sequence, and its Reach. [6] int32
     """
 
     ranks: Ranks
     value: int
 
     def pass_on(self, maps: Array, roles: Array) -> Array:
-        """See Ranks."""
+        """Implement Ranks."""
         return exchange_over(*self._passed_on(maps, roles), self.ranks, _reach(roles))
 
     def pass_back(self, maps: Array, d_found: Array, roles: Array) -> Array:
-        """See Ranks."""
+        """Implement Ranks."""
         transition, _ = self._passed_on(maps, roles)
         d_found = jnp.where(roles[0] > 0, d_found, 0)
         return exchange_over(transition.mT, d_found, self.ranks, _reach(roles), reverse=True)
 
     def with_first(self, states: Array, first: Array | None, roles: Array) -> Array:
-        """See Ranks."""
+        """Implement Ranks."""
         return states.at[0].set(jnp.where(roles[0] > 0, 0 if first is None else first, states[0]))
 
     def with_last(self, states: Array, last: Array | None, roles: Array) -> Array:
-        """See Ranks."""
+        """Implement Ranks."""
         return states.at[roles[2]].set(jnp.where(roles[1] > 0, 0 if last is None else last, states[roles[2]]))
 
     def _passed_on(self, maps: Array, roles: Array) -> tuple[Array, Array]:
-        """M and H; 0 of what is not passed on."""
-        state, transition = maps[0, ..., : self.value], maps[0, ..., self.value :]
+        """Return M and H that this rank sends, with zeros for the parts that it does not send."""
+        state = maps[0, ..., : self.value]
+        transition = maps[0, ..., self.value :]
         return jnp.where(_reach(roles).goes_through, transition, 0), jnp.where(roles[1] > 0, state, 0)
 
 

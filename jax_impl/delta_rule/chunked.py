@@ -1,8 +1,13 @@
-"""The delta rule over whole sequences, chunk by chunk, and its backward by segments.
+"""The delta rule over whole sequences in chunks, with a backward that recomputes segments of chunks.
 
-Forward keeps the arguments and one state a segment (diptych.plans.model.delta_rule.SAVED). Backward takes the
-segments from the last, computes a segment's chunks and states again, and leaves the part without states to jax.vjp.
-So memory beside the arguments is one segment's, whatever the length, and time grows with the length.
+Forward saves the arguments and one state per segment (diptych.plans.model.delta_rule.SAVED). Backward runs from the
+last segment to the first, replays the chunks and states of each, and uses jax.vjp for the part that does not depend on
+states. So the memory in addition to the arguments is that of one segment, for every sequence length.
+
+Transition columns: the final state of a sequence is a linear function of its initial state S, M S + H, and its outputs
+are O + R S. Context parallelism needs M, H, O and R of a part before S is known. ``num_transition_columns`` = K appends
+K columns to the values, which are 0, and to the initial state, where they are the identity and the others 0. One scan
+then computes H and O in the first V columns, and M and R in the transition columns.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +28,7 @@ from jax_impl.delta_rule.scan import Sequences, States, outputs, scan_chunks, sc
 
 
 class Arguments(NamedTuple):
-    """Of a call, or of a segment: its tokens and the gate's parameters whole."""
+    """Arguments of a call, or of a segment: its tokens, and all parameters of the gate."""
 
     q: Array
     k: Array
@@ -35,14 +40,14 @@ class Arguments(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What a program is made for: sizes that no array holds.
+    """The static part of a call.
 
     Args:
-        options: of the call.
-        segments: how many.
-        is_dense: every slot holds the token of its number, so that nothing is moved.
-        num_transition_columns: columns of values that are 0; see chunked.
-        sequences: how many.
+        options: options of the call.
+        segments: number of segments.
+        is_dense: all slots are filled in token order, so tokens need no gather.
+        num_transition_columns: see the docstring of this file.
+        sequences: number of sequences.
     """
 
     options: DeltaRuleOptions
@@ -60,18 +65,19 @@ def chunked(
     recompute: bool,
     num_transition_columns: int = 0,
 ) -> tuple[Array, Array]:
-    """Outputs and final states; arguments as the public functions' (calls.py), checked.
+    """Return outputs and final states, both with transition columns (see the docstring of this file).
 
-    Args:
-        num_transition_columns: so many columns follow those of the values, in states and outputs, for values of 0:
-            how the outputs change with what the initial state holds there. Outputs are then as wide as states are.
+    The arguments are the checked arguments of chunk_kda (api.py). With transition columns outputs have the type of
+    states.
     """
-    (batch, length, heads, width), key = arguments.v.shape, arguments.q.shape[-1]
+    batch, length, heads, width = arguments.v.shape
+    key = arguments.q.shape[-1]
     width += num_transition_columns
     sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
     offsets = np.array([0, length]) if cu_seqlens is None else cu_seqlens
     is_traced = isinstance(offsets, Tracer)
-    size, step = options.chunk_size, max(1, SEGMENT_SIZE // options.chunk_size)
+    size = options.chunk_size
+    step = max(1, SEGMENT_SIZE // options.chunk_size)
     chunks = most_chunks(length, sequences, size) if is_traced else int(np.sum(-(-np.diff(offsets) // size)))
     segments = -(-chunks // step) if recompute else 1
     chunks = segments * -(-chunks // segments)
@@ -81,20 +87,20 @@ def chunked(
     layout = Layout(options, segments, not is_traced and bool(np.all(cuts.filled)), num_transition_columns, sequences)
     initial = None if initial_state is None else initial_state.reshape(sequences, batch * heads, key, width)
     cuts = jax.tree.map(jnp.asarray, cuts)
-    initial, *alike = varying_alike((initial, *arguments))
-    compute: Any = _replayed if recompute else _kept
-    o, finals = compute(layout, Arguments(*alike), initial, cuts)
+    initial, *arrays = varying_alike((initial, *arguments))
+    compute: Any = _replayed if recompute else _saved
+    o, finals = compute(layout, Arguments(*arrays), initial, cuts)
     return o if num_transition_columns else o.astype(arguments.v.dtype), finals.reshape(-1, heads, key, width)
 
 
 def _with_gate(tokens: Sequence[Array], whole: Arguments) -> Arguments:
-    """A segment's arguments, of its tokens' q, k, v, g and beta."""
+    """Return the arguments of a segment from its tokens of q, k, v, g and beta."""
     q, k, v, g, beta = tokens
     return Arguments(q, k, v, g, beta, whole.A_log, whole.dt_bias)
 
 
 def _split(layout: Layout, x: Array, cuts: Chunking) -> Array:
-    """[B, T, ...] as [segments, B, slots of a segment, ...]; zeros where no token is."""
+    """Reshape tokens [B, T, ...] to [segments, B, slots of a segment, ...], with zeros in empty slots."""
     if not layout.is_dense:
         x = jnp.where(cuts.filled.reshape(-1, *[1] * (x.ndim - 2)), x[:, cuts.token], 0)
     return jnp.moveaxis(x.reshape(len(x), layout.segments, -1, *x.shape[2:]), 1, 0)
@@ -105,7 +111,7 @@ def _split_all(layout: Layout, arguments: Arguments, cuts: Chunking) -> list[Arr
 
 
 def _join(layout: Layout, x: Array, cuts: Chunking, batch: int) -> Array:
-    """Chunks [segments, n, B * H, C, D] as tokens [B, T, H, D]."""
+    """Reshape chunks [segments, n, B * H, C, D] to tokens [B, T, H, D]."""
     x = x.reshape(-1, batch, x.shape[2] // batch, *x.shape[3:])
     x = x.transpose(1, 0, 3, 2, 4)
     x = x.reshape(batch, -1, *x.shape[3:])
@@ -113,13 +119,13 @@ def _join(layout: Layout, x: Array, cuts: Chunking, batch: int) -> Array:
 
 
 def _to_chunks(x: Array, size: int) -> Array:
-    """[B, t, H, D] as [n, B * H, C, D]."""
+    """Reshape [B, t, H, D] to chunks [n, B * H, C, D]."""
     batch, _, heads, width = x.shape
     return x.reshape(batch, -1, size, heads, width).transpose(1, 0, 3, 2, 4).reshape(-1, batch * heads, size, width)
 
 
 def _terms(layout: Layout, arguments: Arguments, filled: Array) -> ChunkTerms:
-    """Of a segment's chunks. filled: [slots of a segment]"""
+    """Return the terms of the chunks of a segment; filled [slots of a segment] is true where a slot holds a token."""
     v = jnp.pad(arguments.v, ((0, 0), (0, 0), (0, 0), (0, layout.num_transition_columns)))
     q, k, v, g, beta = gated(*arguments._replace(v=v), layout.options)
     if not layout.is_dense:
@@ -129,14 +135,15 @@ def _terms(layout: Layout, arguments: Arguments, filled: Array) -> ChunkTerms:
 
 
 def _by_segment(layout: Layout, cuts: Chunking) -> tuple[Sequences, Array]:
-    """Of every segment: whose its chunks are, and which slots are filled."""
+    """Return the sequences of chunks and the filled slots, by segment."""
     return jax.tree.map(lambda x: x.reshape(layout.segments, -1), (sequences_of(cuts.sequence), cuts.filled))
 
 
 def _before(sequences: int, initial: Array | None, shape: tuple[int, ...], like: Sequence[Any]) -> States:
-    """Before the first chunk. shape: of one state, [R, K, V]"""
+    """Return the carry before the first chunk; shape is [R, K, V], that of one state."""
     dtype = jnp.promote_types(like[0].dtype, jnp.float32)
-    one, ends = jnp.zeros(shape, dtype), jnp.zeros((sequences, *shape), dtype) if initial is None else initial
+    one = jnp.zeros(shape, dtype)
+    ends = jnp.zeros((sequences, *shape), dtype) if initial is None else initial
     return States(*varying_alike((one, ends, *like))[:2])
 
 
@@ -146,13 +153,15 @@ def _state_shape(layout: Layout, arguments: Arguments) -> tuple[int, int, int]:
 
 
 def _scan(layout: Layout, segment: Callable, carry: Any, inputs: Any, reverse: bool = False) -> tuple[Any, Any]:
-    """jax.lax.scan over segments; where states go on to other ranks, with the last segment outside of the loop.
+    """Run jax.lax.scan over segments; with transition columns, run the last segment outside of the loop.
 
-    Its outputs, and backward its terms, depend on no other rank: there they can be computed while states travel.
+    The outputs of the last segment, and its terms in backward, do not depend on other ranks. Outside of the loop, XLA
+    can compute them during the exchange of states.
     """
     if not layout.num_transition_columns:
         return jax.lax.scan(segment, carry, inputs, reverse=reverse)
-    rest, last = jax.tree.map(lambda x: x[:-1], inputs), jax.tree.map(lambda x: x[-1], inputs)
+    rest = jax.tree.map(lambda x: x[:-1], inputs)
+    last = jax.tree.map(lambda x: x[-1], inputs)
     if layout.segments == 1:
         carry, found = segment(carry, last)
         return carry, jax.tree.map(lambda x: x[None], found)
@@ -167,7 +176,7 @@ def _scan(layout: Layout, segment: Callable, carry: Any, inputs: Any, reverse: b
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _replayed(layout: Layout, arguments: Arguments, initial: Array | None, cuts: Chunking) -> tuple[Array, Array]:
-    """All of it; keeps the arguments and a state a segment."""
+    """Run the rule with recomputation, which saves the arguments and one state per segment."""
     return _replayed_forward(layout, arguments, initial, cuts)[0]
 
 
@@ -180,13 +189,13 @@ def _replayed_forward(layout: Layout, arguments: Arguments, initial: Array | Non
 
     states = _before(layout.sequences, initial, _state_shape(layout, arguments), arguments)
     inputs = (_split_all(layout, arguments, cuts), *_by_segment(layout, cuts))
-    states, (o, kept) = _scan(layout, segment, states, inputs)
+    states, (o, begins) = _scan(layout, segment, states, inputs)
     o = _join(layout, o, cuts, len(arguments.q))
-    return (o, states.ends), (arguments, initial, kept[1:], cuts)
+    return (o, states.ends), (arguments, initial, begins[1:], cuts)
 
 
 def _replayed_backward(layout: Layout, residuals: Any, gradients: tuple[Array, Array]) -> tuple[Any, ...]:
-    arguments, initial, kept, cuts = residuals
+    arguments, initial, begins, cuts = residuals
     d_output, d_finals = gradients
 
     def segment(carry: tuple, inputs: tuple) -> tuple[tuple, Any]:
@@ -201,8 +210,9 @@ def _replayed_backward(layout: Layout, residuals: Any, gradients: tuple[Array, A
 
     tokens, join = jax.vjp(lambda x: _split_all(layout, x, cuts), arguments)
     first = _before(layout.sequences, None, _state_shape(layout, arguments), arguments).one
-    inputs = (tokens, _split(layout, d_output, cuts), jnp.concatenate([first[None], kept]), *_by_segment(layout, cuts))
-    gate = arguments[5:]  # its gradients are sums over all tokens, whatever its own type
+    begins = jnp.concatenate([first[None], begins])
+    inputs = (tokens, _split(layout, d_output, cuts), begins, *_by_segment(layout, cuts))
+    gate = arguments[5:]  # its gradients are sums over all tokens, in at least float32
     zeros = [None if x is None else jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in gate]
     *zeros, _ = varying_alike((*zeros, arguments.q))
     carry = States(first, d_finals), tuple(zeros)
@@ -215,28 +225,28 @@ def _replayed_backward(layout: Layout, residuals: Any, gradients: tuple[Array, A
 _replayed.defvjp(_replayed_forward, _replayed_backward)
 
 
-def _kept(layout: Layout, arguments: Arguments, initial: Array | None, cuts: Chunking) -> tuple[Array, Array]:
-    """The same in one segment, of which backward computes nothing again."""
+def _saved(layout: Layout, arguments: Arguments, initial: Array | None, cuts: Chunking) -> tuple[Array, Array]:
+    """Run the rule in one segment without recomputation."""
     tokens = [x[0] for x in _split_all(layout, arguments, cuts)]
     terms = _terms(layout, _with_gate(tokens, arguments), cuts.filled)
-    scan: Any = _kept_scan
+    scan: Any = _saved_scan
     o, finals = scan(layout.sequences, terms, initial, sequences_of(cuts.sequence))
     return _join(layout, o[None], cuts, len(arguments.q)), finals
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kept_scan(count: int, terms: ChunkTerms, initial: Array | None, sequences: Sequences) -> tuple[Array, Array]:
-    """The scan alone, which keeps its terms and states."""
-    return _kept_scan_forward(count, terms, initial, sequences)[0]
+def _saved_scan(count: int, terms: ChunkTerms, initial: Array | None, sequences: Sequences) -> tuple[Array, Array]:
+    """Run the scan, which saves its terms and states."""
+    return _saved_scan_forward(count, terms, initial, sequences)[0]
 
 
-def _kept_scan_forward(count: int, terms: ChunkTerms, initial: Array | None, sequences: Sequences) -> tuple[Any, Any]:
+def _saved_scan_forward(count: int, terms: ChunkTerms, initial: Array | None, sequences: Sequences) -> tuple[Any, Any]:
     shape = terms.w.shape[1], terms.w.shape[-1], terms.u.shape[-1]
     scanned, states = scan_chunks(terms, sequences, initial, _before(count, initial, shape, terms))
     return (outputs(terms, scanned), states.ends), (terms, initial, scanned, sequences)
 
 
-def _kept_scan_backward(count: int, residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
+def _saved_scan_backward(count: int, residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
     terms, initial, scanned, sequences = residuals
     d_output, d_finals = gradients
     d_states = States(jnp.zeros_like(d_finals[0]), d_finals)
@@ -244,4 +254,4 @@ def _kept_scan_backward(count: int, residuals: tuple, gradients: tuple[Array, Ar
     return d_terms, None if initial is None else d_states.ends, None
 
 
-_kept_scan.defvjp(_kept_scan_forward, _kept_scan_backward)
+_saved_scan.defvjp(_saved_scan_forward, _saved_scan_backward)

@@ -1,4 +1,4 @@
-"""What becomes of projections before the delta rule sees them: decays in (-inf, 0], keys and queries of length one."""
+"""The preparation of projections for the delta rule: log decays in (-inf, 0], keys and queries of norm 1."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax_impl.ops import at_least_float32
 
 
 def l2norm(x: Float[Array, "*b k"], epsilon: float = L2_NORM_EPSILON) -> Float[Array, "*b k"]:
-    """``x / sqrt(sum(x**2) + epsilon)`` over the last axis; zero stays zero."""
+    """Return ``x / sqrt(sum(x**2) + epsilon)``, with the sum over the last axis; zero stays zero."""
     wide = at_least_float32(x)
     return (wide * jax.lax.rsqrt(jnp.square(wide).sum(-1, keepdims=True) + epsilon)).astype(x.dtype)
 
@@ -18,15 +18,15 @@ def l2norm(x: Float[Array, "*b k"], epsilon: float = L2_NORM_EPSILON) -> Float[A
 def gdn_gate(
     a: Float[Array, "*b h"], A_log: Float[Array, " h"], dt_bias: Float[Array, " h"] | None = None
 ) -> Float[Array, "*b h"]:
-    """The decay of GDN, ``-exp(A_log) * softplus(a + dt_bias)``.
+    """Return the log decay of GDN, ``-exp(A_log) * softplus(a + dt_bias)``.
 
     Args:
-        a: projection of the token. [..., HV]
-        A_log: log of the decay's rate. [HV]
-        dt_bias: [HV]
+        a: projection of the tokens. [..., HV]
+        A_log: log of the decay rate. [HV]
+        dt_bias: bias of the projection; None: 0. [HV]
 
     Returns:
-        Natural-log decay, <= 0, float32 (float64 for float64). [..., HV]
+        Log decay, natural log, <= 0, float32 (float64 for float64). [..., HV]
     """
     a = at_least_float32(a)
     if dt_bias is not None:
@@ -40,16 +40,18 @@ def kda_gate(
     dt_bias: Float[Array, " hk"] | None = None,
     lower_bound: float | int | None = None,
 ) -> Float[Array, "*b h k"]:
-    """The decay of KDA, ``-exp(A_log) * softplus(g + dt_bias)``; bounded, ``lb * sigmoid(exp(A_log) * (g + dt_bias))``.
+    """Return the log decay of KDA, ``-exp(A_log) * softplus(g + dt_bias)``.
+
+    With lower_bound it is ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
 
     Args:
-        g: projection of the token. [..., HV, K]
-        A_log: log of the decay's rate. [HV]
-        dt_bias: [HV * K]
-        lower_bound: lb, in [-5, 0).
+        g: projection of the tokens. [..., HV, K]
+        A_log: log of the decay rate. [HV]
+        dt_bias: bias of the projection; None: 0. [HV * K]
+        lower_bound: lower bound of the log decay, in [-5, 0); None: unbounded.
 
     Returns:
-        Natural-log decay, <= 0, float32 (float64 for float64). [..., HV, K]
+        Log decay, natural log, <= 0, float32 (float64 for float64). [..., HV, K]
 
     Raises:
         ValueError: lower_bound outside [-5, 0).
@@ -72,11 +74,12 @@ def prepared(
     dt_bias: Array | None,
     options: DeltaRuleOptions,
 ) -> tuple[Array, Array, Array]:
-    """q, k and g as a call's options ask: normed, gated."""
+    """Return q, k and g after the optional l2norm of q and k and the optional kda_gate of g."""
     if options.use_qk_l2norm_in_kernel:
-        q, k = l2norm(q), l2norm(k)
+        q = l2norm(q)
+        k = l2norm(k)
     if options.use_gate_in_kernel:
-        assert A_log is not None, "checked with the arguments"
+        assert A_log is not None, "check_arguments requires A_log with use_gate_in_kernel"
         g = kda_gate(g, A_log, dt_bias, options.lower_bound)
     return q, k, g
 
@@ -91,7 +94,7 @@ def gated(
     dt_bias: Array | None,
     options: DeltaRuleOptions,
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """A call's arguments as the recurrence takes them: normed, scaled, gated, as wide as the state, a head of q per v.
+    """Return the inputs of the recurrence: at least float32, normalised, scaled, gated, with HV heads of q and k.
 
     Returns:
         q, k [B, T, HV, K]; v [B, T, HV, V]; g [B, T, HV, K], for GDN [B, T, HV, 1]; beta [B, T, HV, 1].

@@ -1,4 +1,4 @@
-"""The delta rule as it is defined, a token at a time: the oracle of all other forms, and how a token is decoded."""
+"""The delta rule token by token, as defined: the oracle of all other forms, and the form that decodes single tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -17,23 +17,27 @@ def recurrent(
     initial: Float[Array, "n h k v"] | None,
     offsets: Integer[Array, " n1"] | None,
 ) -> tuple[Float[Array, "b t h v"], Float[Array, "n h k v"]]:
-    """Outputs and final states.
+    """Return outputs and final states.
 
     Args:
-        q: scaled queries.
-        k: keys.
-        v: values.
-        g: log decay by channel, or one for all.
-        beta: how much of an error is corrected.
-        initial: states before the sequences; None for zeros.
-        offsets: where packed sequences begin, and at last the end; None where every sequence is a row of the batch.
+        q: scaled queries. [B, T, H, K]
+        k: keys. [B, T, H, K]
+        v: values. [B, T, H, V]
+        g: log decay, natural log, per channel or per head. [B, T, H, K or 1]
+        beta: fraction of the error that is corrected. [B, T, H, 1]
+        initial: states before the sequences; None: zeros. [N, H, K, V]
+        offsets: offsets of packed sequences, and the end; None: each row of the batch is a sequence.
+
+    Returns:
+        Outputs [B, T, H, V] and final states [N, H, K, V].
     """
-    (batch, length, heads, key), width = k.shape, v.shape[-1]
+    batch, length, heads, key = k.shape
+    width = v.shape[-1]
     sequences = batch if offsets is None else len(offsets) - 1
     before = jnp.zeros((sequences, heads, key, width), q.dtype) if initial is None else initial
     before, q, k, v, g, beta = varying_alike((before, q, k, v, g, beta))
     tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta))
-    rows = jnp.arange(batch)[None].repeat(length, 0)  # whose state a token changes
+    rows = jnp.arange(batch)[None].repeat(length, 0)  # index of the state that each token changes
     if offsets is not None:
         rows = jnp.searchsorted(offsets, jnp.arange(length), side="right")[:, None] - 1
 
@@ -54,7 +58,7 @@ def step(
     beta: Float[Array, "b h 1"],
     state: Float[Array, "b h k v"],
 ) -> tuple[Float[Array, "b h v"], Float[Array, "b h k v"]]:
-    """One token: its output and the state after it."""
+    """Return the output of one token and the state after it."""
     state = jnp.exp(g)[..., None] * state
     error = beta * (v - (k[..., None] * state).sum(-2))
     state = state + k[..., None] * error[..., None, :]

@@ -1,15 +1,15 @@
-"""States through chunks, forward and back: the only part of the chunked form that goes chunk by chunk.
+"""The scan of states over chunks, forward and backward: the only sequential part of the chunked form.
 
-    e = u - w S                       the chunk's errors
+    e = u - w S                       errors of the chunk
     o = q_decayed S + A_qk e
     S <- diag(decay) S + k_decayed^T e
 
-Backward, from the last chunk to the first, dS the gradient of the state a chunk ends with:
+Backward runs from the last chunk to the first, where dS is the gradient of the final state of a chunk:
 
     de = A_qk^T do + k_decayed dS
     dS <- diag(decay) dS + q_decayed^T do - w^T de
 
-and all else is a product of these and the states, for all chunks at once.
+All other gradients are products of these and the states, computed for all chunks at once.
 """
 
 from typing import Any, NamedTuple
@@ -23,55 +23,64 @@ from jax_impl.delta_rule.intra import ChunkTerms, lower_product
 
 
 class Scanned(NamedTuple):
-    """What a scan leaves for outputs and backward."""
+    """The results of a scan that outputs and backward need."""
 
     states: Float[Array, "n r k v"]
-    """Those chunks begin with."""
+    """Initial states of the chunks."""
     errors: Float[Array, "n r c v"]
 
 
 class Sequences(NamedTuple):
-    """Whose the chunks are. [n]"""
+    """The sequence of each of n chunks."""
 
     owner: Integer[Array, " n"]
+    """Number of the sequence."""
     is_first: Bool[Array, " n"]
-    """The sequence's first chunk."""
+    """True for the first chunk of a sequence."""
     is_last: Bool[Array, " n"]
+    """True for the last chunk of a sequence."""
 
 
 def sequences_of(owner: Integer[Array, " n"]) -> Sequences:
-    """Of all chunks, which lie sequence by sequence."""
+    """Return the Sequences of all chunks, which are ordered by sequence."""
     changes = jnp.concatenate([jnp.ones(1, bool), owner[1:] != owner[:-1], jnp.ones(1, bool)])
     return Sequences(owner, changes[:-1], changes[1:])
 
 
 class States(NamedTuple):
-    """What goes from chunk to chunk: the states of all sequences are only written, so a chunk's time does not grow with
-    their number."""
+    """The carry of the scan.
+
+    The states of all sequences are only written, so the time per chunk does not grow with the number of sequences.
+    """
 
     one: Float[Array, "r k v"]
-    """The state after the chunk before, if that was of the same sequence."""
+    """State after the previous chunk, which is used if that chunk belongs to the same sequence."""
     ends: Float[Array, "s r k v"] | None
-    """After the sequences' chunks so far; of a sequence without chunks, what it began with. None: nobody asks."""
+    """State of each sequence after its chunks so far, or its initial state; None: not needed."""
 
     def after(self, owner: Array, end: Array) -> "States":
-        """One chunk on."""
+        """Return the carry after a chunk.
+
+        Args:
+            owner: number of the chunk's sequence. []
+            end: state after the chunk. [R, K, V]
+        """
         return States(end, None if self.ends is None else self.ends.at[owner].set(end))
 
 
 def scan_chunks(
     terms: ChunkTerms, sequences: Sequences, initial: Float[Array, "s r k v"] | None, states: States
 ) -> tuple[Scanned, States]:
-    """Take the sequences' states through their chunks.
+    """Scan the states of sequences over their chunks.
 
     Args:
-        terms: of n chunks.
-        sequences: whose they are. [n]
-        initial: states of all sequences before; None for zeros. [N, R, K, V]
-        states: after the chunks before these.
+        terms: terms of n chunks.
+        sequences: sequence of each chunk. [n]
+        initial: initial states of all sequences; None: zeros. [N, R, K, V]
+        states: states before these chunks.
 
     Returns:
-        What outputs and backward need, and the states after.
+        Values for outputs and backward, and the states after these chunks.
     """
 
     def through(states: States, chunk: tuple[Any, ...]) -> tuple[States, Scanned]:
@@ -86,7 +95,7 @@ def scan_chunks(
 
 
 def outputs(terms: ChunkTerms, scanned: Scanned) -> Float[Array, "n r c v"]:
-    """Of every token."""
+    """Return the outputs of all tokens."""
     return terms.q_decayed @ scanned.states + lower_product(terms.a_qk, scanned.errors)
 
 
@@ -98,15 +107,15 @@ def scan_chunks_backward(
     d_finals: Float[Array, "s r k v"],
     d_states: States,
 ) -> tuple[ChunkTerms, States]:
-    """Gradients of the terms, and of the states before.
+    """Return the gradients of the terms, and of the states before these chunks.
 
     Args:
-        terms: as given to ``scan_chunks``.
-        sequences: as given to it.
-        scanned: as returned by it.
+        terms: argument of ``scan_chunks``.
+        sequences: argument of ``scan_chunks``.
+        scanned: result of ``scan_chunks``.
         d_output: gradient of the outputs. [n, R, C, V]
-        d_finals: of the sequences' last states. [N, R, K, V]
-        d_states: of the states these chunks end with; from the last chunk on, ``ends`` are the beginnings.
+        d_finals: gradient of the final states of all sequences. [N, R, K, V]
+        d_states: gradients of the states after these chunks; its ``ends`` collect the gradients of initial states.
     """
 
     def back(d_states: States, chunk: tuple[Any, ...]) -> tuple[States, tuple[Array, Array]]:
@@ -116,7 +125,8 @@ def scan_chunks_backward(
         d_start = decay[..., None] * d_end + into_state - w.mT @ d_errors
         return d_states.after(owner, d_start), (d_end, d_errors)
 
-    own, into_state = terms.a_qk.mT @ d_output, terms.q_decayed.mT @ d_output
+    own = terms.a_qk.mT @ d_output
+    into_state = terms.q_decayed.mT @ d_output
     chunks = (sequences, own, into_state, terms.w, terms.k_decayed, terms.decay)
     d_states, (d_ends, d_errors) = jax.lax.scan(back, d_states, chunks, reverse=True)
     by_channel = terms.decay.shape[-1] > 1

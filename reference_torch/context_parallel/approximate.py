@@ -1,7 +1,7 @@
-"""States that are not passed on whole: those of the nearest ranks, and maps of low rank.
+"""Approximate state exchange: only the states of the nearest ranks, or transitions of low rank.
 
-What is left out has no gradient where states of far ranks are; of a map of low rank, gradients are those of the map
-sent, and its own go to the map it stands for, as if nothing had been rounded.
+The states of far ranks get no gradient. A low-rank transition is used in forward and backward; its own gradient is
+given to the full transition that it replaces (a straight-through gradient).
 """
 
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 Pass = Callable[[Tensor], Tensor]
-"""Hands a rank's array to the next rank, and returns what came; 0 on the first."""
+"""A function that sends an array to the next rank, and returns that of the previous rank (0 on the first rank)."""
 
 
 class LowRank(NamedTuple):
-    """diag(diagonal) + left right^T, of every head."""
+    """The matrix diag(diagonal) + left right^T of every head."""
 
     diagonal: Tensor
     """[HV, K]"""
@@ -27,36 +27,44 @@ class LowRank(NamedTuple):
 
     @property
     def mT(self) -> "LowRank":
-        """Transposed."""
+        """The transposed matrix."""
         return LowRank(self.diagonal, self.right, self.left)
 
     def times(self, x: Float[Tensor, "h k v"]) -> Float[Tensor, "h k v"]:
-        """The product with a state."""
+        """Return the product with a state.
+
+        Args:
+            x: state. [HV, K, V]
+        """
         return self.diagonal[..., None] * x + self.left @ (self.right.mT @ x)
 
     def packed(self) -> Tensor:
-        """Side by side. [HV, K, 1 + 2 n]"""
+        """Return the three parts, concatenated to [HV, K, 1 + 2 n]."""
         return torch.cat([self.diagonal[..., None], self.left, self.right], dim=-1)
 
     @staticmethod
     def unpacked(packed: Tensor) -> "LowRank":
-        """The inverse."""
+        """Invert packed.
+
+        Args:
+            packed: [HV, K, 1 + 2 n]
+        """
         left, right = packed[..., 1:].chunk(2, dim=-1)
         return LowRank(packed[..., 0], left, right)
 
 
 def low_rank(transition: Float[Tensor, "h k k"], log_decay: Float[Tensor, "h g"], rank: int) -> LowRank:
-    """A map beside the nearest of the rank given: with the diagonal of its decays, or without one.
+    """Approximate a transition by a matrix of rank n, plus the diagonal of its decays if that is more accurate.
 
     Args:
         transition: M. [HV, K, K]
-        log_decay: sum of the log decays of its tokens. [HV, K], or of GDN [HV, 1]
-        rank: n; larger than K is K.
+        log_decay: sum of the log decays of its tokens. [HV, K], or [HV, 1] for GDN
+        rank: n; at most K is used.
     """
     rank = min(rank, transition.shape[-1])
     decay = log_decay.to(transition.dtype).exp().expand(transition.shape[:-1])
     diagonals = torch.stack([torch.zeros_like(decay), decay])
-    finite = transition.isfinite().all(-1).all(-1) & decay.isfinite().all(-1)  # others have no such values
+    finite = transition.isfinite().all(-1).all(-1) & decay.isfinite().all(-1)  # svd needs finite elements
     beside = torch.where(finite[:, None, None], transition - torch.diag_embed(diagonals), 0)
     diagonals = torch.where(finite[:, None], diagonals, torch.nan)
     left, values, right = torch.linalg.svd(beside)
@@ -68,15 +76,19 @@ def low_rank(transition: Float[Tensor, "h k k"], log_decay: Float[Tensor, "h g"]
 
 
 def states_of_nearest(transition: Tensor | None, state: Tensor, rounds: int, pass_on: Pass) -> list[Tensor]:
-    """The states each rank begins with, of 1, 2, .. of the ranks before it. `rounds` of [HV, K, V]
+    """Return the initial states of this rank, computed from 1, 2, ..., rounds previous ranks.
 
     Args:
-        transition: M; None where what is passed on does not depend on what was begun with. [HV, K, K]
+        transition: M, [HV, K, K]; None: the final state does not depend on the initial state.
         state: H. [HV, K, V]
-        rounds: how many ranks.
-        pass_on: forward.
+        rounds: number of previous ranks.
+        pass_on: sends to the next rank.
+
+    Returns:
+        One state [HV, K, V] per number of ranks.
     """
-    found, all_ = torch.zeros_like(state), []
+    found = torch.zeros_like(state)
+    all_ = []
     for _ in range(rounds):
         found = pass_on(state if transition is None else torch.baddbmm(state, transition, found))
         all_.append(found)
@@ -86,13 +98,13 @@ def states_of_nearest(transition: Tensor | None, state: Tensor, rounds: int, pas
 def gradients_of_nearest(
     transition: Tensor | None, found: list[Tensor], d_found: Tensor, pass_back: Pass
 ) -> tuple[Tensor | None, Tensor]:
-    """Gradients of M and H.
+    """Return the gradients of M and H.
 
     Args:
-        transition: M; None: see states_of_nearest. [HV, K, K]
-        found: of states_of_nearest.
-        d_found: gradient of its last. [HV, K, V]
-        pass_back: to the rank before; 0 comes to the last.
+        transition: see states_of_nearest.
+        found: result of states_of_nearest.
+        d_found: gradient of its last state. [HV, K, V]
+        pass_back: sends to the previous rank; the last rank receives 0.
     """
     d_transition = None if transition is None else torch.zeros_like(transition)
     d_state = torch.zeros_like(d_found)

@@ -1,4 +1,4 @@
-"""What a rank knows of sequences that ranks share, from the offsets of all; states of its first sequence."""
+"""The context of a rank: its part of the sequences that are split over ranks."""
 
 from typing import Any
 
@@ -25,31 +25,31 @@ def build_cp_context(
     cp_transition_rank: int | None = None,
     cp_attention_layout: str = "contiguous",
 ) -> FLACPContext:
-    """What this rank holds of sequences split over the ranks of a group.
+    """Return the context of this rank for sequences that are split over the ranks of a group.
 
     Args:
-        cu_seqlens: where all sequences begin, and the end of the last; the same on every rank. [N + 1] int32
-        group: the ranks, in the order of their parts; None: this process holds all.
-        conv1d_kernel_size: taps of a short convolution that will run on the part.
-        cu_seqlens_cpu: the same on the host; without it a device is waited for.
-        cp_exchange: how states travel, one of diptych.plans.context.exchange.CP_EXCHANGES.
-        cp_wire_dtype: in which type; None: their own. One of diptych.plans.context.exchange.WIRE_DTYPES.
-        cp_truncate_ranks: ranks ahead that a state reaches, with ring; None: all. See approximation.
-        cp_transition_rank: rank of what a map is sent as, beside a diagonal, with all_gather; None: the map. The same.
-        cp_attention_layout: layout of attention's queries, one of diptych.plans.context.zigzag.ATTENTION_LAYOUTS.
+        cu_seqlens: offsets of all sequences, and the end; the same on every rank. [N + 1] int32
+        group: ranks, in the order of their parts; None: this process holds all tokens.
+        conv1d_kernel_size: number of coefficients per channel of a short convolution that runs on the part.
+        cu_seqlens_cpu: cu_seqlens on the host; without it the host waits for the device of cu_seqlens.
+        cp_exchange: algorithm of the state exchange, one of diptych.plans.context.exchange.CP_EXCHANGES.
+        cp_wire_dtype: type of states in messages, one of diptych.plans.context.exchange.WIRE_DTYPES; None: their own.
+        cp_truncate_ranks: with ring, number of ranks that a state reaches (plans/context/approximation.py); None: all.
+        cp_transition_rank: with all_gather, rank of the approximation of M that is sent; None: M itself.
+        cp_attention_layout: ranks that compute attention, one of diptych.plans.context.zigzag.ATTENTION_LAYOUTS.
 
     Raises:
-        ValueError: naming the argument, what was expected, what came. Nothing is sent.
+        ValueError: an argument has a wrong type or value; nothing is sent.
     """
     check_kinds(cu_seqlens, cu_seqlens_cpu, Tensor, "a tensor")
     if group is not None and not isinstance(group, ProcessGroup):
         raise ValueError(f"group: expected a process group of torch.distributed, or None, got {group!r}")
     known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-    offsets, dtype = known.detach().cpu().numpy(), str(known.dtype).removeprefix("torch.")
+    offsets = known.detach().cpu().numpy()
     size, rank = (1, 0) if group is None else (group.size(), dist.get_rank(group))
     given = cp_exchange, cp_wire_dtype, cp_truncate_ranks, cp_transition_rank, cp_attention_layout
     exchange: dict[str, Any] = dict(zip(OPTIONS, given, strict=True))
-    check_sequences(offsets, dtype, size, conv1d_kernel_size, **exchange)
+    check_sequences(offsets, str(known.dtype).removeprefix("torch."), size, conv1d_kernel_size, **exchange)
     part = int(offsets[-1]) // size
     local = local_sequences(offsets, rank, part)
     own = local.cu_seqlens[: (count := int(local.num_sequences)) + 1]
@@ -76,12 +76,28 @@ def build_cp_context(
 
 
 def compress_h0(h0: Float[Tensor, "n h k v"] | None, context: FLACPContext) -> Float[Tensor, "m h k v"] | None:
-    """Of the states a rank's sequences begin with the first, the only one that can come from another rank. [1, ...]"""
+    """Return the initial state of a rank's first sequence, the only one that can come from another rank.
+
+    Args:
+        h0: initial states of the rank's sequences. [n, HV, K, V]
+        context: context of the rank.
+
+    Returns:
+        [1, HV, K, V]
+    """
     return h0 if h0 is None or context.num_sequences == 1 else h0[:1].clone()
 
 
 def expand_h0(h0: Float[Tensor, "m h k v"] | None, context: FLACPContext) -> Float[Tensor, "n h k v"] | None:
-    """The inverse of compress_h0, the other sequences beginning with 0. [n, ...]"""
+    """Return initial states of a rank's sequences from that of the first; the others are 0.
+
+    Args:
+        h0: initial state of the first sequence. [1, HV, K, V]
+        context: context of the rank.
+
+    Returns:
+        [n, HV, K, V]
+    """
     if h0 is None or context.num_sequences == 1:
         return h0
     return torch.cat([h0, h0.new_zeros(context.num_sequences - 1, *h0.shape[1:])])

@@ -1,4 +1,4 @@
-"""How states go from rank to rank: the exchanges, their gradients, and waiting for them late."""
+"""The exchange of states between ranks: its algorithms, gradients, and overlap with computation."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,17 +28,19 @@ def exchange_states(
     context: FLACPContext,
     reverse: bool = False,
 ) -> Float[Tensor, "h k v"]:
-    """The state this rank begins with, of S -> M S + H over the ranks before it; all ranks have to call it.
+    """Return the initial state S of this rank: the maps S -> M S + H of the ranks before it, composed.
+
+    All ranks have to call this function.
 
     Args:
-        transition: M; 0 where the state passed on does not depend on the one begun with. [HV, K, K]; gathered, it may
-            be of low rank.
+        transition: M; 0 if the final state does not depend on the initial state. [HV, K, K]; with all_gather it may be
+            a LowRank.
         state: H. [HV, K, V]
-        context: of the ranks.
-        reverse: over the ranks after it, from the last.
+        context: context of the rank.
+        reverse: compose the maps of the ranks after this rank, from the last.
 
     Returns:
-        S, 0 on the first rank.
+        S, 0 on the first rank. [HV, K, V]
     """
     check_together(context.cp_exchange)
     place = context.size - 1 - context.rank if reverse else context.rank
@@ -46,7 +48,7 @@ def exchange_states(
         return torch.zeros_like(state)
     if context.cp_exchange == "all_gather":
         return _gathered(transition, state, context, place, reverse)
-    assert isinstance(transition, Tensor), "low ranks are gathered"
+    assert isinstance(transition, Tensor), "only all_gather sends a LowRank"
     own = (transition.contiguous(), state.contiguous())
     if context.cp_exchange == "ring":
         return _passed_on(*own, context, place, reverse)
@@ -59,10 +61,12 @@ def _gathered(transition: Tensor | LowRank, state: Tensor, context: FLACPContext
     all_ = [torch.empty_like(packed) for _ in range(context.size)]
     work = dist.all_gather(all_, packed, group=context.group, async_op=True)
     wait_for(work, "the states of all ranks", context.timeout)
-    found, width, first = torch.zeros_like(state), state.shape[-1], place - context.reach(reverse)
+    found = torch.zeros_like(state)
+    width = state.shape[-1]
+    first = place - context.reach(reverse)
     for number, before in enumerate(all_[: -place - 1 : -1] if reverse else all_[:place]):
         before = before.to(state.dtype)
-        if number <= first:  # a sequence begins there: the state it passes on is its own
+        if number <= first:  # the sequence begins on this rank, so its final state does not depend on earlier ranks
             found = before[..., :width] if number == first else found
         elif is_narrow:
             found = before[..., :width] + LowRank.unpacked(before[..., width:]).times(found)
@@ -95,19 +99,21 @@ def _scanned(transition: Tensor, state: Tensor, context: FLACPContext, place: in
         for work in works:
             wait_for_part(work, context)
         came = [part.to(state.dtype) for part in came]
-        if number == 0:  # everyone's own map goes one rank on; the first has none
-            state, transition = came[0], came[0] if step.is_last else came[1]
+        if number == 0:  # each rank sends its own map to the next rank; the first rank receives zeros
+            state = came[0]
+            transition = came[0] if step.is_last else came[1]
         elif receives and step.distance < context.reach(reverse):
             state = torch.baddbmm(state, transition, came[0])
             transition = transition if step.is_last else torch.bmm(transition, came[1])
     return state
 
 
-def _handed_on(part: Tensor, context: FLACPContext, reverse: bool) -> Tensor:
-    """What the rank before has, while the next gets this; 0 on the first."""
+def _shift(part: Tensor, context: FLACPContext, reverse: bool) -> Tensor:
+    """Send a part to the next rank, and return the part of the previous rank, or 0 on the first rank."""
     place = context.size - 1 - context.rank if reverse else context.rank
     sent = _on_wire(part.contiguous(), context)
-    came, works = torch.zeros_like(sent), []
+    came = torch.zeros_like(sent)
+    works = []
     if place < context.size - 1:
         works.append(send_part(sent, place + 1, context, reverse))
     if place > 0:
@@ -118,112 +124,173 @@ def _handed_on(part: Tensor, context: FLACPContext, reverse: bool) -> Tensor:
 
 
 class Passed(NamedTuple):
-    """What an exchange has brought, and what its backward needs."""
+    """The result of an exchange, and the values that its backward needs."""
 
     found: Tensor
-    """The state this rank begins with. [HV, K, V]"""
+    """Initial state of this rank. [HV, K, V]"""
     sent: tuple[Tensor, ...]
-    """This rank's map as it was sent: M, or the parts of a LowRank."""
+    """Transition that this rank sent: M, or the parts of a LowRank."""
     earlier: tuple[Tensor, ...]
-    """With states of the nearest ranks alone: those of fewer. [HV, K, V] each"""
+    """With cp_truncate_ranks: the states found with 1, 2, ... ranks, except the last. [HV, K, V] each"""
 
 
 def pass_states(transition: Tensor, state: Tensor, log_decay: Tensor | None, context: FLACPContext) -> Passed:
-    """exchange_states, or what the context approximates it by.
+    """Run exchange_states, or the approximation that the context selects.
 
     Args:
-        transition, state: M [HV, K, K] and H [HV, K, V].
-        log_decay: sum of the log decays of M's tokens, for a low rank. [HV, K] or [HV, 1]
-        context: of the ranks.
+        transition: M. [HV, K, K]
+        state: H. [HV, K, V]
+        log_decay: sum of the log decays of the part, for cp_transition_rank. [HV, K] or [HV, 1]
+        context: context of the rank.
     """
     if context.cp_truncate_ranks is not None and context.size > 1:
         rounds = min(context.cp_truncate_ranks, context.size - 1)
         through = transition if context.goes_through else None
-        found = states_of_nearest(through, state, rounds, lambda x: _handed_on(x, context, reverse=False))
+        found = states_of_nearest(through, state, rounds, lambda x: _shift(x, context, reverse=False))
         return Passed(found[-1], (transition,), tuple(found[:-1]))
     if context.cp_transition_rank is None:
         return Passed(exchange_states(transition, state, context), (transition,), ())
-    assert log_decay is not None, "given where a rank is"
+    assert log_decay is not None, "cp_transition_rank needs log_decay"
     narrow = low_rank(transition, log_decay, context.cp_transition_rank)
     return Passed(exchange_states(narrow, state, context), tuple(narrow), ())
 
 
 def pass_gradients(passed: Passed, d_found: Tensor, context: FLACPContext) -> tuple[Tensor | None, Tensor]:
-    """Gradients of M and H of pass_states, of that of what it found.
+    """Return the gradients of M and H of pass_states.
 
-    Of S_r = M S + H over the ranks before r, the gradient of rank r's H is the same of the M^T and of the gradients of
-    S over the ranks after it, and that of its M is this times S^T.
+    The gradient of a rank's H is exchange_states in reverse, with M^T for M and the gradient of S for H. The gradient
+    of its M is the gradient of H times S^T.
+
+    Args:
+        passed: result of pass_states.
+        d_found: gradient of the initial state S of this rank. [HV, K, V]
+        context: context of the rank.
     """
     first, *others = passed.sent
     if context.cp_truncate_ranks is not None and context.size > 1:
         found = [*passed.earlier, passed.found]
         through = first if context.goes_through else None
-        return gradients_of_nearest(through, found, d_found, lambda x: _handed_on(x, context, reverse=True))
+        return gradients_of_nearest(through, found, d_found, lambda x: _shift(x, context, reverse=True))
     sent = LowRank(first, *others) if others else first
     d_state = exchange_states(sent.mT, d_found, context, reverse=True)
     return d_state @ passed.found.mT, d_state
 
 
 def _on_wire(part: Tensor, context: FLACPContext) -> Tensor:
-    """As it is sent."""
+    """Convert a part to the type in which it is sent."""
     return part if context.cp_wire_dtype is None else part.to(getattr(torch, context.cp_wire_dtype))
 
 
 def _rank_at(place: int, context: FLACPContext, reverse: bool) -> int:
-    """The global rank so far from the first, or from the last."""
+    """Return the global rank at a place, counted from the first rank, or from the last if reverse."""
     return dist.get_global_rank(context.group, context.size - 1 - place if reverse else place)
 
 
 def send_part(part: Tensor, place: int, context: FLACPContext, reverse: bool) -> dist.Work:
-    """To the rank at a place, counted from the first, or from the last."""
+    """Begin to send a part to the rank at a place, counted from the first rank, or from the last if reverse.
+
+    Args:
+        part: contiguous tensor.
+        place: place of the receiver.
+        context: context of the rank.
+        reverse: count places from the last rank.
+    """
     return cast("dist.Work", dist.isend(part, _rank_at(place, context, reverse), group=context.group))
 
 
 def receive_part(part: Tensor, place: int, context: FLACPContext, reverse: bool) -> dist.Work:
-    """From there, into this tensor."""
+    """Begin to receive a part from the rank at a place, counted from the first rank, or from the last if reverse.
+
+    Args:
+        part: contiguous tensor to fill.
+        place: place of the sender.
+        context: context of the rank.
+        reverse: count places from the last rank.
+    """
     return cast("dist.Work", dist.irecv(part, _rank_at(place, context, reverse), group=context.group))
 
 
 def wait_for_part(work: dist.Work, context: FLACPContext) -> None:
-    """Until it is there, or the other rank is overdue."""
+    """Wait until a part has arrived.
+
+    Args:
+        work: from send_part or receive_part.
+        context: context of the rank, with the timeout.
+
+    Raises:
+        PipelineError: the other rank did not answer within the timeout.
+    """
     wait_for(work, "a state of another rank", context.timeout)
 
 
-def map_passed_on(finals: Tensor, value: int, context: FLACPContext) -> tuple[Tensor, Tensor]:
-    """M and H that this rank passes on, of its sequences' last states and transitions."""
-    last, came, goes_on = context.num_sequences - 1, not context.is_first_rank, not context.is_last_rank
-    states, transitions = finals[..., :value], finals[..., value:]
-    nothing = finals.new_zeros(*states.shape[1:-1], states.shape[-2])
-    transition = transitions[0] if came and goes_on and last == 0 else nothing
-    return transition, states[last] if goes_on else torch.zeros_like(states[last])
+def map_to_send(finals: Tensor, value: int, context: FLACPContext) -> tuple[Tensor, Tensor]:
+    """Return M and H that this rank sends.
+
+    Args:
+        finals: final states with transition columns. [n, HV, K, V + K]
+        value: V.
+        context: context of the rank.
+    """
+    last = context.num_sequences - 1
+    receives = not context.is_first_rank
+    sends = not context.is_last_rank
+    states = finals[..., :value]
+    transitions = finals[..., value:]
+    zero = finals.new_zeros(*states.shape[1:-1], states.shape[-2])
+    transition = transitions[0] if receives and sends and last == 0 else zero
+    return transition, states[last] if sends else torch.zeros_like(states[last])
 
 
 class Crossing:
-    """One exchange of a call, begun as soon as states are known, and waited for where they are needed.
+    """The exchange of states of one call, which overlaps with computation.
 
-    The worker is a thread of its own, or on a GPU a stream.
+    It begins when the states are known, on another thread, or on another stream of a GPU. The result is waited for
+    where it is needed.
+
+    Args:
+        context: context of the rank.
+        value: width V of values.
+        log_decay: sum of the log decays of the part, for cp_transition_rank. [HV, K] or [HV, 1]
     """
 
     def __init__(self, context: FLACPContext, value: int, log_decay: Tensor | None = None) -> None:
-        self.context, self.value, self.log_decay = context, value, log_decay
+        self.context = context
+        self.value = value
+        self.log_decay = log_decay
         self.meanwhile: Callable[[], None] | None = None
-        """What backward can do while it waits for the gradients of states."""
+        """Computation of backward that overlaps with the exchange of gradients."""
         self._finish: Callable[[], Passed] | None = None
 
     def begin(self, finals: Float[Tensor, "n h k w"]) -> None:
-        """Pass on what follows from this rank's states, which autograd does not see; see complete."""
+        """Begin the exchange, which autograd does not record; see complete.
+
+        Args:
+            finals: final states with transition columns. [n, HV, K, V + K]
+        """
         if self.context.overlap:
-            parts = map_passed_on(finals, self.value, self.context)
+            parts = map_to_send(finals, self.value, self.context)
             self._finish = _begin(lambda m, h: pass_states(m, h, self.log_decay, self.context), *parts)
 
     def finish(self, transition: Tensor, state: Tensor) -> Passed:
-        """What came; where nothing was begun, of these."""
-        finish, self._finish = self._finish, None
+        """Return the result of the exchange, or run it now if it was not begun.
+
+        Args:
+            transition: M. [HV, K, K]
+            state: H. [HV, K, V]
+        """
+        finish = self._finish
+        self._finish = None
         return pass_states(transition, state, self.log_decay, self.context) if finish is None else finish()
 
     def passed_back(self, passed: Passed, d_found: Tensor) -> tuple[Tensor | None, Tensor]:
-        """The exchange of gradients: those of M and H."""
-        meanwhile, self.meanwhile = self.meanwhile, None
+        """Exchange gradients, and return those of M and H.
+
+        Args:
+            passed: result of the exchange.
+            d_found: gradient of the initial state of this rank. [HV, K, V]
+        """
+        meanwhile = self.meanwhile
+        self.meanwhile = None
         if meanwhile is None or not self.context.overlap:
             return pass_gradients(passed, d_found, self.context)
         finish = _begin(lambda d: pass_gradients(passed, d, self.context), d_found)
@@ -232,22 +299,22 @@ class Crossing:
 
 
 def _begin(run: Callable[..., Any], *own: Tensor) -> Callable[[], Any]:
-    """Start it, of these, beside what this rank goes on to compute; returns what waits for its result.
+    """Start ``run(*own)`` on another thread or stream, and return a function that waits for its result.
 
-    The result is a tensor, or a tuple of results.
+    The result is a tensor, or a nested tuple of tensors.
     """
     device = own[0].device
     if device.type != "cuda":
         return _worker().submit(torch.no_grad()(run), *own).result
-    here, aside = torch.cuda.current_stream(device), _stream(device)
-    aside.wait_stream(here)
-    with torch.cuda.stream(aside), torch.no_grad():
+    side = _stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side), torch.no_grad():
         result = run(*own)
-    for x in own:  # their memory is not handed out again before this stream has read it
-        x.record_stream(aside)
+    for x in own:  # the allocator must not reuse their memory before the side stream has read it
+        x.record_stream(side)
 
     def finish() -> Tensor:
-        torch.cuda.current_stream(device).wait_stream(aside)
+        torch.cuda.current_stream(device).wait_stream(side)
         for x in _tensors(result):
             x.record_stream(torch.cuda.current_stream(device))
         return result
@@ -270,21 +337,25 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class ExchangedState(torch.autograd.Function):
-    """pass_states, and pass_gradients. The anchor gets no gradient: it has backward come here on ranks that pass
-    nothing on, too."""
+    """pass_states with pass_gradients as its backward.
+
+    The argument anchor gets no gradient. It connects this function to the loss on ranks that send no state, because
+    every rank has to take part in the exchange of gradients.
+    """
 
     @staticmethod
     def forward(ctx, transition, state, anchor, crossing):
-        """What came; see Crossing."""
+        """Finish the exchange, and return the initial state of this rank."""
         passed = crossing.finish(transition, state)
         ctx.save_for_backward(passed.found, *passed.sent, *passed.earlier)
-        ctx.crossing, ctx.num_sent = crossing, len(passed.sent)
+        ctx.crossing = crossing
+        ctx.num_sent = len(passed.sent)
         return passed.found
 
     @staticmethod
     @differentiable_once
     def backward(ctx, d_found):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Gradients of M and H."""
+        """Return the gradients of M and H."""
         found, *rest = ctx.saved_tensors
         passed = Passed(found, tuple(rest[: ctx.num_sent]), tuple(rest[ctx.num_sent :]))
         return *ctx.crossing.passed_back(passed, d_found), None, None

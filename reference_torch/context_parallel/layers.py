@@ -1,4 +1,4 @@
-"""The other operations of a layer over ranks: its short convolution, and softmax attention."""
+"""Short convolution and softmax attention over sequences that are split over ranks."""
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from torch import Tensor
 from diptych.plans.context.sequences import FLACPContext, check_part, check_taps, halo_sizes
 from reference_torch.autograd import differentiable_once
 from reference_torch.context_parallel.exchange import receive_part, send_part, wait_for_part
-from reference_torch.context_parallel.wavefront import handed_on, is_pipelined, taken
+from reference_torch.context_parallel.wavefront import is_pipelined, receive_from_previous, send_to_next
 from reference_torch.context_parallel.zigzag import zigzag_attention
 from reference_torch.groups import sum_over, wait_for
 from reference_torch.ops import masked_attention, short_convolution
@@ -18,15 +18,15 @@ from reference_torch.ops import masked_attention, short_convolution
 def cp_short_convolution(
     x: Float[Tensor, "b t c"], weight: Float[Tensor, "c w"], context: FLACPContext
 ) -> Float[Tensor, "b t c"]:
-    """ops.short_convolution over this rank's part: what it reads before the part comes from the ranks there.
+    """Run ops.short_convolution on this rank's part; earlier ranks send the tokens before the part.
 
     Args:
         x: inputs of the part. [1, T, C]
-        weight: taps. [C, W]
-        context: of the ranks.
+        weight: coefficients of each channel; the last is that of the token itself. [C, W]
+        context: context of the rank.
 
     Raises:
-        ValueError: not the part the context is of, or not its taps; nothing is sent.
+        ValueError: x or weight does not fit the context; nothing is sent.
     """
     check_part(context, x.shape, name="x")
     check_taps(context, weight.shape[1])
@@ -49,15 +49,17 @@ def cp_attention(
     context: FLACPContext,
     fused: bool = False,
 ) -> Float[Tensor, "b t h d"]:
-    """ops.causal_attention of this rank's queries, to the keys and values of all ranks, each sequence by itself.
+    """Run ops.causal_attention of this rank's queries over the keys and values of all ranks, within each sequence.
 
     Args:
-        q, k, v: of the part. [1, T, H, d], [1, T, G, d]
-        context: of the ranks.
+        q: queries of the part. [1, T, H, d]
+        k: keys of the part. [1, T, G, d]
+        v: values of the part. [1, T, G, d]
+        context: context of the rank.
         fused: see ops.masked_attention.
 
     Raises:
-        ValueError: not the part the context is of; nothing is sent.
+        ValueError: an argument does not fit the context; nothing is sent.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_part(context, x.shape, name=name)
@@ -74,9 +76,9 @@ def cp_attention(
 
 
 def _sequences(context: FLACPContext, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where each token of the part lies among all, and where its sequence begins. [T]"""
+    """Return the global position of each token of the part, and that of the first token of its sequence. [T] each."""
     cu_seqlens = context.cu_seqlens.to(device)
-    assert context.part_length is not None, "known in PyTorch"
+    assert context.part_length is not None, "PyTorch contexts know the length of the part"
     tokens = torch.arange(context.part_length, device=device)
     own = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
     begin = cu_seqlens[own] - torch.where(own == 0, context.pre_num_tokens, 0)
@@ -84,37 +86,41 @@ def _sequences(context: FLACPContext, device: torch.device) -> tuple[Tensor, Ten
 
 
 def _joined_with_tokens(x: Tensor, wanted: int, context: FLACPContext) -> Tensor:
-    """x and so many tokens before it, pipelined; zeros where the first sequence begins here."""
-    what, came = "tokens of a convolution", x.new_zeros(x.shape[0], wanted, *x.shape[2:])
+    """Prepend the tokens before x, pipelined; they are zeros if the first sequence begins on this rank."""
+    what = "tokens of a convolution"
+    before = x.new_zeros(x.shape[0], wanted, *x.shape[2:])
     if not context.is_first_rank:
-        came = taken(what, came, x, context)
-    joined = torch.cat([came, x], dim=1)
+        before = receive_from_previous(what, before, x, context)
+    joined = torch.cat([before, x], dim=1)
     if context.is_last_rank:
         return joined
-    (joined,) = handed_on(what, joined[:, -wanted:], context, joined)
+    (joined,) = send_to_next(what, joined[:, -wanted:], context, joined)
     return joined
 
 
 def _joined_with_earlier(k: Tensor, v: Tensor, context: FLACPContext) -> tuple[Tensor, Tensor, int]:
-    """Keys and values from where the first sequence begins, pipelined, and the number of the first token among all."""
-    what, before = "keys and values", context.pre_num_tokens
+    """Return keys and values from the beginning of the first sequence, pipelined, and their first global position."""
+    what = "keys and values"
+    before = context.pre_num_tokens
     joined = torch.stack([k, v])
     if not context.is_first_rank:
         earlier = joined.new_empty(*joined.shape[:2], before, *joined.shape[3:])
-        joined = torch.cat([taken(what, earlier, joined, context), joined], dim=2)
+        joined = torch.cat([receive_from_previous(what, earlier, joined, context), joined], dim=2)
     if not context.is_last_rank:
         begin = before + int(context.cu_seqlens_cpu[-2]) if context.num_sequences > 1 else 0
-        (joined,) = handed_on(what, joined[:, :, begin:], context, joined)
+        (joined,) = send_to_next(what, joined[:, :, begin:], context, joined)
     k_, v_ = joined.unbind(0)
     return k_, v_, context.rank * k.shape[1] - before
 
 
 class _Halo(torch.autograd.Function):
-    """The tokens before the part that a convolution reads, zeros before the first; their gradients go back."""
+    """The tokens before the part that a convolution reads, or zeros; backward returns their gradients."""
 
     @staticmethod
     def forward(ctx, x, context, kernel_size):
-        ctx.context, ctx.shape, ctx.sizes = context, x.shape, halo_sizes(x.shape[1], kernel_size)
+        ctx.context = context
+        ctx.shape = x.shape
+        ctx.sizes = halo_sizes(x.shape[1], kernel_size)
         came = [x.new_zeros(x.shape[0], size, *x.shape[2:]) for size in ctx.sizes]
         sent = [x[:, x.shape[1] - size :].contiguous() for size in ctx.sizes]
         _neighbours(sent, came, context, reverse=False)
@@ -133,7 +139,7 @@ class _Halo(torch.autograd.Function):
 
 
 def _neighbours(sent: list[Tensor], came: list[Tensor], context: FLACPContext, reverse: bool) -> None:
-    """Hand parts to the next ranks, to each its own, and fill those that come from the ranks before."""
+    """Send one part to each of the next ranks, and receive one part from each of the previous ranks."""
     place = context.size - 1 - context.rank if reverse else context.rank
     works = []
     for distance, (part, into) in enumerate(zip(sent, came, strict=True), 1):
@@ -146,7 +152,7 @@ def _neighbours(sent: list[Tensor], came: list[Tensor], context: FLACPContext, r
 
 
 class _AllParts(torch.autograd.Function):
-    """The parts of all ranks, end to end; each rank's gradient is the sum of what all ranks have for its part."""
+    """The concatenated parts of all ranks; the gradient of a part is the sum over all ranks."""
 
     @staticmethod
     def forward(ctx, x, context):

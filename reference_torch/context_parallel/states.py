@@ -1,4 +1,4 @@
-"""Before an exchange and after it: what a scan begins with, and how it is completed."""
+"""The scan of a rank's part before and after the exchange of states: its initial states, and the completed outputs."""
 
 from collections.abc import Callable
 
@@ -9,16 +9,17 @@ from torch import Tensor
 
 from diptych.plans.context.sequences import FLACPContext
 from reference_torch.autograd import differentiable_once
-from reference_torch.context_parallel.exchange import Crossing, ExchangedState, map_passed_on
-from reference_torch.context_parallel.wavefront import handed_on, taken
+from reference_torch.context_parallel.exchange import Crossing, ExchangedState, map_to_send
+from reference_torch.context_parallel.wavefront import receive_from_previous, send_to_next
 
 
 class _Attached(torch.autograd.Function):
-    """x itself, and in backward a gradient of 0 for y: every rank takes part in the exchange of gradients."""
+    """x, with a gradient of 0 for y in backward, so that every rank takes part in the exchange of gradients."""
 
     @staticmethod
     def forward(ctx, x, y):
-        ctx.shape, ctx.dtype = y.shape, y.dtype
+        ctx.shape = y.shape
+        ctx.dtype = y.dtype
         return x.view_as(x)
 
     @staticmethod
@@ -28,16 +29,18 @@ class _Attached(torch.autograd.Function):
 
 
 def with_transition_columns(initial_state: Tensor | None, context: FLACPContext, like: Tensor) -> Tensor | None:
-    """What the rank's scan begins with: of a sequence that began on another rank 0 and the identity.
+    """Return the initial states of the scan: 0 and the identity for a sequence that begins on an earlier rank.
+
+    Transition columns are explained in delta_rule/chunked.py.
 
     Args:
-        initial_state: of the rank's sequences; that of one which began on another rank is not looked at. [n, HV, K, V]
-        context: of the ranks.
-        like: a state's shape and type. [HV, K, V]
+        initial_state: initial states of the rank's sequences; None: zeros. [n, HV, K, V]
+        context: context of the rank.
+        like: array with the shape and type of a state. [HV, K, V]
 
     Returns:
-        As given where the first sequence begins here; else H and M side by side, [n, HV, K, V + K], or without initial
-        states those of the first sequence alone, [1, HV, K, V + K].
+        initial_state if the first sequence begins on this rank. Otherwise states with transition columns
+        [n, HV, K, V + K], or only that of the first sequence [1, HV, K, V + K] if initial_state is None.
     """
     if context.is_first_rank:
         return initial_state
@@ -52,38 +55,40 @@ def with_transition_columns(initial_state: Tensor | None, context: FLACPContext,
     return torch.cat([first, F.pad(initial_state[1:], (0, key))])
 
 
-def handed_through(
+def run_pipelined(
     initial_state: Tensor | None,
     like: Tensor,
     context: FLACPContext,
     run: Callable[[Tensor | None], tuple[Tensor, Tensor]],
     beside: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and final states, pipelined: the first sequence begins with the state that the rank before hands on.
+    """Run a part after the previous rank: receive the first state from it, and send the last state to the next rank.
 
     Args:
-        initial_state: as with_transition_columns'.
-        like: a state's shape and type. [HV, K, V]
-        context: of the ranks.
-        run: outputs and final states of initial ones, [n, HV, K, V] each.
-        beside: something else that run reads, which has a gradient if anything has; None: nothing has.
+        initial_state: see with_transition_columns. [n, HV, K, V]
+        like: array with the shape and type of a state. [HV, K, V]
+        context: context of the rank.
+        run: function that returns outputs and final states from initial states. [n, HV, K, V]
+        beside: another argument of run that requires a gradient, if one does; autograd needs it to reach the received
+            state in backward.
 
     Returns:
-        The same; a sequence that goes on on another rank has a final state of 0 here.
+        Outputs and final states; the final state of a sequence that continues on the next rank is 0.
     """
-    states, last = initial_state, context.num_sequences - 1
+    states = initial_state
+    last = context.num_sequences - 1
     if not context.is_first_rank:
-        begun = taken("state", like, like if beside is None else beside, context)[None]
+        received = receive_from_previous("state", like, like if beside is None else beside, context)[None]
         if states is None:
-            states = torch.cat([begun, like.new_zeros(last, *like.shape)])
+            states = torch.cat([received, like.new_zeros(last, *like.shape)])
         else:
-            states = torch.cat([_Attached.apply(begun, states[:1]), states[1:]])
+            states = torch.cat([_Attached.apply(received, states[:1]), states[1:]])
     o, finals = run(states)
     if context.is_last_rank:
         return o, finals
-    here = torch.cat([finals[:last], torch.zeros_like(finals[last:])])
-    o, here = handed_on("state", finals[last], context, o, here)
-    return o, here
+    ended = torch.cat([finals[:last], torch.zeros_like(finals[last:])])
+    o, ended = send_to_next("state", finals[last], context, o, ended)
+    return o, ended
 
 
 def complete(
@@ -92,26 +97,30 @@ def complete(
     finals: Float[Tensor, "n h k w"],
     crossing: Crossing,
 ) -> tuple[Float[Tensor, "b t h v"], Float[Tensor, "n h k v"]]:
-    """Outputs and final states, once it is known what the rank's first sequence began with.
+    """Exchange states between ranks, and return the completed outputs and final states.
 
     Args:
-        o: outputs, those of a first sequence that began on another rank from a state of 0. [1, T, HV, V]
-        transition_output: of that sequence's tokens, which come first; None where it begins here. [1, U, HV, K]
-        finals: H and M of every sequence, as wide. [n, HV, K, V + K]
-        crossing: of the call.
+        o: outputs of a scan from a state of 0 for a sequence that begins on an earlier rank. [1, T, HV, V]
+        transition_output: transition columns R of the outputs of that sequence, the first U tokens; None if the first
+            sequence begins on this rank. [1, U, HV, K]
+        finals: final states H with transition columns M. [n, HV, K, V + K]
+        crossing: exchange of the call.
 
     Returns:
-        [1, T, HV, V] and [n, HV, K, V]; a sequence that goes on on another rank has a final state of 0 here.
+        Outputs [1, T, HV, V] and final states [n, HV, K, V]; the final state of a sequence that continues on the next
+        rank is 0.
     """
-    context, value = crossing.context, crossing.value
+    context = crossing.context
+    value = crossing.value
     last = context.num_sequences - 1
-    states, transitions = finals[..., :value], finals[..., value:]
-    begun = ExchangedState.apply(*map_passed_on(finals, value, context), o, crossing)
+    states = finals[..., :value]
+    transitions = finals[..., value:]
+    received = ExchangedState.apply(*map_to_send(finals, value, context), o, crossing)
     if transition_output is not None:
-        tokens = transition_output.shape[1]  # those of other sequences have nothing to do with the state that came
-        completed = o[:, :tokens] + torch.einsum("bthk,hkv->bthv", transition_output, begun)
+        tokens = transition_output.shape[1]  # the tokens of other sequences do not depend on the received state
+        completed = o[:, :tokens] + torch.einsum("bthk,hkv->bthv", transition_output, received)
         o = torch.cat([completed, o[:, tokens:]], dim=1)
-        states = torch.cat([states[:1] + transitions[:1] @ begun, states[1:]])
+        states = torch.cat([states[:1] + transitions[:1] @ received, states[1:]])
     if not context.is_last_rank:
         states = torch.cat([states[:last], torch.zeros_like(states[last:])])
-    return _Attached.apply(o, begun), _Attached.apply(states, begun)
+    return _Attached.apply(o, received), _Attached.apply(states, received)

@@ -1,8 +1,8 @@
-"""What a rank takes from the one before and hands on to the next, where microbatches follow one another over ranks.
+"""Pipelined context parallelism: each rank receives from the previous rank and sends to the next rank.
 
-A layer takes what it needs before it computes, and hands its own on without waiting for anyone; backward, gradients go
-the other way. In which order a rank runs its microbatches is diptych/plans/schedule/wavefront.py's to say. Twin of
-``jax_impl/context_parallel/wavefront.py``.
+A layer receives before it computes, and sends its own part without waiting. In backward, gradients are sent in the
+opposite direction. diptych/plans/schedule/wavefront.py decides in which order a rank runs its microbatches. The JAX
+counterpart is ``jax_impl/context_parallel/wavefront.py``.
 """
 
 from collections.abc import Iterator
@@ -26,33 +26,36 @@ from reference_torch.groups import wait_for
 from reference_torch.recompute.region import in_replay
 
 WHAT = ("state", "tokens of a convolution", "keys and values")
-"""What is handed on."""
+"""The kinds of messages."""
 
 
 class Handing:
-    """One microbatch on its way over the ranks, and what came to layers that backward computes again, for which nothing
-    travels again; made by build_cp_context, as often on every rank.
+    """The messages of one microbatch.
+
+    It saves received parts for layers that backward replays, because a replay communicates nothing. build_cp_context
+    creates it, equally often on every rank.
 
     Args:
-        group: the ranks; None: there is one.
+        group: group of the ranks; None: one rank.
     """
 
     keeps: tuple[str, ...] = WHAT
-    """Those of WHAT that backward may ask for again."""
+    """Kinds of messages that a replay may read again."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self.came: dict[tuple[int | None, str], list[Tensor]] = {}
-        """By layer: of every pass whose backward is to come."""
+        """Received parts of every pass whose backward has not run, by layer and kind."""
         self.number = 0
-        """Of the group's microbatches: messages of another are not taken for its own."""
+        """Number of the microbatch in its group, which distinguishes its messages from those of others."""
         if group is not None:
-            _channel(group, reverse=True)  # by all ranks at the same time
+            _channel(group, reverse=True)  # created here, because all ranks have to create it at the same time
             shared = _shared(group)
-            self.number, shared.microbatches = shared.microbatches, shared.microbatches + 1
+            self.number = shared.microbatches
+            shared.microbatches = shared.microbatches + 1
 
 
 class _Shared:
-    """What all microbatches of a group share: what is on its way, and their number so far."""
+    """The shared state of all microbatches of a group: messages in flight, and the number of microbatches so far."""
 
     def __init__(self) -> None:
         self.departures = Departures(lingers=True)
@@ -60,7 +63,7 @@ class _Shared:
 
 
 _SHARED: WeakKeyDictionary[ProcessGroup, _Shared] = WeakKeyDictionary()
-"""Of every group, as long as it is: its name another may have after it."""
+"""Shared state by group, which lives as long as the group; the name of a group can be used again."""
 
 
 def _shared(group: ProcessGroup) -> _Shared:
@@ -71,61 +74,66 @@ def _shared(group: ProcessGroup) -> _Shared:
 
 
 def finish(group: ProcessGroup | None) -> None:
-    """Wait until the other ranks have taken all that was handed on and back.
+    """Wait until the other ranks have received all messages of this rank.
+
+    Args:
+        group: group of the ranks; None: one rank.
 
     Raises:
-        PipelineError: something was not taken in time.
+        PipelineError: a message was not received in time.
     """
     if group is not None:
         _shared(group).departures.wait()
 
 
 def is_pipelined(context: FLACPContext) -> bool:
-    """Whether ranks hand on what they have before the next compute."""
+    """Return true if the exchange is "pipelined": a rank computes after it has received from the previous rank."""
     return context.cp_exchange == PIPELINED
 
 
-def taken(what: str, like: Tensor, beside: Tensor, context: FLACPContext) -> Tensor:
-    """What the rank before hands on; waits for it. Its gradient goes back there.
+def receive_from_previous(what: str, like: Tensor, beside: Tensor, context: FLACPContext) -> Tensor:
+    """Receive a part from the previous rank; backward sends its gradient back.
 
     Args:
-        what: one of WHAT.
-        like: of its shape and type.
-        beside: another argument of the operation, by way of which autograd gets here.
-        context: of the ranks; its first sequence began on another.
+        what: kind of message, one of WHAT.
+        like: tensor with the shape and type of the part.
+        beside: another argument of the operation that connects the part to the autograd graph.
+        context: context of the rank, whose first sequence begins on an earlier rank.
 
     Raises:
-        PipelineError: it did not come within context.timeout.
+        PipelineError: the part did not arrive within context.timeout.
     """
     if in_replay():
-        return _Taken.apply(beside, what, context, _came_before(what, context))
+        return _Received.apply(beside, what, context, _received_before(what, context))
     found = _receive(what, context, tuple(like.shape), like.dtype, like.device, reverse=False)
     if what in context.handing.keeps:
         context.handing.came.setdefault((context.layer, what), []).append(found)
-    return _Taken.apply(beside, what, context, found)
+    return _Received.apply(beside, what, context, found)
 
 
-def handed_on(what: str, part: Float[Tensor, "..."], context: FLACPContext, *others: Tensor) -> tuple[Tensor, ...]:
-    """Hand a part to the next rank, and return the others; backward through any of them takes the part's gradient.
+def send_to_next(what: str, part: Float[Tensor, "..."], context: FLACPContext, *others: Tensor) -> tuple[Tensor, ...]:
+    """Send a part to the next rank, and return the others; backward through any of them receives the part's gradient.
 
     Args:
-        what: one of WHAT.
-        part: what the next rank takes.
-        context: of the ranks; its last sequence goes on on another.
-        others: what this rank goes on with.
+        what: kind of message, one of WHAT.
+        part: tensor for the next rank.
+        context: context of the rank, whose last sequence continues on a later rank.
+        *others: tensors with which this rank continues.
 
     Raises:
-        PipelineError: the next rank is gone, or did not take something before.
+        PipelineError: the next rank has ended, or did not receive an earlier message.
     """
-    return _HandedOn.apply(what, context, part, *others)
+    return _Sent.apply(what, context, part, *others)
 
 
-class _Taken(torch.autograd.Function):
-    """What came."""
+class _Received(torch.autograd.Function):
+    """A received part; backward sends its gradient to the previous rank."""
 
     @staticmethod
     def forward(ctx, beside, what, context, found):
-        ctx.what, ctx.context, ctx.found = what, context, found
+        ctx.what = what
+        ctx.context = context
+        ctx.found = found
         return found.detach()
 
     @staticmethod
@@ -138,12 +146,14 @@ class _Taken(torch.autograd.Function):
         return None, None, None, None
 
 
-class _HandedOn(torch.autograd.Function):
-    """The others; the part is on its way."""
+class _Sent(torch.autograd.Function):
+    """The other tensors, after a part was sent; backward receives the gradient of the part."""
 
     @staticmethod
     def forward(ctx, what, context, part, *others):
-        ctx.what, ctx.context, ctx.like = what, context, (tuple(part.shape), part.dtype, part.device)
+        ctx.what = what
+        ctx.context = context
+        ctx.like = (tuple(part.shape), part.dtype, part.device)
         if not in_replay():
             _send(what, part, context, reverse=False)
         return tuple(x.view_as(x) for x in others)
@@ -154,32 +164,33 @@ class _HandedOn(torch.autograd.Function):
         return None, None, _receive(ctx.what, ctx.context, *ctx.like, reverse=True), *d_others
 
 
-def _came_before(what: str, context: FLACPContext) -> Tensor:
-    """What came to a layer when it was computed first.
+def _received_before(what: str, context: FLACPContext) -> Tensor:
+    """Return the part that a layer received in its first forward.
 
     Raises:
-        ValueError: it is not known of which pass this is.
+        ValueError: several passes share the context, or none has received the part.
     """
     came = context.handing.came.get((context.layer, what), [])
     if len(came) != 1:
         raise ValueError(
-            "cp_context: expected one of its own for every microbatch, and for every layer that backward computes "
-            f"again (context.of_layer), got {len(came)} passes whose backward is to come with "
+            "cp_context: expected a separate context for every microbatch, and for every layer that backward "
+            f"recomputes (context.of_layer), got {len(came)} passes without backward that received "
             f"{_name(what, context, False)}"
         )
     return came[0]
 
 
 def _send(what: str, part: Tensor, context: FLACPContext, reverse: bool) -> None:
-    """To the next rank, or back to the one before; does not wait."""
+    """Send to the next rank, or to the previous rank if reverse, without waiting."""
     departures = _shared(context.group).departures
     departures.check()
     sent = part.detach().to(_wire_dtype(what, part.dtype, context)).contiguous()
-    peer, name = _peer(context, 1, reverse), _name(what, context, reverse)
-    told = f"context rank {context.rank}: expected context rank {peer} to receive {name}"
-    with _named(told):
+    peer = _peer(context, 1, reverse)
+    name = _name(what, context, reverse)
+    expected = f"context rank {context.rank}: expected context rank {peer} to receive {name}"
+    with _named(expected):
         work = dist.isend(sent, group=_channel(context.group, reverse), group_dst=peer, tag=_tag(what, context))
-    departures.add(work, sent, told, context.timeout)
+    departures.add(work, sent, expected, context.timeout)
 
 
 def _receive(
@@ -196,7 +207,7 @@ def _receive(
 
 @contextmanager
 def _named(expected: str) -> Iterator[None]:
-    """Say what was expected where a message cannot even set out."""
+    """Raise a PipelineError with what was expected if a message cannot be started."""
     try:
         yield
     except RuntimeError as error:
@@ -206,12 +217,12 @@ def _named(expected: str) -> Iterator[None]:
 
 
 def _peer(context: FLACPContext, ahead: int, reverse: bool) -> int:
-    """The rank so far ahead in the group, or backward, behind."""
+    """Return the rank that is so many places ahead in the group, or behind if reverse."""
     return context.rank + (-ahead if reverse else ahead)
 
 
 def _tag(what: str, context: FLACPContext) -> int:
-    """Of the microbatch, layer and thing, 31 bits: 16, 13 and 2."""
+    """Return the tag of a message, 31 bits: 16 of the microbatch, 13 of the layer and 2 of the kind."""
     layer = -1 if context.layer is None else context.layer
     return ((context.handing.number % 2**16) * 2**13 + (layer + 1) % 2**13) * 4 + WHAT.index(what)
 
@@ -222,13 +233,13 @@ def _name(what: str, context: FLACPContext, reverse: bool) -> str:
 
 
 def _wire_dtype(what: str, dtype: torch.dtype, context: FLACPContext) -> torch.dtype:
-    """Of states as asked for."""
+    """Return the type in which a message is sent; cp_wire_dtype applies to states only."""
     asked = context.cp_wire_dtype if what == "state" else None
     return dtype if asked is None else getattr(torch, asked)
 
 
 def _channel(group: ProcessGroup, reverse: bool) -> ProcessGroup:
-    """What goes back has a group of its own with NCCL, which runs the messages of a group in one order."""
+    """Return the group of a message; with NCCL gradients have their own group, because a group orders its messages."""
     return _group_back(group) if reverse and dist.get_backend(group) == "nccl" else group
 
 

@@ -1,4 +1,4 @@
-"""Softmax attention of as many keys on every rank: queries go to the ranks that compute them, outputs back."""
+"""Load-balanced softmax attention: queries are sent to the ranks that compute them, and outputs are sent back."""
 
 import torch
 from jaxtyping import Float, Int
@@ -19,12 +19,15 @@ def zigzag_attention(
     context: FLACPContext,
     fused: bool = False,
 ) -> Float[Tensor, "b t h d"]:
-    """Causal attention of this rank's queries, of which other ranks compute most; see diptych.plans.context.zigzag.
+    """Return the causal attention of this rank's queries; see diptych.plans.context.zigzag for the ranks that compute.
+
+    All ranks have to call this function.
 
     Args:
         q: queries of the part. [1, T, H, d]
-        k, v: keys and values of all ranks. [1, R T, G, d]
-        context: of the ranks; all have to call it.
+        k: keys of all ranks. [1, R T, G, d]
+        v: values of all ranks. [1, R T, G, d]
+        context: context of the rank.
         fused: see ops.masked_attention.
     """
     length = q.shape[1]
@@ -37,7 +40,7 @@ def zigzag_attention(
 
 
 def _allowed(cu_seqlens: Int[Tensor, " n"], begin: int, end: int) -> Tensor:
-    """Which keys before the end the tokens from begin on may look at: of their own sequence, up to themselves."""
+    """Return the mask of queries begin .. end - 1 over keys 0 .. end - 1: causal, and within each sequence."""
     keys = torch.arange(end, device=cu_seqlens.device)
     place = keys[begin:, None]
     first = cu_seqlens[torch.searchsorted(cu_seqlens, place, right=True) - 1]
@@ -45,12 +48,12 @@ def _allowed(cu_seqlens: Int[Tensor, " n"], begin: int, end: int) -> Tensor:
 
 
 class _Moved(torch.autograd.Function):
-    """First halves and second halves of all parts, moved to the ranks that compute them, or back to their holders;
-    their gradients go the other way."""
+    """The halves of all parts, moved to the ranks that compute them, or back; backward moves gradients in reverse."""
 
     @staticmethod
     def forward(ctx, first, second, context, back):
-        ctx.context, ctx.back = context, back
+        ctx.context = context
+        ctx.back = back
         return _move((first, second), context, back)
 
     @staticmethod
@@ -60,11 +63,15 @@ class _Moved(torch.autograd.Function):
 
 
 def _move(halves: tuple[Tensor, ...], context: FLACPContext, back: bool) -> tuple[Tensor, ...]:
-    """What this rank gets for its first and second half; what stays is copied, so that q itself need not be kept."""
-    rank, found, works, sent = context.rank, [], [], []
+    """Return the halves that this rank receives; a half that stays is copied, so that q itself is not saved."""
+    rank = context.rank
+    found = []
+    works = []
+    sent = []
     for place, own in enumerate(halves):
         moves = half_moves(context.size, place, back)
-        to, source = dict(moves)[rank], {receiver: sender for sender, receiver in moves}[rank]
+        to = dict(moves)[rank]
+        source = {receiver: sender for sender, receiver in moves}[rank]
         if to == rank or not own.numel():
             found.append(own.clone())
             continue

@@ -1,4 +1,4 @@
-"""The public functions: arguments, what is asked of them, and who computes."""
+"""The public functions of the delta rule: they check their arguments and select the implementation."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from diptych.plans.model.delta_rule import (
 )
 from reference_torch.autograd import is_transformed, refuse_transformed, without_autocast
 from reference_torch.context_parallel import Crossing, complete, with_transition_columns
-from reference_torch.context_parallel.states import handed_through
+from reference_torch.context_parallel.states import run_pipelined
 from reference_torch.context_parallel.wavefront import is_pipelined
 from reference_torch.delta_rule.by_kernels import chunked_by_kernels
 from reference_torch.delta_rule.chunked import chunked
@@ -45,7 +45,7 @@ def recurrent_kda(
     safe_gate: bool = False,
     lower_bound: float | int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Kimi delta attention, a token at a time; arguments and results as chunk_kda's."""
+    """Run Kimi delta attention token by token; arguments and results are those of chunk_kda."""
     options = DeltaRuleOptions(True, scale, 1, use_qk_l2norm_in_kernel, use_gate_in_kernel, safe_gate, lower_bound)
     arrays = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     return _recurrent(arrays, cu_seqlens, options, output_final_state)
@@ -74,33 +74,36 @@ def chunk_kda(
     disable_recompute: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Kimi delta attention, a chunk at a time: the gated delta rule with a decay for every channel.
+    """Run Kimi delta attention in chunks: the gated delta rule with one decay per channel.
 
     Args:
-        q: queries. [B, T, H, K] float16, bfloat16, float32 or float64; k and v are of the same type
-        k: keys; beyond length one the rule can diverge, see use_qk_l2norm_in_kernel. [B, T, H, K]
-        v: values; HV / H neighbours share a head of q and k. [B, T, HV, V]
-        g: log decay, natural log, <= 0; with use_gate_in_kernel what kda_gate takes. [B, T, HV, K]
-        beta: the share of an error that is corrected, in [0, 2]. [B, T, HV]
-        scale: of the queries; None for K ** -0.5.
-        initial_state: None for zeros. [N, HV, K, V] float32 (float64 for float64)
-        cu_seqlens: where the sequences that B = 1 holds begin, and T; they may be empty. [N + 1] int32
-        A_log, dt_bias, lower_bound: of kda_gate, with use_gate_in_kernel. [HV], [HV * K]
-        safe_gate: the caller's word that decays are above -5; nothing here needs it.
-        chunk_size: tokens, a power of two.
-        cp_context: of build_cp_context, where sequences are split over ranks, of which this one gives its part and gets
-            its part's outputs. cu_seqlens is then the context's or None. A sequence takes its initial state on the rank
-            where it begins and has its final state where it ends, 0 on others. Every rank has to call backward.
-        disable_recompute: keep for backward what it would compute again.
+        q: queries. [B, T, H, K] float16, bfloat16, float32 or float64; k and v have the same type
+        k: keys; with norms above 1 the rule can diverge, see use_qk_l2norm_in_kernel. [B, T, H, K]
+        v: values; HV / H neighbouring heads share a head of q and k. [B, T, HV, V]
+        g: log decay, natural log, <= 0; with use_gate_in_kernel the argument g of kda_gate. [B, T, HV, K]
+        beta: fraction of the error that is corrected, in [0, 2]. [B, T, HV]
+        scale: scale of the queries; None: K ** -0.5.
+        initial_state: state before each sequence; None: zeros. [N, HV, K, V] float32 (float64 for float64)
+        output_final_state: return the final states.
+        cu_seqlens: offsets of the sequences packed in B = 1, and T; sequences may be empty. [N + 1] int32
+        use_qk_l2norm_in_kernel: apply l2norm to q and k.
+        A_log: see kda_gate. [HV]
+        dt_bias: see kda_gate. [HV * K]
+        use_gate_in_kernel: apply kda_gate to g.
+        safe_gate: the caller guarantees log decays above -5; accepted for compatibility, without effect.
+        lower_bound: see kda_gate.
+        chunk_size: tokens per chunk, a power of two.
+        cp_context: from build_cp_context; this rank then computes its part of the sequences, each with its initial
+            state on its first rank and its final state on its last (0 elsewhere). Every rank has to call backward.
+        disable_recompute: save intermediate values for backward instead of recomputing them.
+        impl: see diptych.plans.model.implementation.
 
     Returns:
-        Outputs [B, T, HV, V] in v's type; with output_final_state the states after, as initial_state, else None.
+        Outputs [B, T, HV, V] in the type of v, and the final states, like initial_state, or None.
 
     Raises:
-        ValueError: arguments that do not belong together, or an unknown one: what was expected, what came.
-
-    Reference: Kimi Team, arXiv 2510.26692, section 3. Values of cu_seqlens are read on the host,
-    which waits for a device they lie on.
+        ValueError: arguments do not fit together, or a keyword is unknown.
+    Reference: Kimi Team, arXiv 2510.26692, section 3. The host reads cu_seqlens, and waits if it is on a GPU.
     """
     options = DeltaRuleOptions(
         True, scale, chunk_size, use_qk_l2norm_in_kernel, use_gate_in_kernel, safe_gate, lower_bound
@@ -123,7 +126,7 @@ def recurrent_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule of GDN, a token at a time; arguments and results as chunk_gated_delta_rule's."""
+    """Run the gated delta rule of GDN token by token; arguments and results are those of chunk_gated_delta_rule."""
     options = DeltaRuleOptions(False, scale, 1, use_qk_l2norm_in_kernel)
     arrays = (q, k, v, g, beta, None, None, initial_state)
     return _recurrent(arrays, cu_seqlens, options, output_final_state)
@@ -147,9 +150,9 @@ def chunk_gated_delta_rule(
     disable_recompute: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule of GDN, a chunk at a time: one decay for a head's channels.
+    """Run the gated delta rule of GDN in chunks, with one decay per head.
 
-    Args, results and errors as chunk_kda's, but for g: log decay, natural log, <= 0, [B, T, HV].
+    Arguments, results and errors are those of chunk_kda, except g: log decay, natural log, <= 0. [B, T, HV]
 
     Reference: Yang, Kautz and Hatamizadeh, arXiv 2412.06464, section 3.
     """
@@ -163,10 +166,10 @@ Arrays = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | N
 
 
 def _offsets(arrays: Arrays, cu_seqlens: Tensor | np.ndarray | None, options: DeltaRuleOptions) -> np.ndarray | None:
-    """The values of cu_seqlens, once all arguments are checked."""
+    """Check all arguments, and return the values of cu_seqlens."""
     names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
     infos = {name: _info(name, x) for name, x in zip(names, arrays, strict=True)}
-    if isinstance(cu_seqlens, np.ndarray):  # a context's
+    if isinstance(cu_seqlens, np.ndarray):  # from cp_context
         check_arguments(options, infos | {"cu_seqlens": ArrayInfo(cu_seqlens.shape, cu_seqlens.dtype.name, cu_seqlens)})
         return cu_seqlens
     offsets = _info("cu_seqlens", cu_seqlens)
@@ -179,10 +182,10 @@ def _offsets(arrays: Arrays, cu_seqlens: Tensor | np.ndarray | None, options: De
 
 
 def _values_of(cu_seqlens: Tensor) -> np.ndarray:
-    """Read offsets on the host.
+    """Return the values of offsets on the host.
 
     Raises:
-        ValueError: there is nothing to read.
+        ValueError: the tensor has no values, because it is on the meta device or transformed.
     """
     if cu_seqlens.is_meta or is_transformed(cu_seqlens):
         came = "one on the meta device" if cu_seqlens.is_meta else "one that torch.func transforms"
@@ -202,16 +205,16 @@ def _recurrent(
     arrays: Arrays, cu_seqlens: Tensor | None, options: DeltaRuleOptions, output_final_state: bool
 ) -> tuple[Tensor, Tensor | None]:
     offsets = _offsets(arrays, cu_seqlens, options)
-    with without_autocast(arrays[0].device.type):  # the types are the arguments'
+    with without_autocast(arrays[0].device.type):  # the arguments determine the types
         inputs = gated(*arrays[:7], options)
         o, finals = recurrent(*inputs, arrays[7], None if offsets is None else offsets.tolist())
     return o.to(arrays[2].dtype), finals if output_final_state else None
 
 
 def _chunked(*call: Any) -> tuple[Tensor, Tensor | None]:
-    """Compute as called; torch.compile does so between two graphs, as which chunks there are is read on the host."""
+    """Run _chunked_eagerly, outside of any torch.compile graph, because the host reads the offsets of sequences."""
     if torch.compiler.is_compiling():
-        import torch._dynamo as dynamo  # there is no telling fullgraph=True why but by its own words
+        import torch._dynamo as dynamo  # only graph_break has a message that fullgraph=True shows
 
         dynamo.graph_break(msg="chunk_kda and its like read offsets on the host; leave fullgraph=True out")
         eagerly: Any = torch.compiler.disable(_chunked_eagerly)
@@ -233,8 +236,10 @@ def _chunked_eagerly(
     if context is not None:
         check_part(context, tuple(getattr(arrays[0], "shape", ())), _values_beside(context, cu_seqlens))
     offsets = _offsets(arrays, cu_seqlens if context is None else context.cu_seqlens_cpu, options)
-    options, impl = options.for_length(arrays[0].shape[1]), implementation_for(impl, context)
-    kernels, given = kernel_backend(impl, arrays[0]), arrays[:-1]
+    options = options.for_length(arrays[0].shape[1])
+    impl = implementation_for(impl, context)
+    kernels = kernel_backend(impl, arrays[0])
+    given = arrays[:-1]
 
     def run(initial: Tensor | None, context: FLACPContext | None = None) -> tuple[Tensor, Tensor]:
         if kernels is not None:
@@ -244,17 +249,17 @@ def _chunked_eagerly(
             return o, finals
         return _over_ranks((*given, initial), options, recompute, context)
 
-    with without_autocast(arrays[0].device.type):  # the types are the arguments'
-        if context is not None and is_pipelined(context):  # within, the part is whole sequences
+    with without_autocast(arrays[0].device.type):  # the arguments determine the types
+        if context is not None and is_pipelined(context):  # run then treats the part as whole sequences
             beside = next((x for x in arrays if x is not None and x.requires_grad), arrays[0])
-            o, finals = handed_through(arrays[-1], _state_like(arrays), context, run, beside)
+            o, finals = run_pipelined(arrays[-1], _state_like(arrays), context, run, beside)
         else:
             o, finals = run(arrays[-1], context)
     return o, finals if output_final_state else None
 
 
 def _values_beside(context: FLACPContext, cu_seqlens: Tensor | None) -> np.ndarray | None:
-    """Of offsets given beside a context; the context's own, as they should be, are not read from their device."""
+    """Return the values of cu_seqlens for comparison with the context; None for None or the context's own tensor."""
     if cu_seqlens is None or cu_seqlens is getattr(context, "cu_seqlens", None):
         return None
     if not isinstance(cu_seqlens, Tensor):
@@ -265,12 +270,14 @@ def _values_beside(context: FLACPContext, cu_seqlens: Tensor | None) -> np.ndarr
 def _over_ranks(
     arrays: Arrays, options: DeltaRuleOptions, recompute: bool, context: FLACPContext
 ) -> tuple[Tensor, Tensor]:
-    """The rule over this rank's part of the sequences."""
-    q, v, initial, offsets, like = arrays[0], arrays[2], arrays[-1], context.cu_seqlens_cpu, _state_like(arrays)
-    initial, num_transition_columns = (
-        with_transition_columns(initial, context, like),
-        0 if context.is_first_rank else q.shape[3],
-    )
+    """Run the rule over this rank's part of the sequences."""
+    q = arrays[0]
+    v = arrays[2]
+    initial = arrays[-1]
+    offsets = context.cu_seqlens_cpu
+    like = _state_like(arrays)
+    initial = with_transition_columns(initial, context, like)
+    num_transition_columns = 0 if context.is_first_rank else q.shape[3]
     crossing = Crossing(context, v.shape[3], _log_decay(arrays, options, context))
     o, finals = complete(
         *chunked(*arrays[:-1], initial, options, offsets, recompute, num_transition_columns, crossing), crossing
@@ -279,14 +286,15 @@ def _over_ranks(
 
 
 def _state_like(arrays: Arrays) -> Tensor:
-    """A state of 0. [HV, K, V]"""
-    q, v = arrays[0], arrays[2]
+    """Return a state of zeros [HV, K, V]."""
+    q = arrays[0]
+    v = arrays[2]
     dtype = getattr(torch, compute_dtype(str(q.dtype).removeprefix("torch.")))
     return q.new_zeros(v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
 
 
 def _log_decay(arrays: Arrays, options: DeltaRuleOptions, context: FLACPContext) -> Tensor | None:
-    """Sum of log decays over the part, which a map of low rank has on its diagonal. [HV, K] or [HV, 1]"""
+    """Return the sum of log decays over the part, [HV, K] or [HV, 1], for a low-rank transition."""
     if context.cp_transition_rank is None:
         return None
     q, k, _, g, _, A_log, dt_bias, _ = arrays

@@ -1,4 +1,4 @@
-"""The delta rule by the shared Triton kernels: what is left to do before they are called, and between ranks."""
+"""The delta rule by the shared Triton kernels: preparation of their arguments, and the exchange between ranks."""
 
 from typing import Any
 
@@ -29,10 +29,9 @@ def chunked_by_kernels(
     recompute: bool,
     context: FLACPContext | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and final states; arguments as the public functions' (calls.py), checked.
+    """Return outputs and final states, computed by the kernels.
 
-    Args:
-        kernels: the module that launches them.
+    ``kernels`` is the module from ops.kernel_backend. The other arguments are those of chunk_kda, already checked.
     """
     q, k, g = prepared(q, k, g, A_log, dt_bias, options)
     size = kernel_chunk_size(options.chunk_size)
@@ -50,8 +49,9 @@ def chunked_by_kernels(
 def _boundary_sequences(
     context: FLACPContext, initial_state: Tensor | None, sequences: np.ndarray, k: Tensor, v: Tensor
 ) -> BoundarySequences:
-    """Of this rank: no tokens of a first sequence that began here, nor of a last that ends here."""
-    first, last = sequences[0] * (not context.is_first_rank), sequences[-1] * (not context.is_last_rank)
+    """Return the first and last sequence of this rank; a sequence that begins or ends here is given no tokens."""
+    first = sequences[0] * (not context.is_first_rank)
+    last = sequences[-1] * (not context.is_last_rank)
     dtype = torch.promote_types(v.dtype, torch.float32)
     initial = v.new_zeros(1, v.shape[2], k.shape[-1], v.shape[-1], dtype=dtype)
     if initial_state is not None and (context.is_first_rank or context.num_sequences > 1):
@@ -60,40 +60,44 @@ def _boundary_sequences(
 
 
 class KernelRanks:
-    """What happens between ranks; see diptych_kernels.delta_rule.autodiff_rules.Ranks. This rank's roles are the
-    context's."""
+    """The exchange between ranks; see diptych_kernels.delta_rule.autodiff_rules.Ranks.
+
+    The context holds this rank's roles, so the argument roles is None.
+    """
 
     def __init__(self, context: FLACPContext, value: int) -> None:
-        self.context, self.value = context, value
+        self.context = context
+        self.value = value
 
     def pass_on(self, maps: Tensor, roles: None) -> Tensor:
-        """See Ranks."""
+        """Implement Ranks."""
         del roles
         return exchange_states(*self._passed_on(maps), self.context)
 
     def pass_back(self, maps: Tensor, d_found: Tensor, roles: None) -> Tensor:
-        """See Ranks."""
+        """Implement Ranks."""
         del roles
         d_found = torch.zeros_like(d_found) if self.context.is_first_rank else d_found
         return exchange_states(self._passed_on(maps)[0].mT, d_found, self.context, reverse=True)
 
     def with_first(self, states: Tensor, first: Tensor | None, roles: None) -> Tensor:
-        """See Ranks."""
+        """Implement Ranks."""
         del roles
         if self.context.is_first_rank:
             return states
         return torch.cat([torch.zeros_like(states[:1]) if first is None else first[None], states[1:]])
 
     def with_last(self, states: Tensor, last: Tensor | None, roles: None) -> Tensor:
-        """See Ranks."""
+        """Implement Ranks."""
         del roles
         if self.context.is_last_rank:
             return states
         return torch.cat([states[:-1], torch.zeros_like(states[-1:]) if last is None else last[None]])
 
     def _passed_on(self, maps: Tensor) -> tuple[Tensor, Tensor]:
-        """M and H; 0 of what is not passed on."""
-        state, transition = maps[0, ..., : self.value], maps[0, ..., self.value :]
+        """Return M and H that this rank sends, with zeros for the parts that it does not send."""
+        state = maps[0, ..., : self.value]
+        transition = maps[0, ..., self.value :]
         if self.context.is_last_rank:
             return torch.zeros_like(transition), torch.zeros_like(state)
         goes_through = not self.context.is_first_rank and self.context.num_sequences == 1

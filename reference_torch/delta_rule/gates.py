@@ -1,4 +1,4 @@
-"""What becomes of projections before the delta rule sees them: decays in (-inf, 0], keys and queries of length one."""
+"""The preparation of projections for the delta rule: log decays in (-inf, 0], keys and queries of norm 1."""
 
 import torch
 import torch.nn.functional as F
@@ -9,11 +9,11 @@ from diptych.plans.model.delta_rule import L2_NORM_EPSILON, DeltaRuleOptions, ch
 from reference_torch.ops import at_least_float32
 
 SOFTPLUS_LINEAR = 40.0
-"""Above it softplus(x) is x to the last bit of a float64; PyTorch's own 20 shows in the tenth digit."""
+"""Above this threshold softplus(x) is equal to x in float64. PyTorch's default of 20 changes the tenth digit."""
 
 
 def l2norm(x: Float[Tensor, "*b k"], epsilon: float = L2_NORM_EPSILON) -> Float[Tensor, "*b k"]:
-    """``x / sqrt(sum(x**2) + epsilon)`` over the last axis; zero stays zero."""
+    """Return ``x / sqrt(sum(x**2) + epsilon)``, with the sum over the last axis; zero stays zero."""
     wide = at_least_float32(x)
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + epsilon)).to(x.dtype)
 
@@ -21,15 +21,15 @@ def l2norm(x: Float[Tensor, "*b k"], epsilon: float = L2_NORM_EPSILON) -> Float[
 def gdn_gate(
     a: Float[Tensor, "*b h"], A_log: Float[Tensor, " h"], dt_bias: Float[Tensor, " h"] | None = None
 ) -> Float[Tensor, "*b h"]:
-    """The decay of GDN, ``-exp(A_log) * softplus(a + dt_bias)``.
+    """Return the log decay of GDN, ``-exp(A_log) * softplus(a + dt_bias)``.
 
     Args:
-        a: projection of the token. [..., HV]
-        A_log: log of the decay's rate. [HV]
-        dt_bias: [HV]
+        a: projection of the tokens. [..., HV]
+        A_log: log of the decay rate. [HV]
+        dt_bias: bias of the projection; None: 0. [HV]
 
     Returns:
-        Natural-log decay, <= 0, float32 (float64 for float64). [..., HV]
+        Log decay, natural log, <= 0, float32 (float64 for float64). [..., HV]
     """
     a = at_least_float32(a)
     if dt_bias is not None:
@@ -43,16 +43,18 @@ def kda_gate(
     dt_bias: Float[Tensor, " hk"] | None = None,
     lower_bound: float | int | None = None,
 ) -> Float[Tensor, "*b h k"]:
-    """The decay of KDA, ``-exp(A_log) * softplus(g + dt_bias)``; bounded, ``lb * sigmoid(exp(A_log) * (g + dt_bias))``.
+    """Return the log decay of KDA, ``-exp(A_log) * softplus(g + dt_bias)``.
+
+    With lower_bound it is ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
 
     Args:
-        g: projection of the token. [..., HV, K]
-        A_log: log of the decay's rate. [HV]
-        dt_bias: [HV * K]
-        lower_bound: lb, in [-5, 0).
+        g: projection of the tokens. [..., HV, K]
+        A_log: log of the decay rate. [HV]
+        dt_bias: bias of the projection; None: 0. [HV * K]
+        lower_bound: lower bound of the log decay, in [-5, 0); None: unbounded.
 
     Returns:
-        Natural-log decay, <= 0, float32 (float64 for float64). [..., HV, K]
+        Log decay, natural log, <= 0, float32 (float64 for float64). [..., HV, K]
 
     Raises:
         ValueError: lower_bound outside [-5, 0).
@@ -75,11 +77,12 @@ def prepared(
     dt_bias: Tensor | None,
     options: DeltaRuleOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and g as a call's options ask: normed, gated."""
+    """Return q, k and g after the optional l2norm of q and k and the optional kda_gate of g."""
     if options.use_qk_l2norm_in_kernel:
-        q, k = l2norm(q), l2norm(k)
+        q = l2norm(q)
+        k = l2norm(k)
     if options.use_gate_in_kernel:
-        assert A_log is not None, "checked with the arguments"
+        assert A_log is not None, "check_arguments requires A_log with use_gate_in_kernel"
         g = kda_gate(g, A_log, dt_bias, options.lower_bound)
     return q, k, g
 
@@ -94,7 +97,7 @@ def gated(
     dt_bias: Tensor | None,
     options: DeltaRuleOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A call's arguments as the recurrence takes them: normed, scaled, gated, as wide as the state, a head of q per v.
+    """Return the inputs of the recurrence: at least float32, normalised, scaled, gated, with HV heads of q and k.
 
     Returns:
         q, k [B, T, HV, K]; v [B, T, HV, V]; g [B, T, HV, K], for GDN [B, T, HV, 1]; beta [B, T, HV, 1].

@@ -1,17 +1,18 @@
-"""What a chunk needs no state for: its tokens' decayed products, and the corrections they make to each other, solved.
+"""The part of a chunk that does not depend on the state: decayed products of its tokens, and their mutual corrections.
 
-With G the sum of g from the chunk's first token, for i >= j:
+With G the cumulative sum of g from the first token of the chunk, for i >= j:
 
-    A_qk[i, j] = sum_c q_i k_j exp(G_i - G_j),    A_kk likewise of k, for i > j
+    A_qk[i, j] = sum_c q_i k_j exp(G_i - G_j),    A_kk: the same with k_i for q_i, for i > j
     (I + diag(beta) A_kk) [w | u] = diag(beta) [exp(G) k | v]
 
-A chunk's errors are then u - w S for the state S it begins with (scan.py). Every exponent here is a sum of decays
-between two tokens, never a difference of two sums: none is positive, so nothing overflows, none loses digits to an
-earlier strong decay, and no token's output depends on a later one, finite or not (lower_product).
+The errors of a chunk with initial state S are u - w S (scan.py). Every exponent is computed as a sum of log decays
+between two tokens, not as a difference of two sums. So no exponent is positive and nothing overflows, and an earlier
+strong decay costs no digits. No output depends on a later token, even if that token is not finite (lower_product).
 
-Reference: arXiv 2412.06464, section 3.3; arXiv 2510.26692, section 3. There sub-chunks of 16 are anchored at their
-first token; here blocks double in size, and a block's queries meet the block before's keys at the border between them.
-The system is solved by substitution: powers of A_kk, as in a Neumann series, overflow for equal keys.
+Reference: arXiv 2412.06464, section 3.3; arXiv 2510.26692, section 3. The papers anchor sub-chunks of 16 at their first
+token. Here blocks double in size: the queries of a block and the keys of the block before are decayed to the border
+between the two. The system is solved by substitution, because the powers of A_kk in a Neumann series overflow for equal
+keys.
 """
 
 import math
@@ -27,20 +28,20 @@ from reference_torch.autograd import differentiable_once, is_transformed
 
 
 class ChunkTerms(NamedTuple):
-    """n chunks of R sequence-heads: what the scan over states takes."""
+    """The inputs of the scan over states: n chunks of R = B * HV rows."""
 
     w: Float[Tensor, "n r c k"]
-    """What errors lose per state."""
+    """Factor of the initial state in the errors: errors = u - w S."""
     u: Float[Tensor, "n r c v"]
-    """Errors where the state is zero."""
+    """Errors for an initial state of 0."""
     q_decayed: Float[Tensor, "n r c k"]
-    """Queries of the chunk's first state."""
+    """Queries, decayed from the beginning of the chunk."""
     k_decayed: Float[Tensor, "n r c k"]
-    """Keys as the chunk's last state remembers them."""
+    """Keys, decayed to the end of the chunk."""
     a_qk: Float[Tensor, "n r c c"]
-    """What an output takes of errors up to its own."""
+    """Weights of the errors in the outputs, lower triangular."""
     decay: Float[Tensor, "n r g"]
-    """Of the state over the whole chunk; by channel, or one for all."""
+    """Decay of the state over the whole chunk, per channel or per head."""
 
 
 def chunk_terms(
@@ -50,17 +51,18 @@ def chunk_terms(
     g: Float[Tensor, "n r c g"],
     beta: Float[Tensor, "n r c 1"],
 ) -> ChunkTerms:
-    """All that can be computed of every chunk at once.
+    """Return the terms of all chunks.
 
     Args:
         q: scaled queries. [n, R, C, K]
         k: keys. [n, R, C, K]
         v: values. [n, R, C, V]
-        g: log decay by channel, or one for all. [n, R, C, K or 1]
-        beta: [n, R, C, 1]
+        g: log decay, per channel or per head. [n, R, C, K or 1]
+        beta: fraction of the error that is corrected. [n, R, C, 1]
     """
     a_qk, a_kk = (_products_by_channel if g.shape[-1] > 1 else _products_by_head)(q, k, g)
-    from_start, to_end = g.cumsum(-2).exp(), _sums_after(g).exp()
+    from_start = g.cumsum(-2).exp()
+    to_end = _sums_after(g).exp()
     inverse = _Inverse.apply(beta * a_kk)
     right = torch.cat([beta * from_start * k, beta * v], -1)
     w, u = lower_product(inverse, right).split([k.shape[-1], v.shape[-1]], -1)
@@ -68,28 +70,29 @@ def chunk_terms(
 
 
 def lower_product(lower: Float[Tensor, "*b c c"], x: Float[Tensor, "*b c v"]) -> Float[Tensor, "*b c v"]:
-    """Return ``lower @ x``, of which no row depends on later rows of x.
+    """Return ``lower @ x`` such that no row depends on later rows of x, even if they are not finite.
 
-    A product takes 0 times what is not finite for NaN. Here a number of x that is not finite makes NaN of its column in
-    its own row and the later ones alone.
+    In an ordinary product, 0 times NaN or infinity is NaN. Here an element of x that is not finite gives NaN only in
+    its column, in its own row and the later ones.
 
     Args:
-        lower: lower triangular.
-        x: of any numbers.
+        lower: lower triangular matrix. [..., C, C]
+        x: right factor; elements may be NaN or infinite. [..., C, V]
     """
     product = lower @ x
-    # On a CPU a look costs less than going without one: a sum is finite if all it is of is.
+    # On a CPU a test is cheaper than the masked product: if the sum is finite, all elements are.
     if x.device.type == "cpu" and type(product) is Tensor and not is_transformed(product):
         with torch.no_grad():
             if product.numel() == 0 or math.isfinite(product.sum().item()):
                 return product
-    finite, place = x.isfinite(), torch.arange(x.shape[-2], device=x.device)[:, None]
+    finite = x.isfinite()
+    place = torch.arange(x.shape[-2], device=x.device)[:, None]
     first = torch.where(finite, len(place), place).amin(-2, keepdim=True)
     return torch.where(place < first, lower @ torch.where(finite, x, 0), torch.nan)
 
 
 class _Inverse(torch.autograd.Function):
-    """(I + a)^-1 of strictly lower triangular a, by substitution; one solution serves forward and backward."""
+    """(I + a)^-1 of a strictly lower triangular a, by substitution; forward and backward use one solution."""
 
     @staticmethod
     def forward(ctx, a):
@@ -106,12 +109,12 @@ class _Inverse(torch.autograd.Function):
 
 
 def _sums_after(g: Float[Tensor, "*b c k"]) -> Float[Tensor, "*b c k"]:
-    """Of every token: the sum of the later ones."""
+    """Return the sum over the later tokens, for every token."""
     return F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
 
 
 def _products_by_head(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """A_qk and A_kk where a token has one decay."""
+    """Return A_qk and A_kk for one decay per head."""
     size = q.shape[-2]
     lower = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     strictly = lower.tril(-1)
@@ -121,13 +124,14 @@ def _products_by_head(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _products_by_channel(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """A_qk and A_kk where every channel has its own decay: first of blocks, then of two blocks that become one."""
+    """Return A_qk and A_kk for one decay per channel: first of small blocks, then of blocks that double in size."""
     size = min(SUBCHUNK_SIZE, q.shape[-2])
     found = torch.stack(_products_in_blocks(*(x.unflatten(-2, (-1, size)) for x in (q, k, g))), -4)
     queries = torch.stack([q, k], -3)
     while size < q.shape[-2]:
         (early, late), (keys, _), (_, rows) = (x.unflatten(-2, (-1, 2, size)).unbind(-3) for x in (g, k, queries))
-        keys, rows = keys * _sums_after(early).exp(), rows * late.cumsum(-2).exp().unsqueeze(-4)
+        keys = keys * _sums_after(early).exp()
+        rows = rows * late.cumsum(-2).exp().unsqueeze(-4)
         first, second = found.unflatten(-3, (-1, 2)).unbind(-3)
         below = torch.cat([rows @ keys.mT.unsqueeze(-4), second], -1)
         found = torch.cat([F.pad(first, (0, size)), below], -2)
@@ -137,10 +141,11 @@ def _products_by_channel(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tenso
 
 
 def _products_in_blocks(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """A_qk and A_kk of blocks [..., blocks, s, K] by columns, from the last."""
+    """Return A_qk and A_kk of blocks [..., blocks, s, K], computed column by column from the last."""
     size = q.shape[-2]
     sums = torch.zeros_like(g[..., -1:, :])
-    of_q, of_k = [(q[..., -1:, :] * k[..., -1:, :]).sum(-1)], [torch.zeros_like(g[..., -1:, 0])]
+    of_q = [(q[..., -1:, :] * k[..., -1:, :]).sum(-1)]
+    of_k = [torch.zeros_like(g[..., -1:, 0])]
     for column in reversed(range(size - 1)):
         sums = F.pad(sums + g[..., column + 1 : column + 2, :], (0, 0, 1, 0))
         decayed = sums.exp() * k[..., column : column + 1, :]

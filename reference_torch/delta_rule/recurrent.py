@@ -1,4 +1,4 @@
-"""The delta rule as it is defined, a token at a time: the oracle of all other forms, and how a token is decoded."""
+"""The delta rule token by token, as defined: the oracle of all other forms, and the form that decodes single tokens."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,20 +17,24 @@ def recurrent(
     initial: Float[Tensor, "n h k v"] | None,
     offsets: Sequence[int] | None,
 ) -> tuple[Float[Tensor, "b t h v"], Float[Tensor, "n h k v"]]:
-    """Outputs and final states.
+    """Return outputs and final states.
 
     Args:
-        q: scaled queries.
-        k: keys.
-        v: values.
-        g: log decay by channel, or one for all.
-        beta: how much of an error is corrected.
-        initial: states before the sequences; None for zeros.
-        offsets: where packed sequences begin, and at last the end; None where every sequence is a row of the batch.
+        q: scaled queries. [B, T, H, K]
+        k: keys. [B, T, H, K]
+        v: values. [B, T, H, V]
+        g: log decay, natural log, per channel or per head. [B, T, H, K or 1]
+        beta: fraction of the error that is corrected. [B, T, H, 1]
+        initial: states before the sequences; None: zeros. [N, H, K, V]
+        offsets: offsets of packed sequences, and the end; None: each row of the batch is a sequence.
+
+    Returns:
+        Outputs [B, T, H, V] and final states [N, H, K, V].
     """
     ends = [(0, q.shape[1])] if offsets is None else list(itertools.pairwise(offsets))
-    rows = len(q)  # of states a stretch of tokens has; packed sequences have one each
-    outputs, finals = [], []
+    rows = len(q)  # states per entry of ends; a packed sequence has one
+    outputs = []
+    finals = []
     for number, (start, stop) in enumerate(ends):
         state = q.new_zeros(rows, *k.shape[2:], v.shape[-1])
         if initial is not None:
@@ -51,7 +55,7 @@ def step(
     beta: Float[Tensor, "b h 1"],
     state: Float[Tensor, "b h k v"],
 ) -> tuple[Float[Tensor, "b h v"], Float[Tensor, "b h k v"]]:
-    """One token: its output and the state after it."""
+    """Return the output of one token and the state after it."""
     state = g.exp()[..., None] * state
     error = beta * (v - (k[..., None] * state).sum(-2))
     state = state + k[..., None] * error[..., None, :]

@@ -1,15 +1,15 @@
-"""States through chunks, forward and back: the only part of the chunked form that goes chunk by chunk.
+"""The scan of states over chunks, forward and backward: the only sequential part of the chunked form.
 
-    e = u - w S                       the chunk's errors
+    e = u - w S                       errors of the chunk
     o = q_decayed S + A_qk e
     S <- diag(decay) S + k_decayed^T e
 
-Backward, from the last chunk to the first, dS the gradient of the state a chunk ends with:
+Backward runs from the last chunk to the first, where dS is the gradient of the final state of a chunk:
 
     de = A_qk^T do + k_decayed dS
     dS <- diag(decay) dS + q_decayed^T do - w^T de
 
-and all else is a product of these and the states, for all chunks at once.
+All other gradients are products of these and the states, computed for all chunks at once.
 """
 
 from collections.abc import MutableMapping, Sequence
@@ -23,29 +23,30 @@ from reference_torch.delta_rule.intra import ChunkTerms, lower_product
 
 
 class Scanned(NamedTuple):
-    """What a scan leaves for outputs and backward."""
+    """The results of a scan that outputs and backward need."""
 
     states: Float[Tensor, "n r k v"]
-    """Those chunks begin with."""
+    """Initial states of the chunks."""
     errors: Float[Tensor, "n r c v"]
 
 
 States = MutableMapping[int, Tensor]
-"""By number of the sequence. [R, K, V]"""
+"""State [R, K, V] of each sequence, by its number."""
 
 
 def scan_chunks(terms: ChunkTerms, owners: Sequence[int], states: States) -> Scanned:
-    """Take the sequences' states through their chunks.
+    """Scan the states of sequences over their chunks.
 
     Args:
-        terms: of n chunks.
-        owners: whose they are. [n]
-        states: of the owners before; changed to those after.
+        terms: terms of n chunks.
+        owners: number of the sequence of each chunk. [n]
+        states: states before these chunks; changed to the states after them.
 
     Returns:
-        What outputs and backward need.
+        Values for outputs and backward.
     """
-    starts, errors = [], []
+    starts = []
+    errors = []
     for owner, w, u, k_decayed, decay in zip(
         owners, terms.w, terms.u, terms.k_decayed.mT, terms.decay[..., None], strict=True
     ):
@@ -56,30 +57,33 @@ def scan_chunks(terms: ChunkTerms, owners: Sequence[int], states: States) -> Sca
 
 
 def outputs(terms: ChunkTerms, scanned: Scanned) -> Float[Tensor, "n r c v"]:
-    """Of every token."""
+    """Return the outputs of all tokens."""
     return terms.q_decayed @ scanned.states + lower_product(terms.a_qk, scanned.errors)
 
 
 def scan_chunks_backward(
     terms: ChunkTerms, owners: Sequence[int], scanned: Scanned, d_output: Tensor, d_states: States
 ) -> ChunkTerms:
-    """Gradients of the terms.
+    """Return the gradients of the terms.
 
     Args:
-        terms: as given to ``scan_chunks``.
-        owners: as given to it.
-        scanned: as returned by it.
+        terms: argument of ``scan_chunks``.
+        owners: argument of ``scan_chunks``.
+        scanned: result of ``scan_chunks``.
         d_output: gradient of the outputs. [n, R, C, V]
-        d_states: gradients of the owners' states after; changed to those of the states before.
+        d_states: gradients of the states after these chunks; changed to those of the states before them.
     """
-    own, into_state = terms.a_qk.mT @ d_output, terms.q_decayed.mT @ d_output
-    d_ends, d_errors = [], []
+    own = terms.a_qk.mT @ d_output
+    into_state = terms.q_decayed.mT @ d_output
+    d_ends = []
+    d_errors = []
     for chunk, owner in reversed(list(enumerate(owners))):
         d_ends.append(d_states[owner])
         d_errors.append(torch.baddbmm(own[chunk], terms.k_decayed[chunk], d_ends[-1]))
-        kept = torch.addcmul(into_state[chunk], terms.decay[chunk, ..., None], d_ends[-1])
-        d_states[owner] = torch.baddbmm(kept, terms.w[chunk].mT, d_errors[-1], alpha=-1)
-    d_after, d_u = torch.stack(d_ends[::-1]), torch.stack(d_errors[::-1])
+        carried = torch.addcmul(into_state[chunk], terms.decay[chunk, ..., None], d_ends[-1])
+        d_states[owner] = torch.baddbmm(carried, terms.w[chunk].mT, d_errors[-1], alpha=-1)
+    d_after = torch.stack(d_ends[::-1])
+    d_u = torch.stack(d_errors[::-1])
     by_channel = terms.decay.shape[-1] > 1
     return ChunkTerms(
         w=-(d_u @ scanned.states.mT),

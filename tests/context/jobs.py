@@ -13,7 +13,7 @@ from diptych.plans.context.sequences import local_sequences
 from diptych.plans.schedule.messages import PipelineError
 from diptych_kernels import api as functions
 from reference_torch.context_parallel import build_cp_context, cp_short_convolution, exchange_states
-from reference_torch.context_parallel.states import handed_through
+from reference_torch.context_parallel.states import run_pipelined
 from reference_torch.delta_rule import chunk_gated_delta_rule, chunk_kda, chunked
 
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
@@ -191,7 +191,7 @@ def late_part(timeout: float, late: float, exchange: str = "all_gather") -> tupl
     start = time.perf_counter()
     try:
         if exchange == "pipelined":
-            handed_through(None, torch.zeros(1, 2, 3), context, lambda states: (states, states))
+            run_pipelined(None, torch.zeros(1, 2, 3), context, lambda states: (states, states))
         else:
             exchange_states(torch.zeros(1, 2, 2), torch.zeros(1, 2, 3), context)
     except PipelineError as error:

@@ -145,8 +145,8 @@ def test_a_context_may_serve_one_pass_after_the_other_but_not_two_at_once_that_a
         assert not no_error
         assert relative_difference(one[0], found[0][0]) <= 1e-5
         errors = [error for _, error in pool.run(f"{JOBS}:reused_context", 2, True)]
-        assert "expected one of its own for every microbatch" in errors[-1]
-        assert "got 2 passes whose backward is to come with the tokens of a convolution of layer 0" in errors[-1]
+        assert "expected a separate context for every microbatch" in errors[-1]
+        assert "got 2 passes without backward that received the tokens of a convolution of layer 0" in errors[-1]
 
 
 @pytest.mark.multiprocess
