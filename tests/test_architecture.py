@@ -92,7 +92,7 @@ TWINS = (
     "train",
 )
 
-SHARED = {"recompute": ("name_value", "residual_report", "KeptValue")}
+SHARED = {"recompute": ("name_value", "residual_report", "SavedValue")}
 """Rooms that are no twins, and the names both have."""
 
 _POLICY = "PyTorch hands its recompute manager on; JAX recomputes by the policy of jax.checkpoint around the layers"

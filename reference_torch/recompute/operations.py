@@ -1,8 +1,9 @@
-"""The operations of a call and the outside tensors they read, so that a replay which differs is noticed.
+"""Recording of the operations of a call, to detect a replay that differs from its forward.
 
 A call reads more than its arguments: tensors of its closure, buffers, frozen weights, Python numbers, the training
-flag of a module. None of them reaches the saved-tensor hooks, so a change between forward and replay would be silent.
-Both runs are therefore recorded by a TorchFunctionMode, which sees every operation that Python calls, and compared.
+flag of a module. The saved-tensor hooks receive none of them, so a change between forward and replay would stay
+unnoticed. A TorchFunctionMode therefore records every operation that Python calls in both runs, and the two records
+are compared.
 """
 
 import weakref
@@ -20,7 +21,7 @@ _SIMPLE = frozenset({bool, int, float, complex, str, type(None), torch.dtype, to
 
 
 def _metadata_functions() -> frozenset[Callable]:
-    """Return what is called when Python asks a tensor for its metadata: no data is read."""
+    """Return the functions that read the metadata of a tensor, but not its elements."""
     properties = (
         "shape",
         "dtype",
@@ -44,13 +45,13 @@ _METADATA = _metadata_functions()
 
 
 class Operation(NamedTuple):
-    """One differentiable operation of a call."""
+    """A differentiable operation of a call."""
 
     function: Callable
     constants: tuple
-    """Arguments that are numbers, strings or flags, by place and by name."""
+    """Arguments that are numbers, strings or flags, with their position or name."""
     outside: tuple["weakref.ref[Tensor] | None", ...]
-    """Tensor operands from outside the call; None for those the call computed, or writes to."""
+    """Tensor operands from outside the call; None for those that the call computes or changes."""
 
     def __str__(self) -> str:
         name = function_name(self.function)
@@ -59,25 +60,25 @@ class Operation(NamedTuple):
 
 
 class OperationRecorder(TorchFunctionMode):
-    """The differentiable operations that run in this context, and what they read from outside.
+    """A recorder of the differentiable operations in its context and of the tensors they read from outside.
 
     Args:
-        arguments: tensors of the call, whose versions are checked elsewhere.
+        arguments: tensor arguments of the call; the region checks their versions.
     """
 
     def __init__(self, arguments: list[Tensor]) -> None:
         super().__init__()
         self.operations: list[Operation] = []
         self.running: Operation | None = None
-        """The operation that has begun and not ended."""
+        """The operation that has started and not ended."""
         self._outside: dict[int, tuple[weakref.ref[Tensor], int, str]] = {}
         self._own = {id(tensor) for tensor in arguments}
         self._seen: dict[int, weakref.ref[Tensor]] = {}
-        """Operands from outside, also those that the call has changed."""
+        """Operands from outside, including those that the call changes."""
         self._begun = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        """Run the operation, and record it."""
+        """Run the operation and record it."""
         kwargs = kwargs or {}
         if func in _METADATA:
             return func(*args, **kwargs)
@@ -90,7 +91,7 @@ class OperationRecorder(TorchFunctionMode):
         self.running = None
         outside = []
         for operand, version in zip(operands, versions, strict=True):
-            if version is None or operand._version != version:  # ours, or an operand that the operation changes
+            if version is None or operand._version != version:  # the call computes it, or the operation changes it
                 outside.append(None)
                 continue
             reference = weakref.ref(operand)
@@ -103,16 +104,16 @@ class OperationRecorder(TorchFunctionMode):
                 differentiable = differentiable or tensor.requires_grad
                 if not any(tensor is operand for operand in operands):
                     own.add(id(tensor))
-        if differentiable and func is not Tensor.view_as:  # hooks of modules insert it, and it changes no value
+        if differentiable and func is not Tensor.view_as:  # module hooks insert view_as, which changes no value
             self.operations.append(Operation(func, constants, tuple(outside)))
         return result
 
     def _is_outside(self, operand: Tensor) -> bool:
-        """Return whether an operand was there before the call.
+        """Return True if an operand existed before the call.
 
-        A torch.autograd.Function may return what no mode sees: the result of another thread, of NumPy or of a C++
-        extension. Its node is one that this thread has made since the call began. A tensor from outside gets such a
-        node when the call changes it, so the first look decides.
+        A torch.autograd.Function may return a tensor that no mode records, for example from another thread, NumPy or a
+        C++ extension. Such a tensor has a node that this thread created after the call began. A tensor from outside
+        gets a new node when the call changes it, so the first observation of an operand decides.
         """
         key = id(operand)
         if key in self._own:
@@ -126,14 +127,14 @@ class OperationRecorder(TorchFunctionMode):
         return True
 
     def difference(self, replay: "OperationRecorder", whole: bool = True) -> str | None:
-        """Say how a replay differs from this run.
+        """Describe the first difference of a replay from this run.
 
         Args:
-            replay: what it has done so far.
-            whole: it has come to its end, so operations that are missing count.
+            replay: record of the replay.
+            whole: True if the replay has ended, so that missing operations count as a difference.
 
         Returns:
-            The first difference in words; None: there is none.
+            The first difference in words, or None.
         """
         replayed = [*replay.operations, *([] if replay.running is None else [replay.running])]
         for place, (first, second) in enumerate(zip(self.operations, replayed, strict=False)):
@@ -154,7 +155,10 @@ class OperationRecorder(TorchFunctionMode):
 
 
 def _is_same(before: Tensor | None, after: Tensor | None) -> bool:
-    """Whether two runs read one tensor, or each a new view of NumPy's memory, which no mode sees being made."""
+    """Return True if two runs read the same tensor.
+
+    Two new views of NumPy memory count as the same tensor, because no mode records their creation.
+    """
     if before is after and after is not None:
         return True
     return before is None and after is not None and not after.requires_grad and not _owns_memory(after)
@@ -184,7 +188,7 @@ def _constants(args: tuple, kwargs: dict) -> Iterator[tuple[int | str, Any]]:
 
 
 def _equal(one: tuple, other: tuple) -> bool:
-    """Compare constants; a NaN equals itself."""
+    """Return True if constants are equal; a NaN equals itself."""
     return one == other or repr(one) == repr(other)
 
 
