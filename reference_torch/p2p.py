@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.messages import Message, PipelineError, Program
-from reference_torch.departures import Departures, cause_of
+from reference_torch.pending_sends import PendingSends, cause_of
 
 Shape = tuple[int, ...]
 
@@ -54,7 +54,7 @@ class P2PCommunicator:
         self._counted: dict[tuple[str, str], int] = {}
         self._posted: dict[Message, list[_Receive]] = {}
         self._channels = self._make_channels() if self._ordered else {}
-        self._senders = Departures()
+        self._senders = PendingSends()
 
     def begin_step(self, program: Program) -> None:
         """Number the messages of a step; every rank begins its steps in the same order."""

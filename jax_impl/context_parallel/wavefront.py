@@ -15,7 +15,7 @@ from diptych.plans.context.exchange import PIPELINED
 from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.schedule.wavefront import num_ticks
 from diptych_kernels.mesh_axes import vary
-from jax_impl.handing import handing
+from jax_impl.carry import with_carry
 
 
 def is_pipelined(context: FLACPContext) -> bool:
@@ -45,12 +45,12 @@ def over_microbatches(
     rank, size = lax.axis_index(axis), lax.axis_size(axis)
     pairs = [(place, place + 1) for place in range(size - 1)]
     first = jnp.zeros((), jnp.int32)
-    sent = jax.eval_shape(lambda: handing(run, None)(first)[1])
+    sent = jax.eval_shape(lambda: with_carry(run, None)(first)[1])
     begin = tuple(vary(jnp.zeros(x.shape, x.dtype), axes or (axis,)) for x in sent)
 
     def tick(came: tuple[Array, ...], number: Array) -> tuple[tuple[Array, ...], Any]:
         own = jnp.clip(number - rank, 0, num_microbatches - 1)  # before its first and after its last, nobody looks
-        result, sent = handing(run, came)(own)
+        result, sent = with_carry(run, came)(own)
         return tuple(lax.ppermute(x, axis, pairs) for x in sent), result
 
     tick = tick if checkpoint is None else checkpoint(tick)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from diptych.plans.recompute import RecomputeBlock
-from jax_impl.recompute import places_read, run_given, run_keeping, varying_leaves, with_leaves
+from jax_impl.recompute import places_read, run_from_saved, run_saving, varying_leaves, with_leaves
 
 Layer = list[Any]
 """What gradients are asked for: a layer's parameters, or in a parameter's place its taps, whose gradients are what its
@@ -53,10 +53,10 @@ class LayerRule:
         if not self._recomputed:
             y, pull_back = jax.vjp(run, layer, x)
             return y, Kept(None, self._leaves(run, layer, x, [], pull_back))
-        y, named = run_keeping(run, self._dropped, layer, x)
+        y, named = run_saving(run, self._dropped, layer, x)
 
         def again(layer: Layer, x: Array, named: list[Array], grad: Array) -> tuple:
-            y, pull_back = run_given(run, self._dropped, named, layer, x)
+            y, pull_back = run_from_saved(run, self._dropped, named, layer, x)
             return pull_back(grad), None if self._last else y
 
         if "read" not in self._known:
@@ -70,14 +70,14 @@ class LayerRule:
         """The layer's output again, and what backward needs of it besides parameters."""
         assert kept.x is not None, "a replay begins from the layer's input"
         named = self._named(kept)
-        y, pull_back = run_given(run, self._dropped, named, layer, kept.x)
+        y, pull_back = run_from_saved(run, self._dropped, named, layer, kept.x)
         return y, Kept(None, self._leaves(run, layer, kept.x, named, pull_back))
 
     def backward(self, run: Run, layer: Layer, kept: Kept, grad: Array) -> tuple[Layer, Array]:
         """Gradients of the layer's parameters and of its input, given its output's."""
         if self.runs_again("B"):
             assert kept.x is not None, "a replay begins from the layer's input"
-            return run_given(run, self._dropped, self._named(kept), layer, kept.x)[1](grad)
+            return run_from_saved(run, self._dropped, self._named(kept), layer, kept.x)[1](grad)
         # Zeros: what is made of them is not read, since every leaf that varies is replaced.
         named = [_zeros(like, grad) for like in self._known.get("named", [])]
         _, pull_back = self._pull_back(run, layer, jnp.zeros_like(grad), named)
@@ -93,7 +93,7 @@ class LayerRule:
 
     def _pull_back(self, run: Run, layer: Layer, x: Array, named: list[Array]) -> tuple[Array, Callable]:
         if self._recomputed:
-            return run_given(run, self._dropped, named, layer, x)
+            return run_from_saved(run, self._dropped, named, layer, x)
         return jax.vjp(run, layer, x)
 
     def _leaves(self, run: Run, layer: Layer, x: Array, named: list[Array], pull_back: Callable) -> list[Array]:
