@@ -24,7 +24,7 @@ from jax_impl.carry import carried_through
 
 
 def name_value(x: Array, name: str) -> Array:
-    """Return x and register it with policies and residual_report under ``name``.
+    """Return x and register it with residual_report under ``name``.
 
     Args:
         x: the value, of any shape.
