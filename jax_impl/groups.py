@@ -1,4 +1,4 @@
-"""The mesh of all devices, and what processes that jax.distributed has joined tell each other beside their arrays."""
+"""The mesh of all devices, and communication of text between the processes of jax.distributed."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,21 +12,21 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.mesh import MESH_AXES, mesh_shape, model_parallel_words
 
 LONGEST = 4096
-"""Bytes of what is said; the rest is cut off."""
+"""The maximal number of bytes of a text; the rest is cut off."""
 
 
 def make_mesh(config: TransformerConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
-    """Devices as a mesh of replicas, context and pipeline ranks; None: there is one.
+    """Return the mesh of replicas, context and pipeline ranks, or None for one device.
 
-    In the order of diptych.plans.mesh.MESH_AXES; axis "pp" is always there, "cp" and "dp" where they
-    are longer than 1.
+    The axes are in the order of diptych.plans.mesh.MESH_AXES. The mesh has axes "cp" and "dp" only if their size is
+    larger than 1; it always has an axis "pp".
 
     Args:
-        config: the model's.
-        devices: of all processes; None: all there are.
+        config: configuration of the model.
+        devices: devices of all processes; None: all available devices.
 
     Raises:
-        ValueError: their number is no multiple of what one replica takes.
+        ValueError: the number of devices is not a multiple of the size of one replica.
     """
     devices = jax.devices() if devices is None else devices
     n = config.model_parallel_size
@@ -43,7 +43,11 @@ def make_mesh(config: TransformerConfig, devices: Sequence[Any] | None = None) -
 
 
 def said_on_all_ranks(text: str) -> list[str]:
-    """What every process says, in order of their ranks, on every process."""
+    """Return the texts of all processes, in order of their ranks, on every process.
+
+    Args:
+        text: text of this process.
+    """
     if jax.process_count() == 1:
         return [text]
     from jax.experimental.multihost_utils import process_allgather
@@ -53,10 +57,13 @@ def said_on_all_ranks(text: str) -> list[str]:
 
 
 def on_first_rank(write: Callable[[], str]) -> str:
-    """Call a function on the first process alone; every process gets what it returned, or raises what it raised.
+    """Call a function on the first process only, and return its result or raise its error on every process.
+
+    Args:
+        write: the function.
 
     Raises:
-        CheckpointError: with several processes, whatever the function raised, in its words.
+        CheckpointError: with several processes, the function raised an error; the message is that of the error.
     """
     if jax.process_count() == 1:
         return write()
@@ -64,7 +71,7 @@ def on_first_rank(write: Callable[[], str]) -> str:
     if jax.process_index() == 0:
         try:
             written = write()
-        except Exception as error:  # whatever it is: the other processes must not wait for a call that failed
+        except Exception as error:  # any error: the other processes must not wait for a failed call
             failure = str(error) or repr(error)
     written, failure = (said_on_all_ranks(text)[0] for text in (written, failure))
     if failure:

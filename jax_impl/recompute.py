@@ -1,9 +1,9 @@
-"""Recompute by policy: activations are dropped after forward and computed again before backward.
+"""Recompute by policy: activations are dropped after forward and recomputed in backward.
 
-Twin of ``reference_torch/recompute``, which empties and refills storages where ``jax.checkpoint`` is given a policy
-here. What is dropped is decided in ``diptych/plans/recompute.py``: every block of layers that drops something is one
-``jax.checkpoint`` whose policy keeps each value named there but those dropped. Values without a name are
-computed again where the names kept around them allow it; they cost no matrix product.
+This file uses ``jax.checkpoint`` policies; its mirror ``reference_torch/recompute`` empties and refills storages.
+``diptych/plans/recompute.py`` decides which values are dropped. Each block of layers that drops a value is one
+``jax.checkpoint``, whose policy saves every named value except the dropped ones. Values without a name are recomputed
+from the saved ones around them, which costs no matrix product.
 """
 
 import contextlib
@@ -20,27 +20,32 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.recompute import VALUES, RecomputeBlock, recompute_blocks
-from jax_impl.handing import collecting
+from jax_impl.carry import carried_through
 
 
 def name_value(x: Array, name: str) -> Array:
-    """x itself, known to policies and to residual_report as ``name``.
+    """Return x and register it with residual_report under ``name``.
+
+    Args:
+        x: the value, of any shape.
+        name: one of diptych.plans.recompute.VALUES.
 
     Raises:
         ValueError: the name is not in diptych.plans.recompute.VALUES.
     """
     if name not in VALUES:
         raise ValueError(f"name: expected one of {VALUES}, got {name!r}")
-    x, listener = checkpoint_name(x, name), _LISTENER.get()
+    x = checkpoint_name(x, name)
+    listener = _LISTENER.get()
     return x if listener is None else listener(x, name)
 
 
 def recompute_policy(config: TransformerConfig, block: RecomputeBlock | None = None) -> Callable[..., Any]:
-    """A policy for jax.checkpoint: keep every named value but those that are dropped.
+    """Return a policy for jax.checkpoint that saves every named value except the dropped ones.
 
     Args:
-        config: the model's.
-        block: whose dropped values; None: the first block of the model that drops any.
+        config: configuration of the model.
+        block: block whose values are dropped; None: the first block of the model that drops any.
     """
     if block is None:
         blocks = recompute_blocks(config)
@@ -54,11 +59,11 @@ def checkpoint_blocks(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> Callable[[Array], Array]:
-    """All layers of a stage, recomputed as diptych.plans.recompute says.
+    """Return a function that runs all layers of a stage and recomputes the blocks of diptych.plans.recompute.
 
     Args:
-        layer_fn: runs the layer of a global number on hidden states [B, T, ...].
-        config: the whole model's.
+        layer_fn: runs the layer with a global number on hidden states. [B, T, ...]
+        config: configuration of the whole model.
         vp_stage: index of the virtual stage within its rank; None: 0.
         pp_rank: pipeline rank; None: 0.
     """
@@ -72,41 +77,46 @@ def checkpoint_blocks(
         for block in recompute_blocks(config, vp_stage, pp_rank):
             layers = partial(run_block, block)
             if block.kind != "none":
-                again = partial(jax.checkpoint, policy=recompute_policy(config, block))  # pyright: ignore[reportPrivateImportUsage]
-                layers = collecting(layers, again)
+                checkpoint = partial(jax.checkpoint, policy=recompute_policy(config, block))  # pyright: ignore[reportPrivateImportUsage]
+                layers = carried_through(layers, checkpoint)
             hidden_states = name_value(layers(hidden_states), "residual_streams")
         return hidden_states
 
     return run
 
 
-class KeptValue(NamedTuple):
-    """A named value kept from forward to backward."""
+class SavedValue(NamedTuple):
+    """All values of one name that are saved for backward."""
 
     shape: tuple[int, ...]
-    """Of the first one of the name."""
+    """Shape of the first value."""
     dtype: str
     bytes: int
-    """Of all of the name together."""
+    """Bytes of all values of the name together."""
 
 
-def residual_report(fn: Callable[..., Array], *args: Any) -> dict[str, KeptValue]:
-    """The named values that are kept for backward once ``fn(*args)`` has returned.
+def residual_report(fn: Callable[..., Array], *args: Any) -> dict[str, SavedValue]:
+    """Return the named values that are saved for backward once ``fn(*args)`` has returned.
 
-    Read from the program that jax.vjp makes: its results, besides fn's own, are the residuals. Of a value named in the
-    body of jax.lax.scan all iterations' are kept, stacked, and counted. XLA may still compute one again, or keep
-    something more.
+    The report reads the program of jax.vjp, whose results besides those of fn are the residuals. For a value named in
+    the body of jax.lax.scan, the stacked values of all iterations count. XLA may still recompute a value or save
+    others.
+
+    Args:
+        fn: function to call.
+        args: its arguments.
 
     Returns:
-        Name, in order of diptych.plans.recompute.VALUES, to shape of its first value, dtype and bytes of all.
+        A dict from name to SavedValue, in the order of diptych.plans.recompute.VALUES.
     """
     program = jax.make_jaxpr(lambda *inputs: jax.vjp(fn, *inputs)[1])(*args).jaxpr
     origins = _origins(program, {})
-    kept = dict.fromkeys(origins[v] for v in program.outvars if not isinstance(v, Literal) and v in origins)
-    report: dict[str, KeptValue] = {}
-    for variable, name in kept:
-        shape, dtype = variable.aval.shape, variable.aval.dtype
-        earlier = report.get(name, KeptValue(shape, str(dtype), 0))
+    saved = dict.fromkeys(origins[v] for v in program.outvars if not isinstance(v, Literal) and v in origins)
+    report: dict[str, SavedValue] = {}
+    for variable, name in saved:
+        shape = variable.aval.shape
+        dtype = variable.aval.dtype
+        earlier = report.get(name, SavedValue(shape, str(dtype), 0))
         report[name] = earlier._replace(bytes=earlier.bytes + int(np.prod(shape)) * dtype.itemsize)
     return {name: report[name] for name in VALUES if name in report}
 
@@ -114,19 +124,22 @@ def residual_report(fn: Callable[..., Array], *args: Any) -> dict[str, KeptValue
 _SAME_VALUE = frozenset(
     {"reduce_precision", "reshape", "broadcast_in_dim", "squeeze", "transpose", "slice", "split", "expand_dims", "copy"}
 )
-"""Operations whose result is a view of what they read: where it is kept, what they read is."""
+"""Operations whose result has the same elements as their operand, so that saving one counts as saving the other."""
 
 
 def _origins(program: Any, known: Mapping[Any, tuple[Any, str]]) -> dict[Any, tuple[Any, str]]:
-    """For every variable that is a named value or a view of one: that value's variable, and its name.
+    """Return the variable and the name of the named value from which each variable of a program comes.
+
+    Variables that are neither a named value nor a view of one are left out.
 
     Args:
         program: a jaxpr.
-        known: origins of the program's inputs, where they have one.
+        known: origins of those inputs of the program that have one.
     """
     origins = dict(known)
     for equation in program.eqns:
-        kind, source = equation.primitive.name, equation.invars[0] if equation.invars else None
+        kind = equation.primitive.name
+        source = equation.invars[0] if equation.invars else None
         if kind == "name":
             origins[source] = (source, equation.params["name"])
             origins[equation.outvars[0]] = origins[source]
@@ -135,8 +148,8 @@ def _origins(program: Any, known: Mapping[Any, tuple[Any, str]]) -> dict[Any, tu
         elif kind == "optimization_barrier":
             passed = zip(equation.invars, equation.outvars, strict=True)
             origins |= {o: origins[i] for i, o in passed if not isinstance(i, Literal) and i in origins}
-        for inner in jaxprs_in_params(equation.params):  # a call: what it hands through, or names
-            given = equation.invars[1:] if kind == "cond" else equation.invars  # a branch is not given the choice
+        for inner in jaxprs_in_params(equation.params):  # a call may return or name a value
+            given = equation.invars[1:] if kind == "cond" else equation.invars  # a branch does not receive the index
             if len(inner.invars) == len(given) and len(inner.outvars) == len(equation.outvars):
                 origins |= _origins_of_call(equation, inner, given, origins)
     return origins
@@ -145,23 +158,30 @@ def _origins(program: Any, known: Mapping[Any, tuple[Any, str]]) -> dict[Any, tu
 def _origins_of_call(
     equation: Any, inner: Any, given: Sequence[Any], origins: Mapping[Any, tuple[Any, str]]
 ) -> dict[Any, tuple[Any, str]]:
-    """Of the results of a call, a branch or a loop: where they are a named value, or hold it of every iteration.
+    """Return the origins of the results of a call, a branch or a loop.
+
+    A result of a loop counts if it holds the named value of every iteration.
 
     Args:
-        equation: which calls.
+        equation: the call.
         inner: the jaxpr that it calls.
-        given: what the jaxpr's inputs are, of the equation's.
-        origins: of variables outside.
+        given: operands of the equation that become the inputs of the jaxpr.
+        origins: origins of the variables outside the call.
     """
-    kind, params, inputs = equation.primitive.name, equation.params, list(zip(inner.invars, given, strict=True))
-    first, stacked = 0, len(equation.outvars)
-    if kind == "scan":  # from there on inputs are slices, and results are stacked
-        stacked, constants = params["num_carry"], params["num_consts"]
+    kind = equation.primitive.name
+    params = equation.params
+    inputs = list(zip(inner.invars, given, strict=True))
+    first = 0
+    stacked = len(equation.outvars)
+    if kind == "scan":  # from these indices on, inputs are slices and results are stacked
+        stacked = params["num_carry"]
+        constants = params["num_consts"]
         first = constants + stacked
-        inputs = inputs[:constants] + inputs[first:]  # a carry is what was given in the first iteration alone
+        inputs = inputs[:constants] + inputs[first:]  # a carry equals its operand only in the first iteration
     within = _origins(inner, {i: origins[o] for i, o in inputs if not isinstance(o, Literal) and o in origins})
     outside = {within[i][0] for i in inner.invars[first:] if i in within}
-    found, own = {}, {}
+    found = {}
+    own = {}
     for place, (o, i) in enumerate(zip(equation.outvars, inner.outvars, strict=True)):
         if isinstance(i, Literal) or i not in within:
             continue
@@ -171,7 +191,7 @@ def _origins_of_call(
     return found
 
 
-# For those who cut a backward open themselves: what is kept, by hand.
+# Manual saving of named values, for callers that split forward and backward themselves.
 
 _LISTENER: ContextVar[Callable[[Array, str], Array] | None] = ContextVar("listener of named values", default=None)
 
@@ -185,69 +205,76 @@ def _listening(listener: Callable[[Array, str], Array]) -> Iterator[None]:
         _LISTENER.reset(before)
 
 
-def run_keeping(function: Callable[..., Array], dropped: frozenset[str], *args: Any) -> tuple[Array, list[Array]]:
-    """``function(*args)``, and its named values but the dropped ones, in the order in which they are named."""
-    kept: list[Array] = []
-
-    def keep(x: Array, name: str) -> Array:
-        if name not in dropped:
-            kept.append(x)
-        return x
-
-    with _listening(keep):
-        return function(*args), kept
-
-
-def run_given(
-    function: Callable[..., Array], dropped: frozenset[str], values: Sequence[Array], *args: Any
-) -> tuple[Array, Callable[[Array], Any]]:
-    """``function(*args)`` again, and its pull-back, from named values that were kept.
-
-    What only led to a kept value is not computed; its derivative is that of the value it stands for.
+def run_saving(function: Callable[..., Array], dropped: frozenset[str], *args: Any) -> tuple[Array, list[Array]]:
+    """Return ``function(*args)`` and its named values except the dropped ones, in the order of their names.
 
     Args:
-        function: as given to run_keeping.
-        dropped: names whose values are computed again.
-        values: by run_keeping.
-        args: of the function; the pull-back gives the gradient of each.
+        function: function to run.
+        dropped: names of the values that are not returned.
+        args: arguments of the function.
+    """
+    saved: list[Array] = []
+
+    def save(x: Array, name: str) -> Array:
+        if name not in dropped:
+            saved.append(x)
+        return x
+
+    with _listening(save):
+        return function(*args), saved
+
+
+def run_from_saved(
+    function: Callable[..., Array], dropped: frozenset[str], values: Sequence[Array], *args: Any
+) -> tuple[Array, Callable[[Array], Any]]:
+    """Run ``function(*args)`` again from saved values, and return its result and its pull-back.
+
+    Operations that lead only to a saved value are not computed. Derivatives are those of the recomputed values.
+
+    Args:
+        function: the function of run_saving.
+        dropped: names of the values that are recomputed.
+        values: saved values of run_saving.
+        args: arguments of the function; the pull-back returns the gradient of each.
     """
 
     def run(*args: Any) -> Array:
-        left = iter(values)
-        with _listening(lambda x, name: x if name in dropped else _stand_in(x, next(left))):
+        remaining = iter(values)
+        with _listening(lambda x, name: x if name in dropped else _substitute(x, next(remaining))):
             return function(*args)
 
     return jax.vjp(run, *args)
 
 
 @jax.custom_jvp
-def _stand_in(computed: Array, kept: Array) -> Array:
-    """The value that was kept, in the place of one computed again."""
-    return kept
+def _substitute(computed: Array, saved: Array) -> Array:
+    """Return the saved value with the derivative of the recomputed one."""
+    return saved
 
 
-@_stand_in.defjvp
-def _stand_in_derivative(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+@_substitute.defjvp
+def _substitute_derivative(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     return primals[1], tangents[0]
 
 
 class VaryingLeaf(NamedTuple):
-    """A result that is made of what varies."""
+    """A result that depends on a varying argument."""
 
     like: jax.ShapeDtypeStruct
     places: tuple[int, ...]
-    """Of the results equal to it."""
+    """Indices of the results that are equal to it."""
 
 
 def varying_leaves(function: Callable[..., Sequence[Any]], args: Any, varies: Any) -> list[VaryingLeaf]:
-    """Those results of ``function(*args)`` that are made of what varies; the others follow from the rest of args.
+    """Return the results of ``function(*args)`` that depend on a varying argument.
 
-    Of a pull-back's leaves these are what has to be kept where parameters are there anyway.
+    If the function returns the leaves of a pull-back, these are the leaves that must be saved when the other
+    arguments, such as parameters, stay available.
 
     Args:
-        function: gives arrays.
+        function: function that returns arrays.
         args: its arguments, or their shapes.
-        varies: of the same structure, True or False for each array.
+        varies: the same structure as args, with True for each array that varies.
     """
     traced = jax.make_jaxpr(function)(*args).jaxpr
     varying = {v for v, moves in zip(traced.invars, jax.tree.leaves(varies), strict=True) if moves}
@@ -265,7 +292,13 @@ def varying_leaves(function: Callable[..., Sequence[Any]], args: Any, varies: An
 
 
 def with_leaves(pull_back: Any, leaves: Sequence[VaryingLeaf], values: Sequence[Array]) -> Any:
-    """A pull-back with other leaves: those that vary, in the order of varying_leaves."""
+    """Replace the varying leaves of a pull-back.
+
+    Args:
+        pull_back: function of jax.vjp.
+        leaves: its varying leaves, by varying_leaves.
+        values: their new values, in the same order.
+    """
     found, structure = jax.tree.flatten(pull_back)
     for leaf, value in zip(leaves, values, strict=True):
         for place in leaf.places:
@@ -274,7 +307,7 @@ def with_leaves(pull_back: Any, leaves: Sequence[VaryingLeaf], values: Sequence[
 
 
 def places_read(function: Callable[..., Any], *args: Any) -> list[bool]:
-    """For every array of args, whether a result of ``function(*args)`` is made of it."""
+    """Return, for each array of args, True if a result of ``function(*args)`` depends on it."""
     program = jax.make_jaxpr(function)(*args).jaxpr
     read = {v for v in program.outvars if not isinstance(v, Literal)}
     for equation in reversed(program.eqns):

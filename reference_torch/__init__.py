@@ -1,9 +1,9 @@
-"""The PyTorch backend. Names load on first use, so importing the package costs nothing."""
+"""The PyTorch backend, whose names load on first use, so that importing the package is fast."""
 
 import importlib
 from typing import Any
 
-_HOMES = {
+_MODULES = {
     "GPTModel": "transformer",
     "TransformerBlock": "transformer",
     "TransformerLayer": "transformer",
@@ -16,6 +16,6 @@ __all__ = ["GPTModel", "TransformerBlock", "TransformerLayer", "HyperConnectionM
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {__all__}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

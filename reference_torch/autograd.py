@@ -1,4 +1,4 @@
-"""What the backends' own backward functions have in common."""
+"""Helpers for custom backward functions."""
 
 import contextlib
 import functools
@@ -9,9 +9,10 @@ import torch
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward that refuses to be differentiated, rather than leave a second derivative's terms out.
+    """Wrap a backward function that cannot be differentiated itself.
 
-    It raises a RuntimeError under ``create_graph=True``, and runs outside of autocast.
+    It raises a RuntimeError under ``create_graph=True``, because second derivatives would be incomplete. It runs
+    without autocast.
     """
 
     @functools.wraps(backward)
@@ -29,22 +30,22 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which autocast changes no types, on any kind of device, also one that has no autocast."""
+    """Return a context without autocast, for any device type, including those without autocast support."""
     if torch.amp.is_autocast_available(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
 
 
 def refuse_transformed(name: str, remedy: str, *tensors: Any) -> None:
-    """Refuse what a backward of our own cannot be taken through.
+    """Check that a custom backward function can differentiate its arguments.
 
     Args:
-        name: of the function.
-        remedy: what can be called instead.
-        tensors: its arguments.
+        name: name of the function.
+        remedy: advice on an alternative, for the error message.
+        tensors: arguments of the function.
 
     Raises:
-        NotImplementedError: torch.func transforms one of them, or it carries a tangent of forward-mode differentiation.
+        NotImplementedError: torch.func transforms an argument, or it has a tangent of forward-mode differentiation.
     """
     given = [x for x in tensors if isinstance(x, torch.Tensor)]
     has_tangent = torch.autograd.forward_ad._current_level >= 0 and any(
@@ -58,6 +59,6 @@ def refuse_transformed(name: str, remedy: str, *tensors: Any) -> None:
 
 
 def is_transformed(*tensors: Any) -> bool:
-    """Return whether a transformation of torch.func (vmap, grad, jvp, functionalize) has wrapped one of the tensors."""
+    """Return True if a torch.func transformation (vmap, grad, jvp, functionalize) has wrapped one of the tensors."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
     return any(isinstance(x, torch.Tensor) and wrapped(x) for x in tensors)

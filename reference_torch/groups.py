@@ -1,5 +1,7 @@
-"""Which ranks work together: of a pipeline, of the parts of a sequence, replicas; see
-diptych.plans.mesh.MESH_AXES."""
+"""Process groups of pipeline, context and data parallel ranks, and communication of objects between all ranks.
+
+diptych.plans.mesh.MESH_AXES defines the order of the ranks.
+"""
 
 import datetime
 from collections.abc import Callable, Iterator
@@ -20,28 +22,28 @@ Result = TypeVar("Result")
 
 
 class ProcessGroups(NamedTuple):
-    """What a rank needs to know of the others."""
+    """The process groups of a rank."""
 
     pp: ProcessGroup | None = None
-    """The ranks that hold this replica's stages, in order; None: one process holds all."""
+    """Pipeline ranks of this replica, in the order of their stages; None: there is no pipeline."""
     dp: ProcessGroup | None = None
-    """The ranks that hold the same stages and learn from other sequences; None: there is one replica."""
+    """Ranks with the same stages and other sequences (replicas); None: there is one replica."""
     embedding: ProcessGroup | None = None
-    """The ranks of the first and the last stage, which share a tied embedding; None on others, and where there are not
-    two such ranks."""
+    """Ranks of the first and the last stage, which share a tied embedding; None on other ranks, or if one rank has
+    both."""
     cp: ProcessGroup | None = None
-    """The ranks that hold the same stages and share this one's sequences, in order of their parts; None: it has all."""
+    """Ranks with the same stages that share the sequences of this rank, in order of their parts; None: there is one."""
     dp_cp: ProcessGroup | None = None
-    """Both: all that hold the same stages. Used where there is a cp."""
+    """All ranks with the same stages; None without context parallelism."""
 
     @property
     def pp_rank(self) -> int:
-        """This process's pipeline rank."""
+        """Pipeline rank of this process."""
         return 0 if self.pp is None else dist.get_rank(self.pp)
 
     @property
     def dp_rank(self) -> int:
-        """This process's replica."""
+        """Replica of this process."""
         return 0 if self.dp is None else dist.get_rank(self.dp)
 
     @property
@@ -51,20 +53,24 @@ class ProcessGroups(NamedTuple):
 
     @property
     def cp_size(self) -> int:
-        """Ranks that share a sequence."""
+        """Number of context ranks that share a sequence."""
         return 1 if self.cp is None else self.cp.size()
 
     @property
     def alike(self) -> ProcessGroup | None:
-        """The ranks that hold the same stages, over which gradients are summed."""
+        """Ranks with the same stages, over which gradients are summed."""
         return self.dp if self.cp is None else self.dp_cp
 
 
 def make_mesh(config: TransformerConfig, device_type: str = "cpu") -> DeviceMesh | None:
-    """All processes as a mesh of replicas, context and pipeline ranks, axes ("dp", "cp", "pp"); None: there is one.
+    """Return the mesh of all processes with axes ("dp", "cp", "pp"), or None for one process.
+
+    Args:
+        config: configuration of the model.
+        device_type: device type of the mesh.
 
     Raises:
-        ValueError: their number is no multiple of what one replica takes.
+        ValueError: the number of processes is not a multiple of the size of one replica.
     """
     size = world_size()
     check_world_size(config, size)
@@ -72,7 +78,12 @@ def make_mesh(config: TransformerConfig, device_type: str = "cpu") -> DeviceMesh
 
 
 def make_groups(config: TransformerConfig, mesh: DeviceMesh | None) -> ProcessGroups:
-    """The groups of a mesh. Every rank has to call it, in the same order as other collectives."""
+    """Create the process groups of a mesh; every rank calls this function in the same order as other collectives.
+
+    Args:
+        config: configuration of the model.
+        mesh: mesh of make_mesh; None: one process.
+    """
     if mesh is None:
         return ProcessGroups()
     pp, dp, cp = (mesh.get_group(name) if axis_size(mesh, name) > 1 else None for name in ("pp", "dp", "cp"))
@@ -85,27 +96,31 @@ def make_groups(config: TransformerConfig, mesh: DeviceMesh | None) -> ProcessGr
 
 
 def axis_size(mesh: DeviceMesh | None, name: str) -> int:
-    """Ranks along an axis; 1 where the mesh has none of that name."""
+    """Return the number of ranks along an axis, or 1 if the mesh has no axis of that name."""
     return mesh[name].size() if mesh is not None and name in (mesh.mesh_dim_names or ()) else 1
 
 
 def _own_group(groups: list[list[int]]) -> ProcessGroup | None:
-    """The one of several new groups that this rank is in; every rank makes all of them."""
+    """Create several groups on every rank and return the one that contains this rank, or None."""
     made = [dist.new_group(ranks) for ranks in groups]
     own = [group for ranks, group in zip(groups, made, strict=True) if dist.get_rank() in ranks]
     return cast("ProcessGroup", own[0]) if own else None
 
 
 def world_size() -> int:
-    """Processes that work together; 1 where no process group was made."""
+    """Return the number of processes, or 1 without a default process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def check_world_size(config: TransformerConfig, size: int) -> None:
-    """Refuse a number of processes the model cannot be laid over.
+    """Check that the number of processes is a multiple of the size of one replica.
+
+    Args:
+        config: configuration of the model.
+        size: number of processes.
 
     Raises:
-        ValueError: it is no multiple of what one replica takes.
+        ValueError: it is not a multiple.
     """
     n = config.model_parallel_size
     if size % n:
@@ -116,16 +131,16 @@ def check_world_size(config: TransformerConfig, size: int) -> None:
 
 
 def sum_over(value: torch.Tensor, group: ProcessGroup | None, what: str, timeout: float) -> torch.Tensor:
-    """The sum of every rank's value, on every rank; the value itself without a group.
+    """Return the sum of a value over a group, or the value itself without a group.
 
     Args:
-        value: this rank's.
+        value: value of this rank.
         group: the ranks.
-        what: it is, for the error.
-        timeout: seconds to wait for the others.
+        what: name of the sum, for error messages.
+        timeout: seconds to wait for the other ranks.
 
     Raises:
-        PipelineError: some rank did not come in time.
+        PipelineError: a rank did not take part in time.
     """
     if group is None:
         return value
@@ -135,7 +150,16 @@ def sum_over(value: torch.Tensor, group: ProcessGroup | None, what: str, timeout
 
 
 def wait_for(work: dist.Work | None, what: str, timeout: float) -> None:
-    """Wait for a sum as long as for a message: a rank that met a fault does not come."""
+    """Wait for a sum with a timeout, because a failed rank does not take part in it.
+
+    Args:
+        work: the sum.
+        what: name of the sum, for error messages.
+        timeout: seconds.
+
+    Raises:
+        PipelineError: a rank did not take part in time.
+    """
     assert work is not None, "this rank is in its own groups"
     try:
         work.wait(datetime.timedelta(seconds=timeout))
@@ -148,7 +172,12 @@ def wait_for(work: dist.Work | None, what: str, timeout: float) -> None:
 
 
 def gather(mapping: dict[str, Any], group: ProcessGroup | None) -> dict[str, Any]:
-    """The entries of every rank's dictionary, on every rank; where two ranks have one name, the first's stays."""
+    """Return the entries of all ranks' dictionaries; for a name on several ranks, the entry of the first rank.
+
+    Args:
+        mapping: dictionary of this rank.
+        group: the ranks; None: this rank alone.
+    """
     if group is None:
         return mapping
     parts: list[Any] = [None] * group.size()
@@ -158,7 +187,12 @@ def gather(mapping: dict[str, Any], group: ProcessGroup | None) -> dict[str, Any
 
 
 def said_on_all_ranks(text: str, groups: ProcessGroups) -> list[str]:
-    """What every process says, in order of their ranks, on every process."""
+    """Return the texts of all processes, in order of their ranks, on every process.
+
+    Args:
+        text: text of this process.
+        groups: process groups of this rank.
+    """
     if groups == ProcessGroups():
         return [text]
     said: list[Any] = [None] * world_size()
@@ -168,16 +202,21 @@ def said_on_all_ranks(text: str, groups: ProcessGroups) -> list[str]:
 
 
 def on_first_rank(write: Callable[[], Result], groups: ProcessGroups) -> Result:
-    """Call a function on the first process alone; every process gets what it returned, or raises what it raised."""
+    """Call a function on the first process only, and return its result or raise its error on every process.
+
+    Args:
+        write: the function.
+        groups: process groups of this rank.
+    """
     if groups == ProcessGroups():
         return write()
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             outcome[0] = write()
-        except Exception as error:  # whatever it is: the other processes must not wait for a call that failed
+        except Exception as error:  # any error: the other processes must not wait for a failed call
             outcome[1] = error
-    with _named("to be told by rank 0 what came of writing"):
+    with _named("the result of writing from rank 0"):
         dist.broadcast_object_list(outcome)
     if outcome[1] is not None:
         raise outcome[1]
@@ -186,7 +225,7 @@ def on_first_rank(write: Callable[[], Result], groups: ProcessGroups) -> Result:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Say what was expected where another rank is gone."""
+    """Raise an error that names the expected object if another rank has ended."""
     try:
         yield
     except RuntimeError as error:

@@ -1,15 +1,15 @@
-"""Messages between pipeline ranks: named, checked, and bounded in time.
+"""Messages between pipeline ranks, with names, checks and timeouts.
 
-Each message is named after the action that made it (``1F3``: forward of stage 1, microbatch 3) and its step. With gloo
-the name and the tensor's shape are the message's tag, so that nothing else can be received in its place: a message
-that was dropped, duplicated, or is of another size or step never matches, and the wait for it ends after
-``config.pipeline_timeout`` seconds with an error that names it. (Gloo itself aborts the process where a message is
-too long for its buffer, and leaves the rest of the buffer as it was where it is too short.) NCCL has no tags and keeps
-the order of each pair of ranks instead: there a header goes before every tensor and is checked on arrival, as it is
-wherever sequence lengths vary, since it also holds the shape.
+Each message has the name of the action that produced it (``1F3``: forward of stage 1, microbatch 3) and of its step.
+With gloo, the tag of a message is computed from its name and shape, so no other message can match it. If a message is
+dropped, duplicated, or has another size or step, the receive ends after ``config.pipeline_timeout`` seconds with an
+error that names it. (Gloo itself aborts the process if a message is longer than its buffer, and leaves the rest of the
+buffer unchanged if it is shorter.) NCCL has no tags but keeps the order of messages between two ranks. There, a header
+precedes every tensor and is checked on arrival. A header, which contains the shape, is also sent if sequence lengths
+vary.
 
-Receives are posted before they are needed and sends are not waited for, so that messages travel while ranks compute.
-What is sent stays alive until it has left; a thread waits for that.
+Receives are posted early and sends do not block, so that communication overlaps with computation. A thread waits for
+the sends and keeps the tensors alive until they are sent.
 """
 
 import datetime
@@ -26,27 +26,30 @@ from torch.distributed import ProcessGroup
 from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.messages import Message, PipelineError, Program
-from reference_torch.departures import Departures, cause_of
+from reference_torch.pending_sends import PendingSends, cause_of
 
 Shape = tuple[int, ...]
 
 STEPS, MESSAGES, SHAPES = 1 << 5, 1 << 14, 1 << 12
-"""Values a tag has room for: 31 bits. Step and message number wrap around, far beyond what can be under way."""
+"""Numbers of values in a tag of 31 bits. Step and message number wrap around only after all pending messages."""
 HEADER_LENGTH, MAX_DIMENSIONS, MAX_TENSORS = 16, 8, 8
 
 
 class P2PCommunicator:
-    """One rank's messages to and from its neighbours.
+    """The communication of a rank with its neighbours in the pipeline.
 
     Args:
-        pp_group: the pipeline's ranks, in order.
-        config: the model's; type of the tensors, timeout, overlap, variable lengths.
-        device: where received tensors lie.
+        pp_group: ranks of the pipeline, in order.
+        config: configuration of the model, with dtype, timeout, overlap and variable lengths.
+        device: device of received tensors.
     """
 
     def __init__(self, pp_group: ProcessGroup, config: TransformerConfig, device: torch.device | str = "cpu") -> None:
-        self.config, self.device, self._group = config, torch.device(device), pp_group
-        self.rank, self.size = dist.get_rank(pp_group), pp_group.size()
+        self.config = config
+        self.device = torch.device(device)
+        self._group = pp_group
+        self.rank = dist.get_rank(pp_group)
+        self.size = pp_group.size()
         self.step = -1
         self._ordered = dist.get_backend(pp_group) == "nccl"
         self._announces = config.variable_seq_lengths or self._ordered
@@ -54,10 +57,14 @@ class P2PCommunicator:
         self._counted: dict[tuple[str, str], int] = {}
         self._posted: dict[Message, list[_Receive]] = {}
         self._channels = self._make_channels() if self._ordered else {}
-        self._senders = Departures()
+        self._senders = PendingSends()
 
     def begin_step(self, program: Program) -> None:
-        """Number the messages of a step; every rank begins its steps in the same order."""
+        """Assign numbers to the messages of a step; every rank begins its steps in the same order.
+
+        Args:
+            program: actions and messages of all ranks.
+        """
         self.step += 1
         self._counted = {}
         self._numbers = {}
@@ -69,10 +76,10 @@ class P2PCommunicator:
                         self._numbers[peer if self.rank == sender else sender, message.produced_by] = number
 
     def end_step(self) -> None:
-        """Wait until everything sent has been received.
+        """Wait until all sent messages have been received.
 
         Raises:
-            PipelineError: something was not.
+            PipelineError: a message was not received in time.
         """
         self._senders.wait()
         assert not self._posted, f"received and never used: {', '.join(map(str, self._posted))}"
@@ -82,25 +89,25 @@ class P2PCommunicator:
         self._senders.close()
 
     def dismiss(self) -> None:
-        """End the thread once it has no send left to wait for; for whoever gives up and does not wait."""
+        """End the thread after its last send, without waiting for it; used after an error."""
         self._senders.dismiss()
 
     def post_receive(self, message: Message, shapes: Sequence[Shape]) -> None:
-        """Say that a message may come; does not wait.
+        """Post the receives of a message; with overlap, this does not block.
 
         Args:
-            message: its receiving end.
-            shapes: of its tensors; without effect where shapes are announced.
+            message: the message to receive.
+            shapes: shapes of its tensors; ignored if messages contain their shapes.
         """
         self._expect_all(message, shapes)
         if not self.config.overlap_p2p_comm:
             self._complete(message)
 
     def receive(self, message: Message) -> list[Tensor]:
-        """The tensors of a message that was posted; waits for it.
+        """Wait for a posted message and return its tensors.
 
         Raises:
-            PipelineError: it did not come in time, its sender is gone, or another one came.
+            PipelineError: the message did not arrive in time, its sender has ended, or another message arrived.
         """
         self._senders.check()
         if self._ordered and self.config.variable_seq_lengths:
@@ -110,47 +117,51 @@ class P2PCommunicator:
         return self._complete(message, self._posted.pop(message))
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """Send tensors; returns at once, and keeps what it needs of them until they have left.
+        """Send tensors; with overlap, this does not block.
+
+        Args:
+            message: the message to send.
+            tensors: its tensors, which stay alive until they are sent.
 
         Raises:
             PipelineError: an earlier message was not received in time.
-            ValueError: a tensor is of another type than the receiver expects, or there are too many.
+            ValueError: a tensor has another dtype than the receiver expects, or there are too many tensors.
         """
-        self._depart_all(message, tensors)
+        self._send_all(message, tensors)
         if not self.config.overlap_p2p_comm:
             self._senders.wait()
 
-    # The calls of Megatron-core's communicator: neighbours by the direction of travel, messages counted, receives
-    # waited for. For schedules written by hand; the table's executor uses the calls above.
+    # The methods of Megatron-core's communicator, for schedules written by hand: they address neighbours by direction,
+    # count messages, and block on receives. The executor of schedule tables uses the methods above.
 
     def recv_forward(self, tensor_shapes: Sequence[Shape], is_first_stage: bool) -> list[Tensor] | None:
-        """The next activations from the rank before; None on the first stage."""
+        """Receive the next activations from the previous rank; return None on the first stage."""
         return None if is_first_stage else self._receive_next("F", tensor_shapes)
 
     def recv_backward(self, tensor_shapes: Sequence[Shape], is_last_stage: bool) -> list[Tensor] | None:
-        """The next gradient from the rank after; None on the last stage."""
+        """Receive the next gradients from the next rank; return None on the last stage."""
         return None if is_last_stage else self._receive_next("B", tensor_shapes)
 
     def send_forward(self, output_tensors: Sequence[Tensor], is_last_stage: bool) -> None:
-        """Activations to the rank after; nothing on the last stage."""
+        """Send activations to the next rank; do nothing on the last stage."""
         if not is_last_stage:
             self.send(self._next_message("SEND", "F"), output_tensors)
 
     def send_backward(self, input_tensor_grads: Sequence[Tensor], is_first_stage: bool) -> None:
-        """A gradient to the rank before; nothing on the first stage."""
+        """Send gradients to the previous rank; do nothing on the first stage."""
         if not is_first_stage:
             self.send(self._next_message("SEND", "B"), input_tensor_grads)
 
     def send_forward_recv_backward(
         self, output_tensors: Sequence[Tensor], tensor_shapes: Sequence[Shape], is_last_stage: bool
     ) -> list[Tensor] | None:
-        """Both at once: activations to, and the next gradient from, the rank after."""
+        """Send activations to the next rank and receive gradients from it at the same time."""
         return None if is_last_stage else self._exchange("F", output_tensors, "B", tensor_shapes)
 
     def send_backward_recv_forward(
         self, input_tensor_grads: Sequence[Tensor], tensor_shapes: Sequence[Shape], is_first_stage: bool
     ) -> list[Tensor] | None:
-        """Both at once: a gradient to, and the next activations from, the rank before."""
+        """Send gradients to the previous rank and receive activations from it at the same time."""
         return None if is_first_stage else self._exchange("B", input_tensor_grads, "F", tensor_shapes)
 
     def _receive_next(self, kind: str, shapes: Sequence[Shape]) -> list[Tensor]:
@@ -159,14 +170,14 @@ class P2PCommunicator:
         return self.receive(message)
 
     def _exchange(self, sent: str, tensors: Sequence[Tensor], received: str, shapes: Sequence[Shape]) -> list[Tensor]:
-        """Neither is waited for before both are under way: the neighbour does the same."""
+        """Start a receive and a send before waiting for either, as the neighbour does."""
         message = self._next_message("RECV", received)
         self._expect_all(message, shapes)
-        self._depart_all(self._next_message("SEND", sent), tensors)
-        came = self.receive(message)
+        self._send_all(self._next_message("SEND", sent), tensors)
+        arrived = self.receive(message)
         if not self.config.overlap_p2p_comm:
             self._senders.wait()
-        return came
+        return arrived
 
     def _next_message(self, direction: str, kind: str) -> Message:
         number = self._counted.get((direction, kind), 0)
@@ -185,19 +196,19 @@ class P2PCommunicator:
         dtype = getattr(torch, self.config.compute_dtype)
         header = content = None
         if self._announces and not (self._ordered and self.config.variable_seq_lengths):
-            # In order, a header cannot be received before the content in front of it, whose size is not known yet.
+            # With NCCL, messages arrive in order, and the size of the previous content may not be known yet.
             header = self._expect_header(message, place)
         if not self.config.variable_seq_lengths:
             buffer = torch.empty(shape, dtype=dtype, device=self.device)
-            content = self._arrive(message, place, buffer, shape), buffer
+            content = self._post_one(message, place, buffer, shape), buffer
         return _Receive(header, content, shape)
 
     def _expect_header(self, message: Message, place: int) -> tuple[dist.Work, Tensor]:
         buffer = torch.empty(HEADER_LENGTH, dtype=torch.int64, device=self.device)
-        return self._arrive(message, place, buffer, "header"), buffer
+        return self._post_one(message, place, buffer, "header"), buffer
 
     def _complete(self, message: Message, receives: "list[_Receive] | None" = None) -> list[Tensor]:
-        """Wait for a message's tensors; None: it stays posted."""
+        """Wait for the tensors of a message; without ``receives``, the message stays posted."""
         tensors = []
         for place, receive in enumerate(self._posted[message] if receives is None else receives):
             tensors.append(self._finish(message, place, receive))
@@ -214,8 +225,8 @@ class P2PCommunicator:
             receive.header = None
             if receive.content is None:
                 buffer = torch.empty(shape, dtype=getattr(torch, self.config.compute_dtype), device=self.device)
-                receive.content = self._arrive(message, place, buffer, shape), buffer
-        assert receive.content is not None, "a receive has a buffer by now"
+                receive.content = self._post_one(message, place, buffer, shape), buffer
+        assert receive.content is not None, "a receive has no buffer"
         work, buffer = receive.content
         if work is not None:
             self._wait(work, message, receive.shape)
@@ -231,7 +242,7 @@ class P2PCommunicator:
                 f"look at what rank {message.peer} says, or raise pipeline_timeout"
             ) from None
 
-    def _arrive(self, message: Message, place: int, buffer: Tensor, shape: Shape | str) -> dist.Work:
+    def _post_one(self, message: Message, place: int, buffer: Tensor, shape: Shape | str) -> dist.Work:
         group, peer = self._route(message)
         try:
             work = dist.irecv(buffer, group=group, group_src=peer, tag=self._tag(message, place, shape))
@@ -240,7 +251,7 @@ class P2PCommunicator:
         assert work is not None, "this rank is in its own pipeline"
         return work
 
-    def _depart_all(self, message: Message, tensors: Sequence[Tensor]) -> None:
+    def _send_all(self, message: Message, tensors: Sequence[Tensor]) -> None:
         self._senders.check()
         if len(tensors) > MAX_TENSORS:
             raise ValueError(f"tensors: expected at most {MAX_TENSORS} in {message}, got {len(tensors)}")
@@ -252,10 +263,10 @@ class P2PCommunicator:
                 )
             content = tensor.detach().contiguous()
             if self._announces:
-                self._depart(message, place, self._header(message, content), "header")
-            self._depart(message, place, content, tuple(content.shape))
+                self._send_one(message, place, self._header(message, content), "header")
+            self._send_one(message, place, content, tuple(content.shape))
 
-    def _depart(self, message: Message, place: int, content: Tensor, shape: Shape | str) -> None:
+    def _send_one(self, message: Message, place: int, content: Tensor, shape: Shape | str) -> None:
         group, peer = self._route(message)
         tag = self._tag(message, place, shape)
         told = f"rank {self.rank}, step {self.step}: expected {message} to be received"
@@ -266,7 +277,7 @@ class P2PCommunicator:
         self._senders.add(self._post(post, message), content, told, self.config.pipeline_timeout)
 
     def _post(self, post: Callable[[], dist.Work | None], message: Message) -> dist.Work | None:
-        """Start a send; tests put delays and faults here."""
+        """Start a send; tests override this method to insert delays and faults."""
         try:
             return post()
         except RuntimeError as error:
@@ -284,7 +295,7 @@ class P2PCommunicator:
         return torch.tensor([*self._name(message), content.dim(), *shape], dtype=torch.int64, device=self.device)
 
     def _name(self, message: Message) -> list[int]:
-        """What a header says of the message itself: seven numbers."""
+        """Return the seven numbers of a header that identify the message."""
         kind, stage, microbatch = message.produced_by
         dtype = zlib.crc32(self.config.compute_dtype.encode())
         return [zlib.crc32(b"diptych"), self.step, ord(kind), stage, microbatch, dtype, 0]
@@ -301,7 +312,7 @@ class P2PCommunicator:
         return tuple(header[8 : 8 + dimensions].tolist())
 
     def _route(self, message: Message) -> tuple[ProcessGroup, int]:
-        """The group a message travels in, and its other end's rank there."""
+        """Return the group of a message and the rank of its peer in that group."""
         if not self._ordered:
             return self._group, message.peer
         pair = (self.rank, message.peer) if message.direction == "SEND" else (message.peer, self.rank)
@@ -309,11 +320,12 @@ class P2PCommunicator:
         return channel, dist.get_group_rank(channel, dist.get_global_rank(self._group, message.peer))
 
     def _make_channels(self) -> dict[tuple[int, int], ProcessGroup]:
-        """A group for each direction between two ranks: NCCL runs a group's messages one after the other.
+        """Create a group for each direction between two ranks, because NCCL serializes the messages of a group.
 
-        Every process of the job makes the groups of every pipeline, in the same order, as new_group demands.
+        Every process of the job creates the groups of every pipeline in the same order, as new_group requires.
         """
-        own, channels = dist.get_process_group_ranks(self._group), {}
+        own = dist.get_process_group_ranks(self._group)
+        channels = {}
         pipelines: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(pipelines, own)
         pairs = [(a, (a + step) % self.size) for step in (1, -1) for a in range(self.size)]
@@ -326,7 +338,7 @@ class P2PCommunicator:
 
 
 class _Receive:
-    """A message's tensor on its way: buffers, and what to wait for."""
+    """A pending receive of one tensor: its buffers and works."""
 
     def __init__(
         self,
@@ -334,4 +346,6 @@ class _Receive:
         content: tuple[dist.Work | None, Tensor] | None,
         shape: Shape,
     ) -> None:
-        self.header, self.content, self.shape = header, content, shape
+        self.header = header
+        self.content = content
+        self.shape = shape

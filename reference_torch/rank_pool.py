@@ -1,8 +1,8 @@
-"""A pool of gloo ranks on this machine: processes that stay, and run one function after another on all ranks.
+"""A pool of gloo ranks on this machine, which run one function after another.
 
-For tests, measurements and comparisons: a fork server that has loaded PyTorch once starts four ranks in a fraction of
-a second. What a rank raises, that it died, and that it does not answer all reach the caller as an error; no rank
-outlives the pool, nor the process that made it.
+The pool is made for tests, measurements and comparisons. A fork server that has loaded PyTorch once starts four ranks
+in a fraction of a second. If a rank raises an error, dies or does not answer, the caller receives an error. No rank
+outlives the pool or the process that created it.
 """
 
 import contextlib
@@ -18,24 +18,26 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 GRACE = 2.0
-"""Seconds the other ranks get to answer after the first error."""
+"""Seconds that the other ranks have to answer after the first error."""
 
 
 class RankError(RuntimeError):
-    """Some rank failed; the message has what each of them said."""
+    """A failure of a rank; the message contains the errors of all ranks."""
 
 
 class RankPool:
-    """Ranks of a process group, started at the first call.
+    """A pool of ranks of one process group, started at the first call.
 
     Args:
         size: number of ranks.
-        timeout: seconds a call may take, and a collective within it.
-        preload: modules the fork server loads once for all ranks.
+        timeout: seconds that a call, and a collective within it, may take.
+        preload: modules that the fork server loads once for all ranks.
     """
 
     def __init__(self, size: int, timeout: float = 60.0, preload: tuple[str, ...] = ("torch.distributed",)) -> None:
-        self.size, self.timeout, self._preload = size, timeout, preload
+        self.size = size
+        self.timeout = timeout
+        self._preload = preload
         self._ranks: list[_Rank] = []
         self._folder: tempfile.TemporaryDirectory | None = None
 
@@ -49,29 +51,41 @@ class RankPool:
         """Call a function on every rank.
 
         Args:
-            function: ``package.module:name``, imported on each rank; what it takes and returns is pickled.
-            args: given to every rank.
-            timeout: seconds; None: the pool's.
+            function: ``package.module:name``, imported on each rank; its arguments and result are pickled.
+            args: arguments for every rank.
+            timeout: seconds; None: the timeout of the pool.
 
         Returns:
-            What it returned, by rank.
+            The results, by rank.
 
         Raises:
-            RankError: a rank raised, died or did not answer in time. After this or any other error all ranks are gone;
+            RankError: a rank raised an error, died or did not answer in time. After any error, all ranks are ended, and
                 the next call starts new ones.
         """
         return self._send(("run", function, args), timeout)
 
     def hold(self, function: str, *args: Any, timeout: float | None = None) -> None:
-        """As run, but every rank keeps what the function returned; ``call`` uses it."""
+        """Call a function on every rank and keep its result there, for ``call``.
+
+        Args:
+            function: see run.
+            args: see run.
+            timeout: see run.
+        """
         self._send(("hold", function, args), timeout)
 
     def call(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
-        """Call a method of what every rank holds. Arguments, result and errors as run's."""
+        """Call a method of the object that ``hold`` created on every rank, and return the results as run does.
+
+        Args:
+            method: name of the method.
+            args: see run.
+            timeout: see run.
+        """
         return self._send(("call", method, args), timeout)
 
     def process_ids(self) -> list[int]:
-        """Of the ranks, for tests that kill one."""
+        """Return the process ids of the ranks, for tests that kill one."""
         return [rank.process.pid or 0 for rank in self._ranks]
 
     def close(self) -> None:
@@ -88,10 +102,10 @@ class RankPool:
             if not self._ranks:
                 self._start()
             for rank in self._ranks:
-                with contextlib.suppress(BrokenPipeError):  # it is gone, as its missing answer will tell
+                with contextlib.suppress(BrokenPipeError):  # _collect reports a rank that has died
                     rank.jobs.send(job)
             return self._collect(timeout or self.timeout)
-        except BaseException:  # whatever it is: an answer that nobody read would be taken for the next call's
+        except BaseException:  # any error: the next call must not read an old answer
             self.close()
             raise
 
@@ -113,7 +127,7 @@ class RankPool:
                 number = waiting.pop(connection)  # pyright: ignore[reportArgumentType]
                 answered, value = self._ranks[number].answer()
                 (answers if answered else errors)[number] = value
-                if not answered:  # the others may wait for this rank for ever
+                if not answered:  # the others may wait for this rank forever
                     end = min(end, time.monotonic() + GRACE)
         if errors or waiting:
             for number in waiting.values():
@@ -123,7 +137,7 @@ class RankPool:
 
 
 class _Rank:
-    """One process, and the two pipes to it: jobs and answers, and one that breaks when the parent is gone."""
+    """A process with two pipes: one for jobs and answers, and one that breaks when the parent ends."""
 
     def __init__(self, context: Any, rank: int, size: int, store: str, timeout: float) -> None:
         self.number = rank
@@ -135,7 +149,7 @@ class _Rank:
         watched.close()
 
     def answer(self) -> tuple[bool, Any]:
-        """(True, what the function returned), or (False, what went wrong)."""
+        """Return (True, result of the function) or (False, error message)."""
         try:
             return self.jobs.recv()
         except (EOFError, ConnectionResetError):
@@ -151,7 +165,7 @@ class _Rank:
 
 
 def _serve(rank: int, size: int, store: str, jobs: Connection, life: Connection, timeout: float) -> None:
-    """Run what the parent sends until it is gone."""
+    """Run the jobs of the parent until the parent ends."""
     threading.Thread(target=_end_with_parent, args=(life,), daemon=True).start()
     import torch
     import torch.distributed as dist
@@ -170,7 +184,7 @@ def _serve(rank: int, size: int, store: str, jobs: Connection, life: Connection,
         try:
             job, name, args = jobs.recv()
         except EOFError:
-            os._exit(0)  # no tidying up: that may wait for ranks that are gone
+            os._exit(0)  # no cleanup, because it may wait for ranks that have ended
         try:
             if job == "call":
                 value = getattr(held, name)(*args)
@@ -178,9 +192,10 @@ def _serve(rank: int, size: int, store: str, jobs: Connection, life: Connection,
                 module, _, function = name.partition(":")
                 value = getattr(importlib.import_module(module), function)(*args)
             if job == "hold":
-                held, value = value, None
+                held = value
+                value = None
             jobs.send((True, value))
-        except BaseException as error:  # whatever it is, the parent has to hear of it
+        except BaseException as error:  # report any error to the parent
             told = "".join(traceback.format_exception(error))
             jobs.send((False, f"rank {rank}: {type(error).__name__}: {error}\n{told}"))
 

@@ -1,4 +1,4 @@
-"""A pipeline stage as the schedules call it: the model's part, one microbatch, and the function that runs both."""
+"""A pipeline stage for the schedules: the part of the model, a microbatch, and the forward step function."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ from reference_torch.transformer import GPTModel
 
 
 class Microbatch(NamedTuple):
-    """What every stage is given of a microbatch."""
+    """A microbatch as every stage receives it."""
 
     batch: Batch
     step: int
@@ -29,38 +29,53 @@ class Microbatch(NamedTuple):
     """Number of its first sequence within the global batch, for dropout."""
     training: bool
     cp: ProcessGroup | None = None
-    """The ranks that share its sequences; None: this one has all."""
+    """Ranks that share its sequences; None: this rank has whole sequences."""
 
 
 class PipelineStage(GPTModel):
-    """A stage that is handed its input before it is called, residual streams side by side [B, T, S * D]."""
+    """A stage whose input [B, T, S * D] is set before the call, with residual streams concatenated."""
 
     input_tensor: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
-        """Where it computes: with its parameters, or if it has none, where its input lies."""
+        """Device of its parameters, or of its input if it has no parameters."""
         place = next(self.parameters(), self.input_tensor)
         assert place is not None, "a stage without parameters has an input"
         return place.device
 
     def set_input_tensor(self, input_tensor: Tensor) -> None:
-        """What the next call reads; from the stage before."""
+        """Set the input of the next call, from the previous stage."""
         self.input_tensor = input_tensor
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, **arguments: Any) -> Tensor:
-        """As GPTModel, but only the first stage reads ``inputs``, and streams leave side by side."""
+        """Run the stage as GPTModel does, on the input that was set.
+
+        Args:
+            inputs: tokens; only the first stage reads them.
+            targets: see GPTModel.
+            arguments: see GPTModel.
+
+        Returns:
+            The output with residual streams concatenated [B, T, S * D]; on the last stage that of GPTModel.
+        """
         streams = self.config.num_residual_streams if self.config.enable_hyper_connections else None
         if not self.pre_process:
             assert self.input_tensor is not None, "the schedule sets a stage's input before it calls it"
-            inputs, self.input_tensor = self.input_tensor, None
+            inputs = self.input_tensor
+            self.input_tensor = None
             inputs = inputs if streams is None else inputs.unflatten(-1, (streams, -1))
         output = super().forward(inputs, targets, **arguments)
         return output if self.post_process or streams is None else output.flatten(-2)
 
 
 def offload_layers(stages: Sequence[PipelineStage], config: TransformerConfig) -> TensorOffloadManager:
-    """A manager of all layers of some stages, which have left the device; without offload it does nothing."""
+    """Return an offload manager of all layers of some stages, with all layers evicted; disabled without offload.
+
+    Args:
+        stages: the stages.
+        config: configuration of the model.
+    """
     manager = TensorOffloadManager(
         config.enable_tensor_offload or config.enable_activation_offload,
         config.tensor_offload_pin_memory,
@@ -83,17 +98,22 @@ def model_provider(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> PipelineStage:
-    """Build one stage; see GPTModel."""
+    """Build one stage; GPTModel documents the arguments."""
     return PipelineStage(config, pre_process, post_process, vp_stage, pp_rank)
 
 
 def forward_step(
     data_iterator: Iterator[Microbatch], model: PipelineStage
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
-    """One microbatch through one stage, as the schedules call it: what the stage gives, and what makes a loss of it."""
+    """Run one microbatch through a stage, and return the output and the reducer that computes the loss.
+
+    Args:
+        data_iterator: microbatches.
+        model: the stage.
+    """
     batch, step, first, training, cp = next(data_iterator)
-    inputs, answers, told = _whole(batch, first, model) if cp is None else _part(batch, first, model, cp)
-    output = model(inputs, answers, step=step, training=training, **told)
+    inputs, answers, context = _whole(batch, first, model) if cp is None else _part(batch, first, model, cp)
+    output = model(inputs, answers, step=step, training=training, **context)
 
     def reduce(loss: Tensor) -> tuple[Tensor, ...]:
         if model.config.calculate_per_token_loss:
@@ -104,7 +124,7 @@ def forward_step(
 
 
 def _whole(batch: Batch, first: int, model: PipelineStage) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Tokens, targets, and what else a model is told of whole sequences."""
+    """Return tokens, targets and further arguments of the model for whole sequences."""
     tokens, targets, starts = batch
     inputs, answers = (torch.from_numpy(ids).to(model.device) for ids in (tokens, targets))
     samples = torch.arange(first, first + len(tokens), device=model.device)
@@ -112,8 +132,8 @@ def _whole(batch: Batch, first: int, model: PipelineStage) -> tuple[Tensor, Tens
     return inputs, answers, {"samples": samples, "document_starts": documents}
 
 
-def _asked_for_again(config: TransformerConfig) -> tuple[str, ...]:
-    """Of what ranks hand on, that which backward needs again: of layers, or of their mixers, that it recomputes."""
+def _messages_to_keep(config: TransformerConfig) -> tuple[str, ...]:
+    """Return the kinds of messages that backward needs again, because it replays layers or their mixers."""
     if not torch.is_grad_enabled():
         return ()
     if config.recompute_granularity == "full":
@@ -122,17 +142,18 @@ def _asked_for_again(config: TransformerConfig) -> tuple[str, ...]:
 
 
 def _part(batch: Batch, first: int, model: PipelineStage, cp: ProcessGroup) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """The same of this rank's part of them."""
+    """Return tokens, targets and further arguments of the model for this rank's part of the sequences."""
     if model.config.cp_exchange == PIPELINED and not torch.is_grad_enabled():
-        finish(cp)  # no backward holds this rank back from running ahead of all others
+        finish(cp)  # without a backward, this rank could run ahead of all others
     tokens, targets, starts = batch
     laid = end_to_end(tokens, targets, np.arange(first, first + len(tokens)), starts)
     offsets = torch.from_numpy(laid.cu_seqlens)
-    kernel, travel = model.config.linear_conv_kernel_dim, exchange_options(model.config)
-    context = build_cp_context(offsets.to(model.device), cp, kernel, offsets, **travel)
+    kernel = model.config.linear_conv_kernel_dim
+    options = exchange_options(model.config)
+    context = build_cp_context(offsets.to(model.device), cp, kernel, offsets, **options)
     context = replace(context, timeout=model.config.pipeline_timeout)
     if context.handing is not None:
-        context.handing.keeps = _asked_for_again(model.config)
+        context.handing.keeps = _messages_to_keep(model.config)
     parts = (np.array_split(x, context.size, axis=-1)[context.rank] for x in laid[:4])
     inputs, answers, samples, positions = (torch.from_numpy(x.copy()).to(model.device) for x in parts)
     return inputs, answers, {"samples": samples, "positions": positions, "cp_context": context}

@@ -32,14 +32,14 @@ MAY_IMPORT = {
 
 ROOMS = {
     "autograd": set(),
-    "recompute": {"handing"},
+    "recompute": {"carry"},
     "operands": set(),
     "attention": {"operands", "recompute"},
     "ops": {"attention", "autograd", "operands", "recompute"},
     "hyper_connections": {"operands", "ops", "recompute"},
-    "departures": set(),
-    "handing": set(),
-    "context_parallel": {"autograd", "departures", "groups", "handing", "ops", "recompute"},
+    "pending_sends": set(),
+    "carry": set(),
+    "context_parallel": {"autograd", "pending_sends", "groups", "carry", "ops", "recompute"},
     "delta_rule": {"autograd", "ops", "context_parallel"},
     "modules": {"ops"},
     "documents": set(),
@@ -60,7 +60,7 @@ ROOMS = {
     "offload": {"ops", "recompute"},
     "saving": {"transformer", "offload"},
     "groups": set(),
-    "p2p": {"departures"},
+    "p2p": {"pending_sends"},
     "rank_pool": set(),
     "pipeline": {"ops", "context_parallel", "recompute", "groups", "p2p", "offload"},
     "stage": {"context_parallel", "transformer", "offload"},
@@ -68,11 +68,11 @@ ROOMS = {
 }
 """Rooms of a backend, and the rooms of the same backend each may import."""
 
-TORCH_ONLY = {"autograd", "departures", "p2p", "rank_pool", "stage"}
+TORCH_ONLY = {"autograd", "pending_sends", "p2p", "rank_pool", "stage"}
 """Rooms for backward functions, for processes that send each other messages, and for what they call; JAX's step takes
 the model whole."""
 
-JAX_ONLY = {"handing"}
+JAX_ONLY = {"carry"}
 """A room for what one program of all ranks has to be told."""
 
 TWINS = (
@@ -92,7 +92,7 @@ TWINS = (
     "train",
 )
 
-SHARED = {"recompute": ("name_value", "residual_report", "KeptValue")}
+SHARED = {"recompute": ("name_value", "residual_report", "SavedValue")}
 """Rooms that are no twins, and the names both have."""
 
 _POLICY = "PyTorch hands its recompute manager on; JAX recomputes by the policy of jax.checkpoint around the layers"

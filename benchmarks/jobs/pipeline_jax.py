@@ -19,7 +19,7 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.mesh import undivided
 from diptych.plans.schedule.named import schedule_for
 from jax_impl.pipeline import make_pipeline_step
-from jax_impl.pipeline.kept import Keeper, Task
+from jax_impl.pipeline.saved import StageAutodiff, Task
 from jax_impl.pipeline.stages import Batch, StagedParameters, cut, names_of
 from jax_impl.transformer import GPTModel
 
@@ -104,7 +104,7 @@ def split_cost(keep: str) -> float:
     task = Task(rank, Batch(tokens, tokens, jnp.zeros(2, jnp.int32), jnp.uint32(0)), jnp.int32(0), jnp.int32(0))
     x = jnp.zeros((2, WIDE.seq_length, WIDE.hidden_size), WIDE.compute_dtype)
     program = stages.programs[0]
-    whole, split = (Keeper(stages.programs, task, x, keep, splits) for splits in (False, True))  # pyright: ignore
+    whole, split = (StageAutodiff(stages.programs, task, x, keep, splits) for splits in (False, True))  # pyright: ignore
 
     def flops(function: Callable, *arguments: Any) -> float:
         return jax.jit(function).lower(*arguments).compile().cost_analysis()["flops"]

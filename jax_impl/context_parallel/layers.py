@@ -5,10 +5,10 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from diptych.plans.context.sequences import FLACPContext, check_part, check_taps, halo_sizes
+from jax_impl.carry import relay
 from jax_impl.context_parallel.exchange import permute, ranks_of
 from jax_impl.context_parallel.wavefront import is_pipelined
 from jax_impl.context_parallel.zigzag import zigzag_attention
-from jax_impl.handing import hand_over
 from jax_impl.ops import masked_attention, short_convolution
 
 
@@ -86,7 +86,7 @@ def _joined_with_tokens(x: Array, wanted: int) -> Array:
         joined = jnp.concatenate([received, x], axis=1)
         return joined[:, -wanted:], joined
 
-    return hand_over((x.shape[0], wanted, *x.shape[2:]), x.dtype, own)
+    return relay((x.shape[0], wanted, *x.shape[2:]), x.dtype, own)
 
 
 def _joined_with_earlier(k: Array, v: Array, context: FLACPContext) -> tuple[Array, Array]:
@@ -99,7 +99,7 @@ def _joined_with_earlier(k: Array, v: Array, context: FLACPContext) -> tuple[Arr
         return joined, joined
 
     shape = (*both.shape[:2], length * context.size, *both.shape[3:])
-    k, v = hand_over(shape, both.dtype, own)
+    k, v = relay(shape, both.dtype, own)
     return k, v
 
 

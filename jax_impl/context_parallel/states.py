@@ -7,8 +7,8 @@ from jax import Array
 from jaxtyping import Float
 
 from diptych.plans.context.sequences import FLACPContext
+from jax_impl.carry import relay
 from jax_impl.context_parallel.exchange import Crossing, pass_states, ranks_of, reach_of
-from jax_impl.handing import hand_over
 
 
 def with_transition_columns(initial_state: Array | None, context: FLACPContext, like: Array) -> Array:
@@ -64,7 +64,7 @@ def run_pipelined(
         state = jnp.where(sends, finals[last], 0)
         return state.astype(wire), (o, finals.at[last].set(jnp.where(sends, 0, finals[last])))
 
-    return hand_over(like.shape, wire, own)
+    return relay(like.shape, wire, own)
 
 
 def complete(

@@ -16,7 +16,7 @@ from diptych.plans.context.exchange import PIPELINED
 from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.schedule.wavefront import num_ticks
 from diptych_kernels.mesh_axes import vary
-from jax_impl.handing import handing
+from jax_impl.carry import with_carry
 
 
 def is_pipelined(context: FLACPContext) -> bool:
@@ -49,12 +49,12 @@ def over_microbatches(
     size = lax.axis_size(axis)
     pairs = [(place, place + 1) for place in range(size - 1)]
     first = jnp.zeros((), jnp.int32)
-    sent = jax.eval_shape(lambda: handing(run, None)(first)[1])
+    sent = jax.eval_shape(lambda: with_carry(run, None)(first)[1])
     begin = tuple(vary(jnp.zeros(x.shape, x.dtype), axes or (axis,)) for x in sent)
 
     def slot(received: tuple[Array, ...], number: Array) -> tuple[tuple[Array, ...], Any]:
         own = jnp.clip(number - rank, 0, num_microbatches - 1)  # results before the first and after the last are unused
-        result, sent = handing(run, received)(own)
+        result, sent = with_carry(run, received)(own)
         return tuple(lax.ppermute(x, axis, pairs) for x in sent), result
 
     slot = slot if checkpoint is None else checkpoint(slot)

@@ -1,4 +1,4 @@
-"""What layers keep for their backwards, on the host while other layers are in use."""
+"""Activation offload: values that layers save for backward are on the host while other layers are in use."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -8,53 +8,60 @@ from jax import Array
 
 from diptych.plans.offload import Use, activation_event
 from jax_impl.offload.device import Moved, Pass, is_on_host
-from jax_impl.offload.layer import Kept
+from jax_impl.offload.layer import Saved
 
 State = TypeVar("State")
 
 
 class Activations:
-    """What is kept of every layer, while the steps of a plan are traced one by one.
+    """The saved values of every layer, while the steps of a plan are traced.
 
     Args:
-        kept: by layer, what there is already.
-        told: the pass: says what moves around a use, and is told what has.
-        min_bytes: smaller arrays stay on the device.
+        saved: values that are already saved, by layer.
+        context: the pass, with the plan of moves and the counters for them.
+        min_bytes: arrays of fewer bytes stay on the device.
     """
 
-    def __init__(self, kept: Mapping[int, Kept], told: Pass, min_bytes: int) -> None:
-        self.kept = dict(kept)
-        self._plan, self._moved, self._min_bytes = told.activations, told.moved or Moved(), min_bytes
-        self._trace = [] if told.trace is None else told.trace
+    def __init__(self, saved: Mapping[int, Saved], context: Pass, min_bytes: int) -> None:
+        self.saved = dict(saved)
+        self._plan = context.activations
+        self._moved = context.moved or Moved()
+        self._min_bytes = min_bytes
+        self._trace = [] if context.trace is None else context.trace
 
     def begin(self, use: Use, state: State) -> State:
-        """Issue what comes back when a use begins.
+        """Start the copies to the device that the plan assigns to the begin of a use.
 
         Args:
             use: the use.
-            state: what the use begins from, for which copies wait; see Device.begin.
+            state: inputs of the use, for which the copies wait; see Device.begin.
 
         Returns:
-            The state, to be used from now on.
+            The state, which replaces the argument.
         """
         step = self._plan.get(use)
         for forward in () if step is None else step.fetches:
-            kept = self.kept[forward.layer]
-            away = [leaf for leaf in jax.tree.leaves(kept) if is_on_host(leaf)]
+            saved = self.saved[forward.layer]
+            away = [leaf for leaf in jax.tree.leaves(saved) if is_on_host(leaf)]
             if away:
                 away, state = jax.lax.optimization_barrier((away, state))
                 back = iter(jax.device_put(away, jax.memory.Space.Device))
-                self.kept[forward.layer] = jax.tree.map(lambda x, back=back: next(back) if is_on_host(x) else x, kept)
+                self.saved[forward.layer] = jax.tree.map(lambda x, back=back: next(back) if is_on_host(x) else x, saved)
                 self._trace.append(activation_event("+", forward))
         return state
 
-    def end(self, use: Use, kept: Kept) -> None:
-        """A forward has ended: hold what it keeps, or send it to the host."""
-        self.kept[use.layer] = kept
+    def end(self, use: Use, saved: Saved) -> None:
+        """Record the saved values of a forward that has ended, and copy them to the host if the plan says so.
+
+        Args:
+            use: the forward.
+            saved: its values saved for backward.
+        """
+        self.saved[use.layer] = saved
         step = self._plan.get(use)
         if step is not None and step.leaves:
-            self.kept[use.layer] = jax.tree.map(self._leave, kept)
-            if any(map(is_on_host, jax.tree.leaves(self.kept[use.layer]))):
+            self.saved[use.layer] = jax.tree.map(self._leave, saved)
+            if any(map(is_on_host, jax.tree.leaves(self.saved[use.layer]))):
                 self._trace.append(activation_event("-", use))
 
     def _leave(self, array: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Which layers are on the device while a plan is walked, and what a pass through the layers is told by its step."""
+"""The layers on the device while a plan is traced, and the context of a pass through the layers."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,37 +14,38 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.offload import ActivationStep, Step, Use
 
 Layers = dict[int, list[Array]]
-"""By number: a layer's arrays, in the order of its tree."""
+"""Arrays of each layer by its number, in the order of its tree."""
 
 State = TypeVar("State")
 M = TypeVar("M", bound=nnx.Module)
 
 
 class Device:
-    """The layers that are on the device, while a plan's steps are traced one by one.
+    """The layers on the device, while the steps of a plan are traced.
 
     Args:
-        hosts: every layer's parameters where they lie between steps.
-        here: layers that are there already.
-        trace: gets every move and use, as the PyTorch manager's trace does; None: nobody reads it.
+        hosts: parameters of every layer as they are placed between steps.
+        here: layers that are already on the device.
+        trace: list to which every move and use is appended, as in the trace of the PyTorch manager; None: no trace.
     """
 
     def __init__(self, hosts: Mapping[int, list[Array]], here: Mapping[int, list[Array]], trace: list[str] | None):
-        self.hosts, self.here = dict(hosts), dict(here)
+        self.hosts = dict(hosts)
+        self.here = dict(here)
         self._trace = [] if trace is None else trace
 
     def begin(self, step: Step, state: State) -> State:
-        """Issue what a use fetches.
+        """Start the copies to the device of a use.
 
         Args:
             step: the use and its moves.
-            state: the arrays the use begins from. A copy starts when they are there: not before, when its memory is
-                still another layer's, and not after, for nothing else has to be waited for.
+            state: inputs of the use. The copies start as soon as these exist, because then the memory of the evicted
+                layer is free.
 
         Returns:
-            The state, to be used from now on.
+            The state, which replaces the argument.
         """
-        asked = [self.hosts[layer] for layer in step.fetches]  # a dictionary would come back in another order
+        asked = [self.hosts[layer] for layer in step.fetches]  # a list, because a dictionary would be sorted
         if asked:
             asked, state = jax.lax.optimization_barrier((asked, state))
         for layer, arrays in zip(step.fetches, asked, strict=True):
@@ -56,11 +57,11 @@ class Device:
         return state
 
     def end(self, step: Step, changed: bool = False) -> None:
-        """Let go what a use evicts.
+        """Evict layers after a use.
 
         Args:
             step: the use and its moves.
-            changed: whether what leaves has new values, which go to the host.
+            changed: True if the evicted layers have new values, which are copied to the host.
         """
         for layer in step.evictions:
             arrays = self.here.pop(layer)
@@ -71,45 +72,46 @@ class Device:
 
 @dataclass
 class Moved:
-    """Activations that go to the host and come back."""
+    """A counter of activations that move to the host and back."""
 
     arrays: int = 0
     bytes: int = 0
 
     def note(self, nbytes: int) -> None:
-        """One more."""
-        self.arrays, self.bytes = self.arrays + 1, self.bytes + nbytes
+        """Count one array of ``nbytes`` bytes."""
+        self.arrays += 1
+        self.bytes += nbytes
 
     def times(self, count: int) -> "Moved":
-        """So often."""
+        """Return the counter multiplied by ``count``."""
         return Moved(self.arrays * count, self.bytes * count)
 
 
 class Pass(NamedTuple):
-    """One microbatch's way through the layers, as part of a training step."""
+    """The pass of one microbatch through the layers, as part of a training step."""
 
     forward: Sequence[Step]
     backward: Sequence[Step]
     here: Layers = {}  # noqa: RUF012
     """Layers that are on the device when forward begins."""
     gradients: dict[int, list[Any]] | None = None
-    """By layer: of each parameter, zeros of its shape, whose gradient is the parameter's, and on the device, where a
-    gradient for what lies on the host would have to lie there too; or the pair of an ops._LinearTaps. None: gradients
-    belong to the parameters and lie where they do."""
+    """Arrays on the device that receive gradients, by layer: for each parameter, zeros of its shape or the pair of an
+    ops._LinearTaps. JAX would place the gradient of a parameter on the host beside the parameter. None: gradients are
+    placed with the parameters."""
     stay: Layers = {}  # noqa: RUF012
-    """Zeros of the shapes of the layers that the plan leaves on the device after backward. Their "gradients" are those
-    layers: the only way out of a backward."""
+    """Zeros with the shapes of the layers that stay on the device after backward. Backward returns these layers as the
+    "gradients" of the zeros, because it has no other outputs."""
     activations: Mapping[Use, ActivationStep] = {}
-    """When what is kept of a layer leaves and comes back; a use without a step moves none."""
+    """Moves of the values saved for backward; a use without a step moves none."""
     moved: Moved | None = None
-    """Told what activations leave."""
+    """Counter of the activations that move."""
     named: bool = False
-    """Whether named values alone are kept, also where nothing is recomputed."""
+    """True if only named values are saved, even if nothing is recomputed."""
     trace: list[str] | None = None
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """While active, this is how layers are run that offload is asked to run."""
+        """Return a context in which run_offloaded uses this pass."""
         token = _ACTIVE.set(self)
         try:
             yield
@@ -118,7 +120,7 @@ class Pass(NamedTuple):
 
 
 def active_pass() -> Pass | None:
-    """The pass that a training step has begun, if one has."""
+    """Return the active pass of a training step, if any."""
     return _ACTIVE.get()
 
 
@@ -126,13 +128,13 @@ _ACTIVE: ContextVar[Pass | None] = ContextVar("pass through offloaded layers", d
 
 
 def offloads_layers(config: TransformerConfig) -> bool:
-    """Whether a model runs its layers by run_offloaded."""
+    """Return True if a model runs its layers by run_offloaded."""
     return (config.enable_tensor_offload or config.enable_activation_offload) and not _SUSPENDED.get()
 
 
 @contextlib.contextmanager
 def without_offload() -> Iterator[None]:
-    """While active, layers are run as if nothing were offloaded: for looking at what they compute."""
+    """Return a context in which layers run without offload, for inspection of their computation."""
     token = _SUSPENDED.set(True)
     try:
         yield
@@ -144,12 +146,12 @@ _SUSPENDED: ContextVar[bool] = ContextVar("layers run without offload", default=
 
 
 def fetched(module: M) -> M:
-    """A module with its arrays on the device, whose copies last as long as somebody reads them."""
+    """Return a module with copies of its arrays on the device."""
     graph, state = nnx.split(module)
     here = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x, state)
     return nnx.merge(graph, here)
 
 
 def is_on_host(array: Array) -> bool:
-    """Whether an array lies in host memory, as its type says."""
+    """Return True if the type of an array says that it is placed in host memory."""
     return jax.typeof(array).memory_space == jax.memory.Space.Host

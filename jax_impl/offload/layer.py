@@ -1,4 +1,4 @@
-"""One layer's forward, replay and backward, with nothing kept between them that follows from parameters alone."""
+"""Forward, replay and backward of one layer, which save no values computed from parameters alone."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,96 +8,99 @@ import jax.numpy as jnp
 from jax import Array
 
 from diptych.plans.recompute import RecomputeBlock
-from jax_impl.recompute import places_read, run_given, run_keeping, varying_leaves, with_leaves
+from jax_impl.recompute import places_read, run_from_saved, run_saving, varying_leaves, with_leaves
 
 Layer = list[Any]
-"""What gradients are asked for: a layer's parameters, or in a parameter's place its taps, whose gradients are what its
-own is made of."""
+"""The arrays whose gradients are computed: each parameter of a layer, or its taps, whose gradients are the factors of
+the parameter's gradient."""
 
 Run = Callable[[Layer, Array], Array]
-"""A layer: of its parameters and its input."""
+"""A function that runs a layer on its parameters and its input."""
 
 
-class Kept(NamedTuple):
-    """What a layer leaves to its replay or backward."""
+class Saved(NamedTuple):
+    """The values that a layer saves for its replay or backward."""
 
     x: Array | None
-    """Its input, where it is run again and its block begins."""
+    """Input of the layer, if it is replayed and is the first of its block."""
     values: list[Array]
-    """Named values where it is to be run again, else leaves of its pull-back."""
+    """Named values if the layer is replayed, else leaves of its pull-back."""
 
 
 class LayerRule:
-    """How a layer is taken through forward and backward.
+    """The forward and backward rule of a layer.
 
     Args:
-        block: what is recomputed.
-        first: whether the layer's input is kept, as the first one's of its block.
-        last: whether its replay is part of its backward, as the last one's of its block.
-        known: what is found out about the layer's program; shared by layers that are alike.
-        named: whether named values alone are kept, also where nothing is recomputed.
+        block: recompute block of the layer.
+        first: True if the input of the layer is saved, as for the first layer of a block.
+        last: True if the replay is part of the layer's backward, as for the last layer of a block.
+        known: analysis of the layer's program, shared by layers with equal programs.
+        named: True if only named values are saved, even if nothing is recomputed.
     """
 
     def __init__(
         self, block: RecomputeBlock, first: bool, last: bool, known: dict[str, Any], named: bool = False
     ) -> None:
-        self._recomputed, self._dropped = named or block.kind != "none", block.dropped
-        self._first, self._last, self._known = first, last, known
+        self._recomputed = named or block.kind != "none"
+        self._dropped = block.dropped
+        self._first = first
+        self._last = last
+        self._known = known
 
-    def runs_again(self, kind: str) -> bool:
-        """Whether the layer's forward is run again in a use of this kind."""
+    def is_replayed(self, kind: str) -> bool:
+        """Return True if a use of this kind replays the layer's forward."""
         return kind == "R" or (self._recomputed and self._last)
 
-    def forward(self, run: Run, layer: Layer, x: Array) -> tuple[Array, Kept]:
-        """The layer's output, and what is kept."""
+    def forward(self, run: Run, layer: Layer, x: Array) -> tuple[Array, Saved]:
+        """Return the output of the layer and the values saved for backward."""
         if not self._recomputed:
             y, pull_back = jax.vjp(run, layer, x)
-            return y, Kept(None, self._leaves(run, layer, x, [], pull_back))
-        y, named = run_keeping(run, self._dropped, layer, x)
+            return y, Saved(None, self._leaves(run, layer, x, [], pull_back))
+        y, named = run_saving(run, self._dropped, layer, x)
 
-        def again(layer: Layer, x: Array, named: list[Array], grad: Array) -> tuple:
-            y, pull_back = run_given(run, self._dropped, named, layer, x)
+        def replay(layer: Layer, x: Array, named: list[Array], grad: Array) -> tuple:
+            y, pull_back = run_from_saved(run, self._dropped, named, layer, x)
             return pull_back(grad), None if self._last else y
 
         if "read" not in self._known:
-            read = places_read(again, layer, x, named, y)
+            read = places_read(replay, layer, x, named, y)
             self._known["read"] = read[len(jax.tree.leaves(layer)) + 1 : -1]
             self._known["named"] = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in named]
         values = [value for value, is_read in zip(named, self._known["read"], strict=True) if is_read]
-        return y, Kept(x if self._first else None, values)
+        return y, Saved(x if self._first else None, values)
 
-    def replay(self, run: Run, layer: Layer, kept: Kept) -> tuple[Array, Kept]:
-        """The layer's output again, and what backward needs of it besides parameters."""
-        assert kept.x is not None, "a replay begins from the layer's input"
-        named = self._named(kept)
-        y, pull_back = run_given(run, self._dropped, named, layer, kept.x)
-        return y, Kept(None, self._leaves(run, layer, kept.x, named, pull_back))
+    def replay(self, run: Run, layer: Layer, saved: Saved) -> tuple[Array, Saved]:
+        """Replay the layer and return its output and the values that backward needs besides parameters."""
+        assert saved.x is not None, "a replay begins from the layer's input"
+        named = self._named(saved)
+        y, pull_back = run_from_saved(run, self._dropped, named, layer, saved.x)
+        return y, Saved(None, self._leaves(run, layer, saved.x, named, pull_back))
 
-    def backward(self, run: Run, layer: Layer, kept: Kept, grad: Array) -> tuple[Layer, Array]:
-        """Gradients of the layer's parameters and of its input, given its output's."""
-        if self.runs_again("B"):
-            assert kept.x is not None, "a replay begins from the layer's input"
-            return run_given(run, self._dropped, self._named(kept), layer, kept.x)[1](grad)
-        # Zeros: what is made of them is not read, since every leaf that varies is replaced.
+    def backward(self, run: Run, layer: Layer, saved: Saved, grad: Array) -> tuple[Layer, Array]:
+        """Return the gradients of the layer's parameters and of its input, from the gradient of its output."""
+        if self.is_replayed("B"):
+            assert saved.x is not None, "a replay begins from the layer's input"
+            return run_from_saved(run, self._dropped, self._named(saved), layer, saved.x)[1](grad)
+        # Zeros are sufficient, because every leaf that depends on them is replaced.
         named = [_zeros(like, grad) for like in self._known.get("named", [])]
         _, pull_back = self._pull_back(run, layer, jnp.zeros_like(grad), named)
-        return with_leaves(pull_back, self._known["leaves"], kept.values)(grad)
+        return with_leaves(pull_back, self._known["leaves"], saved.values)(grad)
 
-    def _named(self, kept: Kept) -> list[Array]:
-        """All named values; in the place of those that nobody reads, zeros."""
-        left = iter(kept.values)
+    def _named(self, saved: Saved) -> list[Array]:
+        """Return all named values, with zeros for those that are not read."""
+        remaining = iter(saved.values)
         return [
-            next(left) if is_read else _zeros(like, kept.x)
+            next(remaining) if is_read else _zeros(like, saved.x)
             for is_read, like in zip(self._known["read"], self._known["named"], strict=True)
         ]
 
     def _pull_back(self, run: Run, layer: Layer, x: Array, named: list[Array]) -> tuple[Array, Callable]:
         if self._recomputed:
-            return run_given(run, self._dropped, named, layer, x)
+            return run_from_saved(run, self._dropped, named, layer, x)
         return jax.vjp(run, layer, x)
 
     def _leaves(self, run: Run, layer: Layer, x: Array, named: list[Array], pull_back: Callable) -> list[Array]:
-        """A pull-back's leaves but those that follow from the layer's parameters alone."""
+        """Return the leaves of a pull-back except those that depend only on the layer's parameters."""
 
         def leaves_of(layer: Layer, x: Array, named: list[Array]) -> list[Any]:
             return jax.tree.leaves(self._pull_back(run, layer, x, named)[1])
@@ -110,6 +113,6 @@ class LayerRule:
 
 
 def _zeros(like: jax.ShapeDtypeStruct, beside: Array | None) -> Array:
-    """Zeros of a shape, that differ by device where their neighbour does."""
+    """Return zeros with the shape and dtype of ``like`` and the varying axes of ``beside``."""
     assert beside is not None
     return jnp.zeros_like(beside, shape=like.shape, dtype=like.dtype)

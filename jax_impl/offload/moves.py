@@ -1,4 +1,7 @@
-"""What a program moves between host and device, read from its jaxpr: not what was asked for, but what is compiled."""
+"""The copies of a program between host and device, read from its jaxpr.
+
+They show the copies that are compiled, not those that were requested.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,22 +11,22 @@ import jax
 from jax.extend.core import Literal, jaxprs_in_params
 
 LAYERS = ("decoder", "layers")
-"""Keys above a layer's number in a tree of parameters."""
+"""Keys above the number of a layer in a tree of parameters."""
 
 
 class Move(NamedTuple):
     """A copy of a layer, or a use of it."""
 
     event: str
-    """``+3`` copied to the device, ``F3`` used, ``-3`` copied to the host, as in a trace; ``+None`` of no layer."""
+    """``+3`` copied to the device, ``F3`` used, ``-3`` copied to the host, as in a trace; ``+None`` is not a layer."""
     arrays: int
-    """Copied one after the other; 0 of a use."""
+    """Number of arrays copied in succession; 0 for a use."""
     waits_for: int
-    """The longest chain of equations that lead to what the first copy reads; of a use, 0."""
+    """Length of the longest chain of equations before the operand of the first copy; 0 for a use."""
 
 
 def layer_numbers(tree: Any) -> list[int | None]:
-    """For every leaf of a tree: the number of the layer whose it is, by its path, or None."""
+    """Return, for every leaf of a tree, the number of its layer in its path, or None."""
     numbers = []
     for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
         keys = [str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)]
@@ -33,15 +36,15 @@ def layer_numbers(tree: Any) -> list[int | None]:
 
 
 def moves_of(program: Any, arguments: Sequence[int | None], results: Sequence[int | None]) -> list[Move]:
-    """Every copy between host and device, and every use, in the order of the program; loops are rolled out.
+    """Return every copy between host and device and every use, in the order of the program, with unrolled loops.
 
-    What leaves the device without being copied leaves no mark in a program. What no result is made of is compiled
-    away, and not noted.
+    Evictions without a copy are not visible in a program. Copies on which no result depends are compiled away and are
+    not returned.
 
     Args:
-        program: by jax.make_jaxpr.
-        arguments: of every argument's leaves, the layer whose it is; see layer_numbers.
-        results: of the results'.
+        program: result of jax.make_jaxpr.
+        arguments: layer of every leaf of the arguments; see layer_numbers.
+        results: layer of every leaf of the results.
     """
     reader = _Reader()
     _read(reader, program, arguments, results)
@@ -49,9 +52,11 @@ def moves_of(program: Any, arguments: Sequence[int | None], results: Sequence[in
 
 
 def branch_moves(program: Any, arguments: Sequence[int | None]) -> list[list[Move]]:
-    """What moves_of does not tell: the moves of every branch of every condition.
+    """Return the moves of every branch of every condition, which moves_of does not contain.
 
-    Args: as moves_of's.
+    Args:
+        program: see moves_of.
+        arguments: see moves_of.
     """
     reader = _Reader()
     _read(reader, program, arguments, [None] * len(program.jaxpr.outvars))
@@ -65,16 +70,17 @@ def _read(reader: "_Reader", program: Any, arguments: Sequence[int | None], resu
 
 
 _USE = re.compile(r"\b[FRBS]\d+\b")
-"""Name of a scope that is a use."""
+"""Names of scopes that are uses."""
 
 
 _SAME_LAYER = frozenset({"squeeze", "slice", "reshape", "pvary", "pcast"})
-"""Operations whose result is of the layer that their first input is of."""
+"""Operations whose result belongs to the layer of their first operand."""
 
 
 def live_equations(program: Any) -> list[Any]:
-    """Those equations of a jaxpr that a result is made of."""
-    needed, live = {v for v in program.outvars if not isinstance(v, Literal)}, []
+    """Return the equations of a jaxpr on which a result depends."""
+    needed = {v for v in program.outvars if not isinstance(v, Literal)}
+    live = []
     for equation in reversed(program.eqns):
         if equation.primitive.name == "optimization_barrier":  # value by value
             read = [i for i, o in _pairs(equation.invars, equation.outvars) if o in needed]
@@ -87,25 +93,25 @@ def live_equations(program: Any) -> list[Any]:
 
 
 class _Reader:
-    """Walks a program and the programs inside it."""
+    """A reader of a program and its inner programs."""
 
     def __init__(self) -> None:
         self.moves: list[Move] = []
         self.branches: list[list[Move]] = []
 
     def read(self, program: Any, layers: dict, targets: dict, chains: dict) -> int:
-        """Note a program's moves.
+        """Record the moves of a program.
 
         Args:
             program: a jaxpr.
-            layers: of inputs: the layer they are parameters of; gets those of other variables.
-            targets: of results: the layer they are parameters of.
-            chains: of inputs: the longest chain of equations that lead to them; gets those of other variables.
+            layers: layer of each input that is a parameter; other variables are added.
+            targets: layer of each result that is a parameter.
+            chains: length of the longest chain of equations before each input; other variables are added.
 
         Returns:
-            The longest chain of all.
+            The length of the longest chain.
         """
-        for equation in reversed(program.eqns):  # what becomes a result by a barrier
+        for equation in reversed(program.eqns):  # barriers may lead to results
             if equation.primitive.name == "optimization_barrier":
                 targets.update({i: targets[o] for i, o in _pairs(equation.invars, equation.outvars) if o in targets})
         for equation in live_equations(program):
@@ -125,7 +131,7 @@ class _Reader:
         return max(chains.values(), default=0)
 
     def _inside(self, equation: Any, layers: Mapping, targets: Mapping, chains: Mapping) -> int:
-        """Read the programs that an equation calls; their longest chain."""
+        """Read the programs that an equation calls and return the length of their longest chain."""
         if equation.primitive.name == "cond":
             for branch in equation.params["branches"]:
                 pairs = _pairs(equation.invars[1:], branch.jaxpr.invars)
@@ -133,7 +139,8 @@ class _Reader:
                 inside.read(branch.jaxpr, {b: layers[a] for a, b in pairs if a in layers}, {}, {})
                 self.branches += [inside.moves, *inside.branches]
             return 0
-        longest, before = 0, len(self.moves)
+        longest = 0
+        before = len(self.moves)
         for inner in jaxprs_in_params(equation.params):
             if len(inner.invars) == len(equation.invars):
                 inputs = _pairs(equation.invars, inner.invars)
@@ -147,7 +154,8 @@ class _Reader:
         return longest
 
     def _note(self, equation: Any, layers: Mapping, targets: Mapping, chains: Mapping) -> None:
-        host, device = jax.memory.Space.Host, jax.memory.Space.Device
+        host = jax.memory.Space.Host
+        device = jax.memory.Space.Device
         for source, target in _pairs(equation.invars, equation.outvars):
             spaces = source.aval.memory_space, target.aval.memory_space
             if spaces == (host, device):
@@ -163,5 +171,5 @@ class _Reader:
 
 
 def _pairs(first: Sequence, second: Sequence) -> list[tuple]:
-    """Two lists side by side, without what is a constant in the first."""
+    """Return the pairs of two lists, without those whose first item is a constant."""
     return [(a, b) for a, b in zip(first, second, strict=True) if not isinstance(a, Literal)]

@@ -1,14 +1,14 @@
-"""The layers of a model, forward and backward, with parameters that come and go as a plan says.
+"""Forward and backward of a model's layers, whose parameters move as a plan says.
 
-The whole stack is one ``jax.custom_vjp``. Were its fetches differentiated through, the device's copy of every layer
-would be kept for backward; so forward hands backward what recompute settings keep of each layer, and no parameters
-but those of layers that the plan leaves on the device through the turn. Backward fetches again, and traces each layer
-a second time to have its pull-back around the kept values: what led only to those is dead, and compiled away.
+The whole stack is one ``jax.custom_vjp``. If JAX differentiated the fetches, it would save the device copy of every
+layer for backward. Instead, forward saves the values that the recompute settings leave, and only the parameters of
+layers that stay on the device until backward. Backward fetches the layers again and traces each layer a second time to
+get its pull-back, whose leaves it replaces by the saved values. XLA removes operations that lead only to these leaves.
 
-A layer whose block recomputes nothing keeps what jax.vjp would, less what follows from parameters alone (a weight, its
-cast to bfloat16). Of a recomputed layer the named values are kept that recompute_policy keeps. It is run again from
-them (R, or the beginning of B), behind a barrier that waits for the gradient: else XLA would find both runs equal, and
-keep all of the first.
+A layer whose block recomputes nothing saves the residuals of jax.vjp, except those computed from parameters alone (a
+weight, its cast to bfloat16). A recomputed layer saves the named values that recompute_policy saves. Its replay (R, or
+the begin of B) starts behind a barrier that waits for the gradient. Otherwise XLA would merge forward and replay and
+keep all values of the forward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ from diptych.plans.offload import (
 from diptych.plans.recompute import RecomputeBlock, recompute_blocks
 from jax_impl.offload.activations import Activations
 from jax_impl.offload.device import Device, Layers, Pass, active_pass, is_on_host
-from jax_impl.offload.layer import Kept, Layer, LayerRule, Run
+from jax_impl.offload.layer import Layer, LayerRule, Run, Saved
 from jax_impl.ops import _LinearTaps
 
 LayerFunction = Callable[[int, Any, Array, Any], Array]
@@ -49,22 +49,22 @@ def run_offloaded(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> Array:
-    """All layers of a model, or of a stage, in order, each fetched for its use.
+    """Run all layers of a model or a stage in order, and fetch each layer for its use.
 
-    Inside a training step (``Pass.active``) the step's plan says what moves; elsewhere the plan of one forward, or of
-    one forward and backward. Gradients of parameters then lie where the parameters do.
+    Inside a training step (``Pass.active``) the layers move by the plan of the step. Elsewhere they move by the plan of
+    one forward, or of one forward and backward, and gradients are placed with the parameters.
 
     Args:
         layer_fn: ``layer_fn(number, parameters, hidden_states, inputs)`` runs a layer.
-        config: the model's.
-        parameters: by layer's number, in the order of forward: a tree, in either memory.
-        hidden_states: the first layer's input. [B, T, D] or [B, T, S, D]
-        inputs: what every layer is given besides: a tree, whose arrays get no gradient.
+        config: configuration of the model.
+        parameters: tree of each layer's parameters, on the host or the device, by number in the order of forward.
+        hidden_states: input of the first layer. [B, T, D] or [B, T, S, D]
+        inputs: further inputs of every layer: a tree, whose arrays get no gradient.
         vp_stage: index of the virtual stage within its rank; None: 0.
         pp_rank: pipeline rank; None: 0.
 
     Returns:
-        The last layer's output.
+        The output of the last layer.
     """
     leaves = {number: jax.tree.leaves(tree) for number, tree in parameters.items()}
     structures = {number: jax.tree.structure(tree) for number, tree in parameters.items()}
@@ -76,36 +76,43 @@ def run_offloaded(
         return layer_fn(number, jax.tree.unflatten(structures[number], layer), hidden_states, whole)
 
     blocks = recompute_blocks(config, vp_stage, pp_rank)
-    told = active_pass() or lone_pass(config, blocks)
-    stack = _Stack(run, config, blocks, told)
+    context = active_pass() or lone_pass(config, blocks)
+    stack = _Stack(run, config, blocks, context)
     through = jax.custom_vjp(stack.infer)
     through.defvjp(stack.forward, stack.backward)
-    here = told.here if config.enable_tensor_offload else leaves
-    return through(leaves, here, _Taps(told.gradients or {}, told.stay), hidden_states, arrays)
+    here = context.here if config.enable_tensor_offload else leaves
+    return through(leaves, here, _Taps(context.gradients or {}, context.stay), hidden_states, arrays)
 
 
 def lone_pass(config: TransformerConfig, blocks: Sequence[RecomputeBlock], turns: bool = True) -> Pass:
-    """A forward and backward after which nothing is said to come.
+    """Return the pass of one forward and backward without a following use.
 
     Args:
-        config: the model's.
-        blocks: the layers.
-        turns: whether backward follows at once; else nothing stays on the device between them, activations do not move,
-            and it is for the caller to say where gradients go.
+        config: configuration of the model.
+        blocks: recompute blocks with the layers.
+        turns: if True, backward follows at once. Otherwise no layer stays on the device between forward and backward,
+            activations do not move, and the caller sets ``gradients``.
     """
     numbers = [number for block in blocks for number in block.layers]
     uses = pass_uses(numbers, True, blocks)
-    forward, backward = uses[: len(numbers)], uses[len(numbers) :]
+    forward = uses[: len(numbers)]
+    backward = uses[len(numbers) :]
     if turns:
         steps = _plan(config, uses)
-        return Pass(steps[: len(numbers)], steps[len(numbers) :], activations=plan_kept(config, uses, blocks))
+        return Pass(steps[: len(numbers)], steps[len(numbers) :], activations=plan_saved(config, uses, blocks))
     return Pass(_plan(config, forward), _plan(config, backward), gradients={})
 
 
-def plan_kept(
+def plan_saved(
     config: TransformerConfig, uses: Sequence[Use], blocks: Sequence[RecomputeBlock]
 ) -> dict[Use, ActivationStep]:
-    """When what is kept of layers moves, in one forward and backward; empty without activation offload."""
+    """Plan the moves of values saved for backward in one forward and backward; empty without activation offload.
+
+    Args:
+        config: configuration of the model.
+        uses: uses of the layers.
+        blocks: recompute blocks with the layers.
+    """
     if not config.enable_activation_offload:
         return {}
     dropped = [number for block in blocks if block.kind == "full" for number in block.layers]
@@ -120,19 +127,19 @@ def _plan(config: TransformerConfig, uses: Sequence[Use]) -> tuple[Step, ...]:
 
 
 class _Taps(NamedTuple):
-    """Arguments that are not read, whose gradients hand something out of backward; see Pass."""
+    """Unread arguments whose gradients are outputs of backward; see Pass."""
 
     gradients: dict[int, list[Any]]
     stay: Layers
 
 
 class _Residuals(NamedTuple):
-    """What forward leaves to backward."""
+    """The residuals of the custom_vjp."""
 
     hosts: Layers
     here: Layers
-    """Layers that stay through the turn."""
-    kept: dict[int, Kept]
+    """Layers that stay on the device from forward to backward."""
+    saved: dict[int, Saved]
     arrays: dict[int, Array]
 
 
@@ -140,31 +147,37 @@ class _Stack:
     """The rules of the custom_vjp.
 
     Args:
-        run: ``run(number, arrays, layer, hidden_states)``.
-        config: the model's.
-        blocks: all layers, in order.
-        told: the pass.
+        run: ``run(number, arrays, layer, hidden_states)`` runs a layer.
+        config: configuration of the model.
+        blocks: recompute blocks with all layers, in order.
+        context: the pass.
     """
 
-    def __init__(self, run: Callable, config: TransformerConfig, blocks: Sequence[RecomputeBlock], told: Pass) -> None:
-        self._run, self._config, self._blocks, self._told = run, config, blocks, told
+    def __init__(
+        self, run: Callable, config: TransformerConfig, blocks: Sequence[RecomputeBlock], context: Pass
+    ) -> None:
+        self._run = run
+        self._config = config
+        self._blocks = blocks
+        self._context = context
 
     @cached_property
     def _rules(self) -> dict[int, LayerRule]:
-        """How every layer is taken through forward and backward; layers that are alike share what is found out."""
-        rules, alike = {}, {}
+        """Rules of all layers; layers with equal programs share the analysis of their program."""
+        rules = {}
+        analyses = {}
         for block in self._blocks:
             for number in block.layers:
                 first = number == block.layers[0] or not replays_layers(block)
                 last = number == block.layers[-1] or not replays_layers(block)
-                known = alike.setdefault((self._config.layer(number), block.kind, block.dropped, last), {})
-                rules[number] = LayerRule(block, first, last, known, self._told.named)
+                known = analyses.setdefault((self._config.layer(number), block.kind, block.dropped, last), {})
+                rules[number] = LayerRule(block, first, last, known, self._context.named)
         return rules
 
     def infer(self, hosts: Layers, here: Layers, taps: _Taps, x: Array, arrays: dict[int, Array]) -> Array:
-        """Forward that no backward follows."""
+        """Run a forward without a backward."""
         numbers = [number for block in self._blocks for number in block.layers]
-        device = Device(hosts, {} if self._config.enable_tensor_offload else here, self._told.trace)
+        device = Device(hosts, {} if self._config.enable_tensor_offload else here, self._context.trace)
         for step in _plan(self._config, pass_uses(numbers, False)):
             number = step.use.layer
             x = device.begin(step, x)
@@ -176,51 +189,55 @@ class _Stack:
     def forward(
         self, hosts: Layers, here: Layers, taps: _Taps, x: Array, arrays: dict[int, Array]
     ) -> tuple[Array, _Residuals]:
-        """Forward, and what is kept of it."""
-        device, activations = Device(hosts, here, self._told.trace), self._activations({})
-        for step in self._told.forward:
+        """Run the forward and return its output and the residuals."""
+        device = Device(hosts, here, self._context.trace)
+        activations = self._activations({})
+        for step in self._context.forward:
             x = device.begin(step, x)
             run, layer = self._bound(step.use.layer, arrays, device)
             with jax.named_scope(str(step.use)):
-                x, kept = self._rules[step.use.layer].forward(run, layer, x)
-            activations.end(step.use, kept)
+                x, saved = self._rules[step.use.layer].forward(run, layer, x)
+            activations.end(step.use, saved)
             device.end(step)
-        return x, _Residuals(hosts, device.here, activations.kept, arrays)
+        return x, _Residuals(hosts, device.here, activations.saved, arrays)
 
     def backward(self, residuals: _Residuals, grad: Array) -> tuple[Layers | None, None, _Taps, Array, None]:
-        """Gradients of parameters and input, and what stays on the device."""
-        device, gradients = Device(residuals.hosts, residuals.here, self._told.trace), {}
-        activations, x = self._activations(residuals.kept), None
-        for step in self._told.backward:
-            number, rule = step.use.layer, self._rules[step.use.layer]
+        """Return the gradients of parameters and input, and the layers that stay on the device."""
+        device = Device(residuals.hosts, residuals.here, self._context.trace)
+        gradients = {}
+        activations = self._activations(residuals.saved)
+        x = None
+        for step in self._context.backward:
+            number = step.use.layer
+            rule = self._rules[number]
             grad = activations.begin(step.use, grad)
-            kept = activations.kept[number]
-            if rule.runs_again(step.use.kind):
-                kept = kept if kept.x is not None else kept._replace(x=x)
-                kept, grad = jax.lax.optimization_barrier((kept, grad))
+            saved = activations.saved[number]
+            if rule.is_replayed(step.use.kind):
+                saved = saved if saved.x is not None else saved._replace(x=x)
+                saved, grad = jax.lax.optimization_barrier((saved, grad))
             grad = device.begin(step, grad)
             run, layer = self._bound(number, residuals.arrays, device)
             with jax.named_scope(str(step.use)):
                 if step.use.kind == "R":
-                    x, activations.kept[number] = rule.replay(run, layer, kept)
+                    x, activations.saved[number] = rule.replay(run, layer, saved)
                 else:
-                    gradients[number], grad = rule.backward(run, layer, kept, grad)
+                    gradients[number], grad = rule.backward(run, layer, saved, grad)
             device.end(step)
-        if self._told.gradients is None:
+        if self._context.gradients is None:
             return jax.tree.map(_into_memory_of, residuals.hosts, gradients), None, _Taps({}, {}), grad, None
         if self._config.enable_tensor_offload:
-            assert device.here.keys() == self._told.stay.keys(), (
-                f"{[*device.here]} stay on the device, not {[*self._told.stay]}"
+            assert device.here.keys() == self._context.stay.keys(), (
+                f"{[*device.here]} stay on the device, not {[*self._context.stay]}"
             )
-        return None, None, _Taps(gradients, {number: device.here[number] for number in self._told.stay}), grad, None
+        return None, None, _Taps(gradients, {number: device.here[number] for number in self._context.stay}), grad, None
 
-    def _activations(self, kept: Mapping[int, Kept]) -> Activations:
-        return Activations(kept, self._told, self._config.activation_offload_min_bytes)
+    def _activations(self, saved: Mapping[int, Saved]) -> Activations:
+        return Activations(saved, self._context, self._config.activation_offload_min_bytes)
 
     def _bound(self, number: int, arrays: dict[int, Array], device: Device) -> tuple[Run, Layer]:
-        """A layer that is on the device, as a function of its input and of what gradients are asked for; and that."""
+        """Return a layer on the device as a function of its differentiated arrays and its input, and these arrays."""
         parameters = device.here[number]
-        asked = (self._told.gradients or {}).get(number, parameters)
+        asked = (self._context.gradients or {}).get(number, parameters)
         tapped = {str(place): parameters[place] for place, item in enumerate(asked) if isinstance(item, tuple)}
         if not tapped:
             return partial(self._run, number, arrays), parameters
@@ -241,5 +258,5 @@ class _Stack:
 
 
 def _into_memory_of(like: Array, grad: Array) -> Array:
-    """The gradient, on the host if that is where what it belongs to is."""
+    """Return the gradient, placed on the host if its parameter ``like`` is on the host."""
     return jax.device_put(grad, jax.memory.Space.Host) if is_on_host(like) else grad

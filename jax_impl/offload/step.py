@@ -1,4 +1,4 @@
-"""A training step with offload: microbatches' passes through the layers, and the optimizer's, as one plan has them."""
+"""A training step with offload: one plan for the passes of microbatches and the optimizer's update."""
 
 import contextlib
 import re
@@ -25,7 +25,7 @@ from diptych.plans.offload import (
 from diptych.plans.recompute import recompute_blocks
 from jax_impl.offload.device import Layers, Moved, Pass
 from jax_impl.offload.moves import LAYERS, layer_numbers
-from jax_impl.offload.stack import plan_kept
+from jax_impl.offload.stack import plan_saved
 from jax_impl.offload.update import Change, OffloadedParameters, Parts
 
 _NOT_OFFLOADED = (
@@ -36,17 +36,15 @@ _NOT_OFFLOADED = (
 
 
 class OffloadedStep:
-    """Moves and computation of a training step whose layers' parameters lie on the host before and after it, or whose
-    activations do between forward and backward.
+    """A training step with parameters on the host between steps, or activations between forward and backward.
 
-    Where the configuration does not enable offload, the same calls compute the same and move nothing.
-
-    The model must have its layers at ``decoder.layers.<number>`` and run them by run_offloaded, as GPTModel does.
+    If the configuration does not enable offload, the same calls compute the same results and move nothing. The model
+    must have its layers at ``decoder.layers.<number>`` and run them by run_offloaded, as GPTModel does.
 
     Args:
-        config: the model's, of one device.
+        config: configuration of the model on one device.
         params: its parameters, or their shapes.
-        num_microbatches: passes of one step.
+        num_microbatches: number of microbatches of one step.
 
     Raises:
         ValueError: the parameters have other layers than the configuration.
@@ -54,24 +52,26 @@ class OffloadedStep:
 
     def __init__(self, config: TransformerConfig, params: nnx.State, num_microbatches: int = 1) -> None:
         self.trace: list[str] | None = None
-        """Every move and use of a step, in the order of the program, as it is traced, where somebody makes it a list;
-        see TensorOffloadManager.trace."""
+        """Every move and use of a step while it is traced, in the order of the program, if the caller sets it to a
+        list; see TensorOffloadManager.trace."""
         self.moves_parameters = config.enable_tensor_offload
         self.enabled = self.moves_parameters or config.enable_activation_offload
         self._has_run = False
         self.steps_run = self.forwards_run = 0
-        """Training steps, and batches of evaluation; for stats."""
+        """Numbers of training steps and of evaluation batches, for stats."""
         self.plan = plan_offload((), {}, then=())
-        """What moves in a step; at its end every layer has left."""
+        """Moves of a step; at its end every layer is evicted."""
         self._parameters = OffloadedParameters(params, layer_numbers(params))
-        self._num_microbatches, self._moved = num_microbatches, Moved()
+        self._num_microbatches = num_microbatches
+        self._moved = Moved()
         self._update: Sequence[Step] = ()
         self._evaluation = self.plan
         if not self.enabled:
             return
-        layers, blocks = sorted(self._parameters.split(params).layers), recompute_blocks(config)
+        layers = sorted(self._parameters.split(params).layers)
+        blocks = recompute_blocks(config)
         _check_layers(layers, params, config)
-        self._kept = plan_kept(config, step_uses(layers, 1, blocks), blocks)
+        self._saved = plan_saved(config, step_uses(layers, 1, blocks), blocks)
         uses = step_uses(layers, num_microbatches, blocks)
         if self.moves_parameters:
             self.plan = plan_offload(uses, layer_storages(config), config.tensor_offload_num_prefetch_layers, then=())
@@ -89,7 +89,7 @@ class OffloadedStep:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """What has been moved in the ``steps_run`` and ``forwards_run`` so far, by the plan; see plan_statistics."""
+        """Statistics of ``steps_run`` steps and ``forwards_run`` forwards, by the plan; see plan_statistics."""
         arrays = Counter(self._parameters.numbers)
         moved = self._moved.times(self._num_microbatches)
         training = plan_statistics([self.plan], arrays, moved, self.steps_run)
@@ -97,11 +97,11 @@ class OffloadedStep:
         return total_statistics([training, evaluation])
 
     def place(self, params: Any) -> Any:
-        """The parameters where a step finds and leaves them: the layers' in pinned host memory."""
+        """Return the parameters as a step expects them, with those of layers in pinned host memory."""
         return self._parameters.place(params) if self.moves_parameters else params
 
     def begin(self, params: Any) -> Layers:
-        """What the step's first use fetches, where all passes are one loop, whose every turn begins with it there."""
+        """Fetch the layers that must be on the device at the begin of every iteration of the loop over microbatches."""
         if not self.moves_parameters:
             return {}
         hosts = self._parameters.split(params).layers
@@ -111,16 +111,17 @@ class OffloadedStep:
     def value_and_grad(
         self, loss_fn: Callable[..., Array], params: Any, here: Layers, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Array, Any], Layers]:
-        """Loss and gradients of one microbatch.
+        """Return the loss and the gradients of one microbatch.
 
         Args:
             loss_fn: ``loss_fn(params, *args, **kwargs)`` runs the model once.
-            params: the layers' on the host.
-            here: the layers that are on the device, by begin or by the microbatch before.
-            args, kwargs: of the loss.
+            params: parameters, with those of layers on the host.
+            here: layers on the device, from begin or the previous microbatch.
+            args: positional arguments of the loss.
+            kwargs: keyword arguments of the loss.
 
         Returns:
-            Loss and gradients, all on the device; the layers that are on the device now.
+            Loss and gradients, all on the device, and the layers that are now on the device.
 
         Raises:
             ValueError: the loss does not run its layers by run_offloaded, so nothing would move.
@@ -129,9 +130,9 @@ class OffloadedStep:
             return jax.value_and_grad(loss_fn)(params, *args, **kwargs), here
         trace: list[str] = []
         self._moved = Moved()
-        told = Pass(*self._pass, here, activations=self._kept, moved=self._moved, trace=trace)
+        context = Pass(*self._pass, here, activations=self._saved, moved=self._moved, trace=trace)
         if not self.moves_parameters:
-            with told.active(), self._check_moved(trace):
+            with context.active(), self._check_moved(trace):
                 found = jax.value_and_grad(loss_fn)(params, *args, **kwargs)
             self._record_passes(trace)
             return found, here
@@ -140,7 +141,7 @@ class OffloadedStep:
         stay = {number: zeros[number] for number in self._stay}
 
         def run(rest: dict[int, Array], gradients: Layers, stay: Layers) -> Array:
-            with told._replace(gradients=gradients, stay=stay).active():
+            with context._replace(gradients=gradients, stay=stay).active():
                 return loss_fn(self._parameters.join(Parts(rest, parts.layers)), *args, **kwargs)
 
         with self._check_moved(trace):
@@ -149,14 +150,14 @@ class OffloadedStep:
         return (loss, self._parameters.join(Parts(*found[:2]))), found[2]
 
     def update(self, change: Change, params: Any, state: Any, gradients: Any, here: Layers) -> tuple[Any, Any]:
-        """New parameters and optimizer's state; see OffloadedParameters.update."""
+        """Return new parameters and optimizer state; OffloadedParameters.update documents the arguments."""
         if not self.moves_parameters:
             return change(params, state, gradients)
         return self._parameters.update(self._update, change, params, state, gradients, here, self.trace)
 
     @contextlib.contextmanager
     def _check_moved(self, trace: Sequence[str]) -> Iterator[None]:
-        """Refuse a loss whose layers no plan moves; once one has been traced, it may be compiled and leave no trace."""
+        """Check that the plan moves the layers of a loss; only the first trace of the loss records events."""
         try:
             yield
         except ValueError as error:
@@ -172,16 +173,16 @@ class OffloadedStep:
             self.trace.extend(events)
 
     def _record_passes(self, trace: list[str]) -> None:
-        """The events of one pass, for every microbatch: activations are each one's own."""
+        """Record the events of one pass for every microbatch, with the microbatch in events of activations."""
         for microbatch in range(self._num_microbatches):
             self._record(re.sub(r"(a\d+)\.0$", rf"\1.{microbatch}", event) for event in trace)
 
 
 def _check_layers(layers: Sequence[int], params: Any, config: TransformerConfig) -> None:
-    """Refuse parameters whose layers are not found, which would be offloaded silently not at all.
+    """Check that the parameters contain all layers, because other layers would not be offloaded.
 
     Raises:
-        ValueError: they are not those of the configuration.
+        ValueError: the layers are not those of the configuration.
     """
     if list(layers) == list(range(config.num_layers)):
         return
@@ -198,17 +199,19 @@ def _check_layers(layers: Sequence[int], params: Any, config: TransformerConfig)
 def plan_statistics(
     plans: Sequence[OffloadPlan], arrays: Mapping[Any, int], activations: Moved, steps_run: int
 ) -> dict[str, Any]:
-    """What steps have moved, by their plans; see TensorOffloadManager.stats.
+    """Return the statistics of steps, computed from their plans; see TensorOffloadManager.stats.
 
-    How long a step waits for copies is not known inside a compiled program.
+    The time that a step waits for copies is unknown in a compiled program.
 
     Args:
-        plans: of one step, of every device.
-        arrays: by layer, how many it has.
-        activations: moved in one step.
-        steps_run: how often.
+        plans: plan of one step for every device.
+        arrays: number of arrays of each layer.
+        activations: activations moved in one step.
+        steps_run: number of steps.
     """
-    late, copies, peak_layers = Counter(), Counter(), 0
+    late = Counter()
+    copies = Counter()
+    peak_layers = 0
     for plan in plans:
         here = 0
         for step in plan.steps:
@@ -233,7 +236,7 @@ def plan_statistics(
 
 
 def _first_and_every(passes: Sequence[tuple[Step, ...]]) -> tuple[tuple[int, ...], tuple[Step, ...]]:
-    """What is fetched before the first pass, and what every pass does, as one loop needs it."""
+    """Return the layers fetched before the first pass, and the steps that are equal for every pass of the loop."""
     if len(passes) == 1:
         return (), passes[0]
     passes = [tuple(s._replace(use=s.use._replace(microbatch=0)) for s in one) for one in passes]
@@ -247,7 +250,7 @@ def _first_and_every(passes: Sequence[tuple[Step, ...]]) -> tuple[tuple[int, ...
 
 
 def _here_after(steps: Sequence[Step], here: Iterable[int]) -> tuple[int, ...]:
-    """Layers that are on the device after some steps, given those before."""
+    """Return the layers on the device after some steps, given those before."""
     found = dict.fromkeys(here)
     for step in steps:
         found |= dict.fromkeys(step.fetches)

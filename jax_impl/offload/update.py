@@ -1,4 +1,4 @@
-"""The optimizer's update, layer by layer, of parameters whose layers lie on the host before and after it."""
+"""The optimizer's update of offloaded parameters, layer by layer."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -13,26 +13,26 @@ from jax_impl.offload.device import Device, Layers
 
 
 class Parts(NamedTuple):
-    """A tree like the parameters', taken apart."""
+    """The leaves of a tree with the structure of the parameters, separated by layer."""
 
     rest: dict[int, Any]
-    """By place among the tree's leaves: those of no layer."""
+    """Leaves outside layers, by their index in the tree."""
     layers: dict[int, list[Any]]
 
 
 Change = Callable[[Any, Any, Any], tuple[Any, Any]]
-"""``change(params, state, gradients)`` gives new parameters and state, of any part of the parameters, leaf by leaf."""
+"""``change(params, state, gradients)`` returns new parameters and state for any subset of leaves."""
 
 
 class OffloadedParameters:
-    """A tree of parameters, which of its leaves are layers', and how they are moved and updated.
+    """The placement and the update of a tree of parameters with offloaded layers.
 
     Args:
         params: the tree, or one of equal structure.
-        numbers: by leaf, the layer whose it is, or None.
-        is_alike: whether something within an optimizer's state is a tree like the parameters.
-        part_of: makes of some leaves, and whether they are a layer's, what ``change`` is given; what it gives back has
-            them as leaves.
+        numbers: layer of each leaf, or None.
+        is_alike: returns True if a part of the optimizer state is a tree with the structure of the parameters.
+        part_of: converts some leaves to an argument of ``change``; its second argument is True for the leaves of a
+            layer. The result of ``change`` must have the same leaves.
     """
 
     def __init__(
@@ -42,11 +42,13 @@ class OffloadedParameters:
         is_alike: Callable[[Any], bool] = lambda item: isinstance(item, nnx.State),
         part_of: Callable[[list[Any], bool], Any] = lambda leaves, is_layer: leaves,
     ) -> None:
-        self.numbers, self.structure = list(numbers), jax.tree.structure(params)
-        self._is_alike, self._part_of = is_alike, part_of
+        self.numbers = list(numbers)
+        self.structure = jax.tree.structure(params)
+        self._is_alike = is_alike
+        self._part_of = part_of
 
     def place(self, params: Any) -> Any:
-        """The parameters where a step finds and leaves them: the layers' in pinned host memory."""
+        """Return the parameters as a step expects them, with those of layers in pinned host memory."""
 
         def to_host(number: int | None, array: Array) -> Array:
             return array if number is None else jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
@@ -54,7 +56,7 @@ class OffloadedParameters:
         return self.structure.unflatten(map(to_host, self.numbers, jax.tree.leaves(params)))
 
     def split(self, params: Any) -> Parts:
-        """A tree like the parameters', taken apart."""
+        """Separate the leaves of a tree by layer."""
         parts = Parts({}, {})
         for place, (number, leaf) in enumerate(zip(self.numbers, jax.tree.leaves(params), strict=True)):
             if number is None:
@@ -64,10 +66,11 @@ class OffloadedParameters:
         return parts
 
     def join(self, parts: Parts) -> Any:
-        """The inverse."""
-        left = {number: iter(leaves) for number, leaves in parts.layers.items()}
+        """Return the tree of leaves that split() separated."""
+        remaining = {number: iter(leaves) for number, leaves in parts.layers.items()}
         return self.structure.unflatten(
-            parts.rest[place] if number is None else next(left[number]) for place, number in enumerate(self.numbers)
+            parts.rest[place] if number is None else next(remaining[number])
+            for place, number in enumerate(self.numbers)
         )
 
     def update(
@@ -80,18 +83,19 @@ class OffloadedParameters:
         here: Layers,
         trace: list[str] | None = None,
     ) -> tuple[Any, Any]:
-        """New parameters and state: of what is not offloaded, then layer by layer, each of which goes to the host.
+        """Update the leaves outside layers, then layer by layer, and return new parameters and state.
 
         Args:
-            steps: of the plan; every layer's update, after which no layer is on the device.
+            steps: steps of the plan: the update of every layer, after which no layer is on the device.
             change: see Change.
-            params: the layers' on the host.
-            state: the optimizer's; what is not like the parameters belongs to all of them.
-            gradients: on the device.
-            here: layers that are on the device.
+            params: parameters, with those of layers on the host.
+            state: optimizer state; parts without the structure of the parameters belong to all of them.
+            gradients: gradients on the device.
+            here: layers on the device.
             trace: see Device.
         """
-        parts, grads = self.split(params), self.split(gradients)
+        parts = self.split(params)
+        grads = self.split(gradients)
         items, structure = jax.tree.flatten(state, is_leaf=self._is_alike)
         moments = {place: self.split(item) for place, item in enumerate(items) if self._is_alike(item)}
 
@@ -110,12 +114,13 @@ class OffloadedParameters:
         for step in steps:
             number = step.use.layer
             own = grads.layers[number], {place: m.layers[number] for place, m in moments.items()}
-            own, before = device.begin(step, (own, before))  # also after the update before it: one at a time
+            own, before = device.begin(step, (own, before))  # waits for the previous update, too
             for place, values in before[1].items():
                 new[place].layers[last] = values
             with jax.named_scope(str(step.use)):
                 device.here[number], changed = change_part(device.here[number], *own, is_layer=True)
-            last, before = number, (device.here[number], {place: changed[place] for place in moments})
+            last = number
+            before = device.here[number], {place: changed[place] for place in moments}
             for place, values in before[1].items():
                 new[place].layers[last] = values
             device.end(step, changed=True)
@@ -134,14 +139,16 @@ class OffloadedParameters:
         own: Mapping[int, list[Any]],
         is_layer: bool,
     ) -> tuple[list[Any], list[Any]]:
-        """New leaves of a part, and the state's new items: leaves of those that are like the parameters.
+        """Return new leaves of a part of the parameters, and new items of the state.
 
         Args:
             change: see Change.
-            items, structure: the state, taken apart.
-            part, grad: leaves of parameters and gradients.
-            own: by place among the items: the part's leaves in what is like the parameters.
-            is_layer: whether the part is a layer.
+            items: items of the state; those with the structure of the parameters are returned as lists of leaves.
+            structure: structure of the state.
+            part: leaves of the parameters.
+            grad: leaves of the gradients.
+            own: leaves of the part in those items that have the structure of the parameters, by index of the item.
+            is_layer: True if the part is a layer.
         """
         part, grad = self._part_of(part, is_layer), self._part_of(grad, is_layer)
         whole = [self._part_of(own[p], is_layer) if p in own else item for p, item in enumerate(items)]

@@ -1,22 +1,24 @@
-"""Pipeline parallelism in one compiled program: ranks run ticks in lock-step, from the tables of
-diptych/plans/schedule/named.py.
+"""Pipeline parallelism in one compiled program, whose ranks run a schedule table in lock-step.
+
+The tables come from diptych/plans/schedule/named.py. Usage:
 
     step = make_pipeline_step(model, config)          the model undivided, config.pipeline_model_parallel_size ranks
-    staged = step.stage_parameters(params)            nnx.State of the undivided model -> laid out over the ranks
+    staged = step.stage_parameters(params)            nnx.State of the undivided model -> distributed over the ranks
     loss, gradients = step(staged, tokens, targets, training_step, samples)     [m, b, T], m microbatches
     staged = jax.tree.map(update, staged, gradients)  an optimizer works on staged trees leaf by leaf
     params = step.join_parameters(staged)             back; also of gradients and moments, for a checkpoint
 
-Loss and gradients are the means over microbatches, as of the undivided model. Staged trees differ from the model's in
-the shape of leaves: ``step.shapes(staged)`` has each leaf's own, by which weight decay is decided. Norms can be taken
-over staged trees as they are: padding has gradient 0, and ends are there once. ``make_pipeline_step(...,
-training=False, forward_only=True)`` takes the same staged parameters and gives the losses [m] alone.
+Loss and gradients are means over microbatches, equal to those of the undivided model. The leaves of staged trees have
+other shapes than those of the model; ``step.shapes(staged)`` returns the shapes in the model, which decide on weight
+decay. Norms of staged trees are correct without changes: padding has gradient 0, and the ends are contained once.
+``make_pipeline_step(..., training=False, forward_only=True)`` takes the same staged parameters and returns only the
+losses [m].
 
-Ranks may lie in several processes (jax.distributed), all of which give every step the same arguments.
+Ranks may belong to several processes (jax.distributed), all of which pass the same arguments to every step.
 
-PyTorch's executor is one process a rank, each with a list of its own; here the list is a table and the ranks are
-devices of one program (``executor.py``). What ranks keep, and how a backward is split, lies in ``kept.py``; how
-parameters of unlike stages are stacked, in ``stages.py``.
+In PyTorch, each rank is a process with its own list of actions. Here the lists form a table, and the ranks are devices
+of one program (``executor.py``). ``saved.py`` defines the values saved for backward and the split backward.
+``stages.py`` defines how parameters of different stages are stacked.
 """
 
 from jax_impl.pipeline.offload import OffloadedPipeline

@@ -1,22 +1,22 @@
-"""The tick loop: one program that every rank runs, over the rows of the schedule's table.
+"""The loop over ticks (lock-step slots): one program that every rank runs over the rows of the schedule's table.
 
-A tick stores what arrived, runs one action, and sends its result on:
+A tick stores the received messages, runs one action, and sends its result:
 
-    inputs[slot], gradients[slot] = what arrived
+    inputs[slot], gradients[slot] = messages of the last tick
     y, dx = switch(nothing, forward, backward, weights)     each for the program of the row's stage
-    what arrives next = ppermute(y, to the next rank), ppermute(dx, to the rank before)
+    next messages = ppermute(y, to the next rank), ppermute(dx, to the previous rank)
 
-Where ranks send, they wait for each other. With a switch for each kind of action XLA sends y before it comes to the
-backward, and a tick takes as long as its slowest forward and its slowest backward together; with one it takes as long
-as its slowest rank. Fused ticks, in which most ranks run a forward and a backward, have one for each.
+Ranks wait for each other when they send. With a separate switch for each kind of action, XLA would send y before the
+backward, and a tick would take the time of its slowest forward plus its slowest backward. With one switch it takes the
+time of its slowest rank. Fused ticks, in which most ranks run a forward and a backward, have one switch for each.
 
-Ranks take different branches at the same tick, and a collective that only some of them reach hangs or is silently
-wrong. So there is none inside a branch. That takes care with gradients: of a value that is equal on every rank JAX sums
-the gradient over ranks where it is taken, inside the branch. Everything is therefore made to differ by rank first
-(vary), the local loss is differentiated, and sums over ranks are taken once, after the last tick.
+Ranks take different branches in the same tick. A collective that only some ranks reach hangs or gives wrong results,
+so branches contain no collectives. This matters for gradients: if a value is equal on all ranks, JAX sums its gradient
+over ranks inside the branch. All values are therefore first marked as different on each rank (vary), the local loss is
+differentiated, and sums over ranks are taken once after the last tick.
 
-Ranks that share sequences do exchange inside a branch, where their layers are: they are at the same place of the
-pipeline, so that all of them take it.
+Context ranks exchange messages inside a branch. All of them are at the same place of the pipeline and take the same
+branch.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,28 +30,30 @@ from jax import Array, lax
 from diptych.plans.schedule.lockstep import Keep, Ticks
 from diptych_kernels.mesh_axes import vary
 from jax_impl.offload import Moved, is_on_host
-from jax_impl.pipeline.kept import Keeper, Packed, Task
+from jax_impl.pipeline.saved import Packed, StageAutodiff, Task
 from jax_impl.pipeline.stages import CONTEXT_AXIS, Batch, Program, StagedParameters, Stages
 
-PIPELINE_AXIS, DATA_AXIS = "pp", "dp"
-"""Mesh axes: over stages; over parts of every microbatch."""
+PIPELINE_AXIS = "pp"
+"""Mesh axis over stages."""
+DATA_AXIS = "dp"
+"""Mesh axis over parts of every microbatch."""
 
 
 class _State(NamedTuple):
-    """What one tick hands the next."""
+    """The state that one tick passes to the next."""
 
     inputs: Array
-    """[slots + 1, b, T, S*D]; like every buffer, with a scratch slot at the end."""
+    """Inputs of stages; like every buffer, it ends with a scratch slot. [slots + 1, b, T, S*D]"""
     gradients: Array
     kept: Any
     weights: Any
     arrived_inputs: tuple[Array, ...]
-    """By shift. [b, T, S*D]"""
+    """Received inputs, by shift. [b, T, S*D]"""
     arrived_gradients: tuple[Array, ...]
     sums: StagedParameters
-    """Gradients of parameters so far."""
+    """Sums of the gradients of parameters."""
     losses: Array
-    """[m]"""
+    """Losses of microbatches. [m]"""
 
 
 def run_ticks(
@@ -63,20 +65,20 @@ def run_ticks(
     batch: Batch,
     moved: Moved,
 ) -> tuple[Array, StagedParameters]:
-    """Losses of the microbatches and the gradients of their mean, on one rank among all that run this alike.
+    """Return the losses of the microbatches and the gradients of their mean; all ranks run this function.
 
     Args:
-        stages: how the model is cut.
-        ticks: the schedule.
-        keep: as ticks were compiled with.
-        axes: of the mesh this runs under.
-        params: the rank's, layers [v, layers, ...].
-        batch: all microbatches, the same on every rank.
-        moved: told what of a forward's waits on the host for its backward.
+        stages: the stages of the model.
+        ticks: the compiled schedule.
+        keep: the option with which ticks were compiled.
+        axes: axes of the mesh under which this function runs.
+        params: parameters of the rank, with layers [v, layers, ...].
+        batch: all microbatches, equal on every rank.
+        moved: counter of the activations of one forward that are offloaded to the host.
 
     Returns:
-        Losses [m], the same on every rank. Gradients as params, those of the ends the same on every rank; without
-        leaves where the schedule is forward only.
+        Losses [m], equal on every rank. Gradients staged as params, with those of the ends equal on every rank; without
+        leaves if the schedule is forward only.
     """
     params, batch = vary((params, batch), axes)
     run = _Run(stages, ticks, keep, axes, params, batch, moved)
@@ -86,29 +88,32 @@ def run_ticks(
     # Only the last stage has losses; first and last stage both add to a tied embedding.
     losses, ends = lax.psum((state.losses, state.sums.ends), PIPELINE_AXIS)
     result = losses, state.sums._replace(ends=ends)
-    alike = tuple(axis for axis in (DATA_AXIS, CONTEXT_AXIS) if axis in axes)
-    return lax.pmean(result, alike) if alike else result
+    replica_axes = tuple(axis for axis in (DATA_AXIS, CONTEXT_AXIS) if axis in axes)
+    return lax.pmean(result, replica_axes) if replica_axes else result
 
 
 class _Done(NamedTuple):
-    """What a tick's work gives; within a branch None stands for zeros."""
+    """The results of a tick; inside a branch, None represents zeros."""
 
     losses: Array
-    """Of all ticks so far. [m]"""
+    """Losses of all ticks so far. [m]"""
     sums: StagedParameters
-    """Of all ticks so far."""
+    """Sums of the gradients of all ticks so far."""
     output: Any = None
-    """[b, T, S*D]"""
+    """Output of a stage. [b, T, S*D]"""
     input_gradient: Any = None
-    """[b, T, S*D]"""
+    """Gradient of the input of a stage. [b, T, S*D]"""
     kept: Any = None
-    """Packed, by a forward for its backward."""
+    """Packed values that a forward saves for its backward."""
     weights: Any = None
-    """Packed, by I for W."""
+    """Packed values that I saves for W."""
 
 
 class _Run:
-    """A rank's course through the table. Arguments as run_ticks', parameters and batch made to vary."""
+    """The execution of the table on one rank.
+
+    Arguments are those of run_ticks, with parameters and batch marked as different on each rank.
+    """
 
     def __init__(
         self,
@@ -120,25 +125,31 @@ class _Run:
         batch: Batch,
         moved: Moved,
     ) -> None:
-        self._stages, self._ticks, self._axes, self._params, self._batch = stages, ticks, axes, params, batch
+        self._stages = stages
+        self._ticks = ticks
+        self._axes = axes
+        self._params = params
+        self._batch = batch
         self._moved = moved
-        self._forward_only, self._splits = ticks.schedule.forward_only, ticks.schedule.splits_backward
+        self._forward_only = ticks.schedule.forward_only
+        self._splits = ticks.schedule.splits_backward
         kinds = {action.kind for actions in ticks.schedule.actions for action in actions}
-        self._also_whole = kinds.issuperset("BI")
-        """Some backwards are split and some are not: those have their W in the same tick."""
+        self._also_full = kinds.issuperset("BI")
+        """True if the table has split and full backwards; a full backward runs I and W in one tick."""
         config = stages.config
         hidden = (*batch.tokens.shape[1:], config.residual_streams * config.hidden_size)
         self._payload = vary(jnp.zeros(hidden, config.compute_dtype), axes)
         task = self._task(jnp.int32(0), jnp.int32(0))
         keep = "inputs" if self._forward_only else keep
-        self._keeper = Keeper(stages.programs, task, self._payload, keep, self._splits)
+        self._autodiff = StageAutodiff(stages.programs, task, self._payload, keep, self._splits)
         hidden_like = jax.ShapeDtypeStruct(self._payload.shape, self._payload.dtype)
         self._likes = dict.fromkeys(("output", "input_gradient"), hidden_like)
-        self._likes |= {"kept": self._keeper.kept, "weights": self._keeper.weights}
+        self._likes |= {"kept": self._autodiff.kept, "weights": self._autodiff.weights}
 
     def start(self) -> _State:
-        """Empty buffers and sums."""
-        slots, arrived = self._ticks.slots, (self._payload,) * len(self._ticks.shifts)
+        """Return the initial state: buffers and sums of zeros."""
+        slots = self._ticks.slots
+        arrived = (self._payload,) * len(self._ticks.shifts)
         nothing = StagedParameters((), {})
 
         def buffer(length: int, like: Any) -> Any:
@@ -147,19 +158,25 @@ class _Run:
         state = _State(
             inputs=buffer(slots.inputs, self._payload),
             gradients=buffer(slots.gradients, self._payload),
-            kept=buffer(slots.kept, self._keeper.kept),
-            weights=buffer(slots.weights, self._keeper.weights),
+            kept=buffer(slots.kept, self._autodiff.kept),
+            weights=buffer(slots.weights, self._autodiff.weights),
             arrived_inputs=arrived,
             arrived_gradients=arrived,
             sums=nothing if self._forward_only else jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), self._params),
             losses=jnp.zeros(len(self._batch.tokens), self._stages.config.params_dtype),
         )
         state = vary(state, self._axes)
-        return state._replace(kept={dtype: self._away(buffer) for dtype, buffer in state.kept.items()})
+        return state._replace(kept={dtype: self._offloaded(buffer) for dtype, buffer in state.kept.items()})
 
     def tick(self, state: _State, row: Any) -> tuple[_State, None]:
-        """One row of the table: diptych.plans.schedule.lockstep.Rows, of arrays."""
-        inputs, gradients = state.inputs, state.gradients
+        """Run one row of the table.
+
+        Args:
+            state: state after the previous tick.
+            row: diptych.plans.schedule.lockstep.Rows, with arrays.
+        """
+        inputs = state.inputs
+        gradients = state.gradients
         for shift, (x, gradient) in enumerate(zip(state.arrived_inputs, state.arrived_gradients, strict=True)):
             inputs = inputs.at[row.input_arrivals[shift]].set(x)
             gradients = gradients.at[row.gradient_arrivals[shift]].set(gradient)
@@ -177,14 +194,14 @@ class _Run:
         return state, None
 
     def _one_action(self, state: _State, row: Any, done: _Done) -> tuple[_State, _Done]:
-        """Of a canonical tick: under one switch, so that no rank sends, and so waits, before it has done its own."""
+        """Run a canonical tick under one switch, so that no rank sends, and waits, before its action has ended."""
         forwards, backwards, has_weight_grad = (
             stage >= 0 for stage in (row.forward_stage, row.backward_stage, row.weights_stage)
         )
 
         def backward(done: _Done) -> _Done:
             done = self._backward(state, row, done)
-            if not self._also_whole:
+            if not self._also_full:
                 return done
             return self._switch(has_weight_grad, [_nothing, partial(self._weight_gradients, row, done.weights)], done)
 
@@ -201,18 +218,19 @@ class _Run:
         return state._replace(kept=self._keep(state.kept, row.forward_kept, done.kept)), done
 
     def _two_actions(self, state: _State, row: Any, done: _Done) -> tuple[_State, _Done]:
-        """Of a fused tick: a forward, and a backward that may read what it kept; either may be nothing."""
+        """Run a fused tick: a forward, then a backward that may read values saved by it; either may be absent."""
         done = self._switch(row.forward_stage >= 0, [_nothing, partial(self._forward, state, row)], done)
         state = state._replace(kept=self._keep(state.kept, row.forward_kept, done.kept))
         return state, self._switch(row.backward_stage >= 0, [_nothing, partial(self._backward, state, row)], done)
 
     def _forward(self, state: _State, row: Any, done: _Done) -> _Done:
-        task, x = self._task(row.forward_stage, row.forward_microbatch), state.inputs[row.forward_input]
+        task = self._task(row.forward_stage, row.forward_microbatch)
+        x = state.inputs[row.forward_input]
 
         def run(program: Program, done: _Done) -> _Done:
-            if program.last and not self._forward_only and self._keeper.skips_last_forward:
+            if program.last and not self._forward_only and self._autodiff.skips_last_forward:
                 return done
-            y, kept = self._keeper.forward(program, task, x)
+            y, kept = self._autodiff.forward(program, task, x)
             if program.last:
                 return done._replace(losses=_add_loss(done.losses, row.forward_microbatch, y), kept=kept)
             return done._replace(output=y, kept=kept)
@@ -221,12 +239,13 @@ class _Run:
 
     def _backward(self, state: _State, row: Any, done: _Done) -> _Done:
         task = self._task(row.backward_stage, row.backward_microbatch)
-        x, gradient = state.inputs[row.backward_input], state.gradients[row.backward_gradient]
+        x = state.inputs[row.backward_input]
+        gradient = state.gradients[row.backward_gradient]
         share = vary(jnp.full_like(done.losses[0], 1 / len(done.losses)), self._axes)
 
         def run(program: Program, done: _Done) -> _Done:
             kept = jax.tree.map(_on_device, _slot(state.kept, row.backward_kept))
-            result = self._keeper.backward(program, task, x, kept, share if program.last else gradient)
+            result = self._autodiff.backward(program, task, x, kept, share if program.last else gradient)
             losses = done.losses
             if result.loss is not None:
                 losses = _add_loss(losses, row.backward_microbatch, result.loss)
@@ -239,21 +258,22 @@ class _Run:
         task = self._task(row.weights_stage, row.weights_microbatch)
 
         def run(program: Program, done: _Done) -> _Done:
-            gradients = self._keeper.weight_gradients(program, weights)
+            gradients = self._autodiff.weight_gradients(program, weights)
             return done._replace(sums=program.add(done.sums, task.vp_stage, gradients))
 
         return self._of_program(row.weights_stage, run, done)
 
-    def _away(self, buffer: Array) -> Array:
-        """A buffer where what is kept in it waits: on the host with activation offload, if a slot is large enough."""
-        config, slot_bytes = self._stages.config, buffer[0].size * buffer.dtype.itemsize
+    def _offloaded(self, buffer: Array) -> Array:
+        """Place a buffer on the host with activation offload if its slots are large enough, and return it."""
+        config = self._stages.config
+        slot_bytes = buffer[0].size * buffer.dtype.itemsize
         if not config.enable_activation_offload or slot_bytes < config.activation_offload_min_bytes:
             return buffer
         self._moved.note(slot_bytes)
         return jax.device_put(buffer, jax.memory.Space.Host)
 
     def _keep(self, buffers: dict[str, Array], slot: Array, values: dict[str, Array]) -> dict[str, Array]:
-        """Buffers with a forward's values stored; ticks without a forward move nothing."""
+        """Store the saved values of a forward in the buffers and return them; ticks without a forward move nothing."""
         if not any(map(is_on_host, buffers.values())):
             return _store(buffers, slot, values)
 
@@ -270,12 +290,12 @@ class _Run:
         return Task(self._params, self._batch.microbatch(microbatch), vp_stages[stage], first_layers[stage])
 
     def _of_program(self, stage: Array, run: Callable[[Program, _Done], _Done], done: _Done) -> _Done:
-        """What the program of a stage makes of what is done."""
+        """Run the program of a stage and return the updated results."""
         choice = jnp.asarray(self._stages.program_of)[stage]
         return self._switch(choice, [partial(run, program) for program in self._stages.programs], done)
 
     def _switch(self, choice: Array, branches: Sequence[Callable[[_Done], _Done]], done: _Done) -> _Done:
-        """What one of the branches makes of what is done, zeros written out: made in it, and not handed through it."""
+        """Run one branch and fill its missing outputs with zeros, which are created inside the branch."""
 
         def run(branch: Callable[[_Done], _Done], done: _Done) -> _Done:
             done = branch(done)
@@ -285,7 +305,7 @@ class _Run:
         return lax.switch(jnp.int32(choice), [partial(run, branch) for branch in branches], done)
 
     def _send(self, x: Array, direction: int) -> tuple[Array, ...]:
-        """To the rank so far ahead (1) or behind (-1), for each shift; by every rank, at every tick."""
+        """Send a value to the rank ``shift`` places ahead (1) or behind (-1), for each shift; all ranks take part."""
         p = self._ticks.schedule.pp_size
         return tuple(
             lax.ppermute(x, PIPELINE_AXIS, [(rank, (rank + direction * shift) % p) for rank in range(p)])

@@ -1,11 +1,11 @@
-"""Offload in a pipeline: each action of a rank fetches its stage's layers, and leaves none on the device.
+"""Offload in a pipeline: each action fetches the layers of its stage and evicts them at its end.
 
-Ranks run one program of ticks, in which an action is a branch; a copy that is issued in it ends in it. So windows end
-with the action (``diptych.plans.offload.plan_actions``), its first layer is late, and the others come ahead of their
-use. What a forward keeps lies in slots; with activation offload these are in host memory, filled when the forward
-ends, read when its backward begins.
+An action is a branch of the program, and a copy that starts in a branch also ends in it. A window therefore ends with
+the action (``diptych.plans.offload.plan_actions``): its first layer is fetched late, the others ahead of their use.
+Values saved for backward are stored in slots. With activation offload the slots are in host memory; they are written
+at the end of a forward and read at the begin of its backward.
 
-The optimizer's update goes by slots: one layer of every rank, or of ranks that have fewer, what pads their place.
+The optimizer updates slot by slot. A slot is one layer of every rank, or padding on ranks with fewer layers.
 """
 
 from collections import Counter
@@ -21,25 +21,28 @@ from jax_impl.pipeline.step import PipelineStep
 
 
 class OffloadedPipeline:
-    """Where a pipeline's parameters lie between steps, and their update; as OffloadedStep, of several devices.
+    """The placement of a pipeline's parameters between steps and their update; OffloadedStep for several devices.
 
-    Where the configuration does not enable offload, the same calls compute the same and move nothing.
+    If the configuration does not enable offload, the same calls compute the same results and move nothing.
 
     Args:
-        step: the pipeline's.
+        step: step of the pipeline.
         staged: its parameters.
-        num_microbatches: of one step.
+        num_microbatches: number of microbatches of one step.
     """
 
     def __init__(self, step: PipelineStep, staged: StagedParameters, num_microbatches: int) -> None:
         self.trace: list[str] | None = None
-        """Moves and uses of the optimizer's update, as it is traced, where somebody makes it a list."""
-        config, self.steps_run, self.forwards_run = step.config, 0, 0
+        """Moves and uses of the optimizer's update while it is traced, if the caller sets it to a list."""
+        config = step.config
+        self.steps_run = 0
+        self.forwards_run = 0
         self.moves_parameters = config.enable_tensor_offload
         self.enabled = self.moves_parameters or config.enable_activation_offload
-        self._step, self._num_microbatches = step, num_microbatches
+        self._step = step
+        self._num_microbatches = num_microbatches
         self.plans: list[OffloadPlan] = [plan_offload((), {}, then=())] * config.pipeline_model_parallel_size
-        """By rank, what moves in a step; at its end every layer has left."""
+        """Moves of a step, by rank; at its end every layer is evicted."""
         self._evaluations = self.plans
         if not self.moves_parameters:
             return
@@ -63,7 +66,7 @@ class OffloadedPipeline:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """What has been moved in the ``steps_run`` and ``forwards_run`` so far on all devices; see plan_statistics.
+        """Statistics of ``steps_run`` steps and ``forwards_run`` forwards on all devices; see plan_statistics.
 
         Peaks are those of one device.
         """
@@ -80,17 +83,17 @@ class OffloadedPipeline:
         return total_statistics([training, evaluation])
 
     def place(self, params: StagedParameters) -> StagedParameters:
-        """The parameters where a step finds and leaves them: the layers' in pinned host memory."""
+        """Return the parameters as a step expects them, with those of layers in pinned host memory."""
         return self._parameters.place(params) if self.moves_parameters else params
 
     def update(self, change: Change, params: Any, state: Any, gradients: Any, here: Any) -> tuple[Any, Any]:
-        """New parameters and optimizer's state; see OffloadedParameters.update."""
+        """Return new parameters and optimizer state; OffloadedParameters.update documents the arguments."""
         if not self.moves_parameters:
             return change(params, state, gradients)
         return self._parameters.update(self._update, change, params, state, gradients, here, self.trace)
 
     def _layers_of_slots(self) -> list[list[int]]:
-        """By rank: the layer in each slot; where there is only padding, a number that no layer has."""
+        """Return the layer in each slot, by rank; padding has a number that no layer has."""
         config = self._step.config
         found = [
             [config.num_layers + slot for slot in range(len(self._slots))]
@@ -107,7 +110,7 @@ class OffloadedPipeline:
 
 
 def slots_of(staged: StagedParameters) -> list[tuple[int, int, int] | None]:
-    """For every leaf: kind, virtual stage and position of the layers whose it is, one a rank; None of an end's."""
+    """Return kind, virtual stage and position of the layers behind every leaf, or None for leaves of the ends."""
     paths: list[Any] = [path for path, _ in jax.tree_util.tree_flatten_with_path(staged)[0]]
     return [(path[1].idx, path[3].idx, path[4].idx) if path[0].name == "layers" else None for path in paths]
 
@@ -117,6 +120,6 @@ def _is_staged(item: Any) -> bool:
 
 
 def _staged_part(leaves: list[Any], is_layer: bool) -> StagedParameters:
-    """Some leaves as a tree of the whole's kind, of which it is known what is stacked by rank."""
-    whole: Any = StagedParameters  # here of lists, without names
+    """Return some leaves as StagedParameters, which separate leaves stacked by rank from the ends."""
+    whole: Any = StagedParameters  # with lists instead of dictionaries
     return whole(leaves, []) if is_layer else whole([], leaves)

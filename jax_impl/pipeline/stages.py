@@ -1,17 +1,17 @@
-"""A model cut into stages: which parameters each holds, and what it computes.
+"""The stages of a model: their parameters and their programs.
 
-One program runs on every rank, so parameters have to be alike on every rank. Layers of one kind (equal settings, so
-equal shapes) are stacked over ranks, virtual stages and their place in the stage, [p, v, layers, ...], where ``layers``
-is the most that any stage has; a stage with fewer leaves the end of the stack unread, and its gradient 0. Embedding,
-final norm and head are whole on every rank, and read where they belong.
+One program runs on every rank, so the parameters must have equal shapes on every rank. Layers of one kind (equal
+settings, so equal shapes) are stacked over ranks, virtual stages and their position in the stage, [p, v, layers, ...],
+where ``layers`` is the maximum over stages. A stage with fewer layers does not read the end of the stack, whose
+gradient is 0. Embedding, final norm and head are replicated on every rank and read where they belong.
 
-Stages of equal build share a program (class Program): the model's own module for such a stage, whose layers are told
-their numbers when it runs. A dropout mask is a function of the layer's number in the whole model, hence the same in any
-stage.
+Stages with equal structure share a program (class Program): the module of the model for such a stage, whose layers
+receive their numbers when it runs. A dropout mask depends on the number of its layer in the whole model, so it does not
+depend on the stage.
 
-With offload a layer's parameters move by themselves, so they are arrays of their own: in the place of a stack lists of
-lists, by virtual stage and place in the stage, of [p, ...]. Every stage then has a program of its own, which knows its
-virtual stage: what a program moves it has to name when it is compiled.
+With offload, layers move separately, so they are separate arrays: instead of a stack, there are lists by virtual stage
+and position in the stage of arrays [p, ...]. Every stage then has its own program with a fixed virtual stage, because a
+program must name the arrays that it moves when it is compiled.
 """
 
 import contextlib
@@ -38,75 +38,78 @@ CONTEXT_AXIS = "cp"
 """Mesh axis over the parts of sequences that ranks share."""
 
 LAYERS = "decoder.layers."
-"""Beginning of the canonical name of every layer's parameter; the layer's number follows."""
+"""The prefix of the canonical name of every layer's parameter; the number of the layer follows."""
 
 EMBEDDING = "embedding.weight"
 """Canonical name of the input embedding, and of a tied head."""
 
 
 class StagedParameters(NamedTuple):
-    """Parameters (or gradients, or moments) as the pipeline holds them."""
+    """Parameters, gradients or moments, staged for the pipeline."""
 
     layers: tuple[dict[str, Any], ...]
     """By kind of layer: name within the layer to [p, v, layers, ...], or with offload to v lists of layers [p, ...]."""
     ends: dict[str, Any]
-    """Canonical name to the parameter, of embedding, final norm and head."""
+    """Parameters of embedding, final norm and head, by canonical name."""
 
 
 class Batch(NamedTuple):
-    """What a step reads."""
+    """The inputs of a step.
+
+    With context parallelism, the sequences are concatenated (diptych.plans.context.sequences.EndToEnd), and tokens,
+    targets and samples are [m, 1, L / R].
+    """
 
     tokens: Array
-    """[m, b, T]"""
+    """Token ids. [m, b, T]"""
     targets: Array
-    """[m, b, T]"""
+    """Next token ids. [m, b, T]"""
     samples: Array
     """Numbers of the sequences within the global batch. [m, b]"""
     step: Array
-    """Of training, for dropout."""
+    """Training step, for dropout."""
     document_starts: Array | None = None
-    """See diptych.plans.model.documents; None: each sequence is one. [m, b, N]"""
+    """See diptych.plans.model.documents; None: each sequence is one document. [m, b, N]"""
     positions: Array | None = None
-    """Where ranks share sequences, which then lie end to end (diptych.plans.context.sequences.EndToEnd; tokens,
-    targets and samples are [m, 1, L / R]): of tokens within their sequence. [L / R]"""
+    """Positions of tokens within their sequence, with context parallelism. [L / R]"""
     cu_seqlens: Array | None = None
-    """There: offsets of what is kept apart. [m, 1, N + 1]"""
+    """Offsets of the documents, with context parallelism. [m, 1, N + 1]"""
 
     def microbatch(self, number: Array) -> "Batch":
-        """One of them: [b, T], [b], [b, N]."""
+        """Return one microbatch, with arrays [b, T], [b] and [b, N]."""
         own = self._replace(step=None, positions=None)
         return jax.tree.map(lambda array: array[number], own)._replace(step=self.step, positions=self.positions)
 
 
 class LayerPlace(NamedTuple):
-    """Where the parameters of one layer lie."""
+    """The place of a layer's parameters in the stacks."""
 
     kind: int
     position: int
-    """Among the stage's layers of the kind."""
+    """Index among the stage's layers of this kind."""
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What stages of equal build compute."""
+    """The program of stages with equal structure."""
 
     first: bool
     last: bool
     layers: tuple[LayerPlace, ...]
     numbers: tuple[int, ...]
-    """Of the layers in the stage the program was made from."""
+    """Numbers of the layers in the stage from which the program was made."""
     config: TransformerConfig
     training: bool
     blocks: tuple[RecomputeBlock, ...]
-    """What is recomputed, of layers in the stage the program was made from."""
+    """Recompute blocks of the stage from which the program was made."""
     numbered: bool
-    """Layers keep the numbers they were made with; else they are told."""
+    """True if layers have fixed numbers; otherwise they receive their numbers when the program runs."""
     vp_stage: int | None
-    """Where parameters are not stacked: the only one that runs it."""
+    """The virtual stage of the program, if parameters are not stacked."""
     graph: nnx.GraphDef = field(repr=False)
     structure: Any = field(repr=False)
     names: tuple[str, ...] = field(repr=False)
-    """Of the parameters, in the structure's order."""
+    """Names of the parameters, in the order of the structure."""
 
     def __call__(
         self,
@@ -118,16 +121,16 @@ class Program:
         """Run a stage on one microbatch.
 
         Args:
-            parameters: by name, see names.
-            x: what the stage before gave; not read in the first stage. [b, T, S*D]
+            parameters: parameters by name, see names.
+            x: output of the previous stage; not read in the first stage. [b, T, S*D]
             batch: one microbatch, see Batch.microbatch.
             first_layer: number of the stage's first layer.
 
         Returns:
-            Hidden states, streams side by side [b, T, S*D], or in the last stage the mean loss in nats per token.
+            Hidden states with streams concatenated [b, T, S*D], or in the last stage the mean loss in nats per token.
         """
         offloads = self.config.enable_tensor_offload
-        with contextlib.nullcontext() if offloads else without_offload():  # activations wait in slots of the executor's
+        with contextlib.nullcontext() if offloads else without_offload():  # the executor's slots hold activations
             return self._run(parameters, x, batch, first_layer)
 
     def _run(self, parameters: Mapping[str, Array], x: Array, batch: Batch, first_layer: Array) -> Array:
@@ -137,18 +140,19 @@ class Program:
                 model.decoder.layers[str(number)].layer_number = first_layer + offset
         if not self.first and self.config.enable_hyper_connections:
             x = x.reshape(*x.shape[:2], self.config.num_residual_streams, -1)
-        inputs, targets = batch.tokens if self.first else x, batch.targets if self.last else None
-        told: dict[str, Any] = {"document_starts": batch.document_starts}
+        inputs = batch.tokens if self.first else x
+        targets = batch.targets if self.last else None
+        arguments: dict[str, Any] = {"document_starts": batch.document_starts}
         if batch.cu_seqlens is not None:
-            kernel, travel = self.config.linear_conv_kernel_dim, exchange_options(self.config)
-            context = build_cp_context(batch.cu_seqlens[0], CONTEXT_AXIS, kernel, **travel)
+            kernel = self.config.linear_conv_kernel_dim
+            context = build_cp_context(batch.cu_seqlens[0], CONTEXT_AXIS, kernel, **exchange_options(self.config))
             branches = self.config.pipeline_model_parallel_size > 1
-            told = {"positions": batch.positions, "cp_context": replace(context, by_groups=branches)}
-        y = model(inputs, targets, step=batch.step, samples=batch.samples, **told, training=self.training)
+            arguments = {"positions": batch.positions, "cp_context": replace(context, by_groups=branches)}
+        y = model(inputs, targets, step=batch.step, samples=batch.samples, **arguments, training=self.training)
         return y if self.last else y.reshape(*y.shape[:2], -1)
 
     def take(self, params: StagedParameters, vp_stage: Array) -> dict[str, Array]:
-        """A stage's parameters by name, out of a rank's: layers [v, layers, ...]."""
+        """Return the parameters of a stage by name, from those of a rank with layers [v, layers, ...]."""
         found = {}
         for name in self.names:
             place, rest = self._place(name)
@@ -161,7 +165,7 @@ class Program:
         return found
 
     def add(self, params: StagedParameters, vp_stage: Array, gradients: Mapping[str, Array]) -> StagedParameters:
-        """A rank's sums with a stage's gradients added, in the sums' type."""
+        """Add the gradients of a stage to the sums of a rank, in the dtype of the sums, and return the sums."""
         layers, ends = jax.tree.map(lambda x: x, (list(params.layers), params.ends))
         for name, gradient in gradients.items():
             place, rest = self._place(name)
@@ -176,16 +180,16 @@ class Program:
         return StagedParameters(tuple(layers), ends)
 
     def looks_up(self, name: str) -> bool:
-        """Whether a parameter is the table of the input embedding, which is read by no linear map."""
+        """Return True if a parameter is the input embedding, which no linear map reads."""
         return self.first and name == EMBEDDING
 
     @property
     def recomputes(self) -> bool:
-        """Whether blocks of layers are recomputed."""
+        """True if blocks of layers are recomputed."""
         return any(block.kind != "none" for block in self.blocks)
 
     def layer_of(self, name: str) -> int | None:
-        """The layer whose parameter a name is, by its number in the stage the program was made from."""
+        """Return the number of the layer that a name belongs to, in the stage from which the program was made."""
         return split_name(name)[0] if name.startswith(LAYERS) else None
 
     def _place(self, name: str) -> tuple[LayerPlace | None, str]:
@@ -197,20 +201,20 @@ class Program:
 
 @dataclass(frozen=True)
 class Stages:
-    """How a configuration cuts its model."""
+    """The stages of a configuration's model."""
 
     config: TransformerConfig
     kinds: tuple[LayerConfig, ...]
     places: tuple[tuple[int, int], ...]
-    """By stage: its rank, and its virtual stage there."""
+    """Rank and virtual stage of each stage."""
     programs: tuple[Program, ...]
     program_of: tuple[int, ...]
-    """By stage."""
+    """Index of the program of each stage."""
     first_layers: tuple[int, ...]
-    """By stage: the number of its first layer, or where there is none, of the next stage's."""
+    """Number of the first layer of each stage, or of the next stage's if the stage has no layers."""
 
     def by_layer(self) -> dict[int, tuple[int, int, LayerPlace]]:
-        """Rank, virtual stage and place of every layer."""
+        """Return rank, virtual stage and place of every layer."""
         found = {}
         for stage, (rank, vp_stage) in enumerate(self.places):
             for offset, place in enumerate(self.programs[self.program_of[stage]].layers):
@@ -218,7 +222,12 @@ class Stages:
         return found
 
     def stack(self, values: Mapping[str, Any], array: Callable = np.zeros) -> StagedParameters:
-        """Parameters by canonical name, staged; what pads a stack is made by ``array(shape, dtype)``."""
+        """Stage parameters given by canonical name.
+
+        Args:
+            values: parameters by canonical name.
+            array: creates a stack from shape and dtype; its content is the padding.
+        """
         by_layer = self.by_layer()
         ranks, virtual = (1 + max(place[i] for place in self.places) for i in (0, 1))
         lengths = [
@@ -242,7 +251,7 @@ class Stages:
         return StagedParameters(tuple(layers), ends)
 
     def unstack(self, staged: StagedParameters) -> dict[str, Any]:
-        """The inverse of stack; padding is dropped."""
+        """Return staged parameters by canonical name, without padding."""
         found = dict(staged.ends)
         for number, (rank, vp_stage, (kind, position)) in self.by_layer().items():
             for rest, value in staged.layers[kind].items():
@@ -254,17 +263,17 @@ class Stages:
 def cut(
     model_class: Callable[..., nnx.Module], config: TransformerConfig, schedule: Schedule, training: bool
 ) -> Stages:
-    """Cut a model into the stages of a configuration.
+    """Divide a model into the stages of a configuration.
 
     Args:
-        model_class: makes one stage: ``model_class(config, pre_process, post_process, vp_stage, pp_rank)``.
-        config: the whole model's.
-        schedule: says on which rank a stage lies.
-        training: whether programs drop out.
+        model_class: creates one stage: ``model_class(config, pre_process, post_process, vp_stage, pp_rank)``.
+        config: configuration of the whole model.
+        schedule: defines the rank of each stage.
+        training: True if programs use dropout.
     """
     counts = layers_by_stage(config)
     kinds = tuple(dict.fromkeys(config.layer(number) for number in range(config.num_layers)))
-    # Kernels take a mask's place in the model as a constant, so there every stage needs a program of its own.
+    # Kernels take the layer number of a dropout mask as a constant, so every stage needs its own program.
     masked = training and config.hidden_dropout > 0.0 and uses_kernels(config.impl, jax.default_backend() == "gpu")
     offloads = config.enable_tensor_offload
     programs: dict[Any, Program] = {}
@@ -293,7 +302,7 @@ def cut(
 
 
 def names_of(state: nnx.State) -> tuple[str, ...]:
-    """The canonical name of every leaf, in order."""
+    """Return the canonical name of every leaf, in order."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
     return tuple(
         ".".join(str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)) for path in paths
@@ -301,6 +310,6 @@ def names_of(state: nnx.State) -> tuple[str, ...]:
 
 
 def split_name(name: str) -> tuple[int, str]:
-    """Number of the layer and name within it, of a layer's parameter."""
+    """Return the layer number and the name within the layer from the canonical name of a parameter."""
     number, rest = name.removeprefix(LAYERS).split(".", 1)
     return int(number), rest

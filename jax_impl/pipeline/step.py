@@ -1,4 +1,4 @@
-"""The step: an executor behind a door, with parameters staged and joined."""
+"""The step of a pipeline on a JAX backend (pmap or shard_map), and the staging and joining of its parameters."""
 
 import os
 from collections.abc import Callable
@@ -41,30 +41,28 @@ def make_pipeline_step(
     training: bool = True,
     forward_only: bool = False,
 ) -> "PipelineStep":
-    """A training (or validation) step through the pipeline.
+    """Make a training or validation step of a pipeline.
 
     Args:
-        model: the whole, undivided model, for its class and the structure of its parameters. Its class makes a stage
-            when called as ``model_class(config, pre_process, post_process, vp_stage=, pp_rank=)``.
-        config: how it is cut: ranks, virtual stages, layers by stage, schedule, recompute.
-        mesh: with an axis "pp" as long as the pipeline, with door shard_map possibly an axis "dp" that divides the
-            samples of every microbatch, and an axis "cp" with context_parallel_size ranks that share sequences; None:
-            the first devices there are.
-        door: how the program is put on devices: jax.pmap or jax.shard_map. Both run the same function; parameters on
-            the host are taken by shard_map alone.
-        keep: what waits from a stage's forward to its backward: its "inputs" (backward runs the stage again) or the
-            "residuals" that the recompute settings leave. With full recompute, too, residuals cost less time: blocks
-            are run again, but not the stage before them.
-        ticks: "canonical": one action a tick, in the schedule's own order, which holds as many microbatches as the
-            schedule promises; "fused": a forward and a backward in one tick, which takes less time, and with
-            keep="inputs" hardly more memory, but has up to 2 p - 1 microbatches in flight instead of p. Canonical is
-            the default since residuals are, whose slots are long.
-        training: with dropout.
-        forward_only: losses without gradients.
+        model: the whole model, for its class and the structure of its parameters. Its class creates a stage when called
+            as ``model_class(config, pre_process, post_process, vp_stage=, pp_rank=)``.
+        config: number of ranks, virtual stages, layers by stage, schedule and recompute settings.
+        mesh: mesh with an axis "pp" of the size of the pipeline. With shard_map it may have an axis "dp", which divides
+            the samples of every microbatch, and an axis "cp" of size context_parallel_size. None: the first devices.
+        door: backend that places the program on devices: "pmap" or "shard_map". Both run the same function; only
+            shard_map supports parameters on the host.
+        keep: values that a stage saves for backward: its "inputs" (backward replays the stage), or the "residuals" that
+            the recompute settings leave. Residuals take less time even with full recompute, because only the blocks are
+            replayed.
+        ticks: "canonical": one action for each tick, in the order of the schedule, with the schedule's number of
+            microbatches in flight. "fused": a forward and a backward in one tick, which takes less time but has up to
+            2 p - 1 microbatches in flight instead of p; with keep="inputs" they need hardly more memory.
+        training: if True, use dropout.
+        forward_only: if True, return losses without gradients.
 
     Raises:
-        ValueError: the mesh, the devices or an option does not fit, or JAX has too few threads to interpret kernels on
-            so many devices; the message says what would.
+        ValueError: the mesh, the devices or an option is not supported, or JAX has too few threads to interpret kernels
+            on this number of devices; the message names the remedy.
     """
     _check_options(model, config, door, keep, ticks)
     mesh = _mesh(config, mesh, door)
@@ -73,7 +71,7 @@ def make_pipeline_step(
 
 
 class PipelineStep:
-    """``step(staged, tokens, targets, ...)``: one pass of all microbatches through the pipeline."""
+    """A pass of all microbatches through the pipeline, called as ``step(staged, tokens, targets, ...)``."""
 
     def __init__(
         self,
@@ -86,18 +84,22 @@ class PipelineStep:
         training: bool,
         forward_only: bool,
     ) -> None:
-        self.config, self.mesh, self.door = config, mesh, door
+        self.config = config
+        self.mesh = mesh
+        self.door = door
         self.keep: Keep = keep
         self.moved = Moved()
-        """What of one forward waits on the host for its backward; known once a step has been traced."""
-        self._fused, self._forward_only = fused, forward_only
+        """Activations of one forward that are offloaded to the host; known once a step has been traced."""
+        self._fused = fused
+        self._forward_only = forward_only
         params = nnx.split(model, nnx.Param)[1]
-        self.names, self._structure = names_of(params), jax.tree.structure(params)
+        self.names = names_of(params)
+        self._structure = jax.tree.structure(params)
         fewest = any_num_microbatches(config)
-        schedule = schedule_for(config, fewest)  # for the places of stages, which m does not change
+        schedule = schedule_for(config, fewest)  # for the ranks of stages, which do not depend on m
         self.stages = cut(type(model), config, schedule, training)
-        self.ticks(fewest)  # refuses ticks that the schedule has not
-        self._run = (_pmap_door if door == "pmap" else _shard_map_door)(self._local, mesh)
+        self.ticks(fewest)  # raises an error if the schedule does not support these ticks
+        self._run = (_by_pmap if door == "pmap" else _by_shard_map)(self._local, mesh)
 
     def __call__(
         self,
@@ -108,64 +110,69 @@ class PipelineStep:
         samples: Any = None,
         document_starts: Any = None,
     ) -> Any:
-        """Mean loss of the microbatches, and its gradients.
+        """Return the mean loss of the microbatches and its gradients.
 
         Args:
-            params: from stage_parameters.
-            tokens, targets: [m, b, T] integer. Each number m of microbatches is compiled anew.
-            step: of training, for dropout.
+            params: staged parameters, from stage_parameters.
+            tokens: token ids. Each number m of microbatches is compiled separately. [m, b, T] integer
+            targets: next token ids. [m, b, T] integer
+            step: training step, for dropout.
             samples: numbers of the sequences within the global batch; None: 0 .. m*b - 1. [m, b] integer
-            document_starts: see diptych.plans.model.documents; None: each sequence is one. [m, b, N] int32
+            document_starts: see diptych.plans.model.documents; None: each sequence is one document. [m, b, N] int32
 
         Returns:
-            Loss in nats per token, and gradients staged as params; forward only, the losses of the microbatches [m].
+            Loss in nats per token and gradients staged as params; if forward only, the losses of the microbatches [m].
 
         Raises:
-            ValueError: shapes do not fit each other, the mesh or the schedule.
+            ValueError: the shapes do not match each other, the mesh or the schedule.
         """
         losses, gradients = self._run(params, self._batch(tokens, targets, step, samples, document_starts))
         return losses if self._forward_only else (jnp.mean(losses), gradients)
 
     def lower(self, params: StagedParameters, *batch: Any) -> jax.stages.Lowered:
-        """The program of a call, for looking at."""
+        """Return the lowered program of a call, for inspection."""
         return cast("Any", self._run).lower(params, self._batch(*batch))
 
     def stage_parameters(self, params: nnx.State) -> StagedParameters:
-        """Parameters (or moments) of the undivided model, laid out over the ranks."""
+        """Distribute the parameters (or moments) of the undivided model over the ranks."""
         values = dict(zip(self.names, jax.tree.leaves(params), strict=True))
         staged = self.stages.stack({name: np.asarray(value) for name, value in values.items()})
         return jax.tree.map(jax.device_put, staged, self.shardings(staged))
 
     def join_parameters(self, staged: StagedParameters) -> nnx.State:
-        """The inverse of stage_parameters, also for gradients: by canonical name, on the default device."""
+        """Return staged parameters or gradients as a tree of the undivided model, on the default device."""
         values = self.stages.unstack(jax.tree.map(_on_host, staged))
         return jax.tree.unflatten(self._structure, [jnp.asarray(values[name]) for name in self.names])
 
     def shardings(self, staged: StagedParameters) -> StagedParameters:
-        """Where every leaf of a staged tree lies."""
+        """Return the sharding of every leaf of a staged tree."""
         by_rank, whole = (NamedSharding(self.mesh, PartitionSpec(*axes)) for axes in ((PIPELINE_AXIS,), ()))
         return StagedParameters(
             jax.tree.map(lambda _: by_rank, staged.layers), jax.tree.map(lambda _: whole, staged.ends)
         )
 
     def shapes(self, staged: StagedParameters) -> StagedParameters:
-        """Every leaf's shape and type in the undivided model, as jax.ShapeDtypeStruct."""
+        """Return the shape and dtype of every leaf in the undivided model, as jax.ShapeDtypeStruct."""
         stacked = 1 if self.config.enable_tensor_offload else 3
         own = [jax.tree.map(lambda x, n=n: jax.ShapeDtypeStruct(x.shape[n:], x.dtype), staged) for n in (stacked, 0)]
         return StagedParameters(own[0].layers, own[1].ends)
 
     def ticks(self, num_microbatches: int) -> Ticks:
-        """The table that is executed."""
+        """Return the compiled table for a number of microbatches."""
         schedule = schedule_for(self.config, num_microbatches, self._forward_only)
         return compile_ticks(schedule, self._fused, self.keep)
 
     def trace(self, num_microbatches: int) -> tuple[tuple[Action, ...], ...]:
-        """What every rank does, in order, as its table says; with microbatches one after another over context ranks
-        it is PyTorch's order on the first of them, while here all forwards come before all backwards."""
+        """Return the actions of every rank, in the order of the table.
+
+        If microbatches are pipelined over context ranks, this is the order of the first context rank in PyTorch, while
+        JAX runs all forwards before all backwards.
+        """
         return self.ticks(num_microbatches).actions()
 
     def _local(self, params: StagedParameters, batch: Batch) -> tuple[Array, StagedParameters]:
-        ticks, self.moved = self.ticks(len(batch.tokens)), Moved()
+        ticks = self.ticks(len(batch.tokens))
+        self.moved = Moved()
         axes = tuple(self.mesh.axis_names)
         if CONTEXT_AXIS in axes and self.config.cp_exchange == PIPELINED:
             return run_wavefront(self.stages, self.keep, axes, params, batch, self._forward_only)
@@ -174,7 +181,7 @@ class PipelineStep:
     def _batch(
         self, tokens: Any, targets: Any, step: int | Array = 0, samples: Any = None, document_starts: Any = None
     ) -> Batch:
-        """Arrays of agreed shapes and types."""
+        """Check the shapes of the arguments and return them as a batch."""
         shape = np.shape(tokens)
         if len(shape) != 3 or 0 in shape:
             raise ValueError(
@@ -201,7 +208,7 @@ class PipelineStep:
         return self._end_to_end(batch, parts) if CONTEXT_AXIS in self.mesh.axis_names else batch
 
     def _end_to_end(self, batch: Batch, parts: int) -> Batch:
-        """The same with the sequences of every microbatch and replica end to end: [m, replicas, L]."""
+        """Return the batch [m, replicas, L] with the sequences of every microbatch and replica concatenated."""
         m, b, length = batch.tokens.shape
         check_shared(b // parts, length, self.mesh.shape[CONTEXT_AXIS])
         given = batch.tokens, batch.targets, batch.samples, batch.document_starts
@@ -211,8 +218,8 @@ class PipelineStep:
         return Batch(tokens, targets, samples, batch.step, None, laid.positions, laid.cu_seqlens)
 
 
-def _pmap_door(local: Callable, mesh: Mesh) -> Any:
-    """The function on every device of the mesh, by jax.pmap: layers divided by rank, all else whole."""
+def _by_pmap(local: Callable, mesh: Mesh) -> Any:
+    """Run a function on every device of the mesh by jax.pmap, with layers divided by rank and all else replicated."""
     by_rank = StagedParameters(layers=0, ends=None)  # pyright: ignore[reportArgumentType]
     devices = list(mesh.devices.flat)
     run = jax.pmap(local, PIPELINE_AXIS, in_axes=(by_rank, None), out_axes=(None, by_rank), devices=devices)
@@ -221,7 +228,7 @@ def _pmap_door(local: Callable, mesh: Mesh) -> Any:
     from jax.experimental.multihost_utils import host_local_array_to_global_array as to_global
 
     def run_and_gather(params: StagedParameters, batch: Batch) -> tuple[Array, StagedParameters]:
-        """As the other door: pmap gives a process its own ranks' gradients alone."""
+        """Return global arrays, because pmap returns only the gradients of the process's own ranks."""
         losses, (layers, ends) = run(params, batch)
         layers = to_global(layers, mesh, PartitionSpec(PIPELINE_AXIS))
         losses, ends = to_global((losses, ends), mesh, PartitionSpec())
@@ -230,9 +237,10 @@ def _pmap_door(local: Callable, mesh: Mesh) -> Any:
     return run_and_gather
 
 
-def _shard_map_door(local: Callable, mesh: Mesh) -> Any:
-    """The same by jax.shard_map, which can also divide the samples of every microbatch, and their tokens."""
-    by_rank, whole = PartitionSpec(PIPELINE_AXIS), PartitionSpec()
+def _by_shard_map(local: Callable, mesh: Mesh) -> Any:
+    """Run a function by jax.shard_map, which can also divide the samples of every microbatch and their tokens."""
+    by_rank = PartitionSpec(PIPELINE_AXIS)
+    whole = PartitionSpec()
     params = StagedParameters(by_rank, whole)  # pyright: ignore[reportArgumentType]
     data, context = (axis if axis in mesh.axis_names else None for axis in (DATA_AXIS, CONTEXT_AXIS))
     samples, tokens = PartitionSpec(None, data), PartitionSpec(None, data, context)
@@ -255,7 +263,7 @@ def _shard_map_door(local: Callable, mesh: Mesh) -> Any:
 
 
 def _on_host(value: Any) -> np.ndarray:
-    """The whole array, also where other processes hold parts of it."""
+    """Return the whole array, even if other processes hold parts of it."""
     if isinstance(value, Array) and not value.is_fully_addressable and not value.is_fully_replicated:
         from jax.experimental import multihost_utils
 
@@ -264,8 +272,10 @@ def _on_host(value: Any) -> np.ndarray:
 
 
 def _mesh(config: TransformerConfig, mesh: Mesh | None, door: str) -> Mesh:
-    """The mesh given, or one over the first devices."""
-    p, shared, n = config.pipeline_model_parallel_size, config.context_parallel_size, config.model_parallel_size
+    """Check a mesh, or create one over the first devices."""
+    p = config.pipeline_model_parallel_size
+    shared = config.context_parallel_size
+    n = config.model_parallel_size
     if mesh is None:
         devices = jax.devices()
         if len(devices) < n:
@@ -295,10 +305,11 @@ def _mesh(config: TransformerConfig, mesh: Mesh | None, door: str) -> Mesh:
 
 
 def _check_threads(config: TransformerConfig, mesh: Mesh) -> None:
-    """Refuse a program whose callbacks would wait for each other for ever."""
+    """Check that a program has enough threads for its callbacks, which otherwise deadlock."""
     if mesh.size == 1 or mesh.devices.flat[0].platform != "cpu" or not uses_kernels(config.impl, on_cuda=False):
         return
-    needed, found = callback_threads(mesh.size), int(os.environ.get("NPROC") or os.cpu_count() or 1)
+    needed = callback_threads(mesh.size)
+    found = int(os.environ.get("NPROC") or os.cpu_count() or 1)
     if found < needed:
         raise ValueError(
             f"impl: expected at least {needed} threads to interpret kernels on {mesh.size} devices, got {found}; set "

@@ -1,4 +1,4 @@
-"""A step of ranks that share sequences, over which microbatches follow one another; in the place of the tick loop."""
+"""A step of context ranks over which microbatches are pipelined; it replaces the loop over ticks."""
 
 from functools import partial
 from typing import Any
@@ -19,10 +19,10 @@ from jax_impl.recompute import recompute_policy
 def run_wavefront(
     stages: Stages, keep: Keep, axes: tuple[str, ...], params: StagedParameters, batch: Batch, forward_only: bool
 ) -> tuple[Array, StagedParameters]:
-    """Losses of the microbatches and the gradients of their mean; arguments and result as run_ticks'.
+    """Return the losses of the microbatches and the gradients of their mean.
 
-    With keep "inputs" a tick keeps what ranks hand on, and is run again in backward; with "residuals" what the
-    recompute settings leave.
+    Arguments and result are those of run_ticks. With keep "inputs", a tick saves the messages between ranks and is
+    replayed in backward. With "residuals", it saves the values that the recompute settings leave.
     """
     params, batch = vary((params, batch), axes)
     (program,) = stages.programs
@@ -40,20 +40,21 @@ def run_wavefront(
         return losses.mean(), losses
 
     if forward_only:
-        losses, gradients = losses_of(params), StagedParameters((), {})
+        losses = losses_of(params)
+        gradients = StagedParameters((), {})
     else:
         gradients, losses = jax.grad(mean_of, has_aux=True)(params)
     losses, ends = lax.psum((losses, gradients.ends), PIPELINE_AXIS)
-    alike = tuple(axis for axis in (DATA_AXIS, CONTEXT_AXIS) if axis in axes)
-    return lax.pmean((losses, gradients._replace(ends=ends)), alike)
+    replica_axes = tuple(axis for axis in (DATA_AXIS, CONTEXT_AXIS) if axis in axes)
+    return lax.pmean((losses, gradients._replace(ends=ends)), replica_axes)
 
 
 def _checkpoint(stages: Stages, keep: Keep) -> Any:
-    """What jax.checkpoint is given of a tick."""
+    """Return the jax.checkpoint of a tick, or None."""
     (program,) = stages.programs
-    again = partial(jax.checkpoint, prevent_cse=False)  # pyright: ignore[reportPrivateImportUsage]
+    checkpoint = partial(jax.checkpoint, prevent_cse=False)  # pyright: ignore[reportPrivateImportUsage]
     if keep == "inputs":
-        return again
+        return checkpoint
     if program.recomputes:
         return None
-    return partial(again, policy=recompute_policy(program.config, RecomputeBlock("none", ())))
+    return partial(checkpoint, policy=recompute_policy(program.config, RecomputeBlock("none", ())))

@@ -21,8 +21,8 @@ from diptych.plans.context.exchange import PIPELINED
 from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.schedule.messages import PipelineError
 from reference_torch.autograd import differentiable_once
-from reference_torch.departures import Departures, cause_of
 from reference_torch.groups import wait_for
+from reference_torch.pending_sends import PendingSends, cause_of
 from reference_torch.recompute.region import in_replay
 
 WHAT = ("state", "tokens of a convolution", "keys and values")
@@ -58,7 +58,7 @@ class _Shared:
     """The shared state of all microbatches of a group: messages in flight, and the number of microbatches so far."""
 
     def __init__(self) -> None:
-        self.departures = Departures(lingers=True)
+        self.departures = PendingSends(lingers=True)
         self.microbatches = 0
 
 

@@ -1,8 +1,7 @@
-"""Activations on the host: what a layer keeps for backward leaves after its forward, and comes back for its backward.
+"""Activation offload: tensors saved for backward move to the host after forward and return for backward.
 
-Everything that operations of one forward of a layer keep is a group, and moves together; a memory is moved once for
-each layer, however many views of it are kept. Parameters, small tensors, and what recompute will discard anyway are
-left alone.
+All tensors that one forward of a layer saves form a group, which moves together. Each memory moves once for a layer,
+even if several views of it are saved. Parameters, small tensors and outputs that recompute discards do not move.
 """
 
 import contextlib
@@ -21,19 +20,19 @@ from reference_torch.recompute.region import slot_of
 
 
 class HostPool:
-    """Host memories that are handed out again, by size, so that nothing is allocated once every size has been seen."""
+    """A pool of host memories by size, so that no memory is allocated once every size has occurred."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self._free: dict[int, list[UntypedStorage]] = defaultdict(list)
         self.allocated = 0
-        """Memories made so far."""
+        """Number of memories allocated so far."""
 
     def take(self, nbytes: int) -> UntypedStorage:
-        """One of so many bytes.
+        """Return a memory of ``nbytes`` bytes.
 
         Raises:
-            OffloadError: the host has no room.
+            OffloadError: the host has no free memory.
         """
         if self._free[nbytes]:
             return self._free[nbytes].pop()
@@ -41,28 +40,29 @@ class HostPool:
         return self._link.host_memory(nbytes)
 
     def clear(self) -> None:
-        """Let go what nobody uses now."""
+        """Release all memories that are not in use."""
         self._free.clear()
 
     def give_back(self, memory: UntypedStorage) -> None:
-        """Nobody reads it any more."""
+        """Return a memory to the pool once no copy reads or writes it."""
         self._free[memory.nbytes()].append(memory)
 
 
-class KeptMemory:
-    """One memory behind saved tensors; on the device, on its way, or on the host."""
+class SavedMemory:
+    """The memory of saved tensors: on the device, being copied, or on the host."""
 
     def __init__(self, storage: UntypedStorage, link: Link, pool: HostPool) -> None:
         self._home: UntypedStorage | None = storage
         self.nbytes = storage.nbytes()
-        self._link, self._pool = link, pool
+        self._link = link
+        self._pool = pool
         self._watched: list[tuple[Tensor, int]] = []
         self._host: UntypedStorage | None = None
         self._leaving: Copy | None = None
         self._coming: Copy | None = None
 
     def __del__(self) -> None:
-        for copied in (self._leaving, self._coming):  # what it reads or writes is about to be somebody else's
+        for copied in (self._leaving, self._coming):  # the memories are reused, so the copies must have ended
             if copied is not None:
                 with contextlib.suppress(OffloadError):
                     copied.wait()
@@ -70,23 +70,23 @@ class KeptMemory:
             self._pool.give_back(self._host)
 
     def watch(self, tensor: Tensor) -> int:
-        """Remember a tensor in it and the version it has; returns a number for check_unchanged.
+        """Record the version of a tensor in this memory and return its index for check_unchanged.
 
-        Each has its own: aliases by ``.data`` count their versions apart.
+        Every tensor is recorded, because aliases made by ``.data`` have separate version counters.
         """
         self._watched.append((tensor.detach(), tensor._version))  # shares the version counter
         return len(self._watched) - 1
 
     def is_still(self, storage: UntypedStorage) -> bool:
-        """Whether it is a storage's, with what was there when it was kept: the host may have a copy of that."""
-        is_there = self._home is not None and self._home._cdata == storage._cdata
-        return is_there and all(alias._version == version for alias, version in self._watched)
+        """Return True if this is the memory of ``storage`` and has not changed since it was saved."""
+        is_same = self._home is not None and self._home._cdata == storage._cdata
+        return is_same and all(alias._version == version for alias, version in self._watched)
 
     def leave(self) -> int:
-        """Begin to copy it to the host, where it is not already; returns the bytes copied."""
+        """Start the copy to the host if the host has no copy yet, and return the number of bytes copied."""
         if self._home is None or self._leaving is not None:
             return 0
-        if self._host is not None:  # it came back, and the host's copy is good
+        if self._host is not None:  # fetched before, so the host has a valid copy
             self._home = None
             return 0
         self._check_unchanged()
@@ -95,21 +95,23 @@ class KeptMemory:
         return self.nbytes
 
     def finish_leaving(self) -> None:
-        """Wait for the copy, and let the device's memory go."""
+        """Wait for the copy and release the device memory."""
         if self._leaving is None:
             return
-        copied, self._leaving = self._leaving, None
+        copied = self._leaving
+        self._leaving = None
         try:
             copied.wait()
         except OffloadError:
             self._host = None
             raise
         self._check_unchanged()
-        self._home, self._watched = None, []
+        self._home = None
+        self._watched = []
 
     def fetch(self) -> int:
-        """Begin to bring it back; returns the bytes copied."""
-        if self._leaving is not None:  # has not left yet: both are good
+        """Start the copy to the device and return the number of bytes copied."""
+        if self._leaving is not None:  # the device memory is still there, so both copies are valid
             self._leaving.wait()
             self._leaving = None
         if self._home is not None or self._host is None:
@@ -119,32 +121,34 @@ class KeptMemory:
         return self.nbytes
 
     def arrive(self) -> UntypedStorage:
-        """The memory on the device, once it is whole."""
+        """Wait for the copy to the device and return the device memory."""
         if self._coming is not None:
-            copied, self._coming = self._coming, None
+            copied = self._coming
+            self._coming = None
             try:
                 copied.wait()
             except OffloadError:
                 self._home = None
                 raise
-        assert self._home is not None, "what is read has been fetched"
+        assert self._home is not None, "a memory was read before it was fetched"
         return self._home
 
     def check_unchanged(self, place: int) -> None:
-        """Refuse a tensor that was written after it was kept, as autograd does.
+        """Check that a tensor was not modified after it was saved, as autograd does.
 
         Args:
-            place: by watch. What has left since is as it was when it left.
+            place: index that watch() returned; a memory that has moved since is not checked, because its copy on the
+                host cannot change.
 
         Raises:
-            OffloadError: it was.
+            OffloadError: the tensor was modified.
         """
         if place >= len(self._watched):
             return
         alias, version = self._watched[place]
         if alias._version != version:
             raise OffloadError(
-                "backward: expected values kept for backward unchanged, got one modified in place (one of the "
+                "backward: expected values saved for backward unchanged, got one modified in place (one of the "
                 f"variables needed for gradient computation is at version {alias._version}; expected version {version})"
             )
 
@@ -154,58 +158,65 @@ class KeptMemory:
 
 
 class ActivationGroup:
-    """What one forward of a layer keeps.
+    """The memories that one forward of a layer saves for backward.
 
     Args:
         use: the forward.
-        stays: whether its backward is so near that nothing leaves.
+        stays: True if its backward comes so soon that nothing moves.
     """
 
     def __init__(self, use: Use, stays: bool) -> None:
-        self.use, self.stays = use, stays
-        self.memories: list[weakref.ref[KeptMemory]] = []  # the graph holds them, and lets them go
+        self.use = use
+        self.stays = stays
+        self.memories: list[weakref.ref[SavedMemory]] = []  # only the graph keeps them alive
 
     @property
-    def alive(self) -> list[KeptMemory]:
-        """Memories that the graph still holds."""
+    def alive(self) -> list[SavedMemory]:
+        """Memories that the graph still uses."""
         return [memory for memory in (reference() for reference in self.memories) if memory is not None]
 
 
 class SavedActivation:
-    """What the graph keeps instead of a tensor."""
+    """A stand-in for a saved tensor: its memory, shape, stride, offset and dtype."""
 
     __slots__ = ("dtype", "memory", "offset", "place", "shape", "stride")
 
-    def __init__(self, tensor: Tensor, memory: KeptMemory) -> None:
-        self.memory, self.place = memory, memory.watch(tensor)
-        self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
+    def __init__(self, tensor: Tensor, memory: SavedMemory) -> None:
+        self.memory = memory
+        self.place = memory.watch(tensor)
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
 
 
 class ActivationOffload:
-    """Moves groups.
+    """A scheduler of the copies of activation groups.
 
     Args:
-        link: to the host.
-        statistics: where moves are counted.
-        min_bytes: smaller memories stay.
-        record: called with each move, ``-a3.0``: the activations of layer 3's forward of microbatch 0 leave.
+        link: link to the host.
+        statistics: counters of the copies.
+        min_bytes: memories of fewer bytes stay on the device.
+        record: called with each move. ``-a3.0`` means that the activations of layer 3 and microbatch 0 leave.
     """
 
     def __init__(
         self, link: Link, statistics: OffloadStatistics, min_bytes: int, record: Callable[[str], None]
     ) -> None:
-        self.pool, self.min_bytes = HostPool(link), min_bytes
-        self._link, self._statistics, self._record = link, statistics, record
-        self._known: weakref.WeakValueDictionary[int, KeptMemory] = weakref.WeakValueDictionary()
+        self.pool = HostPool(link)
+        self.min_bytes = min_bytes
+        self._link = link
+        self._statistics = statistics
+        self._record = record
+        self._known: weakref.WeakValueDictionary[int, SavedMemory] = weakref.WeakValueDictionary()
         self._away: dict[Use, ActivationGroup] = {}
         self._leaving: ActivationGroup | None = None
 
-    def keep(self, group: ActivationGroup, tensor: Tensor) -> SavedActivation | None:
-        """Take a tensor into a group; None: it is left alone."""
+    def pack(self, group: ActivationGroup, tensor: Tensor) -> SavedActivation | None:
+        """Add a saved tensor to a group and return its stand-in, or None if the tensor does not move."""
         owner = tensor if tensor._base is None else tensor._base
         is_plain = tensor.layout is torch.strided and type(tensor) is Tensor and tensor.device == self._link.device
-        is_lazy = tensor.is_conj() or tensor.is_neg()  # bits of the tensor, not of its bytes
+        is_lazy = tensor.is_conj() or tensor.is_neg()  # flags of the tensor, absent from its bytes
         if not is_plain or is_lazy or isinstance(owner, nn.Parameter) or slot_of(tensor) is not None:
             return None
         storage = tensor.untyped_storage()
@@ -213,14 +224,14 @@ class ActivationOffload:
             return None
         memory = self._known.get(storage._cdata)
         if memory is None or not memory.is_still(storage):
-            memory = KeptMemory(tensor.untyped_storage(), self._link, self.pool)
+            memory = SavedMemory(tensor.untyped_storage(), self._link, self.pool)
             self._known[storage._cdata] = memory
         if not any(reference() is memory for reference in group.memories):
             group.memories.append(weakref.ref(memory))
         return SavedActivation(tensor, memory)
 
-    def take(self, saved: SavedActivation) -> Tensor:
-        """The tensor again; waits for its memory, and fetches it where nobody has."""
+    def unpack(self, saved: SavedActivation) -> Tensor:
+        """Return the saved tensor, after its memory is fetched and has arrived."""
         memory = saved.memory
         memory.check_unchanged(saved.place)
         self._statistics.note_copies("in", [memory.fetch()])
@@ -230,7 +241,7 @@ class ActivationOffload:
         return empty.set_(storage, saved.offset, saved.shape, saved.stride)
 
     def leave(self, group: ActivationGroup) -> None:
-        """A forward has ended; its group begins to leave, when the one before it has left."""
+        """Start to move the group of a forward that has ended, once the previous group has left."""
         self.finish_leaving()
         if group.stays or not group.alive:
             return
@@ -239,13 +250,14 @@ class ActivationOffload:
         self._away[group.use] = self._leaving = group
 
     def finish_leaving(self) -> None:
-        """Wait until what is on its way to the host has left the device."""
-        group, self._leaving = self._leaving, None
+        """Wait until the group that is being copied to the host has left the device."""
+        group = self._leaving
+        self._leaving = None
         for memory in [] if group is None else group.alive:
             memory.finish_leaving()
 
     def fetch(self, forwards: tuple[Use, ...]) -> None:
-        """Begin to bring groups back, in this order."""
+        """Start to copy the groups of these forwards to the device, in this order."""
         for use in forwards:
             group = self._away.pop(use, None)
             if group is None or not group.alive:

@@ -1,4 +1,4 @@
-"""What one registered layer has: its memories, and how its state is read and loaded while it is away."""
+"""A registered layer: its memories, and access to its state dict while its parameters are on the host."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
@@ -15,22 +15,22 @@ from reference_torch.offload.registry import forget, register, registered_number
 from reference_torch.recompute.region import is_held_only_by
 
 IN_USE = "its memory is used by others"
-"""Why a memory stays that somebody else holds, who would not bring it back before reading it."""
+"""The reason to keep a memory on the device if another holder reads it without fetching it first."""
 
 
 class OffloadedLayer:
-    """A layer's tensors and the memories behind them.
+    """The tensors of a layer and their memories.
 
     Args:
-        layer_id: its number.
+        layer_id: number of the layer.
         module: the layer.
-        known: memories of other layers, by address of their storage; those it shares are taken from there.
-        link: to the host.
-        expose: called with the number when a tensor is used while the layer is not.
-        moves: whether its memories move.
+        known: memories of other layers, by address of their storage; shared memories are taken from there.
+        link: link to the host.
+        expose: called with the number if a tensor is used while the layer is not.
+        moves: True if its memories move.
 
     Raises:
-        OffloadError: the host has no room.
+        OffloadError: the host has no free memory.
     """
 
     def __init__(
@@ -42,12 +42,15 @@ class OffloadedLayer:
         expose: Callable[[int], None],
         moves: bool = True,
     ) -> None:
-        self.layer_id, self.module, self.is_here = layer_id, module, True
+        self.layer_id = layer_id
+        self.module = module
+        self.is_resident = True
+        """True while the layer is on the device or being fetched."""
         self._is_replayed = False
         self.observer: LayerObserver | None = None
         self.parameters = list(module.parameters())
         self.kept: list[str] = []
-        """Names of tensors that stay on the device, and why."""
+        """Names of the tensors that stay on the device, with the reason."""
         self.memories: list[OffloadedMemory] = []
         self._handles: list[RemovableHandle] = []
         self._ids = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
@@ -69,70 +72,73 @@ class OffloadedLayer:
         self.own_parameters = [p for p in self.parameters if id(p) not in shared]
 
     @property
-    def is_home(self) -> bool:
-        """Whether all its bytes are on the device."""
-        return all(memory.is_home for memory in self.memories)
+    def is_on_device(self) -> bool:
+        """True if all bytes of the layer are on the device."""
+        return all(memory.is_on_device for memory in self.memories)
 
     def has_any(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one of the tensors is this layer's."""
+        """Return True if one of the tensors belongs to this layer."""
         return any(id(tensor) in self._ids for tensor in tensors)
 
     def devices(self) -> list[str]:
-        """Where each parameter can be read."""
-        away = {i for i, memory in self._memory_of.items() if not memory.is_home}
+        """Return the device type from which each parameter can be read."""
+        away = {i for i, memory in self._memory_of.items() if not memory.is_on_device}
         return ["cpu" if id(p) in away else p.device.type for p in self.parameters]
 
     def arrive(self) -> None:
-        """Wait for all that is on its way.
+        """Wait for the copies to the device.
 
         Raises:
-            OffloadError: a copy failed; it is made again when the layer is next asked for.
+            OffloadError: a copy failed; it is repeated at the next fetch.
         """
         _for_each(self.memories, OffloadedMemory.arrive)
 
     def finish_leaving(self) -> None:
-        """Wait for what is being written back, and give its memory back.
+        """Wait for the copies to the host and release the device memory.
 
         Raises:
-            OffloadError: a copy failed; the layer stays, and is written back when it next leaves.
+            OffloadError: a copy failed; the layer stays on the device until its next eviction.
         """
         try:
             _for_each(self.memories, OffloadedMemory.finish_leaving)
         except OffloadError:
-            self.is_here = True
+            self.is_resident = True
             raise
 
-    def show(self) -> None:
-        """It is in use."""
+    def unguard(self) -> None:
+        """Make the layer's tensors ordinary tensors, because the layer is in use."""
         for memory in self.memories:
-            memory.show()
+            memory.unguard()
 
     def begin_replay(self) -> None:
-        """A region that reads its parameters is about to be run again, which keeps aliases of them for its backward."""
+        """Prepare for the replay of a region that reads the parameters and saves aliases of them for backward."""
         self._is_replayed = True
         for memory in self.memories:
             memory.begin_replay()
 
-    def run_again(self) -> None:
-        """Its forward, or a part of it, runs again in the use that is open."""
+    def note_replay(self) -> None:
+        """Record that the current use replays the layer's forward or a part of it."""
         self._is_replayed = True
 
     def end_replay(self) -> None:
-        """Nothing of a replay is left."""
+        """Record that backward has consumed everything that the replay saved."""
         self._is_replayed = False
         for memory in self.memories:
             memory.end_replay()
 
     def note_change(self) -> None:
-        """The optimizer has written the parameters."""
+        """Record that the optimizer has changed the parameters."""
         for memory in self.memories:
             memory.note_change()
 
     def note_unseen_writes(self, kind: str) -> None:
-        """A use has ended that may have written what no version counter tells.
+        """Record writes of a use that no version counter records.
 
-        So do the statistics of a batch norm in its forward, and fused optimizers that run in backward, by hooks on
-        parameters.
+        Examples are the running statistics of a batch norm in forward, and fused optimizers that run in backward, by
+        hooks on parameters.
+
+        Args:
+            kind: kind of the use that has ended.
         """
         runs_forward = kind in ("F", "R") or self._is_replayed
         if kind == "B":
@@ -149,12 +155,12 @@ class OffloadedLayer:
     def watch_state(
         self, require: Callable[[int], None], settle: Callable[[], None], end_failed: Callable[[], None]
     ) -> None:
-        """Have ``state_dict`` and ``load_state_dict`` find the layer whole.
+        """Register hooks that make ``state_dict`` and ``load_state_dict`` work while the layer is on the host.
 
         Args:
-            require: called before it is loaded.
-            settle: called after.
-            end_failed: called before its state is read.
+            require: called before the state is loaded.
+            settle: called after the state is loaded.
+            end_failed: called before the state is read.
         """
 
         def before_reading(*_: Any) -> None:
@@ -174,17 +180,17 @@ class OffloadedLayer:
         register(self.module, self.layer_id, [*self._handles, *watching])
 
     def close(self) -> None:
-        """Bring it back for good."""
+        """Move the layer to the device permanently and remove every hook."""
         if self.observer is not None:
             self.observer.close()
         for handle in self._handles:
             handle.remove()
         _for_each(self.memories, OffloadedMemory.release)
         forget(self.module)
-        self.is_here = True
+        self.is_resident = True
 
     def _give_host_copies(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Put what is on the host in the place of tensors that are away, or will be before they are read."""
+        """Replace tensors in a state dict by their copies on the host, because they may move before they are read."""
         self._let_detach(False)
         for name, tensor in chain(
             module.named_parameters(prefix[:-1], recurse=False), module.named_buffers(prefix[:-1], recurse=False)
@@ -194,12 +200,12 @@ class OffloadedLayer:
                 state[name] = memory.host_view(tensor)
 
     def _before_load(self, part: nn.Module, how: dict[str, Any], require: Callable[[int], None]) -> None:
-        if not any(part is mine for mine in self.module.modules()):  # a copied module takes the hooks along
+        if not any(part is mine for mine in self.module.modules()):  # a copied module still has the hooks
             return
         if how.get("assign_to_params_buffers", False):
             raise OffloadError(
                 f"load_state_dict: expected assign=False while layer {self.layer_id} is registered, got assign=True, "
-                "which puts other parameters in the place of those that move; close() the manager before"
+                "which replaces the parameters that move; close() the manager before"
             )
         require(self.layer_id)
 
@@ -208,7 +214,7 @@ class OffloadedLayer:
             memory.may_be_detached = allowed
 
     def _by_storage(self) -> dict[int, tuple[UntypedStorage, dict[str, Tensor]]]:
-        """Tensors by the address of their storage."""
+        """Return the tensors by the address of their storage."""
         found: dict[int, tuple[UntypedStorage, dict[str, Tensor]]] = {}
         for name, tensor in chain(self.module.named_parameters(), self.module.named_buffers()):
             if type(tensor) not in (Tensor, nn.Parameter, OffloadedParameter, OffloadedTensor):
@@ -223,38 +229,46 @@ class OffloadedLayer:
         return found
 
 
-class ShownLayers:
-    """The layers whose tensors are as any others: those in use, and what somebody has reached for since the last use.
+class UnguardedLayers:
+    """The layers whose tensors are ordinary tensors.
+
+    These are the layers in use, and the layers that other code has read or written since the last use.
 
     Args:
-        layers: all, by number.
-        used: numbers of those in use.
+        layers: all layers, by number.
+        used: numbers of the layers in use.
     """
 
     def __init__(self, layers: Mapping[int, OffloadedLayer], used: Collection[int]) -> None:
-        self._layers, self._used = layers, used
-        self._shown: set[int] = set()
+        self._layers = layers
+        self._used = used
+        self._unguarded: set[int] = set()
 
-    def show(self, number: int) -> None:
-        """A layer is in use, or reached for."""
-        self._shown.add(number)
-        self._layers[number].show()
+    def unguard(self, number: int) -> None:
+        """Make the tensors of a layer ordinary tensors."""
+        self._unguarded.add(number)
+        self._layers[number].unguard()
 
-    def hide_unused(self) -> None:
-        """Have uses noticed of every layer that is not in use."""
+    def guard_unused(self) -> None:
+        """Guard the tensors of every layer that is not in use, so that other reads and writes are detected."""
         used = {id(memory) for number in self._used for memory in self._layers[number].memories}
-        for number in self._shown.difference(self._used):
+        for number in self._unguarded.difference(self._used):
             for memory in self._layers[number].memories:
                 if id(memory) not in used:
-                    memory.hide()
-        self._shown.intersection_update(self._used)
+                    memory.guard()
+        self._unguarded.intersection_update(self._used)
 
 
 def check_new(layer_id: int, module: nn.Module, layers: Mapping[int, OffloadedLayer]) -> None:
-    """Refuse what is registered already.
+    """Check that a layer can be registered.
+
+    Args:
+        layer_id: number of the new layer.
+        module: the new layer.
+        layers: the layers of this manager, by number.
 
     Raises:
-        ValueError: the number, the module or a part of it is, also by another manager.
+        ValueError: the number, the module or a part of it is already registered with this or another manager.
     """
     if layer_id in layers:
         raise ValueError(f"layer_id: expected one not registered yet, got {layer_id!r} a second time")
@@ -274,10 +288,10 @@ def check_new(layer_id: int, module: nn.Module, layers: Mapping[int, OffloadedLa
 
 
 def close_layers(layers: dict[int, OffloadedLayer]) -> None:
-    """Bring layers back for good, and take them out of the dictionary.
+    """Move layers to the device permanently and remove them from the dictionary.
 
     Raises:
-        OffloadError: the device has no room for some, which stay in it.
+        OffloadError: the device has no room for some layers, which stay in the dictionary.
     """
     errors: list[RuntimeError] = []
     for number, layer in list(layers.items()):
@@ -291,10 +305,15 @@ def close_layers(layers: dict[int, OffloadedLayer]) -> None:
 
 
 def device_of(layer_id: int, module: nn.Module, of_others: torch.device | None = None) -> torch.device:
-    """Where a layer is computed.
+    """Return the device on which a layer is computed.
+
+    Args:
+        layer_id: number of the layer, for error messages.
+        module: the layer.
+        of_others: device of the other layers, if any.
 
     Raises:
-        ValueError: on no device, on several, or on another than the other layers.
+        ValueError: the tensors are on an unsupported device, on several, or on another than the other layers.
     """
     devices = {tensor.device for tensor in chain(module.parameters(), module.buffers())}
     allowed = devices if of_others is None else {of_others}
@@ -306,19 +325,19 @@ def device_of(layer_id: int, module: nn.Module, of_others: torch.device | None =
 
 
 def _for_each(memories: Iterable[OffloadedMemory], act: Callable[[OffloadedMemory], object]) -> None:
-    """Act on every memory, also where it fails for some; then raise the first error."""
+    """Act on every memory, even after an error, then raise the first error."""
     errors = []
     for memory in memories:
         try:
             act(memory)
-        except RuntimeError as error:  # an OffloadError, or no room
+        except RuntimeError as error:  # an OffloadError, or out of memory
             errors.append(error)
     if errors:
         raise errors[0]
 
 
 def _reason_to_keep(storage: UntypedStorage, tensors: list[Tensor]) -> str | None:
-    """Why a memory must stay where it is."""
+    """Return why a memory must stay on the device, or None if it may move."""
     if storage.nbytes() == 0:
         return "no memory"
     if any(tensor.nbytes != storage.nbytes() for tensor in tensors):

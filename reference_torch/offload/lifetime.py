@@ -1,4 +1,4 @@
-"""References to a manager that do not keep it alive: a model's hooks must not be what its manager lives by."""
+"""Weak references to a manager, so that the hooks of a model do not keep its manager alive."""
 
 import contextlib
 import threading
@@ -14,16 +14,16 @@ class Closable(Protocol):
     """A manager that can be closed."""
 
     def close(self) -> None:
-        """Bring everything back and remove every hook."""
+        """Move everything to the device and remove every hook."""
         ...
 
 
 def weak_method(method: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """Return a function that calls a bound method for as long as its object lives.
+    """Return a function that calls a bound method while its object is alive.
 
     Args:
         method: the bound method.
-        otherwise: called after the object has gone; None: nothing is called.
+        otherwise: called after the object is deleted; None: nothing is called.
     """
     reference = weakref.WeakMethod(method)
 
@@ -35,11 +35,15 @@ def weak_method(method: Callable[..., Any], otherwise: Callable[..., Any] | None
 
 
 def close_dropped(manager: Closable, link: Link | None) -> None:
-    """Close a manager that nobody holds any more.
+    """Close a manager to which no reference is left.
 
-    Where the device has no room for some layers, each of their tensors comes back when it is read.
+    If the device has no room for some layers, their tensors move to the device when they are read.
+
+    Args:
+        manager: the manager.
+        link: its link to the host.
     """
-    if link is not None and link.runs_here:  # the garbage collector runs where it likes; here nothing can be waited for
+    if link is not None and link.runs_here:  # garbage collection may run on the link's thread, which cannot wait
         threading.Thread(target=_close, args=(manager,), name="offload close").start()
     else:
         _close(manager)

@@ -1,7 +1,7 @@
-"""The link between host and device: copies that run beside the computation, one after the other.
+"""The link between host and device, which copies memories in order and in parallel with the computation.
 
-On a GPU the link is one stream of its own, and memory changes hands by events. Elsewhere it is one thread, and the
-"device" is a second place in the same memory, so that order, counts, bytes and numbers are those of the GPU.
+On a GPU the link is a separate stream, synchronized by events. Elsewhere it is a thread, and the "device" is a second
+region of host memory, so that order, counts, bytes and values are equal to those on a GPU.
 """
 
 import queue
@@ -16,30 +16,35 @@ from torch import Tensor, UntypedStorage
 
 
 class OffloadError(RuntimeError):
-    """Offload cannot go on; what it holds is still whole."""
+    """A failure of offload that leaves all tensors intact."""
 
 
 class Copy:
-    """A copy under way on a link's thread.
+    """A copy on the thread of a link.
 
     Args:
-        thread: the link's; None where the copy needs none.
+        thread: thread of the link; None if the copy needs none.
     """
 
     def __init__(self, thread: threading.Thread | None = None) -> None:
-        self._done, self._thread = threading.Event(), thread
+        self._done = threading.Event()
+        self._thread = thread
         self.error: BaseException | None = None
 
     def finish(self, error: BaseException | None) -> None:
-        """Called by the thread."""
+        """Mark the copy as finished; the thread calls this.
+
+        Args:
+            error: why the copy failed, if it did.
+        """
         self.error = error
         self._done.set()
 
     def wait(self) -> None:
-        """Let the computation go on only after the copy.
+        """Make the computation wait for the copy.
 
         Raises:
-            OffloadError: it failed.
+            OffloadError: the copy failed.
         """
         while not self._done.wait(_PATIENCE):
             if self._thread is not None and not self._thread.is_alive() and not self._done.is_set():
@@ -51,40 +56,40 @@ class Copy:
             raise OffloadError(f"copy: expected to move bytes between host and device, got {self.error}")
 
     def synchronize(self) -> None:
-        """Let this thread go on only after the copy."""
+        """Block this thread until the copy has ended."""
         self.wait()
 
 
 _PATIENCE = 1.0
-"""Seconds between two looks at whether the thread that copies is alive."""
+"""Seconds between two checks that the thread of the link is alive."""
 
 
 class StreamCopy(Copy):
-    """A copy queued on a link's stream; waiting for it makes the current stream wait, not this thread."""
+    """A copy on the stream of a link; wait() blocks the current stream, not this thread."""
 
     def __init__(self, event: Any) -> None:
         super().__init__()
         self._event = event
 
     def wait(self) -> None:
-        """Let what the current stream is given from now on run after the copy."""
+        """Make later work of the current stream wait for the copy."""
         torch.cuda.current_stream().wait_event(self._event)
 
     def synchronize(self) -> None:
-        """Let this thread go on only after the copy."""
+        """Block this thread until the copy has ended."""
         self._event.synchronize()
 
 
 class Link:
-    """Copies between host and device in the order in which they are asked for.
+    """A queue of copies between host and device.
 
     Args:
-        device: where layers are computed.
-        pin_memory: lock host memory in place, for copies that need no help of the processor; on a GPU.
+        device: device on which layers are computed.
+        pin_memory: allocate pinned host memory, for asynchronous copies; only on a GPU.
     """
 
     delay: Callable[[int], float] | None = None
-    """Seconds that a copy of so many bytes takes longer; to see what a slow link does."""
+    """A function from bytes to extra seconds for each copy, to simulate a slow link."""
 
     def __init__(self, device: torch.device, pin_memory: bool = True) -> None:
         self.device = device
@@ -99,24 +104,24 @@ class Link:
 
     @property
     def runs_here(self) -> bool:
-        """Whether this code runs on the link's own thread, which cannot wait for its copies."""
+        """True on the thread of the link, which cannot wait for its own copies."""
         return self._thread is threading.current_thread()
 
     def host_copy(self, storage: UntypedStorage) -> UntypedStorage:
-        """New host memory with a storage's bytes.
+        """Return new host memory with the bytes of a storage.
 
         Raises:
-            OffloadError: the host has no room.
+            OffloadError: the host has no free memory.
         """
         memory = self.host_memory(storage.nbytes())
         memory.copy_(storage)
         return memory
 
     def host_memory(self, nbytes: int) -> UntypedStorage:
-        """New host memory.
+        """Return new host memory of ``nbytes`` bytes.
 
         Raises:
-            OffloadError: the host has no room.
+            OffloadError: the host has no free memory.
         """
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pins).untyped_storage()
@@ -128,9 +133,11 @@ class Link:
             ) from error
 
     def copy(self, target: UntypedStorage, source: UntypedStorage) -> Copy:
-        """Copy all bytes of one storage to another of the same size, after what has been computed so far.
+        """Start to copy one storage to another of the same size, after all computation queued so far.
 
-        Both must live until somebody has waited for the copy.
+        Args:
+            target: storage to write; the caller keeps it alive until it has waited for the copy.
+            source: storage to read, likewise.
         """
         seconds = 0.0 if self.delay is None else self.delay(source.nbytes())
         if self.stream is None:
@@ -138,7 +145,7 @@ class Link:
             job = [copy, _as_bytes(target), _as_bytes(source), seconds]
             if self._thread is not None and self._thread.is_alive():
                 self._queue.put(job)
-            else:  # the interpreter is ending, or this process is a fork of the one that had the thread
+            else:  # the interpreter is exiting, or this process is a fork without the thread
                 _carry_out(job)
             return copy
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -150,30 +157,30 @@ class Link:
 
 
 _CYCLES = 1.5e9
-"""Of a GPU in a second, about."""
+"""Approximate clock cycles of a GPU per second."""
 
 
 def _as_bytes(storage: UntypedStorage) -> Tensor:
-    with torch.inference_mode(False):  # else only inference mode could write it, which the thread is not in
+    with torch.inference_mode(False):  # the thread cannot write an inference tensor
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore
 
 
 def _end(jobs: queue.SimpleQueue, thread: threading.Thread) -> None:
-    """Let a link's thread end, and wait for that: an interpreter that ends while it lets go of a tensor aborts."""
+    """End the thread of a link and wait for it, because the interpreter aborts if a tensor is freed during exit."""
     jobs.put(None)
     if thread is not threading.current_thread():
         thread.join(timeout=10.0)
 
 
 def _serve(jobs: queue.SimpleQueue) -> None:
-    """Carry copies out until told to stop."""
+    """Run copies until the queue contains None."""
     while (job := jobs.get()) is not None:
         _carry_out(job)
         del job
 
 
 def _carry_out(job: list) -> None:
-    """Make a copy, and say so once nothing here holds its memories any more."""
+    """Run a copy and mark it as finished once this function holds no reference to its memories."""
     copy, target, source, seconds = job
     job.clear()
     failure = None

@@ -1,8 +1,8 @@
-"""One memory that moves: a parameter's, a buffer's, or what several of them share.
+"""A memory that moves between host and device, used by one or several parameters and buffers.
 
-The Parameter stays the same object over the same storage. While it is away the storage is empty and the bytes are in a
-copy on the host, made once. While its layer is not in use its class is another, there or away: whoever then reads or
-writes it from Python is noticed, finds it there, and what was written is written back.
+The Parameter stays the same object with the same storage. While it is on the host, the storage is empty and the bytes
+are in a host copy, which is allocated once. While its layer is not in use, the class of the tensor is replaced: a read
+or write from Python then fetches the memory first, and changes are copied back to the host.
 """
 
 import contextlib
@@ -29,17 +29,21 @@ _READS_NOTHING = (METADATA - {"untyped_storage"}) | (
 
 
 def gradient_node(tensor: Tensor) -> Node | None:
-    """Return the node that adds a parameter's gradient up: of every graph the same; None: it wants no gradient."""
+    """Return the node that accumulates a parameter's gradient in every graph, or None if it needs no gradient."""
     if not tensor.requires_grad:
         return None
     with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
         return get_gradient_edge(tensor).node
 
 
-def _is_kept_by_others(tensor: Tensor, saved: Iterable[Tensor]) -> bool:
-    """Whether a graph keeps a tensor itself that was not kept under offload's hooks.
+def _is_saved_elsewhere(tensor: Tensor, saved: Iterable[Tensor]) -> bool:
+    """Return True if a graph saved a tensor without offload's hooks.
 
-    Known are its Python object, the node that adds its gradient up, and what its views hold that were kept.
+    Expected references are its Python object, the node that accumulates its gradient, and its saved views.
+
+    Args:
+        tensor: the tensor.
+        saved: tensors in the same memory that were saved under offload's hooks.
     """
     views = sum(view._base is tensor for view in saved)
     if internals.tensor_holders(tensor) <= 1 + views:
@@ -49,7 +53,7 @@ def _is_kept_by_others(tensor: Tensor, saved: Iterable[Tensor]) -> bool:
 
 
 class _Offloaded:
-    """What a tensor's class has in front while its layer is not in use."""
+    """A mixin for the class of a tensor while its layer is not in use."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,38 +76,38 @@ class _Offloaded:
 
 
 class OffloadedParameter(_Offloaded, nn.Parameter):
-    """Class of a parameter while its layer is not in use."""
+    """A parameter whose layer is not in use."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"OffloadedParameter(shape={tuple(self.shape)})"
 
 
 class OffloadedTensor(_Offloaded, Tensor):
-    """Class of a buffer while its layer is not in use."""
+    """A buffer whose layer is not in use."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"OffloadedTensor(shape={tuple(self.shape)})"
 
 
 def host_value(tensor: Tensor) -> Tensor:
-    """What a tensor shares its bytes with, to be read or written in its place and without moving anything.
+    """Return a tensor with the current bytes of ``tensor`` that can be read or written without a fetch.
 
-    A parameter whose memory is away: its copy on the host. Any other tensor: itself.
+    It is the host copy if the memory is on the host, else the tensor itself.
     """
     if not isinstance(tensor, _Offloaded):
         return tensor
     memory: OffloadedMemory = vars(tensor)["_memory"]
-    if not memory.is_home:
+    if not memory.is_on_device:
         return memory.host_view(tensor)
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach()
 
 
 def bring_back(tensor: Tensor) -> None:
-    """Bring a tensor's memory to the device where it is away."""
+    """Fetch the memory of a tensor if it is on the host."""
     if isinstance(tensor, _Offloaded):
         memory: OffloadedMemory = vars(tensor)["_memory"]
-        if not memory.is_home:
+        if not memory.is_on_device:
             memory.bring_back()
 
 
@@ -111,17 +115,19 @@ class OffloadedMemory:
     """A storage with a copy on the host.
 
     Args:
-        name: canonical name of the first tensor in it.
-        tensors: all that use it, each as a whole.
-        link: to the host.
-        bring_back: called when a tensor is used while its layer is not; calls ``fetch``, ``arrive`` and ``show``.
+        name: canonical name of its first tensor.
+        tensors: all tensors in the storage; each covers it completely.
+        link: link to the host.
+        bring_back: called if a tensor is used while its layer is not; calls ``fetch``, ``arrive`` and ``unguard``.
 
     Raises:
-        OffloadError: the host has no room.
+        OffloadError: the host has no free memory.
     """
 
     def __init__(self, name: str, tensors: Iterable[Tensor], link: Link, bring_back: Callable[[], None]) -> None:
-        self.name, self.tensors, self._link = name, list(tensors), link
+        self.name = name
+        self.tensors = list(tensors)
+        self._link = link
         self.home = self.tensors[0].untyped_storage()
         self.nbytes = self.home.nbytes()
         self.host = link.host_copy(self.home)
@@ -129,102 +135,108 @@ class OffloadedMemory:
         self._aliases: dict[int, weakref.ref[Tensor]] = {}
         self._is_replayed = False
         self.may_be_detached = False
-        """Whether ``detach`` may give an empty alias; the caller replaces it."""
+        """True if ``detach`` may return an empty alias, which the caller then replaces."""
         self._coming: tuple[UntypedStorage, Copy] | None = None
         self._leaving: Copy | None = None
-        self._is_home = True
+        self._is_on_device = True
         self._copied_at = self._version
 
     @property
-    def is_home(self) -> bool:
-        """Whether its bytes are on the device."""
-        return self._is_home
+    def is_on_device(self) -> bool:
+        """True if the bytes are on the device."""
+        return self._is_on_device
 
     @property
     def device_bytes(self) -> int:
-        """Bytes it really takes on the device."""
+        """Bytes allocated on the device."""
         if self._coming is not None:
             return self._coming[0].nbytes()
-        return self.home.nbytes() if self._is_home or self._leaving is not None else 0
+        return self.home.nbytes() if self._is_on_device or self._leaving is not None else 0
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody uses the memory who would not bring it back: an alias, or a graph made elsewhere."""
+        """True if another holder uses the memory without fetching it: an alias, or a graph without offload's hooks."""
         if self._is_replayed:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             saved = [alias for alias in (reference() for reference in [*self._aliases.values()]) if alias is not None]
             if not is_held_only_by(self.home, [*self.tensors, *saved]):
                 return True
-            return any(_is_kept_by_others(tensor, saved) for tensor in self.tensors)
+            return any(_is_saved_elsewhere(tensor, saved) for tensor in self.tensors)
 
     @property
     def is_changed(self) -> bool:
-        """Whether the host's copy is older than the tensors."""
-        return self._is_home and self._copied_at != self._version
+        """True if the tensors changed after they were copied to the host."""
+        return self._is_on_device and self._copied_at != self._version
 
     @property
     def _version(self) -> tuple[int, ...]:
         return tuple(tensor._version for tensor in self.tensors)
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Other tensors that use it."""
-        known, changed = {id(tensor) for tensor in self.tensors}, self.is_changed
+        """Add tensors that use the same storage."""
+        known = {id(tensor) for tensor in self.tensors}
+        changed = self.is_changed
         self.tensors += [tensor for tensor in tensors if id(tensor) not in known]
         self._copied_at = () if changed else self._version
 
     def note_alias(self, alias: Tensor) -> None:
-        """A graph keeps a tensor in it, for a reader that brings it back first."""
+        """Record a tensor in this memory that a graph saved under offload's hooks."""
         if any(alias is tensor for tensor in self.tensors):
             return
         key = id(alias)
         self._aliases[key] = weakref.ref(alias, lambda _, aliases=self._aliases: aliases.pop(key, None))
 
     def begin_replay(self) -> None:
-        """A region is about to be run again: what it records is in the memory, and read in its layer's backward."""
+        """Prepare for a replay, whose saved values are in this memory and are read in the layer's backward."""
         self._is_replayed = self._is_replayed or not self.is_held
 
     def end_replay(self) -> None:
-        """The layer's backward has ended, and with it all that reads what was recorded."""
+        """Record that the layer's backward has read all values that the replay saved."""
         self._is_replayed = False
 
     def note_change(self) -> None:
-        """Somebody has written the tensors."""
+        """Record that the tensors were written."""
         self._copied_at = ()
 
     def host_view(self, tensor: Tensor) -> Tensor:
-        """The copy on the host, up to date, in a tensor's shape.
+        """Return the current host copy with the shape of a tensor.
+
+        Args:
+            tensor: a tensor in this memory.
 
         Raises:
-            OffloadError: the tensor has been given another memory.
+            OffloadError: the tensor now has another storage.
         """
         self._check_place()
         before = self._copied_at
         written = self.write_back() if self.is_changed else self._leaving
         if written is not None:
             written.synchronize()
-        if before == ():  # whoever may have written it unseen may do so again
+        if before == ():  # a holder that wrote it undetected may do so again
             self._copied_at = before
         with torch.inference_mode(False):
             like = torch.empty(0, dtype=tensor.dtype)
             return like.set_(self.host, tensor.storage_offset(), tensor.shape, tensor.stride())  # pyright: ignore
 
     def bring_back(self) -> None:
-        """Bring it back for somebody who reads or writes it."""
+        """Fetch the memory for a read or write outside the layer's uses."""
         self._bring_back()
-        if not self._is_home or self._coming is not None:  # the manager is gone, and had no room for it
+        if not self._is_on_device or self._coming is not None:  # the manager is closed, and the device had no room then
             self.release()
 
     def fetch(self) -> int:
-        """Begin to bring it back; returns the bytes copied."""
-        if self._is_home or self._coming is not None:
+        """Start the copy to the device and return the number of bytes copied."""
+        if self._is_on_device or self._coming is not None:
             return 0
-        if self._leaving is not None:  # has not left yet
-            written, self._leaving, self._is_home = self._leaving, None, True
+        if self._leaving is not None:  # the device memory is still there
+            written = self._leaving
+            self._leaving = None
+            self._is_on_device = True
             try:
                 written.wait()
             except OffloadError:
-                self._copied_at = ()  # it is written back when it next leaves
+                self._copied_at = ()  # the next eviction copies it again
             return 0
         if internals.HAS_SWAP:
             target = UntypedStorage(self.nbytes, device=self._link.device)
@@ -235,30 +247,31 @@ class OffloadedMemory:
         return self.nbytes
 
     def arrive(self) -> None:
-        """End a fetch: the tensors can be read again."""
+        """Wait for the copy to the device, after which the tensors can be read."""
         if self._coming is None:
             return
-        (target, copied), self._coming = self._coming, None
+        target, copied = self._coming
+        self._coming = None
         copied.wait()
         if target is not self.home:
             refill_storage(self.home, target, exclusive=True)
-        self._is_home = True
+        self._is_on_device = True
 
     def leave(self) -> int:
-        """Let it go: at once where the host's copy is good, else after it is written back; returns the bytes copied.
+        """Evict the memory, unless it has other holders, and return the number of bytes copied.
 
-        Where somebody else holds it, it stays.
+        If the host copy is current, the device memory is released at once, else after a copy to the host.
         """
         self.arrive()
-        if not self._is_home:
+        if not self._is_on_device:
             return 0
         self._check_place()
         if self.is_held:
-            self.note_change()  # whoever holds it may write it, and let it go before this is asked again
+            self.note_change()  # the holder may write it and release it before the next check
             return 0
         written = self.write_back() if self.is_changed else None
-        self.hide()
-        self._is_home = False
+        self.guard()
+        self._is_on_device = False
         if written is None:
             self._empty()
             return 0
@@ -266,41 +279,43 @@ class OffloadedMemory:
         return self.nbytes
 
     def finish_leaving(self) -> None:
-        """Wait for what is being written back, and give its memory back."""
+        """Wait for the copy to the host and release the device memory."""
         if self._leaving is None:
             return
-        written, self._leaving = self._leaving, None
+        written = self._leaving
+        self._leaving = None
         try:
             written.wait()
         except OffloadError:
-            self._is_home, self._copied_at = True, ()  # the only good copy is here
+            self._is_on_device = True  # only the device has valid bytes
+            self._copied_at = ()
             raise
         self._empty()
 
     def write_back(self) -> Copy:
-        """Begin to bring the host's copy up to date; waited for before the memory or the copy is used."""
+        """Start to update the host copy; the caller waits for it before it uses either memory."""
         self._copied_at = self._version
         return self._link.copy(self.host, self.home)
 
     def release(self) -> None:
-        """Bring it back for good, also after a copy that failed."""
+        """Move the memory to the device permanently, even after a failed copy."""
         with contextlib.suppress(OffloadError):
             self.finish_leaving()
         with contextlib.suppress(OffloadError):
             self.arrive()
         self.fetch()
         self.arrive()
-        self.show()
+        self.unguard()
 
-    def show(self) -> None:
-        """Its layer is in use: its tensors are as any others."""
+    def unguard(self) -> None:
+        """Make the tensors ordinary tensors, because their layer is in use."""
         for tensor in self.tensors:
             if isinstance(tensor, _Offloaded):
                 vars(tensor).pop("_memory")
                 object.__setattr__(tensor, "__class__", nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor)
 
-    def hide(self) -> None:
-        """Its layer is not in use: whoever reads or writes it is noticed."""
+    def guard(self) -> None:
+        """Guard the tensors, because their layer is not in use: other reads and writes fetch the memory first."""
         for tensor in self.tensors:
             if not isinstance(tensor, _Offloaded):
                 vars(tensor)["_memory"] = self
@@ -311,7 +326,7 @@ class OffloadedMemory:
         if any(internals.storage_address(tensor) != self.home._cdata for tensor in self.tensors):
             raise OffloadError(
                 f"{self.name}: expected to stay in its memory, got another (by .data = or Module.to); close() the "
-                "manager before, and register the layer with a new one after"
+                "manager before, and register the layer with a new manager afterwards"
             )
 
     def _empty(self) -> None:

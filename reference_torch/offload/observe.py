@@ -1,7 +1,7 @@
-"""When a layer is used: what hooks on a module and on its tensors tell of forward, backward and replays.
+"""Detection of a layer's uses (forward, backward, replay) by hooks on its module and tensors.
 
-A gradient of a layer's output arrives before the layer's own gradients are computed, so it can only say that the
-layer's backward begins. It has ended when the gradients of the layer's inputs exist, and those of its parameters.
+A layer's backward begins when a gradient of its output arrives. It has ended when the gradients of the layer's inputs
+and parameters exist.
 """
 
 import weakref
@@ -26,31 +26,31 @@ class UseListener(Protocol):
     """The manager that an observer reports to."""
 
     def on_forward_pre_hook(self, layer_id: int) -> None:
-        """A forward of the layer begins."""
+        """Handle the begin of a forward of the layer."""
         ...
 
     def on_forward_post_hook(self, layer_id: int) -> None:
-        """A forward of the layer has ended."""
+        """Handle the end of a forward of the layer."""
         ...
 
     def on_backward_pre_hook(self, layer_id: int) -> None:
-        """A gradient of the layer's output has arrived."""
+        """Handle the arrival of a gradient of the layer's output."""
         ...
 
     def on_backward_post_hook(self, layer_id: int) -> None:
-        """The gradients of the layer's inputs and parameters exist."""
+        """Handle the end of the layer's backward: the gradients of its inputs and parameters exist."""
         ...
 
     def on_replay(self, parameters: list[Tensor]) -> None:
-        """A recomputed region that reads these parameters is about to run again."""
+        """Prepare for the replay of a recompute region that reads these parameters."""
         ...
 
     def new_group(self) -> ActivationGroup | None:
-        """Return the group for what the forward that begins saves for backward, or None."""
+        """Return the group for tensors that the forward saves for backward, or None."""
         ...
 
     def end_group(self, group: ActivationGroup) -> None:
-        """The forward of the group has ended."""
+        """Handle the end of the forward of a group."""
         ...
 
     def saved_tensor_hooks(self, group: ActivationGroup | None) -> saved_tensors_hooks:
@@ -59,23 +59,25 @@ class UseListener(Protocol):
 
 
 class LayerObserver:
-    """Tells a manager of every use of a module.
+    """An observer that reports every use of a layer to a listener.
 
     Args:
-        layer_id: what the listener calls it.
+        layer_id: number of the layer.
         module: the layer.
-        parameters: whose gradients its backward waits for: its own, and nobody else's.
-        listener: who is told.
+        parameters: parameters that no other layer shares; the layer's backward ends after their gradients.
+        listener: receives the reports.
     """
 
     def __init__(self, layer_id: int, module: nn.Module, parameters: list[nn.Parameter], listener: UseListener) -> None:
-        self.layer_id, self._listener = layer_id, weakref.ref(listener)
-        self.parameters, self._module = parameters, weakref.ref(module)
+        self.layer_id = layer_id
+        self._listener = weakref.ref(listener)
+        self.parameters = parameters
+        self._module = weakref.ref(module)
         self._on_replay = weak_method(listener.on_replay)
         self._watched: set[int] = set()
-        """Places of the parameters whose gradients are waited for."""
+        """Indices of the parameters that have a gradient hook."""
         self._boundaries: weakref.WeakSet[_Boundary] = weakref.WeakSet()
-        """Of leaves, which outlive the graphs they are in."""
+        """Boundaries of leaf tensors, which outlive their graphs."""
         self._running: list[tuple[_Call, ActivationGroup | None, saved_tensors_hooks, Token]] = []
         self.backward: _Call | None = None
         self.handles: list[RemovableHandle] = [
@@ -85,16 +87,16 @@ class LayerObserver:
 
     @property
     def listener(self) -> UseListener | None:
-        """Who is told; None where nobody holds it any more, and it has closed."""
+        """The listener, or None after it is deleted."""
         return self._listener()
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward of the layer runs now."""
+        """True while a forward of the layer runs."""
         return bool(self._running)
 
     def close(self) -> None:
-        """Take every hook away."""
+        """Remove every hook."""
         for handle in self.handles:
             handle.remove()
         self.handles = []
@@ -102,7 +104,7 @@ class LayerObserver:
             boundary.forget(self)
 
     def __deepcopy__(self, memo: dict) -> "LayerObserver":
-        return self  # a copied module takes the hooks along, and does not answer to them
+        return self  # the hooks of a copied module ignore it
 
     @outside_compiled_graphs
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -126,7 +128,7 @@ class LayerObserver:
 
     @outside_compiled_graphs
     def _after_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        """Also where forward has raised, the call's own hooks before it included."""
+        """End the observation of a forward, also if the forward or one of its pre-hooks raised an error."""
         if not self._running or module is not self._module():
             return
         call, group, hooks, token = self._running.pop()
@@ -143,15 +145,15 @@ class LayerObserver:
             listener.end_group(group)
 
     def _watch_parameters(self) -> None:
-        """Also those that were frozen until now."""
+        """Add gradient hooks to parameters without one, including those that were frozen before."""
         for place, parameter in enumerate(self.parameters):
             if parameter.requires_grad and place not in self._watched:
                 self._watched.add(place)
-                note = weak_method(self._note_gradient)  # the parameter must not hold what holds it
+                note = weak_method(self._note_gradient)  # avoids a reference cycle
                 self.handles.append(parameter.register_hook(lambda _, place=place, note=note: note(place)))
 
     def expected_gradients(self) -> set[int]:
-        """Places of the parameters whose gradients the backward that is running comes to."""
+        """Return the indices of the parameters whose gradients the running backward computes."""
         return {place for place in self._watched if _is_reached(gradient_node(self.parameters[place]))}
 
     def _note_gradient(self, place: int) -> None:
@@ -161,17 +163,17 @@ class LayerObserver:
 
 
 class _Call:
-    """One forward call of a layer, and its backward."""
+    """One forward call of a layer and its backward."""
 
     def __init__(self, observer: LayerObserver) -> None:
         self.observer = observer
         self.inputs = 0
         self.inputs_left = 0
         self.missing: set[int] = set()
-        """Places of the parameters whose gradients are still to come."""
+        """Indices of the parameters whose gradients are not computed yet."""
 
     def begin(self) -> None:
-        """A gradient of the output has arrived."""
+        """Begin the backward when a gradient of the output arrives."""
         listener = self.observer.listener
         if self.observer.backward is self or listener is None:
             return
@@ -181,13 +183,13 @@ class _Call:
         listener.on_backward_pre_hook(self.observer.layer_id)
 
     def input_done(self) -> None:
-        """The gradient of one more input is there."""
+        """Count the gradient of one input."""
         if self.observer.backward is self:
             self.inputs_left -= 1
             self.end_if_complete()
 
     def end_if_complete(self) -> None:
-        """Tell, once, that everything this call computes is there."""
+        """Report the end of the backward once all gradients of this call exist."""
         if self.inputs_left <= 0 and not self.missing:
             self.observer.backward = None
             listener = self.observer.listener
@@ -196,20 +198,24 @@ class _Call:
 
 
 class _Boundary:
-    """Hook of a tensor between layers: its gradient ends backwards and begins others, in this order."""
+    """A gradient hook of a tensor between layers.
+
+    The gradient first ends the backward of the layers that read the tensor, then begins that of its producers.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._handle = weakref.ref(tensor), tensor.register_hook(self)
-        self._consumers: list[weakref.ref[_Call]] = []  # weak: an input may live longer than what is made of it
+        self._tensor = weakref.ref(tensor)
+        self._handle = tensor.register_hook(self)
+        self._consumers: list[weakref.ref[_Call]] = []  # weak, because an input may outlive the calls that read it
         self.producers: list[_Call] = []
 
     def add_consumer(self, call: _Call) -> None:
-        """A call reads the tensor."""
+        """Add a call that reads the tensor."""
         self._consumers = [reference for reference in self._consumers if reference() is not None]
         self._consumers.append(weakref.ref(call))
 
     def forget(self, observer: LayerObserver) -> None:
-        """Leave the tensor where only calls of a layer that has closed were waiting for its gradient."""
+        """Remove the calls of a closed layer, and the hook if no other call needs it."""
         self._consumers = [r for r in self._consumers if (call := r()) is not None and call.observer is not observer]
         self.producers = [call for call in self.producers if call.observer is not observer]
         tensor = self._tensor()
@@ -218,7 +224,7 @@ class _Boundary:
             vars(tensor).pop("_offload_boundary", None)
 
     def __reduce__(self) -> tuple:
-        return type(None), ()  # a copy of the tensor, also one on disk, is in no graph
+        return type(None), ()  # a copied or saved tensor is in no graph
 
     def __call__(self, gradient: Tensor) -> None:
         for call in filter(None, [reference() for reference in self._consumers]):
@@ -228,7 +234,7 @@ class _Boundary:
 
 
 def _boundary(tensor: Tensor) -> _Boundary:
-    """A tensor's, made on first need."""
+    """Return the boundary of a tensor; create it on first use."""
     found = vars(tensor).get("_offload_boundary")
     if found is None:
         found = vars(tensor)["_offload_boundary"] = _Boundary(tensor)
@@ -236,13 +242,13 @@ def _boundary(tensor: Tensor) -> _Boundary:
 
 
 def _with_gradient(values: Any) -> list[Tensor]:
-    """Every tensor of a nest that wants a gradient, once."""
+    """Return every tensor of a nested structure that requires a gradient, once."""
     found = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad)
     return list({id(tensor): tensor for tensor in found}.values())
 
 
 def _is_reached(node: Node | None) -> bool:
-    """Whether the backward that is running comes to a node; False where PyTorch does not say."""
+    """Return True if the running backward executes a node; False if PyTorch cannot tell."""
     if node is None:
         return False
     try:

@@ -1,4 +1,4 @@
-"""An optimizer's step taken in parts, one layer's parameters after the other."""
+"""An optimizer step in parts, one layer after the other."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,11 +7,11 @@ from torch import nn
 
 
 class OptimizerParts:
-    """Steps of an optimizer over some of its parameters at a time.
+    """An optimizer whose step updates one layer at a time.
 
     Args:
-        optimizer: treats each parameter by itself.
-        layers: parameters by layer; one that several have goes with the last of them.
+        optimizer: updates each parameter independently.
+        layers: parameters by layer; a shared parameter is updated with the last of its layers.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, layers: Mapping[int, Sequence[nn.Parameter]]) -> None:
@@ -20,12 +20,12 @@ class OptimizerParts:
         self._layer_of = {id(p): layer for layer, parameters in layers.items() for p in parameters}
 
     def step(self, layer: int | None) -> None:
-        """Update a layer's parameters; None: those of no layer."""
+        """Update the parameters of a layer; None: the parameters of no layer."""
         for group, parameters in self._groups:
             group["params"] = [p for p in parameters if self._layer_of.get(id(p)) == layer]
         self._optimizer.step()
 
     def join(self) -> None:
-        """Give the optimizer all its parameters back."""
+        """Restore all parameters of the optimizer."""
         for group, parameters in self._groups:
             group["params"] = parameters

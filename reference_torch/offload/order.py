@@ -1,4 +1,4 @@
-"""In which order layers are used: what was said, else what the last forward showed."""
+"""The order in which layers are used: announced by the caller, or learned from the last forward."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -8,37 +8,37 @@ from diptych.plans.offload import Use, expected_uses, next_backwards, next_layer
 
 
 class UseOrder:
-    """Past and expected uses.
+    """A record of past uses and a forecast of the next uses.
 
     Args:
-        num_prefetch_layers: how many layers ahead a window reaches.
+        num_prefetch_layers: number of layers that a window contains after the current one.
     """
 
     def __init__(self, num_prefetch_layers: int) -> None:
         self.layers: list[int] = []
         """Registered layers in the order of forward."""
         self.training = True
-        """Whether backward follows forward."""
+        """True if backward follows forward."""
         self._num_prefetch_layers = num_prefetch_layers
         self._pass: list[int] = []
         self._expected: deque[Use] = deque()
         self._last: Use | None = None
         self.pending: list[int] = []
-        """Layers whose backward has been announced, or has given way to a replay: it begins when it reads."""
+        """Layers whose backward waits for a replay; it begins or continues when it reads a parameter."""
         self._replays: dict[int, tuple[int, ...]] = {}
-        """By layer, what the last backward replayed before the layer's own."""
+        """By layer, the layers that the last step replayed before the layer's backward."""
         self._replayed: list[int] = []
         self.current = Use("S", -1)
-        """The use that began last; its microbatch is known where uses were announced."""
+        """The use that began last; its microbatch is known if uses were announced."""
 
     def expects_replay(self, layer_id: int) -> bool:
-        """Return whether a replay comes before a layer's backward, as was announced, or as the last time."""
+        """Return True if a replay comes before a layer's backward, as announced or as in the last step."""
         if self._expected:
             return self._expected[0].kind == "R"
         return layer_id in self._replays and not self._replayed
 
     def add(self, layer_id: int) -> None:
-        """A layer is registered: it comes where its number says, until a forward shows otherwise."""
+        """Add a registered layer, ordered by its number until a forward has another order."""
         self.layers = sorted([*self.layers, layer_id])
 
     def expect(self, uses: Iterable[Use]) -> None:
@@ -46,7 +46,7 @@ class UseOrder:
         self._expected = deque(uses)
 
     def begin(self, use: Use) -> tuple[int, ...]:
-        """A use begins; returns the layers that must be there or on their way, in the order they are needed."""
+        """Begin a use and return the window: the layers to fetch, in the order in which they are needed."""
         self._last = self.current = use
         self._learn_replays(use)
         if not self._expected:
@@ -59,12 +59,16 @@ class UseOrder:
         return self._window(chain([use], self._upcoming()))
 
     def next_backwards(self, with_current: bool = False) -> tuple[Use, ...]:
-        """The forwards whose backwards come next, as far as a window reaches."""
+        """Return the forwards whose backwards come next, as many as a window contains.
+
+        Args:
+            with_current: include the current use.
+        """
         uses = chain([self.current] if with_current else [], islice(self._upcoming(), 4096))
         return next_backwards(uses, self._num_prefetch_layers + 1)
 
     def next_window(self) -> tuple[int, ...]:
-        """The layers that the uses after the last one need first."""
+        """Return the window of the uses after the last one."""
         return self._window(self._upcoming())
 
     def _upcoming(self) -> Iterator[Use]:
@@ -81,7 +85,7 @@ class UseOrder:
         return next_layers(uses, min(self._num_prefetch_layers + 1, len(self.layers)))
 
     def _learn_replays(self, use: Use) -> None:
-        """Remember what is replayed before which backward."""
+        """Record which layers are replayed before which backward."""
         if use.kind == "R":
             self._replayed.append(use.layer)
             return
@@ -92,7 +96,7 @@ class UseOrder:
         self._replayed = []
 
     def _learn(self, use: Use) -> None:
-        """Remember in which order forward goes through the layers."""
+        """Record the order of the layers in forward."""
         if use.kind == "F" and use.layer not in self._pass:
             self._pass.append(use.layer)
             return

@@ -1,7 +1,7 @@
-"""Which modules are registered, by all managers, and how those are pickled and copied: without offload's hooks.
+"""The registered modules of all managers, and how they are pickled and copied without offload's hooks.
 
-Hooks stand in the ``__dict__`` of the module they are on, so pickling a module would pickle its manager. While a module
-of a class is registered, ``copyreg`` knows a reducer of that class that leaves them out.
+The ``__dict__`` of a module contains its hooks, so pickling a module would pickle its manager. While a module of a
+class is registered, ``copyreg`` has a reducer for that class that omits offload's hooks.
 """
 
 import copyreg
@@ -13,23 +13,30 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 _REGISTERED: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-"""Parts of layers that some manager has registered, and their layers' numbers."""
+"""Modules inside registered layers, with the number of their layer."""
 _HOOKS: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
-"""Keys of offload's hooks among a module's."""
+"""Keys of offload's hooks of each module."""
 _BEFORE: dict[type, Callable[[Any], Any] | None] = {}
-"""Classes whose reducer stands in copyreg, and what stood there before."""
+"""Classes with a reducer of offload in copyreg, with their previous reducer."""
 
 
 def registered_number(part: nn.Module) -> int | None:
-    """Return the number of the layer that a module is in, of any manager; None: of no layer."""
+    """Return the number of the registered layer that contains a module, or None."""
     return _REGISTERED.get(part)
 
 
 def register(module: nn.Module, layer_id: int, handles: Iterable[RemovableHandle]) -> None:
-    """Note a layer and the hooks on it and on its parts."""
+    """Register a layer and its hooks.
+
+    Args:
+        module: the layer.
+        layer_id: number of the layer.
+        handles: offload's hooks of the layer and the modules inside it.
+    """
     keys = {handle.id for handle in handles}
     for part in module.modules():
-        _REGISTERED[part], _HOOKS[part] = layer_id, keys
+        _REGISTERED[part] = layer_id
+        _HOOKS[part] = keys
         kind = type(part)
         if kind not in _BEFORE:
             _BEFORE[kind] = copyreg.dispatch_table.get(kind)
@@ -50,7 +57,7 @@ def forget(module: nn.Module) -> None:
 
 
 def _reduce(module: nn.Module) -> Any:
-    """Reduce a module as without offload."""
+    """Reduce a module for pickle without offload's hooks."""
     before = _BEFORE.get(type(module))
     reduced = module.__reduce_ex__(4) if before is None else before(module)
     keys = _HOOKS.get(module)

@@ -1,4 +1,4 @@
-"""What a manager tells and refuses: where layers and their memories are, what has been moved, what it does not have."""
+"""Reports of a manager: where layers and memories are, and what has been copied."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from reference_torch.offload.statistics import OffloadStatistics
 
 
 class ManagerReport:
-    """The part of a manager that moves nothing."""
+    """The read-only part of a manager."""
 
     statistics: OffloadStatistics
     _layers: dict[int, OffloadedLayer]
@@ -26,42 +26,42 @@ class ManagerReport:
 
     @property
     def layer_params(self) -> dict[int, list[nn.Parameter]]:
-        """The parameters of every layer."""
+        """Parameters of every layer."""
         return {number: layer.parameters for number, layer in self._layers.items()}
 
     @property
     def layer_param_devices(self) -> dict[int, list[str]]:
-        """Where each of a layer's parameters can be read now: its device, or ``cpu`` while it is away."""
+        """Device type from which each parameter can be read now; ``cpu`` while it is on the host."""
         return {number: layer.devices() for number, layer in self._layers.items()}
 
     @property
     def prefetch_stream(self) -> torch.cuda.Stream | None:
-        """The stream that copies; None without a GPU, where a thread does."""
+        """The stream for copies; None without a GPU, where a thread copies."""
         return None if self._link is None else self._link.stream
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Return what has been moved and waited for, and ``kept``, what stays on the device and why."""
+        """Counters of copies and waits, and under ``kept`` the memories that stay on the device with the reason."""
         return self.statistics.as_dict() | {"kept": kept_memories(self._layers, self._held.values())}
 
     def print_stats(self) -> None:
-        """Print what has been moved and waited for."""
+        """Print the counters of copies and waits."""
         print(describe_statistics(self.stats))
 
     @property
     def resident_layers(self) -> tuple[int, ...]:
-        """Layers that are on the device or on their way there."""
-        return tuple(number for number, layer in self._layers.items() if layer.is_here)
+        """Layers that are on the device or being copied to it."""
+        return tuple(number for number, layer in self._layers.items() if layer.is_resident)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that registered layers take on the device now."""
-        there = [self._layers[number] for number in {*self.resident_layers, *self._leaving}]
-        memories = self._held | {id(memory): memory for layer in there for memory in layer.memories}
+        """Bytes that registered layers occupy on the device now."""
+        layers = [self._layers[number] for number in {*self.resident_layers, *self._leaving}]
+        memories = self._held | {id(memory): memory for layer in layers for memory in layer.memories}
         return sum(memory.device_bytes for memory in memories.values())
 
     def storages(self) -> dict[int, dict[str, int]]:
-        """Bytes of every memory of every layer; as diptych.plans.offload.plan_offload takes them."""
+        """Return the bytes of every memory of every layer, as an argument for diptych.plans.offload.plan_offload."""
         return {n: {memory.name: memory.nbytes for memory in layer.memories} for n, layer in self._layers.items()}
 
     def _layer(self, layer_id: int) -> OffloadedLayer:
@@ -72,7 +72,7 @@ class ManagerReport:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise OffloadError("manager: expected an open one, got one that close() has ended; make a new one")
+            raise OffloadError("manager: expected an open one, got a closed one; make a new one")
 
     def _record(self, event: str) -> None:
         if self.trace is not None:
@@ -80,7 +80,7 @@ class ManagerReport:
 
 
 def kept_memories(layers: Mapping[int, OffloadedLayer], held: Iterable[OffloadedMemory]) -> dict[str, str]:
-    """Return why memories stay on the device, by their names."""
+    """Return the reason why each memory stays on the device, by the name of the memory."""
     kept = [(number, *reason.split(": ", 1)) for number, layer in layers.items() for reason in layer.kept]
     since = {f"{name} of layer {number}": reason for number, name, reason in kept}
     return since | {memory.name: IN_USE for memory in held}

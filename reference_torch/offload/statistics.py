@@ -1,4 +1,4 @@
-"""What offload has moved and waited for."""
+"""Counters of the copies of offload and of the time spent waiting for them."""
 
 import contextlib
 import time
@@ -12,27 +12,27 @@ import torch
 
 @dataclass
 class OffloadStatistics:
-    """Counts since the manager was made."""
+    """Counters since the manager was created."""
 
     bytes_in: int = 0
-    """Copied from host to device."""
+    """Bytes copied from host to device."""
     bytes_out: int = 0
-    """Copied from device to host."""
+    """Bytes copied from device to host."""
     copies_in: int = 0
     copies_out: int = 0
     hits: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    """Uses of each layer that was there, or on its way."""
+    """Uses of each layer that was on the device or being copied to it."""
     misses: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    """Uses that had to ask for their layer and wait for all of it."""
+    """Uses of each layer that was on the host."""
     peak_bytes: int = 0
-    """Most bytes that registered layers took on the device at once, since they were first let go."""
+    """Largest number of bytes of registered layers on the device at once, since their first eviction."""
     peak_layers: int = 0
     _waited: float = 0.0
     _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     @property
     def seconds_waited(self) -> float:
-        """Time the computation has waited for copies to the device."""
+        """Seconds that the computation has waited for copies to the device."""
         for begin, end in self._events:
             end.synchronize()
             self._waited += begin.elapsed_time(end) / 1000.0
@@ -40,7 +40,7 @@ class OffloadStatistics:
         return self._waited
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for a report."""
+        """Return all counters, for a report."""
         return {
             "bytes_in": self.bytes_in,
             "bytes_out": self.bytes_out,
@@ -55,28 +55,43 @@ class OffloadStatistics:
         }
 
     def note_copies(self, direction: str, moved: Sequence[int]) -> None:
-        """Bytes of copies that have been asked for; 0 is none."""
-        count, size = sum(nbytes > 0 for nbytes in moved), sum(moved)
+        """Count copies.
+
+        Args:
+            direction: "in" for copies to the device, "out" for copies to the host.
+            moved: bytes of each copy; 0 means no copy.
+        """
+        count = sum(nbytes > 0 for nbytes in moved)
+        size = sum(moved)
         if direction == "in":
-            self.copies_in, self.bytes_in = self.copies_in + count, self.bytes_in + size
+            self.copies_in += count
+            self.bytes_in += size
         else:
-            self.copies_out, self.bytes_out = self.copies_out + count, self.bytes_out + size
+            self.copies_out += count
+            self.bytes_out += size
 
     def note_use(self, layer_id: int, hit: bool) -> None:
-        """A layer is used; whether it was there or on its way."""
+        """Count a use of a layer.
+
+        Args:
+            layer_id: number of the layer.
+            hit: True if the layer was on the device or being copied to it.
+        """
         (self.hits if hit else self.misses)[layer_id] += 1
 
     def note_bytes(self, nbytes: int, layers: int) -> None:
-        """What is on the device now."""
-        self.peak_bytes, self.peak_layers = max(self.peak_bytes, nbytes), max(self.peak_layers, layers)
+        """Update the peaks with the bytes and the number of layers on the device now."""
+        self.peak_bytes = max(self.peak_bytes, nbytes)
+        self.peak_layers = max(self.peak_layers, layers)
 
     def restart_peak(self, nbytes: int, layers: int) -> None:
-        """Forget what was on the device before now."""
-        self.peak_bytes, self.peak_layers = nbytes, layers
+        """Restart the peaks with the bytes and the number of layers on the device now."""
+        self.peak_bytes = nbytes
+        self.peak_layers = layers
 
     @contextlib.contextmanager
     def waiting(self, device: torch.device) -> Iterator[None]:
-        """Count the time inside: of this thread, or on a GPU, of its current stream."""
+        """Measure the time in this context, of this thread or, on a GPU, of its current stream."""
         if device.type != "cuda":
             begin = time.perf_counter()
             yield

@@ -1,7 +1,7 @@
-"""Pipeline parallelism in PyTorch: one process a rank runs its part of a schedule table.
+"""Pipeline parallelism in PyTorch: each rank is a process that runs its part of a schedule table.
 
-Twin of ``jax_impl/pipeline``, which runs the same tables as one program on all devices. Names and contracts are those
-of Megatron-core's pipeline_parallel; docs/pipeline.md lists where they differ.
+The mirrored package ``jax_impl/pipeline`` runs the same tables as one program on all devices. Names and contracts are
+those of Megatron-core's pipeline_parallel; docs/pipeline.md lists the differences.
 """
 
 from diptych.plans.schedule.messages import PipelineError

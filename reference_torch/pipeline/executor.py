@@ -1,8 +1,8 @@
-"""Runs one rank's part of a schedule table: actions in the table's order, messages where the plan puts them.
+"""Execution of one rank's part of a schedule table.
 
-What is computed when is decided in ``diptych/plans/schedule/named.py``, and which messages that takes in
-``diptych/plans/schedule/messages.py``; here nothing is reordered. Receives are posted before the action in front of
-them, sends are not waited for.
+``diptych/plans/schedule/named.py`` decides the order of actions and ``diptych/plans/schedule/messages.py`` the
+messages between them; the executor reorders nothing. A receive is posted before the action that precedes it starts,
+and sends do not block.
 """
 
 from collections import defaultdict
@@ -36,27 +36,27 @@ from reference_torch.pipeline.steps import (
 
 @dataclass
 class StepInputs:
-    """What a schedule function was given, by virtual stage of this rank."""
+    """The arguments of a schedule function, by virtual stage of this rank."""
 
     forward_step_func: ForwardStep
     data_iterators: Sequence[Iterator[Any] | None]
     models: Sequence[nn.Module]
     config: TransformerConfig
     shapes: Sequence[tuple[Sequence[Shape], Sequence[Shape]]]
-    """Of what each stage receives and sends."""
+    """Shapes of the tensors that each stage receives and sends."""
     collect_non_loss_data: bool = False
     cp_group_size: int = 1
 
 
 class Executor:
-    """One step of one rank.
+    """The executor of one step of one rank.
 
     Args:
         schedule: the table.
         inputs: models and data of the rank.
-        communicator: to the other ranks; None: there are none.
-        sums: gradients over replicas.
-        trace: every action is appended as it is run.
+        communicator: communicator of the pipeline; None: the pipeline has one rank.
+        sums: sums of gradients over replicas.
+        trace: list to which every action is appended after it has run.
     """
 
     def __init__(
@@ -67,9 +67,12 @@ class Executor:
         sums: GradientSums,
         trace: list[Action] | None = None,
     ) -> None:
-        self._schedule, self._inputs, self._communicator = schedule, inputs, communicator
+        self._schedule = schedule
+        self._inputs = inputs
+        self._communicator = communicator
         self._rank = 0 if communicator is None else communicator.rank
-        self._sums, self._trace = sums, [] if trace is None else trace
+        self._sums = sums
+        self._trace = [] if trace is None else trace
         self._entered: dict[tuple[int, int], list[Tensor] | None] = {}
         self._left: dict[tuple[int, int], Any] = {}
         self._results: dict[Action, list[Tensor]] = {}
@@ -81,10 +84,10 @@ class Executor:
         self.num_tokens = torch.zeros((), dtype=torch.float64)  # exact, and a mask may be summed in any type
 
     def run(self) -> None:
-        """Run the rank's program to its end.
+        """Run all actions and messages of the rank.
 
         Raises:
-            PipelineError: a message did not come, or was not taken.
+            PipelineError: a message did not arrive, or was not received.
         """
         program = _program(self._schedule)
         steps = program[self._rank]
@@ -100,11 +103,11 @@ class Executor:
                 self._send(step)
         if self._communicator is not None:
             self._communicator.end_step()
-        if len(self.reports) == len(self._reported):  # one a microbatch: in their order, whatever the table's
+        if len(self.reports) == len(self._reported):  # one for each microbatch: sort them by microbatch
             self.reports = [self.reports[place] for place in np.argsort(self._reported)]
 
     def _orders(self) -> list[list[int]]:
-        """By virtual stage, microbatches in the order of their forwards."""
+        """Return the microbatches of each virtual stage, in the order of their forwards."""
         orders: list[list[int]] = [[] for _ in range(self._schedule.stages_per_rank)]
         for kind, stage, microbatch in self._schedule.actions[self._rank]:
             if kind == "F":
@@ -112,10 +115,10 @@ class Executor:
         return orders
 
     def _post_receives(self, steps: Sequence[Action | Message], place: int, posted: int) -> int:
-        """Post every receive that stands before the next action; returns where that is.
+        """Post every receive before the next action, and return the index up to which receives are posted.
 
-        A receive is so posted before the last action in front of it begins. Without overlap it is posted, and waited
-        for, where it stands.
+        With overlap, a receive is posted before the action that precedes it starts. Without overlap, it is posted and
+        waited for at its own place in the program.
         """
         end = place + 1
         if self._inputs.config.overlap_p2p_comm:
@@ -128,18 +131,18 @@ class Executor:
         return max(posted, end)
 
     def _shapes_of(self, message: Message) -> Sequence[Shape]:
-        """Activations have the receiving stage's input shapes, gradients its output shapes."""
+        """Return the shapes of a message: input shapes of the receiving stage, or its output shapes for gradients."""
         forward = message.produced_by.kind == "F"
         stage = message.produced_by.stage + (1 if forward else -1)
         return self._inputs.shapes[stage // self._schedule.pp_size][0 if forward else 1]
 
     def _run(self, action: Action) -> None:
-        """One action of one stage and microbatch.
+        """Run one action of one stage and microbatch.
 
         Raises:
             ValueError: forward changes its input in place.
-            PipelineError: something that backward needs was changed in place by another microbatch.
-            Exception: whatever a stage raises, with a note that names the action.
+            PipelineError: another microbatch changed a value that backward needs in place.
+            Exception: an error of the stage, with a note that names the action.
         """
         steps: dict[str, Callable[[Action], None]] = {
             "F": self._forward,
@@ -165,11 +168,14 @@ class Executor:
                 self._sums.start(self._inputs.models[vp_stage])
 
     def _forward(self, action: Action) -> None:
-        stage, key, inputs = action.stage, (action.stage, action.microbatch), self._inputs
-        vp_stage, last = stage // self._schedule.pp_size, stage == self._schedule.num_stages - 1
+        stage = action.stage
+        key = (action.stage, action.microbatch)
+        inputs = self._inputs
+        vp_stage = stage // self._schedule.pp_size
+        last = stage == self._schedule.num_stages - 1
         entered = None
         if stage > 0:
-            entered = [x.requires_grad_(not self._schedule.forward_only) for x in self._taken(action)]
+            entered = [x.requires_grad_(not self._schedule.forward_only) for x in self._received(action)]
         with self._split(action):
             output, tokens = forward_step(
                 inputs.forward_step_func,
@@ -196,19 +202,22 @@ class Executor:
                 output = own_memory(output)
             self._results[action] = listed(output)
         if not self._schedule.forward_only:
-            self._entered[key], self._left[key] = entered, output
+            self._entered[key] = entered
+            self._left[key] = output
 
     def _check_output(self, output: Any, stage: int) -> None:
-        """Refuse what the stage after, on this rank or on another, could not take."""
-        config, expected = self._inputs.config, self._inputs.shapes[stage // self._schedule.pp_size][1]
+        """Check that the next stage, on this rank or another, can receive an output."""
+        config = self._inputs.config
+        expected = self._inputs.shapes[stage // self._schedule.pp_size][1]
         check_output(output, stage, expected, config.variable_seq_lengths, getattr(torch, config.compute_dtype))
 
     def _backward(self, action: Action) -> None:
         key = (action.stage, action.microbatch)
-        entered, output = self._entered.pop(key), self._left.pop(key)
+        entered = self._entered.pop(key)
+        output = self._left.pop(key)
         gradient = None
         if action.stage + 1 < self._schedule.num_stages:
-            gradient = self._taken(action)
+            gradient = self._received(action)
         with self._split(action):
             gradients = backward_step(entered, output, gradient)
         if gradients is not None:
@@ -218,12 +227,12 @@ class Executor:
         self._deferred.pop((action.stage, action.microbatch)).run()
 
     def _split(self, action: Action) -> AbstractContextManager[Any]:
-        """Where the table runs I and W apart, what makes a backward leave weights out."""
+        """Return the context that defers weight gradients if the table splits this backward into I and W."""
         key = action.stage, action.microbatch
         return self._deferred[key] if self._schedule.splits(*key) else nullcontext()
 
-    def _taken(self, action: Action) -> list[Tensor]:
-        """What an action needs from another stage: received, or left here by a stage of this rank."""
+    def _received(self, action: Action) -> list[Tensor]:
+        """Return the tensors that an action needs from another stage, of this rank or another."""
         (needed,) = [other for other in dependencies(self._schedule, action) if other.stage != action.stage]
         if self._schedule.rank_of(needed.stage) == self._rank:
             return [tensor.detach() for tensor in self._results.pop(needed)]
@@ -232,30 +241,30 @@ class Executor:
 
     def _send(self, message: Message) -> None:
         assert self._communicator is not None, "messages need another rank"
-        assert receiver(self._schedule, message.produced_by) == message.peer, "as planned"
+        assert receiver(self._schedule, message.produced_by) == message.peer, "the message has another receiver"
         sent = self._results.pop(message.produced_by)
         self._communicator.send(message, sent)
         if message.produced_by.kind == "F":
-            # What has no graph is the stage's own input, or the user's data, handed on.
+            # A tensor without a graph is the stage's own input or the user's data.
             freed = [tensor for tensor in sent if tensor.grad_fn is not None]
             deallocate_output_tensor(freed, self._inputs.config.deallocate_pipeline_outputs)
 
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward for the input", "W": "backward for the weights"}
-"""What actions are, in words."""
+"""Names of the kinds of actions, for error messages."""
 
 
 def _explained(error: Exception, action: Action) -> Exception:
-    """An error that says what a pipeline has to do with it, where PyTorch's own does not; else the error itself."""
+    """Return an error that explains a PyTorch error in terms of the pipeline, or the error itself."""
     text = str(error).splitlines()[0] if str(error) else ""
     if isinstance(error, RuntimeError) and "leaf Variable that requires grad is being used in an in-place" in text:
         return ValueError(
-            f"forward_step_func: expected stage {action.stage} to leave what it received as it is, got an operation in "
-            "place on it; write x = x + y, or change a copy, x.clone()"
+            f"forward_step_func: expected stage {action.stage} not to change the tensor that it received, got an "
+            "operation in place on it; write x = x + y, or change a copy, x.clone()"
         )
     if type(error) is RuntimeError and "has been modified by an inplace operation" in text:
         return PipelineError(
-            f"{action}: expected what forward left for backward unchanged, and it was changed in place ({text[:160]}); "
+            f"{action}: expected values saved for backward unchanged, got one changed in place ({text[:160]}); "
             "other microbatches ran in between: yield new tensors from the data iterator, and write into no buffer "
             "that forward reads"
         )
@@ -263,20 +272,21 @@ def _explained(error: Exception, action: Action) -> Exception:
 
 
 class _Data:
-    """A virtual stage's microbatches, which a table may take in any order.
+    """The microbatches of a virtual stage, which a table may request in any order.
 
     Args:
-        iterator: over them, in their own order; None: the stage reads none.
-        order: that of the table.
+        iterator: iterator over the microbatches, in their own order; None: the stage reads none.
+        order: order of the microbatches in the table.
     """
 
     def __init__(self, iterator: Iterator[Any] | None, order: Sequence[int]) -> None:
-        self._iterator, self._in_order = iterator, list(order) == sorted(order)
+        self._iterator = iterator
+        self._in_order = list(order) == sorted(order)
         self._taken: dict[int, Any] = {}
         self._next = 0
 
     def of(self, microbatch: int) -> Iterator[Any] | None:
-        """An iterator whose next is this microbatch."""
+        """Return an iterator whose next item is this microbatch."""
         if self._iterator is None or self._in_order:
             return self._iterator
         while self._next <= microbatch:
@@ -287,5 +297,5 @@ class _Data:
 
 @lru_cache(maxsize=32)
 def _program(schedule: Schedule) -> Program:
-    """The messages of a table, which are the same at every step."""
+    """Return the program of a table with its messages, which is the same at every step."""
     return lower(schedule)

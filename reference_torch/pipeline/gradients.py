@@ -1,4 +1,4 @@
-"""What is left to do to gradients once a step's microbatches are through: sum them over all ranks that hold a copy."""
+"""Reduction of gradients at the end of a step, over all ranks with a copy of the parameters."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,38 +13,39 @@ from reference_torch.groups import ProcessGroups, wait_for
 
 
 class GradientSums:
-    """Starts summing a stage's gradients as soon as they are complete, once a step.
+    """All-reduces of the gradients of stages, each started as soon as the gradients are complete.
 
     Args:
-        group: the ranks that hold the stage, replicas and those that share sequences; None: there is one.
-        timeout: seconds a sum may take.
-        models: this rank's stages. A parameter of several is summed with the last of them to be complete.
+        group: ranks with the same stages, i.e. replicas and context ranks; None: there is one.
+        timeout: seconds that a sum may take.
+        models: stages of this rank. A shared parameter is summed with the last of its stages.
     """
 
     def __init__(self, group: ProcessGroup | None, timeout: float, models: Sequence[nn.Module]) -> None:
-        self._group, self._timeout = group, timeout
+        self._group = group
+        self._timeout = timeout
         self._incomplete = Counter(parameter for model in models for parameter in model.parameters())
         self._under_way: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
 
     def start(self, model: nn.Module) -> None:
-        """Sum all gradients of a stage; its last backward is over."""
+        """Start to sum the gradients of a stage whose last backward has ended."""
         if self._group is None:
             return
         self._incomplete.subtract(model.parameters())
         complete = [parameter for parameter in model.parameters() if not self._incomplete[parameter]]
         gradients = [_gradient(parameter) for parameter in complete if parameter.requires_grad]
         for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
-            alike = [gradient for gradient in gradients if gradient.dtype == dtype]
-            flat = torch.cat([gradient.flatten() for gradient in alike])
+            of_dtype = [gradient for gradient in gradients if gradient.dtype == dtype]
+            flat = torch.cat([gradient.flatten() for gradient in of_dtype])
             work = dist.all_reduce(flat, group=self._group, async_op=True)
             assert work is not None, "this rank is one of the replicas"
-            self._under_way.append((work, flat, alike))
+            self._under_way.append((work, flat, of_dtype))
 
     def finish(self) -> None:
-        """Wait for the sums, and write them back.
+        """Wait for the sums and copy them into the gradients.
 
         Raises:
-            PipelineError: some replica did not come to its sum in time.
+            PipelineError: a replica did not take part in a sum in time.
         """
         for work, flat, gradients in self._under_way:
             wait_for(work, "the sum of gradients over replicas", self._timeout)
@@ -57,19 +58,20 @@ class GradientSums:
 def finalize_model_grads(
     models: Sequence[nn.Module], config: TransformerConfig, groups: ProcessGroups, num_tokens: Tensor
 ) -> None:
-    """Make the gradients those of the step's loss, on every rank, after those of ranks alike have been summed.
+    """Turn gradients that are summed over replicas into gradients of the step's loss.
 
-    Sums the two copies of a tied embedding; divides by the number of ranks summed over, whose losses are means of
-    equally many tokens, or with ``calculate_per_token_loss`` by the tokens of the whole step.
+    The gradients of the two copies of a tied embedding are summed. Then all gradients are divided by the number of
+    ranks summed over, whose losses are means of equally many tokens, or with ``calculate_per_token_loss`` by the
+    number of tokens of the whole step.
 
     Args:
-        models: this rank's stages.
-        config: the model's.
-        groups: this rank's.
-        num_tokens: counted on this rank; only the last stage's count.
+        models: stages of this rank.
+        config: configuration of the model.
+        groups: process groups of this rank.
+        num_tokens: tokens counted on this rank; only those of the last stage are nonzero. []
 
     Raises:
-        PipelineError: some rank did not come to a sum in time.
+        PipelineError: a rank did not take part in a sum in time.
     """
     timeout = config.pipeline_timeout
     _sum_tied([_gradient(tied) for model in models if (tied := tied_copy(model)) is not None], groups, timeout)
@@ -87,7 +89,7 @@ def finalize_model_grads(
 
 
 def _sum_tied(gradients: Sequence[Tensor], groups: ProcessGroups, timeout: float) -> None:
-    """Replace the gradients of a tied embedding's two copies by their sum: both are here, or one is on another rank."""
+    """Replace the gradients of a tied embedding's two copies, on this rank or on two ranks, by their sum."""
     if len(gradients) == 2:
         first, second = gradients
         second.copy_(first.add_(second))
@@ -96,7 +98,7 @@ def _sum_tied(gradients: Sequence[Tensor], groups: ProcessGroups, timeout: float
 
 
 def set_aside(models: Sequence[nn.Module]) -> Sequence[tuple[Tensor, Tensor]]:
-    """Take the gradients of earlier steps from the parameters: this step's sums and divisions are not theirs."""
+    """Remove and return the gradients of earlier steps, which this step must not sum or divide again."""
     earlier = [(parameter, parameter.grad) for parameter in _parameters(models) if parameter.grad is not None]
     for parameter, _ in earlier:
         parameter.grad = None
@@ -104,7 +106,7 @@ def set_aside(models: Sequence[nn.Module]) -> Sequence[tuple[Tensor, Tensor]]:
 
 
 def put_back(models: Sequence[nn.Module], earlier: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Leave only what was set aside: this step failed."""
+    """Restore the gradients that set_aside removed, and drop those of a failed step."""
     for parameter in _parameters(models):
         parameter.grad = None
     for parameter, gradient in earlier:
@@ -112,30 +114,30 @@ def put_back(models: Sequence[nn.Module], earlier: Sequence[tuple[Tensor, Tensor
 
 
 def add_back(earlier: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Add this step's gradients to what was set aside, in its memory."""
+    """Add the gradients of this step in place to those that set_aside removed."""
     for parameter, gradient in earlier:
         parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
 
 def tied_copy(model: nn.Module) -> Tensor | None:
-    """The embedding's weight on a stage that shares it with another: ``embedding.weight``; None: it has none."""
+    """Return ``embedding.weight`` of a stage, which two stages share if it is tied, or None."""
     embedding = getattr(model, "embedding", None)
     return None if embedding is None else embedding.weight
 
 
 def _sum_over(tensor: Tensor, group: ProcessGroup | None, what: str, timeout: float) -> None:
-    """Replace a tensor by its sum over a group."""
+    """Replace a tensor by its sum over a group, if there is one."""
     if group is not None:
         wait_for(dist.all_reduce(tensor, group=group, async_op=True), what, timeout)
 
 
 def _parameters(models: Sequence[nn.Module]) -> list[Tensor]:
-    """All parameters, each once: stages of one rank may share some."""
+    """Return all parameters without duplicates, since stages of one rank may share some."""
     return [*dict.fromkeys(parameter for model in models for parameter in model.parameters())]
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    """A parameter's gradient; zeros where nothing has reached it."""
+    """Return the gradient of a parameter; create zeros if it has none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad

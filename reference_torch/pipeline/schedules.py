@@ -1,7 +1,7 @@
-"""One training step through a pipeline, by Megatron-core's names.
+"""Training steps of a pipeline, with the function names of Megatron-core.
 
-Which of the three functions serves a configuration is get_forward_backward_func's to say; the order of work comes
-from the schedule table the configuration asks for, and all of them hand it to the same executor.
+get_forward_backward_func selects one of the three step functions for a configuration. Each of them passes the schedule
+table of the configuration to the same executor.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +27,12 @@ DataIterator = Iterator[Any] | Sequence[Iterator[Any]] | None
 
 
 def get_model(model_provider: Callable[..., nn.Module], config: TransformerConfig, pp_rank: int = 0) -> Any:
-    """Build what one rank holds: the model, one stage of it, or a list of its virtual stages.
+    """Build the model of one rank: the whole model, one stage, or a list of virtual stages.
 
     Args:
         model_provider: called as ``model_provider(pre_process=, post_process=, vp_stage=, pp_rank=)``.
-        config: the model's.
-        pp_rank: this process's pipeline rank.
+        config: configuration of the model.
+        pp_rank: pipeline rank of this process.
     """
 
     def build(vp_stage: int | None) -> nn.Module:
@@ -48,7 +48,7 @@ def get_model(model_provider: Callable[..., nn.Module], config: TransformerConfi
 
 
 def get_forward_backward_func(config: TransformerConfig) -> Callable[..., list[Any]]:
-    """The function that runs a configuration's steps."""
+    """Return the function that runs the steps of a configuration."""
     return {
         _NONE: forward_backward_no_pipelining,
         _ONE_STAGE: forward_backward_pipelining_without_interleaving,
@@ -71,9 +71,9 @@ def forward_backward_no_pipelining(
     pg_collection: ProcessGroups | None = None,
     trace: list[Action] | None = None,
 ) -> list[Any]:
-    """A step of a model that lies whole on this process: forward and backward of one microbatch after the other.
+    """Run a step of a whole model: forward and backward of one microbatch after the other.
 
-    Arguments and result as forward_backward_pipelining_without_interleaving.
+    Arguments and result are those of forward_backward_pipelining_without_interleaving.
     """
     _check_kind(config, _NONE)
     return _run(
@@ -103,34 +103,34 @@ def forward_backward_pipelining_without_interleaving(
     pg_collection: ProcessGroups | None = None,
     trace: list[Action] | None = None,
 ) -> list[Any]:
-    """A step with one stage a rank. Gradients end in ``parameter.grad``, added to what is there.
+    """Run a step with one stage for each rank and add its gradients to ``parameter.grad``.
 
     Args:
-        forward_step_func: ``(data_iterator, model) -> (output, reducer)``; see forward_step_calc_loss for what the
-            reducer may return.
-        data_iterator: this rank's microbatches, in order; every rank has its own iterator over all of them.
-        model: this rank's stage.
-        num_microbatches: of the step, m.
+        forward_step_func: ``(data_iterator, model) -> (output, reducer)``; see forward_step_calc_loss for the values
+            that the reducer may return.
+        data_iterator: microbatches in order; every rank has its own iterator over all of them.
+        model: stage of this rank.
+        num_microbatches: number of microbatches of the step, m.
         seq_length: tokens of a sequence, T.
         micro_batch_size: sequences of a microbatch, B.
-        config: the model's.
-        forward_only: no backward; run it under torch.no_grad.
-        collect_non_loss_data: collect what reducers return instead of losses; with forward_only.
-        adjust_tensor_shapes_fn: changes what infer_tensor_shapes says: (received, sent) -> (received, sent).
-        p2p_communicator: kept from step to step; None: made for this one.
-        pg_collection: this rank's groups; None: only without a pipeline.
-        trace: every action is appended as it is run.
+        config: configuration of the model.
+        forward_only: if True, run no backward; the caller uses torch.no_grad.
+        collect_non_loss_data: collect other results of the reducers instead of losses; requires forward_only.
+        adjust_tensor_shapes_fn: changes the result of infer_tensor_shapes: (received, sent) -> (received, sent).
+        p2p_communicator: communicator for all steps; None: a new one for this step.
+        pg_collection: process groups of this rank; None: only without a pipeline.
+        trace: list to which every action is appended after it has run.
 
     Returns:
-        What the reducers reported, a microbatch each, on the rank of the last stage; elsewhere [].
+        The reports of the reducers, one for each microbatch, on the rank of the last stage; [] on other ranks.
 
     Raises:
-        ValueError: sizes the schedule cannot have, arguments that do not fit it, or a stage's output or loss that
-            cannot be sent or differentiated.
-        PipelineError: a message did not come, or was not taken, within config.pipeline_timeout; or what a backward
-            needs was changed in place.
-        Exception: whatever a stage raised, with a note that names the action. After an error the gradients are those
-            of before the step.
+        ValueError: the schedule does not support the sizes or the arguments, or the output or loss of a stage cannot
+            be sent or differentiated.
+        PipelineError: a message did not arrive or was not received within config.pipeline_timeout, or a value saved
+            for backward was changed in place.
+        Exception: an error of a stage, with a note that names the action. After an error, the gradients are those
+            before the step.
     """
     _check_kind(config, _ONE_STAGE)
     received, sent = infer_tensor_shapes(seq_length, micro_batch_size, config)
@@ -162,10 +162,10 @@ def forward_backward_pipelining_with_interleaving(
     pg_collection: ProcessGroups | None = None,
     trace: list[Action] | None = None,
 ) -> list[Any]:
-    """A step with several virtual stages a rank.
+    """Run a step with several virtual stages for each rank.
 
-    Arguments and result as forward_backward_pipelining_without_interleaving, but ``data_iterator`` and ``model`` are
-    lists, one entry a virtual stage.
+    Arguments and result are those of forward_backward_pipelining_without_interleaving, but ``data_iterator`` and
+    ``model`` are lists with one entry for each virtual stage.
     """
     _check_kind(config, _VIRTUAL)
     shapes = infer_tensor_shapes(seq_length, micro_batch_size, config)
@@ -183,9 +183,15 @@ def forward_backward_pipelining_with_interleaving(
 def infer_tensor_shapes(
     seq_length: int, micro_batch_size: int, config: TransformerConfig
 ) -> tuple[list[Shape], list[Shape]]:
-    """Shapes of what a stage receives and sends: one tensor [B, T, S * D], all residual streams side by side.
+    """Return the shapes of the tensors that a stage receives and sends.
 
-    Ranks that share sequences have them end to end, [1, B * T / R, S * D].
+    Both are one tensor [B, T, S * D] with all residual streams concatenated. Context ranks hold a part of the
+    concatenated sequences, [1, B * T / R, S * D].
+
+    Args:
+        seq_length: tokens of a sequence, T.
+        micro_batch_size: sequences of a microbatch, B.
+        config: configuration of the model.
     """
     shared = config.context_parallel_size
     rows = (micro_batch_size, seq_length) if shared == 1 else (1, micro_batch_size * seq_length // shared)
@@ -196,13 +202,21 @@ def infer_tensor_shapes(
 def get_pp_rank_microbatches(
     num_microbatches: int, config: TransformerConfig, pp_rank: int, forward_only: bool = False
 ) -> tuple[int, bool, int, int]:
-    """A rank's forwards: all of them, whether all are warm-up, how many are, and how many are not."""
-    p, v = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    """Return the forwards of a rank: their number, if all are warm-up, the warm-up ones, and the remaining ones.
+
+    Args:
+        num_microbatches: number of microbatches of the step.
+        config: configuration of the model.
+        pp_rank: pipeline rank.
+        forward_only: if True, the step has no backward.
+    """
+    p = config.pipeline_model_parallel_size
+    v = config.virtual_pipeline_model_parallel_size or 1
     total = num_microbatches * v
     if config.schedule_name in ("none", "1f1b", "interleaved", "zb-h1") or forward_only:
         group = config.microbatch_group_size_per_vp_stage
         warmup = num_warmup_microbatches(pp_rank, p, num_microbatches, v, group, forward_only)
-    else:  # the forward before the first backward is a pair's
+    else:  # the last forward before the first backward belongs to the steady state
         kinds = [action.kind for action in schedule_for(config, num_microbatches).actions[pp_rank]]
         ahead = next(place for place, kind in enumerate(kinds) if kind != "F")
         warmup = ahead if ahead == total else ahead - 1
@@ -231,13 +245,13 @@ def _run(
     for name, given in (("model", models), ("data_iterator", iterators)):
         if len(given) != schedule.stages_per_rank:
             raise ValueError(
-                f"{name}: expected {schedule.stages_per_rank}, one a virtual stage of the rank, got {len(given)}"
+                f"{name}: expected {schedule.stages_per_rank}, one for each virtual stage of the rank, got {len(given)}"
             )
     groups = groups or ProcessGroups()
-    made = _make_communicator(config, groups, models) if communicator is None else None
+    own_communicator = _make_communicator(config, groups, models) if communicator is None else None
     sums = GradientSums(groups.alike, config.pipeline_timeout, models)
     inputs = StepInputs(forward_step_func, iterators, models, config, shapes, collect_non_loss_data)
-    executor = Executor(schedule, inputs, communicator or made, sums, trace)
+    executor = Executor(schedule, inputs, communicator or own_communicator, sums, trace)
     earlier = [] if forward_only else set_aside(models)
     try:
         executor.run()
@@ -249,11 +263,11 @@ def _run(
     except BaseException:
         if not forward_only:
             put_back(models, earlier)
-        if made is not None:
-            made.dismiss()
+        if own_communicator is not None:
+            own_communicator.dismiss()
         raise
-    if made is not None:
-        made.close()
+    if own_communicator is not None:
+        own_communicator.close()
     add_back(earlier)
     return executor.reports
 
@@ -276,7 +290,7 @@ _NONE, _ONE_STAGE, _VIRTUAL = "no pipeline", "one stage a rank", "virtual stages
 
 
 def _kind_of(config: TransformerConfig) -> str:
-    """What decides which function runs a configuration's steps."""
+    """Return the kind of a configuration's pipeline, which selects the step function."""
     if config.pipeline_model_parallel_size == 1:
         return _NONE
     return _ONE_STAGE if (config.virtual_pipeline_model_parallel_size or 1) == 1 else _VIRTUAL

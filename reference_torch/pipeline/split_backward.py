@@ -1,14 +1,14 @@
-"""Backward in two parts: gradients of inputs now (I), gradients of weights later (W).
+"""Split backward: gradients of inputs first (I), gradients of weights later (W).
 
-What the stage before waits for is the gradient of its output alone. While a stage runs under
-:class:`DeferredWeightGradients`, every ``torch.nn.functional.linear`` with a weight that wants a gradient becomes an
-operation whose backward multiplies by the weight, hands that on, and notes the other product down instead of
-computing it; :meth:`DeferredWeightGradients.run` computes what was noted. Nothing is computed twice. Gradients of all
-other parameters (norms, hyper-connections, embedding) are small, and come with I.
+The previous stage waits only for the gradient of its output. Under :class:`DeferredWeightGradients`, every
+``torch.nn.functional.linear`` whose weight requires a gradient becomes an operation whose backward computes the
+gradient of the input and records the product for the weight. :meth:`DeferredWeightGradients.run` computes the recorded
+products. Nothing is computed twice. Gradients of all other parameters (norms, hyper-connections, embedding) are cheap
+and are computed in I.
 
-Reference: Qi et al., arXiv 2401.10241, section 2. Other implementations walk the autograd graph and run parts of it
-for I and the rest for W; noting products down asks nothing of the graph: views, custom functions and tied weights are
-as good as any other, and only lose the split where a weight is computed by something else than a change of type.
+Reference: Qi et al., arXiv 2401.10241, section 2. Other implementations run one part of the autograd graph in I and
+the rest in W. Recording products makes no assumption about the graph, so views, custom functions and tied weights
+work. Only a weight that is computed by an operation other than a cast is not split.
 """
 
 from typing import Any
@@ -21,10 +21,10 @@ from diptych.plans.schedule.messages import PipelineError
 
 
 class DeferredWeightGradients(TorchFunctionMode):
-    """Linear maps called inside leave their weights' gradients to ``run``.
+    """A context in which linear maps defer the gradients of their weights to ``run``.
 
-    One object serves one microbatch of one stage. It has to be entered around forward, and around backward too, where
-    recomputation calls forward again.
+    Use one object for one microbatch of one stage. Enter it around forward, and also around backward, because
+    recomputation replays forward there.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class DeferredWeightGradients(TorchFunctionMode):
         self._noted: list[_Product] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace a linear map; leave everything else as it is."""
+        """Replace a linear map; run every other function unchanged."""
         if func is torch.nn.functional.linear and torch.is_grad_enabled():
             x, weight, bias = _linear_arguments(*args, **(kwargs or {}))
             parameter = _parameter_behind(weight)
@@ -41,25 +41,27 @@ class DeferredWeightGradients(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def run(self) -> None:
-        """Compute what was noted down, and add it to the weights' gradients.
+        """Compute the recorded products and add them to the gradients of the weights.
 
         Raises:
-            PipelineError: a factor of a product was changed in place after I, which would make it wrong.
+            PipelineError: a factor of a product was changed in place after I.
         """
-        noted, self._noted[:] = [*self._noted], []
+        noted = [*self._noted]
+        self._noted.clear()
         with torch.no_grad():
             while noted:
                 noted.pop(0).add_to_gradient()
 
 
 class _Linear(torch.autograd.Function):
-    """x @ weight.T + bias, whose backward only notes the weight's gradient down."""
+    """x @ weight.T + bias, with a backward that records the gradient of the weight instead of computing it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parameter: Tensor, noted: list) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.parameter, ctx.noted = parameter, noted
-        # The product of a batch is a view, which nobody could change in place behind a function of one's own.
+        ctx.parameter = parameter
+        ctx.noted = noted
+        # The product of a batch is a view, and autograd forbids in-place changes of a custom function's view.
         return torch.nn.functional.linear(x, weight, bias).data
 
     @staticmethod
@@ -77,13 +79,14 @@ class _Linear(torch.autograd.Function):
 
 
 class _Product:
-    """A weight's gradient that is still to be computed: gradient.T @ x.
+    """A deferred gradient of a weight: gradient.T @ x.
 
-    Autograd compares versions where it hands a saved tensor out, which it did in I; from there on that is done here.
+    Autograd checks the versions of saved tensors in I. This class checks them between I and W.
     """
 
     def __init__(self, parameter: Tensor, gradient: Tensor, x: Tensor) -> None:
-        self._parameter, self._factors = parameter, (gradient, x)
+        self._parameter = parameter
+        self._factors = (gradient, x)
         self._versions = gradient._version, x._version
 
     def add_to_gradient(self) -> None:
@@ -103,10 +106,10 @@ class _Product:
 
 
 def _can_wait(x: Tensor, weight: Tensor, bias: Tensor | None, parameter: Tensor) -> bool:
-    """Whether a linear map's weight gradient may come later: it is one real product, and nobody asks to see it.
+    """Return True if the weight gradient of a linear map can be deferred.
 
-    Autocast would choose another type in between. Hooks on a weight change its gradient or wait for it, and only
-    autograd calls them.
+    It must be one product of real matrices. Autocast would change dtypes between I and W. Hooks of a weight need the
+    gradient, and only autograd calls them.
     """
     hooks = (weight._backward_hooks, parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
     return (
@@ -119,7 +122,7 @@ def _can_wait(x: Tensor, weight: Tensor, bias: Tensor | None, parameter: Tensor)
 
 
 def _parameter_behind(weight: Tensor) -> Tensor | None:
-    """The leaf whose gradient a weight's is: itself, or what it was cast from; None: neither, or it wants none."""
+    """Return the leaf behind a weight, i.e. the weight or the tensor that it was cast from, or None."""
     if not weight.requires_grad:
         return None
     if weight.is_leaf:

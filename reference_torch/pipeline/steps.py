@@ -1,6 +1,6 @@
-"""What a stage does with one microbatch: forward with its loss, backward, and freeing what was sent.
+"""Operations of a stage on one microbatch: forward with loss, backward, and release of sent outputs.
 
-Reference: Megatron-core, pipeline_parallel/schedules.py, whose names and contracts stand here.
+Reference: Megatron-core, pipeline_parallel/schedules.py, with the same names and contracts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,24 +34,25 @@ def forward_step(
     """Run one microbatch through a stage.
 
     Args:
-        forward_step_func: the user's: takes the microbatch from the iterator, runs the model, and returns its output
-            and what makes a loss of it.
-        data_iterator: of this stage; every stage takes its microbatches from its own.
-        model: the stage; gets its input by ``set_input_tensor`` where it is not the first.
-        num_microbatches: of the step.
-        input_tensor: from the stage before; None on the first.
-        forward_data_store: what the last stage reports is appended.
-        config: the model's.
-        cp_group_size: ranks that share each sequence.
-        collect_non_loss_data: the reducer gives no loss, but anything to be collected.
-        vp_stage: of the model within its rank.
-        is_last_stage: whether there is a loss.
+        forward_step_func: function of the user that takes the microbatch from the iterator, runs the model, and
+            returns the output and the reducer that computes the loss.
+        data_iterator: microbatches of this stage; every stage has its own iterator.
+        model: the stage; it receives its input by ``set_input_tensor`` unless it is the first.
+        num_microbatches: number of microbatches of the step.
+        input_tensor: output of the previous stage; None on the first stage.
+        forward_data_store: list to which the reports of the last stage are appended.
+        config: configuration of the model.
+        cp_group_size: number of context ranks that share each sequence.
+        collect_non_loss_data: the reducer returns data to collect instead of a loss.
+        vp_stage: index of the virtual stage within its rank.
+        is_last_stage: if True, a loss is computed.
 
     Returns:
-        The output, on the last stage the loss to be differentiated; the tokens it is a sum over, 0 where it is a mean.
+        The output, or on the last stage the loss to differentiate; and the number of tokens that the loss sums over,
+        0 if the loss is a mean.
 
     Raises:
-        ValueError: forward_step_func returned something else; or see forward_step_calc_loss.
+        ValueError: forward_step_func returned something else, or forward_step_calc_loss raised it.
     """
     if input_tensor is not None:
         model.set_input_tensor(input_tensor)  # pyright: ignore[reportCallIssue]
@@ -90,21 +91,21 @@ def forward_step_calc_loss(
     cp_group_size: int | None = None,
     is_last_stage: bool | None = None,
 ) -> tuple[Any, Tensor]:
-    """Make the loss of the last stage, and report what the reducer says.
+    """Compute the loss of the last stage and store the report of the reducer.
 
-    The reducer returns one of
+    Arguments and result are those of forward_step. The reducer ``loss_func`` returns one of
 
-        (loss, report)                 loss a mean; divided by the number of microbatches
-        (loss, num_tokens, report)     loss a sum over so many tokens; with ``calculate_per_token_loss`` it stays one,
-                                       and gradients are divided once by the tokens of the whole step; without, it
-                                       is divided by both numbers
+        (loss, report)                 loss is a mean; it is divided by the number of microbatches
+        (loss, num_tokens, report)     loss is a sum over num_tokens tokens. With ``calculate_per_token_loss`` it stays
+                                       a sum, and the gradients are divided once by the tokens of the whole step.
+                                       Otherwise it is divided by both numbers
         anything                       with collect_non_loss_data: called as ``loss_func(output, non_loss_data=True)``
 
-    What is reported is copied, so that nothing done to the loss later changes it.
+    The report is copied, so that later operations on the loss do not change it.
 
     Raises:
-        ValueError: the reducer returned something else, two values where tokens are to be counted, or a loss that is
-            no tensor of one element.
+        ValueError: the reducer returned something else, two values although tokens must be counted, or a loss that is
+            not a tensor with one element.
     """
     none = torch.zeros((), dtype=torch.int64)
     if collect_non_loss_data:
@@ -138,17 +139,17 @@ def forward_step_calc_loss(
 
 
 def check_output(output: Any, stage: int, shapes: Sequence[Shape], variable: bool, dtype: torch.dtype) -> None:
-    """Refuse an output that the next stage could not receive, before anything is sent.
+    """Check, before anything is sent, that the next stage can receive an output.
 
     Args:
-        output: what a stage before the last returned.
-        stage: its number, for the error.
-        shapes: of the tensors that the next stage expects.
-        variable: whether messages announce their shapes; then only the number of dimensions and the last are checked.
-        dtype: of the tensors.
+        output: result of a stage that is not the last.
+        stage: number of the stage, for error messages.
+        shapes: shapes that the next stage expects.
+        variable: if True, messages contain their shapes; only the number of dimensions and the last one are checked.
+        dtype: dtype that the next stage expects.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the output has another structure, shape or dtype.
     """
     tensors = [output] if isinstance(output, Tensor) else output
     if not isinstance(tensors, list | tuple) or not all(isinstance(x, Tensor) for x in tensors):
@@ -179,17 +180,17 @@ def check_output(output: Any, stage: int, shapes: Sequence[Shape], variable: boo
 
 
 def check_learns(output: Tensors, entered: Sequence[Tensor] | None, model: nn.Module, stage: int, last: bool) -> None:
-    """Refuse an output, or a loss, that cuts off the gradient of everything before it.
+    """Check that an output or a loss is not detached from trainable inputs.
 
     Args:
-        output: of a stage, or of the last stage the loss.
-        entered: what the stage received; None on the first.
+        output: output of a stage, or the loss of the last stage.
+        entered: tensors that the stage received; None on the first.
         model: the stage.
-        stage: its number, for the error.
-        last: whether it is the last.
+        stage: number of the stage, for error messages.
+        last: if True, it is the last stage.
 
     Raises:
-        ValueError: nothing of it requires a gradient, but something before it does.
+        ValueError: the output requires no gradient, although the input or a parameter does.
     """
     if any(x.requires_grad for x in listed(output)):
         return
@@ -208,16 +209,17 @@ def backward_step(
     model_type: object = None,
     config: TransformerConfig | None = None,
 ) -> Any:
-    """Run one microbatch back through a stage; parameters' gradients are added up.
+    """Run the backward of a stage for one microbatch and accumulate the gradients of parameters.
 
     Args:
-        input_tensor: what the stage read; None on the first stage.
-        output_tensor: what it gave, freed or not; on the last stage the loss.
-        output_tensor_grad: from the stage after; None on the last.
-        model_type, config: of no effect; Megatron-core's callers pass them.
+        input_tensor: input of the stage; None on the first stage.
+        output_tensor: output of the stage, deallocated or not; the loss on the last stage.
+        output_tensor_grad: gradient from the next stage; None on the last stage.
+        model_type: ignored; callers of Megatron-core pass it.
+        config: ignored; callers of Megatron-core pass it.
 
     Returns:
-        The gradient of input_tensor, of the same kind (a tensor or a list); None on the first stage.
+        The gradient of input_tensor, with the same structure (a tensor or a list); None on the first stage.
     """
     custom_backward(output_tensor, output_tensor_grad)
     if input_tensor is None:
@@ -227,23 +229,24 @@ def backward_step(
 
 
 def custom_backward(output: Tensors, grad_output: Tensors | None) -> None:
-    """Backward from outputs that may have been freed.
+    """Run backward from outputs that may be deallocated.
 
-    ``torch.autograd.backward`` compares each gradient with the tensor it belongs to, whose memory and with it whose
-    shape is gone; the engine below it only needs the node that made the tensor.
+    ``torch.autograd.backward`` compares the shape of each gradient with its tensor, and a deallocated tensor has lost
+    its shape. The autograd engine only needs the node of the tensor.
 
     Args:
-        output: one tensor or several; those that want no gradient are left out.
-        grad_output: as many gradients; None: the outputs are scalars, each with gradient 1.
+        output: one tensor or several; those that require no gradient are skipped.
+        grad_output: one gradient for each output; None: the outputs are scalars with gradient 1.
 
     Raises:
-        ValueError: counts differ, or an output without gradient is no scalar.
+        ValueError: the numbers of outputs and gradients differ, or an output without gradient is not a scalar.
     """
     outputs = listed(output)
     gradients = [None] * len(outputs) if grad_output is None else listed(grad_output)
     if len(gradients) != len(outputs):
         raise ValueError(f"grad_output: expected {len(outputs)} gradients, one an output, got {len(gradients)}")
-    roots, seeds = [], []
+    roots = []
+    seeds = []
     for root, seed in zip(outputs, gradients, strict=True):
         if not root.requires_grad:
             continue
@@ -258,16 +261,16 @@ def custom_backward(output: Tensors, grad_output: Tensors | None) -> None:
 
 
 def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
-    """Free what a stage has sent: its bytes go, the node that made it stays, and backward can start there.
+    """Release the memory of sent outputs and keep their graph nodes, from which backward starts.
 
-    Whatever backward reads was saved by the operations that read it, so the output's own bytes are of no more use.
+    Operations have saved all tensors that backward reads, so the elements of the output are not needed.
 
     Args:
         out: a tensor, or a list or dict of tensors; None does nothing.
         deallocate_pipeline_outputs: False does nothing.
 
     Raises:
-        ValueError: a tensor is a view: its bytes belong to another tensor, and would stay.
+        ValueError: a tensor is a view, whose memory belongs to another tensor.
     """
     if out is None or not deallocate_pipeline_outputs:
         return
@@ -283,9 +286,13 @@ def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False
 
 
 def own_memory(out: Any) -> Any:
-    """A stage's output, with a copy in place of whatever has other users, so that sending can free it.
+    """Copy the tensors of an output whose memory has other users, so that it can be deallocated once sent.
 
-    Those are views; and of several tensors all, since what made one of them may have saved another.
+    These are views, and all tensors of an output with several, because one operation may have saved the result of
+    another.
+
+    Args:
+        out: a tensor or a list of tensors.
     """
     if isinstance(out, Tensor):
         return out.clone() if out._base is not None else out
@@ -293,12 +300,12 @@ def own_memory(out: Any) -> Any:
 
 
 def listed(tensors: Tensors) -> list[Tensor]:
-    """One tensor or several, as a list."""
+    """Return one tensor or several as a list."""
     return [tensors] if isinstance(tensors, Tensor) else [*tensors]
 
 
 def _described(value: Any) -> str:
-    """What a value is, for an error."""
+    """Describe a value for an error message."""
     if isinstance(value, Tensor):
         layout = "" if value.layout == torch.strided else f" {str(value.layout).removeprefix('torch.')}"
         return f"a{layout} tensor {[*value.shape]} of {str(value.dtype).removeprefix('torch.')}"
@@ -308,7 +315,7 @@ def _described(value: Any) -> str:
 
 
 def _copied(report: Any) -> Any:
-    """A report with every tensor copied, cut off from its graph."""
+    """Return a report with every tensor copied and detached."""
     if isinstance(report, Tensor):
         return report.detach().clone()
     if isinstance(report, dict):

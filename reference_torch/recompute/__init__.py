@@ -1,8 +1,8 @@
-"""Recompute that shares storages: activations are dropped after forward and computed again before backward.
+"""Recompute that shares storages: activations are dropped after forward and recomputed in backward.
 
-Usable alone, around anyone's function: see :class:`CheckpointWithoutOutput`. Twin of
-``jax_impl/recompute.py``, which does by ``jax.checkpoint`` policies what is done here by emptying and
-refilling storages; what is dropped is decided in ``diptych/plans/recompute.py``.
+:class:`CheckpointWithoutOutput` works around any function, without the rest of this project. This package empties and
+refills storages; its mirror ``jax_impl/recompute.py`` uses ``jax.checkpoint`` policies instead.
+``diptych/plans/recompute.py`` decides which values are dropped.
 """
 
 from reference_torch.recompute.blocks import KEEP_ALL, BlockRecomputation, run_block
@@ -20,7 +20,7 @@ from reference_torch.recompute.guards import (
 )
 from reference_torch.recompute.memory import MemoryUse, measure_memory
 from reference_torch.recompute.region import before_replay
-from reference_torch.recompute.report import KeptValue, name_value, residual_report
+from reference_torch.recompute.report import SavedValue, name_value, residual_report
 
 __all__ = [
     "CheckpointWithoutOutput",
@@ -33,7 +33,7 @@ __all__ = [
     "run_block",
     "name_value",
     "residual_report",
-    "KeptValue",
+    "SavedValue",
     "measure_memory",
     "MemoryUse",
     "RecomputeError",

@@ -1,4 +1,7 @@
-"""A block of diptych/plans/recompute.py, carried out: layers run whole, replayed whole, or with some values dropped."""
+"""Execution of the recompute blocks that diptych/plans/recompute.py defines.
+
+A block saves everything for backward, is replayed as a whole, or drops some named values.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,42 +15,47 @@ from reference_torch.recompute.checkpoint import MHCBlockRecomputeManager
 
 
 class BlockRecomputation:
-    """What the layers of a block are handed: runs each module plainly, or drops what it gives.
+    """The recompute decisions of one block, passed to each of its layers.
 
     Args:
-        dropped: names of values that are not kept.
-        manager: of the block; needed where something is dropped.
+        dropped: names of the values that are recomputed in backward.
+        manager: the block's manager; required if ``dropped`` is not empty.
     """
 
     def __init__(self, dropped: frozenset[str] = frozenset(), manager: MHCBlockRecomputeManager | None = None) -> None:
-        self.dropped, self._manager = dropped, manager
+        self.dropped = dropped
+        self._manager = manager
 
     def __call__(self, value: str, fn: Callable[..., Any], *args: Any) -> Any:
-        """``fn(*args)``, recomputed in backward if the value it gives is dropped.
+        """Return ``fn(*args)``, and recompute it in backward if the plan drops the value.
 
         Args:
-            value: name of what fn returns, out of diptych.plans.recompute.VALUES.
-            fn, args: the call.
+            value: name of the result of fn, one of diptych.plans.recompute.VALUES.
+            fn: function to call.
+            args: its arguments.
         """
         manager = self.manager_of(value)
         return fn(*args) if manager is None else manager.checkpoint(fn, *args)
 
     def manager_of(self, value: str) -> MHCBlockRecomputeManager | None:
-        """The manager, if the value is dropped."""
+        """Return the block's manager if the value is dropped, else None."""
         return self._manager if value in self.dropped else None
 
     def inside(self, value: str) -> "BlockRecomputation":
-        """For the modules inside one that is recomputed as a whole: nothing more is dropped there."""
+        """Return the decisions for modules inside the module that computes ``value``.
+
+        If that module is replayed as a whole, the modules inside it drop nothing themselves.
+        """
         return KEEP_ALL if value in self.dropped else self
 
     def discard_consumed(self, hidden_states: Tensor) -> None:
-        """All that was dropped so far has been read by forward, but for ``hidden_states``."""
+        """Empty every dropped output so far except ``hidden_states``, which forward still reads."""
         if self._manager is not None:
             self._manager.discard_consumed(hidden_states)
 
 
 KEEP_ALL = BlockRecomputation()
-"""Nothing is dropped."""
+"""Decisions of a block that drops nothing."""
 
 
 def run_block(
@@ -56,16 +64,16 @@ def run_block(
     hidden_states: Tensor,
     training: bool = True,
 ) -> Tensor:
-    """Run a block's layers as its plan says.
+    """Run the layers of a block and drop the values that its plan names.
 
     Args:
         block: the plan.
-        layers: runs the block's layers one after the other; hands each the second argument.
-        hidden_states: what the block reads. [B, T, ...]
-        training: False: nothing is dropped; nor is it where gradients are disabled.
+        layers: runs the block's layers in order and passes its second argument to each.
+        hidden_states: input of the block. [B, T, ...]
+        training: if False, or if gradients are disabled, nothing is dropped.
 
     Returns:
-        What the layers return.
+        The output of the last layer.
     """
     if block.kind == "none" or not training or not torch.is_grad_enabled():
         return layers(hidden_states, KEEP_ALL)

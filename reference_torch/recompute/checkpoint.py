@@ -1,4 +1,8 @@
-"""Calls whose output is not kept: one, several with one owner, and the scope that restores on first use."""
+"""Checkpoints that also discard their output.
+
+The file contains a checkpoint of one call, a manager of several calls, and the context in which readers restore
+discarded outputs on first use.
+"""
 
 import threading
 import weakref
@@ -17,32 +21,34 @@ from reference_torch.recompute.region import Region, Slot, in_replay, slot_addre
 
 
 class CheckpointWithoutOutput:
-    """One call whose internals and output are dropped after forward, and computed again in backward.
+    """One call whose intermediate values and output are dropped after forward and recomputed in backward.
 
-    After :meth:`checkpoint`, run what reads the output; then discard it, naming a later tensor whose gradient
-    arrives before the output is needed::
+    Call :meth:`checkpoint`, then the operations that read the output, then discard the output. The discard names a
+    later tensor, whose gradient arrives before backward needs the output::
 
         checkpoint = CheckpointWithoutOutput()
         inner = checkpoint.checkpoint(torch.nn.functional.gelu, x)
         y = linear(inner)
         checkpoint.discard_output_and_register_recompute(y)
 
-    Inside ``with lazy_restore():`` whoever saved the output restores it on first use, in whatever order; outside,
-    the same holds for what the hook tensor was computed from. Gradients are those of the plain call, bit for bit.
+    Inside ``with lazy_restore():`` each operation that saved the output restores it on first use, in any order.
+    Outside, the operations between the output and the hook tensor do the same. Gradients are bitwise equal to those of
+    the plain call.
 
-    An output is kept, not discarded, where its memory is not the call's own to give away: an input, a parameter, a
-    view of either, something stashed elsewhere, a tensor subclass, or one that needs no gradient
-    (:attr:`kept` says which and why). It also stays where, at the discard, somebody holds it who would not restore
-    it before reading: a view, or an operation under saved-tensor hooks of its own. With gradients disabled, or a
-    module in eval mode, the call is a plain call.
+    An output is not discarded if the call does not own its memory: an input, a parameter, a view of either, a tensor
+    stored elsewhere, a tensor subclass, or a tensor that needs no gradient. :attr:`kept` lists these outputs with the
+    reason. An output also stays if, at the discard, a holder exists that cannot restore it before reading: a view, or
+    an operation under other saved-tensor hooks. With gradients disabled, or a module in eval mode, the call is a plain
+    call.
 
     Args:
-        name: for error messages; None: the function's own.
-        generators: random generators besides PyTorch's default ones that the call draws from.
+        name: name in error messages; None: the name of the function.
+        generators: random generators that the call draws from, besides PyTorch's default generators.
     """
 
     def __init__(self, name: str | None = None, generators: Sequence[torch.Generator] = ()) -> None:
-        self._name, self._generators = name, tuple(generators)
+        self._name = name
+        self._generators = tuple(generators)
         self._called = False
         self._region: Region | None = None
         self._slots: list[Slot] = []
@@ -51,28 +57,29 @@ class CheckpointWithoutOutput:
 
     @property
     def called(self) -> bool:
-        """Whether checkpoint() has returned."""
+        """True once checkpoint() has returned."""
         return self._called
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
-        """The tensors the call returned, those still alive."""
+        """The tensors that the call returned and that are still alive."""
         return tuple(tensor for tensor in (reference() for reference in self._outputs) if tensor is not None)
 
     @outside_compiled_graphs
     def checkpoint(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``fn(*args, **kwargs)``, to be replayed in backward.
+        """Return ``fn(*args, **kwargs)`` and replay the call in backward.
 
         Args:
-            fn: does the same each time it is called; changes no input. Random draws are replayed.
-            args, kwargs: anything; tensors may stand in nested tuples, lists and dicts.
+            fn: deterministic function that changes no input. Its random draws are repeated in the replay.
+            args: positional arguments; tensors may be nested in tuples, lists and dicts.
+            kwargs: keyword arguments, likewise.
 
         Returns:
-            What fn returns.
+            The result of fn.
 
         Raises:
             RecomputeUsageError: this object has made its call already, or fn changes an input in place.
-            NotImplementedError: inside a torch.func transform.
+            NotImplementedError: the call runs inside a torch.func transform.
         """
         if self._region is not None or self._called:
             raise RecomputeUsageError(
@@ -92,7 +99,7 @@ class CheckpointWithoutOutput:
         output = region.forward(args, kwargs)
         leaves = tree_leaves(output)
         self._slots, self.kept = region.make_slots(leaves)
-        if region.is_nested:  # nobody may hold this object, but readers must see what they saw in forward
+        if region.is_nested:  # readers find the slots through the outputs, because nothing else may hold this object
             for slot in self._slots:
                 slot.live_with_outputs()
         self._outputs = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
@@ -101,9 +108,9 @@ class CheckpointWithoutOutput:
 
     @outside_compiled_graphs
     def discard_output(self) -> None:
-        """Empty the output's memory, to be followed by a hook on :meth:`recompute`.
+        """Release the memory of the output; the caller then registers :meth:`recompute` as a tensor hook.
 
-        Inside lazy_restore no hook is needed, and an output stays whose holder would not restore it before reading.
+        Inside lazy_restore no hook is needed, and an output stays if a holder cannot restore it before reading.
 
         Raises:
             RecomputeUsageError: an output was modified in place since the call.
@@ -113,24 +120,26 @@ class CheckpointWithoutOutput:
 
     @outside_compiled_graphs
     def recompute(self, grad: Tensor | None = None) -> None:
-        """Restore the output now; a second time does nothing. Can be registered as a tensor hook.
+        """Restore the output now; a second call does nothing.
 
         Args:
-            grad: ignored; what a hook is given.
+            grad: ignored; it allows the method to be registered as a tensor hook.
         """
-        slots, self._slots, self._region = self._slots, [], None
+        slots = self._slots
+        self._slots = []
+        self._region = None
         for slot in slots:
             slot.restore()
 
     @outside_compiled_graphs
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
-        """Empty the output's memory, and restore it when the gradient of ``hook_tensor`` arrives, or before.
+        """Release the memory of the output and restore it at the latest when the gradient of ``hook_tensor`` arrives.
 
         Args:
-            hook_tensor: computed from the output, e.g. what the module returns.
+            hook_tensor: tensor computed from the output, for example the result of the module.
 
         Raises:
-            TypeError: it is no tensor.
+            TypeError: hook_tensor is not a tensor.
             RecomputeUsageError: an output was modified in place since the call.
         """
         _check_hook_tensor(hook_tensor)
@@ -144,15 +153,17 @@ class CheckpointWithoutOutput:
 
 
 class MindSpeedCheckpointWithoutOutput(CheckpointWithoutOutput):
-    """The same with MindSpeed's second argument."""
+    """A CheckpointWithoutOutput whose checkpoint() takes MindSpeed's second argument."""
 
     @outside_compiled_graphs
     def checkpoint(self, fn: Callable[..., Any], distribute_saved_activations: bool, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """See CheckpointWithoutOutput.checkpoint.
+        """Return ``fn(*args, **kwargs)`` and replay the call in backward, as CheckpointWithoutOutput.checkpoint does.
 
         Args:
-            fn, args, kwargs: the call.
+            fn: function to call.
             distribute_saved_activations: must be False.
+            args: positional arguments of fn.
+            kwargs: keyword arguments of fn.
 
         Raises:
             NotImplementedError: distribute_saved_activations is True.
@@ -166,10 +177,10 @@ class MindSpeedCheckpointWithoutOutput(CheckpointWithoutOutput):
 
 
 class MHCBlockRecomputeManager:
-    """Several calls that are discarded together, and replayed in forward order.
+    """Several calls that are discarded together and replayed in forward order.
 
-    Used as a context around a block's forward, every reader in the block restores on first use, and outputs
-    can be discarded as soon as their last forward reader has run (:meth:`discard_consumed`)::
+    Use the manager as a context around the forward of a block. Every reader in the block then restores on first use,
+    and outputs can be discarded as soon as their last forward reader has run (:meth:`discard_consumed`)::
 
         for block in blocks:  # of a few layers each
             with MHCBlockRecomputeManager() as manager:
@@ -178,11 +189,11 @@ class MHCBlockRecomputeManager:
                     manager.discard_consumed(streams)
                 manager.discard_all_outputs_and_register_unified_recompute(streams)
 
-    Make a manager for each block: in backward all values of a block are resident at once, so one manager around all
-    layers raises the peak instead of lowering it.
+    Create one manager for each block. In backward all values of a block are resident at once, so one manager around
+    all layers raises the peak instead of lowering it.
 
-    Without the context, ``hook_tensor`` must be what the block really returns: what it was computed from is found by
-    walking its graph, and its gradient triggers the unified recompute.
+    Without the context, ``hook_tensor`` must be the tensor that the block returns: its graph is searched for readers of
+    the outputs, and its gradient triggers the unified recompute.
     """
 
     def __init__(self) -> None:
@@ -193,11 +204,14 @@ class MHCBlockRecomputeManager:
 
     @outside_compiled_graphs
     def add_checkpoint(self, ckpt: CheckpointWithoutOutput) -> None:
-        """Take over a checkpoint whose call has been made, in forward order.
+        """Add a checkpoint whose call has been made; add checkpoints in forward order.
+
+        Args:
+            ckpt: the checkpoint.
 
         Raises:
-            TypeError: it is no CheckpointWithoutOutput.
-            ValueError: its checkpoint() was not called.
+            TypeError: ckpt is not a CheckpointWithoutOutput.
+            ValueError: the checkpoint() method of ckpt was not called.
             RecomputeUsageError: the manager has already discarded its outputs.
         """
         if not isinstance(ckpt, CheckpointWithoutOutput):
@@ -210,12 +224,17 @@ class MHCBlockRecomputeManager:
 
     @outside_compiled_graphs
     def checkpoint(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``fn(*args, **kwargs)`` in a new CheckpointWithoutOutput of this manager.
+        """Return ``fn(*args, **kwargs)``, called in a new CheckpointWithoutOutput of this manager.
+
+        Args:
+            fn: function to call, see CheckpointWithoutOutput.checkpoint.
+            args: positional arguments of fn.
+            kwargs: keyword arguments of fn.
 
         Raises:
             RecomputeUsageError: the manager has already discarded its outputs.
         """
-        if in_replay():  # an outer checkpoint makes its calls again, and keeps what they give
+        if in_replay():  # an outer checkpoint replays this call and needs its output
             return CheckpointWithoutOutput().checkpoint(fn, *args, **kwargs)
         self._check_unfinished()
         ckpt = CheckpointWithoutOutput()
@@ -225,10 +244,13 @@ class MHCBlockRecomputeManager:
 
     @outside_compiled_graphs
     def discard_consumed(self, *keep: Tensor) -> None:
-        """Empty every output so far but those given, which forward still reads. Inside the context only.
+        """Release the memory of every output so far except ``keep``; only inside the context.
+
+        Args:
+            keep: outputs that forward still reads.
 
         Raises:
-            RecomputeUsageError: outside the context; or an output was modified in place.
+            RecomputeUsageError: the manager is not entered, or an output was modified in place.
         """
         if self._scope is None:
             raise RecomputeUsageError(
@@ -242,16 +264,17 @@ class MHCBlockRecomputeManager:
 
     @outside_compiled_graphs
     def discard_all_outputs_and_register_unified_recompute(self, hook_tensor: Tensor) -> None:
-        """Empty every output but the hook tensor's own memory; all are restored when its gradient arrives, or before.
+        """Release the memory of every output except the hook tensor's own.
 
-        Inside the context no hook is needed: readers restore what they read, no earlier than they read it.
+        Outputs are restored at the latest when the gradient of the hook tensor arrives. Inside the context, each reader
+        restores an output when it reads it, and no hook is registered.
 
         Args:
-            hook_tensor: what the block returns.
+            hook_tensor: result of the block.
 
         Raises:
-            TypeError: it is no tensor.
-            RecomputeUsageError: called a second time; or an output was modified in place.
+            TypeError: hook_tensor is not a tensor.
+            RecomputeUsageError: the method is called a second time, or an output was modified in place.
         """
         _check_hook_tensor(hook_tensor)
         self._check_unfinished()
@@ -261,19 +284,20 @@ class MHCBlockRecomputeManager:
             _restore_readers_on_first_use(hook_tensor, regions[0])
             if hook_tensor.requires_grad:
                 hook_tensor.register_hook(self._unified_recompute_hook)
-        kept = slot_of(hook_tensor)
+        result = slot_of(hook_tensor)
         for slot in self._pending:
-            if slot is not kept:
+            if slot is not result:
                 slot.discard()
-        if kept is not None and (kept in self._pending or in_replay()):
-            kept.keep()
+        if result is not None and (result in self._pending or in_replay()):
+            result.keep()
         self._pending = []
-        if self._scope is not None:  # readers hold what they need; a caller's closure may hold this object
+        if self._scope is not None:  # readers hold their slots; the manager must not prolong them
             self.checkpoints = []
 
     @outside_compiled_graphs
     def _unified_recompute_hook(self, grad: Tensor) -> None:
-        checkpoints, self.checkpoints = self.checkpoints, []  # a second firing finds none
+        checkpoints = self.checkpoints
+        self.checkpoints = []  # the hook may fire twice
         for ckpt in checkpoints:
             ckpt.recompute()
 
@@ -295,29 +319,36 @@ class MHCBlockRecomputeManager:
 
     @outside_compiled_graphs
     def __exit__(self, *exception: Any) -> None:
-        scope, self._scope = self._scope, None
+        scope = self._scope
+        self._scope = None
         if scope is not None:
             scope.__exit__(*exception)
-        if exception[0] is not None:  # nothing half-made stays behind
-            self.checkpoints, self._pending, self._finished = [], [], True
+        if exception[0] is not None:  # release the incomplete block
+            self.checkpoints = []
+            self._pending = []
+            self._finished = True
 
 
 class lazy_restore:
-    """Every operation whose forward runs inside restores discarded outputs on first use in backward.
+    """A context whose operations restore discarded outputs on first use in backward.
 
-    One around a model's forward is enough. Hooks that were active outside (offload, an outer checkpoint) still get
-    every tensor that is not a discarded output.
+    One context around the forward of a model is enough. Outer saved-tensor hooks (offload, an outer checkpoint) still
+    receive every tensor that is not the output of a checkpoint.
     """
 
     @staticmethod
     def is_active() -> bool:
-        """Whether operations that run now restore on first use."""
+        """Return True if operations that run now restore on first use."""
         return getattr(_scopes, "depth", 0) > 0
 
     @staticmethod
     def is_alone(hooks: tuple[Callable, Callable] | None) -> bool:
-        """Whether saved-tensor hooks are none, or this context's with none outside: nobody else keeps or drops."""
-        return hooks is None or (isinstance(hooks[0], _Keep) and hooks[0].outer is None)
+        """Return True if ``hooks`` is None, or belongs to this context and no outer saved-tensor hooks are active.
+
+        Args:
+            hooks: a pair of pack and unpack hooks.
+        """
+        return hooks is None or (isinstance(hooks[0], _Pack) and hooks[0].outer is None)
 
     @outside_compiled_graphs
     def __enter__(self) -> "lazy_restore":
@@ -326,33 +357,37 @@ class lazy_restore:
         self._hooks = None
         _scopes.depth = getattr(_scopes, "depth", 0) + 1
         if torch.is_grad_enabled():
-            self._hooks = saved_tensors_hooks(_Keep(internals.outer_saved_tensor_hooks()), _take)
+            self._hooks = saved_tensors_hooks(_Pack(internals.outer_saved_tensor_hooks()), _unpack)
             self._hooks.__enter__()
         return self
 
     @outside_compiled_graphs
     def __exit__(self, *exception: Any) -> None:
         _scopes.depth -= 1
-        hooks, self._hooks = self._hooks, None
+        hooks = self._hooks
+        self._hooks = None
         if hooks is not None:
             hooks.__exit__(*exception)
 
 
 _scopes = threading.local()
-"""Its ``depth`` is the number of lazy_restore contexts this thread is in."""
+"""State of a thread; ``depth`` is its number of active lazy_restore contexts."""
 
 
 class _Saved:
-    """A value an operation keeps for backward, with what is needed to take it out again."""
+    """A value that an operation saved for backward, with its version, its slot and its outer unpack hook."""
 
     __slots__ = ("slot", "tensor", "unpack", "version")
 
     def __init__(self, tensor: Any, version: int, slot: Slot | None, unpack: Callable | None) -> None:
-        self.tensor, self.version, self.slot, self.unpack = tensor, version, slot, unpack
+        self.tensor = tensor
+        self.version = version
+        self.slot = slot
+        self.unpack = unpack
 
 
-class _Keep:
-    """Pack hook of the scope; ``outer`` is the pair of hooks active outside, if any."""
+class _Pack:
+    """The pack hook of lazy_restore; ``outer`` is the pair of outer hooks, if any."""
 
     def __init__(self, outer: tuple[Callable, Callable] | None) -> None:
         self.outer = outer
@@ -365,28 +400,33 @@ class _Keep:
             return _Saved(pack(tensor), 0, None, unpack)
         if slot is not None:
             return _Saved(slot.alias(tensor), tensor._version, slot, None)
-        # Detached: a saved output that held its own graph node would be a cycle.
+        # Detach, because a saved output that held its own graph node would be a reference cycle.
         return _Saved(tensor.detach() if tensor.grad_fn is not None else tensor, tensor._version, None, None)
 
 
 @outside_compiled_graphs
-def _take(saved: _Saved) -> Tensor:
+def _unpack(saved: _Saved) -> Tensor:
     if saved.unpack is not None:
         return saved.unpack(saved.tensor)
     if saved.slot is not None:
         saved.slot.restore()
-    if saved.tensor._version != saved.version:  # PyTorch leaves this check to the hooks
+    if saved.tensor._version != saved.version:  # PyTorch checks versions only without hooks
         raise RecomputeUsageError(
-            "backward: expected values kept for backward unchanged, got one modified in place (one of the variables "
+            "backward: expected values saved for backward unchanged, got one modified in place (one of the variables "
             f"needed for gradient computation is at version {saved.tensor._version}; expected version {saved.version})"
         )
     return saved.tensor
 
 
 def _restore_readers_on_first_use(hook_tensor: Tensor, first: Region) -> None:
-    """Outside a scope: turn what the hook tensor's ancestors keep, back to a region, into restoring values."""
-    oldest, keep = first.node._sequence_nr(), _Keep(None)
-    waiting, seen = [hook_tensor.grad_fn], set()
+    """Register hooks on the saved values of the hook tensor's ancestors, back to a region, that restore outputs.
+
+    This replaces the lazy_restore context where there is none.
+    """
+    oldest = first.node._sequence_nr()
+    pack = _Pack(None)
+    waiting = [hook_tensor.grad_fn]
+    seen = set()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen or node._sequence_nr() < oldest:
@@ -398,12 +438,12 @@ def _restore_readers_on_first_use(hook_tensor: Tensor, first: Region) -> None:
                 if attribute.startswith("_raw_saved_"):
                     raw = getattr(node, attribute)
                     for value in raw if isinstance(raw, tuple) else (raw,):
-                        _hook_saved(value, keep)
+                        _hook_saved(value, pack)
 
 
-def _hook_saved(value: Any, keep: _Keep) -> None:
+def _hook_saved(value: Any, pack: _Pack) -> None:
     try:
-        value.register_hooks(keep, _take)
+        value.register_hooks(pack, _unpack)
     except RuntimeError as error:
         if "hooks" not in str(error) and "None" not in str(error) and "none" not in str(error):
             raise

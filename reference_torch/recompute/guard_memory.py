@@ -1,10 +1,10 @@
-"""Memory of NaN that emptied CPU storages point at: address space without pages of its own.
+"""Memory filled with NaN, to which emptied CPU storages point.
 
-A read in C++ that no Python object saw coming gives NaN rather than somebody else's memory. One file of a mebibyte of
-ones bits (NaN in every floating type) is mapped again and again, so a range of any size costs no more memory than the
-file. The mappings are private: what is written there stays in the page that was written, until the range is laid anew.
-Ranges stay mapped for the life of the process, since a storage may outlive everything that knows of it. Where such
-mappings cannot be made (Windows; devices other than the CPU), a range is a buffer as large as the largest storage.
+A read in C++ that bypasses the Python guards then gives NaN instead of unrelated memory. One file of 1 MiB with all
+bits set (NaN in every floating type) is mapped repeatedly, so a range of any size costs no more memory than the file.
+The mappings are private: a write changes only the written page, until the range is mapped again. Ranges stay mapped
+for the life of the process, because a storage may outlive all other objects. Where such mappings are not available
+(Windows, devices other than the CPU), a range is a buffer as large as the largest storage.
 """
 
 import ctypes
@@ -30,43 +30,43 @@ class _GuardMemory:
         if device.type == "cpu" and hasattr(mmap, "MAP_ANONYMOUS"):
             self._range = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._range))
-            self.lay()
+            self.reset()
         else:
             self._buffer = torch.full((self.size,), 0xFF, dtype=torch.uint8, device=device)
             self.address = self._buffer.data_ptr()
 
-    def lay(self) -> None:
-        """Make the whole range NaN, whatever was written there."""
+    def reset(self) -> None:
+        """Fill the whole range with NaN again, whatever was written there."""
         if self._buffer is not None:
             self._buffer.fill_(0xFF)
             return
         file = _pattern()
-        for place in range(self.address, self.address + self.size, PATTERN_BYTES):
-            if _map()(place, PATTERN_BYTES, _READ_WRITE, _MAP_FIXED | mmap.MAP_PRIVATE, file, 0) != place:
-                raise MemoryError(f"guard memory: could not map {PATTERN_BYTES} bytes at {place:#x}")
+        for address in range(self.address, self.address + self.size, PATTERN_BYTES):
+            if _map()(address, PATTERN_BYTES, _READ_WRITE, _MAP_FIXED | mmap.MAP_PRIVATE, file, 0) != address:
+                raise MemoryError(f"guard memory: could not map {PATTERN_BYTES} bytes at {address:#x}")
 
 
 _ranges: dict[torch.device, list[_GuardMemory]] = {}
-"""The ranges of a device, each at least twice as large as the one before."""
+"""The ranges of a device; each is at least twice as large as the previous one."""
 
 
 def guard_address(size: int, device: torch.device) -> int:
-    """Return the address of at least ``size`` bytes of NaN."""
+    """Return the address of at least ``size`` bytes of NaN on a device."""
     ranges = _ranges.setdefault(device, [])
     if not ranges or ranges[-1].size < size:
         ranges.append(_GuardMemory(1 << (size - 1).bit_length(), device))
     return ranges[-1].address
 
 
-def lay_anew(device: torch.device) -> None:
-    """Make all guard memory of a device NaN again, after something wrote to it."""
-    for found in _ranges.get(device, []):
-        found.lay()
+def reset_guard_memory(device: torch.device) -> None:
+    """Fill all guard memory of a device with NaN again, after a write to it."""
+    for memory in _ranges.get(device, []):
+        memory.reset()
 
 
 @functools.cache
 def _pattern() -> int:
-    """Return the descriptor of the file, open for the life of the process."""
+    """Return the descriptor of the file with the pattern, open for the life of the process."""
     with tempfile.TemporaryFile() as file:
         file.write(b"\xff" * PATTERN_BYTES)
         file.flush()

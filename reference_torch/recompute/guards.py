@@ -1,13 +1,14 @@
-"""Empty storages, and what stands guard over them until they are refilled.
+"""Emptied storages, and the guards that detect a read before they are refilled.
 
 A discarded tensor keeps its shape, its place in the graph and its StorageImpl; only the memory behind the
-StorageImpl is given back. Three guards stand over it:
+StorageImpl is released. Three guards protect it:
 
-- its Python class becomes :class:`DiscardedTensor`, whose every use raises;
-- where this build of PyTorch has the message, a read in C++ raises as well;
-- elsewhere (CPU builds) the storage points at guard memory (:mod:`guard_memory`), so that a read in C++ that no
-  Python object saw coming gives NaN rather than somebody else's memory. PyTorch 2.11 has neither: there
-  the storage has no bytes, and what such a read does is undefined.
+- Its Python class becomes :class:`DiscardedTensor`, and every use of it raises an error.
+- If the PyTorch build supports an access message, a read in C++ raises an error as well.
+- Otherwise (CPU builds) the storage points to guard memory (:mod:`guard_memory`), so a read in C++ gives NaN instead
+  of unrelated memory.
+
+PyTorch 2.11 supports neither of the last two. There the storage has no bytes, and such a read is undefined.
 """
 
 import torch
@@ -19,19 +20,19 @@ from reference_torch.recompute.guard_memory import guard_address
 
 
 class RecomputeError(RuntimeError):
-    """Something recompute cannot do right, found before it could do it wrong."""
+    """The base class of errors of recompute."""
 
 
 class DiscardedActivationError(RecomputeError):
-    """A discarded activation was read before it was restored."""
+    """A read of a discarded activation before it was restored."""
 
 
 class RecomputeMismatchError(RecomputeError):
-    """A replay did not do what its forward did."""
+    """A replay that differs from its forward."""
 
 
 class RecomputeUsageError(RecomputeError):
-    """A call that recompute cannot replay, or an object used in a way it is not made for."""
+    """A call that recompute cannot replay, or an unsupported use of a recompute object."""
 
 
 METADATA = frozenset(
@@ -53,19 +54,22 @@ METADATA = frozenset(
         "__class__",
     }
 )
-"""What may be asked of a tensor whose memory is not there: all that does not read its elements."""
+"""Attributes and methods that do not read elements, and so are allowed on an empty tensor."""
 
 
 def function_name(func) -> str:
-    """What ``__torch_function__`` is asked for, by name."""
+    """Return the name of a function that ``__torch_function__`` receives."""
     name = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__"):  # a property: its own name stands one object further
+    if name in ("__get__", "__set__"):  # a property: the object that it is bound to has its name
         name = func.__self__.__name__  # pyright: ignore[reportFunctionMemberAccess]
     return name
 
 
 class DiscardedTensor(torch.Tensor):
-    """Class of a tensor while its storage is empty. Reading it raises; during a replay it is restored instead."""
+    """A tensor whose storage is empty.
+
+    A read raises an error; during a replay it restores the tensor instead.
+    """
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -79,7 +83,7 @@ class DiscardedTensor(torch.Tensor):
             return func(*args, **(kwargs or {}))
         region = vars(discarded[0])["_region_name"]
         raise DiscardedActivationError(
-            f"{name}: expected a tensor whose memory is there, got the output of recompute region {region!r}, which is "
+            f"{name}: expected a resident tensor, got the discarded output of recompute region {region!r}, which is "
             "empty until its backward; read it before it is discarded, or compute what you need inside the region"
         )
 
@@ -88,13 +92,19 @@ class DiscardedTensor(torch.Tensor):
 
 
 def mark_discarded(tensor: Tensor, region_name: str, restore_in_replay) -> None:
-    """Make every use of the tensor in Python raise, or restore it where ``restore_in_replay()`` says it did."""
+    """Make every use of the tensor in Python raise an error, unless ``restore_in_replay()`` restores it.
+
+    Args:
+        tensor: the tensor.
+        region_name: name of the recompute region, for error messages.
+        restore_in_replay: restores the tensor during a replay and returns True; returns False at any other time.
+    """
     vars(tensor).update(_region_name=region_name, _restore_in_replay=restore_in_replay)
     object.__setattr__(tensor, "__class__", DiscardedTensor)
 
 
 def mark_restored(tensor: Tensor) -> None:
-    """The inverse of mark_discarded."""
+    """Undo mark_discarded."""
     if type(tensor) is DiscardedTensor:
         object.__setattr__(tensor, "__class__", torch.Tensor)
         for attribute in ("_region_name", "_restore_in_replay"):
@@ -102,15 +112,18 @@ def mark_restored(tensor: Tensor) -> None:
 
 
 def empty_storage(storage: torch.UntypedStorage, message: str) -> None:
-    """Give a storage's memory back; its size stays only where it is pointed at NaN.
+    """Release the memory of a storage.
+
+    The storage keeps its size only where it points to guard memory.
 
     Args:
-        message: what a read in C++ raises, where this build can.
+        storage: the storage.
+        message: error of a read in C++, where the PyTorch build supports it.
     """
     if internals.HAS_SWAP and not internals.HAS_READ_MESSAGE:
         size = storage.nbytes()
-        poison = guard_address(size, storage.device)
-        internals.swap_memory(storage, internals.storage_from_pointer(poison, storage.device, size))
+        address = guard_address(size, storage.device)
+        internals.swap_memory(storage, internals.storage_from_pointer(address, storage.device, size))
         return
     storage.resize_(0)
     if internals.HAS_READ_MESSAGE:
@@ -118,12 +131,17 @@ def empty_storage(storage: torch.UntypedStorage, message: str) -> None:
 
 
 def refill_storage(storage: torch.UntypedStorage, source: torch.UntypedStorage, exclusive: bool) -> None:
-    """Give a storage the memory of another: exchanged where nobody else holds the source, else copied.
+    """Move or copy the memory of another storage into a storage.
 
-    No version counter moves, so every view and alias that autograd saved sees the data.
+    No version counter changes, so every view and alias that autograd saved sees the data.
+
+    Args:
+        storage: the emptied storage.
+        source: the storage with the data.
+        exclusive: no other tensor uses the source, so its memory can be moved instead of copied.
     """
     if internals.HAS_SWAP and exclusive:
-        internals.swap_memory(storage, source)  # message or poison go to the source, and die with it
+        internals.swap_memory(storage, source)  # the source takes the message or the guard memory
         return
     if internals.HAS_SWAP:
         internals.swap_memory(storage, torch.UntypedStorage(0, device=storage.device))

@@ -1,4 +1,4 @@
-"""Bytes really allocated: what is kept from forward to backward, and the peak over both."""
+"""Measurement of allocated bytes: those saved for backward, and the peak of forward and backward."""
 
 import os
 from collections.abc import Callable
@@ -12,27 +12,28 @@ _MARK = "forward done"
 
 
 class MemoryUse(NamedTuple):
-    """Bytes above what was allocated when the measurement began."""
+    """Allocated bytes, relative to the start of the measurement."""
 
     saved: int
-    """Held when forward has returned, its result included."""
+    """Bytes allocated when forward has returned, including its result."""
     peak: int
-    """The most held at any moment of forward and backward."""
+    """Largest number of bytes allocated during forward and backward."""
 
 
 def measure_memory(forward: Callable[[], Tensor], backward: Callable[[Tensor], object]) -> MemoryUse:
-    """Run forward and backward once, counting every allocation.
+    """Run forward and backward once and count every allocation.
 
-    On the CPU each allocation and release of PyTorch's allocator is seen, those inside operations included. On
-    CUDA the caching allocator's counters are read. Run once before, so that buffers made on first use exist.
+    On the CPU, the profiler records each allocation and release of PyTorch's allocator, including those inside
+    operations. On CUDA, the counters of the caching allocator are read. Run both functions once before, so that buffers
+    allocated on first use exist.
 
     Args:
-        forward: gives the tensor backward starts from.
-        backward: is handed that tensor; what it returns is dropped at once.
+        forward: returns the tensor from which backward starts.
+        backward: receives that tensor; its result is dropped at once.
     """
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return _measure_cuda(forward, backward)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler writes to stderr that it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler writes its start and stop to stderr
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = forward()
         with record_function(_MARK):

@@ -1,8 +1,9 @@
-"""The operations of a call and the outside tensors they read, so that a replay which differs is noticed.
+"""Recording of the operations of a call, to detect a replay that differs from its forward.
 
 A call reads more than its arguments: tensors of its closure, buffers, frozen weights, Python numbers, the training
-flag of a module. None of them reaches the saved-tensor hooks, so a change between forward and replay would be silent.
-Both runs are therefore recorded by a TorchFunctionMode, which sees every operation that Python calls, and compared.
+flag of a module. The saved-tensor hooks receive none of them, so a change between forward and replay would stay
+unnoticed. A TorchFunctionMode therefore records every operation that Python calls in both runs, and the two records
+are compared.
 """
 
 import weakref
@@ -22,7 +23,7 @@ _SIMPLE |= {torch.Size, np.bool_, np.float32, np.float64, np.int32, np.int64}
 
 
 def _metadata_functions() -> frozenset[Callable]:
-    """Return what is called when Python asks a tensor for its metadata: no data is read."""
+    """Return the functions that read the metadata of a tensor, but not its elements."""
     properties = (
         "shape",
         "dtype",
@@ -72,7 +73,7 @@ class Operation(NamedTuple):
 
 
 class OperationRecorder(TorchFunctionMode):
-    """The differentiable operations that run in this context, and what they read from outside.
+    """A recorder of the differentiable operations in its context and of the tensors they read from outside.
 
     Args:
         arguments: tensors of the call, whose versions are checked elsewhere.
@@ -86,17 +87,17 @@ class OperationRecorder(TorchFunctionMode):
         self._on_draw = on_draw
         self.operations: list[Operation] = []
         self.running: Operation | None = None
-        """The operation that has begun and not ended."""
+        """The operation that has started and not ended."""
         self._outside: dict[int, tuple[weakref.ref[Tensor], int, str]] = {}
         self._own = {id(tensor) for tensor in arguments}
         self._sources: dict[int, Operation] = {}
         """What computed the call's tensors without gradient."""
         self._seen: dict[int, weakref.ref[Tensor]] = {}
-        """Operands from outside, also those that the call has changed."""
+        """Operands from outside, including those that the call changes."""
         self._begun = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        """Run the operation, and record it."""
+        """Run the operation and record it."""
         kwargs = kwargs or {}
         if func in _METADATA:
             return func(*args, **kwargs)
@@ -145,11 +146,11 @@ class OperationRecorder(TorchFunctionMode):
         return source if source is not None and source.result is not None and source.result() is operand else None
 
     def _is_outside(self, operand: Tensor) -> bool:
-        """Return whether an operand was there before the call.
+        """Return True if an operand existed before the call.
 
-        A torch.autograd.Function may return what no mode sees: the result of another thread, of NumPy or of a C++
-        extension. Its node is one that this thread has made since the call began. A tensor from outside gets such a
-        node when the call changes it, so the first look decides.
+        A torch.autograd.Function may return a tensor that no mode records, for example from another thread, NumPy or a
+        C++ extension. Such a tensor has a node that this thread created after the call began. A tensor from outside
+        gets a new node when the call changes it, so the first observation of an operand decides.
         """
         key = id(operand)
         if key in self._own:
@@ -163,14 +164,14 @@ class OperationRecorder(TorchFunctionMode):
         return True
 
     def difference(self, replay: "OperationRecorder", whole: bool = True) -> str | None:
-        """Say how a replay differs from this run.
+        """Describe the first difference of a replay from this run.
 
         Args:
-            replay: what it has done so far.
-            whole: it has come to its end, so operations that are missing count.
+            replay: record of the replay.
+            whole: True if the replay has ended, so that missing operations count as a difference.
 
         Returns:
-            The first difference in words; None: there is none.
+            The first difference in words, or None.
         """
         replayed = [*replay.operations, *([] if replay.running is None else [replay.running])]
         for place, (first, second) in enumerate(zip(self.operations, replayed, strict=False)):
@@ -256,7 +257,7 @@ def _constants(args: tuple, kwargs: dict) -> Iterator[tuple[int | str, Any]]:
 
 
 def _equal(one: tuple, other: tuple) -> bool:
-    """Compare constants; a NaN equals itself."""
+    """Return True if constants are equal; a NaN equals itself."""
     return one == other or repr(one) == repr(other)
 
 

@@ -1,13 +1,13 @@
-"""One call that can be replayed, and the storages it can refill.
+"""A call that can be replayed, and the storages that its replay refills.
 
-A ``Region`` runs its call once, with gradients enabled, and its autograd graph is the real one. Hooks drop every value
-that the graph would save; in their place stand handles that replay the call on first use. The call's inputs are saved
-by a small autograd node, as any operation saves its inputs, so version checks and outer hooks (offload, an outer
-checkpoint) apply to them. A ``Slot`` is one storage among the outputs: emptied after forward, refilled by a replay.
+A ``Region`` runs its call once with gradients enabled and keeps that autograd graph. Saved-tensor hooks replace every
+value that the graph would save with a handle, which replays the call on first use. A small autograd node saves the
+inputs of the call as any operation does, so version checks and outer hooks (offload, an outer checkpoint) apply to
+them. A ``Slot`` is one storage among the outputs. It is emptied after forward and refilled by a replay.
 
-Ownership runs from reader to what is read, never back: handles hold their region, a region holds the slots its inputs
-come from, slots hold their region, and a region knows its own handles and slots only weakly. So everything is freed by
-reference counting as backward passes.
+A reader owns the object that it reads, never the reverse: handles hold their region, a region holds the slots of its
+inputs, slots hold their region, and a region has only weak references to its own handles and slots. Reference counting
+therefore frees everything as backward proceeds.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from reference_torch.recompute import internals
-from reference_torch.recompute.guard_memory import lay_anew
+from reference_torch.recompute.guard_memory import reset_guard_memory
 from reference_torch.recompute.guards import (
     RecomputeMismatchError,
     RecomputeUsageError,
@@ -37,30 +37,30 @@ from reference_torch.recompute.operations import OperationRecorder
 from reference_torch.recompute.state import ReplayState
 
 before_replay: ContextVar[Callable[[list[Tensor]], None] | None] = ContextVar("before_replay", default=None)
-"""Told, before each replay of a region made now, the parameters that the replay will read."""
+"""A callback that regions created now call before each replay, with the parameters that the replay reads."""
 _slots: weakref.WeakValueDictionary[int, "Slot"] = weakref.WeakValueDictionary()
-"""Slots by the address of their StorageImpl; a slot's weak reference keeps the address from being used again."""
+"""Slots by the address of their StorageImpl; the weak reference of a slot prevents reuse of the address."""
 _thread = threading.local()
 
 
 def slot_at(address: int | None) -> "Slot | None":
-    """The slot of the StorageImpl at an address, if any."""
+    """Return the slot of the StorageImpl at an address, if any."""
     return None if address is None else _slots.get(address)
 
 
 def slot_of(tensor: Tensor) -> "Slot | None":
-    """The slot whose storage a tensor uses, if any."""
+    """Return the slot whose storage a tensor uses, if any."""
     return slot_at(internals.storage_address(tensor))
 
 
 def in_replay() -> bool:
-    """Whether this code runs inside a replay, or inside any backward (an outer checkpoint's recompute)."""
+    """Return True inside a replay, and inside any backward, where an outer checkpoint may replay this code."""
     return getattr(_thread, "depth", 0) > 0 or internals.runs_in_backward()
 
 
 @contextlib.contextmanager
 def replaying() -> Iterator[None]:
-    """in_replay() holds within."""
+    """Make in_replay() return True in this context."""
     _thread.depth = getattr(_thread, "depth", 0) + 1
     try:
         yield
@@ -69,13 +69,15 @@ def replaying() -> Iterator[None]:
 
 
 class Slot:
-    """One storage among a region's outputs, emptied after forward and refilled before its first reader."""
+    """A storage among the outputs of a region, emptied after forward and refilled before its first reader."""
 
     def __init__(self, region: "Region", place: int, tensors: Sequence[Tensor]) -> None:
         storage = tensors[0].untyped_storage()
         self.region: Region | None = region
-        self.place, self.is_full = place, True
-        self.address, self.nbytes = storage._cdata, storage.nbytes()
+        self.place = place
+        self.is_full = True
+        self.address = storage._cdata
+        self.nbytes = storage.nbytes()
         self._storage = StorageWeakRef(storage)
         self._watches = [(watch, watch._version) for watch in map(internals.version_watch, tensors)]
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
@@ -86,29 +88,29 @@ class Slot:
 
     @property
     def is_alive(self) -> bool:
-        """Whether anybody still holds the storage."""
+        """True while any tensor uses the storage."""
         return not self._storage.expired()
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The outputs that share the storage, those still alive."""
+        """The outputs that share the storage and are still alive."""
         return [tensor for tensor in (reference() for reference in self._tensors) if tensor is not None]
 
     def note_replayer(self, region: "Region") -> None:
-        """A region has saved an output as its input: it restores it before it reads."""
+        """Record a region that saved an output as its input, and so restores the output before it reads."""
         self._replayers.append(weakref.ref(region))
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """The tensor, detached, for a reader that calls restore() before it reads."""
+        """Return the tensor, detached, for a reader that calls restore() before it reads."""
         alias = tensor.detach()
         self._aliases.append(weakref.ref(alias))
         return alias
 
     def discard(self, force: bool = False) -> None:
-        """Empty the storage; nothing inside a replay, where outputs are about to be read.
+        """Empty the storage, except inside a replay, whose outputs are read next.
 
         Args:
-            force: also where somebody holds the memory who would not restore it before reading; without, it stays.
+            force: if True, empty the storage even if a holder of its memory cannot restore it before reading.
 
         Raises:
             RecomputeUsageError: an output was modified in place, which a replay could not repeat.
@@ -121,8 +123,8 @@ class Slot:
         storage = internals.storage_from_weak(self._storage.cdata)
         aliases = [alias for alias in (reference() for reference in self._aliases) if alias is not None]
         replayers = sum(reference() is not None for reference in self._replayers)
-        is_ours = _times_saved(tensors) <= replayers and is_held_only_by(storage, [*tensors, *aliases])
-        if not force and not is_ours:
+        all_readers_restore = _times_saved(tensors) <= replayers and is_held_only_by(storage, [*tensors, *aliases])
+        if not force and not all_readers_restore:
             return
         message = f"the output of recompute region {region.name!r} was read before it was restored"
         empty_storage(storage, f"DiscardedActivationError: {message}")
@@ -131,7 +133,7 @@ class Slot:
             mark_discarded(tensor, region.name, self._restore_in_replay)
 
     def _check_unchanged(self, when: str) -> None:
-        """Compare the version counters, which see a change also where no Python object of the output is left."""
+        """Check the version counters, which record a change even after the Python objects of the output are gone."""
         if self.is_changed:
             name = self.region.name if self.region is not None else ""
             raise RecomputeUsageError(
@@ -141,16 +143,16 @@ class Slot:
 
     @property
     def is_changed(self) -> bool:
-        """Whether an output, a view or an alias of it was modified in place since the call."""
+        """True if an output, a view or an alias of it was modified in place since the call."""
         return any(watch._version != version for watch, version in self._watches)
 
     def live_with_outputs(self) -> None:
-        """Be known for as long as an output is."""
+        """Keep this slot alive as long as any of its outputs."""
         for tensor in self.tensors:
             vars(tensor)["_slot"] = self
 
     def keep(self) -> None:
-        """The output stays for good: no replay is needed for its sake, and the call's inputs may go."""
+        """Make the output permanent and release the region, since no replay is needed for it."""
         self.region = None
         _slots.pop(self.address, None)
 
@@ -158,15 +160,15 @@ class Slot:
         """Take over the memory of the replayed output.
 
         Args:
-            replayed: the only reference to it.
-            aliases: what the replayed graph keeps in the same memory.
+            replayed: the replayed output; the caller holds no other reference to it.
+            aliases: saved values of the replayed graph in the same memory.
 
         Returns:
-            The aliases as views of this storage: two copies would stay alive otherwise.
+            The aliases as views of this storage, so that only one copy stays alive.
         """
-        assert self.region is not None, "a slot that is kept was refilled"
+        assert self.region is not None, "a permanent slot was refilled"
         if self.is_changed:
-            lay_anew(replayed.device)
+            reset_guard_memory(replayed.device)
         self._check_unchanged("while it was empty")
         source = replayed.untyped_storage()
         if source.nbytes() != self.nbytes:
@@ -177,13 +179,17 @@ class Slot:
         storage = internals.storage_from_weak(self._storage.cdata)
         refill_storage(storage, source, is_held_only_by(source, [replayed, *aliases]))
         rebound = [_rebound(alias, storage) for alias in aliases]
-        self.is_full, self.event = True, self.region.state.record_event(storage.device)
+        self.is_full = True
+        self.event = self.region.state.record_event(storage.device)
         for tensor in self.tensors:
             mark_restored(tensor)
         return rebound
 
     def restore(self) -> None:
-        """Refill the storage if it is empty, and all it is computed from: nearest the input first, in a loop."""
+        """Refill the storage if it is empty, after the empty storages that its replay reads.
+
+        A loop replays the regions from the input onwards, so that long chains do not recurse.
+        """
         waiting = [] if self.is_full or self.region is None else [self.region]
         while waiting:
             region = waiting[-1]
@@ -192,7 +198,7 @@ class Slot:
                 waiting.extend(empty)
                 continue
             waiting.pop()
-            with region.lock:  # another thread may have been faster
+            with region.lock:  # another thread may have replayed it
                 if not region.is_restored:
                     region.replay()
         if self.event is not None:  # a reader on another stream waits for the replay
@@ -206,7 +212,7 @@ class Slot:
 
 
 def _rebound(alias: Tensor, storage: torch.UntypedStorage) -> Tensor:
-    """Return the same view as ``alias``, of another storage: shape, strides, dtype, conjugation and sign."""
+    """Return a view of another storage with the shape, strides, dtype, conjugation and sign of ``alias``."""
     view = torch.empty(0, dtype=alias.dtype, device=alias.device)
     view.set_(storage, alias.storage_offset(), alias.shape, alias.stride())  # pyright: ignore[reportCallIssue, reportArgumentType]
     if alias.is_conj():
@@ -220,14 +226,14 @@ def slot_address(tensor: Tensor) -> int | None:
 
 
 def is_held_only_by(storage: torch.UntypedStorage, tensors: list[Tensor]) -> bool:
-    """Whether no tensor but those given, and the bases they are views of, uses the storage."""
-    bases = _bases(tensors)  # alive, so that ids are theirs
+    """Return True if only the given tensors, and the bases that they are views of, use the storage."""
+    bases = _bases(tensors)  # holds them, so that their ids stay valid
     holders = {id(tensor) for tensor in [*tensors, *bases]}
     return internals.storage_holders(storage) <= len(holders) + 1
 
 
 def _times_saved(tensors: list[Tensor]) -> int:
-    """How often operations without hooks have saved the tensors."""
+    """Return how often operations without saved-tensor hooks have saved the tensors."""
     return sum(internals.tensor_holders(tensor) - 1 for tensor in tensors) - len(_bases(tensors))
 
 
@@ -236,7 +242,7 @@ def _bases(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class _SaveInputs(torch.autograd.Function):
-    """A node nobody runs backward through: it keeps a region's inputs."""
+    """An autograd node that saves the inputs of a region; backward never runs through it."""
 
     @staticmethod
     def forward(ctx, anchor, *tensors):
@@ -245,36 +251,40 @@ class _SaveInputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        raise AssertionError("the node that keeps a region's inputs is not part of the loss")
+        raise AssertionError("the node that saves a region's inputs is not part of the loss")
 
 
-class _Held:
-    """What the graph keeps instead of a value: the region that can compute it, and which value it is."""
+class _Handle:
+    """A stand-in for a saved value: the region that can compute it and the value's index."""
 
     __slots__ = ("__weakref__", "place", "region")
 
     def __init__(self, region: "Region", place: int) -> None:
-        self.region, self.place = region, place
+        self.region = region
+        self.place = place
 
 
 class _Recorded(NamedTuple):
-    """A value that a replay has computed, until its reader takes it."""
+    """A value computed by a replay and not yet read."""
 
     tensor: Tensor
     version: int
     slot: Slot | None = None
-    """The output whose memory the value shares."""
+    """The slot of the output whose memory the value shares."""
 
     def take(self, name: str) -> Tensor:
         """Return the value.
 
+        Args:
+            name: name of the region, for error messages.
+
         Raises:
-            RecomputeUsageError: it was modified in place after the operation had saved it.
+            RecomputeUsageError: the value was modified in place after the operation had saved it.
         """
         changed_output = self.slot is not None and self.slot.is_changed
         if changed_output or self.tensor._version != self.version:
             raise RecomputeUsageError(
-                f"{name!r}: expected values kept for backward unchanged, got one modified in place (one of the "
+                f"{name!r}: expected values saved for backward unchanged, got one modified in place (one of the "
                 f"variables needed for gradient computation is at version {self.tensor._version}; expected version "
                 f"{self.version}); clone it before it is changed"
             )
@@ -282,10 +292,12 @@ class _Recorded(NamedTuple):
 
 
 class Region:
-    """A call, and all that is needed to make it again."""
+    """A call with everything that its replay needs."""
 
     def __init__(self, function: Callable, args: tuple, kwargs: dict, name: str, generators: Sequence) -> None:
-        self.function, self.name, self.replays = function, name, 0
+        self.function = function
+        self.name = name
+        self.replays = 0
         leaves, self._structure = tree_flatten((args, kwargs))
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         inputs = [leaves[i] for i in self._places]
@@ -294,17 +306,17 @@ class Region:
         self._versions = [t._version for t in inputs]
         slots = [slot for slot in map(slot_of, inputs) if slot is not None]
         self.upstream = list({slot.address: slot for slot in slots}.values())
-        if internals.outer_saved_tensor_hooks() is None:  # else the hooks hold the inputs, as aliases
+        if internals.outer_saved_tensor_hooks() is None:  # otherwise the hooks hold aliases of the inputs
             for slot in slots:
                 slot.note_replayer(self)
         self.state = ReplayState(inputs, generators)
         self.is_nested = in_replay()
         self.lock = threading.RLock()
-        """Held while the call is made again: CUDA runs backward on a thread a device."""
+        """Lock held during a replay: on CUDA, backward runs on one thread for each device."""
         self._operations = OperationRecorder(inputs, self.state.note_draw)
         self.is_made = False
-        """Whether the call has returned."""
-        self._handles: list[weakref.ref[_Held]] = []
+        """True once the call has returned."""
+        self._handles: list[weakref.ref[_Handle]] = []
         self._saved: list[tuple] = []
         self._recorded: dict[int, _Recorded] = {}
         self._parameters: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -315,34 +327,40 @@ class Region:
 
     @property
     def is_restored(self) -> bool:
-        """Whether no storage that anybody holds is empty."""
+        """True if no output storage that is still in use is empty."""
         slots = (reference() for reference in self._slots)
         return all(slot is None or slot.is_full or not slot.is_alive for slot in slots)
 
     @property
     def missing_inputs(self) -> list["Region"]:
-        """The regions that must be replayed before this one."""
+        """Regions that must be replayed before this one."""
         return [slot.region for slot in self.upstream if not slot.is_full and slot.region is not None]
 
     def forward(self, args: tuple, kwargs: dict) -> Any:
-        """Make the call, dropping what its graph would keep.
+        """Run the call and drop the values that its graph would save.
+
+        Args:
+            args: positional arguments.
+            kwargs: keyword arguments.
+
+        Returns:
+            The result of the call.
 
         Raises:
-            RecomputeUsageError: it changes an input in place.
+            RecomputeUsageError: the call changes an input in place.
         """
-
         inputs = {id(leaf) for leaf in tree_leaves((args, kwargs))}
 
-        def drop(tensor: Tensor) -> _Held:
+        def drop(tensor: Tensor) -> _Handle:
             owner = tensor if tensor._base is None else tensor._base
             if owner.is_leaf and owner.requires_grad and id(owner) not in inputs:
                 self._parameters[id(owner)] = weakref.ref(owner), owner._version
-            handle = _Held(self, len(self._handles))
+            handle = _Handle(self, len(self._handles))
             self._handles.append(weakref.ref(handle))
             self._saved.append((tensor.shape, tensor.dtype, tensor.device))
             return handle
 
-        with self._operations, saved_tensors_hooks(drop, _compute_again):
+        with self._operations, saved_tensors_hooks(drop, _replayed_value):
             output = self.function(*args, **kwargs)
         self.is_made = True
         if [leaf._version for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)] != self._versions:
@@ -351,14 +369,18 @@ class Region:
                 "place, which cannot be replayed; let it work on a copy"
             )
         module = self.function if isinstance(self.function, nn.Module) else getattr(self.function, "__self__", None)
-        if isinstance(module, nn.Module):  # also those autograd does not save: a bias, a weight cast by autocast
+        if isinstance(module, nn.Module):  # autograd does not save a bias, or a weight that autocast casts
             for parameter in module.parameters():
                 self._parameters[id(parameter)] = weakref.ref(parameter), parameter._version
         self.state.forget_unused()
         return output
 
     def make_slots(self, outputs: list[Any]) -> tuple[list[Slot], list[str]]:
-        """Slots for the outputs that may be discarded, and for each of the others why it is kept."""
+        """Return slots for the outputs that may be discarded, and the reason for each output that is kept.
+
+        Args:
+            outputs: leaves of the call's result.
+        """
         self._output_layout = [_layout(output) for output in outputs]
         groups: dict[int, list[tuple[int, Tensor]]] = {}
         for place, output in enumerate(outputs):
@@ -376,7 +398,7 @@ class Region:
         return slots, kept
 
     def _reason_to_keep(self, tensors: list[Tensor]) -> str | None:
-        """Why outputs in one storage must stay: whoever else holds the memory would find it gone."""
+        """Return why the outputs in one storage must stay, or None if they may be discarded."""
         if any(type(tensor) is not Tensor for tensor in tensors):
             return "a tensor subclass"
         born = self.node._sequence_nr()
@@ -393,11 +415,11 @@ class Region:
         return None
 
     def replay(self) -> None:
-        """Make the call again: refill the outputs that are empty, record the values the graph still waits for.
+        """Run the call again, refill its empty outputs, and record the values that the graph still needs.
 
         Raises:
-            RecomputeMismatchError: it saves or returns something else than in forward.
-            RecomputeUsageError: an input was modified in place since.
+            RecomputeMismatchError: the replay saves or returns other values than the forward.
+            RecomputeUsageError: an input was modified in place since the forward.
         """
         self.replays += 1
         if self._before_replay is not None:
@@ -420,9 +442,9 @@ class Region:
             expected = self._saved[count] if count < len(self._saved) else None
             if expected != (tensor.shape, tensor.dtype, tensor.device):
                 actual = _words((tensor.shape, tensor.dtype, tensor.device))
-                raise mismatch(f"value {count} kept for backward to be {_words(expected)}", actual)
+                raise mismatch(f"value {count} saved for backward to be {_words(expected)}", actual)
             if self._handles[count]() is not None:
-                # A number that became a tensor has no graph, and no detach() under a dispatch mode.
+                # A tensor made from a number has no graph and cannot be detached under a dispatch mode.
                 value = tensor if tensor.grad_fn is None else tensor.detach()
                 recorded[count] = _Recorded(value, tensor._version)
             count += 1
@@ -432,7 +454,7 @@ class Region:
             output = self.function(*args, **kwargs)
         del args, kwargs
         if count != len(self._saved):
-            raise mismatch(f"{len(self._saved)} values kept for backward", str(count))
+            raise mismatch(f"{len(self._saved)} values saved for backward", str(count))
         outputs = [leaf.detach() if isinstance(leaf, Tensor) else None for leaf in tree_leaves(output)]
         del output
         layout = [_layout(output) for output in outputs]
@@ -473,7 +495,8 @@ class Region:
         for slot in filter(None, (reference() for reference in self._slots)):
             if slot.is_full or not slot.is_alive:
                 continue
-            replayed, outputs[slot.place] = outputs[slot.place], None
+            replayed = outputs[slot.place]
+            outputs[slot.place] = None
             assert replayed is not None, f"output {slot.place} of {self.name!r} was no tensor in its replay"
             address = slot_address(replayed)
             shared = [place for place, o in enumerate(outputs) if o is not None and slot_address(o) == address]
@@ -487,7 +510,7 @@ class Region:
 
 
 @internals.outside_compiled_graphs
-def _compute_again(handle: _Held) -> Tensor:
+def _replayed_value(handle: _Handle) -> Tensor:
     region = handle.region
     if not region.is_made:
         raise RecomputeUsageError(

@@ -1,4 +1,4 @@
-"""What is kept for backward, by name and in bytes."""
+"""Report of the named values that are saved for backward."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -12,14 +12,14 @@ from diptych.plans.recompute import VALUES
 from reference_torch.recompute.region import slot_at
 
 
-class KeptValue(NamedTuple):
-    """A named value kept from forward to backward."""
+class SavedValue(NamedTuple):
+    """All values of one name that are saved for backward."""
 
     shape: tuple[int, ...]
-    """Of the first one of the name."""
+    """Shape of the first value."""
     dtype: str
     bytes: int
-    """Of all of the name together."""
+    """Bytes of all values of the name together."""
 
 
 class _Named(NamedTuple):
@@ -34,7 +34,11 @@ _named: ContextVar[list[_Named] | None] = ContextVar("_named", default=None)
 
 
 def name_value(x: Tensor, name: str) -> Tensor:
-    """x itself, known to residual_report as ``name``.
+    """Return x and register it with residual_report under ``name``.
+
+    Args:
+        x: the value, of any shape.
+        name: one of diptych.plans.recompute.VALUES.
 
     Raises:
         ValueError: the name is not in diptych.plans.recompute.VALUES.
@@ -48,14 +52,18 @@ def name_value(x: Tensor, name: str) -> Tensor:
     return x
 
 
-def residual_report(fn: Callable[..., Any], *args: Any) -> dict[str, KeptValue]:
-    """The named values that are kept for backward once ``fn(*args)`` has returned.
+def residual_report(fn: Callable[..., Any], *args: Any) -> dict[str, SavedValue]:
+    """Return the named values that are saved for backward once ``fn(*args)`` has returned.
 
-    A value counts where its memory is still there although nobody but the graph of the result holds it. So the
-    report says what is really resident, not what a hook was shown.
+    A value counts if its memory is still allocated and only the graph of the result holds it. The report therefore
+    contains the values that are resident, not those that a hook received.
+
+    Args:
+        fn: function to call.
+        args: its arguments.
 
     Returns:
-        Name, in order of diptych.plans.recompute.VALUES, to shape of its first value, dtype and bytes of all.
+        A dict from name to SavedValue, in the order of diptych.plans.recompute.VALUES.
     """
     token = _named.set([])
     try:
@@ -63,7 +71,7 @@ def residual_report(fn: Callable[..., Any], *args: Any) -> dict[str, KeptValue]:
         named = _named.get() or []
     finally:
         _named.reset(token)
-    report: dict[str, KeptValue] = {}
+    report: dict[str, SavedValue] = {}
     counted = {tensor.untyped_storage()._cdata for tensor in tree_leaves(result) if isinstance(tensor, Tensor)}
     for value in named:
         address = value.storage.cdata
@@ -71,6 +79,6 @@ def residual_report(fn: Callable[..., Any], *args: Any) -> dict[str, KeptValue]:
         if address in counted or value.storage.expired() or (slot is not None and not slot.is_full):
             continue
         counted.add(address)
-        earlier = report.get(value.name, KeptValue(value.shape, value.dtype, 0))
+        earlier = report.get(value.name, SavedValue(value.shape, value.dtype, 0))
         report[value.name] = earlier._replace(bytes=earlier.bytes + value.bytes)
     return {name: report[name] for name in VALUES if name in report}

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 _generators_lock = threading.RLock()
-"""Held while a replay draws random numbers: the default generators belong to the whole process."""
+"""Lock held while a replay draws random numbers, because the process shares the default generators."""
 
 
 class ReplayState:
-    """A snapshot, taken before a call.
+    """A snapshot of the state before a call.
 
     Args:
-        inputs: the call's tensors; their devices are the ones whose state matters.
-        generators: random generators of the caller's own that the call draws from.
+        inputs: tensors of the call; the snapshot covers their devices.
+        generators: random generators that the call draws from, besides the default generators.
     """
 
     def __init__(self, inputs: Sequence[Tensor], generators: Sequence[torch.Generator]) -> None:
@@ -42,7 +42,7 @@ class ReplayState:
             self._states[generator] = generator.get_state()
 
     def forget_unused(self) -> None:
-        """After the call: drop the state of generators it did not draw from."""
+        """Drop, after the call, the state of generators that it did not draw from."""
         self._states = {g: state for g, state in self._states.items() if not torch.equal(state, g.get_state())}
         if self._python == random.getstate():
             self._python = None
@@ -51,7 +51,7 @@ class ReplayState:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Everything as before the call; afterwards, or if the body raises, as it was found."""
+        """Restore the snapshot in this context, and the previous state afterwards or on an error."""
         with contextlib.ExitStack() as stack:
             if self._states or self._python or self._numpy:  # another thread's replay would draw from the same ones
                 stack.enter_context(_generators_lock)
@@ -71,7 +71,7 @@ class ReplayState:
             yield
 
     def _enter_stream(self, stack: contextlib.ExitStack, index: int, stream: torch.cuda.Stream) -> None:
-        """Replay on the stream of the forward, after what this one has queued; this one waits for the replay."""
+        """Enter the stream of the forward, and order it after and before the work of the current stream."""
         current = torch.cuda.current_stream(index)
         if current == stream:
             return
@@ -80,7 +80,7 @@ class ReplayState:
         stack.enter_context(torch.cuda.stream(stream))
 
     def record_event(self, device: torch.device) -> torch.Event | None:
-        """An event after the replay on its stream; None on the CPU."""
+        """Return an event after the replay on its stream, or None on the CPU."""
         if device.type != "cuda":
             return None
         return self._streams[device.index].record_event()

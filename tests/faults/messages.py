@@ -46,32 +46,32 @@ class Faulty(P2PCommunicator):
             return False
         return (self.rank, str(message.produced_by)) == (fault.rank, fault.action)
 
-    def _depart(self, message: Any, place: int, content: torch.Tensor, shape: Any) -> None:
+    def _send_one(self, message: Any, place: int, content: torch.Tensor, shape: Any) -> None:
         fault = self.fault
         if fault is None or fault.kind == "duplicated" or not self._struck(message):
-            super()._depart(message, place, content, shape)
+            super()._send_one(message, place, content, shape)
             return
         self.strike()
         if fault.kind == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.kind == "delayed":
             time.sleep(fault.seconds)
-            super()._depart(message, place, content, shape)
+            super()._send_one(message, place, content, shape)
         elif fault.kind in ("longer", "shorter"):  # and said to be so, as by a rank with other settings
             content = torch.cat([content, content], 1) if fault.kind == "longer" else content[:, 1:].contiguous()
-            super()._depart(message, place, content, tuple(content.shape))
+            super()._send_one(message, place, content, tuple(content.shape))
         elif fault.kind == "longer than it says":
-            super()._depart(message, place, torch.cat([content, content], 1), shape)
+            super()._send_one(message, place, torch.cat([content, content], 1), shape)
         elif fault.kind == "late of a step":
             self.step -= 1
-            super()._depart(message, place, content, shape)
+            super()._send_one(message, place, content, shape)
             self.step += 1
         elif fault.kind == "named as the next microbatch's":
             action = message.produced_by
             following = message._replace(produced_by=action._replace(microbatch=action.microbatch + 1))
-            super()._depart(following, place, content, shape)
+            super()._send_one(following, place, content, shape)
         elif fault.kind == "not a number":
-            super()._depart(message, place, torch.full_like(content, float("nan")), shape)
+            super()._send_one(message, place, torch.full_like(content, float("nan")), shape)
         else:
             assert fault.kind == "dropped", fault.kind
 

@@ -164,7 +164,7 @@ def test_an_activation_written_after_it_was_kept_is_named(when, managers, monkey
             layers[0].kept.mul_(2.0)
         layers[1](out).sum().backward()
 
-    with pytest.raises(OffloadError, match=r"backward: expected values kept for backward unchanged, got one modified"):
+    with pytest.raises(OffloadError, match=r"backward: expected values saved for backward unchanged, got one modified"):
         run()
 
 

@@ -197,7 +197,7 @@ def test_aliases_count_their_own_versions(managers, n, writes):
             x = layer(x)
         x.sum().backward()
 
-    expected = pytest.raises(OffloadError, match=r"expected values kept for backward unchanged")
+    expected = pytest.raises(OffloadError, match=r"expected values saved for backward unchanged")
     with expected if writes else contextlib.nullcontext():
         run(x)
 

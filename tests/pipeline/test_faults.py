@@ -313,7 +313,7 @@ def test_a_rank_that_died_between_two_calls_is_named():
 
 
 MISSED = {
-    "write": "to be told by rank 0 what came of writing",
+    "write": "the result of writing from rank 0",
     "gather": "the arrays of all pipeline ranks",
     "say": "what every rank has found",
 }

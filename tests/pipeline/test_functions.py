@@ -57,11 +57,11 @@ FUNCTIONS = {
 def test_models_and_iterators_are_one_a_virtual_stage():
     plain, virtual = forward_backward_pipelining_without_interleaving, forward_backward_pipelining_with_interleaving
     config, model = divided(2, v=2), torch.nn.Linear(1, 1)
-    with pytest.raises(ValueError, match="model: expected 2, one a virtual stage of the rank, got 1"):
+    with pytest.raises(ValueError, match="model: expected 2, one for each virtual stage of the rank, got 1"):
         virtual(**step_arguments(config, model=[model]))
-    with pytest.raises(ValueError, match="data_iterator: expected 2, one a virtual stage of the rank, got 1"):
+    with pytest.raises(ValueError, match="data_iterator: expected 2, one for each virtual stage of the rank, got 1"):
         virtual(**step_arguments(config, model=[model] * 2))
-    with pytest.raises(ValueError, match="model: expected 1, one a virtual stage of the rank, got 2"):
+    with pytest.raises(ValueError, match="model: expected 1, one for each virtual stage of the rank, got 2"):
         plain(**step_arguments(divided(2), model=[model] * 2))
 
 

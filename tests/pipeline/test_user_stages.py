@@ -124,11 +124,11 @@ def test_a_step_function_that_returns_no_reducer_is_refused(returned, says):
 IN_PLACE = {
     "what a stage received": (
         replace(TWO, stages=(LINEAR, StageSpec(("input in place",)))),
-        "expected stage n to leave what it received as it is, got an operation in place on it; .*change a copy",
+        "expected stage n not to change the tensor that it received, got an operation in place on it; .*change a copy",
     ),
     "data, before its backward": (
         replace(first("linear", program=TWO), data="reused"),
-        "nBn: expected what forward left for backward unchanged, and it was changed in place .*yield new tensors",
+        "nBn: expected values saved for backward unchanged, got one changed in place .*yield new tensors",
     ),
     "data, between input and weight gradients": (
         replace(SPLIT, stages=(LINEAR, StageSpec(("one linear of data", "linear"))), data="reused", num_microbatches=4),

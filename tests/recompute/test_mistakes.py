@@ -133,10 +133,14 @@ DIFFERENT: dict[str, tuple[Callable, Callable, str]] = {
     "more saved values": (
         lambda x: x.tanh(),
         lambda x: x.tanh().tanh(),
-        "expected value 1 kept .* to be nothing",
+        "expected value 1 saved .* to be nothing",
     ),
-    "fewer saved values": (lambda x: x.tanh().tanh(), lambda x: x.tanh(), "expected 2 values kept for backward, got 1"),
-    "no saved values": (lambda x: x.tanh(), lambda x: x * 2, "expected 1 values kept for backward, got 0"),
+    "fewer saved values": (
+        lambda x: x.tanh().tanh(),
+        lambda x: x.tanh(),
+        "expected 2 values saved for backward, got 1",
+    ),
+    "no saved values": (lambda x: x.tanh(), lambda x: x * 2, "expected 1 values saved for backward, got 0"),
     "saved shape": (lambda x: x.exp() * 2, lambda x: x[:2].exp().repeat(2, 1) * 2, r"\(4, 4\).*got \(2, 4\)"),
     "saved dtype": (lambda x: x.exp() * 2, lambda x: x.float().exp().double() * 2, "float64.*got .*float32"),
     "output shape": (lambda x: x * 2, lambda x: x[:2] * 2, "expected outputs"),
@@ -290,5 +294,5 @@ def test_r11_a_value_changed_after_an_operation_inside_has_saved_it_is_refused_a
     checkpoint = CheckpointWithoutOutput("changes")
     loss = reader(checkpoint.checkpoint(changes, x))
     checkpoint.discard_output_and_register_recompute(loss)
-    with pytest.raises(RecomputeUsageError, match="'changes': expected values kept for backward unchanged"):
+    with pytest.raises(RecomputeUsageError, match="'changes': expected values saved for backward unchanged"):
         gradients(loss, [x])

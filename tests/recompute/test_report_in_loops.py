@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_impl.recompute import KeptValue, name_value, residual_report
+from jax_impl.recompute import SavedValue, name_value, residual_report
 
 SAVE = jax.checkpoint_policies.save_only_these_names("fc1", "mlp_output")
 NOTHING = jax.checkpoint_policies.nothing_saveable
@@ -59,7 +59,7 @@ def test_every_iteration_is_counted(loop, policy):
 def test_a_loop_that_is_computed_again_keeps_nothing():
     assert residual_report(lambda w, x: scanned_whole(w, x, jax.checkpoint), WEIGHTS, X) == {}
     again = residual_report(lambda w, x: scanned_whole(w, x, lambda f: f), WEIGHTS, X)
-    assert again["fc1"] == KeptValue((4, 6, 8), "float32", 768)
+    assert again["fc1"] == SavedValue((4, 6, 8), "float32", 768)
 
 
 def test_what_a_loop_reads_is_kept_once():
@@ -75,4 +75,4 @@ def test_what_a_loop_reads_is_kept_once():
 
     for function in (constant, sliced):
         report = residual_report(function, X)
-        assert report.get("fc1", KeptValue((), "", 192)).bytes == 192
+        assert report.get("fc1", SavedValue((), "", 192)).bytes == 192

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from reference_torch.recompute import CheckpointWithoutOutput, internals, lazy_restore
-from reference_torch.recompute.guard_memory import guard_address, lay_anew
+from reference_torch.recompute.guard_memory import guard_address, reset_guard_memory
 from reference_torch.recompute.region import in_replay, slot_of
 from tests.recompute.support import assert_equal, branch, gradients, measure, normal, reader, reference_counting_only
 
@@ -145,7 +145,7 @@ def test_guard_memory_takes_no_pages_of_its_own():
     assert values[:: 1 << 12].isnan().all()
     assert resident_mebibytes() - before < 8
     values[7] = 0.0
-    lay_anew(cpu)
+    reset_guard_memory(cpu)
     assert values[7].isnan()
 
 

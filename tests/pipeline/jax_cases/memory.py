@@ -11,7 +11,7 @@ from flax import nnx
 
 from diptych.plans.config import TransformerConfig
 from jax_impl.pipeline import make_pipeline_step
-from jax_impl.pipeline.kept import Keeper
+from jax_impl.pipeline.saved import StageAutodiff
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT
 from tests.pipeline.jax_cases.support import PLAIN, STEP, batch_of, model_of, stage_of
@@ -82,7 +82,7 @@ def test_split_backward_does_no_work_twice(keep):
     )
     programs, task, x = stage_of(config)
     program = programs[0]
-    whole, split = (Keeper((program,), task, x, keep, splits) for splits in (False, True))
+    whole, split = (StageAutodiff((program,), task, x, keep, splits) for splits in (False, True))
     zeros = partial(jax.tree.map, lambda like: jnp.zeros(like.shape, like.dtype))
 
     def flops(function, *arguments) -> float:
@@ -106,11 +106,11 @@ def test_residuals_are_the_named_values_alone():
     config = replace(PLAIN, num_layers=4, pipeline_model_parallel_size=4, params_dtype="float32", bf16=True)
     programs, task, x = stage_of(config)
     (middle,) = (program for program in programs if not program.first and not program.last)
-    keeper = Keeper((middle,), task, x, "residuals", split=False)
+    keeper = StageAutodiff((middle,), task, x, "residuals", split=False)
     width, inner, scores = config.hidden_size, 16, 2 * 8  # a token's: D, inner width, heads x T
     # Input and residual after attention, both norms, q, k, v, weights, what they give; gate and value, activation.
     a_token = 4 * width + 3 * width + scores + width + 3 * inner
     assert keeper.kept["bfloat16"].shape == (2 * 8 * a_token,)
     assert set(keeper.kept) == {"bfloat16"}
-    first = Keeper(programs[:1], task, x, "residuals", split=False).kept
+    first = StageAutodiff(programs[:1], task, x, "residuals", split=False).kept
     assert first["bfloat16"].shape == keeper.kept["bfloat16"].shape

@@ -1,4 +1,4 @@
-"""The seed's door: one manager a process, for models that ask for it where their layers are built."""
+"""The default offload manager of the process, for models that request it where they build their layers."""
 
 from reference_torch.offload.manager import TensorOffloadManager
 
@@ -8,7 +8,13 @@ _manager: TensorOffloadManager | None = None
 def initialize_offload_manager(
     enabled: bool = True, pin_memory: bool = True, num_prefetch_layers: int = 1
 ) -> TensorOffloadManager:
-    """Make the process's manager; the one before is closed. Arguments as TensorOffloadManager's."""
+    """Create the default manager of the process and close the previous one.
+
+    Args:
+        enabled: see TensorOffloadManager.
+        pin_memory: see TensorOffloadManager.
+        num_prefetch_layers: see TensorOffloadManager.
+    """
     global _manager
     manager = TensorOffloadManager(enabled, pin_memory, num_prefetch_layers)
     if _manager is not None:
@@ -18,5 +24,5 @@ def initialize_offload_manager(
 
 
 def get_offload_manager() -> TensorOffloadManager | None:
-    """The process's manager; None before it is made."""
+    """Return the default manager of the process, or None before it is created."""
     return _manager

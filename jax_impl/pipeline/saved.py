@@ -1,17 +1,17 @@
-"""What a stage keeps from its forward to its backward, and how backward goes on from there.
+"""Values that a stage saves for backward, and the backward from these values.
 
-With keep="inputs" a stage keeps its input alone, and backward runs the stage again. With keep="residuals" it keeps what
-jax.vjp would, as the recompute settings leave it, and nothing is run again but what they say.
+With keep="inputs", a stage saves only its input, and backward replays the stage. With keep="residuals", it saves the
+residuals of jax.vjp that the recompute settings leave, and replays only what these settings require.
 
-The residuals lie in slots. A pull-back of JAX's is a tree whose leaves are arrays: those computed from parameters alone
-(a weight, its cast to bfloat16) are there anyway and not kept; the others are laid end to end, in one vector a type, as
-long as the longest of any stage, so that stages of unlike build share a buffer. Backward traces the stage a second time
-to have a pull-back of the same tree, and puts the kept leaves in; what led only to the leaves it replaces is dead, and
-compiled away.
+The residuals are stored in slots. A pull-back of JAX is a tree whose leaves are arrays. Leaves computed from parameters
+alone (a weight, its cast to bfloat16) are available anyway and are not saved. The others are concatenated into one
+vector for each dtype, as long as the longest of all stages, so that different stages share a buffer. Backward traces
+the stage again to get a pull-back with the same tree and replaces its leaves by the saved ones. XLA removes operations
+that lead only to replaced leaves.
 
-Where the schedule splits the backward, I takes all gradients but those of linear maps' weights. In their place it
-keeps each map's input and the gradient of its output (ops._LinearTaps), and W multiplies the two: together as much
-work as B, each matrix product once.
+If the schedule splits the backward, I computes all gradients except those of the weights of linear maps. Instead it
+saves the input of each map and the gradient of its output (ops._LinearTaps), and W multiplies them. I and W together
+compute the same matrix products as B.
 """
 
 import contextlib
@@ -32,41 +32,42 @@ from jax_impl.recompute import VaryingLeaf, recompute_policy, varying_leaves, wi
 
 
 class Task(NamedTuple):
-    """One stage at one microbatch."""
+    """A stage and a microbatch."""
 
     params: StagedParameters
-    """The rank's."""
+    """Parameters of the rank."""
     batch: Batch
-    """The microbatch's."""
+    """The microbatch."""
     vp_stage: Array
     first_layer: Array
 
 
 class Backward(NamedTuple):
-    """What a backward gives."""
+    """The results of a backward."""
 
     gradients: Mapping[str, Array]
-    """By the program's names; where backwards are split, without the weights that W is for."""
+    """Gradients by parameter name; in a split backward, without the weights whose gradients W computes."""
     input_gradient: Array
-    """0 in the first stage."""
+    """Gradient of the input; 0 in the first stage."""
     loss: Array | None
-    """Of the last stage, where forward left it to backward."""
+    """Loss of the last stage, if its forward did not compute it."""
     weights: "Packed"
-    """Kept for W."""
+    """Values saved for W."""
 
 
 Packed = dict[str, Array]
-"""By type: arrays laid end to end."""
+"""Concatenated arrays, by dtype."""
 
 
-class Keeper:
-    """Runs forwards and backwards of stages, for one tracing of the executor.
+class StageAutodiff:
+    """The forwards and backwards of stages, for one trace of the executor.
 
     Args:
-        programs: of all stages.
-        task, x: any stage's, for their shapes.
+        programs: programs of all stages.
+        task: task of any stage, for its shapes.
+        x: input of any stage, for its shape.
         keep: see diptych.plans.schedule.lockstep.
-        split: whether backwards are split in I and W.
+        split: True if backwards are split into I and W.
     """
 
     def __init__(self, programs: Sequence[Program], task: Task, x: Array, keep: Keep, split: bool) -> None:
@@ -76,17 +77,17 @@ class Keeper:
             program: self._find_residuals(program, task, x) if keep == "residuals" else [] for program in programs
         }
         self.kept = _longest([[leaf.like for leaf in leaves] for leaves in self._residuals.values()])
-        """Shapes of what a forward keeps."""
+        """Shapes of the values that a forward saves for backward."""
         self.weights = _longest([jax.tree.leaves(taps) for taps in self._taps.values()])
-        """Shapes of what I keeps for W."""
+        """Shapes of the values that I saves for W."""
 
     @property
     def skips_last_forward(self) -> bool:
-        """Whether the last stage's forward has nothing to do: nobody waits for its output, and backward runs it."""
+        """True if the last stage needs no forward, because its backward runs it and no other rank waits for it."""
         return self._keep == "inputs"
 
     def forward(self, program: Program, task: Task, x: Array) -> tuple[Array, Packed]:
-        """Output (or loss) of a stage, and what is kept."""
+        """Return the output (or the loss) of a stage and the values saved for backward."""
         if self._keep == "inputs":
             return program(program.take(task.params, task.vp_stage), x, task.batch, task.first_layer), {}
         y, pull_back = self._pull_back(program, task, x)
@@ -94,11 +95,14 @@ class Keeper:
         return y, _pack([leaves[leaf.places[0]] for leaf in self._residuals[program]], self.kept)
 
     def backward(self, program: Program, task: Task, x: Array, kept: Packed, gradient: Array) -> Backward:
-        """Gradients, given that of the output: B, or I.
+        """Run a full backward (B), or the part for inputs (I) if backwards are split.
 
         Args:
-            x: the stage's input; read with keep="inputs".
-            kept: by forward.
+            program: program of the stage.
+            task: the stage and the microbatch.
+            x: input of the stage; read with keep="inputs".
+            kept: values that forward saved.
+            gradient: gradient of the output.
         """
         y, pull_back = self._pull_back(program, task, x)
         if self._keep == "residuals":
@@ -109,15 +113,15 @@ class Keeper:
         return Backward(gradients, dx, loss, _pack(jax.tree.leaves(taps), self.weights))
 
     def weight_gradients(self, program: Program, weights: Packed) -> dict[str, Array]:
-        """W: gradients of the weights that I left out."""
+        """Run W: return the gradients of the weights that I left out."""
         likes, structure = jax.tree.flatten(self._taps[program])
         taps = jax.tree.unflatten(structure, _unpack(weights, likes))
         return {name: jnp.einsum("bto,bti->oi", grad, x) for name, (x, grad) in taps.items()}
 
     def _pull_back(self, program: Program, task: Task, x: Array) -> tuple[Array, Callable[[Array], tuple]]:
-        """A stage's output, and what takes the output's gradient to those of parameters, input and taps.
+        """Return the output of a stage, and the pull-back to gradients of parameters, input and taps.
 
-        Layers' parameters that lie on the host have stand-ins on the device, whose gradients are theirs.
+        Parameters on the host are represented by zeros on the device, whose gradients are those of the parameters.
         """
         parameters = program.take(task.params, task.vp_stage)
         taps = jax.tree.map(lambda like: _zeros(like, x), self._taps[program])
@@ -133,18 +137,18 @@ class Keeper:
                 return program(given, x, task.batch, task.first_layer)
 
         if self._keep == "residuals" and not program.recomputes:
-            # Without a policy JAX keeps whatever any derivative reads, for XLA to fuse most of it away; in a slot it
-            # would all be stored. Between named values there is no matrix product, so those alone are kept.
+            # Without a policy JAX saves everything that a derivative reads, and XLA fuses most of it away; in a slot
+            # everything would be stored. No matrix product lies between named values, so saving these is enough.
             policy = recompute_policy(program.config, RecomputeBlock("none", ()))
             run = jax.checkpoint(run, policy=policy)  # pyright: ignore[reportPrivateImportUsage]
         return jax.vjp(run, wanted, x, taps)
 
     def _offloaded(self, program: Program, gradients: Mapping[str, Any]) -> contextlib.AbstractContextManager:
-        """While active, a stage's layers are fetched as the plan of one of its actions says.
+        """Return a context in which the layers of a stage are fetched by the plan of one action.
 
         Args:
-            program: of the stage.
-            gradients: of every layer's parameters: a stand-in, or taps.
+            program: program of the stage.
+            gradients: for every parameter of a layer, zeros that receive its gradient, or its taps.
         """
         if not program.config.enable_tensor_offload:
             return contextlib.nullcontext()
@@ -153,23 +157,23 @@ class Keeper:
             number = program.layer_of(name)
             if number is not None:
                 by_layer[number].append(gradients[name])
-        again = self._keep == "inputs"
-        told = lone_pass(program.config, program.blocks, turns=again)
-        return told._replace(gradients=by_layer, activations={}, named=not again).active()
+        replays = self._keep == "inputs"
+        context = lone_pass(program.config, program.blocks, turns=replays)
+        return context._replace(gradients=by_layer, activations={}, named=not replays).active()
 
     def _find_residuals(self, program: Program, task: Task, x: Array) -> list[VaryingLeaf]:
-        """Leaves of a pull-back that are made of what a microbatch brings."""
+        """Return the leaves of a pull-back that depend on the microbatch."""
 
         def leaves(task: Task, x: Array) -> list[Any]:
             return jax.tree.leaves(self._pull_back(program, task, x)[1])
 
-        brought = jax.tree.map(lambda _: False, task)
-        brought = brought._replace(batch=brought.batch._replace(tokens=True, targets=True))  # and x
-        return varying_leaves(leaves, (task, x), (brought, True))
+        varies = jax.tree.map(lambda _: False, task)
+        varies = varies._replace(batch=varies.batch._replace(tokens=True, targets=True))
+        return varying_leaves(leaves, (task, x), (varies, True))
 
 
 def _tap_shapes(program: Program, task: Task, x: Array) -> dict[str, tuple]:
-    """By name of a linear map's weight: shapes of the map's input and output."""
+    """Return the shapes of the input and output of every linear map, by the name of its weight."""
 
     def run(task: Task, x: Array) -> Array:
         nonlocal taps
@@ -184,12 +188,12 @@ def _tap_shapes(program: Program, task: Task, x: Array) -> dict[str, tuple]:
 
 
 def _zeros(like: Any, beside: Array) -> Array:
-    """On the device, of a shape and type; differing by rank where their neighbour does."""
+    """Return zeros on the device with the shape and dtype of ``like`` and the varying axes of ``beside``."""
     return jnp.zeros_like(beside, shape=like.shape, dtype=like.dtype)
 
 
 def _longest(programs: Sequence[Sequence[jax.ShapeDtypeStruct]]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Vectors, one a type, that hold the arrays of any program."""
+    """Return the shape of one vector for each dtype that can hold the arrays of any program."""
     lengths: dict[str, int] = {}
     for likes in programs:
         for dtype in {str(like.dtype) for like in likes}:
@@ -199,7 +203,7 @@ def _longest(programs: Sequence[Sequence[jax.ShapeDtypeStruct]]) -> dict[str, ja
 
 
 def _pack(arrays: Sequence[Array], vectors: Mapping[str, jax.ShapeDtypeStruct]) -> Packed:
-    """Lay arrays end to end, by type, and fill up with zeros."""
+    """Concatenate arrays by dtype and pad with zeros."""
     packed = {}
     for dtype, vector in vectors.items():
         parts = [array.reshape(-1) for array in arrays if array.dtype == dtype]
@@ -209,11 +213,12 @@ def _pack(arrays: Sequence[Array], vectors: Mapping[str, jax.ShapeDtypeStruct]) 
 
 
 def _unpack(packed: Packed, likes: Sequence[jax.ShapeDtypeStruct]) -> list[Array]:
-    """The inverse of _pack."""
+    """Return the arrays that _pack concatenated."""
     starts = dict.fromkeys(packed, 0)
     arrays = []
     for like in likes:
-        dtype, size = str(like.dtype), math.prod(like.shape)
+        dtype = str(like.dtype)
+        size = math.prod(like.shape)
         arrays.append(packed[dtype][starts[dtype] : starts[dtype] + size].reshape(like.shape))
         starts[dtype] += size
     return arrays

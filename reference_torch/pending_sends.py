@@ -1,4 +1,7 @@
-"""What is on its way to other ranks: kept alive, and waited for by nobody else."""
+"""Messages that are being sent to other ranks.
+
+A thread waits for the sends, so that the computation does not wait.
+"""
 
 import datetime
 import queue
@@ -12,12 +15,12 @@ from torch import Tensor
 from diptych.plans.schedule.messages import PipelineError
 
 
-class Departures:
-    """Keeps what is being sent alive until it has left; a thread waits, so that nobody else has to.
+class PendingSends:
+    """A queue of sends that holds each message until it is sent; a thread waits for the sends.
 
     Args:
-        lingers: what has left is let go where the next is sent or waited for, not in the thread: PyTorch's profiler has
-            been seen to crash where another thread frees memory.
+        lingers: if True, messages are released when the next one is added or waited for, instead of in the thread.
+            PyTorch's profiler can crash if another thread frees memory.
     """
 
     def __init__(self, lingers: bool = False) -> None:
@@ -28,42 +31,46 @@ class Departures:
         self._thread: threading.Thread | None = None
 
     def add(self, work: dist.Work | None, content: Tensor, told: str, timeout: float) -> None:
-        """Wait for a send beside all else.
+        """Add a send to the queue.
 
         Args:
-            work: the send; None: nothing is waited for.
-            content: what is sent.
-            told: beginning of the error, should nobody receive it.
-            timeout: seconds it may take.
+            work: the send; None: the message is already sent.
+            content: the message.
+            told: beginning of the error message if the message is not received.
+            timeout: seconds that the send may take.
         """
-        while len(self._left) > 1:  # the thread may be about to let go of the last
+        while len(self._left) > 1:  # the thread may still hold the last one
             self._left.popleft()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, daemon=True, name="departures")
+            self._thread = threading.Thread(target=self._serve, daemon=True, name="pending sends")
             self._thread.start()
         self._queue.put((work, content, told, timeout))
 
     def wait(self) -> None:
-        """Until all has left. Raises: see check."""
+        """Wait until every message is sent.
+
+        Raises:
+            PipelineError: a message was not received in time.
+        """
         self._queue.join()
         self._left.clear()
         self.check()
 
     def check(self) -> None:
-        """Say if something did not leave.
+        """Raise an error if a send has failed.
 
         Raises:
-            PipelineError: it was not received in time.
+            PipelineError: a message was not received in time.
         """
         if self._error is not None:
             raise PipelineError(self._error)
 
     def dismiss(self) -> None:
-        """End the thread once all has left; nobody waits for that."""
+        """End the thread once every message is sent, without waiting for it."""
         self._queue.put(None)
 
     def close(self) -> None:
-        """End the thread."""
+        """Wait until every message is sent and the thread has ended."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
@@ -79,12 +86,12 @@ class Departures:
                 self._error = f"{told} within pipeline_timeout={timeout:g} s, and it was not ({cause_of(error)})"
             if self._lingers:
                 self._left.append(content)
-            del waiting, work, content  # the memory, now that it has left
+            del waiting, work, content  # release the memory of the message
             self._queue.task_done()
         self._queue.task_done()
 
 
 def cause_of(error: Exception) -> str:
-    """A framework's error without its source file."""
+    """Return the first line of a framework's error, without the name of its source file."""
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
     return first.split("] ", 1)[-1].split(" This is typically")[0].rstrip(".")
