@@ -1,5 +1,6 @@
 """mHC against oracles that share no code with it: the equations token by token, a plain network,
-finite differences, and symmetries."""
+finite differences, and symmetries.
+"""
 
 from collections import Counter
 
@@ -55,7 +56,8 @@ def directional_derivative(logits, grad, direction, iterations, last) -> float:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sinkhorn_is_doubly_stochastic(backend, dtype, last):
     """To 1e-6 at logit std 1: every matrix on the side normalised last; on the other side in the mean
-    and for 98 of 100 matrices after 20 iterations (the slowest of 100,000 is 2e-3 off), for all after 200."""
+    and for 98 of 100 matrices after 20 iterations (the slowest of 100,000 is 2e-3 off), for all after 200.
+    """
     logits = normal(0, 2000, 4, 4, dtype=dtype)
     axes = (-1, -2) if last == "row" else (-2, -1)
     for iterations, share in ((20, 0.98), (200, 1.0)):

@@ -1,5 +1,6 @@
 """The whole model: against a plain network written out here, the backends against each other, and
-stages against the undivided model."""
+stages against the undivided model.
+"""
 
 import inspect
 from collections import Counter

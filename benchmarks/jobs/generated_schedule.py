@@ -1,5 +1,6 @@
 """What the ranks of benchmarks/generated_schedule.py and benchmarks/stage_costs.py run: any table over stages that
-sleep, each as long as its costs say; and the actions of real stages, timed one by one."""
+sleep, each as long as its costs say; and the actions of real stages, timed one by one.
+"""
 
 import time
 from collections.abc import Callable, Iterator

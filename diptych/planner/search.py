@@ -198,7 +198,8 @@ def _check_request(ranks: int, memory_limit: int, count: int, schedules: tuple[s
 
 def _constraint(found: Found, faster: Found | None) -> str:
     """What keeps a way from being faster: memory, if one that needs more than there is would be; else where its time
-    goes."""
+    goes.
+    """
     if faster is not None and faster.seconds < found.seconds:
         needed = faster.memory.total / 2**20
         return f"memory: {faster.way.words} takes {faster.seconds:.3g} s and needs {needed:,.1f} MiB"

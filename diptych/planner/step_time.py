@@ -193,7 +193,8 @@ def step_time(
 def waits_of_wavefront(config: TransformerConfig, batch: int, stages: Sequence[StageTime], machine: Machine) -> float:
     """Seconds from the first rank's beginning to the last one's and back, where microbatches follow one another over
     ranks that share sequences (diptych.plans.schedule.wavefront); else 0. As long as the longest row of ranks that
-    share one."""
+    share one.
+    """
     size = config.context_parallel_size
     if config.cp_exchange != PIPELINED or size == 1:
         return 0.0

@@ -44,7 +44,8 @@ def count_sent(
 
 def seconds_beside_sleep(load: Load, delay: float, work: float, turns: int) -> dict[bool, list[float]]:
     """Of steps, by whether exchanges overlap: a rank sleeps where it computes on once an exchange can begin, forward
-    and backward, and what is exchanged is there so much later."""
+    and backward, and what is exchanged is there so much later.
+    """
     plain_begin, plain_back = Crossing.begin, Crossing.passed_back
 
     def begin(self: Crossing, finals: torch.Tensor) -> None:

@@ -201,7 +201,8 @@ def late_part(timeout: float, late: float, exchange: str = "all_gather") -> tupl
 
 def reused_context(passes: int, recomputed: bool) -> tuple[list[np.ndarray], str]:
     """Gradients of some texts, one after the other, whose convolutions share a context; recomputed: all forwards come
-    first, and backward computes them again. And the error, where there is one."""
+    first, and backward computes them again. And the error, where there is one.
+    """
     size, rank = dist.get_world_size(), dist.get_rank()
     context = build_cp_context(
         torch.tensor([0, 4 * size], dtype=torch.int32), dist.group.WORLD, cp_exchange="pipelined"

@@ -36,7 +36,8 @@ def schedule_for(
     config: TransformerConfig, num_microbatches: int, forward_only: bool = False, context_rank: int = 0
 ) -> Schedule:
     """The table a configuration asks for, on one of the ranks that share sequences, which differ with cp_exchange
-    "pipelined" alone; the first has most in flight. Errors as build_schedule's."""
+    "pipelined" alone; the first has most in flight. Errors as build_schedule's.
+    """
     if config.cp_exchange == PIPELINED and config.context_parallel_size > 1:
         return context_schedule(config.context_parallel_size, context_rank, num_microbatches, forward_only)
     if config.pipeline_schedule_file is not None:
@@ -262,7 +263,8 @@ def _one_forward_one_backward(rank: int, p: int, m: int) -> list[Action]:
 
 def _zero_bubble(rank: int, p: int, m: int, ahead: int = 1) -> list[Action]:
     """``ahead`` forwards for each rank that comes after, before the first I; W of a microbatch comes ``ahead * rank``
-    microbatches after its I. So every rank holds at most ahead * (p - 1) + 1."""
+    microbatches after its I. So every rank holds at most ahead * (p - 1) + 1.
+    """
     warmup = min(ahead * (p - 1 - rank), m)
     actions = [Action("F", rank, i) for i in range(warmup)]
     weights = 0

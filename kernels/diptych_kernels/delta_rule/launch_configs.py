@@ -101,7 +101,8 @@ class Call(NamedTuple):
 
 def even_table(shape: tuple[int, ...], tokens: int, chunk_size: int) -> np.ndarray:
     """Chunks [n, 2] or sequences [n, 3] that share tokens evenly, as diptych.plans.model.delta_rule.ChunkTables has
-    them."""
+    them.
+    """
     count, width = shape
     each = chunk_size if width == 2 else -(-tokens // (count * chunk_size)) * chunk_size
     first = np.minimum(np.arange(count) * each, tokens)

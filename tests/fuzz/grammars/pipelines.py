@@ -268,7 +268,8 @@ def _judge_error(program: Program, bad: str | None, composed: dict | Exception, 
 
 def _may_be_refused(program: Program) -> bool:
     """Whether a pipeline may refuse what composed stages can do: memory reused while microbatches are in flight, and
-    an operation in place on what a stage has received."""
+    an operation in place on what a stage has received.
+    """
     names = {name for spec in program.stages for name in spec.operations}
     return program.data == "reused" or bool(names & {"reused scratch", "input in place", "input view in place"})
 
