@@ -275,7 +275,7 @@ class Functions(ABC):
             if x.shape[-1] > MAX_KERNEL_CHANNELS:
                 raise ValueError(
                     f"{name}: expected at most {MAX_KERNEL_CHANNELS} channels, got {x.shape[-1]}; "
-                    "impl='reference' takes any number"
+                    "impl='reference' supports any number"
                 )
         given = dtype_name(v)
         if "float16" in (dtype_name(q), dtype_name(k), given):  # states and their gradients may pass its 65504
@@ -320,7 +320,7 @@ def _check_streams(name: str, streams: int) -> None:
     if streams > MAX_KERNEL_STREAMS:
         raise ValueError(
             f"{name}: expected at most {MAX_KERNEL_STREAMS} residual streams, got {streams}; "
-            "impl='reference' takes any number"
+            "impl='reference' supports any number"
         )
 
 

@@ -219,7 +219,7 @@ def test_a_file_is_not_ignored_where_context_ranks_have_an_order(tmp_path):
 def test_one_row_is_no_pipeline(tmp_path):
     (tmp_path / "one.csv").write_text("0F0,1F0,1B0,0B0")
     with pytest.raises(
-        ValueError, match="pipeline_schedule_file: expected a row for each of two ranks or more, got one"
+        ValueError, match=r"pipeline_schedule_file: expected at least two rows \(one per rank\), got one"
     ):
         replace(TINY, pipeline_schedule_file=read_schedule(tmp_path / "one.csv"))
 
