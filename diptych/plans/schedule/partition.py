@@ -199,8 +199,8 @@ def _expand(layout: str) -> str:
         times = int(times or 1)
         if len(text) + len(content) * times > MAX_LAYOUT_LENGTH:
             raise ValueError(
-                f"pipeline_model_parallel_layout: expected at most {MAX_LAYOUT_LENGTH:,} letters without repetitions, got "
-                f"{layout!r}"
+                f"pipeline_model_parallel_layout: expected at most {MAX_LAYOUT_LENGTH:,} letters without repetitions, "
+                f"got {layout!r}"
             )
         text = text[: found.start()] + content * times + text[found.end() :]
     if unknown := re.search(r"[^EtL|]", text):

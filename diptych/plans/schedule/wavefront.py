@@ -73,6 +73,6 @@ def tokens_before(size: int, part: int, length: int) -> list[int]:
     return [rank * part % length for rank in range(size)]
 
 
-def num_ticks(size: int, num_microbatches: int) -> int:
+def num_lockstep_slots(size: int, num_microbatches: int) -> int:
     """Return the number of lock-step slots of the forwards, and equally of the backwards, in JAX."""
     return num_microbatches + size - 1
