@@ -1,6 +1,6 @@
 """The PyTorch backend: kernels as differentiable functions of tensors.
 
-CUDA tensors run compiled kernels, CPU tensors the interpreter. Kernels have first derivatives only, and say so.
+CUDA tensors run compiled kernels, CPU tensors run the interpreter. Second derivatives raise an error.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class _Applied(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """Gradients that depend on what they were computed from, and refuse to say how."""
+    """Gradients that depend on their inputs in the graph, and raise an error if differentiated."""
 
     @staticmethod
     def forward(ctx, count, *gradients_and_sources):
@@ -74,7 +74,7 @@ class TorchDoor(Functions):
         return applied(operation, static, *inputs)
 
     def cast_like(self, x: Tensor, residual: Tensor) -> Tensor:
-        """See Functions.alike; autocast hands a sublayer's output on in its own type."""
+        """See Functions.cast_like; autocast returns a sublayer's output in its own type."""
         return x.to(residual.dtype) if torch.is_autocast_enabled(residual.device.type) else x
 
     def counter(self, step: int, like: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class TorchDoor(Functions):
         return False
 
     def check_devices(self, **arrays: Tensor | None) -> None:
-        """One device, and one kernels run on."""
+        """See Functions.check_devices."""
         devices = {name: x.device for name, x in arrays.items() if x is not None}
         (first, device), *others = devices.items()
         for name, other in others:
@@ -115,7 +115,7 @@ class TorchDoor(Functions):
 
 
 def run(launch: Launch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Outputs of a launch on contiguous inputs: compiled on CUDA, interpreted on the CPU."""
+    """Return the outputs of a launch on contiguous inputs: compiled on CUDA, interpreted on the CPU."""
     device = inputs[0].device
     outputs = tuple(torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in launch.outputs)
     if 0 in launch.grid:
@@ -124,7 +124,7 @@ def run(launch: Launch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     if device.type == "cpu":
         from diptych_kernels.interpreter import interpret
 
-        for output in outputs:  # what a kernel forgets to write must not pass for a result
+        for output in outputs:  # elements that a kernel fails to write must be visible as NaN
             output.fill_(float("nan"))
         interpret(kernel, launch.grid, arguments, dict(launch.constants))
     else:
@@ -134,7 +134,7 @@ def run(launch: Launch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def measure(launch: Launch, inputs: tuple[Tensor, ...]) -> float:
-    """Median milliseconds of a launch on a GPU."""
+    """Return the median time of a launch on a GPU, in milliseconds."""
     from triton.testing import do_bench
 
     milliseconds: Any = do_bench(lambda: run(launch, inputs), warmup=10, rep=40, return_mode="median")
