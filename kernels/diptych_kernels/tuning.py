@@ -28,7 +28,7 @@ MEASURED_TOKENS = 2048
 def kernel_function(name: str) -> Any:
     """Return the jitted function ``module.function`` of this package."""
     module, function = name.rsplit(".", 1)
-    return getattr(importlib.import_module(f"kernels.{module}"), function)
+    return getattr(importlib.import_module(f"diptych_kernels.{module}"), function)
 
 
 def candidates_of(build: Callable[..., Launch]) -> tuple[Block, ...]:
