@@ -29,19 +29,19 @@ from diptych_kernels.mesh_axes import varying_alike
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _applied(operation: Operation, static: Any, *inputs: Array | None) -> tuple[Array, ...]:
-    return operation.forward(_DOOR, static, *inputs)[0]
+    return operation.forward(_BACKEND, static, *inputs)[0]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _applied_forward(operation: Operation, static: Any, *inputs: Array | None) -> tuple[tuple, tuple]:
     """Run forward with the values saved for backward; its derivative rule is used by second derivatives only."""
-    return operation.forward(_DOOR, static, *inputs)
+    return operation.forward(_BACKEND, static, *inputs)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _gradients(operation: Operation, static: Any, saved: tuple, grads: tuple) -> tuple:
     """Run the operation's backward, whose derivative raises an error."""
-    return tuple(operation.backward(_DOOR, static, saved, *grads))
+    return tuple(operation.backward(_BACKEND, static, saved, *grads))
 
 
 @_applied_forward.defjvp
@@ -57,7 +57,7 @@ def _applied_backward(operation: Operation, static: Any, saved: tuple, grads: tu
 _applied.defvjp(_applied_forward, _applied_backward)
 
 
-class JaxDoor(Functions):
+class JaxBackend(Functions):
     """See diptych_kernels.api.Functions."""
 
     def __call__(self, build: Callable[..., Launch], sizes: dict[str, Any], *inputs: Array) -> tuple[Array, ...]:
@@ -251,13 +251,13 @@ def _random(seed: int, shape: tuple[int, ...], dtype: np.dtype) -> Array:
     return jnp.full(shape, seed, dtype)
 
 
-_DOOR = JaxDoor()
-sinkhorn = _DOOR.sinkhorn
-compute_mappings = _DOOR.compute_mappings
-aggregate = _DOOR.aggregate
-apply_h_res = _DOOR.apply_h_res
-apply_h_post = _DOOR.apply_h_post
-write_streams = _DOOR.write_streams
-swiglu = _DOOR.swiglu
-gelu = _DOOR.gelu
-delta_rule = _DOOR.delta_rule
+_BACKEND = JaxBackend()
+sinkhorn = _BACKEND.sinkhorn
+compute_mappings = _BACKEND.compute_mappings
+aggregate = _BACKEND.aggregate
+apply_h_res = _BACKEND.apply_h_res
+apply_h_post = _BACKEND.apply_h_post
+write_streams = _BACKEND.write_streams
+swiglu = _BACKEND.swiglu
+gelu = _BACKEND.gelu
+delta_rule = _BACKEND.delta_rule

@@ -19,7 +19,7 @@ from diptych_kernels.launch_configs import Launch
 class _Applied(torch.autograd.Function):
     @staticmethod
     def forward(ctx, operation, static, *inputs):
-        outputs, saved = operation.forward(_DOOR, static, *inputs)
+        outputs, saved = operation.forward(_BACKEND, static, *inputs)
         ctx.operation, ctx.static = operation, static
         ctx.save_for_backward(*saved)
         return outputs
@@ -28,7 +28,7 @@ class _Applied(torch.autograd.Function):
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
         saved = ctx.saved_tensors
         with torch.no_grad():
-            gradients = ctx.operation.backward(_DOOR, ctx.static, saved, *grads)
+            gradients = ctx.operation.backward(_BACKEND, ctx.static, saved, *grads)
         if torch.is_grad_enabled():  # create_graph: the gradients may be differentiated
             gradients = _Once.apply(len(gradients), *gradients, *saved, *grads)
         return None, None, *gradients
@@ -46,7 +46,7 @@ class _Once(torch.autograd.Function):
         raise RuntimeError(DIFFERENTIATED_TWICE)
 
 
-class TorchDoor(Functions):
+class TorchBackend(Functions):
     """See diptych_kernels.api.Functions."""
 
     def __call__(self, build: Callable[..., Launch], sizes: dict[str, Any], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -141,13 +141,13 @@ def measure(launch: Launch, inputs: tuple[Tensor, ...]) -> float:
     return milliseconds
 
 
-_DOOR = TorchDoor()
-sinkhorn = _DOOR.sinkhorn
-compute_mappings = _DOOR.compute_mappings
-aggregate = _DOOR.aggregate
-apply_h_res = _DOOR.apply_h_res
-apply_h_post = _DOOR.apply_h_post
-write_streams = _DOOR.write_streams
-swiglu = _DOOR.swiglu
-gelu = _DOOR.gelu
-delta_rule = _DOOR.delta_rule
+_BACKEND = TorchBackend()
+sinkhorn = _BACKEND.sinkhorn
+compute_mappings = _BACKEND.compute_mappings
+aggregate = _BACKEND.aggregate
+apply_h_res = _BACKEND.apply_h_res
+apply_h_post = _BACKEND.apply_h_post
+write_streams = _BACKEND.write_streams
+swiglu = _BACKEND.swiglu
+gelu = _BACKEND.gelu
+delta_rule = _BACKEND.delta_rule
