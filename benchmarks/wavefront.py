@@ -23,7 +23,7 @@ from rich.table import Table
 
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.context.exchange import CP_EXCHANGES
-from diptych.plans.schedule.wavefront import makespan, num_ticks
+from diptych.plans.schedule.wavefront import makespan, num_lockstep_slots
 from parity.report import environment
 from reference_torch.rank_pool import RankPool
 
@@ -109,7 +109,7 @@ def show(console: Console, order: list[dict[str, Any]], steps: list[dict[str, An
 def planned(backend: str, size: int) -> float:
     """A pipelined step's time, of the work alone."""
     if backend == "jax":
-        return num_ticks(size, MICROBATCHES) / MICROBATCHES
+        return num_lockstep_slots(size, MICROBATCHES) / MICROBATCHES
     return makespan(size, MICROBATCHES, MODEL.num_layers) / makespan(1, MICROBATCHES, MODEL.num_layers)
 
 

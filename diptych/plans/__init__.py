@@ -1,7 +1,7 @@
-"""What is decided before a tensor exists: configurations, data, parameters, schedules.
+"""Decisions that need no tensors: configurations, data, parameters and schedules.
 
-Both backends execute the plans made here and decide nothing of the kind themselves. This package
-imports the standard library and numpy only.
+Both backends and the kernels execute these decisions and make none of their own. This package imports the standard
+library and numpy only.
 """
 
 from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig

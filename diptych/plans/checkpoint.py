@@ -1,15 +1,15 @@
-"""Checkpoints: one file a step, written whole or not at all, readable by both backends.
+"""Checkpoints: one file per step, written atomically, readable by both backends.
 
 A checkpoint is a safetensors file ``step_00000100.safetensors`` with the arrays
 
     model.<name>, first_moment.<name>, second_moment.<name>      <name>: canonical parameter name
 
 and, in its header, one JSON record: format version, step, settings of model, training and data, and a
-checksum over arrays and record. The step is all the position there is: batches, dropout masks and the
-learning rate are functions of it. Any safetensors reader can take the weights out.
+checksum over arrays and record. No other training position is stored, because batches, dropout masks and the learning
+rate depend on the step only. Any safetensors reader can read the weights.
 
-A file is written beside its final place, flushed to the disk, and then renamed: whenever a process is
-killed, the folder holds the last whole checkpoint.
+A file is written under a temporary name, flushed to disk, and then renamed, so that the last complete checkpoint
+survives when a process is killed.
 """
 
 import contextlib
@@ -46,31 +46,31 @@ __all__ = ["FIRST_MOMENT", "MODEL", "SECOND_MOMENT", "recorded_model"]
 RECORD = "diptych"
 """Key of the JSON record in the file's header."""
 METRICS = "metrics.jsonl"
-"""Name of the file of a run's results, beside its checkpoints."""
+"""Name of the file with a run's metrics, in the folder of its checkpoints."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written, read or used here."""
+    """An error for a checkpoint that cannot be written, read or used."""
 
 
 class Checkpoint(NamedTuple):
-    """A training run between two steps."""
+    """The state of a training run between two steps."""
 
     step: int
-    """Optimizer steps taken; the next step's number."""
+    """Number of optimizer steps taken, which is the number of the next step."""
     arrays: dict[str, np.ndarray]
     """Parameters and both moments of AdamW, by prefixed canonical name."""
     settings: dict[str, Any]
-    """``model``, ``train`` and ``data``: what the run was started with."""
+    """Settings of the run, under the keys ``model``, ``train`` and ``data``."""
     checksum: str = ""
-    """Of one that was read: over all of it."""
+    """Checksum over arrays and record; only in a checkpoint that was read."""
 
 
 def run_settings(model: TransformerConfig, train: TrainConfig, corpus: Corpus) -> dict[str, Any]:
-    """The settings a checkpoint records: those that decide what every step does.
+    """Return the settings that a checkpoint records: those that determine the result of a step.
 
-    What is recomputed and how the model is cut into stages decides memory and time only, and impl rounding besides;
-    they may change when a run is resumed.
+    Recompute and partition settings affect memory and time only, and impl also affects rounding. They may change when a
+    run is resumed.
     """
     packed = {} if corpus.training_documents is None else {"reset_attention_mask": True}
     return {
@@ -78,7 +78,7 @@ def run_settings(model: TransformerConfig, train: TrainConfig, corpus: Corpus) -
         "train": asdict(train),
         "data": {
             "corpus_digest": corpus.digest,
-            "training_bytes": len(corpus.training),  # the digest is of training and validation, one after the other
+            "training_bytes": len(corpus.training),  # the digest covers the concatenated splits, not their boundary
             "data_seed": corpus.seed,
         }
         | packed,
@@ -322,7 +322,7 @@ def check_settings(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
 
 
 def split_arrays(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    """The arrays under one prefix, by canonical name."""
+    """Return the arrays with a prefix, by canonical name."""
     return {name[len(prefix) :]: array for name, array in arrays.items() if name.startswith(prefix)}
 
 

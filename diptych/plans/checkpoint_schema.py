@@ -1,12 +1,12 @@
-"""The schema of a checkpoint: what its record and its arrays must be, checked before an array is read.
+"""The schema of a checkpoint: its record and arrays, validated before an array is read.
 
 The record is JSON of this form; ``format`` counts versions of it.
 
     {"format": 1, "step": 100, "checksum": "<64 hexadecimal digits>",
      "settings": {"model": {...}, "train": {...}, "data": {"corpus_digest": "<16>", "data_seed": 0, ...}}}
 
-``model`` and ``train`` are settings of TransformerConfig and TrainConfig that their rules accept. There are three
-arrays of each parameter of that model, in its ``params_dtype``.
+``model`` and ``train`` are valid settings of TransformerConfig and TrainConfig. Every parameter of the model has three
+arrays, in its ``params_dtype``.
 """
 
 import re
@@ -23,9 +23,9 @@ FORMAT_VERSION = 1
 MODEL, FIRST_MOMENT, SECOND_MOMENT = "model.", "first_moment.", "second_moment."
 """Prefixes of arrays, each before a parameter's canonical name."""
 LONGEST_RECORD = 1_000_000
-"""Characters; a record of ours has about 2,000."""
+"""Maximum number of characters of a record; a typical record has about 2,000."""
 FILE_TYPES = {"float32": "F32", "float64": "F64"}
-"""Names of safetensors for the types of parameters."""
+"""Type names in safetensors, by parameter type."""
 
 _EXECUTION = frozenset(
     {
@@ -44,7 +44,7 @@ _EXECUTION = frozenset(
 
 
 class SchemaError(ValueError):
-    """A record or an array that no checkpoint can have; the message says which, and what it should be."""
+    """An error for an invalid record or array; the message names it and the expected value."""
 
 
 class StoredArray(NamedTuple):
@@ -56,24 +56,25 @@ class StoredArray(NamedTuple):
 
 
 def decides_steps(name: str) -> bool:
-    """Return whether a model's setting decides what every step does, and not only where and how it is computed."""
+    """Return True if a setting of the model determines the result of a step, not only its execution."""
     return name not in _EXECUTION and not any(part in name for part in ("recompute", "pipeline", "offload"))
 
 
 def recorded_model(settings: Mapping[str, Any]) -> TransformerConfig:
-    """Return the undivided model of a record's settings.
+    """Return the configuration of a record's model on one rank.
 
     Raises:
-        ValueError, TypeError: they are not those of a model.
+        ValueError: a setting is invalid.
+        TypeError: a setting is unknown or missing.
     """
     return TransformerConfig(**{name: value for name, value in settings["model"].items() if decides_steps(name)})
 
 
 def parse_record(text: Any) -> dict[str, Any]:
-    """Read the JSON of a record.
+    """Parse the JSON of a record.
 
     Raises:
-        SchemaError: it is no JSON object, has a key twice, NaN or Infinity, or is too long or too deep.
+        SchemaError: the text is not a JSON object, repeats a key, or is too long or too deeply nested.
     """
     if not isinstance(text, str):
         raise SchemaError("no record")
@@ -89,14 +90,14 @@ def parse_record(text: Any) -> dict[str, Any]:
 
 
 def check_record(record: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -> None:
-    """Refuse a record that does not follow the schema, or arrays that are not those of its model.
+    """Reject a record that violates the schema, or arrays that do not match its model.
 
     Args:
-        record: from parse_record.
-        arrays: in the file, by name.
+        record: result of parse_record.
+        arrays: shapes and types of the arrays in the file, by name.
 
     Raises:
-        SchemaError: naming the entry or the array.
+        SchemaError: an entry or array is invalid; the message names it.
     """
     _check_keys("record", record, {"format", "step", "settings", "checksum"})
     version, step, settings, checksum = (record[name] for name in ("format", "step", "settings", "checksum"))
@@ -122,10 +123,10 @@ def check_record(record: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -
 
 
 def check_numbers(arrays: Mapping[str, np.ndarray]) -> None:
-    """Refuse arrays that training cannot have left: NaN, infinities, and second moments below 0.
+    """Reject arrays with NaN or infinite elements, and negative second moments.
 
     Raises:
-        SchemaError: naming the array.
+        SchemaError: an array is invalid; the message names it.
     """
     for name, array in arrays.items():
         finite = np.isfinite(array)
@@ -164,7 +165,7 @@ def _check_arrays(model: TransformerConfig, arrays: Mapping[str, StoredArray]) -
 
 
 def _made(part: str, make: Callable[[], Any]) -> Any:
-    """Return a configuration made of recorded settings, whatever is wrong with their names, types and values."""
+    """Return a configuration from recorded settings, with every error turned into a SchemaError."""
     try:
         return make()
     except Exception as error:  # rules meet values of any JSON type here
@@ -181,7 +182,7 @@ def _check_keys(what: str, found: Any, needed: set[str], allowed: Collection[str
 
 
 def _items(value: Any) -> list[Any]:
-    """Return the items of a list, of any other value itself: no setting is deeper than a list."""
+    """Return the items of a list, or any other value as the only item."""
     return value if isinstance(value, list) else [value]
 
 

@@ -1,16 +1,21 @@
-"""The mesh of ranks: replicas, parts of the sequences, stages."""
+"""The mesh of ranks: data, context and pipeline parallelism."""
 
 from dataclasses import replace
 
 from diptych.plans.config import TransformerConfig
 
 MESH_AXES = ("dp", "cp", "pp")
-"""Replicas, parts of the sequences, stages. Global ranks count through a pipeline before they come to the next part,
-and through all parts before they come to the next replica: rank = (dp_rank * cp_size + cp_rank) * pp_size + pp_rank."""
+"""Data-, context- and pipeline-parallel axes. The last axis varies fastest:
+rank = (dp_rank * cp_size + cp_rank) * pp_size + pp_rank."""
 
 
 def mesh_shape(config: TransformerConfig, count: int) -> tuple[int, int, int]:
-    """Return the ranks along each of MESH_AXES, of ``count`` ranks, a multiple of a replica's."""
+    """Return the size of each of MESH_AXES.
+
+    Args:
+        config: the model and its parallelism.
+        count: total number of ranks, a multiple of config.model_parallel_size.
+    """
     return (
         count // config.model_parallel_size,
         config.context_parallel_size,
@@ -19,7 +24,7 @@ def mesh_shape(config: TransformerConfig, count: int) -> tuple[int, int, int]:
 
 
 def undivided(config: TransformerConfig) -> TransformerConfig:
-    """Return the configuration of the same model on one rank."""
+    """Return the configuration of the same model without pipeline and context parallelism."""
     return replace(
         config,
         pipeline_model_parallel_size=1,
@@ -37,6 +42,6 @@ def undivided(config: TransformerConfig) -> TransformerConfig:
 
 
 def model_parallel_words(config: TransformerConfig) -> str:
-    """Name the settings whose product is the number of ranks of one replica, for messages."""
+    """Return the settings whose product is the number of ranks of a replica, as text for error messages."""
     names = ("context_parallel_size", "pipeline_model_parallel_size")
     return " * ".join(name for name in names if getattr(config, name) > 1) or names[-1]

@@ -1,8 +1,8 @@
-"""What is recomputed: which values are dropped, in which layers, in blocks of which length.
+"""Selection of the values that are recomputed, by layer and block.
 
-A value that is dropped is not kept from forward to backward; it is computed again just before backward
-needs it. Both backends carry out :func:`recompute_blocks`: PyTorch by emptying and refilling storages,
-JAX by one ``jax.checkpoint`` a block that keeps every named value but those dropped.
+A dropped value is not saved for backward; a replay of its block computes it again just before backward needs it. Both
+backends execute :func:`recompute_blocks`: PyTorch frees and refills storages, and JAX applies one ``jax.checkpoint``
+per block, which saves every named value except the dropped ones.
 """
 
 import math
@@ -13,7 +13,7 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.partition import get_num_layers_to_build, get_transformer_layer_offset
 
 NO_RECOMPUTE = {field.name: field.default for field in fields(TransformerConfig) if "recompute" in field.name}
-"""Settings of a model that keeps everything, which is the default of each."""
+"""Settings of a model without recompute (the defaults)."""
 
 VALUES = (
     "residual_streams",
@@ -36,11 +36,11 @@ VALUES = (
     "activation",
     "mlp_output",
 )
-"""Names of a layer's values, the same in both backends, in kernels and in reports.
+"""Names of a layer's values, equal in both backends, in kernels and in reports.
 
-residual_streams is what one sublayer hands the next, [B, T, S, D] or [B, T, D]; h_pre to expanded are the
-hyper-connections'; short_conv is q, k and v of a gdn or kda layer, side by side; fc1 is what the activation function
-reads, activation what it gives.
+residual_streams is the input of a sublayer, [B, T, S, D] or [B, T, D]; h_pre to expanded belong to hyper-connections;
+short_conv is the concatenation of q, k and v of a gdn or kda layer; fc1 and activation are the input and output of the
+activation function.
 """
 
 MODULES: dict[str, tuple[str, ...]] = {
@@ -51,38 +51,43 @@ MODULES: dict[str, tuple[str, ...]] = {
     "activation": ("activation",),
     "mlp": ("fc1", "activation", "mlp_output"),
 }
-"""What can be recomputed, and the values each drops. ``mhc`` keeps residual_streams where a block begins."""
+"""Values that each module drops. ``mhc`` still saves residual_streams at the beginning of a block."""
 
 
 class RecomputeBlock(NamedTuple):
     """Consecutive layers that are recomputed together."""
 
     kind: Literal["none", "selective", "full"]
+    """Kind of recompute."""
     layers: tuple[int, ...]
-    """Global numbers."""
+    """Global numbers of the layers."""
     modules: frozenset[str] = frozenset()
-    """Keys of MODULES; only where kind is ``selective``."""
+    """Recomputed modules (keys of MODULES) if kind is ``selective``."""
 
     @property
     def dropped(self) -> frozenset[str]:
-        """Names of the values not kept inside the block."""
+        """Names of the values that are not saved inside the block."""
         if self.kind == "full":
             return frozenset(VALUES)
         return frozenset(name for module in self.modules for name in MODULES[module])
 
 
 def block_length(num_layers: int, num_residual_streams: int) -> int:
-    """Layers per mHC block where the sum of kept block inputs and one block's restored values is least.
+    """Return the number of layers per mHC block that minimizes the memory of block inputs and one replayed block.
 
-    n streams of width C keep n C at each of ceil(L / Lr) block boundaries and need about (n + 2) C per layer
-    of the block in work, so n C L / Lr + (n + 2) C Lr is least at sqrt(n L / (n + 2)).
+    n streams of width C save n C elements per token at each of ceil(L / Lr) block boundaries, and a replay needs about
+    (n + 2) C per layer of its block. n C L / Lr + (n + 2) C Lr is minimal at Lr = sqrt(n L / (n + 2)).
+
+    Args:
+        num_layers: layers L of a stage.
+        num_residual_streams: streams n.
     """
     best = round(math.sqrt(num_residual_streams * num_layers / (num_residual_streams + 2)))
     return min(max(best, 1), num_layers)
 
 
 def selected_modules(config: TransformerConfig) -> frozenset[str]:
-    """Modules recomputed in every layer, however they were asked for."""
+    """Return the modules recomputed in every layer, from recompute_modules and the single flags."""
     flags = {
         "mhc": config.recompute_hyper_connections,
         "pre_mlp_layernorm": config.recompute_pre_mlp_layernorm,
@@ -94,16 +99,16 @@ def selected_modules(config: TransformerConfig) -> frozenset[str]:
 def recompute_blocks(
     config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> tuple[RecomputeBlock, ...]:
-    """The blocks of one pipeline stage, in layer order; together exactly its layers.
+    """Return the recompute blocks of one pipeline stage, in layer order; they cover all its layers.
 
-    Full recompute: ``uniform`` cuts the stage into blocks of recompute_num_layers; ``block`` recomputes that many
-    layers of the pipeline rank, one by one, and after them the activation function of
-    recompute_activation_function_num_layers more. A layer's place in that count is (index within the stage) *
-    (virtual stages) + vp_stage, so every virtual stage gets its share.
+    Full recompute: ``uniform`` cuts the stage into blocks of recompute_num_layers. ``block`` recomputes that many
+    layers of the pipeline rank one by one, and the activation function of the following
+    recompute_activation_function_num_layers. Layers are counted by (index within the stage) * (virtual stages) +
+    vp_stage, which distributes them over the virtual stages.
 
-    Selective recompute: with mhc, blocks of mhc_recompute_layer_num layers, the short one last, since the peak of
-    memory falls in the last block's backward (a block also ends where activation recompute ends, so that its layers are
-    alike); else a block a layer.
+    Selective recompute: with mhc, blocks of mhc_recompute_layer_num layers. The shorter block comes last, because
+    memory peaks in the last block's backward. A block also ends where activation recompute ends, so that all its layers
+    recompute the same values. Without mhc, every layer is a block.
     """
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
@@ -132,7 +137,7 @@ def _cut(layers: range, length: int) -> list[tuple[int, ...]]:
 
 
 def _cut_where(layers: range, length: int, activation: set[int]) -> list[tuple[int, ...]]:
-    """Chunks of at most ``length`` layers, none with layers both in and outside the set."""
+    """Cut layers into chunks of at most ``length``, each either inside or outside the set ``activation``."""
     chunks: list[tuple[int, ...]] = []
     for number in layers:
         last = chunks[-1] if chunks else ()
@@ -155,13 +160,13 @@ def _activation_layers(config: TransformerConfig, layers: range, vp_stage: int |
     taken = 0
     if config.recompute_granularity == "full":
         if config.recompute_num_layers is None:
-            return set()  # every layer is recomputed whole
+            return set()  # every layer is fully recomputed
         taken = config.recompute_num_layers
     return _counted(config, layers, vp_stage, taken, config.recompute_activation_function_num_layers)
 
 
 def _counted(config: TransformerConfig, layers: range, vp_stage: int | None, taken: int, count: int | None) -> set[int]:
-    """The layers whose place within their pipeline rank is in [taken, taken + count); None: all the rest."""
+    """Return the layers whose index within their rank is in [taken, taken + count); count None: all from taken on."""
     virtual = config.virtual_pipeline_model_parallel_size or 1
     places = {number: index * virtual + (vp_stage or 0) for index, number in enumerate(layers)}
     return {number for number, place in places.items() if taken <= place and (count is None or place < taken + count)}

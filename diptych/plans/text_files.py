@@ -1,4 +1,4 @@
-"""Text files and JSON that others may have written: read whole or refused, whatever is in them."""
+"""Safe reading of text files and JSON from untrusted sources."""
 
 import json
 from collections.abc import Sequence
@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 LARGEST = 64 * 2**20
-"""Bytes of a text file that is read."""
+"""Maximum size of a text file in bytes."""
 
 
 def read_text(path: str | Path, largest: int = LARGEST) -> str:
     """Read a text file in UTF-8, with or without a byte order mark.
 
     Raises:
-        ValueError: it is larger than ``largest`` bytes, which a device or pipe may be without end, or is not UTF-8.
-        OSError: it cannot be read.
+        ValueError: the file exceeds ``largest`` bytes (a device or pipe may be endless) or is not UTF-8.
+        OSError: the file cannot be read.
     """
     with Path(path).open("rb") as file:
         content = file.read(largest + 1)
@@ -24,10 +24,10 @@ def read_text(path: str | Path, largest: int = LARGEST) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON in which no object has a key twice. NaN and Infinity are numbers, as Python writes them.
+    """Parse JSON without repeated keys; NaN and Infinity are accepted.
 
     Raises:
-        ValueError: it is not, is nested too deep, or has a number of more digits than Python reads.
+        ValueError: the text is not JSON, repeats a key, is nested too deeply, or has a number with too many digits.
     """
     try:
         return json.loads(text, object_pairs_hook=_once)
@@ -36,7 +36,7 @@ def parse_json(text: str) -> Any:
 
 
 def one_line(value: Any, longest: int = 200) -> str:
-    """Return a value's text for an error message: its beginning, on one line."""
+    """Return the beginning of a value's text on one line, for an error message."""
     try:
         text = str(value) if isinstance(value, Exception) else repr(value)
     except (RecursionError, ValueError):  # nested too deep, or an integer of too many digits

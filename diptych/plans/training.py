@@ -1,4 +1,4 @@
-"""Decisions of the optimisation both backends carry out: learning rate, decay, clipping, refusal."""
+"""Optimization decisions shared by both backends: learning rate, weight decay, clipping and validation."""
 
 import math
 from typing import NamedTuple
@@ -13,29 +13,31 @@ CLIP_EPSILON = 1e-6
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step reports."""
+    """Metrics of one optimizer step."""
 
     step: int
+    """Number of the step, from 0."""
     loss: float
-    """Mean over the batch before the update, nats per token."""
+    """Mean loss of the batch before the update, nats per token."""
     grad_norm: float
     """Global 2-norm of the gradients before clipping."""
     learning_rate: float
+    """Learning rate of the step."""
     tokens: int
-    """Tokens learnt from."""
+    """Number of training tokens."""
     seconds: float
-    """Wall time, batch and update included."""
+    """Wall time in seconds, including batch and update."""
 
 
 class NonFiniteLossError(FloatingPointError):
-    """Training met a loss or gradient norm that is not a number, or infinite."""
+    """An error for a loss or gradient norm that is NaN or infinite."""
 
 
 def check_finite_validation(loss: float, steps_taken: int) -> None:
-    """Refuse a validation loss that is not finite.
+    """Reject a validation loss that is not finite.
 
     Raises:
-        NonFiniteLossError: naming the step.
+        NonFiniteLossError: the loss is not finite; the message names the step.
     """
     if not math.isfinite(loss):
         raise NonFiniteLossError(
@@ -45,10 +47,10 @@ def check_finite_validation(loss: float, steps_taken: int) -> None:
 
 
 def check_finite(result: StepResult) -> None:
-    """Refuse to go on from a broken step.
+    """Reject a step whose loss or gradient norm is not finite.
 
     Raises:
-        NonFiniteLossError: naming the step.
+        NonFiniteLossError: a value is not finite; the message names the step.
     """
     if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
         raise NonFiniteLossError(
@@ -59,7 +61,7 @@ def check_finite(result: StepResult) -> None:
 
 
 def microbatches(train: TrainConfig, dp_size: int = 1) -> tuple[int, int]:
-    """Sequences of a microbatch, and microbatches of a step on each replica.
+    """Return the sequences per microbatch, and the microbatches per step and replica.
 
     Raises:
         ValueError: the global batch does not divide into replicas and microbatches.
@@ -79,10 +81,10 @@ def microbatches(train: TrainConfig, dp_size: int = 1) -> tuple[int, int]:
 
 
 def check_batch(batch: Batch, train: TrainConfig) -> None:
-    """Refuse a batch that is not cut into the microbatches of a step.
+    """Reject a batch that does not have global_batch_size sequences.
 
     Raises:
-        ValueError: it has another number of sequences than a step's.
+        ValueError: the number of sequences differs.
     """
     if len(batch.tokens) != train.global_batch_size:
         raise ValueError(
@@ -92,11 +94,11 @@ def check_batch(batch: Batch, train: TrainConfig) -> None:
 
 
 def check_trainable(config: TransformerConfig, train: TrainConfig, dp_size: int = 1) -> None:
-    """Refuse a batch that the pipeline's schedule cannot run, or that ranks cannot share.
+    """Reject a batch that the pipeline schedule or context parallelism does not support.
 
     Raises:
         ValueError: see microbatches, diptych.plans.context.sequences.check_shared and
-        diptych.plans.schedule.named.build_schedule.
+            diptych.plans.schedule.named.build_schedule.
     """
     size, count = microbatches(train, dp_size)
     check_shared(size, config.seq_length, config.context_parallel_size)
@@ -104,12 +106,12 @@ def check_trainable(config: TransformerConfig, train: TrainConfig, dp_size: int 
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
-    """Learning rate of a step: linear warm-up, then a cosine from lr to min_lr.
+    """Return the learning rate of a step: linear warm-up, then a cosine from lr to min_lr.
 
     Args:
-        train: the schedule's settings.
-        step: from 0. Step 0 already learns: the warm-up reaches lr at step lr_warmup_iters - 1, and
-            min_lr is reached at the last step.
+        train: settings of the optimization.
+        step: step number, from 0. The rate is positive at step 0, lr at step lr_warmup_iters - 1, and min_lr at the
+            last step.
     """
     if step < train.lr_warmup_iters:
         return train.lr * (step + 1) / train.lr_warmup_iters
@@ -119,5 +121,5 @@ def learning_rate(train: TrainConfig, step: int) -> float:
 
 
 def has_weight_decay(shape: tuple[int, ...]) -> bool:
-    """Matrices decay; gains, biases and scalars do not."""
+    """Return True for the shape of a matrix; gains, biases and scalars have no weight decay."""
     return len(shape) >= 2

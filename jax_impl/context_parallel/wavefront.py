@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from diptych.plans.context.exchange import PIPELINED
 from diptych.plans.context.sequences import FLACPContext
-from diptych.plans.schedule.wavefront import num_ticks
+from diptych.plans.schedule.wavefront import num_lockstep_slots
 from diptych_kernels.mesh_axes import vary
 from jax_impl.carry import with_carry
 
@@ -58,5 +58,5 @@ def over_microbatches(
         return tuple(lax.ppermute(x, axis, pairs) for x in sent), result
 
     slot = slot if checkpoint is None else checkpoint(slot)
-    _, results = lax.scan(slot, begin, jnp.arange(num_ticks(size, num_microbatches), dtype=jnp.int32))
+    _, results = lax.scan(slot, begin, jnp.arange(num_lockstep_slots(size, num_microbatches), dtype=jnp.int32))
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, rank, num_microbatches), results)

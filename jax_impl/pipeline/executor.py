@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from diptych.plans.schedule.lockstep import Keep, Ticks
+from diptych.plans.schedule.lockstep import Keep, LockstepTable
 from diptych_kernels.mesh_axes import vary
 from jax_impl.offload import Moved, is_on_host
 from jax_impl.pipeline.saved import Packed, StageAutodiff, Task
@@ -58,7 +58,7 @@ class _State(NamedTuple):
 
 def run_ticks(
     stages: Stages,
-    ticks: Ticks,
+    ticks: LockstepTable,
     keep: Keep,
     axes: tuple[str, ...],
     params: StagedParameters,
@@ -118,7 +118,7 @@ class _Run:
     def __init__(
         self,
         stages: Stages,
-        ticks: Ticks,
+        ticks: LockstepTable,
         keep: Keep,
         axes: tuple[str, ...],
         params: StagedParameters,
@@ -148,7 +148,7 @@ class _Run:
 
     def start(self) -> _State:
         """Return the initial state: buffers and sums of zeros."""
-        slots = self._ticks.slots
+        slots = self._ticks.buffer_sizes
         arrived = (self._payload,) * len(self._ticks.shifts)
         nothing = StagedParameters((), {})
 
@@ -282,7 +282,7 @@ class _Run:
             moved = {name: jax.device_put(x, host) if is_on_host(buffers[name]) else x for name, x in values.items()}
             return _store(buffers, slot, moved)
 
-        return lax.cond(slot < self._ticks.slots.kept, store, lambda: buffers)
+        return lax.cond(slot < self._ticks.buffer_sizes.kept, store, lambda: buffers)
 
     def _task(self, stage: Array, microbatch: Array) -> Task:
         vp_stages = jnp.asarray([vp_stage for _, vp_stage in self._stages.places], jnp.int32)

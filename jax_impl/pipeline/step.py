@@ -19,7 +19,7 @@ from diptych.plans.model.documents import check_document_starts
 from diptych.plans.model.implementation import callback_threads, uses_kernels
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.schedule.actions import Action
-from diptych.plans.schedule.lockstep import KEEPS, Keep, Ticks, compile_ticks
+from diptych.plans.schedule.lockstep import KEEPS, Keep, LockstepTable, compile_lockstep
 from diptych.plans.schedule.named import any_num_microbatches, schedule_for
 from jax_impl.offload import Moved
 from jax_impl.pipeline.executor import DATA_AXIS, PIPELINE_AXIS, run_ticks
@@ -157,10 +157,10 @@ class PipelineStep:
         own = [jax.tree.map(lambda x, n=n: jax.ShapeDtypeStruct(x.shape[n:], x.dtype), staged) for n in (stacked, 0)]
         return StagedParameters(own[0].layers, own[1].ends)
 
-    def ticks(self, num_microbatches: int) -> Ticks:
+    def ticks(self, num_microbatches: int) -> LockstepTable:
         """Return the compiled table for a number of microbatches."""
         schedule = schedule_for(self.config, num_microbatches, self._forward_only)
-        return compile_ticks(schedule, self._fused, self.keep)
+        return compile_lockstep(schedule, self._fused, self.keep)
 
     def trace(self, num_microbatches: int) -> tuple[tuple[Action, ...], ...]:
         """Return the actions of every rank, in the order of the table.

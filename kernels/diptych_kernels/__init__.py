@@ -1,3 +1,1 @@
-"""Triton kernels shared by both backends, and the backends that PyTorch and JAX call them through. See
-docs/kernels.md.
-"""
+"""Triton kernels shared by both backends, with entry points for PyTorch and JAX; see docs/kernels.md."""

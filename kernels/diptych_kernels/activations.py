@@ -23,7 +23,7 @@ def row_block(tokens, W: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def swiglu_forward(x_ptr, tokens, out_ptr, F: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr):
-    """out [N, F] of x [N, 2 F]."""
+    """Compute out [N, F] from x [N, 2 F]."""
     ACC: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     o_n, o_f, mask = row_block(tokens, F, BN, BF)
     b_gate = tl.load(x_ptr + o_n * (2 * F) + o_f, mask=mask, other=0.0).to(ACC)
@@ -33,7 +33,7 @@ def swiglu_forward(x_ptr, tokens, out_ptr, F: tl.constexpr, BN: tl.constexpr, BF
 
 @triton.jit(do_not_specialize=["tokens"])
 def swiglu_backward(x_ptr, grad_ptr, tokens, dx_ptr, F: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr):
-    """dx [N, 2 F] of grad [N, F]."""
+    """Compute dx [N, 2 F] from grad [N, F]."""
     ACC: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     o_n, o_f, mask = row_block(tokens, F, BN, BF)
     b_gate = tl.load(x_ptr + o_n * (2 * F) + o_f, mask=mask, other=0.0).to(ACC)
@@ -53,7 +53,7 @@ def normal_distribution(b_x):
 
 @triton.jit(do_not_specialize=["tokens"])
 def gelu_forward(x_ptr, tokens, out_ptr, F: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr):
-    """out [N, F] of x [N, F]."""
+    """Compute out [N, F] from x [N, F]."""
     ACC: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     o_n, o_f, mask = row_block(tokens, F, BN, BF)
     b_x = tl.load(x_ptr + o_n * F + o_f, mask=mask, other=0.0).to(ACC)
@@ -62,7 +62,7 @@ def gelu_forward(x_ptr, tokens, out_ptr, F: tl.constexpr, BN: tl.constexpr, BF: 
 
 @triton.jit(do_not_specialize=["tokens"])
 def gelu_backward(x_ptr, grad_ptr, tokens, dx_ptr, F: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr):
-    """dx [N, F] of grad [N, F]."""
+    """Compute dx [N, F] from grad [N, F]."""
     ACC: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     o_n, o_f, mask = row_block(tokens, F, BN, BF)
     b_x = tl.load(x_ptr + o_n * F + o_f, mask=mask, other=0.0).to(ACC)

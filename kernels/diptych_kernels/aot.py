@@ -47,7 +47,7 @@ class Shape:
     dtype: str
 
     def reshape(self, *shape: Any) -> "Shape":
-        """The same elements in another shape."""
+        """Return the array with another shape."""
         flat = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
         return Shape(tuple(flat), self.dtype)
 
@@ -92,7 +92,7 @@ class Recorder:
         self.blocks, self.launches = blocks or {}, []
 
     def __call__(self, build: Callable[..., Launch], sizes: dict[str, Any], *inputs: Shape) -> tuple[Shape, ...]:
-        """Outputs of the launch, shapes again."""
+        """Record a launch and return the shapes of its outputs."""
         launch = build(self.blocks.get(build.__name__, tuning.first(build)), **sizes)
         self.launches.append(Recorded(launch, inputs, build, sizes))
         return tuple(Shape(*output) for output in launch.outputs)

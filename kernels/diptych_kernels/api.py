@@ -1,4 +1,4 @@
-"""The functions a backend offers, checked and taken to operations; the same for PyTorch and JAX."""
+"""Public kernel functions with validated arguments, shared by the PyTorch and JAX backends."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -28,13 +28,13 @@ DIFFERENTIATED_TWICE = "differentiating twice: kernels have first derivatives on
 
 
 class Functions(ABC):
-    """What one framework's backend adds: how to launch, to cast and to differentiate.
+    """The kernel functions; a framework's backend implements launch, cast and differentiation.
 
-    Arrays may have any strides (what is not contiguous is copied) and must lie on one device. Coefficients are cast to
-    float32, or float64 for float64 streams, and gradients have the types of what they belong to.
+    Arrays may have any strides (non-contiguous arrays are copied) and must be on one device. Coefficients are cast to
+    float32, or to float64 for float64 streams. Gradients have the types of their arguments.
 
     Raises:
-        ValueError: a shape, type or device that no kernel takes; the message says which argument.
+        ValueError: an argument has an unsupported shape, type or device; the message names it.
     """
 
     @abstractmethod
@@ -43,42 +43,42 @@ class Functions(ABC):
 
     @abstractmethod
     def cast(self, x: Array, dtype: str) -> Array:
-        """x in another type, differentiably."""
+        """Cast x to another type, differentiably."""
 
     @abstractmethod
     def apply(self, operation: Operation, static: Any, *inputs: Array | None) -> tuple[Array, ...]:
-        """The operation's outputs, differentiable by its backward."""
+        """Return the operation's outputs, differentiable by its backward."""
 
     @abstractmethod
     def check_devices(self, **arrays: Array | None) -> None:
-        """Refuse arrays the backend cannot take together."""
+        """Reject arrays on different or unsupported devices."""
 
     @abstractmethod
     def cast_like(self, x: Array, residual: Array) -> Array:
-        """x in residual's type where the framework converts types by itself."""
+        """Cast x to the type of residual if the framework autocasts."""
 
     @abstractmethod
     def counter(self, step: Any, like: Array) -> Array:
-        """[1] integer array of the training step, where ``like`` is."""
+        """Return the training step as an integer array [1] on the device of ``like``."""
 
     @abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: str, like: Array) -> Array:
-        """Where ``like`` is."""
+        """Return zeros on the device of ``like``."""
 
     @abstractmethod
     def integers(self, x: Any, like: Array) -> Array:
-        """An array of integers, numpy's perhaps, where ``like`` is."""
+        """Move an array of integers, possibly of numpy, to the device of ``like``."""
 
     @abstractmethod
     def array_kind(self, x: Any) -> str | None:
-        """Return None for a dense array of the framework, or else the name of what came."""
+        """Return None for a dense array of the framework, else the name of the given type."""
 
     @abstractmethod
     def is_traced(self, x: Any) -> bool:
-        """Return whether x is a number that only the compiled program knows."""
+        """Return True if x is a number that is known only in the compiled program."""
 
     def _operands(self, **arrays: Array | None) -> dict[str, Operand | None]:
-        """Shapes and types of all arrays, which are the framework's own."""
+        """Return the shapes and types of all arrays, and reject arrays of other frameworks."""
         for name, x in arrays.items():
             kind = None if x is None else self.array_kind(x)
             if kind is not None:
@@ -86,16 +86,16 @@ class Functions(ABC):
         return {name: None if x is None else Operand(tuple(x.shape), dtype_name(x)) for name, x in arrays.items()}
 
     def _check(self, **arrays: Array | None) -> None:
-        """Kinds, types and devices of all arrays."""
+        """Check the kinds, types and devices of all arrays."""
         check_floating(**self._operands(**arrays))
         self.check_devices(**arrays)
 
     def sinkhorn(self, logits: Array, iterations: int = 20, last: str = "row") -> Array:
-        """Doubly stochastic matrices: see hyper_connections.sinkhorn.
+        """Compute doubly stochastic matrices: see hyper_connections.sinkhorn.
 
         Args:
             logits: [..., S, S], S <= 8.
-            iterations: pairs of normalisations, >= 1.
+            iterations: pairs of normalizations, >= 1.
             last: ``"row"`` or ``"column"``.
         """
         self._check(logits=logits)
@@ -116,15 +116,16 @@ class Functions(ABC):
         last: str = "row",
         epsilon: float = 1e-5,
     ) -> tuple[Array, Array, Array]:
-        """h_pre [..., S], h_post [..., S], h_res [..., S, S] of every token: see hyper_connections.compute_mappings.
+        """Compute h_pre [..., S], h_post [..., S] and h_res [..., S, S]: see hyper_connections.compute_mappings.
 
         Args:
             x: residual streams. [..., S, D], S <= 8
-            phi: [S*D, 2*S + S*S]
-            alpha: [3]
-            bias: [2*S + S*S]
-            iterations, last: see sinkhorn.
-            epsilon: added to the mean square.
+            phi: projection. [S*D, 2*S + S*S]
+            alpha: gains. [3]
+            bias: bias of the coefficients. [2*S + S*S]
+            iterations: see sinkhorn.
+            last: see sinkhorn.
+            epsilon: epsilon added to the mean square.
         """
         self._check(x=x, phi=phi, alpha=alpha, bias=bias)
         _check_axes("x", x, 2)
@@ -141,7 +142,7 @@ class Functions(ABC):
         return h_pre, h_post, h_res
 
     def aggregate(self, x: Array, h_pre: Array) -> Array:
-        """sum_s h_pre[s] x[s]. x: [..., S, D], h_pre: [..., S] -> [..., D]."""
+        """Compute sum_s h_pre[s] x[s]. x: [..., S, D], h_pre: [..., S] -> [..., D]."""
         self._check(x=x, h_pre=h_pre)
         _check_axes("x", x, 2)
         _check_streams("x", x.shape[-2])
@@ -149,11 +150,11 @@ class Functions(ABC):
         return self.apply(operations.AGGREGATE, None, x, self.cast(h_pre, wide(dtype_name(x))))[0]
 
     def apply_h_res(self, h_res: Array, residual: Array) -> Array:
-        """mixed[s] = sum_j h_res[s, j] residual[j]. h_res: [..., S, S], residual: [..., S, D]."""
+        """Compute mixed[s] = sum_j h_res[s, j] residual[j]. h_res: [..., S, S], residual: [..., S, D]."""
         return self.write_streams(residual, h_res, None, None, None)
 
     def apply_h_post(self, x: Array, bias: Array | None, h_post: Array) -> Array:
-        """expanded[s] = h_post[s] (x + bias). x: [..., D], bias: [D] or None, h_post: [..., S] -> [..., S, D]."""
+        """Compute h_post[s] (x + bias). x: [..., D], bias: [D] or None, h_post: [..., S] -> [..., S, D]."""
         return self.write_streams(None, None, x, bias, h_post)
 
     def write_streams(
@@ -167,17 +168,17 @@ class Functions(ABC):
         state: Any = None,
         site: int = 0,
     ) -> Array:
-        """The next streams: h_res residual + dropout(h_post (x + bias)), in one pass. See hyper_connections.
+        """Compute the next streams h_res residual + dropout(h_post (x + bias)) in one pass; see hyper_connections.
 
         Args:
-            residual: [..., S, D]; None: nothing is added to.
-            h_res: [..., S, S]; None: residual itself is added.
-            x: a sublayer's output. [..., D]; None: only the residual.
-            bias: [D] or None.
-            h_post: [..., S]; None exactly where x is.
-            rate: of dropout, in [0, 1).
-            state: rows of the batch, ops.DropoutState with rows [...]; None: no dropout.
-            site: see diptych.plans.model.philox.
+            residual: residual streams. [..., S, D]; None: no residual term.
+            h_res: mixing matrices. [..., S, S]; None: the residual is added unmixed.
+            x: output of a sublayer. [..., D]; None: only the residual term.
+            bias: bias of the sublayer. [D]; None: no bias.
+            h_post: coefficients. [..., S]; None if and only if x is None.
+            rate: dropout probability, in [0, 1).
+            state: an ops.DropoutState with rows [...]; None: no dropout.
+            site: dropout site, see diptych.plans.model.philox.
         """
         self._check(residual=residual, h_res=h_res, x=x, bias=bias, h_post=h_post)
         _check_given(residual, h_res, x, bias, h_post)
@@ -212,7 +213,7 @@ class Functions(ABC):
         return self.apply(operations.WRITE, write, residual, h_res, x, bias, h_post, *rows)[0]
 
     def _check_state(self, shape: tuple[int, ...], x: Array, state: Any, site: Any) -> None:
-        """Refuse rows that are not x's, and what launches cannot be told."""
+        """Reject rows that do not match x, and values that launches do not support."""
         rows = {"row_low": state.row_low, "row_high": state.row_high}
         operands = self._operands(**{f"state.{name}": row for name, row in rows.items()})
         check_dropout_rows(shape, **{name.removeprefix("state."): row for name, row in operands.items() if row})
@@ -228,7 +229,7 @@ class Functions(ABC):
             check_word("state.step", state.step)
 
     def swiglu(self, x: Array) -> Array:
-        """silu(gate) value of x = [gate | value]. [..., 2 F] -> [..., F]."""
+        """Compute silu(gate) value for x = [gate | value]. [..., 2 F] -> [..., F]."""
         self._check(x=x)
         _check_axes("x", x, 1)
         if x.shape[-1] % 2:
@@ -236,7 +237,7 @@ class Functions(ABC):
         return self.apply(operations.SWIGLU, None, x)[0]
 
     def gelu(self, x: Array) -> Array:
-        """x Phi(x), exact."""
+        """Compute x Phi(x), exactly."""
         self._check(x=x)
         _check_axes("x", x, 1)
         return self.apply(operations.GELU, None, x)[0]
@@ -256,26 +257,28 @@ class Functions(ABC):
         ranks: Ranks | None = None,
         edges: BoundarySequences | None = None,
     ) -> tuple[Array, Array]:
-        """Outputs and final states of the gated delta rule: see delta_rule.chunk_kda, whose checks were made.
+        """Compute outputs and final states of the gated delta rule; delta_rule.chunk_kda checks the arguments.
 
         Args:
-            q, k: [B, T, H, K], K <= 256. float16 is computed as float32: what stands between has a wider range.
-            v: [B, T, HV, V], V <= 256
-            g: log decay. [B, T, HV, K]; [B, T, HV]: one for all channels
-            beta: [B, T, HV]
-            initial: None: 0. [N, HV, K, V]
-            tables: of the tokens of all B rows, one after the other.
-            chunk_size: tokens of a chunk, as tables were made for: 16, 32 or 64.
-            scale: of the queries.
-            recompute: in backward what forward does not keep.
-            ranks, edges: of a rank among others.
+            q: queries, K <= 256. [B, T, H, K]. float16 is computed as float32, since intermediates exceed its range.
+            k: keys. [B, T, H, K]
+            v: values, V <= 256. [B, T, HV, V]
+            g: log decay, natural log, <= 0. [B, T, HV, K], or [B, T, HV] for one decay per head
+            beta: step sizes. [B, T, HV]
+            initial: initial states. [N, HV, K, V]; None: zeros
+            tables: chunks and sequences of the concatenated rows.
+            chunk_size: tokens per chunk of the tables: 16, 32 or 64.
+            scale: factor of the queries.
+            recompute: recompute in backward instead of saving the terms of chunks.
+            ranks: exchange between context-parallel ranks; None: complete sequences.
+            edges: the rank's boundary sequences; None: complete sequences.
         """
         self._check(q=q, k=k, v=v, g=g, beta=beta, initial=initial)
         for name, x in {"q": q, "v": v}.items():
             if x.shape[-1] > MAX_KERNEL_CHANNELS:
                 raise ValueError(
                     f"{name}: expected at most {MAX_KERNEL_CHANNELS} channels, got {x.shape[-1]}; "
-                    "impl='reference' takes any number"
+                    "impl='reference' supports any number"
                 )
         given = dtype_name(v)
         if "float16" in (dtype_name(q), dtype_name(k), given):  # states and their gradients may pass its 65504
@@ -298,7 +301,7 @@ class Functions(ABC):
 def _check_given(
     residual: Array | None, h_res: Array | None, x: Array | None, bias: Array | None, h_post: Array | None
 ) -> None:
-    """A residual to mix, or something to add, or both; and nothing that would be left unread."""
+    """Reject combinations of arguments that write nothing or leave an argument unused."""
     arrays = {"residual": residual, "h_res": h_res, "x": x, "bias": bias, "h_post": h_post}
     given = {name for name, array in arrays.items() if array is not None}
     adds, mixes = {"x", "h_post"} <= given, {"residual", "h_res"} <= given
@@ -320,7 +323,7 @@ def _check_streams(name: str, streams: int) -> None:
     if streams > MAX_KERNEL_STREAMS:
         raise ValueError(
             f"{name}: expected at most {MAX_KERNEL_STREAMS} residual streams, got {streams}; "
-            "impl='reference' takes any number"
+            "impl='reference' supports any number"
         )
 
 

@@ -1,11 +1,11 @@
-"""Each operation as a pair of functions, forward and backward, made of launches; written once for all backends.
+"""Forward and backward rules of every operation in terms of launches, shared by all backends.
 
 A backend (torch_backend, jax_backend, aot) is a function ``backend(launch_function, sizes, *inputs) -> outputs`` with
 a method ``cast(x, dtype)``. Rules touch arrays only through it, through ``shape`` and ``dtype`` and through slices,
 which PyTorch and JAX both have.
 
-    forward(backend, static, *inputs)            -> outputs, saved        what backward needs, inputs among it
-    backward(backend, static, saved, *gradients) -> gradient of every input, None where there is none
+    forward(backend, static, *inputs)            -> outputs, saved        saved for backward, including inputs
+    backward(backend, static, saved, *gradients) -> gradient of every input, None if it has none
 """
 
 import math
@@ -19,14 +19,14 @@ Array = Any
 
 
 class Backend(Protocol):
-    """How one framework launches kernels."""
+    """A framework's way to launch kernels."""
 
     def __call__(self, build: Callable[..., Launch], sizes: dict[str, Any], *inputs: Array) -> tuple[Array, ...]:
         """Launch the kernel ``build(block, **sizes)`` describes."""
         ...
 
     def cast(self, x: Array, dtype: str) -> Array:
-        """x in another type."""
+        """Cast x to another type."""
         ...
 
 
@@ -38,14 +38,14 @@ class Operation(NamedTuple):
 
 
 def dtype_name(x: Array) -> str:
-    """The name both frameworks and numpy give x's type: ``bfloat16``."""
+    """Return the numpy name of x's type, e.g. ``bfloat16``."""
     return str(x.dtype).removeprefix("torch.")
 
 
 def column_sum(backend: Backend, x: Array, rows: int, width: int) -> Array:
-    """[width] sums over rows, in float32 or float64; in two steps where there are many rows.
+    """Sum over rows to [width] in float32 or float64, in two steps if there are many rows.
 
-    Narrow types always take both steps, so that which kernels are compiled does not hang on the number of rows.
+    Narrow types always take both steps, so that the compiled kernels do not depend on the number of rows.
     """
     dtype, groups = dtype_name(x), min(math.ceil(rows / 256), 64)
     if dtype != wide(dtype):
@@ -57,7 +57,7 @@ def column_sum(backend: Backend, x: Array, rows: int, width: int) -> Array:
 
 
 class Sinkhorn(NamedTuple):
-    """What compute_mappings and sinkhorn are told besides arrays."""
+    """Static arguments of compute_mappings and sinkhorn."""
 
     iterations: int
     last: str
@@ -124,10 +124,10 @@ def _aggregate_backward(backend: Backend, static: None, saved: tuple, grad: Arra
 
 
 def _write_forward(backend: Backend, static: Write, *inputs: Array | None):
-    """inputs: x, h_res, y, bias, h_post, row_low, row_high, step; None where static leaves them out."""
+    """Run forward of x, h_res, y, bias, h_post, row_low, row_high, step; None for inputs that static excludes."""
     outputs = backend(launch.write_forward, _write_sizes(static, *inputs), *_all_there(inputs))
-    kept = inputs if static.add == "mix" else (None, *inputs[1:])  # x itself, added plainly, is in no gradient
-    return outputs, kept
+    saved = inputs if static.add == "mix" else (None, *inputs[1:])  # no gradient depends on an unmixed x
+    return outputs, saved
 
 
 def _write_backward(backend: Backend, static: Write, saved: tuple, grad: Array):
@@ -153,7 +153,7 @@ def _write_sizes(static: Write, x: Array, h_res: Array, y: Array, bias: Array, h
 
 
 def _all_there(inputs: tuple) -> list[Array]:
-    """The coefficients in place of what is missing: kernels never read it, but take an array, of their type."""
+    """Replace missing inputs by the coefficients, because a kernel needs an array even if it does not read it."""
     coefficients = inputs[4] if inputs[4] is not None else inputs[1]
     return [coefficients if x is None else x for x in inputs]
 

@@ -39,7 +39,7 @@ def project_forward(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """projected [N, C] and r [N] of x [N, K] and phi [K, C], phi in the type of x; grid (N / BN,)."""
+    """Compute projected [N, C] and r [N] from x [N, K] and phi [K, C], phi in the type of x; grid (N / BN,)."""
     ACC: tl.constexpr = r_ptr.dtype.element_ty
     o_n, m_n = token_block(tokens, BN)
     o_c = tl.arange(0, CP)
@@ -75,7 +75,7 @@ def project_backward(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """dx [N, K] = dprojected @ phi.T - shrink x, and dphi = x.T @ dprojected, one [K, C] a group of tokens.
+    """Compute dx [N, K] = dprojected @ phi.T - shrink x, and dphi = x.T @ dprojected, [K, C] per group of tokens.
 
     dphi is summed in float32 (float64), over the tokens of a group in order. grid (K / BK, groups).
     """
@@ -104,7 +104,7 @@ def project_backward(
 
 @triton.jit
 def normalise(b_m, AXIS: tl.constexpr):
-    """The matrices divided by their sums over AXIS, and the sums (1 for the zeros beyond S)."""
+    """Divide the matrices by their sums over AXIS, and return the sums too (1 for the padding beyond S)."""
     total = tl.sum(b_m, AXIS, keep_dims=True)
     total = tl.where(total == 0.0, 1.0, total)
     return b_m / total, total
@@ -284,7 +284,7 @@ def mappings_backward(
     SP: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """dprojected [N, C]; shrink [N], the factor of -x in dx; a row [3 + C] of dalpha and dbias a program.
+    """Compute dprojected [N, C]; shrink [N], the factor of -x in dx; a row [3 + C] of dalpha and dbias per program.
 
     r stands to mean(x**2) as -1/2 r**3, and that to x as 2 x / K: shrink = r**3 / K (dh . projected gain).
     grid (N / BN,).

@@ -19,9 +19,9 @@ def exp_of(b_x):
 
 @triton.jit(do_not_specialize=["rows", "rows_per_group"])
 def column_sum(x_ptr, rows, rows_per_group, out_ptr, W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr):
-    """Sums over the rows of x [R, W], one [W] a group of rows; grid (W / BW, groups).
+    """Sum over the rows of x [R, W], to one [W] per group of rows; grid (W / BW, groups).
 
-    Rows are added in a fixed order, in float32 (float64 for float64): the same bits every time.
+    Rows are added in a fixed order, in float32 (float64 for float64), so that results are deterministic.
     """
     ACC: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     group = tl.program_id(1)

@@ -85,7 +85,7 @@ def _widened(handle: TensorHandle) -> TensorHandle:
 
 
 def _rounding(cast: Callable[[TensorHandle, Any], TensorHandle]) -> Callable[[TensorHandle, Any], TensorHandle]:
-    """The cast, but float32 becomes bfloat16 to nearest, ties to even."""
+    """Return the cast with float32 rounded to bfloat16 to nearest, ties to even."""
 
     def rounding(handle: TensorHandle, to: Any) -> TensorHandle:
         if handle.dtype != tl.float32 or to.scalar != tl.bfloat16:

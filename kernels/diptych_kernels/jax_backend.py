@@ -29,19 +29,19 @@ from diptych_kernels.mesh_axes import varying_alike
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _applied(operation: Operation, static: Any, *inputs: Array | None) -> tuple[Array, ...]:
-    return operation.forward(_DOOR, static, *inputs)[0]
+    return operation.forward(_BACKEND, static, *inputs)[0]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _applied_forward(operation: Operation, static: Any, *inputs: Array | None) -> tuple[tuple, tuple]:
-    """The operation's forward with what its backward needs; only a derivative of a derivative goes through here."""
-    return operation.forward(_DOOR, static, *inputs)
+    """Run forward with the values saved for backward; its derivative rule is used by second derivatives only."""
+    return operation.forward(_BACKEND, static, *inputs)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _gradients(operation: Operation, static: Any, saved: tuple, grads: tuple) -> tuple:
-    """The operation's backward, which refuses to be differentiated."""
-    return tuple(operation.backward(_DOOR, static, saved, *grads))
+    """Run the operation's backward, whose derivative raises an error."""
+    return tuple(operation.backward(_BACKEND, static, saved, *grads))
 
 
 @_applied_forward.defjvp
@@ -57,11 +57,11 @@ def _applied_backward(operation: Operation, static: Any, saved: tuple, grads: tu
 _applied.defvjp(_applied_forward, _applied_backward)
 
 
-class JaxDoor(Functions):
+class JaxBackend(Functions):
     """See diptych_kernels.api.Functions."""
 
     def __call__(self, build: Callable[..., Launch], sizes: dict[str, Any], *inputs: Array) -> tuple[Array, ...]:
-        """Launch where the program runs: which platform that is, XLA knows when it lowers."""
+        """Launch on the platform that XLA lowers the program for."""
         if jax.default_backend() == "cpu":
             block = tuning.first(build)
         else:
@@ -77,7 +77,7 @@ class JaxDoor(Functions):
         return _applied(operation, static, *varying_alike(inputs))
 
     def cast_like(self, x: Array, residual: Array) -> Array:
-        """See Functions.alike; JAX has no autocast."""
+        """See Functions.cast_like; JAX has no autocast."""
         del residual
         return x
 
@@ -110,7 +110,7 @@ class JaxDoor(Functions):
 
 @partial(jax.jit, static_argnums=0)
 def run(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
-    """Outputs of a launch: compiled where XLA lowers for CUDA, interpreted on the CPU."""
+    """Return the outputs of a launch: compiled for CUDA, interpreted on the CPU."""
     if 0 in launch.grid:
         return tuple(jnp.zeros(shape, dtype) for shape, dtype in launch.outputs)
     outputs = jax.custom_batching.sequential_vmap(partial(_dispatch, launch))(*inputs)
@@ -150,7 +150,7 @@ def _compiled(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
 
 @cache
 def jax_triton() -> Any | None:
-    """The module, or None if it, or the library of JAX's GPU plugin it needs, is not there."""
+    """Return the module jax_triton; None if it or JAX's GPU plugin is not installed."""
     before = os.environ.get("TRITON_CACHE_DIR")
     try:
         return importlib.import_module("jax_triton")
@@ -167,7 +167,7 @@ def _interpreted(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
 
 
 def _interpret(launch: Launch, *inputs: Any) -> tuple[np.ndarray, ...]:
-    """Runs on a thread of XLA's, on copies of its buffers; nothing here calls JAX."""
+    """Interpret a launch on an XLA thread with copies of its buffers, without calls into JAX."""
     import torch
 
     from diptych_kernels import torch_backend as torch_ops
@@ -180,7 +180,7 @@ def _interpret(launch: Launch, *inputs: Any) -> tuple[np.ndarray, ...]:
 
 @contextmanager
 def _subnormal_numbers() -> Iterator[None]:
-    """XLA's threads take subnormal numbers for 0; the interpreter computes with them here, as it does for PyTorch."""
+    """Enable subnormal numbers, which XLA's threads flush to 0, so that results match those of PyTorch."""
     import torch
 
     tiny = np.full(1, np.finfo(np.float32).tiny)
@@ -194,7 +194,7 @@ def _subnormal_numbers() -> Iterator[None]:
 
 
 def _tensor(x: np.ndarray) -> Any:
-    """The array as a tensor; numpy's bfloat16 is none of PyTorch's, so bits are carried over."""
+    """Convert an array to a tensor; bfloat16 is reinterpreted, because PyTorch does not accept numpy's bfloat16."""
     import torch
 
     if x.dtype.name == "bfloat16":
@@ -209,10 +209,10 @@ def _bits(x: Any) -> Any:
 
 
 def measure(launch: Launch, inputs: Sequence[Any], repeats: int = 20, rounds: int = 8) -> float:
-    """Median seconds of a launch on random arrays like the inputs, which may be traced.
+    """Return the median time of a launch in seconds, on random arrays like the inputs, which may be traced.
 
-    Of ``repeats`` launches in one program, each waiting for the one before, so that the host's time does not count; the
-    first two of ``rounds`` programs warm up.
+    One program runs ``repeats`` dependent launches, which excludes the host's time. The first two of ``rounds`` runs
+    are warm-up.
     """
 
     @jax.jit
@@ -234,7 +234,7 @@ def measure(launch: Launch, inputs: Sequence[Any], repeats: int = 20, rounds: in
 
 
 def examples(launch: Launch, inputs: Sequence[Any]) -> list[Array]:
-    """Arrays to measure a launch on: random numbers of the inputs' shapes, tables that give it all tokens."""
+    """Return example inputs for a launch: random arrays, and tables that cover all tokens."""
     named = [(place, x.shape, jnp.dtype(dtype_name(x))) for place, x in enumerate(inputs)]
     is_table = [len(shape) == 2 and jnp.issubdtype(dtype, jnp.integer) for _, shape, dtype in named]
     tokens = max((shape[0] for _, shape, _ in named if len(shape) in (2, 3)), default=0)
@@ -251,13 +251,13 @@ def _random(seed: int, shape: tuple[int, ...], dtype: np.dtype) -> Array:
     return jnp.full(shape, seed, dtype)
 
 
-_DOOR = JaxDoor()
-sinkhorn = _DOOR.sinkhorn
-compute_mappings = _DOOR.compute_mappings
-aggregate = _DOOR.aggregate
-apply_h_res = _DOOR.apply_h_res
-apply_h_post = _DOOR.apply_h_post
-write_streams = _DOOR.write_streams
-swiglu = _DOOR.swiglu
-gelu = _DOOR.gelu
-delta_rule = _DOOR.delta_rule
+_BACKEND = JaxBackend()
+sinkhorn = _BACKEND.sinkhorn
+compute_mappings = _BACKEND.compute_mappings
+aggregate = _BACKEND.aggregate
+apply_h_res = _BACKEND.apply_h_res
+apply_h_post = _BACKEND.apply_h_post
+write_streams = _BACKEND.write_streams
+swiglu = _BACKEND.swiglu
+gelu = _BACKEND.gelu
+delta_rule = _BACKEND.delta_rule

@@ -63,24 +63,24 @@ CANDIDATES: dict[str, tuple[Block, ...]] = {
     "gelu_forward": (Block(4, 256), Block(1, 1024), Block(1, 2048, 8)),
     "gelu_backward": (Block(4, 256), Block(1, 1024), Block(1, 2048, 8)),
 }
-"""Blocks worth trying, by kernel; the first is used wherever nothing is measured."""
+"""Candidate blocks by kernel; the first is the default without measurements."""
 
 
 def wide(dtype: str) -> str:
-    """The type coefficients and sums have: float32, or float64 for float64."""
+    """Return the type of coefficients and sums: float64 for float64, else float32."""
     return "float64" if dtype == "float64" else "float32"
 
 
 def power_of_two(n: int, least: int = 1) -> int:
-    """The smallest power of two >= n and >= least."""
+    """Return the smallest power of two >= n and >= least."""
     return max(least, 1 << (n - 1).bit_length())
 
 
 def groups_of(tokens: int, programs: int) -> tuple[int, int]:
-    """How many groups tokens are cut into for about PROGRAMS programs, and tokens per group, a multiple of 128.
+    """Return the number of groups of tokens for about PROGRAMS programs, and the tokens per group, a multiple of 128.
 
-    The same for every block, so that tuning does not decide in which groups a gradient is summed.
-    At least two groups, the second empty if need be: jax-triton compiles a kernel again for a scalar that is 1.
+    The groups do not depend on the block, so that tuning does not change the order of summation of a gradient. There
+    are at least two groups (the second may be empty), because jax-triton recompiles a kernel for a scalar that is 1.
     """
     blocks = math.ceil(tokens / 128)
     per_group = math.ceil(blocks / max(1, min(blocks, math.ceil(PROGRAMS / programs)))) * 128
@@ -96,13 +96,13 @@ def launch_of(
     outputs: list[tuple[tuple[int, ...], str]],
     **constants: int | float | str | bool,
 ) -> Launch:
-    """A launch of the kernel named like its builder."""
+    """Return a launch of the kernel with the name of its builder."""
     kernel = f"{module}.{builder.__name__}"
     return Launch(kernel, grid, scalars, tuple(outputs), tuple(constants.items()), block.num_warps, block.num_stages)
 
 
 def aggregate_forward(block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str) -> Launch:
-    """x, h_pre -> aggregated. lead: the axes that number tokens."""
+    """Configure the launch x, h_pre -> aggregated. lead: the axes that number tokens."""
     tokens, columns = math.prod(lead), min(block.columns, power_of_two(width, 16))
     grid = (math.ceil(tokens / block.rows), math.ceil(width / columns))
     outputs = [((*lead, width), dtype)]
@@ -112,7 +112,7 @@ def aggregate_forward(block: Block, lead: tuple[int, ...], streams: int, width: 
 
 
 def aggregate_backward(block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str) -> Launch:
-    """x, h_pre, grad -> dx, dh_pre."""
+    """Configure the launch x, h_pre, grad -> dx, dh_pre."""
     tokens, columns = math.prod(lead), _few_columns(block, streams, width, dtype)
     outputs = [((*lead, streams, width), dtype), ((*lead, streams), wide(dtype))]
     grid = (math.ceil(tokens / block.rows),)
@@ -122,7 +122,7 @@ def aggregate_backward(block: Block, lead: tuple[int, ...], streams: int, width:
 
 
 class Write(NamedTuple):
-    """What a write to the streams consists of: see streams.write_forward."""
+    """The terms of a write to the streams: see streams.write_forward."""
 
     add: str
     post: bool
@@ -132,13 +132,13 @@ class Write(NamedTuple):
     site: int = 0
 
     def constants(self) -> dict[str, int | float | str | bool]:
-        """Those of the kernel."""
+        """Return the constants of the kernel."""
         threshold = dropout_threshold(self.rate)
         return dict(ADD=self.add, POST=self.post, BIAS=self.bias, THRESHOLD=threshold, SCALE=1.0 / (1.0 - self.rate))
 
 
 def write_forward(block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str, write: Write) -> Launch:
-    """x, h_res, y, bias, h_post, row_low, row_high, step -> next streams."""
+    """Configure the launch x, h_res, y, bias, h_post, row_low, row_high, step -> next streams."""
     tokens, columns = math.prod(lead), min(block.columns, power_of_two(width, 16))
     grid = (math.ceil(tokens / block.rows), math.ceil(width / columns))
     outputs = [((*lead, streams, width), dtype)]
@@ -148,7 +148,10 @@ def write_forward(block: Block, lead: tuple[int, ...], streams: int, width: int,
 
 
 def write_backward(block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str, write: Write) -> Launch:
-    """x, h_res, y, bias, h_post, row_low, row_high, step, grad -> dx, dh_res, dy, dh_post; [0] where there is none."""
+    """Configure the launch; gradients that do not exist have shape [0].
+
+    x, h_res, y, bias, h_post, row_low, row_high, step, grad -> dx, dh_res, dy, dh_post.
+    """
     tokens, columns = math.prod(lead), _few_columns(block, streams, width, dtype)
     mix = write.add == "mix"
     outputs = [
@@ -173,7 +176,7 @@ def _few_columns(block: Block, streams: int, width: int, dtype: str) -> int:
 def project_forward(
     block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str, epsilon: float
 ) -> Launch:
-    """x, phi -> projected, r."""
+    """Configure the launch x, phi -> projected, r."""
     tokens, row, columns = math.prod(lead), streams * width, _coefficients(streams)
     outputs = [((*lead, columns), wide(dtype)), (lead, wide(dtype))]
     dot = _dot(block, row, columns, dtype)
@@ -183,7 +186,7 @@ def project_forward(
 
 
 def project_backward(block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str) -> Launch:
-    """x, phi, dprojected, shrink -> dx, dphi by groups of tokens."""
+    """Configure the launch x, phi, dprojected, shrink -> dx, dphi by groups of tokens."""
     tokens, row, columns = math.prod(lead), streams * width, _coefficients(streams)
     dot = _dot(block, row, columns, dtype)
     tiles = math.ceil(row / int(dot["BK"]))
@@ -220,7 +223,7 @@ def _matrices(block: Block, streams: int, dtype: str) -> int:
 
 
 def sinkhorn_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, iterations: int, last: str):
-    """logits -> matrices."""
+    """Configure the launch logits -> matrices."""
     tokens, rows = math.prod(lead), _matrices(block, streams, dtype)
     constants = _sinkhorn(streams, iterations, last)
     outputs, grid = [((*lead, streams, streams), dtype)], (math.ceil(tokens / rows),)
@@ -228,7 +231,7 @@ def sinkhorn_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: s
 
 
 def sinkhorn_backward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, iterations: int, last: str):
-    """logits, grad -> dlogits."""
+    """Configure the launch logits, grad -> dlogits."""
     tokens, rows = math.prod(lead), _matrices(block, streams, dtype)
     constants = _sinkhorn(streams, iterations, last)
     outputs, grid = [((*lead, streams, streams), dtype)], (math.ceil(tokens / rows),)
@@ -238,7 +241,7 @@ def sinkhorn_backward(block: Block, lead: tuple[int, ...], streams: int, dtype: 
 
 
 def mappings_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, iterations: int, last: str):
-    """projected, r, alpha, bias -> h_pre, h_post, h_res."""
+    """Configure the launch projected, r, alpha, bias -> h_pre, h_post, h_res."""
     tokens, rows = math.prod(lead), _matrices(block, streams, dtype)
     constants = _sinkhorn(streams, iterations, last)
     outputs = [((*lead, streams), dtype), ((*lead, streams), dtype), ((*lead, streams, streams), dtype)]
@@ -249,7 +252,10 @@ def mappings_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: s
 def mappings_backward(
     block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str, iterations: int, last: str
 ) -> Launch:
-    """projected, r, alpha, bias, dh_pre, dh_post, dh_res -> dprojected, shrink, dalpha and dbias by programs."""
+    """Configure the launch.
+
+    projected, r, alpha, bias, dh_pre, dh_post, dh_res -> dprojected, shrink, dalpha and dbias by programs.
+    """
     tokens, rows = math.prod(lead), _matrices(block, streams, dtype)
     constants = _sinkhorn(streams, iterations, last)
     programs, columns = max(2, math.ceil(tokens / rows)), _coefficients(streams)  # 2: see groups_of
@@ -259,7 +265,7 @@ def mappings_backward(
 
 
 def column_sum(block: Block, rows: int, groups: int, width: int, dtype: str) -> Launch:
-    """x -> sums of its rows, group by group, in float32 or float64."""
+    """Configure the launch x -> sums of its rows, group by group, in float32 or float64."""
     columns = min(block.columns, power_of_two(width, 16))
     per_group = max(2, math.ceil(rows / groups))  # 2: see groups_of
     outputs, grid = [((groups, width), wide(dtype))], (math.ceil(width / columns), groups)
@@ -274,20 +280,20 @@ def _activation(builder: Callable, block: Block, lead: tuple[int, ...], width: i
 
 
 def swiglu_forward(block: Block, lead: tuple[int, ...], width: int, dtype: str) -> Launch:
-    """x [..., 2 width] -> [..., width]."""
+    """Configure the launch x [..., 2 width] -> [..., width]."""
     return _activation(swiglu_forward, block, lead, width, width, dtype)
 
 
 def swiglu_backward(block: Block, lead: tuple[int, ...], width: int, dtype: str) -> Launch:
-    """x, grad -> dx."""
+    """Configure the launch x, grad -> dx."""
     return _activation(swiglu_backward, block, lead, width, 2 * width, dtype)
 
 
 def gelu_forward(block: Block, lead: tuple[int, ...], width: int, dtype: str) -> Launch:
-    """x -> out."""
+    """Configure the launch x -> out."""
     return _activation(gelu_forward, block, lead, width, width, dtype)
 
 
 def gelu_backward(block: Block, lead: tuple[int, ...], width: int, dtype: str) -> Launch:
-    """x, grad -> dx."""
+    """Configure the launch x, grad -> dx."""
     return _activation(gelu_backward, block, lead, width, width, dtype)

@@ -32,7 +32,7 @@ def load_streams(x_ptr, o_n, o_d, mask, S: tl.constexpr, D: tl.constexpr, ACC: t
 
 @triton.jit
 def dropout_keep(o_n, m_n, o_d, s, low_ptr, high_ptr, step_ptr, seed, site, D: tl.constexpr, THRESHOLD: tl.constexpr):
-    """keep of stream s, [BN, BD]; o_d begins at a multiple of 4, THRESHOLD is floor(p 2**32)."""
+    """Return the dropout mask of stream s, [BN, BD]; o_d begins at a multiple of 4, THRESHOLD is floor(p 2**32)."""
     BN: tl.constexpr = o_n.shape[0]
     BD: tl.constexpr = o_d.shape[0]
     low = tl.load(low_ptr + o_n, mask=m_n, other=0).to(tl.uint32)[:, None]
@@ -55,7 +55,7 @@ def dropout_keep(o_n, m_n, o_d, s, low_ptr, high_ptr, step_ptr, seed, site, D: t
 def aggregate_forward(
     x_ptr, h_pre_ptr, tokens, out_ptr, S: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr
 ):
-    """aggregated [N, D] of x [N, S, D] and h_pre [N, S]; grid (N / BN, D / BD)."""
+    """Compute aggregated [N, D] from x [N, S, D] and h_pre [N, S]; grid (N / BN, D / BD)."""
     ACC: tl.constexpr = h_pre_ptr.dtype.element_ty
     o_n, m_n = token_block(tokens, BN)
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -80,7 +80,7 @@ def aggregate_backward(
     BN: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """dx [N, S, D] and dh_pre [N, S] of grad [N, D]; grid (N / BN,)."""
+    """Compute dx [N, S, D] and dh_pre [N, S] from grad [N, D]; grid (N / BN,)."""
     ACC: tl.constexpr = h_pre_ptr.dtype.element_ty
     o_n, m_n = token_block(tokens, BN)
     b_h = ()
@@ -126,7 +126,7 @@ def write_forward(
     BN: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """next [N, S, D]; grid (N / BN, D / BD).
+    """Compute next [N, S, D]; grid (N / BN, D / BD).
 
     ADD: "mix" adds h_res x, "plain" adds x itself, "none" nothing; POST: with the term of y; BIAS: with b. What a
     flag leaves out is never read. THRESHOLD: floor(p 2**32), 0 for no dropout; SCALE: 1 / (1 - p).
@@ -185,7 +185,7 @@ def write_backward(
     BN: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """dx [N, S, D] and dh_res [N, S, S] if ADD is "mix"; dy [N, D] and dh_post [N, S] if POST; grid (N / BN,)."""
+    """Compute dx [N, S, D], dh_res [N, S, S] if ADD is "mix"; dy [N, D] and dh_post [N, S] if POST; grid (N / BN,)."""
     ACC: tl.constexpr = h_post_ptr.dtype.element_ty
     o_n, m_n = token_block(tokens, BN)
     b_res = ()

@@ -1,6 +1,6 @@
 """The PyTorch backend: kernels as differentiable functions of tensors.
 
-CUDA tensors run compiled kernels, CPU tensors the interpreter. Kernels have first derivatives only, and say so.
+CUDA tensors run compiled kernels, CPU tensors run the interpreter. Second derivatives raise an error.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from diptych_kernels.launch_configs import Launch
 class _Applied(torch.autograd.Function):
     @staticmethod
     def forward(ctx, operation, static, *inputs):
-        outputs, saved = operation.forward(_DOOR, static, *inputs)
+        outputs, saved = operation.forward(_BACKEND, static, *inputs)
         ctx.operation, ctx.static = operation, static
         ctx.save_for_backward(*saved)
         return outputs
@@ -28,14 +28,14 @@ class _Applied(torch.autograd.Function):
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
         saved = ctx.saved_tensors
         with torch.no_grad():
-            gradients = ctx.operation.backward(_DOOR, ctx.static, saved, *grads)
+            gradients = ctx.operation.backward(_BACKEND, ctx.static, saved, *grads)
         if torch.is_grad_enabled():  # create_graph: the gradients may be differentiated
             gradients = _Once.apply(len(gradients), *gradients, *saved, *grads)
         return None, None, *gradients
 
 
 class _Once(torch.autograd.Function):
-    """Gradients that depend on what they were computed from, and refuse to say how."""
+    """Gradients that depend on their inputs in the graph, and raise an error if differentiated."""
 
     @staticmethod
     def forward(ctx, count, *gradients_and_sources):
@@ -46,7 +46,7 @@ class _Once(torch.autograd.Function):
         raise RuntimeError(DIFFERENTIATED_TWICE)
 
 
-class TorchDoor(Functions):
+class TorchBackend(Functions):
     """See diptych_kernels.api.Functions."""
 
     def __call__(self, build: Callable[..., Launch], sizes: dict[str, Any], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -74,7 +74,7 @@ class TorchDoor(Functions):
         return applied(operation, static, *inputs)
 
     def cast_like(self, x: Tensor, residual: Tensor) -> Tensor:
-        """See Functions.alike; autocast hands a sublayer's output on in its own type."""
+        """See Functions.cast_like; autocast returns a sublayer's output in its own type."""
         return x.to(residual.dtype) if torch.is_autocast_enabled(residual.device.type) else x
 
     def counter(self, step: int, like: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class TorchDoor(Functions):
         return False
 
     def check_devices(self, **arrays: Tensor | None) -> None:
-        """One device, and one kernels run on."""
+        """See Functions.check_devices."""
         devices = {name: x.device for name, x in arrays.items() if x is not None}
         (first, device), *others = devices.items()
         for name, other in others:
@@ -115,7 +115,7 @@ class TorchDoor(Functions):
 
 
 def run(launch: Launch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Outputs of a launch on contiguous inputs: compiled on CUDA, interpreted on the CPU."""
+    """Return the outputs of a launch on contiguous inputs: compiled on CUDA, interpreted on the CPU."""
     device = inputs[0].device
     outputs = tuple(torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in launch.outputs)
     if 0 in launch.grid:
@@ -124,7 +124,7 @@ def run(launch: Launch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     if device.type == "cpu":
         from diptych_kernels.interpreter import interpret
 
-        for output in outputs:  # what a kernel forgets to write must not pass for a result
+        for output in outputs:  # elements that a kernel fails to write must be visible as NaN
             output.fill_(float("nan"))
         interpret(kernel, launch.grid, arguments, dict(launch.constants))
     else:
@@ -134,20 +134,20 @@ def run(launch: Launch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def measure(launch: Launch, inputs: tuple[Tensor, ...]) -> float:
-    """Median milliseconds of a launch on a GPU."""
+    """Return the median time of a launch on a GPU, in milliseconds."""
     from triton.testing import do_bench
 
     milliseconds: Any = do_bench(lambda: run(launch, inputs), warmup=10, rep=40, return_mode="median")
     return milliseconds
 
 
-_DOOR = TorchDoor()
-sinkhorn = _DOOR.sinkhorn
-compute_mappings = _DOOR.compute_mappings
-aggregate = _DOOR.aggregate
-apply_h_res = _DOOR.apply_h_res
-apply_h_post = _DOOR.apply_h_post
-write_streams = _DOOR.write_streams
-swiglu = _DOOR.swiglu
-gelu = _DOOR.gelu
-delta_rule = _DOOR.delta_rule
+_BACKEND = TorchBackend()
+sinkhorn = _BACKEND.sinkhorn
+compute_mappings = _BACKEND.compute_mappings
+aggregate = _BACKEND.aggregate
+apply_h_res = _BACKEND.apply_h_res
+apply_h_post = _BACKEND.apply_h_post
+write_streams = _BACKEND.write_streams
+swiglu = _BACKEND.swiglu
+gelu = _BACKEND.gelu
+delta_rule = _BACKEND.delta_rule

@@ -26,34 +26,34 @@ MEASURED_TOKENS = 2048
 
 
 def kernel_function(name: str) -> Any:
-    """The jitted function ``module.function`` of this package."""
+    """Return the jitted function ``module.function`` of this package."""
     module, function = name.rsplit(".", 1)
     return getattr(importlib.import_module(f"diptych_kernels.{module}"), function)
 
 
 def candidates_of(build: Callable[..., Launch]) -> tuple[Block, ...]:
-    """Blocks worth trying, as the module of the launch lists them."""
+    """Return the candidate blocks of a launch."""
     return sys.modules[build.__module__].CANDIDATES[build.__name__]
 
 
 def first(build: Callable[..., Launch]) -> Block:
-    """The block used where nothing is measured."""
+    """Return the default block, used without measurements."""
     return candidates_of(build)[0]
 
 
 def choose(
     build: Callable[..., Launch], sizes: dict[str, Any], device: str, measure: Callable[[Launch], float]
 ) -> Block:
-    """The fastest candidate, from the file if it was measured before.
+    """Return the fastest candidate block, from the cache file if it was measured before.
 
-    A launch of fewer than MEASURED_TOKENS tokens measures nothing: it would say little of larger ones, which share the
-    entry. It takes what is known, or else the first candidate.
+    Launches of fewer than MEASURED_TOKENS tokens are not measured, because larger launches share their cache entry.
+    They use the cached block or the first candidate.
 
     Args:
         build: a function of diptych_kernels.launch_configs.
         sizes: its arguments besides the block.
         device: name of the device.
-        measure: time of a launch in any unit. A candidate that raises, for want of shared memory say, is passed over.
+        measure: function that returns the time of a launch, in any unit. Candidates that raise are skipped.
 
     Raises:
         RuntimeError: no candidate runs.
@@ -82,7 +82,7 @@ def _fastest(
     candidates: tuple[Block, ...],
     measure: Callable[[Launch], float],
 ) -> Block | None:
-    """None where memory is too short to measure in."""
+    """Measure all candidates; return None if memory is too short."""
     times, failures = {}, []
     for block in candidates:
         try:
@@ -107,7 +107,7 @@ def _key(launch: Launch, device: str) -> str:
 
 
 def _path() -> Path | None:
-    """None where there is no home to keep anything in."""
+    """Return the path of the cache file; None without a home directory."""
     try:
         return Path(os.environ.get("DIPTYCH_CACHE_DIR") or Path.home() / ".cache" / "diptych") / "blocks.json"
     except RuntimeError:
@@ -116,7 +116,7 @@ def _path() -> Path | None:
 
 @cache
 def _table(path: Path | None) -> dict[str, Block]:
-    """What this process knows; the file is read again only for a key that is not here."""
+    """Return this process's cache; the file is read again only for missing keys."""
     del path
     return {}
 

@@ -17,7 +17,7 @@ from diptych.plans.context.exchange import CP_EXCHANGES, check_exchange
 from diptych.plans.schedule.messages import PipelineError
 from diptych.plans.schedule.named import build_schedule, context_schedule
 from diptych.plans.schedule.simulate import Costs, simulate
-from diptych.plans.schedule.wavefront import makespan, num_ticks
+from diptych.plans.schedule.wavefront import makespan, num_lockstep_slots
 from parity.compare import relative_difference
 from reference_torch.context_parallel import wavefront as wavefront_room
 from reference_torch.ops import short_convolution
@@ -81,7 +81,7 @@ def test_with_one_layer_it_is_a_pipeline_whose_stages_are_parts(size, count):
 
 
 def test_ticks_of_jax():
-    assert [num_ticks(size, 4) for size in (1, 2, 8)] == [4, 5, 11]
+    assert [num_lockstep_slots(size, 4) for size in (1, 2, 8)] == [4, 5, 11]
 
 
 @cache

@@ -378,6 +378,6 @@ def test_too_wide_heads_are_refused(backend):
     q, v, g = array((1, 4, 1, 257)), array((1, 4, 1, 2)), array((1, 4, 1))
     rule = room(backend, "delta_rule").chunk_gated_delta_rule
     with pytest.raises(
-        ValueError, match=r"q: expected at most 256 channels, got 257; impl='reference' takes any number"
+        ValueError, match=r"q: expected at most 256 channels, got 257; impl='reference' supports any number"
     ):
         rule(q, q, v, g, g, impl="triton")

@@ -20,7 +20,7 @@ REFUSED = {
     "complex": (lambda: jax_ops.gelu(jnp.zeros(3, jnp.complex64)), r"x: expected a type among .*, got complex64"),
     "nine streams": (
         lambda: torch_ops.aggregate(torch.zeros(2, 9, 4), torch.zeros(2, 9)),
-        r"x: expected at most 8 residual streams, got 9; impl='reference' takes any number",
+        r"x: expected at most 8 residual streams, got 9; impl='reference' supports any number",
     ),
     "h_pre": (
         lambda: torch_ops.aggregate(X, torch.zeros(2, 3, 5)),

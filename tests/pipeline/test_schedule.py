@@ -146,7 +146,7 @@ def test_warmups(arguments):
     [
         (
             (4, 9, 2),
-            r"num_microbatches: expected 2 rounds of as many with schedule 'interleaved-zb1p', got 9, which leaves 1",
+            r"num_microbatches: expected 2 equal rounds with schedule 'interleaved-zb1p', got 9, which leaves 1",
         ),
         (
             (4, 8, 1),

@@ -147,12 +147,12 @@ REFUSED = {
     "": r"expected a row of actions for each rank, got none",
     "0F0,0X0": r"row 0, cell 1: expected stage, one of F, B, I and W, and microbatch, as in '0F1', got '0X0'$",
     "0F0,0B0\n1F": r"row 1, cell 0: expected stage, .* got '1F'$",
-    "0F0,0SEND_F0": r"row 0, cell 1: .* got '0SEND_F0'; save computation alone, without messages",
-    "0F0,0F99999999999,0B0": r"expected numbers of microbatch from 0 on, .*, 3 in all, got 0F99999999999",
-    "1000000000F0": r"expected numbers of stage from 0 on, each with actions of its own, 1 in all, got 1000000000F0",
+    "0F0,0SEND_F0": r"row 0, cell 1: .* got '0SEND_F0'; save only computations, without messages",
+    "0F0,0F99999999999,0B0": r"expected microbatch numbers from 0 on .* of 3 actions, got 0F99999999999",
+    "1000000000F0": r"expected stage numbers from 0 on without gaps in a schedule of 1 actions, got 1000000000F0",
     "0F0,0B0\n,,\n1F0,1B0": r"schedule, row 1: expected a rank's actions, got none",
     '"' + "0" * 200_000: r"expected rows of cells with commas between them, got field larger than field limit",
-    "0F0,0B0\n2F0,2B0\n1F0,1B0": r"expected stage s on rank s mod 3, or two stages a rank there and back .*, got "
+    "0F0,0B0\n2F0,2B0\n1F0,1B0": r"expected stage s on rank s mod 3, or V-shaped placement .*, got "
     r"rank 0: 0; rank 1: 2; rank 2: 1",
 }
 
@@ -199,11 +199,11 @@ def test_blank_lines_at_the_end_are_no_ranks(end, tmp_path):
     assert read_schedule(tmp_path / "marked.csv").actions == build_schedule("1f1b", 2, 3).actions
 
 
-def test_stages_three_times_there_and_back_are_refused():
+def test_three_passes_of_a_v_shaped_placement_are_refused():
     swapped = str.maketrans("23", "32")  # stages: 0 3 4 and 1 2 5
     rows = schedule_to_csv(build_schedule("interleaved", 2, 4, 3)).split()
     rows = [",".join(cell[0].translate(swapped) + cell[1:] for cell in row.split(",")) for row in rows]
-    with pytest.raises(ValueError, match="or two stages a rank there and back"):
+    with pytest.raises(ValueError, match="or V-shaped placement"):
         schedule_from_csv("\n".join(rows))
 
 
@@ -220,7 +220,7 @@ def test_a_file_is_not_ignored_where_context_ranks_have_an_order():
 def test_one_row_is_no_pipeline(tmp_path):
     (tmp_path / "one.csv").write_text("0F0,1F0,1B0,0B0")
     with pytest.raises(
-        ValueError, match="pipeline_schedule_file: expected a row for each of two ranks or more, got one"
+        ValueError, match=r"pipeline_schedule_file: expected at least two rows \(one per rank\), got one"
     ):
         replace(TINY, pipeline_schedule_file=read_schedule(tmp_path / "one.csv"))
 

@@ -37,7 +37,7 @@ FAULTS = {
         r"rank 1, 1F4: expected F and B of stages 0 to 2 and microbatches 0 to 3",
     ),
     "stage out of range": (lambda a: a.append(Action("F", 4, 0)), r"rank 1, 4F0: expected F and B of stages 0 to 2"),
-    "another rank's": (lambda a: a.append(Action("F", 2, 0)), r"rank 1, 2F0: stage 2 lies on rank 2"),
+    "another rank's": (lambda a: a.append(Action("F", 2, 0)), r"rank 1, 2F0: stage 2 is placed on rank 2"),
     "a weight's gradient twice": (
         lambda a: a.append(Action("W", 1, 0)),
         r"rank 1, 1W0: expected B, or else I and W, got 1B0 beside it",
@@ -262,9 +262,9 @@ def test_a_message_that_nobody_takes_is_named():
     program = list(map(list, lower(schedule)))
     program[0].append(Message("SEND", Action("F", 0, 1), 1))
     for semantics in ("pair", "rank"):
-        with pytest.raises(ScheduleError, match="nobody takes SEND 0F1 to rank 1"):
+        with pytest.raises(ScheduleError, match="no rank receives SEND 0F1 to rank 1"):
             validate_program(schedule, tuple(map(tuple, program)), semantics)
-    with pytest.raises(ScheduleError, match="rank 1 never gets to RECV 0F1 from rank 0"):
+    with pytest.raises(ScheduleError, match="rank 1 lacks RECV 0F1 from rank 0"):
         validate_program(schedule, tuple(map(tuple, program)), "async")
 
 

@@ -239,9 +239,9 @@ def test_the_saving_is_the_simulations_on_one_rank(activation):
         (
             "--tensor-model-parallel-size 2",
             {"tensor_model_parallel_size": 2},
-            "expected 1, got 2: no operation here is",
+            "expected 1, got 2: tensor parallelism is",
         ),
-        ("--fp8", {"fp8": True}, "expected False, got True: no operation here scales what it rounds"),
+        ("--fp8", {"fp8": True}, "expected False, got True: scaled 8-bit products are not"),
     ],
 )
 def test_what_is_out_of_scope_says_so(flags, settings, message, capsys):

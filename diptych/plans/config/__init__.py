@@ -1,10 +1,9 @@
-"""Every setting of a run, and every rule a setting must obey.
+"""Settings of a training run and the rules that validate them.
 
-Each dataclass is frozen and checked on construction, so a configuration that exists is a configuration
-that can run. The rules stand in tables, one entry each with its message; nothing else in the project
-decides what is allowed.
+Each dataclass is frozen and validated on construction, so every configuration that exists can run. The rules are
+tables with one entry per rule and its error message; nothing else in the project decides which settings are valid.
 
-Flag names follow Megatron-LM where it has the setting.
+Setting names follow Megatron-LM where it has the setting.
 """
 
 from diptych.plans.config.model import MODEL_RULES, TransformerConfig
@@ -19,4 +18,4 @@ RULES: dict[type, tuple[Rule, ...]] = {
     DataConfig: DATA_RULES,
     TrainConfig: TRAIN_RULES,
 }
-"""All rules, by the configuration they are about."""
+"""All rules, by configuration class."""

@@ -1,4 +1,4 @@
-"""What must hold for ranks that share sequences."""
+"""Rules of the context-parallel settings."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from diptych.plans.context.zigzag import ATTENTION_LAYOUTS
 
 
 def _needs(field: str, exchange: str) -> Rule:
-    """An approximation of one exchange alone."""
+    """Build the rule that an approximation requires its one state exchange."""
 
     def fault(config: Any) -> str:
         value, came = getattr(config, field), config.cp_exchange
@@ -18,7 +18,10 @@ def _needs(field: str, exchange: str) -> Rule:
 
 
 def _pipelined_without(field: str, default: Any, why: str) -> Rule:
-    """Ranks at different microbatches do nothing together."""
+    """Build the rule that cp_exchange 'pipelined' excludes a setting.
+
+    Its ranks work on different microbatches at the same time, so they cannot take part in joint steps.
+    """
 
     def fault(config: Any) -> str:
         expected = f"{field}: expected {default!r} with cp_exchange 'pipelined', {why}"
@@ -40,16 +43,16 @@ CONTEXT_RULES = (
     _needs("cp_truncate_ranks", "ring"),
     count("cp_transition_rank"),
     _needs("cp_transition_rank", "all_gather"),
-    _pipelined_without("pipeline_model_parallel_size", 1, "which has an order of microbatches of its own"),
+    _pipelined_without("pipeline_model_parallel_size", 1, "which defines its own order of microbatches"),
     _pipelined_without("cp_attention_layout", "contiguous", "whose ranks are not at one layer at the same time"),
-    _pipelined_without("enable_tensor_offload", False, "under which layers are not used in the order offload plans"),
-    _pipelined_without("enable_activation_offload", False, "under which layers are not used in the order it plans"),
+    _pipelined_without("enable_tensor_offload", False, "whose order of layers differs from the one offload plans"),
+    _pipelined_without("enable_activation_offload", False, "whose order of layers differs from the one offload plans"),
     Rule(
-        "kernels pass exact states on",
+        "kernels exchange exact states",
         lambda c: c.impl != "triton" or (c.cp_truncate_ranks is None and c.cp_transition_rank is None),
         lambda c: (
             "cp_truncate_ranks, cp_transition_rank: expected None with impl='triton', got "
-            f"{c.cp_truncate_ranks} and {c.cp_transition_rank}; impl='reference' takes them"
+            f"{c.cp_truncate_ranks} and {c.cp_transition_rank}; impl='reference' supports them"
         ),
     ),
 )

@@ -1,4 +1,4 @@
-"""Settings and rules of the model."""
+"""Settings and rules of the model and of its parallelism."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,21 +17,21 @@ DTYPES = ("float32", "float64")
 OUT_OF_SCOPE = {
     "tensor_model_parallel_size": (
         1,
-        "no operation here is cut within a layer; share layers (pipeline_model_parallel_size) or tokens "
-        "(context_parallel_size). diptych.planner.memory.activation_recompute_saving alone takes a tp_size",
+        "tensor parallelism is not implemented; distribute layers (pipeline_model_parallel_size) or tokens "
+        "(context_parallel_size). Only diptych.planner.memory.activation_recompute_saving takes a tp_size",
     ),
-    "fp8": (False, "no operation here scales what it rounds to 8 bits; bf16 is the narrowest type"),
+    "fp8": (False, "scaled 8-bit products are not implemented; bf16 is the narrowest type"),
 }
-"""Settings that people will ask for: the one value each can have, and why."""
+"""Settings out of scope: the only supported value, and the reason."""
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The model: widths, layers, hyper-connections, dropout, and how it is cut into stages.
+    """The model: widths, layers, hyper-connections, dropout, and its parallelism.
 
     Raises:
-        ValueError: a rule of MODEL_RULES is broken; the message names the setting and the remedy.
-        NotImplementedError: something of OUT_OF_SCOPE is asked for.
+        ValueError: the settings break a rule of MODEL_RULES; the message names the setting and the remedy.
+        NotImplementedError: a setting of OUT_OF_SCOPE has an unsupported value.
     """
 
     hidden_size: int
@@ -41,21 +41,21 @@ class TransformerConfig:
     num_attention_heads: int
     """Query heads; must divide hidden_size unless kv_channels is given."""
     enable_hyper_connections: bool = False
-    """Replace every residual connection by manifold-constrained hyper-connections (mHC)."""
+    """Replace every residual connection by a manifold-constrained hyper-connection (mHC)."""
     num_residual_streams: int = 4
-    """Streams S that mHC keeps side by side."""
+    """Number S of parallel residual streams of mHC."""
     sinkhorn_iterations: int = 20
-    """Pairs of column and row normalisations that make h_res doubly stochastic."""
+    """Pairs of column and row normalizations that make h_res doubly stochastic."""
     sinkhorn_last: Literal["row", "column"] = "row"
-    """Which normalisation ends an iteration and is therefore exact (the paper: row)."""
+    """Last normalization of an iteration, the only exact one (the paper: row)."""
     do_self_attention_hyper_connection: bool = True
-    """Use mHC around attention; off: a plain residual on every stream."""
+    """Use mHC around attention; False: a plain residual on every stream."""
     do_mlp_hyper_connection: bool = True
-    """Use mHC around the MLP; off: a plain residual on every stream."""
+    """Use mHC around the MLP; False: a plain residual on every stream."""
     mhc_init_gating_factor: float = 0.01
     """Initial value of the three scalars alpha of a hyper-connection."""
     num_query_groups: int | None = None
-    """Key/value heads of grouped-query attention; None: as many as num_attention_heads."""
+    """Key/value heads of grouped-query attention; None: num_attention_heads."""
     kv_channels: int | None = None
     """Width of one head; None: hidden_size / num_attention_heads."""
     ffn_hidden_size: int | None = None
@@ -66,128 +66,129 @@ class TransformerConfig:
     """Layers, separated by commas and repeated over the depth; each is a mixer (attention, gdn, kda) and, after +,
     options: swiglu, gelu, ffn=<width>, no-attention-hc, no-mlp-hc."""
     linear_num_key_heads: int | None = None
-    """Heads of queries and keys in gdn and kda layers; None: as many as num_attention_heads."""
+    """Query and key heads of gdn and kda layers; None: num_attention_heads."""
     linear_num_value_heads: int | None = None
-    """Heads of values there, a multiple of the key heads; None: as many."""
+    """Value heads of gdn and kda layers, a multiple of their key heads; None: the number of key heads."""
     linear_key_head_dim: int | None = None
-    """Width of one of their key heads; None: as in attention."""
+    """Width of a key head of gdn and kda layers; None: the width of an attention head."""
     linear_value_head_dim: int | None = None
-    """Width of one of their value heads; None: as a key head's."""
+    """Width of a value head of gdn and kda layers; None: the width of their key heads."""
     linear_conv_kernel_dim: int = 4
-    """Tokens that their short convolution sees: one and those before it."""
+    """Kernel width of the causal short convolution of gdn and kda layers, in tokens."""
     linear_allow_neg_eigval: bool = False
-    """Let them correct an error up to twice, beta in (0, 2), so that states can change sign."""
+    """Allow negative eigenvalues of the state transition in gdn and kda layers: beta in (0, 2) instead of (0, 1)."""
     kda_lower_bound: float | None = None
-    """Bound of kda's log decays, in [-5, 0); None: unbounded."""
+    """Lower bound of the log decays of kda layers, in [-5, 0); None: unbounded."""
     vocab_size: int = 256
     """Number of token ids; 256 for bytes."""
     seq_length: int = 128
-    """Longest sequence T."""
+    """Maximum sequence length T."""
     rotary_base: float = 10000.0
     """Base of the rotary position embedding's wavelengths."""
     layernorm_epsilon: float = 1e-5
-    """Added to the mean square under every root."""
+    """Epsilon added to the mean square in every norm."""
     use_flash_attn: bool = False
-    """Attention by a fused kernel that never keeps the T x T weights, where the framework has one."""
+    """Use the framework's fused attention kernel, which does not store the T x T weights, where there is one."""
     impl: Literal["auto", "reference", "triton"] = "auto"
-    """Hyper-connections and activation functions by the shared Triton kernels, or by the framework's own operations;
-    auto: kernels on a CUDA device. triton on a CPU is Triton's interpreter, for tests and reading."""
+    """Implementation of hyper-connections, activation functions and delta rule: the shared Triton kernels (triton) or
+    the framework's operations (reference); auto: kernels on a CUDA device. On a CPU, triton uses Triton's slow
+    interpreter."""
     add_bias_linear: bool = False
     """Give every linear map a bias."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer its own weight instead of the embedding's."""
     hidden_dropout: float = 0.0
-    """Probability of dropping an element of what a sublayer adds to the residual."""
+    """Dropout probability of the elements that a sublayer adds to the residual."""
     init_method_std: float = 0.02
-    """Standard deviation of initial weights; output projections get it divided by sqrt(2 num_layers)."""
+    """Standard deviation of initial weights; divided by sqrt(2 num_layers) for output projections."""
     params_dtype: Literal["float32", "float64"] = "float32"
-    """Type of parameters, and of activations unless bf16 is given."""
+    """Type of parameters, and of activations without bf16."""
     bf16: bool = False
-    """Mixed precision: activations in bfloat16; diptych.plans.config.KEPT_IN_FLOAT32 lists what is not."""
+    """Mixed precision: activations in bfloat16, except for the values in diptych.plans.config.KEPT_IN_FLOAT32."""
     pipeline_model_parallel_size: int = 1
-    """Pipeline ranks the layers are divided over."""
+    """Number of pipeline ranks."""
     virtual_pipeline_model_parallel_size: int | None = None
     """Model chunks (virtual stages) per pipeline rank; None: one."""
     num_layers_in_first_pipeline_stage: int | None = None
-    """Layers of the first pipeline rank, all its virtual stages together; None: as many as the others."""
+    """Layers of the first pipeline rank, over all its virtual stages; None: as many as the others."""
     num_layers_in_last_pipeline_stage: int | None = None
-    """Layers of the last pipeline rank; None: as many as the others."""
+    """Layers of the last pipeline rank, over all its virtual stages; None: as many as the others."""
     account_for_embedding_in_pipeline_split: bool = False
     """Count the embedding as a layer of the first stage."""
     account_for_loss_in_pipeline_split: bool = False
     """Count head and loss as a layer of the last stage."""
     pipeline_model_parallel_layout: str | None = None
-    """Every stage written out, e.g. ``E t*3 | (tt|)*2 t L``: E embedding, t layer, L loss, | between stages."""
+    """List of every stage, e.g. ``E t*3 | (tt|)*2 t L``: E embedding, t layer, L loss, | between stages."""
     pipeline_schedule: ScheduleName | None = None
-    """Order of work; None: none, 1f1b or interleaved, as ranks and virtual stages ask."""
+    """Pipeline schedule; None: none, 1f1b or interleaved, depending on the ranks and virtual stages."""
     pipeline_schedule_file: Schedule | None = None
-    """Order of work from a CSV file instead, as torch.distributed.pipelining writes it. A path on the command line; in
-    Python what diptych.plans.schedule.csv.read_schedule returns."""
+    """Pipeline schedule from a CSV file in the format of torch.distributed.pipelining. A path on the command line; in
+    Python the result of diptych.plans.schedule.csv.read_schedule."""
     microbatch_group_size_per_vp_stage: int | None = None
     """Consecutive microbatches of one virtual stage; None: as many as pipeline ranks."""
     deallocate_pipeline_outputs: bool = True
-    """PyTorch: free what a stage has sent; its backward does not read it."""
+    """PyTorch: free a stage's output after it is sent; backward does not read it."""
     overlap_p2p_comm: bool = True
-    """PyTorch: post receives early and wait for sends late; off: wait for each message where it stands."""
+    """PyTorch: post receives early and wait for sends late; False: wait for each message at its place in the order."""
     variable_seq_lengths: bool = False
-    """PyTorch: every message announces its shape, so that microbatches may differ in length."""
+    """PyTorch: send the shape with every message, so that microbatches may differ in length."""
     calculate_per_token_loss: bool = False
-    """PyTorch: divide gradients once by the tokens of the whole batch; off: mean over microbatches of their means."""
+    """PyTorch: divide gradients by the number of tokens of the batch; False: average the means of the microbatches."""
     pipeline_timeout: float = 600.0
-    """PyTorch: seconds a message may take before every rank gives up and names it."""
+    """PyTorch: seconds that a rank waits for a message before it raises an error that names the message."""
     context_parallel_size: int = 1
-    """Ranks that share the tokens of every microbatch."""
+    """Number of context-parallel ranks, which share the tokens of every microbatch."""
     cp_exchange: Literal["all_gather", "ring", "scan", "pipelined"] = "all_gather"
-    """How states of gdn and kda layers travel between them: to all at once, from one to the next, or composed in a
-    logarithm of rounds; pipelined: microbatches follow one another over the ranks, and keys and values of attention are
-    handed on, too."""
+    """Exchange of the states of gdn and kda layers between context-parallel ranks: gather all, send to the next rank
+    (ring), or compose in a logarithmic number of rounds (scan). pipelined: microbatches follow one another over the
+    ranks, which also send keys and values of attention to the next rank."""
     cp_wire_dtype: Literal["bfloat16"] | None = None
-    """Type in which they travel; None: their own. A message then has a relative error of up to 2**-9."""
+    """Type of the exchanged states; None: their own. bfloat16 adds a relative error of up to 2**-9 per message."""
     cp_truncate_ranks: int | None = None
-    """Ranks ahead that a state reaches, with cp_exchange ring, at most; None: all. Wrong by what
-    diptych.plans.context.approximation bounds."""
+    """With cp_exchange ring: the number of following ranks that a state reaches; None: all. An approximate state
+    exchange with the error bound of diptych.plans.context.approximation."""
     cp_transition_rank: int | None = None
-    """With cp_exchange all_gather: the map of states a rank sends has this rank beside its diagonal; None: it is sent
-    whole. Wrong by what diptych.plans.context.approximation bounds."""
+    """With cp_exchange all_gather: the rank of the low-rank part of a sent transition, in addition to its diagonal;
+    None: the full matrix. An approximate state exchange with the error bound of diptych.plans.context.approximation."""
     cp_attention_layout: Literal["contiguous", "zigzag"] = "contiguous"
-    """Softmax attention between them: each of its own part's queries, the last needing most keys, or of half a part
-    from either end (zigzag), all as much. Other layers' parts stay."""
+    """Queries of softmax attention per context-parallel rank: one contiguous part, whose last rank attends to the most
+    keys, or half a part from each end (zigzag), which balances the ranks. Other layers keep contiguous parts."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Recompute whole layers (full), or the modules named (selective); None: keep everything for backward."""
+    """Recompute full layers (full) or the selected modules (selective); None: save everything for backward."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """With full: chunks of layers over the whole stage (uniform), or the first layers one by one (block)."""
+    """With full: recompute all layers of a stage in chunks (uniform), or the first layers one by one (block)."""
     recompute_num_layers: int | None = None
-    """With uniform: layers a chunk, None: 1. With block: layers per pipeline rank, None: all."""
+    """With uniform: layers per chunk, None: 1. With block: layers per pipeline rank, None: all."""
     recompute_modules: tuple[RecomputeModule, ...] = ()
-    """With selective: what is recomputed, in any combination."""
+    """With selective: the recomputed modules, in any combination."""
     recompute_hyper_connections: bool = False
-    """With selective: the module mhc, under the name of its own flag."""
+    """With selective: recompute module mhc."""
     recompute_pre_mlp_layernorm: bool = False
-    """With selective: the norm before the MLP alone."""
+    """With selective: recompute only the norm before the MLP."""
     recompute_mlp: bool = False
-    """With selective: the module mlp, under the name of its own flag."""
+    """With selective: recompute module mlp."""
     mhc_recompute_layer_num: int | None = None
-    """Layers per block of recomputed hyper-connections; None: the length that keeps least."""
+    """Layers per block of recomputed hyper-connections; None: the length that needs the least memory."""
     recompute_activation_function: bool = False
-    """Recompute activation functions; beside full recompute of method block, in layers not fully recomputed."""
+    """Recompute activation functions; with full recompute of method block, in the layers not fully recomputed."""
     recompute_activation_function_num_layers: int | None = None
-    """Layers per pipeline rank whose activation function is recomputed; None: all the rest, 0: none."""
+    """Layers per pipeline rank whose activation function is recomputed; None: all remaining layers, 0: none."""
     enable_tensor_offload: bool = False
-    """Keep layers' parameters in host memory; each comes to the device for its forward, backward and update."""
+    """Keep the layers' parameters in host memory; each layer is on the device for its forward, backward and update."""
     tensor_offload_pin_memory: bool = True
-    """PyTorch, on a GPU: lock the host's copies in place, for copies that run beside the computation."""
+    """PyTorch, on a GPU: pin the host copies, so that copying overlaps with computation."""
     tensor_offload_num_prefetch_layers: int = 1
-    """Layers fetched ahead of the one in use; 0: each when it is used."""
+    """Layers fetched ahead of the current one; 0: fetch each layer on use."""
     enable_activation_offload: bool = False
-    """Move what layers keep for backward to host memory between their forward and their backward."""
+    """Move the tensors that layers save for backward to host memory between forward and backward."""
     activation_offload_min_bytes: int = 2**20
-    """What takes fewer bytes stays on the device."""
+    """Minimum size in bytes of an offloaded activation; smaller ones stay on the device."""
     seed: int = 0
     """Seed of initial parameters and dropout."""
     tensor_model_parallel_size: int = 1
-    """Ranks that share a layer's matrices: 1, out of scope."""
+    """Ranks that share a layer's matrices; only 1 is supported (out of scope)."""
     fp8: bool = False
-    """Products of 8-bit floats: off, out of scope."""
+    """Use products of 8-bit floats; only False is supported (out of scope)."""
 
     def __post_init__(self) -> None:
         for name, (only, reason) in OUT_OF_SCOPE.items():
@@ -197,17 +198,17 @@ class TransformerConfig:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold and run the model together, of the pipeline and of the context."""
+        """Number of ranks that run one copy of the model: pipeline times context-parallel ranks."""
         return self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
     def compute_dtype(self) -> str:
-        """Type of what flows between layers."""
+        """Type of activations between layers."""
         return "bfloat16" if self.bf16 else self.params_dtype
 
     @property
     def schedule_name(self) -> str:
-        """Name of the pipeline schedule: the one asked for, or the one that fits the ranks and virtual stages."""
+        """Name of the pipeline schedule: the configured one, or the default for the ranks and virtual stages."""
         if self.pipeline_schedule_file is not None:
             return FROM_FILE
         if self.pipeline_schedule is not None:
@@ -240,7 +241,7 @@ class TransformerConfig:
 
     @property
     def layers_per_rank(self) -> int:
-        """Layers of the pipeline rank with most of them, all its virtual stages together."""
+        """Largest number of layers of any pipeline rank, over all its virtual stages."""
         found = [0] * self.pipeline_model_parallel_size
         for stage, layers in enumerate(layers_by_stage(self)):
             found[get_stage_place(self, stage).pp_rank] += layers
@@ -248,7 +249,7 @@ class TransformerConfig:
 
     @property
     def layers_per_stage(self) -> int:
-        """Layers of the pipeline stage with most of them."""
+        """Largest number of layers of any pipeline stage."""
         return max(layers_by_stage(self))
 
     @property
@@ -263,29 +264,29 @@ class TransformerConfig:
 
     @property
     def residual_streams(self) -> int:
-        """Streams the hidden states really have: 1 without mHC."""
+        """Number of residual streams: 1 without mHC."""
         return self.num_residual_streams if self.enable_hyper_connections else 1
 
     @property
     def linear_heads(self) -> tuple[int, int, int, int]:
-        """Of gdn and kda layers: key heads, value heads, width of a key head, of a value head."""
+        """Key heads, value heads, key head width and value head width of gdn and kda layers."""
         heads = self.linear_num_key_heads or self.num_attention_heads
         width = self.linear_key_head_dim or self.head_dim
         return heads, self.linear_num_value_heads or heads, width, self.linear_value_head_dim or width
 
     @property
     def mixers(self) -> frozenset[str]:
-        """Those any layer has."""
+        """Mixers that the layers use."""
         return frozenset(self.layer(number).mixer for number in range(self.num_layers))
 
     def layer(self, layer_number: int) -> LayerConfig:
-        """Settings of one layer.
+        """Return the settings of one layer.
 
         Args:
             layer_number: global number of the layer, from 0.
 
         Raises:
-            ValueError: there is no such layer.
+            ValueError: layer_number is out of range.
         """
         if not 0 <= layer_number < self.num_layers:
             raise ValueError(
@@ -296,7 +297,7 @@ class TransformerConfig:
 
     @property
     def layer_defaults(self) -> LayerDefaults:
-        """The settings of layers that ``layer_pattern`` may leave out."""
+        """Settings of layers that ``layer_pattern`` may omit."""
         return LayerDefaults(
             hidden_size=self.hidden_size,
             activation=self.activation,
@@ -308,7 +309,7 @@ class TransformerConfig:
 
 
 def _pattern_error(config: TransformerConfig) -> str:
-    """The first thing wrong with the layer pattern, or the empty string."""
+    """Return the first fault of the layer pattern, or the empty string."""
     if not isinstance(config.layer_pattern, str):
         return f"layer_pattern: expected layers separated by commas, got {config.layer_pattern!r}"
     try:
@@ -342,11 +343,11 @@ MODEL_RULES: tuple[Rule, ...] = (
     choice("activation", ACTIVATIONS),
     choice("impl", IMPLEMENTATIONS),
     Rule(
-        "kernels take few streams",
+        "kernels support few streams",
         lambda c: c.impl != "triton" or not c.enable_hyper_connections or c.num_residual_streams <= MAX_KERNEL_STREAMS,
         lambda c: (
             f"num_residual_streams: expected at most {MAX_KERNEL_STREAMS} with impl='triton', got "
-            f"{c.num_residual_streams}; impl='reference' takes any number"
+            f"{c.num_residual_streams}; impl='reference' supports any number"
         ),
     ),
     count("linear_num_key_heads"),
@@ -379,7 +380,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "bf16 has float32 parameters",
         lambda c: not c.bf16 or c.params_dtype == "float32",
-        lambda c: f"bf16: expected params_dtype='float32' (what is updated stays wide), got {c.params_dtype!r}",
+        lambda c: f"bf16: expected params_dtype='float32' (master weights), got {c.params_dtype!r}",
     ),
     count("seed", least=0),
     Rule(
@@ -392,13 +393,13 @@ MODEL_RULES: tuple[Rule, ...] = (
         lambda c: c.kv_channels is not None or c.hidden_size % c.num_attention_heads == 0,
         lambda c: (
             f"num_attention_heads: expected a divisor of hidden_size={c.hidden_size}, got "
-            f"{c.num_attention_heads}; change either, or give the head's width as kv_channels"
+            f"{c.num_attention_heads}; change either, or set the head width kv_channels"
         ),
     ),
     Rule(
         "head width is even",
         lambda c: c.head_dim % 2 == 0,
-        lambda c: f"kv_channels: expected an even head width (rotary embedding turns pairs), got {c.head_dim}",
+        lambda c: f"kv_channels: expected an even head width (rotary embedding rotates pairs), got {c.head_dim}",
     ),
     Rule(
         "groups divide heads",
@@ -409,11 +410,11 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule("layer_pattern", lambda c: not _pattern_error(c), _pattern_error),
     Rule(
-        "kernels take narrow heads",
+        "kernels support narrow heads",
         lambda c: c.impl != "triton" or c.mixers <= {"attention"} or max(c.linear_heads[2:]) <= MAX_KERNEL_CHANNELS,
         lambda c: (
             f"linear_key_head_dim, linear_value_head_dim: expected at most {MAX_KERNEL_CHANNELS} with impl='triton', "
-            f"got {c.linear_heads[2]} and {c.linear_heads[3]}; impl='reference' takes any number"
+            f"got {c.linear_heads[2]} and {c.linear_heads[3]}; impl='reference' supports any number"
         ),
     ),
     *PIPELINE_RULES,

@@ -1,4 +1,4 @@
-"""Rules of the pipeline settings: how layers are cut into stages, and in which order ranks work."""
+"""Rules of the pipeline settings: the partition into stages and the schedule."""
 
 from functools import lru_cache
 
@@ -15,7 +15,7 @@ _SPLITS = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""Settings that change an even split."""
+"""Settings that make the partition uneven."""
 
 
 def _split_asked(config) -> list[str]:
@@ -23,7 +23,7 @@ def _split_asked(config) -> list[str]:
 
 
 def _split_error(config) -> str:
-    """What does not add up, or the empty string."""
+    """Return the fault of the partition into stages, or the empty string."""
     try:
         layers_by_stage(config)
     except ValueError as error:
@@ -32,16 +32,17 @@ def _split_error(config) -> str:
 
 
 def _schedule_error(config) -> str:
-    """Why the schedule cannot have these ranks and virtual stages, or the empty string."""
-    name, p, v = config.schedule_name, config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    """Return why the schedule does not support these ranks and virtual stages, or the empty string."""
+    name = config.schedule_name
+    p = config.pipeline_model_parallel_size
+    v = config.virtual_pipeline_model_parallel_size
     if (name == "none") != (p == 1):
         expected = "None or 'none' without a pipeline" if p == 1 else f"one of {SCHEDULES[1:]} with {p} pipeline ranks"
         return f"pipeline_schedule: expected {expected}, got {name!r}"
     if name in V_SCHEDULES:
         if v != 2:
             return (
-                f"virtual_pipeline_model_parallel_size: expected 2 with schedule {name!r}, whose stages go there and "
-                f"back, got {v}"
+                f"virtual_pipeline_model_parallel_size: expected 2 with schedule {name!r}, which is V-shaped, got {v}"
             )
     elif (name in INTERLEAVED_SCHEDULES) != ((v or 1) > 1):
         several = "'interleaved', 'interleaved-zb1p', None or, for 2, one of " + ", ".join(map(repr, V_SCHEDULES))
@@ -58,7 +59,7 @@ def _schedule_error(config) -> str:
 
 
 def _file_error(config) -> str:
-    """Return why the order of work from a file cannot be had, or the empty string."""
+    """Return why the schedule from a file cannot be used, or the empty string."""
     schedule = config.pipeline_schedule_file
     if not isinstance(schedule, Schedule):
         return (
@@ -85,7 +86,7 @@ def _file_error(config) -> str:
         ),
     ):
         if given != found:
-            return f"{name}: expected {found}, as pipeline_schedule_file has it, got {given}"
+            return f"{name}: expected {found} as in pipeline_schedule_file, got {given}"
     if schedule.forward_only:
         return f"pipeline_schedule_file: expected backwards, too, got forwards alone"
     if config.microbatch_group_size_per_vp_stage is not None:
@@ -96,9 +97,9 @@ def _file_error(config) -> str:
     return ""
 
 
-@lru_cache(maxsize=16)  # configurations are copied many thousand times by a plan
+@lru_cache(maxsize=16)  # the planner copies configurations thousands of times
 def _fault_of(schedule: Schedule) -> str:
-    """Return why a table does not run, or the empty string."""
+    """Return the first fault of a schedule, or the empty string."""
     try:
         validate_schedule(schedule)
     except ScheduleError as error:
@@ -107,7 +108,7 @@ def _fault_of(schedule: Schedule) -> str:
 
 
 def _ends_asked(config) -> list[str]:
-    """Settings that give the first or last rank a number of layers of its own."""
+    """Return the settings that give the first or last rank its own number of layers."""
     return [f"{name}={getattr(config, name)}" for name in _SPLITS[:2] if getattr(config, name) is not None]
 
 
@@ -152,15 +153,15 @@ PIPELINE_RULES: tuple[Rule, ...] = (
         lambda c: f"{_split_asked(c)[0]}: expected a pipeline to split, got pipeline_model_parallel_size=1",
     ),
     Rule(
-        "a layout is the whole split",
+        "a layout excludes other split settings",
         lambda c: c.pipeline_model_parallel_layout is None or not _split_asked(c),
         lambda c: (
-            f"pipeline_model_parallel_layout: expected None beside {', '.join(_split_asked(c))}, got "
-            f"{c.pipeline_model_parallel_layout!r}; a layout says where everything lies"
+            f"pipeline_model_parallel_layout: expected None with {', '.join(_split_asked(c))}, got "
+            f"{c.pipeline_model_parallel_layout!r}; a layout places every layer"
         ),
     ),
     Rule(
-        "counted ends have no number of their own",
+        "counted ends exclude explicit layer counts",
         lambda c: (
             not (
                 (c.account_for_embedding_in_pipeline_split and c.num_layers_in_first_pipeline_stage is not None)
@@ -168,7 +169,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
             )
         ),
         lambda c: (
-            "account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split: expected False where that "
+            "account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split: expected False if that "
             f"stage's number of layers is given, got {', '.join(_split_asked(c))}"
         ),
     ),
@@ -178,11 +179,11 @@ PIPELINE_RULES: tuple[Rule, ...] = (
         _schedule_error,
     ),
     Rule(
-        "there and back, one rank has both ends",
+        "V-shaped placement has both ends on one rank",
         lambda c: c.placement == "loop" or not _ends_asked(c),
         lambda c: (
             f"{_ends_asked(c)[0].split('=')[0]}: expected None with schedule {c.schedule_name!r}, where the first "
-            f"rank holds the first and the last stage, got {', '.join(_ends_asked(c))}; write the stages out as "
+            f"rank holds the first and the last stage, got {', '.join(_ends_asked(c))}; list the stages in "
             "pipeline_model_parallel_layout"
         ),
     ),

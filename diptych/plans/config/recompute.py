@@ -1,4 +1,4 @@
-"""Rules of the recompute settings: what excludes what, and the bounds of every count."""
+"""Rules of the recompute settings: excluded combinations, and bounds of the counts."""
 
 from typing import Literal, get_args
 
@@ -8,11 +8,11 @@ RecomputeModule = Literal["mhc", "layernorm", "pre_mlp_layernorm", "core_attn", 
 MODULE_NAMES = get_args(RecomputeModule)
 
 SELECTIVE_FLAGS = ("recompute_hyper_connections", "recompute_pre_mlp_layernorm", "recompute_mlp")
-"""Flags that each stand for a module."""
+"""Flags that select one module each."""
 
 
 def _asked(config) -> list[str]:
-    """Settings that name a module, as the user wrote them."""
+    """Return the settings that select a module, as the user wrote them."""
     names = [f"recompute_modules={tuple(config.recompute_modules)}"] if config.recompute_modules else []
     return names + [name for name in SELECTIVE_FLAGS if getattr(config, name)]
 
@@ -22,7 +22,7 @@ def _recomputes_mhc(config) -> bool:
 
 
 def _whole_layers(config) -> int:
-    """Layers per rank that method block recomputes whole."""
+    """Return the number of layers per rank that method block recomputes fully."""
     return config.layers_per_rank if config.recompute_num_layers is None else config.recompute_num_layers
 
 
@@ -59,7 +59,7 @@ RECOMPUTE_RULES: tuple[Rule, ...] = (
         lambda c: c.recompute_granularity == "selective" or not _asked(c),
         lambda c: (
             f"recompute_granularity: expected 'selective' with {', '.join(_asked(c))}, got "
-            f"{c.recompute_granularity!r}; full recompute leaves no module to select"
+            f"{c.recompute_granularity!r}; full recompute already covers every module"
         ),
     ),
     Rule(
@@ -71,7 +71,7 @@ RECOMPUTE_RULES: tuple[Rule, ...] = (
         "mhc recompute needs mHC",
         lambda c: not _recomputes_mhc(c) or c.enable_hyper_connections,
         lambda c: (
-            "enable_hyper_connections: expected True to recompute hyper-connections, got False; leave out module mhc"
+            "enable_hyper_connections: expected True to recompute hyper-connections, got False; remove module mhc"
         ),
     ),
     Rule(
@@ -114,7 +114,7 @@ RECOMPUTE_RULES: tuple[Rule, ...] = (
         lambda c: not c.recompute_activation_function or c.recompute_method != "uniform",
         lambda c: (
             "recompute_method: expected 'block' with recompute_activation_function, got 'uniform', which recomputes "
-            "every layer whole"
+            "every layer fully"
         ),
     ),
     Rule(
@@ -139,11 +139,11 @@ RECOMPUTE_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "activation is recomputed one way",
+        "activation is selected once",
         lambda c: not (c.recompute_activation_function and "activation" in c.recompute_modules),
         lambda c: (
-            "recompute_modules: expected no 'activation' beside recompute_activation_function, which says in how many "
-            "layers, got both"
+            "recompute_modules: expected no 'activation' with recompute_activation_function, which selects the layers, "
+            "got both"
         ),
     ),
 )

@@ -1,4 +1,4 @@
-"""What a rule of a configuration is, and the common kinds of rule."""
+"""Rules of a configuration: the type, the common kinds, and the validation."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Rule(NamedTuple):
-    """One thing a configuration must obey."""
+    """A condition that a configuration must satisfy, with its error message."""
 
     name: str
     holds: Callable[[Any], bool]
@@ -15,7 +15,7 @@ class Rule(NamedTuple):
 
 
 def count(field: str, least: int = 1) -> Rule:
-    """The field is an integer of at least ``least``, or None where the default is None."""
+    """Require an integer of at least ``least``, or None if the field's default is None."""
 
     def holds(config: Any) -> bool:
         value = getattr(config, field)
@@ -27,7 +27,7 @@ def count(field: str, least: int = 1) -> Rule:
 
 
 def number(field: str, interval: str) -> Rule:
-    """The field is a finite number inside ``interval``, written as in mathematics: ``[0, 1)``."""
+    """Require a finite number inside ``interval``, written as in mathematics: ``[0, 1)``."""
     low, high = (float(end) for end in interval[1:-1].split(","))
 
     def holds(config: Any) -> bool:
@@ -41,7 +41,7 @@ def number(field: str, interval: str) -> Rule:
 
 
 def flag(field: str) -> Rule:
-    """The field is a bool."""
+    """Require a bool."""
     return Rule(
         field,
         lambda c: isinstance(getattr(c, field), bool),
@@ -50,7 +50,7 @@ def flag(field: str) -> Rule:
 
 
 def choice(field: str, allowed: tuple[str | None, ...]) -> Rule:
-    """The field is one of the values allowed."""
+    """Require one of the values in ``allowed``."""
     return Rule(
         field,
         lambda c: getattr(c, field) in allowed,
@@ -62,8 +62,8 @@ def validate(config: Any, rules: tuple[Rule, ...]) -> None:
     """Check every rule, in order.
 
     Raises:
-        ValueError: the first rule broken; the message names the setting, what was expected, what
-            came, and the remedy where it is not plain.
+        ValueError: the configuration breaks a rule; the message of the first one names the setting, the expected and
+            the given value, and the remedy where it is not obvious.
     """
     for rule in rules:
         if not rule.holds(config):

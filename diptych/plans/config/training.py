@@ -1,4 +1,4 @@
-"""Settings and rules of the data and of the optimisation."""
+"""Settings and rules of the data and the optimization."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,17 +8,17 @@ from diptych.plans.config.rules import Rule, count, flag, number, validate
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The corpus: bytes of a file or folder, split into training and validation."""
+    """A corpus: the bytes of a file or folder, split into training and validation."""
 
     data_path: Path | None = None
-    """File or folder to read; None: the Python standard library's own source on this machine."""
+    """File or folder to read; None: the source files of the Python standard library on this machine."""
     validation_fraction: float = 0.05
-    """Share of the corpus, taken from its end, that is only ever used for validation."""
+    """Fraction of the corpus, taken from its end, that is used for validation only."""
     data_seed: int = 0
     """Seed of the order in which training sequences are drawn."""
     reset_attention_mask: bool = False
-    """Every file of the corpus is a document of its own: attention, convolutions and recurrent states see none before
-    it. The last token of one still learns to predict the first of the next."""
+    """Treat every file of the corpus as a separate document: attention, convolutions and recurrent states do not cross
+    its beginning. The last token of a document is still trained to predict the first token of the next one."""
 
     def __post_init__(self) -> None:
         validate(self, DATA_RULES)
@@ -26,18 +26,18 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The optimisation: AdamW with warm-up, cosine decay and gradient clipping."""
+    """The optimization: AdamW with warm-up, cosine decay and gradient clipping."""
 
     train_iters: int = 600
     """Optimizer steps."""
     global_batch_size: int = 8
     """Sequences per step."""
     micro_batch_size: int | None = None
-    """Sequences computed at a time, gradients added up over the step; None: all of them."""
+    """Sequences per microbatch; gradients accumulate over the step. None: all sequences of the step."""
     lr: float = 1e-3
     """Peak learning rate."""
     min_lr: float = 1e-4
-    """Learning rate the cosine ends at."""
+    """Learning rate at the end of the cosine decay."""
     lr_warmup_iters: int = 40
     """Steps of linear warm-up from 0."""
     adam_beta1: float = 0.9
@@ -47,20 +47,20 @@ class TrainConfig:
     adam_eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices; vectors and scalars have none."""
+    """Decoupled weight decay of matrices; vectors and scalars are not decayed."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     eval_interval: int = 0
     """Steps between validation losses; 0: only at the end."""
     eval_iters: int = 16
-    """Batches a validation loss is averaged over."""
+    """Batches per validation loss."""
 
     def __post_init__(self) -> None:
         validate(self, TRAIN_RULES)
 
     @property
     def microbatch(self) -> int:
-        """Sequences computed at a time."""
+        """Sequences per microbatch."""
         return self.micro_batch_size or self.global_batch_size
 
 

@@ -1,9 +1,10 @@
-"""How states travel between ranks that share sequences, and what that costs.
+"""Exchange of states between context-parallel ranks: options, their validation, and communication costs.
 
-Exactly: every pair (M, H) to everyone, the state alone from rank to rank, or composed pairs over distances that double;
-or pipelined, where a rank computes nothing before it has its state (diptych.plans.schedule.wavefront). Or nearly,
-with what diptych.plans.context.approximation says of the error beforehand: the state of the nearest ranks alone,
-each handing on what it has at the same time as all others; or M as a diagonal and a product of two narrow matrices.
+Exact exchanges: all_gather (all ranks receive all pairs (M, H)), ring (each rank sends its state to the next rank),
+scan (composed pairs over doubling distances), and pipelined (a rank computes after it receives its state, see
+diptych.plans.schedule.wavefront). Approximate exchanges, whose errors diptych.plans.context.approximation bounds: ring
+truncated to the nearest ranks, with all ranks sending at the same time, and all_gather with M sent as a diagonal plus a
+low-rank product.
 """
 
 import math
@@ -12,20 +13,20 @@ from typing import Any, NamedTuple
 from diptych.plans.context.zigzag import check_layout
 
 WIRE_DTYPES = (None, "bfloat16")
-"""Types in which states travel: None is their own."""
+"""Types of the exchanged states; None: their own type."""
 EXCHANGES = ("all_gather", "ring", "scan")
-"""How states travel while all ranks are at the same call: every pair (M, H) to everyone; the state alone from rank to
-rank; composed pairs over distances that double."""
+"""Exchanges in which all ranks take part in the same call."""
 PIPELINED = "pipelined"
+"""The exchange in which ranks are at different calls."""
 CP_EXCHANGES = (*EXCHANGES, PIPELINED)
-"""All of them; pipelined, ranks are at different calls."""
+"""All exchanges."""
 
 OPTIONS = ("cp_exchange", "cp_wire_dtype", "cp_truncate_ranks", "cp_transition_rank", "cp_attention_layout")
-"""What build_cp_context and a model's configuration say of how states and queries travel."""
+"""Options of the exchange that a configuration and build_cp_context share."""
 
 
 def exchange_options(config: Any) -> dict[str, Any]:
-    """What a model's configuration, or a context, says of how states and queries travel, for build_cp_context."""
+    """Return the exchange options of a model's configuration or of a context, as arguments of build_cp_context."""
     return {name: getattr(config, name) for name in OPTIONS}
 
 
@@ -36,17 +37,17 @@ def check_exchange(
     cp_transition_rank: int | None = None,
     cp_attention_layout: str = "contiguous",
 ) -> None:
-    """Refuse a way for states and queries to travel that there is not.
+    """Reject unknown or incompatible exchange options.
 
     Args:
         cp_exchange: one of CP_EXCHANGES.
         cp_wire_dtype: one of WIRE_DTYPES.
-        cp_truncate_ranks: ranks ahead that a state reaches, at most; None: all.
-        cp_transition_rank: columns of the two matrices that M is sent as; None: M itself.
+        cp_truncate_ranks: number of following ranks that a state reaches; None: all.
+        cp_transition_rank: rank of the low-rank part of a sent transition M; None: M is sent in full.
         cp_attention_layout: one of diptych.plans.context.zigzag.ATTENTION_LAYOUTS.
 
     Raises:
-        ValueError: naming the argument, what was expected, what came.
+        ValueError: an option is invalid; the message names it.
     """
     if cp_exchange not in CP_EXCHANGES:
         raise ValueError(f"cp_exchange: expected one of {CP_EXCHANGES}, got {cp_exchange!r}")
@@ -73,27 +74,27 @@ def check_exchange(
 
 
 def check_together(cp_exchange: str) -> None:
-    """Refuse to exchange maps where ranks are not at the same call.
+    """Reject a joint exchange of transitions with cp_exchange "pipelined".
 
     Raises:
-        ValueError: it is pipelined.
+        ValueError: the exchange is pipelined.
     """
     if cp_exchange not in EXCHANGES:
         raise ValueError(
-            f"cp_exchange: expected one of {EXCHANGES} to exchange maps of states, got {cp_exchange!r}, where the rule "
-            "itself takes its state and hands it on"
+            f"cp_exchange: expected one of {EXCHANGES} to exchange maps of states, got {cp_exchange!r}, where the "
+            "delta rule itself receives and sends its state"
         )
 
 
 class ExchangeCost(NamedTuple):
-    """What one exchange of states costs, forward or backward."""
+    """Communication cost of one exchange of states, forward or backward."""
 
     rounds: int
-    """Messages that have to follow one another."""
+    """Number of sequential messages."""
     payload_bytes: int
-    """Sent by the rank that sends most, each thing counted once however many receive it."""
+    """Bytes sent by the rank that sends most; a multicast counts once."""
     wire_bytes: int
-    """Received by all ranks together."""
+    """Bytes received by all ranks together."""
 
 
 def exchange_cost(
@@ -106,17 +107,20 @@ def exchange_cost(
     truncate_ranks: int | None = None,
     transition_rank: int | None = None,
 ) -> ExchangeCost:
-    """What one exchange costs, by formula.
+    """Return the communication cost of one exchange of states.
 
     Args:
-        exchange: one of CP_EXCHANGES; pipelined, rounds are those a last rank is behind the first.
-        size: number of ranks.
-        heads: HV, of all rows of the batch.
-        key, value: widths K, V of a head.
-        itemsize: bytes of a number.
-        truncate_ranks, transition_rank: see check_exchange.
+        exchange: one of CP_EXCHANGES; with pipelined, rounds are the delay of the last rank behind the first.
+        size: number of context-parallel ranks.
+        heads: number of value heads HV, times the rows of the batch.
+        key: width K of a key head.
+        value: width V of a value head.
+        itemsize: bytes per element.
+        truncate_ranks: see cp_truncate_ranks of check_exchange.
+        transition_rank: see cp_transition_rank of check_exchange.
     """
-    state, both = heads * key * value * itemsize, heads * key * (key + value) * itemsize
+    state = heads * key * value * itemsize
+    both = heads * key * (key + value) * itemsize
     if size == 1:
         return ExchangeCost(0, 0, 0)
     if exchange == "all_gather":
@@ -135,29 +139,29 @@ def exchange_cost(
 
 
 class ScanStep(NamedTuple):
-    """One round of the exchange by scan."""
+    """One round of the scan exchange."""
 
     distance: int
-    """A rank sends to the one so far ahead."""
+    """Distance in ranks from sender to receiver."""
     first_sender: int
-    """Ranks before it have nothing to tell."""
+    """First rank that sends; ranks before it have no composition."""
     is_last: bool
-    """Nobody composes further: H goes alone."""
+    """True in the last round, which sends H only because no rank composes further."""
 
     def messages(self, size: int) -> int:
-        """How many are sent."""
+        """Return the number of messages of the round."""
         return size - self.distance - self.first_sender
 
     def pairs(self, size: int) -> list[tuple[int, int]]:
-        """Sender and receiver of each, going forward."""
+        """Return the sender and receiver of every message in forward."""
         return [(rank, rank + self.distance) for rank in range(self.first_sender, size - self.distance)]
 
 
 def scan_steps(size: int) -> list[ScanStep]:
-    """Rounds after which every rank has the composition of all maps before it.
+    """Return the rounds of the scan, after which every rank has the composition of all transitions before it.
 
-    In the first everyone hands its own map on. From then on rank r holds the maps of ranks r - n .. r - 1 composed, n
-    doubles, and rank 0 has none.
+    In the first round, every rank sends its own transition to the next rank. Afterwards rank r holds the composition of
+    ranks r - n .. r - 1, rank 0 holds none, and n doubles in every round.
     """
     distances = [1, *(2**step for step in range(max(0, math.ceil(math.log2(max(1, size - 1))))))]
     return [ScanStep(d, int(place > 0), place == len(distances) - 1) for place, d in enumerate(distances)]

@@ -1,12 +1,12 @@
-"""Context parallelism before a tensor exists: what a rank holds of sequences split over ranks, and how states travel.
+"""Division of sequences over context-parallel ranks: the sequences in each rank's part, and their validation.
 
-Sequences lie end to end and are cut into as many equal parts as there are ranks, wherever that cuts them. A part begins
-in the middle of a sequence, or not, and ends in one, or not; what lies between is whole. Over the last sequence of its
-part a rank turns the state it is given into the next rank's by an affine map, S -> M S + H, and maps compose; so states
-reach all ranks at once, along a chain, or in a logarithm of rounds.
+Sequences follow each other without gaps and are cut into one equal part per rank, at any token. Only the first and the
+last sequence of a part may continue on other ranks. Over its last sequence, a rank applies an affine map S -> M S + H
+to the state it receives. Maps compose, so states can be gathered, passed from rank to rank, or scanned in a logarithmic
+number of rounds.
 
-The rank's view of the sequences is made of array operations alone, with numpy or with jax.numpy: in a program that all
-ranks run, the rank and the offsets are not known before it runs.
+A rank's sequences are computed with array operations of numpy or jax.numpy, because in a program that all ranks run,
+rank and offsets are unknown at compile time.
 """
 
 from collections.abc import Mapping
@@ -19,99 +19,103 @@ from diptych.plans.context.exchange import check_exchange
 
 
 class LocalSequences(NamedTuple):
-    """What one rank holds. An empty sequence between two parts, or before or after all, is on no rank."""
+    """The sequences in one rank's part. An empty sequence at a boundary of parts belongs to no rank."""
 
     cu_seqlens: Any
-    """Where its sequences begin within its part, and the part's end; as long as the offsets of all, filled up with the
-    end. [N + 1] int32"""
+    """Start offsets of the sequences within the part, padded with the part's end. [N + 1] int32"""
     first_sequence: Any
-    """Number of its first sequence among all."""
+    """Global number of the part's first sequence."""
     num_sequences: Any
+    """Number of sequences in the part."""
     pre_num_ranks: Any
-    """Ranks before that hold a part of its first sequence."""
+    """Number of previous ranks that hold tokens of the part's first sequence."""
     post_num_ranks: Any
-    """Ranks after that hold a part of its last sequence."""
+    """Number of following ranks that hold tokens of the part's last sequence."""
     pre_num_tokens: Any
-    """Tokens of its first sequence that lie before its part."""
+    """Number of tokens of the part's first sequence before the part."""
 
 
 @dataclass(frozen=True)
 class FLACPContext:
-    """What an operation on one rank's part has to know; made by ``context_parallel.build_cp_context``.
+    """A rank's part of the sequences and its exchange options, built by ``context_parallel.build_cp_context``.
 
-    In PyTorch all but the group and tensors are numbers; in JAX, where one program serves all ranks, arrays [].
+    Counts are Python integers in PyTorch, and arrays of shape [] in JAX, where all ranks run one program.
     """
 
     group: Any
-    """The ranks: a process group, or the name of a mesh axis."""
+    """The context-parallel ranks: a process group (PyTorch) or the name of a mesh axis (JAX)."""
     cu_seqlens: Any
-    """Of the rank's own tokens. [n + 1] int32; in JAX as long as the offsets of all, filled up with the end"""
+    """Start offsets of the rank's sequences. [n + 1] int32; in JAX [N + 1], padded with the part's end"""
     cu_seqlens_cpu: Any
-    """The same as numpy's array; None where it is traced."""
+    """The same offsets as a numpy array; None if they are traced."""
     is_first_rank: Any
-    """The first sequence begins here."""
+    """True if the rank's first sequence starts on that rank."""
     is_last_rank: Any
-    """The last sequence ends here."""
+    """True if the rank's last sequence ends on that rank."""
     pre_num_ranks: Any
-    """Ranks before that hold a part of the first sequence."""
+    """Number of previous ranks that hold tokens of the rank's first sequence."""
     post_num_ranks: Any
-    """Ranks after that hold a part of the last sequence."""
+    """Number of following ranks that hold tokens of the rank's last sequence."""
     num_sequences: Any
+    """Number of sequences in the part."""
     first_sequence: Any
-    """Number of the first among all."""
+    """Global number of the part's first sequence."""
     rank: Any
+    """Context-parallel rank."""
     size: int
+    """Number of context-parallel ranks."""
     part_length: int | None
-    """Tokens of every rank; None where the offsets are traced."""
+    """Tokens per rank; None if the offsets are traced."""
     pre_num_tokens: Any
-    """Tokens of the first sequence that lie before the part."""
+    """Number of tokens of the part's first sequence before the part."""
     conv1d_kernel_size: int | None = None
+    """Taps of the short convolution."""
     pre_num_conv_tokens: Any = None
-    """Tokens before the part that a convolution still reads; None without a kernel."""
+    """Number of tokens before the part that the convolution reads; None without a convolution."""
     cp_exchange: str = "all_gather"
     cp_wire_dtype: str | None = None
     cp_truncate_ranks: int | None = None
     cp_transition_rank: int | None = None
     overlap: bool = True
-    """PyTorch: states travel while outputs are computed, and their gradients while backward computes again what it did
-    not keep; off: one waits for the other."""
+    """PyTorch: overlap the exchange of states with the computation of outputs, and the exchange of their gradients with
+    recomputation in backward; False: run one after the other."""
     by_groups: bool = False
-    """JAX, where not all devices of the mesh take this branch of the program: what goes from rank to rank is gathered
-    by all of the group, since a permutation waits for every device of the mesh on XLA's CPU runtime."""
+    """JAX: replace permutations by gathers within the group. Needed if some devices of the mesh do not take this branch
+    of the program, because on XLA's CPU runtime a permutation waits for every device of the mesh."""
     timeout: float = 600.0
-    """PyTorch: seconds a rank waits for what another sends. Training sets it to pipeline_timeout."""
+    """PyTorch: seconds that a rank waits for a message. Training sets it to pipeline_timeout."""
     cp_attention_layout: str = "contiguous"
     layer: int | None = None
-    """PyTorch, pipelined: the layer that takes and hands on; None: a call by hand."""
+    """PyTorch, pipelined: number of the layer that receives and sends; None: a call outside of a model."""
     handing: Any = None
-    """There: this microbatch on its way; a Handing of reference_torch.context_parallel.wavefront."""
+    """PyTorch, pipelined: messages of the microbatch, a Handing of reference_torch.context_parallel.wavefront."""
     all_cu_seqlens: Any = None
-    """Where all sequences begin, and the end of all. [N + 1] int32"""
+    """Start offsets of all sequences, and the total length. [N + 1] int32"""
 
     def of_layer(self, number: int) -> "FLACPContext":
-        """The same for one layer of a model."""
+        """Return the context for one layer of a model."""
         return self if self.handing is None else replace(self, layer=number)
 
     @property
     def goes_through(self) -> Any:
-        """The part lies within one sequence, which begins before it and ends after it: its map passes a state through.
+        """True if the part is inside one sequence, so that the next rank's state depends on the state received here.
 
-        Elsewhere a part passes on a state of its own, whatever it began with. What it began with is then left out, not
-        multiplied by 0: it may not be finite.
+        Otherwise the sent state does not depend on the received one. The received state, which may not be finite, is
+        then omitted rather than multiplied by 0.
         """
         return (self.num_sequences == 1) & (self.pre_num_ranks > 0) & (self.post_num_ranks > 0)
 
     def reach(self, reverse: bool = False) -> Any:
-        """Return how many ranks before the part hold tokens that its first state depends on.
+        """Return the number of previous ranks whose tokens the part's initial state depends on.
 
         Args:
-            reverse: ranks after it, whose gradients that of its last state depends on.
+            reverse: count instead the following ranks on which the gradient of the part's final state depends.
         """
         return self.post_num_ranks if reverse else self.pre_num_ranks
 
     @property
     def is_approximate(self) -> bool:
-        """Whether states come otherwise than they were."""
+        """True with an approximate state exchange."""
         return self.cp_truncate_ranks is not None or self.cp_transition_rank is not None
 
 
@@ -122,17 +126,17 @@ def check_sequences(
     conv1d_kernel_size: int | None = None,
     **exchange: Any,
 ) -> None:
-    """Refuse sequences that cannot be split over ranks.
+    """Reject sequences that cannot be divided over ranks.
 
     Args:
-        cu_seqlens: offsets of all sequences, as numpy's array; None where JAX traces them: they are not looked at.
-        dtype: theirs, by numpy's name.
-        size: number of ranks.
-        conv1d_kernel_size: taps of the short convolution.
+        cu_seqlens: start offsets of all sequences, and the total length, as a numpy array; None: traced, not checked.
+        dtype: numpy name of the offsets' type.
+        size: number of context-parallel ranks.
+        conv1d_kernel_size: taps of the short convolution; None: no convolution.
         exchange: see diptych.plans.context.exchange.check_exchange.
 
     Raises:
-        ValueError: naming the argument, what was expected, what came.
+        ValueError: an argument is invalid; the message names it.
     """
     if dtype != "int32":
         raise ValueError(f"cu_seqlens: expected int32, got {dtype}")
@@ -158,13 +162,13 @@ def check_sequences(
 
 
 def check_kinds(cu_seqlens: Any, cu_seqlens_cpu: Any, kinds: type | tuple[type, ...], word: str) -> None:
-    """Refuse offsets that are no arrays, or a copy that cannot be one.
+    """Reject offsets that are not arrays, or a copy of another type or shape.
 
     Args:
-        cu_seqlens: as given.
-        cu_seqlens_cpu: as given; None: no copy.
-        kinds: a framework's arrays.
-        word: for them.
+        cu_seqlens: offsets given by the caller.
+        cu_seqlens_cpu: copy given by the caller; None: no copy.
+        kinds: array types of the framework.
+        word: name of these types in error messages.
     """
     for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
         if not isinstance(x, kinds) and (name == "cu_seqlens" or x is not None):
@@ -176,16 +180,16 @@ def check_kinds(cu_seqlens: Any, cu_seqlens_cpu: Any, kinds: type | tuple[type, 
 
 
 def check_part(context: Any, shape: tuple[int, ...], cu_seqlens: np.ndarray | None = None, name: str = "q") -> None:
-    """Refuse arrays that are not this rank's part.
+    """Reject an array that does not have the tokens of this rank's part.
 
     Args:
-        context: of the call.
-        shape: of an array with tokens on its second axis; another number of axes is the array's own fault.
-        cu_seqlens: as given to the call, where it is known.
-        name: of the array.
+        context: context of the call.
+        shape: shape of an array with tokens on axis 1; other numbers of axes are checked elsewhere.
+        cu_seqlens: offsets given to the call; None: not given or traced.
+        name: name of the array in error messages.
 
     Raises:
-        ValueError: naming the argument, what was expected, what came.
+        ValueError: an argument is invalid; the message names it.
     """
     if not isinstance(context, FLACPContext):
         raise ValueError(f"cp_context: expected what build_cp_context returns, or None, got {type(context).__name__}")
@@ -204,10 +208,10 @@ def check_part(context: Any, shape: tuple[int, ...], cu_seqlens: np.ndarray | No
 
 
 def implementation_for(impl: str, context: FLACPContext | None) -> str:
-    """Who computes; kernels pass exact states on.
+    """Return the implementation for a context; an approximate state exchange needs the reference.
 
     Raises:
-        ValueError: kernels are asked for with a context that approximates.
+        ValueError: impl is "triton" with an approximate state exchange.
     """
     if context is None or not context.is_approximate:
         return impl
@@ -219,7 +223,7 @@ def implementation_for(impl: str, context: FLACPContext | None) -> str:
 
 
 def check_taps(context: FLACPContext, taps: int) -> None:
-    """Refuse a convolution that the context was not made for."""
+    """Reject a convolution whose number of taps differs from the context's."""
     if context.conv1d_kernel_size not in (None, taps):
         raise ValueError(
             f"weight: expected {context.conv1d_kernel_size} taps, the context's conv1d_kernel_size, got {taps}"
@@ -227,15 +231,15 @@ def check_taps(context: FLACPContext, taps: int) -> None:
 
 
 def check_context(context: FLACPContext | None, unfit: Mapping[str, Any], positions: Any) -> None:
-    """Refuse what a model cannot do over ranks.
+    """Reject arguments of a model that are not supported with context parallelism.
 
     Args:
-        context: None: the model has whole sequences, and nothing is refused.
-        unfit: arguments that do not go with a context.
-        positions: of the tokens within their sequence; None: they were not given.
+        context: context of the call; None: no context parallelism, nothing is rejected.
+        unfit: arguments that must be None with a context, by name.
+        positions: positions of the tokens within their sequences; None: not given.
 
     Raises:
-        ValueError: naming the argument.
+        ValueError: an argument is invalid; the message names it.
     """
     if context is None:
         return
@@ -247,15 +251,15 @@ def check_context(context: FLACPContext | None, unfit: Mapping[str, Any], positi
 
 
 def check_shared(sequences: int, length: int, size: int) -> None:
-    """Refuse a microbatch that ranks cannot share.
+    """Reject a microbatch whose tokens do not divide over the context-parallel ranks.
 
     Args:
-        sequences: of the microbatch.
-        length: tokens of each.
-        size: number of ranks.
+        sequences: sequences of the microbatch.
+        length: tokens per sequence.
+        size: number of context-parallel ranks.
 
     Raises:
-        ValueError: naming the setting.
+        ValueError: the tokens do not divide; the message names the setting.
     """
     if sequences * length % size:
         raise ValueError(
@@ -265,28 +269,29 @@ def check_shared(sequences: int, length: int, size: int) -> None:
 
 
 class EndToEnd(NamedTuple):
-    """Sequences laid end to end, of which every rank takes its part: tokens r L / R .. (r + 1) L / R."""
+    """Concatenated sequences of a batch; rank r of R takes the tokens r L / R .. (r + 1) L / R."""
 
     tokens: Any
-    """[..., 1, L]"""
+    """Token ids. [..., 1, L]"""
     targets: Any
-    """[..., 1, L]"""
+    """Target ids. [..., 1, L]"""
     samples: Any
     """Number of each token's sequence. [..., 1, L]"""
     positions: Any
-    """Of each token within its sequence, the same whatever the leading axes. [L]"""
+    """Position of each token within its sequence, equal for all leading axes. [L]"""
     cu_seqlens: Any
-    """Where what is kept apart begins, and the end of all. [..., N + 1] int32"""
+    """Start offsets of the sequences or documents, and the total length. [..., N + 1] int32"""
 
 
 def end_to_end(tokens: Any, targets: Any, samples: Any, document_starts: Any = None, xp: Any = np) -> EndToEnd:
-    """Lay the sequences of a batch, or of each of several, end to end.
+    """Concatenate the sequences of each batch.
 
     Args:
-        tokens, targets: [..., B, T]
+        tokens: token ids. [..., B, T]
+        targets: target ids. [..., B, T]
         samples: numbers of the sequences. [..., B]
-        document_starts: see diptych.plans.model.documents; None: each sequence is one. [..., B, N]
-        xp: the module to compute with, numpy or jax.numpy.
+        document_starts: see diptych.plans.model.documents; None: each sequence is one document. [..., B, N]
+        xp: array module, numpy or jax.numpy.
     """
     *lead, batch, length = tokens.shape
     starts = xp.zeros((*lead, batch, 1), xp.int32) if document_starts is None else document_starts
@@ -302,13 +307,13 @@ def end_to_end(tokens: Any, targets: Any, samples: Any, document_starts: Any = N
 
 
 def local_sequences(cu_seqlens: Any, rank: Any, part_length: int, xp: Any = np) -> LocalSequences:
-    """What one rank holds of sequences that lie end to end.
+    """Return the sequences in one rank's part.
 
     Args:
-        cu_seqlens: where sequences begin, and the end of all. [N + 1] int32
-        rank: whose part.
-        part_length: tokens of a part.
-        xp: the module to compute with, numpy or jax.numpy.
+        cu_seqlens: start offsets of all sequences, and the total length. [N + 1] int32
+        rank: context-parallel rank.
+        part_length: tokens per part.
+        xp: array module, numpy or jax.numpy.
     """
     begin = rank * part_length
     end = begin + part_length
@@ -327,11 +332,11 @@ def local_sequences(cu_seqlens: Any, rank: Any, part_length: int, xp: Any = np) 
 
 
 def halo_sizes(part_length: int, conv1d_kernel_size: int) -> list[int]:
-    """Of the tokens before a part that a convolution reads: how many lie on the rank before, on the one before it, ...
+    """Return the number of tokens that a part's convolution reads from each previous rank, the nearest first.
 
     Args:
-        part_length: tokens of a part.
-        conv1d_kernel_size: taps W; W - 1 tokens are read.
+        part_length: tokens per part.
+        conv1d_kernel_size: taps W; the convolution reads W - 1 tokens before the part.
     """
     wanted = conv1d_kernel_size - 1
     return [min(part_length, wanted - begin) for begin in range(0, wanted, part_length)]

@@ -1,8 +1,7 @@
 """Deterministic batches of a byte-level corpus.
 
-A batch is a function of (corpus, seed, step) and nothing else, so it can be asked for at any step, in
-any order, in part, by either backend. Each sequence's place is drawn by the counter-based generator
-of diptych/plans/model/philox.py.
+A batch depends on corpus, seed and step only, so that either backend can read any slice of any step in any order. The
+counter-based generator of diptych/plans/model/philox.py draws the position of each sequence.
 """
 
 import hashlib
@@ -19,24 +18,24 @@ from diptych.plans.model.documents import documents_in_windows, most_documents
 from diptych.plans.model.philox import DATA_SITE, philox_4x32
 
 NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests"})
-"""Folders below the standard library's that hold other people's code, or tests."""
+"""Folders within the standard library's folder that contain third-party packages or tests."""
 
 SEPARATOR = b"\n"
-"""Stands between the files of a folder; part of the file before."""
+"""Separator of the files of a folder; part of the preceding file."""
 
 
 class Batch(NamedTuple):
-    """Token ids and what follows each of them."""
+    """Token ids and their targets."""
 
     tokens: np.ndarray
-    """[B, T] int32."""
+    """Token ids. [B, T] int32"""
     targets: np.ndarray
-    """[B, T] int32: the token after each of tokens."""
+    """Next token of each token. [B, T] int32"""
     document_starts: np.ndarray | None = None
-    """[B, N] int32: where documents begin, see diptych.plans.model.documents; None: each sequence is taken as one."""
+    """Start positions of documents (diptych.plans.model.documents); None: one document per sequence. [B, N] int32"""
 
     def part(self, first: int, size: int) -> "Batch":
-        """So many of its sequences, from one on."""
+        """Return ``size`` sequences of the batch, starting with sequence ``first``."""
         rows = slice(first, first + size)
         starts = None if self.document_starts is None else self.document_starts[rows]
         return Batch(self.tokens[rows], self.targets[rows], starts)
@@ -44,32 +43,37 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes to learn from, and bytes to be judged on."""
+    """Bytes for training and validation."""
 
     name: str
+    """Name in messages and reports."""
     training: np.ndarray
+    """Training bytes. uint8"""
     validation: np.ndarray
+    """Validation bytes. uint8"""
     seed: int
+    """Seed of the data order."""
     training_documents: np.ndarray | None = None
-    """Where documents begin in the training split, ascending int64; None: batches do not say."""
+    """Start positions of documents in the training split, ascending; None: batches have no document_starts. int64"""
     validation_documents: np.ndarray | None = None
+    """Start positions of documents in the validation split."""
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of training and validation bytes and, if batches tell, of where documents begin; 16 hex digits."""
+        """First 16 hexadecimal digits of the SHA-256 of the bytes and, if known, the document start positions."""
         parts = (self.training, self.validation, self.training_documents, self.validation_documents)
         return hashlib.sha256(b"".join(x.tobytes() for x in parts if x is not None)).hexdigest()[:16]
 
     @cached_property
     def _most(self) -> dict[tuple[int, int], int]:
-        """The most documents of any window, by a split's documents and the window's length, as they are asked for."""
+        """Cache of the maximum number of documents per window, by identity of the documents and window length."""
         return {}
 
     def check(self, seq_length: int, vocab_size: int) -> None:
-        """Refuse a model that cannot be trained on this corpus.
+        """Reject a model that cannot be trained on this corpus.
 
         Raises:
-            ValueError: a split is shorter than a sequence and the token after it, or a byte is no token.
+            ValueError: a split is shorter than a sequence and its last target, or a byte exceeds the vocabulary.
         """
         for split, data in (("training", self.training), ("validation", self.validation)):
             _places(split, data, seq_length)
@@ -80,14 +84,14 @@ class Corpus:
                 )
 
     def batch(self, step: int, batch_size: int, seq_length: int, first: int = 0) -> Batch:
-        """Training sequences of one step.
+        """Return training sequences of one step.
 
         Args:
             step: optimizer step, from 0.
-            batch_size: number B of sequences returned.
-            seq_length: tokens T of a sequence.
-            first: number, within the step's global batch, of the first sequence returned: a rank or
-                microbatch asks for its own slice and gets what the whole batch holds there.
+            batch_size: number B of sequences.
+            seq_length: tokens T per sequence.
+            first: index of the first returned sequence within the step's global batch, so that a rank or microbatch
+                reads its own slice.
 
         Raises:
             ValueError: the training split is shorter than seq_length + 1 bytes.
@@ -99,10 +103,15 @@ class Corpus:
         return self._cut(self.training, self.training_documents, starts.astype(np.int64), seq_length)
 
     def validation_batch(self, index: int, batch_size: int, seq_length: int) -> Batch:
-        """Validation sequences number ``index * batch_size`` and following, spread evenly over the split.
+        """Return validation sequences ``index * batch_size`` to ``(index + 1) * batch_size - 1``.
 
-        The stride between sequences is the golden section of the split, so any number of them covers
-        it evenly without the sequences' number being fixed beforehand.
+        The stride between sequences is the golden section of the split, so that any number of sequences covers it
+        evenly.
+
+        Args:
+            index: number of the batch, from 0.
+            batch_size: number B of sequences.
+            seq_length: tokens T per sequence.
 
         Raises:
             ValueError: the validation split is shorter than seq_length + 1 bytes.
@@ -114,7 +123,8 @@ class Corpus:
 
     def _cut(self, data: np.ndarray, documents: np.ndarray | None, starts: np.ndarray, seq_length: int) -> Batch:
         window = data[starts[:, None] + np.arange(seq_length + 1)].astype(np.int32)
-        tokens, targets = np.ascontiguousarray(window[:, :-1]), np.ascontiguousarray(window[:, 1:])
+        tokens = np.ascontiguousarray(window[:, :-1])
+        targets = np.ascontiguousarray(window[:, 1:])
         if documents is None:
             return Batch(tokens, targets)
         name = id(documents), seq_length
@@ -132,7 +142,8 @@ def load_corpus(config: DataConfig) -> Corpus:
     """
     path = config.data_path
     if path is None:
-        documents, name = _read_standard_library(), "Python standard library"
+        documents = _read_standard_library()
+        name = "Python standard library"
     else:
         if not path.exists():
             raise ValueError(f"data_path: expected an existing file or folder, got {str(path)!r}")
@@ -148,7 +159,8 @@ def load_corpus(config: DataConfig) -> Corpus:
         raise ValueError(f"data_path: expected a corpus with text in it, got 0 bytes from {name!r}")
     data = np.frombuffer(content, np.uint8)
     training_length = len(data) - int(len(data) * config.validation_fraction)
-    training, validation = data[:training_length], data[training_length:]
+    training = data[:training_length]
+    validation = data[training_length:]
     if not config.reset_attention_mask:
         return Corpus(name, training, validation, config.data_seed)
     lengths = np.array([len(document) + len(SEPARATOR) for document in documents], np.int64)
@@ -163,7 +175,7 @@ def _read_standard_library() -> list[bytes]:
 
 
 def _read_folder(folder: Path, pattern: str = "*", without: frozenset[str] = frozenset()) -> list[bytes]:
-    """All files below a folder in sorted order, but hidden ones and those below the folders named."""
+    """Return the contents of all files below a folder in sorted order, except hidden files and excluded folders."""
 
     def wanted(path: Path) -> bool:
         parts = path.relative_to(folder).parts
@@ -173,7 +185,7 @@ def _read_folder(folder: Path, pattern: str = "*", without: frozenset[str] = fro
 
 
 def _places(split: str, data: np.ndarray, seq_length: int) -> int:
-    """Number of positions a sequence can start at."""
+    """Return the number of possible start positions of a sequence."""
     places = len(data) - seq_length
     if places < 1:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""The gated delta rule before a tensor exists: what arguments must be, and how sequences are cut into chunks.
+"""Validation of the arguments of the gated delta rule, and division of sequences into chunks.
 
-Both backends ask here, so both refuse the same calls with the same words and cut at the same tokens.
+Both backends use these functions, so both reject the same calls and form the same chunks.
 """
 
 import functools
@@ -14,20 +14,19 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 
 CHUNK_SIZE = 64
-"""Tokens whose mutual corrections are solved for at once."""
+"""Default number of tokens per chunk, for which one triangular system is solved."""
 
 SUBCHUNK_SIZE = 8
-"""Tokens among which a decay per channel is multiplied out pair by pair; between larger blocks it is a product."""
+"""Tokens per block within which per-channel decays are computed for each pair of tokens, not as matrix products."""
 
 SEGMENT_SIZE = 512
-"""Places for tokens, in chunks that sequences may leave partly empty, that backward computes again together; only the
-state a segment begins with is kept."""
+"""Token slots (including padding) that backward replays together; only a segment's initial state is saved."""
 
 L2_NORM_EPSILON = 1e-6
 
 SAVED = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "states")
-"""What the chunked forms keep for backward: their arguments, as they were given, and the states at the beginning of all
-segments but the first."""
+"""Values that the chunked forms save for backward: the arguments as given, and the initial states of all segments but
+the first."""
 
 Shape = tuple[int, ...]
 P = ParamSpec("P")
@@ -35,20 +34,20 @@ R = TypeVar("R")
 
 
 def chunk_flops(size: int, key: int, value: int) -> int:
-    """Multiplications and additions in the products of one chunk of one head, forward.
+    """Return the forward FLOPs (multiplications and additions) of one chunk of one head.
 
-    Products of queries and keys with keys, the triangular system, its inverse with values, what a state gives to
-    errors and outputs and takes from the chunk, and outputs within the chunk.
+    They cover the products of queries and keys with keys, the triangular system, its inverse times the values, the
+    reads and the update of the state, and the outputs within the chunk.
     """
     return 4 * size * size * key + size**3 // 3 + 4 * size * size * value + 6 * size * key * value
 
 
 class UnknownArgumentError(TypeError, ValueError):
-    """A keyword no parameter has."""
+    """An error for an unknown keyword argument."""
 
 
 def refuse_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which names what it would have taken where it is called with another keyword."""
+    """Return a wrapper of the function that rejects unknown keywords and lists the known ones."""
     known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -64,16 +63,16 @@ def refuse_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
 
 @dataclass(frozen=True)
 class DeltaRuleOptions:
-    """What a call computes, beside its arrays.
+    """Options of a call of the delta rule.
 
     Args:
-        per_channel: a decay for every channel of the keys (KDA), not for every head (GDN).
-        scale: of the queries; None for K ** -0.5.
-        chunk_size: tokens; a power of two.
-        use_qk_l2norm_in_kernel: q and k are divided by their norms first.
-        use_gate_in_kernel: g goes through the gate of KDA first.
-        safe_gate: the caller's word that decays are bounded below, for kernels that need it.
-        lower_bound: of the gate; in [-5, 0).
+        per_channel: True for one decay per key channel (KDA), False for one per head (GDN).
+        scale: factor of the queries; None: K ** -0.5.
+        chunk_size: tokens per chunk, a power of two.
+        use_qk_l2norm_in_kernel: normalize q and k.
+        use_gate_in_kernel: apply the gate of KDA to g.
+        safe_gate: assert that decays are bounded below, for kernels that require it; this is not checked.
+        lower_bound: lower bound of the gate, in [-5, 0).
     """
 
     per_channel: bool
@@ -101,22 +100,22 @@ class DeltaRuleOptions:
             raise ValueError("lower_bound: expected a number in [-5, 0) with safe_gate, got None")
 
     def scale_of(self, key: int) -> float:
-        """What queries of so many channels are multiplied by."""
+        """Return the factor of the queries for a key head of width ``key``."""
         return key**-0.5 if self.scale is None else self.scale
 
     def for_length(self, length: int) -> "DeltaRuleOptions":
-        """The same with chunks no longer than so many tokens need: a chunk's time and memory grow with its square."""
+        """Return the options with chunks limited to ``length`` tokens; cost grows with the square of the chunk size."""
         return replace(self, chunk_size=min(self.chunk_size, 1 << (length - 1).bit_length()))
 
 
 def check_lower_bound(lower_bound: float) -> None:
-    """The bound of a bounded gate: below it 16 tokens of a chunk could span more than a float32 can."""
+    """Reject a bound outside [-5, 0), where the decays of 16 tokens could exceed the range of float32."""
     if not isinstance(lower_bound, Real) or not -5 <= lower_bound < 0:
         raise ValueError(f"lower_bound: expected a number in [-5, 0), got {lower_bound!r}")
 
 
 class ArrayInfo(NamedTuple):
-    """Of an argument: its shape and its type by numpy's name; ``values`` where they are known and matter."""
+    """Shape, numpy type name and, if known and needed, values of an argument."""
 
     shape: Shape
     dtype: str
@@ -124,20 +123,20 @@ class ArrayInfo(NamedTuple):
 
 
 def compute_dtype(dtype: str) -> str:
-    """States, sums of decays and chunks are of this type: float64 for float64, float32 for all else."""
+    """Return the type of states, cumulative decays and chunks: float64 for float64, else float32."""
     return "float64" if dtype == "float64" else "float32"
 
 
 def check_arguments(options: DeltaRuleOptions, arrays: Mapping[str, ArrayInfo | None]) -> None:
-    """Refuse arrays that do not belong together.
+    """Reject arrays with inconsistent shapes or types.
 
     Args:
-        options: of the call.
-        arrays: by the name of the argument; None for one that was not given. Values are read of ``cu_seqlens`` alone,
-            and where it has none (traced by JAX), its shape and type are checked only.
+        options: options of the call.
+        arrays: arrays by argument name; None: not given. Only the values of ``cu_seqlens`` are read; if JAX traces
+            them, only shape and type are checked.
 
     Raises:
-        ValueError: names the argument, what was expected, what came.
+        ValueError: an argument is invalid; the message names it.
     """
     for name in ("q", "k", "v", "g", "beta"):
         if arrays[name] is None:
@@ -171,7 +170,7 @@ def check_arguments(options: DeltaRuleOptions, arrays: Mapping[str, ArrayInfo | 
 
 
 def _check_cu_seqlens(cu_seqlens: ArrayInfo, batch: int, length: int) -> int:
-    """The number of sequences."""
+    """Check the offsets and return the number of sequences."""
     if batch != 1:
         raise ValueError(f"cu_seqlens: expected B = 1, with the sequences one after the other, got B = {batch}")
     if cu_seqlens.dtype != "int32":
@@ -225,20 +224,20 @@ def _check_gate(options: DeltaRuleOptions, given: Mapping[str, ArrayInfo]) -> No
 
 
 class ChunkTables(NamedTuple):
-    """The same cut for kernels, which find tokens by number."""
+    """Tables of chunks and sequences, by which kernels find their tokens."""
 
     chunks: Any
-    """Of every chunk the first token and the one after its last; 0 and 0 of one that is none. [chunks, 2] int32"""
+    """Half-open token range of every chunk; (0, 0) for unused chunks. [chunks, 2] int32"""
     sequences: Any
-    """Of every sequence the first token, the one after its last, and its first chunk. [N, 3] int32"""
+    """Half-open token range and first chunk of every sequence. [N, 3] int32"""
 
     @property
     def known(self) -> bool:
-        """Whether their numbers are."""
+        """True if the values are known, False if JAX traces them."""
         return isinstance(self.sequences, np.ndarray)
 
     def cut(self, parts: int, chunk_size: int) -> np.ndarray:
-        """Sequences cut into so many parts of whole chunks, of which the last may be short or empty. [N * parts, 3]"""
+        """Cut every sequence into parts of whole chunks, the last possibly empty; return their table [N * parts, 3]."""
         start, stop, chunk = (x[:, None] for x in self.sequences.T)
         each = -((start - stop) // (chunk_size * parts))
         number = np.arange(parts) * each
@@ -247,7 +246,7 @@ class ChunkTables(NamedTuple):
 
 
 def chunk_tables(cu_seqlens: Any, chunk_size: int, chunks: int | None = None, xp: Any = np) -> ChunkTables:
-    """Cut packed sequences into chunks of which each but the last of a sequence is whole.
+    """Return the tables of packed sequences; only the last chunk of a sequence may be shorter.
 
     Args:
         cu_seqlens: where sequences begin, and at last the end. [N + 1] int32
@@ -267,24 +266,24 @@ def chunk_tables(cu_seqlens: Any, chunk_size: int, chunks: int | None = None, xp
 
 
 class Chunking(NamedTuple):
-    """Where the tokens of packed sequences lie once each sequence begins a chunk of its own.
+    """Layout of packed sequences in chunks, with every sequence starting a new chunk.
 
-    A slot is a place for one token; chunk c has slots c * chunk_size and following. Slots that no token fills follow a
-    sequence's last or, where the number of chunks was only bounded, everything; they change no state.
+    A slot holds one token; chunk c starts at slot c * chunk_size. Empty slots follow the last token of a sequence and,
+    if only an upper bound of the number of chunks is known, the last chunk. They change no state.
     """
 
     sequence: Any
-    """Whose chunk it is. [chunks]"""
+    """Sequence of each chunk. [chunks]"""
     token: Any
-    """The token in a slot; any, where there is none. [chunks * chunk_size]"""
+    """Token in each slot; arbitrary in an empty slot. [chunks * chunk_size]"""
     filled: Any
-    """Whether there is one. [chunks * chunk_size]"""
+    """True for slots with a token. [chunks * chunk_size]"""
     slot: Any
-    """The slot a token lies in. [T]"""
+    """Slot of each token. [T]"""
 
 
 def most_chunks(length: int, sequences: int, chunk_size: int) -> int:
-    """Chunks that sequences of ``length`` tokens together can need; each but the filled has at least one token."""
+    """Return the maximum number of chunks of non-empty sequences with ``length`` tokens in total."""
     return (length + min(sequences, length) * (chunk_size - 1)) // chunk_size
 
 

@@ -1,8 +1,7 @@
-"""Several documents in one sequence: where each begins, as a corpus says it and a model is told.
+"""Start positions of documents within training sequences.
 
-A model takes ``document_starts`` [B, N]: the places in every sequence where a document begins, the first of them 0, and
-after the last as many times T as N asks for. So every batch of a corpus has arrays of one shape, which divide by
-sequences as the tokens do.
+A model takes ``document_starts`` [B, N]: the positions in every sequence where documents begin. The first is 0, and
+unused entries are T. All batches of a corpus therefore have equal shapes and can be sliced by sequence.
 """
 
 import numpy as np
@@ -11,11 +10,11 @@ Shape = tuple[int, ...]
 
 
 def most_documents(starts: np.ndarray, seq_length: int) -> int:
-    """The most documents that any window of a corpus holds a part of.
+    """Return the maximum number of documents with tokens in any one window of a corpus.
 
     Args:
-        starts: where documents begin, ascending.
-        seq_length: tokens of the window.
+        starts: start positions of the documents, ascending.
+        seq_length: tokens per window.
     """
     starts = starts[starts > 0]  # the first of all begins where a window does
     if not len(starts):
@@ -26,16 +25,13 @@ def most_documents(starts: np.ndarray, seq_length: int) -> int:
 
 
 def documents_in_windows(starts: np.ndarray, windows: np.ndarray, seq_length: int, most: int) -> np.ndarray:
-    """``document_starts`` of windows cut from a corpus.
+    """Return ``document_starts`` of windows of a corpus, [B, N] int32.
 
     Args:
-        starts: where documents begin in the corpus, ascending.
-        windows: where windows begin. [B]
-        seq_length: tokens T of each.
-        most: number N of places; as many as ``most_documents`` says are enough.
-
-    Returns:
-        [B, N] int32
+        starts: start positions of the documents in the corpus, ascending.
+        windows: start positions of the windows. [B]
+        seq_length: tokens T per window.
+        most: number N of entries, at least the result of ``most_documents``.
     """
     places = np.searchsorted(starts, windows, side="right")[:, None] + np.arange(most - 1)
     beyond = np.append(starts, np.iinfo(np.int64).max)
@@ -44,15 +40,17 @@ def documents_in_windows(starts: np.ndarray, windows: np.ndarray, seq_length: in
 
 
 def check_document_starts(shape: Shape, dtype: str, values: np.ndarray | None, batch: int, length: int) -> None:
-    """Refuse what does not say where documents begin.
+    """Reject invalid document_starts.
 
     Args:
-        shape, dtype: of document_starts, the type by numpy's name.
-        values: None where they are not known yet (traced by JAX); then only shape and type are looked at.
-        batch, length: of the tokens, [B, T].
+        shape: shape of document_starts.
+        dtype: numpy name of their type.
+        values: values of document_starts; None: traced by JAX, only shape and type are checked.
+        batch: number B of sequences.
+        length: number T of tokens per sequence.
 
     Raises:
-        ValueError: naming document_starts, what was expected, what came.
+        ValueError: document_starts are invalid.
     """
     if len(shape) != 2 or shape[0] != batch or shape[1] < 1:
         raise ValueError(f"document_starts: expected shape [B, N] with B = {batch} and N >= 1, got {list(shape)}")

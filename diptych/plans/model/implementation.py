@@ -1,38 +1,42 @@
-"""Who computes what kernels exist for: the backend's own operations, or the shared Triton kernels."""
+"""Choice between the framework's operations and the shared Triton kernels, and the limits of the kernels."""
 
 IMPLEMENTATIONS = ("auto", "reference", "triton")
 """``auto`` is triton on a CUDA device and reference elsewhere; triton on a CPU is Triton's interpreter."""
 
 MAX_KERNEL_STREAMS = 8
-"""Residual streams kernels are written for."""
+"""Maximum number of residual streams of the kernels."""
 
 MAX_KERNEL_CHANNELS = 256
-"""Channels of keys, and of values, that kernels of the delta rule hold states of."""
+"""Maximum width of a key head, and of a value head, of the delta-rule kernels."""
 
 KERNEL_CHUNK_SIZES = (16, 64)
-"""Least and most tokens of a chunk of theirs: tensor cores take 16 rows, a program inverts four such tiles."""
+"""Minimum and maximum tokens per chunk of the kernels: a tensor-core tile has 16 rows, a program inverts four tiles."""
 
 
 def kernel_chunk_size(chunk_size: int) -> int:
-    """The nearest kernels have; which, changes results by rounding alone."""
+    """Return the nearest chunk size that the kernels support; it changes results by rounding only."""
     least, most = KERNEL_CHUNK_SIZES
     return min(max(chunk_size, least), most)
 
 
 def callback_threads(devices: int) -> int:
-    """Threads JAX needs on a CPU where a program interprets kernels on several devices and exchanges data between them.
+    """Return the threads that JAX needs to interpret kernels on several CPU devices that exchange data.
 
-    An interpreted kernel holds a device's thread and waits for another that copies its arrays. With too few, all wait
-    for ever. JAX has as many as the machine has cores, or as the environment variable NPROC says when it is first used.
+    An interpreted kernel occupies its device's thread while it waits for another thread to copy its arrays, so too few
+    threads deadlock. JAX has one thread per core, or the value of the environment variable NPROC at its first use.
     """
     return 4 * devices
 
 
 def uses_kernels(impl: str, on_cuda: bool) -> bool:
-    """Whether kernels compute.
+    """Return True if the kernels compute.
+
+    Args:
+        impl: one of IMPLEMENTATIONS.
+        on_cuda: True if the arrays are on a CUDA device.
 
     Raises:
-        ValueError: no implementation has that name.
+        ValueError: impl is unknown.
     """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {IMPLEMENTATIONS}, got {impl!r}")

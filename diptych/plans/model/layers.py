@@ -1,4 +1,4 @@
-"""What a layer is made of: the grammar of a configuration's layer pattern."""
+"""Layer settings, and the grammar of a configuration's layer pattern."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ ACTIVATIONS = ("swiglu", "gelu")
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What may differ from one layer to the next."""
+    """Settings that may differ between layers."""
 
     mixer: str
     activation: str
@@ -21,24 +21,26 @@ class LayerConfig:
 
 
 class LayerDefaults(NamedTuple):
-    """What an entry of ``layer_pattern`` takes where it says nothing."""
+    """Default settings of an entry of ``layer_pattern``."""
 
     hidden_size: int
     activation: str
     ffn_hidden_size: int | None
-    """Inner width of the MLP; None: as the activation asks."""
+    """Inner width of the MLP; None: the default of the activation function."""
     enable_hyper_connections: bool
     self_attention_hyper_connection: bool
     mlp_hyper_connection: bool
 
 
 def parse_layer(description: str, defaults: LayerDefaults) -> LayerConfig:
-    """Read one entry of ``layer_pattern``.
+    """Parse one entry of ``layer_pattern``.
 
-    Grammar: ``mixer[+option]...`` where an option is an activation (``gelu``, ``swiglu``),
-    ``ffn=<inner width>``, ``no-attention-hc`` or ``no-mlp-hc`` (both without effect where there is no
-    mHC); e.g. ``attention+gelu+no-mlp-hc``, ``kda``.
-    What an entry leaves out is taken from ``defaults``.
+    Grammar: ``mixer[+option]...`` where an option is an activation (``gelu``, ``swiglu``), ``ffn=<inner width>``,
+    ``no-attention-hc`` or ``no-mlp-hc`` (both without effect without mHC); e.g. ``attention+gelu+no-mlp-hc``, ``kda``.
+
+    Args:
+        description: the entry.
+        defaults: values of omitted settings.
 
     Raises:
         ValueError: unknown mixer or option, or a width below 1.
@@ -46,11 +48,13 @@ def parse_layer(description: str, defaults: LayerDefaults) -> LayerConfig:
     mixer, *options = description.split("+")
     if mixer not in MIXERS:
         raise ValueError(f"layer_pattern: expected a mixer out of {MIXERS}, got {mixer!r} in {description!r}")
-    activation, ffn = defaults.activation, defaults.ffn_hidden_size
+    activation = defaults.activation
+    ffn = defaults.ffn_hidden_size
     kinds = ["activation" if option in ACTIVATIONS else option.split("=")[0] for option in options]
     if len(set(kinds)) < len(kinds):
         raise ValueError(f"layer_pattern: expected each kind of option once, got {description!r}")
-    attention_hc, mlp_hc = defaults.self_attention_hyper_connection, defaults.mlp_hyper_connection
+    attention_hc = defaults.self_attention_hyper_connection
+    mlp_hc = defaults.mlp_hyper_connection
     for option in options:
         if option in ACTIVATIONS:
             activation = option

@@ -1,6 +1,6 @@
-"""Checks of what operations on arrays take, shared by both backends and by the kernels.
+"""Validation of the arguments of array operations, shared by both backends and the kernels.
 
-A backend describes an array by an :class:`Operand`; what is checked here are shapes, names of types and numbers alone.
+A backend describes an array by an :class:`Operand`; the checks use shapes, type names and numbers only.
 """
 
 import math
@@ -34,7 +34,7 @@ def refuse_operand(name: str, came: str) -> ValueError:
 
 
 def check_floating(**operands: Operand | None) -> None:
-    """Refuse arrays of a type that nothing is computed with.
+    """Reject arrays of a type that nothing is computed with.
 
     Args:
         operands: by the name of the argument; None for one that was not given.
@@ -48,26 +48,26 @@ def check_floating(**operands: Operand | None) -> None:
 
 
 def check_integers(**operands: Operand) -> None:
-    """Refuse arrays that do not hold integers; booleans do not."""
+    """Reject arrays that do not hold integers; booleans do not."""
     for name, x in operands.items():
         if x.dtype not in INTEGERS:
             raise ValueError(f"{name}: expected integers, got {x.dtype}")
 
 
 def check_least_axes(name: str, shape: Shape, least: int) -> None:
-    """Refuse an array with fewer axes."""
+    """Reject an array with fewer axes."""
     if len(shape) < least:
         raise ValueError(f"{name}: expected at least {least} axes, got shape {tuple(shape)}")
 
 
 def check_axes(name: str, shape: Shape, letters: str) -> None:
-    """Refuse an array with another number of axes than letters, e.g. ``"BTSD"``."""
+    """Reject an array with another number of axes than letters, e.g. ``"BTSD"``."""
     if len(shape) != len(letters):
         raise ValueError(f"{name}: expected shape [{', '.join(letters)}], got {tuple(shape)}")
 
 
 def check_shape(name: str, shape: Shape, expected: Shape) -> None:
-    """Refuse another shape."""
+    """Reject another shape."""
     if tuple(shape) != tuple(expected):
         raise ValueError(f"{name}: expected shape {tuple(expected)}, got {tuple(shape)}")
 
@@ -81,19 +81,19 @@ def _is_number(value: Any) -> bool:
 
 
 def check_rate(rate: Any) -> None:
-    """Refuse what is no rate of dropout."""
+    """Reject an invalid rate of dropout."""
     if not _is_number(rate) or not 0.0 <= rate < 1.0:
         raise ValueError(f"rate: expected a number in [0, 1), got {rate!r}")
 
 
 def check_epsilon(epsilon: Any) -> None:
-    """Refuse what cannot be added to a mean square."""
+    """Reject what cannot be added to a mean square."""
     if not _is_number(epsilon) or not (math.isfinite(epsilon) and epsilon >= 0):
         raise ValueError(f"epsilon: expected a finite number of at least 0, got {epsilon!r}")
 
 
 def check_word(name: str, value: Any) -> None:
-    """Refuse a number that is no 32-bit word of Philox's key or counter.
+    """Reject a number that is no 32-bit word of Philox's key or counter.
 
     Words are what every implementation takes; a larger number would be cut off by some and not by others.
     """
@@ -102,7 +102,7 @@ def check_word(name: str, value: Any) -> None:
 
 
 def check_iterations(iterations: Any, last: Any) -> None:
-    """Refuse settings that Sinkhorn's iteration does not have."""
+    """Reject settings that Sinkhorn's iteration does not have."""
     if not _is_integer(iterations):
         raise ValueError(f"iterations: expected an integer, got {iterations!r}")
     if iterations < 1:
@@ -112,7 +112,7 @@ def check_iterations(iterations: Any, last: Any) -> None:
 
 
 def check_matrices(logits: Operand) -> None:
-    """Refuse what is no batch of square matrices [..., S, S]."""
+    """Reject an invalid batch of square matrices [..., S, S]."""
     check_floating(logits=logits)
     check_least_axes("logits", logits.shape, 2)
     check_shape("logits", logits.shape, (*logits.shape[:-1], logits.shape[-2]))
@@ -121,7 +121,7 @@ def check_matrices(logits: Operand) -> None:
 
 
 def check_dropout_rows(shape: Shape, **rows: Operand) -> None:
-    """Refuse rows of a dropout state that are not those of an array.
+    """Reject rows of a dropout state that are not those of an array.
 
     Args:
         shape: of the array's leading axes, [B, T].
@@ -133,14 +133,14 @@ def check_dropout_rows(shape: Shape, **rows: Operand) -> None:
 
 
 def check_dropout(x: Operand, rate: Any) -> None:
-    """Refuse what no dropout mask can be made for."""
+    """Reject what no dropout mask can be made for."""
     check_floating(x=x)
     check_least_axes("x", x.shape, 2)
     check_rate(rate)
 
 
 def check_rows(samples: Operand, positions: Operand, seq_length: Any) -> None:
-    """Refuse what rows of a batch cannot be numbered by: see ops.dropout_state."""
+    """Reject what rows of a batch cannot be numbered by: see ops.dropout_state."""
     check_integers(samples=samples, positions=positions)
     check_axes("positions", positions.shape, "T")
     if len(samples.shape) not in (1, 2):
@@ -151,7 +151,7 @@ def check_rows(samples: Operand, positions: Operand, seq_length: Any) -> None:
 
 
 def check_bias(x: Operand, bias: Operand | None, width: int | None = None) -> None:
-    """Refuse a bias that is not one number a column.
+    """Reject a bias that is not one number a column.
 
     Args:
         x: what it is added to, or what the result is made of.
@@ -165,7 +165,7 @@ def check_bias(x: Operand, bias: Operand | None, width: int | None = None) -> No
 
 
 def check_linear(x: Operand, weight: Operand, bias: Operand | None) -> None:
-    """Refuse what is no linear map of the last axis."""
+    """Reject an invalid linear map of the last axis."""
     check_floating(x=x, weight=weight, bias=bias)
     check_least_axes("x", x.shape, 1)
     check_axes("weight", weight.shape, "OI")
@@ -174,7 +174,7 @@ def check_linear(x: Operand, weight: Operand, bias: Operand | None) -> None:
 
 
 def check_norm(x: Operand, weight: Operand, epsilon: Any) -> None:
-    """Refuse what cannot be normalised over the last axis."""
+    """Reject what cannot be normalised over the last axis."""
     check_floating(x=x, weight=weight)
     check_least_axes("x", x.shape, 1)
     check_shape("weight", weight.shape, x.shape[-1:])
@@ -182,7 +182,7 @@ def check_norm(x: Operand, weight: Operand, epsilon: Any) -> None:
 
 
 def check_convolution(x: Operand, weight: Operand, before: Operand) -> None:
-    """Refuse what is no convolution of channels over tokens."""
+    """Reject an invalid convolution of channels over tokens."""
     check_floating(x=x, weight=weight)
     check_axes("x", x.shape, "BTC")
     check_axes("weight", weight.shape, "CW")
@@ -193,7 +193,7 @@ def check_convolution(x: Operand, weight: Operand, before: Operand) -> None:
 
 
 def check_rotary(x: Operand, positions: Operand, base: Any) -> None:
-    """Refuse what cannot be turned by positions."""
+    """Reject what cannot be turned by positions."""
     check_floating(x=x)
     check_axes("x", x.shape, "BTHd")
     if x.shape[-1] % 2:
@@ -206,13 +206,15 @@ def check_rotary(x: Operand, positions: Operand, base: Any) -> None:
 
 
 def check_attention(q: Operand, k: Operand, v: Operand, mask: Operand | None, name: str, keys: bool = False) -> None:
-    """Refuse queries, keys and values that do not belong together.
+    """Reject queries, keys and values that do not belong together.
 
     Args:
-        q, k, v: of the call.
-        mask: [B, T, T], or with ``keys`` [T, S]; None: there is none.
-        name: of the mask's argument.
-        keys: keys may be of other tokens than the queries.
+        q: queries. [B, T, H, d]
+        k: keys. [B, T, G, d], with ``keys`` [B, S, G, d]
+        v: values, of the shape of k.
+        mask: attention mask. [B, T, T], with ``keys`` [T, S]; None: no mask.
+        name: name of the mask's argument.
+        keys: allow other tokens for keys than for queries.
     """
     check_floating(q=q, k=k, v=v)
     for letter, x in (("q", q), ("k", k), ("v", v)):
@@ -232,20 +234,20 @@ def check_attention(q: Operand, k: Operand, v: Operand, mask: Operand | None, na
 
 
 def check_gate(x: Operand) -> None:
-    """Refuse what is no gate and value side by side."""
+    """Reject an invalid gate and value side by side."""
     check_activation(x)
     if x.shape[-1] % 2:
         raise ValueError(f"x: expected gate and value side by side, an even width, got {x.shape[-1]}")
 
 
 def check_activation(x: Operand) -> None:
-    """Refuse what no activation is computed of."""
+    """Reject what no activation is computed of."""
     check_floating(x=x)
     check_least_axes("x", x.shape, 1)
 
 
 def check_targets(logits: Operand, targets: Operand) -> None:
-    """Refuse targets that are not one token id for each row of logits."""
+    """Reject targets that are not one token id for each row of logits."""
     check_floating(logits=logits)
     check_axes("logits", logits.shape, "BTV")
     check_shape("targets", targets.shape, logits.shape[:-1])
@@ -253,7 +255,7 @@ def check_targets(logits: Operand, targets: Operand) -> None:
 
 
 def check_token_ids(least: int, most: int, vocabulary: int) -> None:
-    """Refuse token ids that there are not, of the least and the greatest.
+    """Reject token ids that there are not, of the least and the greatest.
 
     Raises:
         IndexError: names the argument, what was expected, what came.
@@ -264,7 +266,7 @@ def check_token_ids(least: int, most: int, vocabulary: int) -> None:
 
 
 def check_streams(name: str, x: Operand) -> tuple[int, int, int, int]:
-    """Refuse what are no residual streams [B, T, S, D]; return the sizes."""
+    """Reject what are no residual streams [B, T, S, D]; return the sizes."""
     check_floating(**{name: x})
     check_axes(name, x.shape, "BTSD")
     batch, length, streams, width = x.shape
@@ -272,7 +274,7 @@ def check_streams(name: str, x: Operand) -> tuple[int, int, int, int]:
 
 
 def check_mappings(x: Operand, phi: Operand, alpha: Operand, bias: Operand, epsilon: Any) -> None:
-    """Refuse parameters that are not those of the streams' coefficients."""
+    """Reject parameters that are not those of the streams' coefficients."""
     _, _, streams, width = check_streams("x", x)
     check_floating(phi=phi, alpha=alpha, bias=bias)
     columns = streams * (streams + 2)
@@ -283,21 +285,21 @@ def check_mappings(x: Operand, phi: Operand, alpha: Operand, bias: Operand, epsi
 
 
 def check_aggregate(x: Operand, h_pre: Operand) -> None:
-    """Refuse coefficients that are not those of the streams."""
+    """Reject coefficients that are not those of the streams."""
     check_streams("x", x)
     check_floating(h_pre=h_pre)
     check_shape("h_pre", h_pre.shape, x.shape[:-1])
 
 
 def check_mix(h_res: Operand, residual: Operand) -> None:
-    """Refuse matrices that are not those of the streams."""
+    """Reject matrices that are not those of the streams."""
     *_, streams, _ = check_streams("residual", residual)
     check_floating(h_res=h_res)
     check_shape("h_res", h_res.shape, (*residual.shape[:-1], streams))
 
 
 def check_expanded(x: Operand, bias: Operand | None, h_post: Operand) -> None:
-    """Refuse what cannot be written to streams."""
+    """Reject what cannot be written to streams."""
     check_floating(x=x, bias=bias, h_post=h_post)
     check_axes("x", x.shape, "BTD")
     check_axes("h_post", h_post.shape, "BTS")
@@ -308,7 +310,7 @@ def check_expanded(x: Operand, bias: Operand | None, h_post: Operand) -> None:
 def check_written(
     residual: Operand, h_res: Operand | None, x: Operand, bias: Operand | None, h_post: Operand, rate: Any
 ) -> None:
-    """Refuse what does not make the next streams together."""
+    """Reject what does not make the next streams together."""
     *lead, streams, width = check_streams("residual", residual)
     check_expanded(x, bias, h_post)
     check_shape("x", x.shape, (*lead, width))
@@ -319,6 +321,6 @@ def check_written(
 
 
 def check_same_type(name: str, dtype: str, other: str, expected: str) -> None:
-    """Refuse an array of another type than the one it is added to."""
+    """Reject an array of another type than the one it is added to."""
     if dtype != expected:
         raise ValueError(f"{name}: expected the type of {other}, {expected}, got {dtype}; cast one of them")

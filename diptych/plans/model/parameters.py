@@ -1,8 +1,7 @@
 """Names, shapes and initial values of every parameter: one decision for both backends.
 
-A parameter is known by one canonical name in PyTorch, in JAX and in files, and its initial value is
-a function of (seed, name, shape) alone. Layers are numbered over the whole model, so a pipeline
-stage initialises exactly the values the undivided model would.
+A parameter has one canonical name in PyTorch, JAX and files, and its initial value depends on seed, name and shape
+only. Layers are numbered over the whole model, so a pipeline stage has the same initial values as the full model.
 """
 
 import hashlib
@@ -16,11 +15,11 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.partition import get_num_layers_to_build, get_transformer_layer_offset
 
 SINKHORN_FLOOR = 1e-30
-"""Least entry after the first normalisation: far below rounding, and no row or column can sum to 0."""
+"""Minimum entry after the first normalization, far below rounding; it prevents rows or columns that sum to 0."""
 
 
 class ParameterSpec(NamedTuple):
-    """Shape and initial distribution of one parameter: normal(mean, std), or what ``drawn`` says."""
+    """Shape and initial distribution of one parameter: normal(mean, std), or the distribution named by ``drawn``."""
 
     shape: tuple[int, ...]
     mean: float = 0.0
@@ -29,13 +28,12 @@ class ParameterSpec(NamedTuple):
 
 
 def initial_value(seed: int, name: str, spec: ParameterSpec) -> np.ndarray:
-    """Initial value of one parameter, float64.
+    """Return the initial value of one parameter, float64.
 
-    Of a decay's gate: ``log rate`` is the logarithm of uniform(1, 16); ``time step`` is what softplus takes to a time
-    step that is log-uniform in (0.001, 0.1). Together decays begin between 0.1% and 80% a token.
+    For the decay gate, ``log rate`` is the logarithm of uniform(1, 16), and ``time step`` is the inverse softplus of a
+    time step that is log-uniform in (0.001, 0.1). The initial decay is then between 0.1% and 80% per token.
 
-    The generator is keyed by a hash of seed and name, so values do not depend on the order in which
-    parameters are made, nor on which others exist.
+    The generator's key is a hash of seed and name, so a value does not depend on other parameters.
     """
     if spec.drawn == "normal" and spec.std == 0.0:
         return np.full(spec.shape, spec.mean)
@@ -50,7 +48,7 @@ def initial_value(seed: int, name: str, spec: ParameterSpec) -> np.ndarray:
 
 
 def rotary_frequencies(head_dim: int, base: float) -> np.ndarray:
-    """Angle per position of each pair of a head, ``base**(-2i / head_dim)``. [head_dim / 2] float64"""
+    """Return the angle per position of each pair of a head, ``base**(-2i / head_dim)``, as [head_dim / 2] float64."""
     return base ** (-2.0 * np.arange(head_dim // 2) / head_dim)
 
 
@@ -166,7 +164,7 @@ def parameter_specs(
 
 
 def check_values(values: Mapping[str, np.ndarray], specs: Mapping[str, ParameterSpec]) -> None:
-    """Refuse values that are not exactly one for each parameter.
+    """Reject values that do not match the parameters one to one.
 
     Raises:
         ValueError: names or shapes differ.

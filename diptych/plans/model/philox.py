@@ -27,7 +27,7 @@ DATA_SITE = 0xFFFFFFFF
 
 
 def philox_4x32(key: tuple[int, int], counter: tuple) -> np.ndarray:
-    """Four random words per counter.
+    """Return four random words per counter.
 
     Args:
         key: two words < 2**32.
@@ -48,22 +48,22 @@ def philox_4x32(key: tuple[int, int], counter: tuple) -> np.ndarray:
 
 
 def dropout_threshold(rate: float) -> int:
-    """Random words below this are dropped: floor(rate * 2**32)."""
+    """Return the threshold floor(rate * 2**32); elements with a smaller random word are dropped."""
     return math.floor(rate * 2**32)
 
 
 def attention_site(layer_number: int) -> int:
-    """Dropout site (second key word) of a layer's attention sublayer; layers count from 0."""
+    """Return the dropout site (second key word) of a layer's attention sublayer; layers count from 0."""
     return 2 * layer_number
 
 
 def mlp_site(layer_number: int) -> int:
-    """Dropout site of a layer's MLP sublayer."""
+    """Return the dropout site of a layer's MLP sublayer."""
     return 2 * layer_number + 1
 
 
 def dropout_keep(key: tuple[int, int], rows: np.ndarray, width: int, step: int, rate: float) -> np.ndarray:
-    """The mask every backend and kernel reproduces.
+    """Return the dropout mask that every backend and kernel reproduces.
 
     Args:
         key: (seed, site).
@@ -73,7 +73,7 @@ def dropout_keep(key: tuple[int, int], rows: np.ndarray, width: int, step: int, 
         rate: probability of dropping.
 
     Returns:
-        [..., width] bool, True where the element is kept.
+        [..., width] bool, True for elements that are not dropped.
     """
     rows = np.asarray(rows, np.uint64)[..., None]
     column = np.arange((width + 3) // 4)

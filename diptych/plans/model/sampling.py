@@ -1,4 +1,4 @@
-"""Choosing the next token, and what has to be read for it: decisions for both backends."""
+"""Sampling of the next token, and inputs of incremental decoding."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -14,10 +14,10 @@ def next_token(logits: np.ndarray, temperature: float, seed: int, index: int) ->
     """Draw a token from softmax(logits / temperature).
 
     Args:
-        logits: [V]
-        temperature: 0 takes the likeliest token.
-        seed: < 2**32.
-        index: number of the token drawn, < 2**32; with the seed it fixes the draw.
+        logits: logits of the vocabulary. [V]
+        temperature: softmax temperature; 0 selects the most likely token.
+        seed: seed of the draw, < 2**32.
+        index: number of the drawn token, < 2**32; seed and index determine the draw.
 
     Raises:
         ValueError: the temperature is negative, or a logit is not finite.
@@ -46,19 +46,20 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 def split_unread(read: np.ndarray, tokens: np.ndarray, seq_length: int, vocab_size: int) -> tuple[bool, np.ndarray]:
-    """What a model has to read before it says what follows a text.
+    """Return the tokens of a text that incremental decoding still has to process.
 
     Args:
-        read: what it has read and remembers. [R] integer
-        tokens: the text. [T] integer
-        seq_length: the most it remembers; of a longer text it reads the end, and nothing it remembers is of use.
-        vocab_size: token ids there are.
+        read: tokens in the cache. [R] integer
+        tokens: tokens of the text. [T] integer
+        seq_length: maximum number of tokens in the cache; of a longer text, only the end is processed.
+        vocab_size: number of token ids.
 
     Returns:
-        Whether the text goes on from what was read, and the tokens to read then, or from the beginning.
+        True if the text continues the cached tokens, and the remaining tokens; else False, and the tokens to process
+        with an empty cache.
 
     Raises:
-        ValueError: no tokens, several texts, or what is no token.
+        ValueError: there are no tokens, more than one text, or an invalid token id.
     """
     if tokens.ndim != 1 or not len(tokens):
         raise ValueError(f"tokens: expected at least one, of one text, got shape {list(tokens.shape)}")
@@ -81,19 +82,19 @@ def check_inputs(
     positions: Any = None,
     **of_whole_sequences: Any,
 ) -> None:
-    """Refuse more tokens than a model takes, and what it cannot do with a cache or over ranks.
+    """Reject inputs that are too long, and arguments not supported with a cache or context parallelism.
 
     Args:
-        seq_length: the most tokens it takes and remembers.
-        shape: of the tokens given, [B, T].
-        read: tokens the cache holds; None: there is no cache.
-        texts: it was made for; None: there is no cache.
-        context: of ranks that share the sequences; None: these are whole.
-        positions: of the tokens within their sequence; None: they were not given.
-        of_whole_sequences: arguments that do not go with a cache or a context.
+        seq_length: maximum number of tokens of a sequence.
+        shape: shape of the input tokens, [B, T].
+        read: number of tokens in the cache; None: no cache.
+        texts: number of texts of the cache; None: no cache.
+        context: context parallelism; None: complete sequences.
+        positions: positions of the tokens within their sequences; None: not given.
+        of_whole_sequences: arguments that must be None with a cache or a context, by name.
 
     Raises:
-        ValueError: naming the argument.
+        ValueError: an argument is invalid; the message names it.
     """
     batch, length = shape
     if not batch or not length:

@@ -1,15 +1,14 @@
-"""Offload: which layer's parameters move between device and host, and when.
+"""Offload: moves of parameters and activations between device and host.
 
-A layer lies on the device while it is used and while it is one of the next layers to be used; else only its copy on
-the host is there. All that decides is the order of uses: the layers' forwards (F), replays of a forward during
-backward (R), backwards (B) and optimizer updates (S). When a use begins, the layers of the window are fetched that are
-not there: the used one, and the next ``num_prefetch_layers`` others in the order of uses. When it ends, a layer
-outside the next window is evicted; its memory is dropped, and written back first only if the optimizer has changed it.
-So at most ``num_prefetch_layers + 1`` layers are ever there, and around a turn (last forward to first backward)
-nothing moves.
+A layer's parameters are on the device during its use and while it is in the window of the next layers; otherwise they
+are on the host only. The order of uses determines all moves: forwards (F), replays of a forward during backward (R),
+backwards (B) and optimizer updates (S). When a use begins, the missing layers of the window are fetched: the used
+layer and the next ``num_prefetch_layers`` others. When the use ends, layers outside the next window are evicted; they
+are copied to the host only if the optimizer changed them. At most ``num_prefetch_layers + 1`` layers are on the device,
+and nothing moves between the last forward and the first backward.
 
-Both backends move what ``next_layers`` says; ``plan_offload`` is the same, ahead of time, and
-``diptych.planner.offload_times`` adds time.
+Both backends follow ``next_layers``. ``plan_offload`` computes the same moves in advance, and
+``diptych.planner.offload_times`` adds their times.
 """
 
 from diptych.plans.offload.activations import ActivationStep, activation_event, next_backwards, plan_activations

@@ -1,4 +1,4 @@
-"""Which activations move when layers are used in a given order."""
+"""Plan of activation offload for a given order of layer uses."""
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
@@ -8,13 +8,14 @@ from diptych.plans.offload.uses import Use
 
 
 class ActivationStep(NamedTuple):
-    """A use, and which layers' activations move around it."""
+    """A use of a layer, with the activations that move at its start and end."""
 
     use: Use
+    """The use."""
     fetches: tuple[Use, ...]
-    """Forwards whose activations begin to come back when the use begins, in this order."""
+    """Forwards whose activations are fetched from the host when the use begins, in this order."""
     leaves: bool
-    """Whether the forward's own activations leave when it has ended."""
+    """True if the forward's own activations move to the host when the use ends."""
 
     def __str__(self) -> str:
         fetched = [activation_event("+", forward) for forward in self.fetches]
@@ -22,12 +23,12 @@ class ActivationStep(NamedTuple):
 
 
 def activation_event(sign: str, forward: Use) -> str:
-    """How a trace tells that a forward's activations come (+) or leave (-): ``-a3.0``, of layer 3, microbatch 0."""
+    """Return the trace entry for activations that are fetched (+) or leave (-): ``-a3.0`` is layer 3, microbatch 0."""
     return f"{sign}a{forward.layer}.{forward.microbatch}"
 
 
 def next_backwards(upcoming: Iterable[Use], count: int) -> tuple[Use, ...]:
-    """The forwards whose backwards come next."""
+    """Return the forwards of the next ``count`` backwards."""
     backwards = (use._replace(kind="F") for use in upcoming if use.kind == "B")
     return tuple(islice(backwards, count))
 
@@ -38,21 +39,24 @@ def plan_activations(
     then: Sequence[Use] | None = None,
     dropped: Collection[int] = (),
 ) -> tuple[ActivationStep, ...]:
-    """Which activations move: those of a forward leave unless its backward is one of the next that come.
+    """Plan the moves of activations between device and host.
 
-    They come back when their backward is one of the next ``num_prefetch_layers`` after the one that begins, or when
-    they are replayed.
+    A forward's activations move to the host unless its backward is among the next backwards. They are fetched when
+    their backward is among the next ``num_prefetch_layers`` after the current one, or when their layer is replayed.
 
     Args:
-        uses: in order.
-        num_prefetch_layers: backwards ahead of the one that runs.
-        then: what comes after the last use; None: the same again.
-        dropped: layers that are recomputed whole: they keep nothing that could move.
+        uses: uses of the layers, in order.
+        num_prefetch_layers: backwards ahead of the current one.
+        then: uses after the last one; None: ``uses`` repeats.
+        dropped: fully recomputed layers, which save no activations that could move.
     """
     ahead = [*uses, *(uses if then is None else then)]
-    made, here, steps = set(), set(), []
+    made = set()
+    here = set()
+    steps = []
     for number, use in enumerate(uses):
-        fetches, leaves = (), False
+        fetches = ()
+        leaves = False
         after = (u.kind for u in ahead[number + 1 :] if u[1:] == use[1:] and u.kind in ("F", "B"))
         if use.kind == "F" and use.layer not in dropped and next(after, None) == "B":
             leaves = use not in next_backwards(ahead[number + 1 :], num_prefetch_layers + 1)

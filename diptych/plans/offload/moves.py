@@ -1,4 +1,4 @@
-"""What moves when layers are used in a given order."""
+"""Plan of parameter offload for a given order of layer uses."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,13 +16,14 @@ from diptych.plans.schedule.named import schedule_for
 
 
 class Step(NamedTuple):
-    """A use, and what moves around it."""
+    """A use of a layer, with the layers that move at its start and end."""
 
     use: Use
+    """The use."""
     fetches: tuple[int, ...]
     """Layers whose copy to the device is issued when the use begins, in this order."""
     evictions: tuple[int, ...]
-    """Layers that leave the device when the use has ended."""
+    """Layers that leave the device when the use ends."""
 
     def __str__(self) -> str:
         return " ".join([*(f"+{layer}" for layer in self.fetches), str(self.use), *(f"-{x}" for x in self.evictions)])
@@ -30,17 +31,18 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """The moves of a sequence of uses, and what they cost."""
+    """The moves of a sequence of uses, and their costs."""
 
     steps: tuple[Step, ...]
+    """Uses with their moves, in order."""
     peak_bytes: int
-    """Most bytes of offloaded layers on the device at once."""
+    """Peak number of bytes of offloaded layers on the device."""
     bytes_in: int
     """Bytes copied from host to device."""
     bytes_out: int
-    """Bytes copied from device to host: those of layers the optimizer has changed."""
+    """Bytes copied from device to host, only for layers that the optimizer changed."""
     late: tuple[int, ...]
-    """Places in ``steps`` of uses that have to wait for their whole copy: it was issued when they began."""
+    """Indices in ``steps`` of uses that wait for their full copy, because it is issued when they begin."""
 
 
 def plan_offload(
@@ -50,17 +52,17 @@ def plan_offload(
     resident: Iterable[int] = (),
     then: Sequence[Use] | None = None,
 ) -> OffloadPlan:
-    """What moves when layers are used in an order that is known.
+    """Plan the moves of layers between device and host.
 
     Args:
-        uses: in order.
-        storages: bytes of every memory that a layer has; layers that share one name it alike, and it moves once.
-        num_prefetch_layers: layers fetched ahead of the one in use.
-        resident: layers that are there before the first use.
-        then: what comes after the last use; None: the same again.
+        uses: uses of the layers, in order.
+        storages: bytes of every storage of a layer, by layer and name; a name shared by layers moves once.
+        num_prefetch_layers: layers fetched ahead of the current one.
+        resident: layers on the device before the first use.
+        then: uses after the last one; None: ``uses`` repeats.
 
     Raises:
-        ValueError: a use of an unknown layer; fewer than 0 layers ahead.
+        ValueError: a used layer is unknown, or num_prefetch_layers is negative.
     """
     check_num_prefetch_layers(num_prefetch_layers)
     unknown = {use.layer for use in uses} - storages.keys()
@@ -88,12 +90,12 @@ def plan_offload(
 
 
 def unmoved(uses: Iterable[Use]) -> tuple[Step, ...]:
-    """The plan of layers that are on the device all the time."""
+    """Return the steps of layers that stay on the device."""
     return tuple(Step(use, (), ()) for use in uses)
 
 
 def join_plans(plans: Sequence[OffloadPlan]) -> OffloadPlan:
-    """Plans that are carried out one after the other, at whose ends nothing is on the device."""
+    """Concatenate plans that each end with no layer on the device."""
     begins = accumulate((len(plan.steps) for plan in plans), initial=0)
     return OffloadPlan(
         tuple(step for plan in plans for step in plan.steps),
@@ -107,14 +109,13 @@ def join_plans(plans: Sequence[OffloadPlan]) -> OffloadPlan:
 def plan_actions(
     config: TransformerConfig, num_microbatches: int, pp_rank: int = 0, forward_only: bool = False
 ) -> OffloadPlan:
-    """What moves on a rank where no copy reaches from one action of its schedule into the next.
+    """Plan the moves on a rank whose copies do not overlap from one action of the schedule to the next.
 
-    So it is where an action is a branch of a compiled program, which ends with nothing under way: the first layer of
-    every action is late, and the others come ahead of their uses as everywhere.
-
-    Args: as rank_uses'.
+    This is the case if an action is a branch of a compiled program, which must finish all its copies. The first layer
+    of every action is then late, and the others are prefetched. See rank_uses for the arguments.
     """
-    storages, ahead = layer_storages(config), config.tensor_offload_num_prefetch_layers
+    storages = layer_storages(config)
+    ahead = config.tensor_offload_num_prefetch_layers
     actions = schedule_for(config, num_microbatches, forward_only).actions[pp_rank]
     return join_plans(
         [plan_offload(action_uses(config, action, pp_rank), storages, ahead, then=()) for action in actions]
@@ -122,17 +123,17 @@ def plan_actions(
 
 
 def check_num_prefetch_layers(number: int) -> None:
-    """Refuse what is no number of layers.
+    """Reject an invalid number of prefetched layers.
 
     Raises:
-        ValueError: negative, or no integer.
+        ValueError: the number is negative or not an integer.
     """
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise ValueError(f"num_prefetch_layers: expected an integer >= 0, got {number!r}")
 
 
 def layer_storages(config: TransformerConfig) -> dict[int, dict[str, int]]:
-    """Bytes of every parameter of every layer, by the layer's number and the parameter's name."""
+    """Return the bytes of every parameter, by layer number and parameter name."""
     storages: dict[int, dict[str, int]] = {layer: {} for layer in range(config.num_layers)}
     width = np.dtype(config.params_dtype).itemsize
     for name, spec in parameter_specs(undivided(config)).items():
@@ -142,7 +143,7 @@ def layer_storages(config: TransformerConfig) -> dict[int, dict[str, int]]:
 
 
 class _Place:
-    """The device, as far as offloaded layers go."""
+    """The offloaded layers on the device, with counters of the copied bytes."""
 
     def __init__(self, storages: Mapping[int, Mapping[str, int]], resident: Iterable[int]) -> None:
         self._storages = storages

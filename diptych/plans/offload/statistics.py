@@ -1,18 +1,18 @@
-"""What offload has moved: of several processes together, and as a table of text."""
+"""Offload statistics: sums over processes, and a text table."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 _OF_ONE = ("peak_bytes", "peak_layers", "seconds_waited")
-"""What is not added up: processes have devices of their own, and wait at the same time."""
+"""Statistics combined by maximum, because processes have separate devices and wait concurrently."""
 
 
 def total_statistics(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Statistics of several processes as one: moves added up; the highest peak, the longest wait.
+    """Combine the statistics of several processes: sums of moves, maxima of peaks and waits.
 
     Args:
-        ranks: of each process, as describe_statistics takes them.
+        ranks: statistics of each process, in the form that describe_statistics takes.
     """
     total = dict(ranks[0])
     for stats in ranks[1:]:
@@ -29,14 +29,15 @@ def total_statistics(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def describe_statistics(stats: Mapping[str, Any]) -> str:
-    """Return what has been moved, as a table of text.
+    """Return offload statistics as a text table.
 
     Args:
         stats: ``copies_in``, ``copies_out``, ``bytes_in``, ``bytes_out``, ``hits``, ``misses``, ``peak_layers``,
-            ``peak_bytes``; ``seconds_waited`` where it was measured; ``kept``, what cannot leave and why, by name.
+            ``peak_bytes``; ``seconds_waited`` if measured; ``kept``, the reasons why parameters stay, by name.
     """
     mib = {name: f"{stats[name] / 2**20:,.1f}" for name in ("bytes_in", "bytes_out", "peak_bytes")}
-    uses, waited = stats["hits"] + stats["misses"], stats.get("seconds_waited")
+    uses = stats["hits"] + stats["misses"]
+    waited = stats.get("seconds_waited")
     return "\n".join(
         [
             f"{'offload':10}{'to device':>14}{'to host':>14}",

@@ -1,4 +1,4 @@
-"""In which order layers are used."""
+"""The order in which layers are used."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -16,15 +16,16 @@ class Use(NamedTuple):
     kind: str
     """F forward, R its replay, B backward, S optimizer step."""
     layer: int
+    """Global number of the layer."""
     microbatch: int = 0
-    """Which microbatch's activations; parameters are the same for all."""
+    """Microbatch of the activations."""
 
     def __str__(self) -> str:
         return f"{self.kind}{self.layer}"
 
 
 def next_layers(upcoming: Iterable[Use], count: int) -> tuple[int, ...]:
-    """The first ``count`` different layers that uses need, in the order in which they need them."""
+    """Return the next ``count`` distinct layers, in the order of use."""
     found: dict[int, None] = {}
     for use in upcoming:
         if len(found) == count:
@@ -40,15 +41,15 @@ def pass_uses(
     forward: bool = True,
     microbatch: int = 0,
 ) -> list[Use]:
-    """Uses of one microbatch's forward, or backward, or both, through some layers.
+    """Return the uses of layers in one microbatch's forward, backward, or both.
 
     Args:
-        layers: in the order of forward.
-        backward: whether backward is run.
-        blocks: what is recomputed. All layers of a block but its last are replayed, in order, before the last's
-            backward; the last's replay is part of its backward.
-        forward: whether forward is run.
-        microbatch: its number.
+        layers: layers in the order of forward.
+        backward: include backward.
+        blocks: recompute blocks. All layers of a block except the last are replayed, in order, before the backward of
+            the last; the replay of the last is part of its backward.
+        forward: include forward.
+        microbatch: number of the microbatch.
     """
     uses = [Use("F", layer, microbatch) for layer in layers] if forward else []
     if backward:
@@ -60,15 +61,15 @@ def pass_uses(
 
 
 def replays_layers(block: RecomputeBlock) -> bool:
-    """Whether a block's replay goes through its layers, reading their parameters, before their backwards.
+    """Return True if a block's replay uses the parameters of all its layers before their backwards.
 
-    It does where what one layer hands the next is dropped. Else each layer's replay is within its own backward.
+    This is the case if the layers' inputs are dropped. Otherwise each layer is replayed within its own backward.
     """
     return "residual_streams" in block.dropped
 
 
 def step_uses(layers: Sequence[int], num_microbatches: int = 1, blocks: Sequence[RecomputeBlock] = ()) -> list[Use]:
-    """Uses of a training step without a pipeline: every microbatch's forward and backward, then the optimizer's."""
+    """Return the uses of a step without a pipeline: forward and backward of every microbatch, then the update."""
     uses = [use for m in range(num_microbatches) for use in pass_uses(layers, True, blocks, microbatch=m)]
     return uses + [Use("S", layer) for layer in layers]
 
@@ -76,36 +77,37 @@ def step_uses(layers: Sequence[int], num_microbatches: int = 1, blocks: Sequence
 def rank_uses(
     config: TransformerConfig, num_microbatches: int, pp_rank: int = 0, forward_only: bool = False
 ) -> list[Use]:
-    """Uses of one rank's layers in a step's forwards and backwards, in the order of the pipeline's schedule.
+    """Return the uses of one rank's layers in the forwards and backwards of a step, in the order of its schedule.
 
     Args:
-        config: the model's; without a pipeline its only rank runs one microbatch after the other.
-        num_microbatches: of a step.
-        pp_rank: the rank.
-        forward_only: evaluation.
+        config: the model and its parallelism.
+        num_microbatches: microbatches per step.
+        pp_rank: pipeline rank.
+        forward_only: omit all backwards.
     """
     actions = schedule_for(config, num_microbatches, forward_only).actions[pp_rank]
     return [use for action in actions for use in action_uses(config, action, pp_rank)]
 
 
 def action_uses(config: TransformerConfig, action: Action, pp_rank: int = 0) -> list[Use]:
-    """Uses of one action of a rank. The gradients of weights alone (W) need no weights."""
+    """Return the uses of one action of a rank; W uses no parameters."""
     if action.kind == "W":
         return []
     vp_stage = action.stage // config.pipeline_model_parallel_size
-    layers, forward = stage_layers(config, vp_stage, pp_rank), action.kind == "F"
+    layers = stage_layers(config, vp_stage, pp_rank)
+    forward = action.kind == "F"
     blocks = recompute_blocks(config, vp_stage, pp_rank)
     return pass_uses(layers, not forward, blocks, forward, action.microbatch)
 
 
 def rank_layers(config: TransformerConfig, pp_rank: int = 0) -> list[int]:
-    """Global numbers of all layers of a rank, stage by stage."""
+    """Return the global numbers of all layers of a rank, stage by stage."""
     stages = range(config.virtual_pipeline_model_parallel_size or 1)
     return [layer for vp_stage in stages for layer in stage_layers(config, vp_stage, pp_rank)]
 
 
 def stage_layers(config: TransformerConfig, vp_stage: int = 0, pp_rank: int = 0) -> range:
-    """Global numbers of a stage's layers."""
+    """Return the global numbers of a stage's layers."""
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     return range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
 
@@ -113,13 +115,13 @@ def stage_layers(config: TransformerConfig, vp_stage: int = 0, pp_rank: int = 0)
 def expected_uses(
     layers: Sequence[int], last: Use, training: bool, replays: Mapping[int, Sequence[int]] | None = None
 ) -> Iterator[Use]:
-    """Yield the uses that most likely come after a use, without end, where nobody has said what does.
+    """Yield predicted uses after a use, without end, for an order that is not known in advance.
 
     Args:
-        layers: in the order in which forward has used them.
-        last: the use.
-        training: whether backward follows forward.
-        replays: by layer, the layers that the last backward replayed before this layer's own backward.
+        layers: layers in the order of the previous forward.
+        last: the latest use.
+        training: True if backward follows forward.
+        replays: layers that the last backward replayed before a layer's own backward, by that layer.
     """
     replays = replays or {}
     if last.kind == "R":

@@ -1,4 +1,4 @@
-"""What a pipeline schedule is made of: actions, and for every rank their order."""
+"""Pipeline schedules as data: actions, and their order on every rank."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,28 +10,28 @@ Kind = Literal["F", "B", "I", "W"]
 
 
 class ScheduleError(ValueError):
-    """A table that cannot be run, or does not do every piece of work exactly once."""
+    """An invalid schedule: it cannot run, or an action is missing or repeated."""
 
 
 class Action(NamedTuple):
-    """One piece of computation."""
+    """A computation of one stage on one microbatch."""
 
     kind: Kind
-    """F: forward; B: backward; I: gradient of the input alone; W: gradients of the weights, after I."""
+    """F: forward; B: full backward; I: backward for inputs; W: backward for weights, after I."""
     stage: int
-    """Global number."""
+    """Global number of the stage."""
     microbatch: int
 
     def __str__(self) -> str:
-        """As torch.distributed.pipelining writes it: ``0F1`` is stage 0, microbatch 1."""
+        """Return the notation of torch.distributed.pipelining: ``0F1`` is the forward of microbatch 1 on stage 0."""
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank does, in order.
+    """A pipeline schedule, stored as a table of actions.
 
-    A backward may be whole in one place and split in another: each stage runs B, or else I and W, of each microbatch.
+    For each microbatch, a stage runs either the full backward B, or I and W; a schedule may mix both forms.
     """
 
     name: str
@@ -39,38 +39,39 @@ class Schedule:
     num_microbatches: int
     stages_per_rank: int
     actions: tuple[tuple[Action, ...], ...]
-    """By rank."""
+    """Actions of each rank, in order."""
     forward_only: bool = False
-    """Nothing is run backward: validation, inference."""
+    """True if the schedule has no backwards, for validation and inference."""
     placement: Placement = "loop"
+    """Placement of the stages on ranks."""
 
     @property
     def num_stages(self) -> int:
-        """Stages of all ranks."""
+        """Total number of stages."""
         return self.pp_size * self.stages_per_rank
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds a stage."""
+        """Return the rank on which a stage is placed."""
         return place_of(stage, self.pp_size, self.placement).pp_rank
 
-    @cached_property  # asked for every action of a simulation
+    @cached_property  # a simulation reads it for every action
     def splits_backward(self) -> bool:
-        """Whether input and weight gradients are computed apart anywhere."""
+        """True if any backward is split into I and W."""
         return any(action.kind in "IW" for actions in self.actions for action in actions)
 
     @cached_property
-    def _whole(self) -> frozenset[tuple[int, int]]:
-        """Stages and microbatches whose backward is whole."""
+    def _full_backwards(self) -> frozenset[tuple[int, int]]:
+        """Pairs of stage and microbatch with a full backward."""
         return frozenset((stage, i) for actions in self.actions for kind, stage, i in actions if kind == "B")
 
     def splits(self, stage: int, microbatch: int) -> bool:
-        """Whether a stage computes a microbatch's input and weight gradients apart."""
-        return self.splits_backward and (stage, microbatch) not in self._whole
+        """Return True if a stage splits the backward of a microbatch into I and W."""
+        return self.splits_backward and (stage, microbatch) not in self._full_backwards
 
     def backward_kind(self, stage: int, microbatch: int) -> Kind:
-        """Of the action that gives the gradient of a stage's input: B or I."""
+        """Return the kind of the action that computes the gradient of a stage's input: B or I."""
         return "I" if self.splits(stage, microbatch) else "B"
 
     def backward_of(self, stage: int, microbatch: int) -> Action:
-        """The action that gives the gradient of a stage's input."""
+        """Return the action that computes the gradient of a stage's input."""
         return Action(self.backward_kind(stage, microbatch), stage, microbatch)

@@ -1,10 +1,10 @@
-"""Schedules as files, in the format of torch.distributed.pipelining: CSV, a row a rank, an action a cell.
+"""Schedule files in the CSV format of torch.distributed.pipelining: one row per rank, one action per cell.
 
-    0F0,0F1,,0B0,0B1        stage, kind, microbatch; empty cells say nothing
-    (0F2;3B0)OVERLAP_F_B    two actions that may overlap: read as one after the other
+    0F0,0F1,,0B0,0B1        stage, kind, microbatch; empty cells are ignored
+    (0F2;3B0)OVERLAP_F_B    two actions that may overlap; read as two consecutive actions
 
-What is written, ``_PipelineScheduleRuntime._load_csv`` reads; what PyTorch's schedules write (``_dump_csv``, of
-computation alone), is read here. Messages are not read but made from the table: diptych.plans.schedule.messages.
+PyTorch's ``_PipelineScheduleRuntime._load_csv`` reads files written here, and this module reads files that PyTorch's
+``_dump_csv`` writes for computation only. Files contain no messages; diptych.plans.schedule.messages adds them.
 """
 
 import csv
@@ -24,25 +24,25 @@ _LOWERED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_G
 
 
 def schedule_to_csv(schedule: Schedule) -> str:
-    """A schedule as text, a line a rank."""
+    """Return a schedule as CSV text, with one line per rank."""
     return "".join(f"{row}\n" for row in schedule_rows(schedule))
 
 
 def schedule_rows(schedule: Schedule) -> list[str]:
-    """The same, by rank: ``0F0,0F1,0B0,0B1``."""
+    """Return the CSV line of each rank, e.g. ``0F0,0F1,0B0,0B1``."""
     return [",".join(map(str, actions)) for actions in schedule.actions]
 
 
 def schedule_from_csv(text: str, name: str = FROM_FILE) -> Schedule:
-    """Read a schedule; whether it runs is validate_schedule's to say.
+    """Parse a schedule from CSV text without validating its order.
 
     Args:
-        text: see above.
-        name: to call it by.
+        text: CSV in the format of the module docstring.
+        name: name of the schedule.
 
     Raises:
-        ValueError: a cell is no action (the message names row and cell), or stages lie otherwise than
-            diptych.plans.schedule.placement knows.
+        ValueError: a cell is not an action (the message names row and cell), or the stages have no placement of
+            diptych.plans.schedule.placement.
     """
     try:
         cells = [*csv.reader(text.splitlines())]
@@ -57,7 +57,8 @@ def schedule_from_csv(text: str, name: str = FROM_FILE) -> Schedule:
         raise ValueError(f"schedule, row {rows.index([])}: expected a rank's actions, got none")
     everything = [action for row in rows for action in row]
     _check_numbers(everything)
-    stages, microbatches = 1 + max(a.stage for a in everything), 1 + max(a.microbatch for a in everything)
+    stages = 1 + max(action.stage for action in everything)
+    microbatches = 1 + max(action.microbatch for action in everything)
     per_rank = -(-stages // len(rows))
     forward_only = all(action.kind == "F" for action in everything)
     placement = _placement(rows, stages)
@@ -65,13 +66,13 @@ def schedule_from_csv(text: str, name: str = FROM_FILE) -> Schedule:
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """Read a schedule that runs from a file.
+    """Read and validate a schedule from a CSV file.
 
     Args:
         path: the file.
 
     Raises:
-        ValueError: the file is not such a table (see schedule_from_csv), or the table does not run (see
+        ValueError: the file is malformed (see schedule_from_csv), or its schedule is invalid (see
             diptych.plans.schedule.validate.validate_schedule); the message begins with the path.
         FileNotFoundError: the file does not exist.
     """
@@ -86,12 +87,12 @@ def read_schedule(path: str | Path) -> Schedule:
 
 
 def _check_numbers(actions: list[Action]) -> None:
-    """Refuse numbers of stages or microbatches beyond what so many actions can be of."""
+    """Reject stage and microbatch numbers that exceed the number of actions, before anything is allocated by them."""
     for name in ("stage", "microbatch"):
         largest = max(actions, key=lambda action: getattr(action, name))
         if getattr(largest, name) >= len(actions):
             raise ValueError(
-                f"schedule: expected numbers of {name} from 0 on, each with actions of its own, {len(actions)} in all, "
+                f"schedule: expected {name} numbers from 0 on without gaps in a schedule of {len(actions)} actions, "
                 f"got {largest}"
             )
 
@@ -105,7 +106,7 @@ def _actions(cells: Iterable[str], rank: int) -> Iterable[Action]:
                 stage, kind, microbatch = found.groups()
                 yield Action(cast("Kind", kind), int(stage), int(microbatch))
             elif part.strip():
-                remedy = "; save computation alone, without messages" if _LOWERED.fullmatch(part.strip()) else ""
+                remedy = "; save only computations, without messages" if _LOWERED.fullmatch(part.strip()) else ""
                 raise ValueError(
                     f"schedule, row {rank}, cell {place}: expected stage, one of F, B, I and W, and microbatch, as in "
                     f"'0F1', got {one_line(part.strip())}{remedy}"
@@ -113,7 +114,7 @@ def _actions(cells: Iterable[str], rank: int) -> Iterable[Action]:
 
 
 def _placement(rows: list[list[Action]], stages: int) -> Placement:
-    """Where the stages lie, as every rank's actions say."""
+    """Return the placement that matches the stages in every rank's actions."""
     p = len(rows)
     held = [sorted({action.stage for action in row}) for row in rows]
     for placement in get_args(Placement):
@@ -121,7 +122,7 @@ def _placement(rows: list[list[Action]], stages: int) -> Placement:
             continue
         if held == [[s for s in range(stages) if place_of(s, p, placement).pp_rank == rank] for rank in range(p)]:
             return placement
-    told = "; ".join(f"rank {rank}: {', '.join(map(str, own)) or 'none'}" for rank, own in enumerate(held))
+    found = "; ".join(f"rank {rank}: {', '.join(map(str, own)) or 'none'}" for rank, own in enumerate(held))
     raise ValueError(
-        f"schedule: expected stage s on rank s mod {p}, or two stages a rank there and back (0 1 2 | 2 1 0), got {told}"
+        f"schedule: expected stage s on rank s mod {p}, or V-shaped placement (0 1 2 | 2 1 0), got {found}"
     )

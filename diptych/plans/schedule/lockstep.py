@@ -1,13 +1,13 @@
-"""A schedule in lock-step: what every rank does at every tick, and in which slot each value lies meanwhile.
+"""Compilation of a schedule for lock-step execution: a table of actions, messages and buffer entries per time slot.
 
-A program that all ranks run alike cannot follow a list of its own on each; it reads what to do from a table, one row a
-tick. A tick stores what arrived, runs at most one action of a kind, and sends the results on, so that they arrive at
-the next tick. Values wait in slots of a buffer; two values share a slot where their lives do not meet, so a buffer is
-as long as the most values alive at once, whatever the number of microbatches.
+All ranks run one program, so each rank reads its actions from a table with one row per lock-step slot. In a slot, a
+rank stores the messages that arrived, runs at most one action of each kind, and sends the results, which arrive in the
+next slot. Values wait in buffers; values with disjoint lifetimes share a buffer entry. A buffer is therefore as long as
+the peak number of live values, which does not grow with the number of microbatches.
 
-Ticks are canonical, one action each and every rank's actions in the schedule's own order, or fused: a forward and then
-a backward in one tick. As every rank waits for the slowest, a canonical tick costs max(F, B) and 1F1B takes
-2 m + 2 (p - 1) of them; fused ticks cost F + B and are m + 2 (p - 1), but hold up to 2 p - 1 microbatches, not p.
+Canonical slots run one action each, in the order of the schedule. Fused slots run a forward and then a backward.
+Because every rank waits for the slowest, a canonical slot takes max(F, B), and 1F1B needs 2 m + 2 (p - 1) of them. A
+fused slot takes F + B, and 1F1B needs m + 2 (p - 1) of them, but up to 2 p - 1 microbatches are in flight instead of p.
 """
 
 from collections import defaultdict
@@ -26,41 +26,50 @@ from diptych.plans.schedule.validate import validate_schedule
 Keep = Literal["inputs", "residuals"]
 KEEPS = ("inputs", "residuals")
 FUSED = ("none", "1f1b", "interleaved")
-"""Schedules whose forwards and backwards alternate, and therefore can share ticks."""
+"""Schedules that support fused slots, because their forwards and backwards alternate."""
 
 
 class Rows(NamedTuple):
-    """Columns of the table, int32 [p, ticks]; of arrivals [p, ticks, shifts]. Stage and microbatch -1: nothing to do.
+    """Columns of the table, int32 [p, slots], for arrivals [p, slots, shifts].
 
-    A slot equal to the buffer's length is scratch: what is stored there is never read.
+    Stage and microbatch -1 mean that the rank has no such action in the slot. A buffer entry equal to the buffer's
+    length is scratch: values stored there are never read.
     """
 
     input_arrivals: np.ndarray
-    """Slot for the activations that came over each of Ticks.shifts."""
+    """Buffer entry for the activations that arrive over each of LockstepTable.shifts."""
     gradient_arrivals: np.ndarray
-    """Slot for the gradient that came back over each of them."""
+    """Buffer entry for the gradient that arrives over each of LockstepTable.shifts, in reverse direction."""
     forward_stage: np.ndarray
+    """Stage of F."""
     forward_microbatch: np.ndarray
+    """Microbatch of F."""
     forward_input: np.ndarray
-    """Slot of the activations it reads."""
+    """Buffer entry of the activations that F reads."""
     forward_kept: np.ndarray
-    """Slot for what it keeps for backward."""
+    """Buffer entry for the values that F saves for backward."""
     backward_stage: np.ndarray
-    """Of B, or of I; where the schedule splits some backwards, a whole one's W is in the same tick."""
+    """Stage of B or I. If the schedule splits some backwards, B is stored as I with W in the same slot."""
     backward_microbatch: np.ndarray
+    """Microbatch of B or I."""
     backward_input: np.ndarray
+    """Buffer entry of the activations that B or I reads."""
     backward_gradient: np.ndarray
-    """Slot of the gradient of the stage's output."""
+    """Buffer entry of the gradient of the stage's output."""
     backward_kept: np.ndarray
+    """Buffer entry of the values that F saved for backward."""
     backward_weights: np.ndarray
-    """Slot for what I keeps for W."""
+    """Buffer entry for the values that I saves for W."""
     weights_stage: np.ndarray
+    """Stage of W."""
     weights_microbatch: np.ndarray
+    """Microbatch of W."""
     weights_kept: np.ndarray
+    """Buffer entry of the values that I saved for W."""
 
 
-class Slots(NamedTuple):
-    """Length of each buffer, scratch not counted."""
+class BufferSizes(NamedTuple):
+    """Number of entries of each buffer, without scratch."""
 
     inputs: int
     gradients: int
@@ -69,24 +78,24 @@ class Slots(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ticks:
-    """A schedule in lock-step."""
+class LockstepTable:
+    """A schedule compiled for lock-step execution."""
 
     schedule: Schedule
     rows: Rows
-    slots: Slots
+    buffer_sizes: BufferSizes
     shifts: tuple[int, ...]
-    """How many ranks further, modulo p, activations are sent at every tick; gradients go as far back."""
+    """Distances in ranks, modulo p, over which activations are sent in every slot; gradients use the reverse ones."""
     fused: bool = False
-    """A forward and a backward in one tick; else one action."""
+    """True if a slot runs a forward and a backward; False if it runs one action."""
 
     @property
     def count(self) -> int:
-        """Number of ticks."""
+        """Number of lock-step slots."""
         return self.rows.forward_stage.shape[1]
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """What each rank does, in order, read back from the table."""
+        """Return the actions of each rank in order, reconstructed from the table."""
         rows, schedule = self.rows, self.schedule
         columns: tuple[tuple[Kind, np.ndarray, np.ndarray], ...] = (
             ("F", rows.forward_stage, rows.forward_microbatch),
@@ -103,105 +112,106 @@ class Ticks:
         return tuple(
             tuple(
                 action
-                for tick in range(self.count)
+                for slot in range(self.count)
                 for kind, stages, microbatches in columns
-                if microbatches[rank, tick] >= 0
-                for action in read(kind, int(stages[rank, tick]), int(microbatches[rank, tick]))
+                if microbatches[rank, slot] >= 0
+                for action in read(kind, int(stages[rank, slot]), int(microbatches[rank, slot]))
             )
             for rank in range(schedule.pp_size)
         )
 
 
-def compile_ticks(schedule: Schedule, fused: bool = False, keep: Keep = "inputs") -> Ticks:
-    """The lock-step table of a schedule.
+def compile_lockstep(schedule: Schedule, fused: bool = False, keep: Keep = "inputs") -> LockstepTable:
+    """Compile a schedule to its lock-step table.
 
     Args:
-        schedule: any valid table.
-        fused: a forward and a backward in one tick, which takes another order: more forwards come first.
-        keep: what waits from F to B: the stage's ``"inputs"``, or what F stores in a slot of its own, ``"residuals"``.
+        schedule: any valid schedule.
+        fused: run a forward and a backward per slot, in an order with more warm-up forwards.
+        keep: values that wait from F to B: the stage's ``"inputs"``, or the ``"residuals"`` that F saves for backward.
 
     Raises:
-        ValueError: the schedule is not valid, or cannot be fused; unknown keep.
+        ValueError: the schedule is invalid or does not support fused slots, or keep is unknown.
     """
     if keep not in KEEPS:
         raise ValueError(f"keep: expected one of {KEEPS}, got {keep!r}")
     validate_schedule(schedule)
     fused = fused and not schedule.forward_only
     times = _times(schedule, fused)
-    lives = _lives(schedule, times, keep)
-    places = [{name: _colour(intervals) for name, intervals in rank.items()} for rank in lives]
-    slots = Slots(*(max(len(set(rank[name].values())) for rank in places) for name in Slots._fields))
-    return Ticks(schedule, _fill(schedule, times, places, slots), slots, _shifts(schedule), fused)
+    lifetimes = _lifetimes(schedule, times, keep)
+    entries = [{name: _allocate(intervals) for name, intervals in rank.items()} for rank in lifetimes]
+    sizes = BufferSizes(*(max(len(set(rank[name].values())) for rank in entries) for name in BufferSizes._fields))
+    return LockstepTable(schedule, _fill(schedule, times, entries, sizes), sizes, _shifts(schedule), fused)
 
 
 def lockstep_makespan(schedule: Schedule, costs: Costs | None = None, fused: bool = False) -> float:
-    """Time of a step in lock-step: each tick as long as its busiest rank, and a message between two of them.
+    """Return the time of a step in lock-step.
 
-    Never less than diptych.plans.schedule.simulate.simulate's makespan of the same order, where ranks wait only for
-    what they need.
+    Every slot lasts as long as its busiest rank, with one message latency between two slots. The result is at least
+    the makespan of diptych.plans.schedule.simulate.simulate for the same order, where ranks are asynchronous.
 
     Args:
-        schedule: a valid table.
-        costs: of actions and messages; None: F = I = W = 1, communication free.
-        fused: see compile_ticks.
+        schedule: a valid schedule.
+        costs: times of actions and messages; None: F = I = W = 1 and free communication.
+        fused: see compile_lockstep.
 
     Raises:
-        ValueError: the schedule cannot be fused.
+        ValueError: the schedule does not support fused slots.
     """
     costs = costs or Costs()
     stages = range(schedule.num_stages)
     home = [schedule.rank_of(stage) for stage in stages]
-    lasts = {(kind, stage): costs.time(Action(kind, stage, 0)) for kind in get_args(Kind) for stage in stages}
+    durations = {(kind, stage): costs.time(Action(kind, stage, 0)) for kind in get_args(Kind) for stage in stages}
     work: defaultdict[tuple[int, int], float] = defaultdict(float)
-    for (kind, stage, _), tick in _times(schedule, fused and not schedule.forward_only).items():
-        work[tick, home[stage]] += lasts[kind, stage]
+    for (kind, stage, _), slot in _times(schedule, fused and not schedule.forward_only).items():
+        work[slot, home[stage]] += durations[kind, stage]
     busiest: defaultdict[int, float] = defaultdict(float)
-    for (tick, _), time in work.items():
-        busiest[tick] = max(busiest[tick], time)
+    for (slot, _), time in work.items():
+        busiest[slot] = max(busiest[slot], time)
     messages = costs.communication * (len(busiest) - 1) if schedule.pp_size > 1 else 0.0
     return sum(busiest.values()) + messages
 
 
 def _times(schedule: Schedule, fused: bool) -> dict[Action, int]:
-    """The tick of every action: ranks in step, each going on with its own list as soon as it can."""
+    """Return the lock-step slot of every action, with each rank's next action in the first possible slot."""
     waiting = [list(reversed(actions)) for actions in (_fused_order(schedule) if fused else schedule.actions)]
     home = [schedule.rank_of(stage) for stage in range(schedule.num_stages)]
     times: dict[Action, int] = {}
-    tick = 0
+    slot = 0
 
     def can_run(action: Action, rank: int) -> bool:
-        """All it needs is done: at an earlier tick, or on the same rank before in this one."""
+        """Return True if all dependencies ran in an earlier slot, or on the same rank in this slot."""
         for needed in needed_by(schedule, action):
             when = times.get(needed)  # pyright: ignore[reportArgumentType, reportCallIssue]
-            if when is None or (when >= tick and home[needed[1]] != rank):
+            if when is None or (when >= slot and home[needed[1]] != rank):
                 return False
         return True
 
     while any(waiting):
         before = len(times)
         for rank, left in enumerate(waiting):
-            # Canonical: one action. Fused: also two, if they are a forward and then a backward.
+            # A canonical slot takes one action, a fused slot also a forward followed by a backward.
             for expected in ("F", "B") if fused else ("FBIW",):
                 action = left[-1] if left else None
                 if action is not None and action.kind in expected and can_run(action, rank):
-                    times[left.pop()] = tick
-        assert len(times) > before, f"every rank of {schedule.name!r} waits at tick {tick}"
-        tick += 1
+                    times[left.pop()] = slot
+        assert len(times) > before, f"every rank of {schedule.name!r} waits in slot {slot}"
+        slot += 1
     return times
 
 
 def _fused_order(schedule: Schedule) -> list[list[Action]]:
-    """Every rank's forwards and backwards in the schedule's order, paired after so many forwards that neither waits.
+    """Return every rank's actions with forwards and backwards paired, after enough warm-up forwards to avoid waiting.
 
-    The first backward of a rank comes once its microbatch has been through all later stages and back; until then a
-    forward is run at every tick.
+    A rank runs a forward in every slot until its first microbatch has passed all later stages and its gradient has
+    returned.
     """
     if schedule.name not in FUSED:
         raise ValueError(
             f"fused: expected False with schedule {schedule.name!r} (forwards and backwards alternate in {FUSED}), "
             "got True"
         )
-    p, v = schedule.pp_size, schedule.stages_per_rank
+    p = schedule.pp_size
+    v = schedule.stages_per_rank
     orders = []
     for rank, actions in enumerate(schedule.actions):
         forwards, backwards = ([a for a in actions if a.kind == kind] for kind in "FB")
@@ -215,38 +225,39 @@ def _fused_order(schedule: Schedule) -> list[list[Action]]:
 
 
 Interval = tuple[int, int, tuple[int, int]]
-"""First and last tick of a value's life, and whose it is: stage and microbatch."""
+"""First and last slot of a value's lifetime, and the value's stage and microbatch."""
 
 
-def _lives(schedule: Schedule, times: dict[Action, int], keep: Keep) -> list[dict[str, list[Interval]]]:
-    """By rank and buffer: from when to when each value is needed."""
-    lives: list[dict[str, list[Interval]]] = [{name: [] for name in Slots._fields} for _ in schedule.actions]
-    for action, tick in times.items():
+def _lifetimes(schedule: Schedule, times: dict[Action, int], keep: Keep) -> list[dict[str, list[Interval]]]:
+    """Return the lifetimes of all values, by rank and buffer."""
+    lifetimes: list[dict[str, list[Interval]]] = [{name: [] for name in BufferSizes._fields} for _ in schedule.actions]
+    for action, slot in times.items():
         kind, stage, microbatch = action
-        of_rank, whose = lives[schedule.rank_of(stage)], (stage, microbatch)
+        on_rank = lifetimes[schedule.rank_of(stage)]
+        value = (stage, microbatch)
         backward = schedule.backward_of(stage, microbatch)
-        ended = times.get(backward, tick)
+        backward_slot = times.get(backward, slot)
         if kind == "F" and stage > 0:
-            arrived = times[Action("F", stage - 1, microbatch)] + 1
-            of_rank["inputs"].append((arrived, ended if keep == "inputs" else tick, whose))
+            arrival = times[Action("F", stage - 1, microbatch)] + 1
+            on_rank["inputs"].append((arrival, backward_slot if keep == "inputs" else slot, value))
         if kind == "F" and keep == "residuals" and not schedule.forward_only:
-            of_rank["kept"].append((tick, ended, whose))
+            on_rank["kept"].append((slot, backward_slot, value))
         if action == backward and stage + 1 < schedule.num_stages:
-            of_rank["gradients"].append((times[schedule.backward_of(stage + 1, microbatch)] + 1, tick, whose))
+            on_rank["gradients"].append((times[schedule.backward_of(stage + 1, microbatch)] + 1, slot, value))
         if action == backward and schedule.splits_backward:
-            of_rank["weights"].append((tick, times.get(Action("W", stage, microbatch), tick), whose))
-    return lives
+            on_rank["weights"].append((slot, times.get(Action("W", stage, microbatch), slot), value))
+    return lifetimes
 
 
-def _colour(intervals: Iterable[Interval]) -> dict[tuple[int, int], int]:
-    """A slot for each value, as few as the most that are alive at once."""
-    slots: dict[tuple[int, int], int] = {}
-    ends: list[int] = []  # by slot, of the value that was put there last
-    for first, last, whose in sorted(intervals):
-        free = next((slot for slot, end in enumerate(ends) if end < first), len(ends))
+def _allocate(intervals: Iterable[Interval]) -> dict[tuple[int, int], int]:
+    """Return a buffer entry for each value, with as few entries as the peak number of live values."""
+    entries: dict[tuple[int, int], int] = {}
+    ends: list[int] = []  # last slot of the latest value in each entry
+    for first, last, value in sorted(intervals):
+        free = next((entry for entry, end in enumerate(ends) if end < first), len(ends))
         ends[free : free + 1] = [last]
-        slots[whose] = free
-    return slots
+        entries[value] = free
+    return entries
 
 
 def _shifts(schedule: Schedule) -> tuple[int, ...]:
@@ -254,19 +265,20 @@ def _shifts(schedule: Schedule) -> tuple[int, ...]:
     return tuple(sorted({(b - a) % schedule.pp_size for a, b in pairwise(ranks)}))
 
 
-def _fill(schedule: Schedule, times: dict[Action, int], places: list[dict[str, dict]], slots: Slots) -> Rows:
-    """The table itself."""
-    shape, shifts = (schedule.pp_size, 1 + max(times.values(), default=-1)), _shifts(schedule)
+def _fill(schedule: Schedule, times: dict[Action, int], entries: list[dict[str, dict]], sizes: BufferSizes) -> Rows:
+    """Return the columns of the table."""
+    shape = (schedule.pp_size, 1 + max(times.values(), default=-1))
+    shifts = _shifts(schedule)
     scratch = dict(
-        input_arrivals=slots.inputs,
-        forward_input=slots.inputs,
-        backward_input=slots.inputs,
-        gradient_arrivals=slots.gradients,
-        backward_gradient=slots.gradients,
-        forward_kept=slots.kept,
-        backward_kept=slots.kept,
-        backward_weights=slots.weights,
-        weights_kept=slots.weights,
+        input_arrivals=sizes.inputs,
+        forward_input=sizes.inputs,
+        backward_input=sizes.inputs,
+        gradient_arrivals=sizes.gradients,
+        backward_gradient=sizes.gradients,
+        forward_kept=sizes.kept,
+        backward_kept=sizes.kept,
+        backward_weights=sizes.weights,
+        weights_kept=sizes.weights,
     )
     rows = Rows(
         *(
@@ -274,22 +286,22 @@ def _fill(schedule: Schedule, times: dict[Action, int], places: list[dict[str, d
             for name in Rows._fields
         )
     )
-    for action, tick in times.items():
+    for action, slot in times.items():
         kind, stage, microbatch = action
         rank = schedule.rank_of(stage)
         roles = {"F": ["forward"], "I": ["backward"], "W": ["weights"], "B": ["backward"]}[kind]
         if kind == "B" and schedule.splits_backward:
-            roles.append("weights")  # where others are split, a whole one is both halves in one tick
+            roles.append("weights")  # the program then has I and W only, and B is both in one slot
         for role in roles:
             found = dict(stage=stage, microbatch=microbatch)
             for buffer, column in _READS[role].items():
-                slot = places[rank][buffer].get((stage, microbatch))
-                if slot is not None:
-                    found[column] = slot
+                entry = entries[rank][buffer].get((stage, microbatch))
+                if entry is not None:
+                    found[column] = entry
             for column, value in found.items():
-                getattr(rows, f"{role}_{column}")[rank, tick] = value
+                getattr(rows, f"{role}_{column}")[rank, slot] = value
         if kind != "W":
-            _send(schedule, rows, places, action, tick, shifts)
+            _send(schedule, rows, entries, action, slot, shifts)
     return rows
 
 
@@ -298,18 +310,19 @@ _READS: dict[str, dict[str, str]] = {
     "backward": {"inputs": "input", "gradients": "gradient", "kept": "kept", "weights": "weights"},
     "weights": {"weights": "kept"},
 }
-"""By role: the buffers an action reads or fills, and the column that says where."""
+"""By role: the buffers that an action reads or writes, and the column of the buffer entry."""
 
 
 def _send(
-    schedule: Schedule, rows: Rows, places: list[dict[str, dict]], action: Action, tick: int, shifts: tuple[int, ...]
+    schedule: Schedule, rows: Rows, entries: list[dict[str, dict]], action: Action, slot: int, shifts: tuple[int, ...]
 ) -> None:
-    """Note at the receiver, one tick later, where an action's result is to be stored."""
+    """Set the receiver's buffer entry for an action's result in the following slot."""
     forward = action.kind == "F"
     stage = action.stage + (1 if forward else -1)
     if not 0 <= stage < schedule.num_stages:
         return
-    sender, rank = schedule.rank_of(action.stage), schedule.rank_of(stage)
+    sender = schedule.rank_of(action.stage)
+    rank = schedule.rank_of(stage)
     shift = shifts.index((rank - sender if forward else sender - rank) % schedule.pp_size)
     buffer, arrivals = ("inputs", rows.input_arrivals) if forward else ("gradients", rows.gradient_arrivals)
-    arrivals[rank, tick + 1, shift] = places[rank][buffer][stage, action.microbatch]
+    arrivals[rank, slot + 1, shift] = entries[rank][buffer][stage, action.microbatch]

@@ -1,7 +1,7 @@
-"""A schedule lowered to what each rank does: its actions, and the messages between them.
+"""Lowering of a schedule to programs: the actions of each rank, with the messages between ranks.
 
-Ranks exchange what a forward gives (activations) and what a backward gives (the input's gradient). A message is named
-after the action that made it, so a receiver knows what it waits for, and no two messages of a step are alike.
+Forwards send activations, and backwards send the gradient of the stage's input. A message is identified by the action
+that produced it, so that every message of a step has a unique name.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from diptych.plans.schedule.actions import Action, Kind, Schedule
 
 
 class PipelineError(RuntimeError):
-    """A message between ranks did not come, was not taken, or is not the one expected."""
+    """An error in the communication: a message is missing, was not received, or is not the expected one."""
 
 
 class Message(NamedTuple):
@@ -19,7 +19,7 @@ class Message(NamedTuple):
 
     direction: Literal["SEND", "RECV"]
     produced_by: Action
-    """F: activations go on to the next stage; B or I: a gradient goes back to the stage before."""
+    """F: activations for the next stage; B or I: a gradient for the previous stage."""
     peer: int
     """The rank at the other end."""
 
@@ -28,16 +28,16 @@ class Message(NamedTuple):
 
 
 Program = tuple[tuple[Action | Message, ...], ...]
-"""By rank, in order."""
+"""Actions and messages of each rank, in order."""
 
 
 def dependencies(schedule: Schedule, action: Action) -> list[Action]:
-    """What must be finished before an action, wherever it runs."""
+    """Return the actions, on any rank, that must end before an action starts."""
     return [Action(*each) for each in needed_by(schedule, action)]
 
 
 def needed_by(schedule: Schedule, action: Action) -> tuple[tuple[Kind, int, int], ...]:
-    """The same as plain tuples, which equal actions and are made sooner: for whoever asks about every action."""
+    """Return the dependencies as plain tuples, which compare equal to actions and are faster to create."""
     kind, stage, microbatch = action
     if kind == "F":
         return (("F", stage - 1, microbatch),) if stage > 0 else ()
@@ -49,7 +49,7 @@ def needed_by(schedule: Schedule, action: Action) -> tuple[tuple[Kind, int, int]
 
 
 def receiver(schedule: Schedule, action: Action) -> int | None:
-    """The rank an action's result is sent to; None if it stays, or if nothing is made of it."""
+    """Return the rank that receives an action's result; None if the result stays on its rank or has no further use."""
     if action.kind == "W":
         return None
     stage = action.stage + (1 if action.kind == "F" else -1)
@@ -60,14 +60,14 @@ def receiver(schedule: Schedule, action: Action) -> int | None:
 
 
 def lower(schedule: Schedule) -> Program:
-    """Put every message between a rank's actions, both ends at once.
+    """Insert the messages between the actions of a schedule.
 
-    Ranks take turns: each whose next action has all it needs runs it, and its message is appended to its own list and
-    to the receiver's. All lists then agree with one global order of messages, so that they run to the end even where
-    a send waits for its receive: of the messages not yet done, the first in that order is the next of both its ranks.
+    In each round, every rank whose next action is ready runs that action, and the message is appended to the programs
+    of sender and receiver. All programs then agree with one global order of messages. They are deadlock-free even with
+    blocking sends: the first unfinished message in the global order is always the next one on both of its ranks.
 
     Raises:
-        ValueError: the schedule's own order cannot run; see validate_schedule for which action waits for what.
+        ValueError: the schedule deadlocks; the message names the waiting actions.
     """
     program: list[list[Action | Message]] = [[] for _ in schedule.actions]
     waiting = [list(reversed(actions)) for actions in schedule.actions]
@@ -80,12 +80,13 @@ def lower(schedule: Schedule) -> Program:
         ]
         if not ready:
             raise ValueError(
-                f"schedule {schedule.name!r}: expected an order that runs, but every rank waits: "
+                f"schedule {schedule.name!r}: expected a deadlock-free order, but every rank waits: "
                 + _waiting(schedule, waiting, done)
             )
         for action in [_run(program, waiting, rank) for rank in ready]:
             done.add(action)
-            peer, rank = receiver(schedule, action), schedule.rank_of(action.stage)
+            peer = receiver(schedule, action)
+            rank = schedule.rank_of(action.stage)
             if peer is not None:
                 program[rank].append(Message("SEND", action, peer))
                 program[peer].append(Message("RECV", action, rank))
@@ -99,10 +100,10 @@ def _run(program: list[list[Action | Message]], waiting: list[list[Action]], ran
 
 
 def _waiting(schedule: Schedule, waiting: Sequence[list[Action]], done: set[Action]) -> str:
-    """Every blocked rank, its next action, and what that still needs."""
-    told = []
+    """Describe every blocked rank: its next action and the missing dependencies."""
+    blocked = []
     for rank, left in enumerate(waiting):
         if left:
             needed = [str(action) for action in dependencies(schedule, left[-1]) if action not in done]
-            told.append(f"rank {rank} cannot run {left[-1]} before {' and '.join(needed)}")
-    return "; ".join(told)
+            blocked.append(f"rank {rank} cannot run {left[-1]} before {' and '.join(needed)}")
+    return "; ".join(blocked)

@@ -1,18 +1,18 @@
-"""Pipeline schedules as data: for every rank, in which order it runs which part of which microbatch.
+"""Construction of the named pipeline schedules.
 
-A stage is a run of layers, one of v on a rank; diptych.plans.schedule.placement says which ranks hold which. Both
-backends execute these tables: nothing about the order of work is decided elsewhere (pipelined, JAX runs all forwards
-first).
+A stage is a group of consecutive layers; a rank holds v stages, placed by diptych.plans.schedule.placement. Both
+backends execute these schedules and decide nothing else about the order. The exception is cp_exchange "pipelined", for
+which JAX runs all forwards first.
 
-    none          one rank, forward and backward of one microbatch after the other
+    none          one rank; forward and backward of one microbatch after the other
     gpipe         all forwards, then all backwards
-    1f1b          forwards until the first backward can come, then one forward, one backward
-    interleaved   1f1b over v stages a rank, microbatches in groups of g
-    interleaved-zb1p     interleaved with the backward split, and fewer forwards ahead of the first
-    zb-h1         1f1b with the backward split: weight gradients fill what would be bubble
-    zb-h2         the same with twice the forwards ahead: no bubble but ranks beginning one after the other
-    zb-v, v-half, v-min, dualpipe-v     over stages that go there and back: diptych.plans.schedule.v_shaped
-    pipelined     1f1b over ranks that share sequences, each with the whole model: diptych.plans.schedule.wavefront
+    1f1b          forwards until the first backward is ready, then one forward and one backward in turn
+    interleaved   1f1b with v stages per rank and microbatches in groups of g
+    interleaved-zb1p     interleaved with split backwards and fewer warm-up forwards
+    zb-h1         1f1b with split backwards: W fills the bubble
+    zb-h2         zb-h1 with twice the warm-up forwards: no bubble except the start delay of each rank
+    zb-v, v-half, v-min, dualpipe-v     V-shaped placement: diptych.plans.schedule.v_shaped
+    pipelined     1f1b over context-parallel ranks that each hold the full model: diptych.plans.schedule.wavefront
 
 Reference: GPipe, arXiv 1811.06965; 1F1B and interleaving, Narayanan et al., arXiv 2104.04473, section 2.2; zero bubble,
 Qi et al., arXiv 2401.10241, sections 2 and 3.
@@ -35,8 +35,17 @@ NAMES = SCHEDULES
 def schedule_for(
     config: TransformerConfig, num_microbatches: int, forward_only: bool = False, context_rank: int = 0
 ) -> Schedule:
-    """The table a configuration asks for, on one of the ranks that share sequences, which differ with cp_exchange
-    "pipelined" alone; the first has most in flight. Errors as build_schedule's.
+    """Return the schedule of a configuration.
+
+    Args:
+        config: the model and its parallelism.
+        num_microbatches: microbatches per step.
+        forward_only: omit all backwards.
+        context_rank: rank whose schedule is returned with cp_exchange "pipelined", where rank 0 has the most
+            microbatches in flight. Other exchanges use one schedule for all ranks.
+
+    Raises:
+        ValueError: see build_schedule.
     """
     if config.cp_exchange == PIPELINED and config.context_parallel_size > 1:
         return context_schedule(config.context_parallel_size, context_rank, num_microbatches, forward_only)
@@ -54,16 +63,18 @@ def schedule_for(
 
 @lru_cache(maxsize=64)
 def context_schedule(size: int, rank: int, num_microbatches: int, forward_only: bool = False) -> Schedule:
-    """In which order a rank runs microbatches that follow one another over ranks that share sequences: that of 1f1b,
-    whose stages parts of sequences stand for. See diptych.plans.schedule.wavefront.
+    """Return the schedule of one context-parallel rank with cp_exchange "pipelined".
+
+    The order is that of 1f1b, with parts of sequences in place of stages. See diptych.plans.schedule.wavefront.
 
     Args:
-        size, rank: of the ranks that share sequences.
-        num_microbatches: of a step.
-        forward_only: leave out every backward.
+        size: number of context-parallel ranks.
+        rank: context-parallel rank.
+        num_microbatches: microbatches per step.
+        forward_only: omit all backwards.
 
     Returns:
-        A table of this rank alone, as of a model that lies whole on it.
+        A schedule with this rank as its only rank and one stage that holds the full model.
     """
     table = build_schedule("1f1b" if size > 1 else "none", size, num_microbatches, forward_only=forward_only)
     actions = tuple(action._replace(stage=0) for action in table.actions[rank])
@@ -72,12 +83,12 @@ def context_schedule(size: int, rank: int, num_microbatches: int, forward_only: 
 
 @lru_cache(maxsize=16)
 def _built(*sizes: Any) -> Schedule:
-    """build_schedule; the same one is asked for in a row."""
+    """Return build_schedule's result, cached because callers request the same schedule repeatedly."""
     return build_schedule(*sizes)
 
 
 def any_num_microbatches(config: TransformerConfig) -> int:
-    """A number of microbatches that a configuration's schedule can have."""
+    """Return a number of microbatches that a configuration's schedule supports."""
     if config.pipeline_schedule_file is not None:
         return config.pipeline_schedule_file.num_microbatches
     return config.microbatch_group_size_per_vp_stage or config.pipeline_model_parallel_size
@@ -91,21 +102,23 @@ def build_schedule(
     group_size: int | None = None,
     forward_only: bool = False,
 ) -> Schedule:
-    """The table of a schedule.
+    """Build a named schedule.
 
     Args:
         name: one of NAMES.
-        pp_size: pipeline ranks p.
-        num_microbatches: m.
-        stages_per_rank: v, virtual stages of a rank; 2 with placement v, more than 1 where interleaved, else 1.
-        group_size: g, consecutive microbatches of one virtual stage; interleaved alone; None: p.
-        forward_only: leave out every backward; the order of forwards stays.
+        pp_size: number p of pipeline ranks.
+        num_microbatches: number m of microbatches per step.
+        stages_per_rank: number v of virtual stages per rank: 2 for V-shaped, at least 2 for interleaved, else 1.
+        group_size: number g of consecutive microbatches of one virtual stage, for interleaved only; None: p.
+        forward_only: omit all backwards; the order of forwards is unchanged.
 
     Raises:
-        ValueError: the schedule is unknown, or cannot have these sizes; the message says which and why.
+        ValueError: the schedule is unknown or does not support these sizes.
     """
     check_sizes(name, pp_size, num_microbatches, stages_per_rank, group_size)
-    p, m, v = pp_size, num_microbatches, stages_per_rank
+    p = pp_size
+    m = num_microbatches
+    v = stages_per_rank
     if name == "interleaved":
         ranks = [_interleaved(rank, p, m, v, group_size or p) for rank in range(p)]
     elif name == "interleaved-zb1p":
@@ -133,13 +146,13 @@ _V_BUILDERS: dict[str, Callable[[int, int], list[list[Action]]]] = {
 
 
 def _forwards(schedule: Schedule) -> Schedule:
-    """The same without backwards."""
+    """Return a schedule without its backwards."""
     actions = tuple(tuple(action for action in actions if action.kind == "F") for actions in schedule.actions)
     return replace(schedule, actions=actions, forward_only=True)
 
 
 def _from_file(schedule: Schedule, num_microbatches: int, forward_only: bool) -> Schedule:
-    """A table that was read, for so many microbatches as it has."""
+    """Return a schedule from a file after checking its number of microbatches."""
     if schedule.num_microbatches != num_microbatches:
         raise ValueError(
             f"num_microbatches: expected the {schedule.num_microbatches} that pipeline_schedule_file has, got "
@@ -156,11 +169,16 @@ def num_warmup_microbatches(
     group_size: int | None = None,
     forward_only: bool = False,
 ) -> int:
-    """Forwards a rank runs before its first pair of a forward and a backward, counted in stages times microbatches.
+    """Return the number of warm-up forwards of a rank, which come before its first pair of forward and backward.
+
+    The unit is one stage's forward of one microbatch.
 
     Reference: Megatron-core, get_pp_rank_microbatches.
     """
-    p, m, v, r = pp_size, num_microbatches, stages_per_rank, pp_rank
+    p = pp_size
+    m = num_microbatches
+    v = stages_per_rank
+    r = pp_rank
     if forward_only:
         return m * v
     if v == 1:
@@ -169,9 +187,9 @@ def num_warmup_microbatches(
 
 
 def get_schedule_table(num_microbatches: int, num_model_chunks: int, group_size: int) -> list[tuple[int, int]]:
-    """(microbatch, virtual stage) of every forward of a rank, in order: group by group, stage by stage.
+    """Return the pair (microbatch, virtual stage) of every forward of a rank, ordered by group, then by stage.
 
-    The backwards have the same order, with virtual stage v - 1 - that of the forward.
+    Backwards have the same order, with virtual stage k replaced by v - 1 - k.
 
     Reference: Megatron-core's function of the same name.
     """
@@ -186,7 +204,7 @@ def get_schedule_table(num_microbatches: int, num_model_chunks: int, group_size:
 def convert_schedule_table_to_order(
     num_warmup_microbatches: int, num_model_chunks: int, schedule_table: Sequence[tuple[int, int]]
 ) -> list[int]:
-    """The order of a rank's forwards (1 to v, the virtual stage + 1) and backwards (-1 to -v, the same negated).
+    """Return the order of a rank's forwards (virtual stage + 1) and backwards (the same number, negated).
 
     Reference: Megatron-core's function of the same name.
     """
@@ -199,7 +217,7 @@ def convert_schedule_table_to_order(
 
 
 def check_sizes(name: str, p: int, m: int, v: int, g: int | None = None) -> None:
-    """Refuse what a schedule cannot have. Arguments and errors as build_schedule's."""
+    """Reject sizes that a schedule does not support; see build_schedule for arguments and errors."""
     if name not in NAMES:
         raise ValueError(f"schedule: expected one of {NAMES}, got {name!r}")
     for field, value in (("pp_size", p), ("num_microbatches", m), ("stages_per_rank", v)):
@@ -230,17 +248,17 @@ def check_sizes(name: str, p: int, m: int, v: int, g: int | None = None) -> None
 
 
 def _check_rounds(p: int, m: int) -> None:
-    """Refuse microbatches that rounds of at least p, all alike, do not divide."""
+    """Reject a number of microbatches that does not divide into equal rounds of at least p."""
     rounds = max(1, m // p)
     if m % rounds:
         raise ValueError(
-            f"num_microbatches: expected {rounds} rounds of as many with schedule 'interleaved-zb1p', got {m}, which "
+            f"num_microbatches: expected {rounds} equal rounds with schedule 'interleaved-zb1p', got {m}, which "
             f"leaves {m % rounds}; choose a multiple of pp_size={p}"
         )
 
 
 def _check_groups(p: int, m: int, g: int | None) -> None:
-    """Refuse a size of groups of ``interleaved``, or microbatches that it does not divide well enough."""
+    """Reject a group size of ``interleaved`` that is out of range or leaves too small a last group."""
     if m < p:
         raise ValueError(f"num_microbatches: expected at least pp_size={p} with schedule 'interleaved', got {m}")
     g = p if g is None else g
@@ -248,8 +266,8 @@ def _check_groups(p: int, m: int, g: int | None) -> None:
         raise ValueError(f"group_size: expected from pp_size={p} to num_microbatches={m}, got {g}")
     if 0 < m % g < p:
         raise ValueError(
-            f"num_microbatches: expected the last group to be whole or of at least pp_size={p}, got {m} in groups of "
-            f"{g}, which leaves {m % g}; change num_microbatches or group_size"
+            f"num_microbatches: expected a last group of {g} or at least pp_size={p}, got {m} in groups of {g}, which "
+            f"leaves {m % g}; change num_microbatches or group_size"
         )
 
 
@@ -262,8 +280,10 @@ def _one_forward_one_backward(rank: int, p: int, m: int) -> list[Action]:
 
 
 def _zero_bubble(rank: int, p: int, m: int, ahead: int = 1) -> list[Action]:
-    """``ahead`` forwards for each rank that comes after, before the first I; W of a microbatch comes ``ahead * rank``
-    microbatches after its I. So every rank holds at most ahead * (p - 1) + 1.
+    """Return a rank's actions of zb-h1 (ahead=1) or zb-h2 (ahead=2).
+
+    Before its first I, a rank runs ``ahead`` forwards for each following rank. W comes ``ahead * rank`` microbatches
+    after its I. Every rank has at most ahead * (p - 1) + 1 microbatches in flight.
     """
     warmup = min(ahead * (p - 1 - rank), m)
     actions = [Action("F", rank, i) for i in range(warmup)]
@@ -279,8 +299,10 @@ def _zero_bubble(rank: int, p: int, m: int, ahead: int = 1) -> list[Action]:
 
 
 def _interleaved_zero_bubble(rank: int, p: int, m: int, v: int) -> list[Action]:
-    """As _interleaved, with I in place of B, p - 1 - rank forwards ahead instead of twice as many, and W of an I after
-    the rank-th I that follows it. Microbatches come in rounds of m // (m // p).
+    """Return a rank's actions of interleaved-zb1p.
+
+    The order is that of _interleaved with I in place of B, p - 1 - rank warm-up forwards instead of twice as many, and
+    each W after the rank-th I that follows its own I. Microbatches form rounds of m // (m // p).
 
     Reference: Qi et al., arXiv 2401.10241 (ZB-1p), interleaved as in torch.distributed.pipelining's
     ScheduleInterleavedZeroBubble.

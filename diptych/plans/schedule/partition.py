@@ -3,8 +3,8 @@
 Stages hold the layers in model order. Consecutive stages are placed on consecutive ranks and start again at the first
 rank, or with the schedules of placement ``v`` turn back at the last rank; see diptych.plans.schedule.placement.
 
-Layers are split evenly unless the configuration says otherwise: another number for the first or last rank, the
-embedding or the loss counted as a layer, or a layout that lists every stage.
+Layers are split evenly unless the configuration sets another number for the first or last rank, counts the embedding
+or the loss as a layer, or has a layout that lists every stage.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from diptych.plans.schedule.placement import Placement, StagePlace, place_of, stage_at
 
 MAX_LAYOUT_LENGTH = 10_000
-"""Characters of a layout written out."""
+"""Maximum number of characters of a layout without repetitions."""
 
 
 class PipelineSplit(NamedTuple):
@@ -37,16 +37,16 @@ class PipelineSplit(NamedTuple):
 
 
 class Divided(Protocol):
-    """A configuration that says how its layers are split."""
+    """A configuration with settings of a partition."""
 
     @property
     def pipeline_split(self) -> PipelineSplit:
-        """The settings of the split."""
+        """Settings of the partition."""
         ...
 
 
 def get_num_layers_to_build(config: Divided, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
-    """Number of layers of one stage.
+    """Return the number of layers of one stage.
 
     Args:
         config: the whole model.
@@ -54,18 +54,18 @@ def get_num_layers_to_build(config: Divided, vp_stage: int | None = None, pp_ran
         pp_rank: pipeline rank; None: 0.
 
     Raises:
-        ValueError: no such stage.
+        ValueError: the stage does not exist.
     """
     return layers_by_stage(config)[get_stage(config, vp_stage, pp_rank)]
 
 
 def get_transformer_layer_offset(config: Divided, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
-    """Global number, from 0, of a stage's first layer. Arguments and errors as above."""
+    """Return the global number, from 0, of a stage's first layer; see get_num_layers_to_build."""
     return sum(layers_by_stage(config)[: get_stage(config, vp_stage, pp_rank)])
 
 
 def get_stage(config: Divided, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
-    """Global number of a stage. Arguments and errors as above."""
+    """Return the global number of a stage; see get_num_layers_to_build."""
     for name, value, size in (
         ("vp_stage", vp_stage, config.pipeline_split.stages_per_rank),
         ("pp_rank", pp_rank, config.pipeline_split.pp_size),
@@ -77,22 +77,22 @@ def get_stage(config: Divided, vp_stage: int | None = None, pp_rank: int | None 
 
 
 def get_stage_place(config: Divided, stage: int) -> StagePlace:
-    """Virtual stage and rank of a stage: the inverse of get_stage."""
+    """Return the virtual stage and rank of a stage: the inverse of get_stage."""
     return place_of(stage, config.pipeline_split.pp_size, config.pipeline_split.placement)
 
 
 def is_pipeline_first_stage(config: Divided, vp_stage: int | None = None, pp_rank: int | None = None) -> bool:
-    """Whether a stage holds the embedding. Arguments and errors as above."""
+    """Return True if a stage holds the embedding; see get_num_layers_to_build."""
     return get_stage(config, vp_stage, pp_rank) == 0
 
 
 def is_pipeline_last_stage(config: Divided, vp_stage: int | None = None, pp_rank: int | None = None) -> bool:
-    """Whether a stage holds final norm, head and loss. Arguments and errors as above."""
+    """Return True if a stage holds final norm, head and loss; see get_num_layers_to_build."""
     return get_stage(config, vp_stage, pp_rank) == num_stages(config) - 1
 
 
 def num_stages(config: Divided) -> int:
-    """Pipeline ranks times virtual stages per rank."""
+    """Return the number of stages: pipeline ranks times virtual stages per rank."""
     return config.pipeline_split.pp_size * config.pipeline_split.stages_per_rank
 
 
@@ -100,12 +100,12 @@ def layers_by_stage(config: Divided) -> tuple[int, ...]:
     """Return the number of layers of every stage, in model order; their sum is num_layers.
 
     Raises:
-        ValueError: the options do not add up; the message names the one to change.
+        ValueError: the settings contradict each other; the message names the one to change.
     """
     return layers_of_split(config.pipeline_split)
 
 
-@lru_cache(maxsize=512)  # planning asks for the same ones many thousand times
+@lru_cache(maxsize=512)  # the planner reads the same partitions thousands of times
 def layers_of_split(split: PipelineSplit) -> tuple[int, ...]:
     """Return the number of layers of every stage; see layers_by_stage."""
     if split.layout is not None:
@@ -116,7 +116,7 @@ def layers_of_split(split: PipelineSplit) -> tuple[int, ...]:
     by_stage = [by_rank[place.pp_rank] // split.stages_per_rank for place in places]
     by_stage[0] -= split.counts_embedding
     by_stage[-1] -= split.counts_loss
-    if min(by_stage) < 0:  # one stage holds embedding and loss, and was given a single layer for both
+    if min(by_stage) < 0:  # one stage holds embedding and loss, which count as two, but has a single unit
         raise ValueError(f"num_layers: expected layers for all {stages} stages, got {split.num_layers}")
     return tuple(by_stage)
 
@@ -124,12 +124,13 @@ def layers_of_split(split: PipelineSplit) -> tuple[int, ...]:
 def check_stage_ends(
     config: Divided, pre_process: bool, post_process: bool, vp_stage: int | None, pp_rank: int | None
 ) -> None:
-    """Refuse an embedding or a head in the middle of the model.
+    """Reject an embedding or a head in the middle of the model.
 
     Raises:
         ValueError: pre_process on a stage that is not the first, or post_process on one that is not the last.
     """
-    stage, last = get_stage(config, vp_stage, pp_rank), num_stages(config) - 1
+    stage = get_stage(config, vp_stage, pp_rank)
+    last = num_stages(config) - 1
     for name, wanted, place in (("pre_process", pre_process, 0), ("post_process", post_process, last)):
         if wanted and stage != place:
             raise ValueError(
@@ -139,7 +140,7 @@ def check_stage_ends(
 
 
 def _units_by_rank(split: PipelineSplit, total: int) -> list[int]:
-    """Layers of every rank, embedding and loss among them where they count as one."""
+    """Return the layers of every rank, including embedding and loss if they count as layers."""
     p, v = split.pp_size, split.stages_per_rank
     given = {
         rank: (name, count)
@@ -152,34 +153,35 @@ def _units_by_rank(split: PipelineSplit, total: int) -> list[int]:
     for name, count in given.values():
         if count % v:
             raise ValueError(f"{name}: expected a multiple of the {v} virtual stages of a rank, got {count}")
-    left, ranks = total - sum(count for _, count in given.values()), p - len(given)
+    left = total - sum(count for _, count in given.values())
+    ranks = p - len(given)
     if (ranks == 0 and left != 0) or left < 0 or (ranks and left % (ranks * v)):
         told = "".join(f", {name}={count}" for name, count in given.values())
-        counted = " (embedding and loss counted as asked)" if total != split.num_layers else ""
+        counted = " (with embedding or loss counted)" if total != split.num_layers else ""
         raise ValueError(
             f"num_layers: expected layers{counted} that divide evenly over {ranks} pipeline ranks with {v} stages each"
             f"{told}, got {left} of {total} left for them; change "
-            "num_layers, or write the stages out as pipeline_model_parallel_layout"
+            "num_layers, or list the stages in pipeline_model_parallel_layout"
         )
     return [given[rank][1] if rank in given else left // ranks for rank in range(p)]
 
 
 def _layers_of_layout(split: PipelineSplit, layout: str) -> tuple[int, ...]:
-    """Layers by stage of a layout such as ``E t*3 | (tt|)*2 t L``.
+    """Return the number of layers of every stage of a layout such as ``E t*3 | (tt|)*2 t L``.
 
     Stages are separated by ``|``; E is the embedding, t a layer, L the loss; ``*n`` repeats a letter or a group in
-    parentheses; blanks and commas say nothing.
+    parentheses; blanks and commas are ignored.
     """
-    stages = _written_out(layout).split("|")
-    whole = "".join(stages)
+    stages = _expand(layout).split("|")
+    letters = "".join(stages)
     for wrong, expected, got in (
         (
             len(stages) != split.pp_size * split.stages_per_rank,
             f"{split.pp_size * split.stages_per_rank} stages",
             f"{len(stages)}",
         ),
-        (not re.fullmatch("Et*L", whole), "E before all layers and L after them, once each", f"{'|'.join(stages)!r}"),
-        (whole.count("t") != split.num_layers, f"num_layers={split.num_layers} layers", f"{whole.count('t')}"),
+        (not re.fullmatch("Et*L", letters), "E before all layers and L after them, once each", f"{'|'.join(stages)!r}"),
+        (letters.count("t") != split.num_layers, f"num_layers={split.num_layers} layers", f"{letters.count('t')}"),
         (not stages[0].startswith("E"), "E in the first stage", f"{stages[0]!r}"),
         (not stages[-1].endswith("L"), "L in the last stage", f"{stages[-1]!r}"),
     ):
@@ -188,20 +190,21 @@ def _layers_of_layout(split: PipelineSplit, layout: str) -> tuple[int, ...]:
     return tuple(stage.count("t") for stage in stages)
 
 
-def _written_out(layout: str) -> str:
-    """A layout without repetitions, groups, blanks and commas."""
+def _expand(layout: str) -> str:
+    """Return a layout with repetitions and groups expanded, without blanks and commas."""
     text = re.sub(r"[\s,]", "", layout)
     while (found := re.search(r"(?:\(([^()]*)\)|([EtL|]))\*(\d+)|\(([^()]*)\)", text)) is not None:
         grouped, letter, times, plain = found.groups()
-        content, times = plain if plain is not None else grouped or letter or "", int(times or 1)
+        content = plain if plain is not None else grouped or letter or ""
+        times = int(times or 1)
         if len(text) + len(content) * times > MAX_LAYOUT_LENGTH:
             raise ValueError(
-                f"pipeline_model_parallel_layout: expected at most {MAX_LAYOUT_LENGTH:,} letters written out, got "
-                f"{layout!r}"
+                f"pipeline_model_parallel_layout: expected at most {MAX_LAYOUT_LENGTH:,} letters without repetitions, "
+                f"got {layout!r}"
             )
         text = text[: found.start()] + content * times + text[found.end() :]
     if unknown := re.search(r"[^EtL|]", text):
-        remedy = "; there are no multi-token-prediction layers here" if unknown[0] == "m" else ""
+        remedy = "; multi-token-prediction layers are not implemented" if unknown[0] == "m" else ""
         raise ValueError(
             f"pipeline_model_parallel_layout: expected E, t, L, |, (...) and *n, got {unknown[0]!r} in "
             f"{layout!r}{remedy}"

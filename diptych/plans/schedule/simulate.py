@@ -1,7 +1,7 @@
-"""Simulation of a schedule: time, bubble and memory of a table, without running it.
+"""Simulation of a schedule's time, bubble and memory.
 
-Reference: the closed forms for bubble and activations in flight are those of the papers
-diptych/plans/schedule/named.py names; the property tests hold this simulation against them.
+Reference: property tests compare this simulation with the closed forms for bubble and activations in flight from the
+papers that diptych/plans/schedule/named.py cites.
 """
 
 from collections.abc import Sequence
@@ -15,28 +15,28 @@ from diptych.plans.schedule.validate import validate_schedule
 
 @dataclass(frozen=True)
 class Costs:
-    """What actions cost. A number holds for every stage, a sequence has one a stage."""
+    """Costs of actions; each field is one number for all stages or a sequence with one number per stage."""
 
     forward: float | Sequence[float] = 1.0
     """Time of F, any unit."""
     input_gradient: float | Sequence[float] = 1.0
-    """Time of I; B takes I and W together."""
+    """Time of I; the time of B is the sum of I and W."""
     weight_gradient: float | Sequence[float] = 1.0
     """Time of W."""
     communication: float = 0.0
-    """Time from the end of an action to its result's arrival on another rank; does not occupy either."""
+    """Time from the end of an action to the arrival of its result on another rank; occupies neither rank."""
     activation_bytes: float | Sequence[float] = 1.0
-    """Kept from the start of F to the end of B, or of I and W."""
+    """Bytes saved for backward, from the start of F to the end of B, or of I and W."""
     weight_gradient_bytes: float | Sequence[float] = 0.0
-    """The part of activation_bytes that W needs: kept from the end of I to the end of W."""
+    """Part of activation_bytes that W needs; it stays saved from the end of I to the end of W."""
 
     def of(self, name: str, stage: int) -> float:
-        """A cost of one stage."""
+        """Return one cost of a stage."""
         value = getattr(self, name)
         return value[stage] if isinstance(value, Sequence) else value
 
     def time(self, action: Action) -> float:
-        """Duration of an action."""
+        """Return the duration of an action."""
         forward, inputs, weights = (
             self.of(name, action.stage) for name in ("forward", "input_gradient", "weight_gradient")
         )
@@ -45,42 +45,45 @@ class Costs:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A schedule's course in time."""
+    """The timeline of a schedule."""
 
     makespan: float
-    """From the first start to the last end."""
+    """Time from the first start to the last end."""
     bubble: tuple[float, ...]
     """Idle time of each rank within the makespan."""
     span: tuple[float, ...]
-    """Of each rank, from its own first start to its own last end."""
+    """Time of each rank from its first start to its last end."""
     peak_in_flight: tuple[int, ...]
-    """Most microbatches, times stages, whose forward has begun and whose backward is not over, by rank."""
+    """Peak number of stage forwards in flight (F started, backward not finished), per rank."""
     peak_bytes: tuple[float, ...]
-    """Most bytes kept for backward at any time, by rank."""
+    """Peak number of bytes saved for backward, per rank."""
     starts: dict[Action, float] = field(repr=False)
-    """When each action begins."""
+    """Start time of each action."""
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """Run a table on paper: every rank in its own order, each action as soon as what it needs has arrived.
+    """Simulate a schedule: every rank starts each action, in order, as soon as its inputs have arrived.
 
     Args:
-        schedule: a valid table.
-        costs: times and bytes; None: F = I = W = 1, communication free.
+        schedule: a valid schedule.
+        costs: times and bytes; None: F = I = W = 1 and free communication.
 
     Raises:
-        ScheduleError: the table does not run.
+        ScheduleError: the schedule deadlocks.
     """
     costs = costs or Costs()
     ends: dict[tuple[Kind, int, int], float] = {}
     starts: dict[Action, float] = {}
     free = [0.0] * schedule.pp_size
     home = [schedule.rank_of(stage) for stage in range(schedule.num_stages)]
-    lasts = {(kind, stage): costs.time(Action(kind, stage, 0)) for kind in get_args(Kind) for stage in range(len(home))}
-    place, left = [0] * schedule.pp_size, sum(map(len, schedule.actions))
+    durations = {
+        (kind, stage): costs.time(Action(kind, stage, 0)) for kind in get_args(Kind) for stage in range(len(home))
+    }
+    position = [0] * schedule.pp_size
+    left = sum(map(len, schedule.actions))
 
     def start_of(action: Action, rank: int) -> float | None:
-        """When its rank is free and all it needs has arrived; None: something has not been run."""
+        """Return the time when the rank is free and all inputs have arrived; None if a dependency has not run."""
         start = free[rank]
         for other in needed_by(schedule, action):
             end = ends.get(other)
@@ -92,15 +95,20 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     while left:
         before = left
         for rank, actions in enumerate(schedule.actions):
-            while place[rank] < len(actions) and (start := start_of(action := actions[place[rank]], rank)) is not None:
+            while position[rank] < len(actions):
+                action = actions[position[rank]]
+                start = start_of(action, rank)
+                if start is None:
+                    break
                 starts[action] = start
-                free[rank] = ends[action] = start + lasts[action[:2]]
-                place[rank], left = place[rank] + 1, left - 1
+                free[rank] = ends[action] = start + durations[action[:2]]
+                position[rank] += 1
+                left -= 1
         if left == before:
-            validate_schedule(schedule)  # says who waits for whom
-            raise AssertionError("a valid schedule runs")
+            validate_schedule(schedule)  # its error names the ranks that wait for each other
+            raise AssertionError("a valid schedule is deadlock-free")
     makespan = max(ends.values()) - min(starts.values())
-    busy = [sum(lasts[action[:2]] for action in actions) for actions in schedule.actions]
+    busy = [sum(durations[action[:2]] for action in actions) for actions in schedule.actions]
     flights = [_flight(schedule, actions, costs) for actions in schedule.actions]
     return Simulation(
         makespan=makespan,
@@ -113,7 +121,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 
 
 def _flight(schedule: Schedule, actions: Sequence[Action], costs: Costs) -> tuple[int, float]:
-    """Peaks of one rank, whose own order alone decides them: microbatches in flight, and bytes kept."""
+    """Return the peaks of one rank, which depend on its order only: microbatches in flight and saved bytes."""
     count = peak_count = 0
     size = peak_size = 0.0
     sizes = {
@@ -121,12 +129,15 @@ def _flight(schedule: Schedule, actions: Sequence[Action], costs: Costs) -> tupl
         for stage in {action.stage for action in actions}
     }
     for action in actions:
-        whole, part = sizes[action.stage]
+        total, part = sizes[action.stage]
         if action.kind == "F":
-            count, size = count + 1, size + whole
-        peak_count, peak_size = max(peak_count, count), max(peak_size, size)
+            count += 1
+            size += total
+        peak_count = max(peak_count, count)
+        peak_size = max(peak_size, size)
         if action.kind == "I":
-            size -= whole - part
+            size -= total - part
         elif action.kind in "BW":
-            count, size = count - 1, size - (whole if action.kind == "B" else part)
+            count -= 1
+            size -= total if action.kind == "B" else part
     return peak_count, peak_size

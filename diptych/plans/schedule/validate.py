@@ -1,4 +1,4 @@
-"""Validation of a schedule: every action exactly once, on its rank, in an order that runs."""
+"""Validation of a schedule: every action exactly once, on its rank, in a deadlock-free order."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,18 +10,19 @@ from diptych.plans.schedule.transport import Semantics, validate_program
 
 
 def validate_schedule(schedule: Schedule, semantics: Semantics = "async") -> None:
-    """Refuse a table that is wrong, naming rank, action and what is unmet.
+    """Reject an invalid schedule.
 
-    Every stage runs F, and B or else I and W, exactly once for every microbatch, on its own rank; everything an action
-    needs comes before it; nothing waits for ever.
+    A valid schedule runs F, and either B or I and W, exactly once for every stage and microbatch, on the stage's rank.
+    Every action comes after the actions it depends on, and the schedule is deadlock-free.
 
     Args:
-        schedule: any table, built here or by hand.
-        semantics: how messages go; see SEMANTICS. Messages made of a table (diptych.plans.schedule.messages.lower)
-            go under all of them where they go under one; for messages of another order there is validate_program.
+        schedule: any schedule, built here or by hand.
+        semantics: transport ordering, one of diptych.plans.schedule.transport.SEMANTICS. The messages that
+            diptych.plans.schedule.messages.lower adds are deadlock-free under all of them or under none;
+            validate_program checks messages in another order.
 
     Raises:
-        ScheduleError: the first fault found.
+        ScheduleError: the schedule is invalid; the message names rank, action and unmet condition of the first fault.
     """
     _check_actions(schedule)
     try:
@@ -32,7 +33,7 @@ def validate_schedule(schedule: Schedule, semantics: Semantics = "async") -> Non
 
 
 def _check_actions(schedule: Schedule) -> None:
-    """Every action once, in range, on its rank."""
+    """Reject actions that are missing, repeated, out of range or on another stage's rank."""
     lists = len(schedule.actions)
     if lists != schedule.pp_size:
         raise ScheduleError(f"actions: expected a list for each of {schedule.pp_size} ranks, got {lists}")
@@ -48,12 +49,12 @@ def _check_actions(schedule: Schedule) -> None:
                 )
             home = schedule.rank_of(action.stage)
             if home != rank:
-                raise ScheduleError(f"rank {rank}, {action}: stage {action.stage} lies on rank {home}")
+                raise ScheduleError(f"rank {rank}, {action}: stage {action.stage} is placed on rank {home}")
             if count > 1:
                 raise ScheduleError(f"rank {rank}, {action}: expected once, got {count} times")
             if action.kind in "IW" and not schedule.splits(action.stage, action.microbatch):
-                whole = action._replace(kind="B")
-                raise ScheduleError(f"rank {rank}, {action}: expected B, or else I and W, got {whole} beside it")
+                full = action._replace(kind="B")
+                raise ScheduleError(f"rank {rank}, {action}: expected B, or else I and W, got {full} beside it")
     done = {action for actions in schedule.actions for action in actions}
     for i, stage in product(microbatches, stages):
         if missing := _missing(schedule, kinds, done, stage, i):
@@ -61,7 +62,7 @@ def _check_actions(schedule: Schedule) -> None:
 
 
 def _missing(schedule: Schedule, kinds: Sequence[Kind], done: set[Action], stage: int, microbatch: int) -> str:
-    """What a stage does not do of a microbatch, or the empty string."""
+    """Return the actions that a stage misses for a microbatch, as text; the empty string if none."""
     backward: tuple[Kind, ...] = ("I", "W") if schedule.splits(stage, microbatch) else ("B",)
     needed: tuple[Kind, ...] = ("F", *(() if schedule.forward_only else backward))
     missing = [action for kind in needed if (action := Action(kind, stage, microbatch)) not in done]
@@ -71,13 +72,13 @@ def _missing(schedule: Schedule, kinds: Sequence[Kind], done: set[Action], stage
 
 
 def _kinds(schedule: Schedule) -> tuple[Kind, ...]:
-    """Those that a table may have: of backwards what it has anywhere."""
+    """Return the kinds of actions that a schedule may contain: F, and the kinds of backward that it uses anywhere."""
     if schedule.forward_only:
         return ("F",)
-    has_whole = any(action.kind == "B" for actions in schedule.actions for action in actions)
+    has_full = any(action.kind == "B" for actions in schedule.actions for action in actions)
     if not schedule.splits_backward:
         return ("F", "B")
-    return ("F", "B", "I", "W") if has_whole else ("F", "I", "W")
+    return ("F", "B", "I", "W") if has_full else ("F", "I", "W")
 
 
 def _listed(kinds: Sequence[str]) -> str:

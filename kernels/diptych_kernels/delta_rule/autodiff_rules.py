@@ -1,17 +1,16 @@
-"""The delta rule as launches, forward and backward; written once for all backends. See
-kernels/diptych_kernels/autodiff_rules.py.
+"""Forward and backward rules of the delta rule in terms of launches, shared by all backends.
 
-Forward writes what the products of a chunk's tokens are made of, solves, and scans: w and u of the reference never pass
-through memory. Backward does the same again, but keeps the states chunks begin with and the errors instead of outputs,
-scans back, and then takes all chunks at once.
+See kernels/diptych_kernels/autodiff_rules.py. Forward computes the products of each chunk's tokens, solves the
+triangular systems, and scans over the chunks; w and u of the reference are not stored. Backward repeats this but saves
+the chunks' initial states and errors, scans in reverse, and then computes the gradients of all chunks in parallel.
 
-Where a rank's first sequence began on another rank, and its last goes on on the next (context parallelism), forward
-first scans the last alone, from 0 and the identity: the map of states [H | M] that the rank passes on. Backward first
-scans back the first alone: the gradient of the state it began with, had the last ended here. What other ranks pass on
-and back completes the initial states and the gradients of the final ones, and all else is as on one rank.
+With context parallelism, a rank's first and last sequence may continue on other ranks. Forward first scans the last
+sequence from 0 and the identity, which gives the map of states [H | M] that the rank sends. Backward first scans the
+first sequence in reverse, which gives the gradient of its initial state without the contribution of other ranks. The
+messages of other ranks complete the initial states and the gradients of the final states.
 
-Within a card the same maps cut long sequences into parts that are scanned side by side, where heads alone are too few
-programs for it (static.parts).
+On one GPU, the same maps divide long sequences into parts that are scanned in parallel, if the heads alone give too few
+programs (static.parts).
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -22,27 +21,27 @@ from diptych_kernels.delta_rule.launch_configs import Call
 
 
 class Ranks(Protocol):
-    """What a backend does between ranks; hashable. roles: an array of it, of which the operations know nothing."""
+    """Exchange between context-parallel ranks; hashable. ``roles`` is an array that only the backend interprets."""
 
     def pass_on(self, maps: Array, roles: Array) -> Array:
-        """The state the first sequence begins with, of every rank's [1, HV, K, V + K]; [HV, K, V]."""
+        """Return the first sequence's initial state [HV, K, V] from every rank's map [1, HV, K, V + K]."""
         ...
 
     def pass_back(self, maps: Array, d_found: Array, roles: Array) -> Array:
-        """The gradient of the state passed on, of every rank's maps and gradients of the state found [HV, K, V]."""
+        """Return the sent state's gradient from all ranks' maps and received states' gradients [HV, K, V]."""
         ...
 
     def with_first(self, states: Array, first: Array | None, roles: Array) -> Array:
-        """States [N, HV, K, V] with this one first, where that sequence began on another rank; None: 0."""
+        """Replace the first of the states [N, HV, K, V] if its sequence starts on another rank; None: by 0."""
         ...
 
     def with_last(self, states: Array, last: Array | None, roles: Array) -> Array:
-        """States with this one last, where that sequence goes on on another rank; None: 0."""
+        """Replace the last of the states if its sequence continues on another rank; None: by 0."""
         ...
 
 
 class DeltaRule(NamedTuple):
-    """What the operation is told besides arrays."""
+    """Static arguments of the operation."""
 
     per_channel: bool
     scale: float
@@ -53,7 +52,7 @@ class DeltaRule(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What the scans take of a chunk; where a token has one decay, q and k as they are, and g."""
+    """Inputs of the scans, by chunk; with one decay per token, q, k and g themselves."""
 
     q_in: Array
     k_in: Array
@@ -65,17 +64,18 @@ class Terms(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Of the operation, tokens of all sequences one after the other.
+    """Inputs of the operation, with the tokens of all sequences concatenated.
 
     Args:
-        q, k: [T, H, K]
-        v: [T, HV, V]
-        g: [T, HV, K], or where a token has one decay [T, HV]
-        beta: [T, HV]
-        initial: states. [N, HV, K, V]
-        chunks: the first token of every chunk and the one after its last. [NC, 2] int32
-        sequences: of every sequence the first token, the one after its last, its first chunk. [N, 3] int32
-        pieces: of every part of each, likewise; the same where there is one of each. [N * parts, 3] int32
+        q: queries. [T, H, K]
+        k: keys. [T, H, K]
+        v: values. [T, HV, V]
+        g: log decays. [T, HV, K], or [T, HV] for one decay per token and head
+        beta: step sizes. [T, HV]
+        initial: initial states. [N, HV, K, V]
+        chunks: half-open token range of every chunk. [NC, 2] int32
+        sequences: half-open token range and first chunk of every sequence. [N, 3] int32
+        pieces: half-open token range and first chunk of every part of a sequence. [N * parts, 3] int32
     """
 
     q: Array
@@ -89,7 +89,7 @@ class Inputs(NamedTuple):
     pieces: Array
 
     def sizes(self, static: DeltaRule) -> dict[str, Any]:
-        """Of their launches."""
+        """Return the size arguments of the launches."""
         (tokens, heads, key), (_, value_heads, value) = self.q.shape, self.v.shape
         of = Call(
             static.per_channel,
@@ -110,11 +110,11 @@ class Inputs(NamedTuple):
 
 
 class BoundarySequences(NamedTuple):
-    """Of a rank among others.
+    """A context-parallel rank's first and last sequence.
 
     Args:
-        initial: what the last sequence begins with, 0 if on another rank. [1, HV, K, V]
-        sequences: the first and the last, as Inputs.sequences. [2, 3] int32
+        initial: initial state of the last sequence; 0 if it starts on another rank. [1, HV, K, V]
+        sequences: first and last sequence, in the form of Inputs.sequences. [2, 3] int32
         roles: see Ranks.
     """
 
@@ -124,7 +124,7 @@ class BoundarySequences(NamedTuple):
 
 
 def chunk_terms(backend: Backend, static: DeltaRule, given: Inputs) -> Terms:
-    """Of all chunks."""
+    """Compute the terms of all chunks."""
     q, k, g, sizes = given.q, given.k, given.g, given.sizes(static)
     if static.per_channel:
         q_in, k_in, k_out, decay = backend(launches.decayed, sizes, q, k, g, given.chunks)
@@ -137,7 +137,7 @@ def chunk_terms(backend: Backend, static: DeltaRule, given: Inputs) -> Terms:
 
 
 def _scan(backend: Backend, static: DeltaRule, given: Inputs, terms: Terms, **flags: bool) -> tuple[Array, ...]:
-    """o, starts, errors, final; flags: see launches.scan_forward."""
+    """Return o, starts, errors, final; flags: see launches.scan_forward."""
     arrays = (terms.q_in, terms.k_in, terms.k_out, given.v, terms.decay, given.beta, terms.a_qk, terms.inverse)
     return backend(launches.scan_forward, given.sizes(static) | flags, *arrays, given.initial, given.sequences)
 
@@ -145,13 +145,13 @@ def _scan(backend: Backend, static: DeltaRule, given: Inputs, terms: Terms, **fl
 def _scan_back(
     backend: Backend, static: DeltaRule, given: Inputs, terms: Terms, do: Array, dfinal: Array, **flags: bool
 ) -> tuple[Array, ...]:
-    """dx, dends, dinitial; flags: see launches.scan_backward."""
+    """Return dx, dends, dinitial; flags: see launches.scan_backward."""
     arrays = (terms.q_in, terms.k_in, terms.k_out, terms.decay, given.beta, terms.a_qk, terms.inverse)
     return backend(launches.scan_backward, given.sizes(static) | flags, *arrays, do, dfinal, given.sequences)
 
 
 def _in_parts(backend: Backend, static: DeltaRule, given: Inputs, terms: Terms) -> tuple[Inputs, Array]:
-    """Parts of sequences in place of them, with the states they begin with, and their maps."""
+    """Replace sequences by their parts with initial states, and return the parts' maps too."""
     parts = given._replace(sequences=given.pieces)
     *_, maps = _scan(backend, static, parts, terms, maps=True, from_zero=True)
     sizes = given.sizes(static) | dict(parts=static.parts, back=False)
@@ -217,7 +217,7 @@ def _token_gradients(
     errors: Array,
     dends: Array,
 ) -> tuple[Array, ...]:
-    """dq, dk, dv, dg, dbeta."""
+    """Return dq, dk, dv, dg, dbeta."""
     sizes, chunks = given.sizes(static), given.chunks
     *r, ddecay = backend(launches.state_gradients, sizes, starts, dends, errors, dx, do, chunks)
     of_values = (given.v, given.beta, errors, dx, do, terms.a_kk, chunks)

@@ -108,7 +108,7 @@ def _with_other_tiles(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     SCALE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """dq / SCALE and dk of the tile's rows with earlier tiles' keys, and dk of its keys with later tiles' rows."""
+    """Compute dq / SCALE and dk of the rows with earlier tiles' keys, and dk of its keys with later tiles' rows."""
     BK: tl.constexpr = o_k.shape[0]
     NARROW: tl.constexpr = k_ptr.dtype.element_ty
     o_r = tl.arange(0, TILE)
@@ -156,7 +156,7 @@ def _decays_from(
 def _decays_to_ends(
     g_ptr, first, last, tile, head, HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr
 ):
-    """exp(G) and exp(G_C - G) of a tile's tokens. [TILE, BK] each"""
+    """Return exp(G) and exp(G_C - G) of a tile's tokens, [TILE, BK] each."""
     o_r, o_c = tl.arange(0, TILE), tl.arange(0, C)
     o_t = first + tile * TILE + o_r
     b_all = load_rows(g_ptr, first + o_c, first + o_c < last, head, HV, o_k, K, ACC)
@@ -186,7 +186,7 @@ def gate_gradients(
     SLICES: tl.constexpr,
     SP: tl.constexpr,
 ):
-    """dg [T, HV, K], and dbeta [T, HV], its slices summed; grid (NC HV, K / BK)."""
+    """Compute dg [T, HV, K], and dbeta [T, HV] as the sum of its slices; grid (NC HV, K / BK)."""
     ACC: tl.constexpr = ddecay_ptr.dtype.element_ty
     chunk, head, first, last = chunk_of(chunks_ptr, HV)
     o_c = tl.arange(0, C)

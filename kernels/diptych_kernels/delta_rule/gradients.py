@@ -207,7 +207,7 @@ def head_gradients(
 def sum_heads(
     x_ptr, chunks_ptr, out_ptr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr
 ):
-    """Sums over the heads that share a head of q and k, [T, HV, K] to [T, H, K]; grid (NC H, K / BK)."""
+    """Sum over the value heads that share a key head, [T, HV, K] to [T, H, K]; grid (NC H, K / BK)."""
     _, group, first, last = chunk_of(chunks_ptr, H)
     ACC: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     o_t = first + tl.arange(0, C)

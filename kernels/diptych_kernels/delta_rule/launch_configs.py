@@ -100,9 +100,7 @@ class Call(NamedTuple):
 
 
 def even_table(shape: tuple[int, ...], tokens: int, chunk_size: int) -> np.ndarray:
-    """Chunks [n, 2] or sequences [n, 3] that share tokens evenly, as diptych.plans.model.delta_rule.ChunkTables has
-    them.
-    """
+    """Return an even table of chunks [n, 2] or sequences [n, 3]; see diptych.plans.model.delta_rule.ChunkTables."""
     count, width = shape
     each = chunk_size if width == 2 else -(-tokens // (count * chunk_size)) * chunk_size
     first = np.minimum(np.arange(count) * each, tokens)
@@ -137,7 +135,7 @@ def _programs(of: Call) -> int:
 
 
 def decayed(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
-    """q, k, g, chunks -> q_in, k_in, k_out, decay. lead: the number of tokens."""
+    """Configure the launch q, k, g, chunks -> q_in, k_in, k_out, decay. lead: the number of tokens."""
     columns = _columns(block, of, of.key)
     outputs = [*[(of.by_channel, of.dtype)] * 3, ((of.chunks, of.value_heads, of.key), of.wide)]
     grid = (_programs(of), math.ceil(of.key / columns))
@@ -150,13 +148,13 @@ def _products(builder: Callable, block: Block, of: Call, grid: tuple[int, ...]) 
 
 
 def products_by_channel(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
-    """q, k, g, chunks -> A_qk, A_kk."""
+    """Configure the launch q, k, g, chunks -> A_qk, A_kk."""
     tiles = of.chunk_size // TILE
     return _products(products_by_channel, block, of, (_programs(of), tiles * (tiles + 1) // 2))
 
 
 def products_by_head(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
-    """q, k, g, chunks -> A_qk, A_kk."""
+    """Configure the launch q, k, g, chunks -> A_qk, A_kk."""
     return _products(products_by_head, block, of, (_programs(of),))
 
 
@@ -246,7 +244,7 @@ def parts_of(chunks: int, sequences: int, value_heads: int, value: int) -> int:
 
 
 def state_gradients(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
-    """starts, dends, errors, dx, do, chunks -> r_in, r_seen, r_out, ddecay."""
+    """Configure the launch starts, dends, errors, dx, do, chunks -> r_in, r_seen, r_out, ddecay."""
     columns, values = _columns(block, of, of.key), _columns(block, of, of.value)
     outputs = [*[(of.by_channel, of.dtype)] * 3, ((of.chunks, of.value_heads, of.key), of.wide)]
     grid = (_programs(of), math.ceil(of.key / columns))
@@ -255,14 +253,17 @@ def state_gradients(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
 
 
 def product_gradients(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
-    """v, beta, errors, dx, do, A_kk, chunks -> dA_qk, dA_kk, dv, dbeta without r_seen."""
+    """Configure the launch v, beta, errors, dx, do, A_kk, chunks -> dA_qk, dA_kk, dv, dbeta without r_seen."""
     outputs = [*[(of.pairs, of.dtype)] * 2, (of.by_value, of.dtype), (of.by_value[:2], of.wide)]
     constants = dict(V=of.value, PRECISION=_precision(of), BV=_columns(block, of, of.value))
     return _launch("gradients", product_gradients, block, of, (_programs(of),), outputs, **constants)
 
 
 def channel_gradients(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
-    """q, k, g, beta, dA_qk, dA_kk, r_in, r_seen, r_out, dbeta, chunks -> dq, dk, before, after, dbeta by slices."""
+    """Configure the launch for a decay per channel.
+
+    q, k, g, beta, dA_qk, dA_kk, r_in, r_seen, r_out, dbeta, chunks -> dq, dk, before, after, dbeta by slices.
+    """
     columns = _columns(block, of, of.key)
     slices = math.ceil(of.key / columns)
     outputs = [
@@ -276,7 +277,7 @@ def channel_gradients(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
 
 
 def gate_gradients(block: Block, lead: tuple[int, ...], of: Call, slices: int) -> Launch:
-    """g, before, after, decay, ddecay, dbeta by slices, chunks -> dg, dbeta."""
+    """Configure the launch g, before, after, decay, ddecay, dbeta by slices, chunks -> dg, dbeta."""
     columns = _columns(block, of, of.key)
     grid = (_programs(of), math.ceil(of.key / columns))
     outputs = [(of.by_channel, of.gate), (of.by_channel[:2], of.beta)]
@@ -285,7 +286,10 @@ def gate_gradients(block: Block, lead: tuple[int, ...], of: Call, slices: int) -
 
 
 def head_gradients(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
-    """q, k, g, beta, A_qk, A_kk, dA_qk, dA_kk, r_in, r_seen, r_out, ddecay, dbeta, chunks -> dq, dk, dg, dbeta."""
+    """Configure the launch for a decay per head.
+
+    q, k, g, beta, A_qk, A_kk, dA_qk, dA_kk, r_in, r_seen, r_out, ddecay, dbeta, chunks -> dq, dk, dg, dbeta.
+    """
     outputs = [*[(of.by_channel, of.dtype)] * 2, (of.by_channel[:2], of.gate), (of.by_channel[:2], of.beta)]
     columns = _columns(block, of, of.key)
     constants = dict(H=of.heads, K=of.key, SCALE=of.scale, PRECISION=_precision(of), BK=columns)
@@ -293,7 +297,7 @@ def head_gradients(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
 
 
 def sum_heads(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
-    """x, chunks -> sums over the heads that share one of q and k."""
+    """Configure the launch x, chunks -> sums over the heads that share one of q and k."""
     columns = _columns(block, of, of.key)
     grid = (of.chunks * of.heads, math.ceil(of.key / columns))
     outputs = [((of.tokens, of.heads, of.key), of.dtype)]

@@ -26,7 +26,7 @@ TILE = tl.constexpr(16)
 
 @triton.jit
 def chunk_of(chunks_ptr, HV: tl.constexpr):
-    """This program's chunk, its head, its first token and the one after its last, int64."""
+    """Return this program's chunk, head and half-open token range, int64."""
     chunk = tl.program_id(0).to(tl.int64) // HV
     head = tl.program_id(0).to(tl.int64) % HV
     return chunk, head, tl.load(chunks_ptr + 2 * chunk).to(tl.int64), tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64)
@@ -258,7 +258,7 @@ def solve(
     PRECISION: tl.constexpr,
     C: tl.constexpr,
 ):
-    """inverse [NC, HV, C, C], C at most 64; grid (NC HV,)."""
+    """Compute inverse [NC, HV, C, C], C at most 64; grid (NC HV,)."""
     ACC: tl.constexpr = a_kk_ptr.dtype.element_ty
     chunk, head, first, last = chunk_of(chunks_ptr, HV)
     p_a, p_out = a_kk_ptr + (chunk * HV + head) * (C * C), inverse_ptr + (chunk * HV + head) * (C * C)

@@ -26,7 +26,7 @@ from diptych_kernels.delta_rule.products import decays_of_chunk, load_rows, stor
 
 @triton.jit
 def sequence_of(sequences_ptr, HV: tl.constexpr, SLICES: tl.constexpr):
-    """This program's sequence, head and slice; the sequence's first token, the one after its last, its first chunk."""
+    """Return this program's sequence, head and slice, and the sequence's half-open token range and first chunk."""
     program = tl.program_id(0).to(tl.int64)
     sequence, head = program // (HV * SLICES), program // SLICES % HV
     p = sequences_ptr + 3 * sequence
@@ -36,14 +36,14 @@ def sequence_of(sequences_ptr, HV: tl.constexpr, SLICES: tl.constexpr):
 
 @triton.jit
 def load_lower(a_ptr, chunk, head, HV: tl.constexpr, C: tl.constexpr, o_i, o_j):
-    """The matrix [C, C] of a chunk and head, with its upper triangle 0."""
+    """Load the matrix [C, C] of a chunk and head, with its upper triangle 0."""
     p_a = (chunk * HV + head) * (C * C) + o_i * C + o_j
     return tl.load(a_ptr + p_a, mask=o_i >= o_j, other=0.0)
 
 
 @triton.jit
 def load_decay(decay_ptr, chunk, head, HV: tl.constexpr, o_k, K: tl.constexpr):
-    """Of the state over a chunk. [KP]"""
+    """Load the decay of the state over a chunk, [KP]."""
     return tl.load(decay_ptr + (chunk * HV + head) * K + o_k, mask=o_k < K, other=0.0)
 
 
@@ -79,7 +79,7 @@ def scan_forward(
     BV: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """o [T, HV, V] if OUTPUT; the states chunks begin with [NC, HV, K, V] and errors [T, HV, V] if KEEP; final states.
+    """Scan forward: o [T, HV, V] if OUTPUT; chunks' initial states [NC, HV, K, V] and errors [T, HV, V] if KEEP; final.
 
     PER_CHANNEL: q and k are q_in, k_in, k_out and decay is exp(G_C), [NC, HV, K]; else plain, of H heads, and decay
     is g [T, HV]. FROM_ZERO: initial [N, HV, K, V] is not read, but taken for 0. final [N, HV, K, W] is the last state H
@@ -165,7 +165,7 @@ def scan_backward(
     BV: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """dx [T, HV, V] and the gradients of the states chunks end with [NC, HV, K, V] if KEEP; dinitial [N, HV, K, V].
+    """Scan back: dx [T, HV, V] and gradients of chunks' final states [NC, HV, K, V] if KEEP; dinitial [N, HV, K, V].
 
     Inputs as of scan_forward; FROM_ZERO: dfinal is not read, but taken for 0. grid (N HV SLICES,).
     """

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from diptych.plans.schedule.actions import Action, Schedule, ScheduleError
-from diptych.plans.schedule.lockstep import FUSED, KEEPS, Ticks, compile_ticks, lockstep_makespan
+from diptych.plans.schedule.lockstep import FUSED, KEEPS, LockstepTable, compile_lockstep, lockstep_makespan
 from diptych.plans.schedule.messages import dependencies
 from diptych.plans.schedule.named import NAMES, build_schedule
 from diptych.plans.schedule.simulate import Costs, simulate
@@ -21,10 +21,10 @@ ALTERNATING = st.sampled_from(FUSED).flatmap(sizes)
 class Machine:
     """Runs a table as its columns say: values are the actions that made them, poison where nothing was stored."""
 
-    def __init__(self, ticks: Ticks, keep: str) -> None:
+    def __init__(self, ticks: LockstepTable, keep: str) -> None:
         self.schedule, self.rows, self.ticks, self.keep = ticks.schedule, ticks.rows, ticks, keep
         ranks = range(ticks.schedule.pp_size)
-        self.buffers = {name: [["poison"] * (n + 1) for _ in ranks] for name, n in ticks.slots._asdict().items()}
+        self.buffers = {name: [["poison"] * (n + 1) for _ in ranks] for name, n in ticks.buffer_sizes._asdict().items()}
         self.done: dict[Action, int] = {}
 
     def run(self) -> None:
@@ -80,7 +80,7 @@ class Machine:
         return action
 
     def expect(self, buffer: str, rank: int, slot: int, value: Action) -> None:
-        assert slot < getattr(self.ticks.slots, buffer), f"{value} is read from the scratch slot"
+        assert slot < getattr(self.ticks.buffer_sizes, buffer), f"{value} is read from the scratch slot"
         assert self.buffers[buffer][rank][slot] == value
 
 
@@ -92,7 +92,7 @@ def test_canonical_ticks_run_the_schedule(arguments, keep, forward_only):
     if forward_only:
         forwards = tuple(tuple(a for a in actions if a.kind == "F") for actions in schedule.actions)
         schedule = replace(schedule, actions=forwards, forward_only=True)
-    ticks = compile_ticks(schedule, keep=keep)
+    ticks = compile_lockstep(schedule, keep=keep)
     assert ticks.actions() == schedule.actions
     rows = ticks.rows
     weights = (rows.weights_stage, rows.weights_microbatch)
@@ -108,7 +108,7 @@ def test_canonical_ticks_run_the_schedule(arguments, keep, forward_only):
 @given(ALTERNATING, st.sampled_from(KEEPS))
 def test_fused_ticks_keep_the_order_of_each_kind(arguments, keep):
     schedule = build_schedule(*arguments)
-    ticks = compile_ticks(schedule, fused=True, keep=keep)
+    ticks = compile_lockstep(schedule, fused=True, keep=keep)
     for kind in "FB":
         for ours, theirs in zip(ticks.actions(), schedule.actions, strict=True):
             assert [a for a in ours if a.kind == kind] == [a for a in theirs if a.kind == kind]
@@ -122,10 +122,10 @@ def test_slots_are_no_more_than_what_is_in_flight(arguments):
     """Residuals: as many slots as microbatches in flight at most. Inputs: these, and what waits for its forward."""
     schedule = build_schedule(*arguments)
     most = max(simulate(schedule).peak_in_flight)
-    assert compile_ticks(schedule, keep="residuals").slots.kept == (
+    assert compile_lockstep(schedule, keep="residuals").buffer_sizes.kept == (
         most if not schedule.splits_backward else first_half_in_flight(schedule)
     )
-    assert compile_ticks(schedule, keep="inputs").slots.inputs <= most + schedule.stages_per_rank
+    assert compile_lockstep(schedule, keep="inputs").buffer_sizes.inputs <= most + schedule.stages_per_rank
 
 
 def first_half_in_flight(schedule: Schedule) -> int:
@@ -137,8 +137,11 @@ def first_half_in_flight(schedule: Schedule) -> int:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_buffers_do_not_grow_with_the_number_of_microbatches(name):
-    assert len({compile_ticks(build_schedule(name, 4, m), keep=keep).slots for m in (8, 64) for keep in KEEPS}) == 2
-    grows = [compile_ticks(build_schedule("gpipe", 4, m), keep="residuals").slots.kept for m in (8, 64)]
+    assert (
+        len({compile_lockstep(build_schedule(name, 4, m), keep=keep).buffer_sizes for m in (8, 64) for keep in KEEPS})
+        == 2
+    )
+    grows = [compile_lockstep(build_schedule("gpipe", 4, m), keep="residuals").buffer_sizes.kept for m in (8, 64)]
     assert grows == [8, 64]
 
 
@@ -146,16 +149,16 @@ def test_buffers_do_not_grow_with_the_number_of_microbatches(name):
 def test_number_of_ticks(m, p):
     """1F1B: canonical 2 m + 2 (p - 1), fused m + 2 (p - 1), with min(m, 2 p - 1) in flight."""
     schedule = build_schedule("1f1b", p, m)
-    assert compile_ticks(schedule).count == 2 * m + 2 * (p - 1)
-    fused = compile_ticks(schedule, fused=True, keep="residuals")
+    assert compile_lockstep(schedule).count == 2 * m + 2 * (p - 1)
+    fused = compile_lockstep(schedule, fused=True, keep="residuals")
     assert fused.count == m + 2 * (p - 1)
-    assert fused.slots.kept == min(m, 2 * p - 1)
+    assert fused.buffer_sizes.kept == min(m, 2 * p - 1)
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 4, 2), (4, 8, 2), (3, 9, 3)])
 def test_interleaved_fused_ticks(p, m, v):
     """m v pairs of a forward and a backward, and one microbatch's way through all stages and back."""
-    assert compile_ticks(build_schedule("interleaved", p, m, v), fused=True).count == m * v + 2 * (p * v - 1)
+    assert compile_lockstep(build_schedule("interleaved", p, m, v), fused=True).count == m * v + 2 * (p * v - 1)
 
 
 @given(ANY, st.tuples(*[st.floats(0.1, 3.0)] * 3), st.floats(0.0, 1.0))
@@ -209,7 +212,7 @@ def test_stages_may_lie_on_ranks_in_any_way():
         )
         for rank in range(p)
     )
-    ticks = compile_ticks(Folded("by hand", p, m, 2, actions))
+    ticks = compile_lockstep(Folded("by hand", p, m, 2, actions))
     assert ticks.shifts == (0, 1, 2)
     assert ticks.actions() == actions
     Machine(ticks, "inputs").run()
@@ -218,9 +221,9 @@ def test_stages_may_lie_on_ranks_in_any_way():
 def test_what_cannot_be_compiled_is_refused():
     for name in ("gpipe", "zb-h1"):
         with pytest.raises(ValueError, match=f"fused: expected False with schedule '{name}' .*, got True"):
-            compile_ticks(build_schedule(name, 2, 4), fused=True)
+            compile_lockstep(build_schedule(name, 2, 4), fused=True)
     with pytest.raises(ValueError, match=r"keep: expected one of \('inputs', 'residuals'\), got 'all'"):
-        compile_ticks(build_schedule("1f1b", 2, 4), keep="all")  # pyright: ignore[reportArgumentType]
+        compile_lockstep(build_schedule("1f1b", 2, 4), keep="all")  # pyright: ignore[reportArgumentType]
     schedule = build_schedule("1f1b", 2, 2)
     with pytest.raises(ScheduleError, match="rank 0, 0B0: expected once, got none"):
-        compile_ticks(replace(schedule, actions=(schedule.actions[0][:1], schedule.actions[1])))
+        compile_lockstep(replace(schedule, actions=(schedule.actions[0][:1], schedule.actions[1])))
