@@ -220,9 +220,9 @@ def _rebound(alias: Tensor, storage: torch.UntypedStorage) -> Tensor:
     return internals.negated_view(view) if alias.is_neg() else view
 
 
-def slot_address(tensor: Tensor) -> int | None:
-    """Return the address of a tensor's StorageImpl; None where it has none (sparse)."""
-    return internals.storage_address(tensor)
+def slot_address(tensor: Tensor) -> int:
+    """Return the address of a tensor's StorageImpl."""
+    return tensor.untyped_storage()._cdata
 
 
 def is_held_only_by(storage: torch.UntypedStorage, tensors: list[Tensor]) -> bool:
@@ -313,9 +313,7 @@ class Region:
         self.is_nested = in_replay()
         self.lock = threading.RLock()
         """Lock held during a replay: on CUDA, backward runs on one thread for each device."""
-        self._operations = OperationRecorder(inputs, self.state.note_draw)
-        self.is_made = False
-        """True once the call has returned."""
+        self._operations = OperationRecorder(inputs)
         self._handles: list[weakref.ref[_Handle]] = []
         self._saved: list[tuple] = []
         self._recorded: dict[int, _Recorded] = {}
@@ -362,7 +360,6 @@ class Region:
 
         with self._operations, saved_tensors_hooks(drop, _replayed_value):
             output = self.function(*args, **kwargs)
-        self.is_made = True
         if [leaf._version for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)] != self._versions:
             raise RecomputeUsageError(
                 f"{self.name!r}: expected a call that leaves its inputs as they are, got one that changes an input in "
@@ -512,11 +509,6 @@ class Region:
 @internals.outside_compiled_graphs
 def _replayed_value(handle: _Handle) -> Tensor:
     region = handle.region
-    if not region.is_made:
-        raise RecomputeUsageError(
-            f"{region.name!r}: expected a call that leaves gradients to backward, got one that computes some itself "
-            "(torch.autograd.grad or backward); take them out of the call, or use torch.utils.checkpoint for it"
-        )
     with region.lock:
         if handle.place not in region._recorded:
             for slot in region.upstream:

@@ -76,7 +76,7 @@ def _file_error(config) -> str:
     if fault := _fault_of(schedule):
         return f"pipeline_schedule_file: expected a schedule that runs, got one with a fault: {fault}"
     if schedule.pp_size == 1:
-        return f"pipeline_schedule_file: expected a row for each of two ranks or more, got one"
+        return "pipeline_schedule_file: expected a row for each of two ranks or more, got one"
     for name, given, found in (
         ("pipeline_model_parallel_size", config.pipeline_model_parallel_size, schedule.pp_size),
         (
@@ -88,7 +88,7 @@ def _file_error(config) -> str:
         if given != found:
             return f"{name}: expected {found} as in pipeline_schedule_file, got {given}"
     if schedule.forward_only:
-        return f"pipeline_schedule_file: expected backwards, too, got forwards alone"
+        return "pipeline_schedule_file: expected backwards, too, got forwards alone"
     if config.microbatch_group_size_per_vp_stage is not None:
         return (
             "microbatch_group_size_per_vp_stage: expected None with pipeline_schedule_file, got "
