@@ -9,15 +9,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from reference_torch.recompute.guards import function_name
 
-_SIMPLE = frozenset({bool, int, float, complex, str, type(None), type(...), torch.dtype, torch.device, slice})
-_SIMPLE |= {torch.Size, np.bool_, np.float32, np.float64, np.int32, np.int64}
+_SIMPLE = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.device, slice})
 """Types of arguments that are compared by value."""
 
 
@@ -45,25 +43,14 @@ def _metadata_functions() -> frozenset[Callable]:
 _METADATA = _metadata_functions()
 
 
-class Outside(NamedTuple):
-    """A tensor from outside the call, which an operation reads."""
-
-    reference: "weakref.ref[Tensor]"
-    values: tuple | None
-    """Of a few numbers: type, shape and elements. A call may make a constant where no mode sees it."""
-
-
 class Operation(NamedTuple):
-    """One operation of a call: differentiable, or one that computes what such an operation may read."""
+    """One differentiable operation of a call."""
 
     function: Callable
     constants: tuple
     """Arguments that are numbers, strings or flags, by place and by name."""
-    operands: tuple["Outside | Operation | None", ...]
-    """Where tensor operands come from: a tensor from outside the call, or the operation without gradient that computed
-    it; None for those the call computed with gradient, or writes to."""
-    result: "weakref.ref[Tensor] | None" = None
-    """Of an operation without gradient."""
+    outside: tuple["weakref.ref[Tensor] | None", ...]
+    """Tensor operands from outside the call; None for those the call computed, or writes to."""
 
     def __str__(self) -> str:
         name = function_name(self.function)
@@ -76,21 +63,15 @@ class OperationRecorder(TorchFunctionMode):
 
     Args:
         arguments: tensors of the call, whose versions are checked elsewhere.
-        on_draw: told of a random generator before an operation draws from it.
     """
 
-    def __init__(
-        self, arguments: list[Tensor], on_draw: Callable[[torch.Generator], None] = lambda generator: None
-    ) -> None:
+    def __init__(self, arguments: list[Tensor]) -> None:
         super().__init__()
-        self._on_draw = on_draw
         self.operations: list[Operation] = []
         self.running: Operation | None = None
         """The operation that has begun and not ended."""
         self._outside: dict[int, tuple[weakref.ref[Tensor], int, str]] = {}
         self._own = {id(tensor) for tensor in arguments}
-        self._sources: dict[int, Operation] = {}
-        """What computed the call's tensors without gradient."""
         self._seen: dict[int, weakref.ref[Tensor]] = {}
         """Operands from outside, also those that the call has changed."""
         self._begun = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
@@ -100,49 +81,31 @@ class OperationRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _METADATA:
             return func(*args, **kwargs)
-        if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
-            self._on_draw(kwargs["generator"])
         own = self._own
         operands = list(_tensors(args, kwargs))
-        versions = [_version(operand) for operand in operands]
-        from_outside = [self._is_outside(operand) for operand in operands]
+        versions = [_version(operand) if self._is_outside(operand) else None for operand in operands]
         constants = tuple(_constants(args, kwargs))
         self.running = Operation(func, constants, ())
         result = func(*args, **kwargs)
         self.running = None
-        sources: list[Outside | Operation | None] = []
-        written = []
-        for operand, version, outside in zip(operands, versions, from_outside, strict=True):
-            if not outside:
-                sources.append(self._source(operand))
-            if version is None or operand._version != version:
-                written.append(operand)
-                if outside:
-                    sources.append(None)
-            elif outside:
-                reference = weakref.ref(operand)
-                sources.append(Outside(reference, _few_values(operand)))
-                self._outside.setdefault(id(operand), (reference, version, function_name(func)))
+        outside = []
+        for operand, version in zip(operands, versions, strict=True):
+            if version is None or operand._version != version:  # ours, or an operand that the operation changes
+                outside.append(None)
+                continue
+            reference = weakref.ref(operand)
+            outside.append(reference)
+            self._outside.setdefault(id(operand), (reference, version, function_name(func)))
         results = [result] if isinstance(result, Tensor) else result if isinstance(result, (tuple, list)) else ()
-        computed = [tensor for tensor in results if isinstance(tensor, Tensor)]
-        differentiable = any(tensor.requires_grad for tensor in computed)
-        for tensor in computed:
-            if not any(tensor is operand for operand in operands):
-                own.add(id(tensor))
-                written.append(tensor)
-        if differentiable:
-            if func is not Tensor.view_as:  # hooks of modules insert it, and it changes no value
-                self.operations.append(Operation(func, constants, tuple(sources)))
-        else:
-            for tensor in written:
-                if id(tensor) in own:
-                    self._sources[id(tensor)] = Operation(func, constants, tuple(sources), weakref.ref(tensor))
+        differentiable = False
+        for tensor in results:
+            if isinstance(tensor, Tensor):
+                differentiable = differentiable or tensor.requires_grad
+                if not any(tensor is operand for operand in operands):
+                    own.add(id(tensor))
+        if differentiable and func is not Tensor.view_as:  # hooks of modules insert it, and it changes no value
+            self.operations.append(Operation(func, constants, tuple(outside)))
         return result
-
-    def _source(self, operand: Tensor) -> Operation | None:
-        """Return what computed a tensor of the call; None: an operation with gradient, or one that no mode sees."""
-        source = self._sources.get(id(operand))
-        return source if source is not None and source.result is not None and source.result() is operand else None
 
     def _is_outside(self, operand: Tensor) -> bool:
         """Return whether an operand was there before the call.
@@ -176,9 +139,9 @@ class OperationRecorder(TorchFunctionMode):
         for place, (first, second) in enumerate(zip(self.operations, replayed, strict=False)):
             if first.function != second.function or not _equal(first.constants, second.constants):
                 return f"operation {place} was {first} in forward and is {second} in the replay"
-            change = _other_operand(first, second)
-            if change is not None:
-                return f"operation {place}, {first}, reads {change}"
+            for before, after in zip(first.outside, second.outside, strict=False):
+                if before is not None and not _is_same(before(), None if after is None else after()):
+                    return f"operation {place}, {first}, reads another tensor of the closure than in forward"
         for reference, version, reader in replay._outside.values():
             tensor = reference()
             known = self._outside.get(id(tensor))
@@ -190,47 +153,11 @@ class OperationRecorder(TorchFunctionMode):
         return None
 
 
-def _other_operand(first: Operation, second: Operation) -> str | None:
-    """Say what a replayed operation reads that is another tensor, or was computed from another, than in forward."""
-    waiting, compared = [(first, second)], set()
-    while waiting:
-        first, second = waiting.pop()
-        if (id(first), id(second)) in compared:
-            continue
-        compared.add((id(first), id(second)))
-        for before, after in zip(first.operands, second.operands, strict=False):
-            if isinstance(before, Operation):
-                # What forward has computed and a cache holds may be read, or computed in another way, in the replay.
-                if isinstance(after, Operation) and before.function == after.function:
-                    if not _equal(before.constants, after.constants):
-                        return f"what was {before} in forward and is {after} in the replay"
-                    waiting.append((before, after))
-            elif before is not None and not _is_same(before, after if isinstance(after, Outside) else None):
-                through = "" if second.result is None else f" by way of {first}"
-                return (
-                    f"another tensor of the closure than in forward{through} (or one that the call makes by a "
-                    "constructor that PyTorch's modes do not see, as torch.FloatTensor or nn.Parameter: use "
-                    "torch.tensor)"
-                )
-    return None
-
-
-def _is_same(before: Outside, after: Outside | None) -> bool:
-    """Whether two runs read one tensor, or each a new constant, which no mode sees being made."""
-    first, second = before.reference(), None if after is None else after.reference()
-    if after is None or (first is second and first is not None):
-        return after is not None
-    if before.values is not None and after.values is not None:
-        return _equal(before.values, after.values)
-    return first is None and second is not None and not second.requires_grad and not _owns_memory(second)
-
-
-def _few_values(tensor: Tensor) -> tuple | None:
-    if type(tensor) is not Tensor or tensor.grad_fn is not None or tensor.device.type != "cpu":
-        return None
-    if tensor.layout is not torch.strided or tensor.numel() > 64:
-        return None
-    return tensor.dtype, tuple(tensor.shape), tensor.tolist()
+def _is_same(before: Tensor | None, after: Tensor | None) -> bool:
+    """Whether two runs read one tensor, or each a new view of NumPy's memory, which no mode sees being made."""
+    if before is after and after is not None:
+        return True
+    return before is None and after is not None and not after.requires_grad and not _owns_memory(after)
 
 
 def _owns_memory(tensor: Tensor) -> bool:
@@ -248,11 +175,12 @@ def _tensors(args: tuple, kwargs: dict) -> Iterator[Tensor]:
 
 
 def _constants(args: tuple, kwargs: dict) -> Iterator[tuple[int | str, Any]]:
-    for name, value in (*enumerate(args), *kwargs.items()):
+    for place, value in enumerate(args):
+        if type(value) in _SIMPLE:
+            yield place, value
+    for name, value in kwargs.items():
         if type(value) in _SIMPLE:
             yield name, value
-        elif type(value) in (tuple, list):  # an index, a padding, a shape
-            yield name, tuple(inner for inner in value if type(inner) in _SIMPLE)
 
 
 def _equal(one: tuple, other: tuple) -> bool:

@@ -102,9 +102,7 @@ class Region:
         self.is_nested = in_replay()
         self.lock = threading.RLock()
         """Held while the call is made again: CUDA runs backward on a thread a device."""
-        self._operations = OperationRecorder(inputs, self.state.note_draw)
-        self.is_made = False
-        """Whether the call has returned."""
+        self._operations = OperationRecorder(inputs)
         self._handles: list[weakref.ref[_Held]] = []
         self._saved: list[tuple] = []
         self._recorded: dict[int, _Recorded] = {}
@@ -145,7 +143,6 @@ class Region:
 
         with self._operations, saved_tensors_hooks(drop, _compute_again):
             output = self.function(*args, **kwargs)
-        self.is_made = True
         if [leaf._version for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)] != self._versions:
             raise RecomputeUsageError(
                 f"{self.name!r}: expected a call that leaves its inputs as they are, got one that changes an input in "
@@ -290,11 +287,6 @@ class Region:
 @internals.outside_compiled_graphs
 def _compute_again(handle: _Held) -> Tensor:
     region = handle.region
-    if not region.is_made:
-        raise RecomputeUsageError(
-            f"{region.name!r}: expected a call that leaves gradients to backward, got one that computes some itself "
-            "(torch.autograd.grad or backward); take them out of the call, or use torch.utils.checkpoint for it"
-        )
     with region.lock:
         if handle.place not in region._recorded:
             for slot in region.upstream:

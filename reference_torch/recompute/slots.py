@@ -200,9 +200,9 @@ def _rebound(alias: Tensor, storage: torch.UntypedStorage) -> Tensor:
     return internals.negated_view(view) if alias.is_neg() else view
 
 
-def slot_address(tensor: Tensor) -> int | None:
-    """Address of a tensor's StorageImpl; None where it has none (sparse)."""
-    return internals.storage_address(tensor)
+def slot_address(tensor: Tensor) -> int:
+    """Address of a tensor's StorageImpl."""
+    return tensor.untyped_storage()._cdata
 
 
 def is_held_only_by(storage: torch.UntypedStorage, tensors: list[Tensor]) -> bool:

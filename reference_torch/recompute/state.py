@@ -1,14 +1,9 @@
-"""The state around a call that its replay must find again: random generators, autocast, CUDA stream.
-
-Python's and NumPy's default generators are among them: stochastic depth is often drawn from these.
-"""
+"""The state around a call that its replay must find again: random generators, autocast, CUDA stream."""
 
 import contextlib
-import random
 import threading
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,41 +24,24 @@ class ReplayState:
         self._cuda = sorted({d.index for d in devices if d.type == "cuda"} | _current_cuda_device())
         drawn_from = [_default_generator(index) for index in [None, *self._cuda]] + list(generators)
         self._states: dict[torch.Generator, Tensor] = {g: g.get_state() for g in drawn_from}
-        self._python: tuple | None = random.getstate()
-        self._numpy: dict | None = _numpy_state()
         types = sorted({"cpu"} | {device.type for device in devices})
         self._autocast = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types]
         self._cache_enabled = torch.is_autocast_cache_enabled()
         self._streams = {index: torch.cuda.current_stream(index) for index in self._cuda}
 
-    def note_draw(self, generator: torch.Generator) -> None:
-        """Take the state of a generator from which the call is about to draw, if it is the first time."""
-        if generator not in self._states:
-            self._states[generator] = generator.get_state()
-
     def forget_unused(self) -> None:
         """After the call: drop the state of generators it did not draw from."""
         self._states = {g: state for g, state in self._states.items() if not torch.equal(state, g.get_state())}
-        if self._python == random.getstate():
-            self._python = None
-        if self._numpy is not None and _is_numpy_state(self._numpy):
-            self._numpy = None
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Everything as before the call; afterwards, or if the body raises, as it was found."""
         with contextlib.ExitStack() as stack:
-            if self._states or self._python or self._numpy:  # another thread's replay would draw from the same ones
+            if self._states:  # another thread's replay would draw from the same generators
                 stack.enter_context(_generators_lock)
             for generator, state in self._states.items():
                 stack.callback(generator.set_state, generator.get_state())
                 generator.set_state(state)
-            if self._python is not None:
-                stack.callback(random.setstate, random.getstate())
-                random.setstate(self._python)
-            if self._numpy is not None:
-                stack.callback(np.random.set_state, _numpy_state())
-                np.random.set_state(self._numpy)
             for device, enabled, dtype in self._autocast:
                 stack.enter_context(torch.autocast(device, dtype, enabled, self._cache_enabled))
             for index, stream in self._streams.items():
@@ -84,18 +62,6 @@ class ReplayState:
         if device.type != "cuda":
             return None
         return self._streams[device.index].record_event()
-
-
-def _numpy_state() -> dict:
-    return np.random.get_state(legacy=False)
-
-
-def _is_numpy_state(state: dict) -> bool:
-    """Whether NumPy's default generator has drawn nothing since."""
-    now = _numpy_state()
-    first, second = state["state"], now["state"]
-    same = first.keys() == second.keys() and all(np.array_equal(first[key], second[key]) for key in first)
-    return same and state["has_gauss"] == now["has_gauss"]
 
 
 def _default_generator(cuda_index: int | None) -> torch.Generator:
