@@ -76,7 +76,7 @@ def _file_error(config) -> str:
     if fault := _fault_of(schedule):
         return f"pipeline_schedule_file: expected a schedule that runs, got one with a fault: {fault}"
     if schedule.pp_size == 1:
-        return "pipeline_schedule_file: expected a row for each of two ranks or more, got one"
+        return "pipeline_schedule_file: expected at least two rows (one per rank), got one"
     for name, given, found in (
         ("pipeline_model_parallel_size", config.pipeline_model_parallel_size, schedule.pp_size),
         (
