@@ -25,7 +25,7 @@ from diptych.plans.recompute import RecomputeBlock, recompute_blocks
 from diptych.plans.schedule.named import schedule_for
 from diptych.plans.schedule.partition import get_stage_place, num_stages
 from diptych.plans.schedule.simulate import Costs, simulate
-from diptych.plans.schedule.simulate import Simulation as Course
+from diptych.plans.schedule.simulate import Simulation as PipelineSimulation
 from diptych.plans.schedule.wavefront import tokens_before
 
 
@@ -73,7 +73,7 @@ class StepTime(NamedTuple):
     """Predicted seconds of a step, by part."""
 
     total: float
-    course: Course
+    simulation: PipelineSimulation
     """Simulation of the pipeline, from the first forward to the last backward."""
     stages: tuple[StageTime, ...]
     gradients: float
@@ -183,11 +183,11 @@ def step_time(
     machine = machine or Machine()
     stages = StageTimes(machine).of(config, micro_batch_size)
     schedule = schedule_for(config, num_microbatches)
-    course = simulate(schedule, costs_of(config, stages, micro_batch_size, machine))
+    simulation = simulate(schedule, costs_of(config, stages, micro_batch_size, machine))
     waits = waits_of_wavefront(config, micro_batch_size, stages, machine)
-    course = replace(course, makespan=course.makespan + waits)
+    simulation = replace(simulation, makespan=simulation.makespan + waits)
     gradients, update = after_backward(config, micro_batch_size, num_microbatches, data_parallel_size, machine)
-    return StepTime(course.makespan + gradients + update, course, stages, gradients, update)
+    return StepTime(simulation.makespan + gradients + update, simulation, stages, gradients, update)
 
 
 def waits_of_wavefront(config: TransformerConfig, batch: int, stages: Sequence[StageTime], machine: Machine) -> float:

@@ -28,7 +28,7 @@ IDLE, INK = "#f1f1f1", "#222222"
 
 WIDTH, LEFT, RIGHT = 11.0, 0.62, 0.12
 ROW, TITLE, LEGEND, BOTTOM, TALLEST = 0.25, 0.34, 0.22, 0.48, 18.0
-"""Inches: width and side margins of the figure; a rank's row, a title, the legend, the time axis, the tallest figure."""
+"""Inches: figure width and side margins; a rank's row, a title, the legend, the time axis, the tallest figure."""
 CELL = 0.88
 """Height of a cell as a share of its row."""
 DIGIT = 0.64
@@ -67,12 +67,12 @@ def timeline_of(schedule: Schedule, costs: Costs | None = None, title: str | Non
         title: None: name, makespan and bubble share.
     """
     costs = costs or Costs()
-    course = simulate(schedule, costs)
+    simulation = simulate(schedule, costs)
     if title is None:
-        idle = sum(course.bubble) / (schedule.pp_size * course.makespan) if course.makespan else 0.0
+        idle = sum(simulation.bubble) / (schedule.pp_size * simulation.makespan) if simulation.makespan else 0.0
         stages = f", {schedule.stages_per_rank} virtual stages a rank" if schedule.stages_per_rank > 1 else ""
-        title = f"{schedule.name}{stages}: makespan {course.makespan:g}, idle {idle:.1%}"
-    bars = {action: Bar(start, costs.time(action)) for action, start in course.starts.items()}
+        title = f"{schedule.name}{stages}: makespan {simulation.makespan:g}, bubble {idle:.1%}"
+    bars = {action: Bar(start, costs.time(action)) for action, start in simulation.starts.items()}
     return Timeline(schedule, bars, title)
 
 
@@ -223,7 +223,7 @@ def _add_legend(figure: "Figure", timelines: Sequence[Timeline], height: float) 
 
     occurring = {action.kind for timeline in timelines for action in timeline.bars}
     patches = [Patch(color=COLORS[kind], label=f"{kind}: {name}") for kind, name in KINDS.items() if kind in occurring]
-    patches.append(Patch(color=IDLE, label="idle"))
+    patches.append(Patch(color=IDLE, label="bubble"))
     most = max((timeline.schedule.stages_per_rank for timeline in timelines), default=1)
     if most > 1:
         for vp_stage, words in ((0, "first virtual stage, darker"), (most - 1, "last, lighter")):

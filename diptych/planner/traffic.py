@@ -3,8 +3,8 @@
 The mesh is replicas x context ranks x pipeline ranks. Counted are the tensors that PyTorch ranks send. Message headers
 and sums of scalars (losses, norms, token counts) are left out.
 
-Libraries choose the algorithms of collectives; the one that sends least is assumed. An all-reduce over n ranks is a ring
-in which each rank sends 2 (n - 1) / n of its bytes; in an all-gather over n ranks, each rank sends n - 1 parts.
+Libraries choose the algorithms of collectives; the one that sends least is assumed. An all-reduce over n ranks is a
+ring in which each rank sends 2 (n - 1) / n of its bytes; in an all-gather over n ranks, each rank sends n - 1 parts.
 """
 
 import math

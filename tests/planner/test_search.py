@@ -224,10 +224,10 @@ def test_a_slower_wire_costs_messages_exchanges_and_sums():
     fast, slow = (step_time(config, 2, 4, 2, replace(SLOW, network_bandwidth=rate)) for rate in (1e12, 1e7))
     assert slow.gradients > fast.gradients
     assert slow.stages[0].exchanged > fast.stages[0].exchanged
-    assert slow.course.makespan > fast.course.makespan
+    assert slow.simulation.makespan > fast.simulation.makespan
     assert slow.update == fast.update
     costs = costs_of(config, slow.stages, 2, replace(SLOW, network_bandwidth=1e7))
-    assert slow.course.makespan == simulate(schedule_for(config, 4), costs).makespan
+    assert slow.simulation.makespan == simulate(schedule_for(config, 4), costs).makespan
 
 
 @pytest.mark.parametrize("rule", ["gdn", "kda"])

@@ -18,7 +18,7 @@ from typing import NamedTuple, get_args
 from diptych.planner.generate.bound import lower_bound
 from diptych.planner.generate.listing import list_orders, rules
 from diptych.planner.generate.moves import Budget, heaviest, join, lower_peaks, shorten
-from diptych.planner.generate.orders import Course, Orders, Pipeline, run
+from diptych.planner.generate.orders import Orders, Pipeline, Timing, run
 from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.named import build_schedule, check_sizes
 from diptych.plans.schedule.placement import SCHEDULES, V_SCHEDULES, Placement
@@ -41,7 +41,7 @@ class Generated(NamedTuple):
     """A generated schedule."""
 
     schedule: Schedule
-    course: Simulation
+    simulation: Simulation
     at_least: float
     """Lower bound of the makespan of any schedule, in the unit of the costs."""
 
@@ -166,7 +166,7 @@ def _search(pipeline: Pipeline, at_least: float, budget: Budget) -> Orders:
 
     def grade(orders: Orders) -> tuple[float, float, float]:
         """Return the sort key of orders; the smallest is best."""
-        return round(_course(pipeline, orders).makespan / at_least, 12), *heaviest(pipeline.peaks(orders))
+        return round(_timing(pipeline, orders).makespan / at_least, 12), *heaviest(pipeline.peaks(orders))
 
     schedules = named_schedules(pipeline.p, pipeline.m, pipeline.v, pipeline.placement)
     named = [orders for orders in map(pipeline.orders_of, schedules) if pipeline.all_fit(orders)]
@@ -179,13 +179,13 @@ def _search(pipeline: Pipeline, at_least: float, budget: Budget) -> Orders:
     starts = [min(group, key=grade) for group in (named, listed) if group]
     best, share = min(starts, key=grade), budget.left * 0.8 / (len(starts) * len(SEEDS))
     for start, seed in product(starts, SEEDS):
-        if _course(pipeline, best).makespan > enough:
+        if _timing(pipeline, best).makespan > enough:
             best = min(best, shorten(pipeline, start, Budget(share), seed, enough), key=grade)
-    limit, rest = _course(pipeline, best).makespan * (1.0 + SAME), Budget(budget.left * 0.2)
+    limit, rest = _timing(pipeline, best).makespan * (1.0 + SAME), Budget(budget.left * 0.2)
     return join(pipeline, lower_peaks(pipeline, best, rest, limit), rest, limit)
 
 
-def _course(pipeline: Pipeline, orders: Orders) -> Course:
-    course = run(pipeline, orders)
-    assert course is not None, "what is compared runs"
-    return course
+def _timing(pipeline: Pipeline, orders: Orders) -> Timing:
+    timing = run(pipeline, orders)
+    assert timing is not None, "what is compared runs"
+    return timing

@@ -34,7 +34,7 @@ def lower_bound(pipeline: Pipeline) -> float:
 
 
 def _most_forwards(p: Pipeline, rank: int) -> float:
-    """Return the time of the forwards, counted fractionally, that fit into a rank's memory before its first backward."""
+    """Return the time of the forwards, counted fractionally, that a rank has memory for before its first backward."""
     time, left = 0.0, p.rooms[rank]
     for stage in sorted(p.own[rank], key=lambda s: p.kept[s] / p.forward[s] if p.forward[s] else float("inf")):
         count = min(float(p.m), left / p.kept[stage]) if p.kept[stage] else float(p.m)

@@ -12,7 +12,7 @@ Burke and Bykov, European Journal of Operational Research 258, 2017.
 from collections.abc import Sequence
 from random import Random
 
-from diptych.planner.generate.orders import ROUNDING, B, Course, F, I, Orders, Pipeline, W, run
+from diptych.planner.generate.orders import ROUNDING, B, F, I, Orders, Pipeline, Timing, W, run
 
 MEMORY = 20
 """Number of moves over which late acceptance looks back."""
@@ -30,7 +30,7 @@ class Budget:
     def __init__(self, actions: float) -> None:
         self.left = actions
 
-    def run(self, pipeline: Pipeline, orders: Orders) -> Course | None:
+    def run(self, pipeline: Pipeline, orders: Orders) -> Timing | None:
         """Simulate orders and subtract their actions from the budget; None: the orders deadlock."""
         self.left -= sum(map(len, orders))
         return run(pipeline, orders)
@@ -53,11 +53,11 @@ def shorten(pipeline: Pipeline, orders: Orders, budget: Budget, seed: int, bound
     current = [_split(order) for order in orders]
     if not pipeline.all_fit(current):
         current = [[*order] for order in orders]  # full backwards need less memory here
-    course = budget.run(pipeline, current)
-    assert course is not None, "orders run"
+    timing = budget.run(pipeline, current)
+    assert timing is not None, "orders run"
     peaks = pipeline.peaks(current)
-    best, shortest, least = current, course.makespan, heaviest(peaks)
-    recent, pairs, count = [shortest] * MEMORY, critical_pairs(pipeline, current, course), 0
+    best, shortest, least = current, timing.makespan, heaviest(peaks)
+    recent, pairs, count = [shortest] * MEMORY, critical_pairs(pipeline, current, timing), 0
     while budget.left > 0 and shortest > bound and pairs:
         count += 1
         rank, place = random.choice(pairs)
@@ -72,12 +72,12 @@ def shorten(pipeline: Pipeline, orders: Orders, budget: Budget, seed: int, bound
             continue
         changed = [*current[:rank], moved, *current[rank + 1 :]]
         found = budget.run(pipeline, changed)
-        if found is not None and found.makespan <= max(course.makespan, recent[count % MEMORY]):
-            current, course, peaks[rank] = changed, found, peak
-            pairs = critical_pairs(pipeline, current, course)
-            if (course.makespan, heaviest(peaks)) < (shortest, least):
-                best, shortest, least = current, course.makespan, heaviest(peaks)
-        recent[count % MEMORY] = course.makespan
+        if found is not None and found.makespan <= max(timing.makespan, recent[count % MEMORY]):
+            current, timing, peaks[rank] = changed, found, peak
+            pairs = critical_pairs(pipeline, current, timing)
+            if (timing.makespan, heaviest(peaks)) < (shortest, least):
+                best, shortest, least = current, timing.makespan, heaviest(peaks)
+        recent[count % MEMORY] = timing.makespan
     return best
 
 
@@ -91,17 +91,17 @@ def _split(order: list[int]) -> list[int]:
     return [part for action in order for part in ((action - B + I, action - B + W) if action & 3 == B else (action,))]
 
 
-def critical_pairs(pipeline: Pipeline, orders: Orders, course: Course) -> list[tuple[int, int]]:
+def critical_pairs(pipeline: Pipeline, orders: Orders, timing: Timing) -> list[tuple[int, int]]:
     """Return rank and place of the first action of every critical pair on one critical path."""
     found = []
     numbers = [{} for _ in orders]  # by place in the order: stage and microbatch
-    for passes in (course.forwards, course.backwards):
+    for passes in (timing.forwards, timing.backwards):
         for stage, places in enumerate(passes):
             numbers[pipeline.home[stage]].update((place, (stage, i)) for i, place in enumerate(places))
-    rank = course.ends.index(course.makespan)
+    rank = timing.ends.index(timing.makespan)
     place = len(orders[rank]) - 1
     while True:
-        starts, order = course.starts[rank], orders[rank]
+        starts, order = timing.starts[rank], orders[rank]
         if place and starts[place - 1] + pipeline.lasts[order[place - 1]] == starts[place]:
             place -= 1
             found.append((rank, place))
@@ -109,7 +109,7 @@ def critical_pairs(pipeline: Pipeline, orders: Orders, course: Course) -> list[t
         if order[place] & 3 == W or not starts[place]:
             return found
         stage, microbatch = numbers[rank][place]
-        passes, other = (course.forwards, stage - 1) if order[place] & 3 == F else (course.backwards, stage + 1)
+        passes, other = (timing.forwards, stage - 1) if order[place] & 3 == F else (timing.backwards, stage + 1)
         rank, place = pipeline.home[other], passes[other][microbatch]
 
 

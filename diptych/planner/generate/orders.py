@@ -143,7 +143,7 @@ class Pipeline:
         return Schedule(name, self.p, self.m, self.v, tuple(ranks), False, self.placement)
 
 
-class Course(NamedTuple):
+class Timing(NamedTuple):
     """Times of all actions, and the place of each microbatch's passes in its rank's order."""
 
     makespan: float
@@ -157,7 +157,7 @@ class Course(NamedTuple):
     """By stage and microbatch: place of B or I in the rank's order."""
 
 
-def run(pipeline: Pipeline, orders: Orders) -> Course | None:
+def run(pipeline: Pipeline, orders: Orders) -> Timing | None:
     """Simulate orders: each action starts as soon as its inputs have arrived; return None for a deadlock."""
     stages, last = range(pipeline.num_stages), pipeline.num_stages - 1
     link, lasts = pipeline.link, pipeline.lasts
@@ -205,4 +205,4 @@ def run(pipeline: Pipeline, orders: Orders) -> Course | None:
                 places[rank], ends[rank], moved = place, time, True
     if any(place < len(order) for place, order in zip(places, orders, strict=True)):
         return None
-    return Course(max(ends), ends, starts, forwards, backwards)
+    return Timing(max(ends), ends, starts, forwards, backwards)

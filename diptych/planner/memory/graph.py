@@ -159,7 +159,7 @@ class GraphBuilder:
         return x
 
     def _dropout_scratch(self, x: Value) -> int:
-        """Return the bytes of dropout's mask, and of its scaled copy or a tile of 64-bit random words with their input."""
+        """Return the bytes of dropout's mask, plus a scaled copy or a tile of 64-bit random words with their input."""
         width = x.size // self.item // self.tokens
         return self.tokens * width + max(x.size, 12 * 8 * min(TILE_ROWS, self.tokens) * (width // 4))
 

@@ -70,7 +70,7 @@ def rank_memories(config: TransformerConfig, schedule: Schedule, stages: Sequenc
 
 @lru_cache(maxsize=32)
 def _layer_sizes(config: TransformerConfig) -> dict[int, int]:
-    """Return the bytes of every layer's parameters; the argument is the undivided model, so that the cache is shared."""
+    """Return the bytes of every layer's parameters; the argument is the undivided model, to share the cache."""
     return {number: sum(each.values()) for number, each in layer_storages(config).items()}
 
 
