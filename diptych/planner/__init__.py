@@ -1,1 +1,1 @@
-"""Prediction of memory, time and traffic, search of configurations, and their reports. No backend imports it."""
+"""Predictions of memory, time and traffic, the search of configurations, and their reports. No backend imports it."""

@@ -1,4 +1,4 @@
-"""How long a plan takes on a device and a link that work at the same time, and when copies hide."""
+"""Predicted time of an offload plan on a device and a host link that work concurrently."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,24 +11,26 @@ from diptych.plans.offload.uses import Use
 
 
 def hiding_tokens(config: TransformerConfig, bandwidth: float, rate: float) -> float:
-    """Tokens of a microbatch from which on a layer's copy takes no longer than its forward.
+    """Return the smallest number of tokens in a microbatch at which copies overlap fully with computation.
 
-    A forward multiplies and adds once a parameter and token, a backward twice; so where copies hide behind forwards,
-    they hide behind backwards.
+    A forward multiplies and adds once per parameter and token, a backward twice; so copies that take no longer than
+    forwards take no longer than backwards either.
 
     Args:
-        bandwidth: of the link, in bytes a second.
-        rate: of the device, in floating-point operations a second.
+        config: the model.
+        bandwidth: bandwidth of the link, bytes per second.
+        rate: rate of the device, floating-point operations per second.
     """
     return np.dtype(config.params_dtype).itemsize * rate / (2.0 * bandwidth)
 
 
 def use_seconds(config: TransformerConfig, tokens: int, rate: float) -> Callable[[Use], float]:
-    """How long a use computes, by its products with weights alone.
+    """Return a function that estimates the seconds of a use, from its products with weights alone.
 
     Args:
-        tokens: of a microbatch.
-        rate: of the device, in floating-point operations a second.
+        config: the model.
+        tokens: tokens of a microbatch.
+        rate: rate of the device, floating-point operations per second.
     """
     width = np.dtype(config.params_dtype).itemsize
     parameters = {layer: sum(sizes.values()) / width for layer, sizes in layer_storages(config).items()}
@@ -38,13 +40,13 @@ def use_seconds(config: TransformerConfig, tokens: int, rate: float) -> Callable
 
 @dataclass(frozen=True)
 class OffloadTimes:
-    """Seconds of a plan on a device and a link that work at the same time."""
+    """Seconds of an offload plan on a device and a link that work concurrently."""
 
     makespan: float
     compute: float
     transfer: float
     waited: tuple[float, ...]
-    """For each use, how long the device waits for its layer."""
+    """Seconds that the device waits for the layer of each use."""
 
 
 def simulate_offload(
@@ -54,15 +56,15 @@ def simulate_offload(
     bandwidth: float,
     latency: float = 0.0,
 ) -> OffloadTimes:
-    """Run a plan in time: one device, one link that copies one layer after the other.
+    """Simulate an offload plan on one device and one link, which copies one layer at a time.
 
-    A copy starts when the link is free and the use before has ended, whose memory it may take.
+    A copy starts when the link is free and the previous use, whose memory it may take, has ended.
 
     Args:
-        plan: of plan_offload.
-        seconds: how long a use computes.
-        storages: as plan_offload's.
-        bandwidth: bytes a second.
+        plan: result of plan_offload.
+        seconds: function that returns the seconds of a use.
+        storages: bytes of each layer's storages, as in plan_offload.
+        bandwidth: bandwidth of the link, bytes per second.
         latency: seconds before each copy.
     """
     now = link = compute = transfer = 0.0

@@ -1,24 +1,28 @@
-"""What is asked of the planner: a model, the sizes of a step, the rates of a machine, and what to write."""
+"""The request for a plan: a model, the sizes of a step, the rates of a machine, and the files to write."""
 
 import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from diptych.planner.search import undecided
+from diptych.planner.search import without_searched_settings
 from diptych.planner.step_time import Machine
 from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.placement import ScheduleName
 
 LEAST_RATE, MOST_RATE = 1e-6, 1e9
-"""Of a machine, in the units of the flags: beyond them times overflow, or are 0."""
+"""Accepted machine rates, in the units of the flags: beyond these limits times overflow or become 0."""
 
 
 def parse_bytes(name: str, text: str) -> int:
-    """A size such as 80GiB or 1.5 TB.
+    """Return the bytes of a size such as 80GiB or 1.5 TB.
+
+    Args:
+        name: name of the setting, with which an error message begins.
+        text: the size, with its unit.
 
     Raises:
-        ValueError: it is none; the message begins with the name.
+        ValueError: the text is not a size of at least one byte.
     """
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B\s*", text)
     size = int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ")) if found else 0
@@ -29,52 +33,52 @@ def parse_bytes(name: str, text: str) -> int:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A request for a plan; the command ``diptych plan`` has its fields as flags.
+    """A request for a plan; its fields are the flags of the command ``diptych plan``.
 
     Raises:
-        ValueError: settings that do not go together; the message names the one to change.
+        ValueError: settings contradict each other; the message names the setting to change.
     """
 
     model: TransformerConfig
-    """The model, and how it is divided."""
+    """The model, and its pipeline and context parallelism."""
     micro_batch_size: int = 8
-    """Sequences computed at a time."""
+    """Sequences of one microbatch."""
     schedule: ScheduleName | None = None
-    """The model's pipeline_schedule, in short."""
+    """Short form of pipeline_schedule."""
     num_microbatches: int = 8
-    """Microbatches of a step, on each replica."""
+    """Microbatches of one step on each replica."""
     data_parallel_size: int = 1
-    """Replicas of context ranks of pipeline ranks."""
+    """Replicas; each has all context ranks and pipeline ranks."""
     picture: Path | None = None
-    """Timeline of a pipeline to draw, .png or .svg."""
+    """File for a drawing of the pipeline's timeline, .png or .svg."""
     html: Path | None = None
-    """Page to write that explains the plan: an interactive timeline in one file, .html."""
+    """File for a page with an interactive timeline of the plan, .html; it loads nothing else."""
     write_schedule: Path | None = None
-    """CSV file to write the pipeline's schedule to, for pipeline_schedule_file or torch.distributed.pipelining."""
+    """CSV file for the pipeline's schedule, readable by pipeline_schedule_file and torch.distributed.pipelining."""
     generate_schedule: Path | None = None
-    """CSV file for a schedule made for the pipeline's costs, as good as every named one of its stages or better; for
-    pipeline_schedule_file. Stages lie where the model's schedule has them."""
+    """CSV file for a schedule generated for the pipeline's costs; no named schedule with the same stages is faster.
+    Readable by pipeline_schedule_file. Stages are placed as in the model's schedule."""
     stage_costs: Path | None = None
-    """JSON file with measured times of every stage, for generate_schedule; None: they are predicted."""
+    """JSON file with measured times of every stage, for generate_schedule; None: predicted times."""
     generate_effort: float = 3.0
-    """How long generate_schedule searches, in millions of actions simulated, about half a second each."""
+    """Effort of generate_schedule, in millions of simulated actions; a million takes about half a second."""
     link_bandwidth: float = 50.0
-    """Between host and device, in GB/s; for offload, and the search."""
+    """Bandwidth between host and device, GB/s; for offload and for the search."""
     compute_rate: float = 300.0
-    """Of the device in matrix products, in TFLOP/s; for offload, and the search."""
+    """Rate of the device in matrix products, TFLOP/s; for offload and for the search."""
     memory_limit: str | None = None
-    """Bytes a rank has, as in 80GiB. With ranks: search the fastest ways to train the model within it. With
-    generate_schedule: what any rank may hold in all, parameters, gradients and moments included."""
+    """Bytes per rank, as in 80GiB. With ranks: search the fastest configurations that fit. With generate_schedule:
+    limit for every rank, including parameters, gradients and moments."""
     ranks: int | None = None
-    """Of the whole mesh, for the search."""
+    """Ranks of the whole mesh, for the search."""
     global_batch_size: int | None = None
-    """Sequences of a step, for the search; None: as many as ranks."""
+    """Sequences of one step, for the search; None: one per rank."""
     memory_bandwidth: float = 3000.0
-    """Of the device's own memory, in GB/s; for the search."""
+    """Bandwidth of the device's memory, GB/s; for the search."""
     network_bandwidth: float = 50.0
-    """That a rank sends with, in GB/s; for the search."""
+    """Send bandwidth of a rank, GB/s; for the search."""
     num_results: int = 10
-    """Ways that the search prints."""
+    """Number of configurations that the search prints."""
 
     def __post_init__(self) -> None:
         for name in ("link_bandwidth", "compute_rate", "memory_bandwidth", "network_bandwidth"):
@@ -96,7 +100,7 @@ class PlanRequest:
         self._check_generation()
         if self.generate_schedule is None and (self.memory_limit is None) != (self.ranks is None):
             missing = "ranks" if self.ranks is None else "memory_limit"
-            raise ValueError(f"{missing}: expected a value beside the other of memory_limit and ranks, got None")
+            raise ValueError(f"{missing}: expected a value, since memory_limit and ranks go together, got None")
         if self.memory_limit is not None:
             parse_bytes("memory_limit", self.memory_limit)
         self._check_search()
@@ -115,11 +119,11 @@ class PlanRequest:
             raise ValueError(f"html: expected a name that ends in .html, got {str(self.html)!r}")
         if self.html is not None and self.model.cp_exchange == "pipelined" and self.model.context_parallel_size > 1:
             raise ValueError(
-                "html: expected another cp_exchange than 'pipelined', whose ranks are no pipeline's, got it"
+                "html: expected a cp_exchange other than 'pipelined', whose ranks form no pipeline, got 'pipelined'"
             )
 
     def _check_search(self) -> None:
-        """What goes with ranks, and what does not: what the search decides is not asked for."""
+        """Check the settings of a search; settings that the search decides must have their defaults."""
         if self.ranks is None:
             for name in ("global_batch_size", "num_results"):
                 if getattr(self, name) != getattr(PlanRequest, name):
@@ -128,7 +132,7 @@ class PlanRequest:
                         f"a search, got {getattr(self, name)}"
                     )
             return
-        free = undecided(self.model)
+        free = without_searched_settings(self.model)
         own = ("schedule", "micro_batch_size", "num_microbatches", "data_parallel_size")
         own += ("html", "picture", "write_schedule")
         decided = [(name, getattr(self, name), getattr(PlanRequest, name)) for name in own]
@@ -136,12 +140,12 @@ class PlanRequest:
         for name, value, default in decided:
             if value != default:
                 raise ValueError(
-                    f"{name}: expected {default!r} beside memory_limit and ranks, which ask for a search, got "
-                    f"{value if isinstance(value, int | float) else str(value)!r}; plan one of the ways that are found"
+                    f"{name}: expected {default!r} with memory_limit and ranks, which ask for a search, got "
+                    f"{value if isinstance(value, int | float) else str(value)!r}; plan one of the configurations found"
                 )
 
     def _check_generation(self) -> None:
-        """What goes with generate_schedule, and what does not."""
+        """Check the settings that generate_schedule needs or excludes."""
         if not 0.0 <= self.generate_effort < math.inf:
             raise ValueError(f"generate_effort: expected a finite number of at least 0, got {self.generate_effort}")
         if self.generate_schedule is None:
@@ -151,28 +155,28 @@ class PlanRequest:
                     "generate_schedule FILE.csv"
                 )
             return
-        beside = (
-            ("write_schedule", self.write_schedule, "generate_schedule writes its own"),
-            ("ranks", self.ranks, "the pipeline's sizes are given"),
-            ("pipeline_schedule_file", self.model.pipeline_schedule_file, "the new one takes its place"),
+        exclusive = (
+            ("write_schedule", self.write_schedule, "generate_schedule writes its own file"),
+            ("ranks", self.ranks, "generate_schedule needs fixed pipeline sizes"),
+            ("pipeline_schedule_file", self.model.pipeline_schedule_file, "the generated schedule replaces it"),
             (
                 "enable_tensor_offload",
                 self.model.enable_tensor_offload or None,
                 "plan it with the file that is written",
             ),
         )
-        for name, value, why in beside:
+        for name, value, why in exclusive:
             if value is not None:
-                raise ValueError(f"{name}: expected none beside generate_schedule, got {str(value)!r}; {why}")
+                raise ValueError(f"{name}: expected none with generate_schedule, got {str(value)!r}; {why}")
         if self.html is not None and self.stage_costs is not None:
             raise ValueError(
-                f"html: expected None beside stage_costs, whose times the page does not have, got {str(self.html)!r}; "
+                f"html: expected None with stage_costs, whose times the page does not have, got {str(self.html)!r}; "
                 "plan the file that is written"
             )
 
     @property
     def machine(self) -> Machine:
-        """Its rates."""
+        """The machine's rates, in units per second."""
         return Machine(
             compute_rate=self.compute_rate * 1e12,
             memory_bandwidth=self.memory_bandwidth * 1e9,

@@ -1,14 +1,13 @@
-"""Which way of training a model on so many ranks is fastest: of all accepted within a bound of memory, by prediction.
+"""The search for the fastest configurations of a model on a number of ranks, within a limit of memory.
 
-A way is a mesh (pipeline, context ranks, replicas), a schedule with its virtual stages, what is recomputed, whether
-parameters are offloaded, and how many sequences a microbatch has. Memory is diptych.planner.memory's, time
-diptych.planner.step_time's. Offloaded activations are not searched: their memory is not predicted.
+A configuration is a mesh (pipeline ranks, context ranks, replicas), a schedule with its virtual stages, recompute
+settings, offload of parameters on or off, and a microbatch size. Memory is predicted by diptych.planner.memory, time by
+diptych.planner.step_time. Offload of activations is not searched, because its memory is not predicted.
 
-What is as slow as another way or slower, and needs as much memory or more, is not listed: nobody would choose it.
+Dominated configurations are dropped: those that another configuration beats or equals in both time and memory.
 
-Ways are taken in the order of a bound that no schedule beats: a rank's work, with what has to come before and after it.
-Once the bound exceeds the slowest of the ways asked for, nothing that follows can be among them; so the result is that
-of trying all, which a test does where there are few.
+Configurations are tried in the order of a lower bound of their time. The search stops once the bound exceeds the
+slowest of the requested results, so the result equals that of trying all configurations (tests/planner/test_search.py).
 """
 
 import math
@@ -46,14 +45,14 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     },
     "whole layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-"""What is tried, by name; of those with mhc, only where a model has hyper-connections."""
+"""Recompute settings to try, by name; those with mhc only for models with hyper-connections."""
 
 VIRTUAL = (2, 4)
-"""Stages a rank that are tried with the interleaved schedules."""
+"""Virtual stages per rank to try with the interleaved schedules."""
 
 
-class Way(NamedTuple):
-    """One way of training."""
+class Configuration(NamedTuple):
+    """One configuration of a training step."""
 
     config: TransformerConfig
     micro_batch_size: int
@@ -63,8 +62,8 @@ class Way(NamedTuple):
     """Key of RECOMPUTE."""
 
     @property
-    def words(self) -> str:
-        """What it is, short."""
+    def description(self) -> str:
+        """A short description."""
         config = self.config
         virtual = config.virtual_pipeline_model_parallel_size
         parts = [
@@ -82,39 +81,39 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """A way, and what is predicted of it."""
+    """A configuration with its predicted time and memory."""
 
-    way: Way
+    configuration: Configuration
     seconds: float
-    """Of a step."""
+    """Seconds of a step."""
     memory: RankMemory
-    """Of the rank that needs most."""
+    """Memory of the rank that needs most."""
     shares: Mapping[str, float]
-    """Of the step's time on the busiest rank: ``operations``, ``computed again``, ``exchanges``,
-    ``waiting in the pipeline``, ``gradients``, ``update``, ``copies``."""
+    """Shares of the step's time on the busiest rank: ``operations``, ``recomputation``, ``exchanges``,
+    ``bubble``, ``gradients``, ``update``, ``copies``."""
     constraint: str = ""
-    """What keeps it from being faster."""
+    """Reason why it is not faster."""
 
 
 @dataclass
 class Outcome:
-    """What a search has found."""
+    """The result of a search."""
 
     best: list[Found]
     """Fastest first; each needs less memory than all before it."""
     considered: int
-    """Ways that are accepted."""
+    """Accepted configurations."""
     simulated: int
     too_large: int
-    """Of those looked at: ways that need more memory."""
+    """Configurations that were looked at and need more memory."""
     refused: Counter[str] = field(default_factory=Counter)
-    """By the setting that a refusal names: ways that are none."""
-    smallest: tuple[Way, RankMemory] | None = None
-    """Where none fits: the way that needs least, and what its rank that needs most does."""
+    """Refused configurations, by the setting that the refusal names."""
+    smallest: tuple[Configuration, RankMemory] | None = None
+    """If none fits: the smallest configuration, and the memory of its largest rank."""
 
 
-def undecided(config: TransformerConfig) -> TransformerConfig:
-    """The model without any setting that a search decides."""
+def without_searched_settings(config: TransformerConfig) -> TransformerConfig:
+    """Return the model with every searched setting at its default."""
     return undivided(replace(config, enable_activation_offload=False, enable_tensor_offload=False, **NO_RECOMPUTE))
 
 
@@ -126,61 +125,65 @@ def search(
     machine: Machine | None = None,
     count: int = 10,
     schedules: tuple[str, ...] = SCHEDULES,
-    progress: Callable[[Iterable[Any], int], Iterable[Any]] = lambda ways, _: ways,
+    progress: Callable[[Iterable[Any], int], Iterable[Any]] = lambda candidates, _: candidates,
 ) -> Outcome:
-    """The fastest ways of training a model.
+    """Return the fastest configurations that fit into memory, none of which is both slower and larger than another.
 
     Args:
-        config: the model's; how it is divided, scheduled, recomputed and offloaded is what is searched.
-        ranks: of the whole mesh.
-        memory_limit: bytes a rank has.
-        global_batch_size: sequences of a step.
-        machine: its rates; None: Machine's own.
-        count: ways wanted, at most: there may be fewer of which none is slower and larger than another.
-        schedules: those tried.
-        progress: shows how far it is, given the ways and their number.
+        config: the model; its parallel sizes, schedule, recompute and offload settings are what is searched.
+        ranks: ranks of the whole mesh.
+        memory_limit: bytes per rank.
+        global_batch_size: sequences of one step.
+        machine: rates of the machine; None: the defaults of Machine.
+        count: largest number of configurations returned.
+        schedules: names of the schedules to try.
+        progress: wraps the iterable of configurations, given also their number, to show progress.
+
+    Returns:
+        The configurations, fastest first, and counts of what was tried.
 
     Raises:
-        ValueError: sizes below 1, an unknown schedule, or no way at all that is accepted.
+        ValueError: sizes below 1, an unknown schedule, or no accepted configuration.
     """
     _check_request(ranks, memory_limit, count, schedules)
-    predictions, outcome = _Predictions(machine or Machine()), Outcome([], 0, 0, 0)
-    ways = [
-        (predictions.bound(way), place, way)
-        for place, way in enumerate(_ways(config, ranks, global_batch_size, schedules, outcome))
+    predictions = _Predictions(machine or Machine())
+    outcome = Outcome([], 0, 0, 0)
+    candidates = [
+        (predictions.bound(candidate), place, candidate)
+        for place, candidate in enumerate(_configurations(config, ranks, global_batch_size, schedules, outcome))
     ]
-    outcome.considered = len(ways)
-    if not ways:
+    outcome.considered = len(candidates)
+    if not candidates:
         raise ValueError(
             f"ranks: expected a number that {config.num_layers} layers and {global_batch_size} sequences can be "
             f"divided over, got {ranks}; change num_layers, global_batch_size or ranks"
         )
-    ways.sort(key=lambda each: each[:2])
-    too_large: list[tuple[float, Way, RankMemory]] = []
-    for bound, _, way in progress(ways, len(ways)):
+    candidates.sort(key=lambda each: each[:2])
+    too_large: list[tuple[float, Configuration, RankMemory]] = []
+    for bound, _, candidate in progress(candidates, len(candidates)):
         if len(outcome.best) >= count and bound > outcome.best[count - 1].seconds:
-            break  # what follows is slower than these, and dominates none of them
-        if (largest := predictions.memory(way)).total > memory_limit:
-            too_large.append((bound, way, largest))
+            break  # every remaining configuration is slower than these, so it cannot dominate one of them
+        if (largest := predictions.memory(candidate)).total > memory_limit:
+            too_large.append((bound, candidate, largest))
             continue
         outcome.simulated += 1
-        outcome.best = _undominated([*outcome.best, predictions.found(way, largest)])
+        outcome.best = _undominated([*outcome.best, predictions.found(candidate, largest)])
     outcome.best = outcome.best[:count]
     if not outcome.best:
         outcome.smallest = min(too_large, key=lambda each: each[2].total)[1:]
-    faster: Found | None = None  # the fastest of those too large that were looked at, by the order of their bounds
+    faster: Found | None = None  # the fastest configuration that is too large, among those with smaller bounds
     outcome.too_large = len(too_large)
     for place, found in enumerate(outcome.best):
         while too_large and too_large[0][0] < found.seconds and (faster is None or faster.seconds >= found.seconds):
-            _, way, largest = too_large.pop(0)
-            other = predictions.found(way, largest)
+            _, candidate, largest = too_large.pop(0)
+            other = predictions.found(candidate, largest)
             faster = other if faster is None or other.seconds < faster.seconds else faster
         outcome.best[place] = replace(found, constraint=_constraint(found, faster))
     return outcome
 
 
 def _undominated(found: list[Found]) -> list[Found]:
-    """Those than which none is both as fast and as small; of ways alike in both, the first. Fastest first."""
+    """Return the configurations that no other beats in time and memory, fastest first; of equal ones, the first."""
     kept: list[Found] = []
     for each in sorted(found, key=lambda each: (each.seconds, each.memory.total)):
         if not kept or each.memory.total < kept[-1].memory.total:
@@ -197,22 +200,23 @@ def _check_request(ranks: int, memory_limit: int, count: int, schedules: tuple[s
 
 
 def _constraint(found: Found, faster: Found | None) -> str:
-    """What keeps a way from being faster: memory, if one that needs more than there is would be; else where its time
-    goes.
+    """Return the reason why a configuration is not faster.
+
+    It is memory if a faster configuration was too large; else the largest share of its time beside operations.
     """
     if faster is not None and faster.seconds < found.seconds:
         needed = faster.memory.total / 2**20
-        return f"memory: {faster.way.words} takes {faster.seconds:.3g} s and needs {needed:,.1f} MiB"
+        return f"memory: {faster.configuration.description} takes {faster.seconds:.3g} s and needs {needed:,.1f} MiB"
     lost = {name: share for name, share in found.shares.items() if name != "operations"}
     name = max(lost, key=lambda each: lost[each])
     return f"{name} ({lost[name]:.0%})" if lost[name] >= 0.01 else "operations"
 
 
-def _ways(
+def _configurations(
     config: TransformerConfig, ranks: int, batch: int, schedules: tuple[str, ...], outcome: Outcome
-) -> Iterator[Way]:
-    """Every accepted way; refusals are counted."""
-    base = undecided(config)
+) -> Iterator[Configuration]:
+    """Yield every accepted configuration, and count the refused ones by setting."""
+    base = without_searched_settings(config)
     modes = {name: s for name, s in RECOMPUTE.items() if config.enable_hyper_connections or "mhc" not in name}
     for p in _divisors(ranks):
         for cp in _divisors(ranks // p):
@@ -244,11 +248,11 @@ def _ways(
                             except ValueError as error:
                                 outcome.refused[str(error).split(":")[0]] += 1
                                 continue
-                            yield Way(made, size, m, replicas, mode)
+                            yield Configuration(made, size, m, replicas, mode)
 
 
 def _schedules(p: int, names: tuple[str, ...]) -> Iterator[tuple[str, int | None]]:
-    """Schedules of so many ranks, with their virtual stages."""
+    """Yield the names of schedules for p ranks, each with its number of virtual stages."""
     for name in names:
         if (name == "none") == (p == 1):
             yield from (
@@ -265,7 +269,7 @@ def _divisors(number: int) -> list[int]:
 
 
 class _Predictions:
-    """What is predicted of ways; of ways that share a cut, once."""
+    """Predictions of configurations; configurations that divide the model equally share stage times and memory."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -274,23 +278,23 @@ class _Predictions:
         self._memories: dict[Any, list[StageMemory]] = {}
         self._after: dict[Any, tuple[float, float]] = {}
 
-    def bound(self, way: Way) -> float:
-        """Seconds that no schedule can be below.
+    def bound(self, candidate: Configuration) -> float:
+        """Return a lower bound of a step's seconds under any schedule.
 
-        A rank waits for its first forward; its forwards and input gradients follow; then the last gradient has to reach
-        the first stage, or weights' gradients are left. Of the rank where that takes longest, with the sum of gradients
-        and the update.
+        A rank waits for its first forward and runs its forwards and input gradients. Then the last gradient has to
+        reach stage 0, or the rank has weight gradients left. The bound is the largest of these sums over all ranks,
+        plus the sum of gradients and the update.
         """
-        config, times = way.config, self._stage_times(way)
-        costs = costs_of(config, times, way.micro_batch_size, self._machine)
+        config, times = candidate.config, self._stage_times(candidate)
+        costs = costs_of(config, times, candidate.micro_batch_size, self._machine)
         passes, weights, first = ([0.0] * config.pipeline_model_parallel_size for _ in range(3))
-        leads = [(0.0, 0.0)]  # of the stages before one: forwards, and input gradients, with their messages
+        leads = [(0.0, 0.0)]  # by stage: seconds of the stages before it, forward and input gradient, with messages
         for stage, time in enumerate(times):
             rank = get_stage_place(config, stage).pp_rank
             if not passes[rank]:
                 first[rank] = stage
-            passes[rank] += way.num_microbatches * (time.forward + time.input_gradient)
-            weights[rank] += way.num_microbatches * time.weight_gradient
+            passes[rank] += candidate.num_microbatches * (time.forward + time.input_gradient)
+            weights[rank] += candidate.num_microbatches * time.weight_gradient
             ahead, back = leads[-1]
             wire = costs.communication
             leads.append((ahead + time.forward + wire, back + time.input_gradient + wire))
@@ -298,81 +302,85 @@ class _Predictions:
         for own, late, stage in zip(passes, weights, map(int, first), strict=True):
             ahead, back = leads[stage]
             bounds.append(ahead + own + max(late, back + (times[0].weight_gradient if stage else 0.0)))
-        return max(bounds) + sum(self._after_backward(way))
+        return max(bounds) + sum(self._after_backward(candidate))
 
-    def memory(self, way: Way) -> RankMemory:
-        """Of the rank that needs most."""
-        stages = self._kept(way)
-        ranks = rank_memories(way.config, schedule_for(way.config, way.num_microbatches), stages)
+    def memory(self, candidate: Configuration) -> RankMemory:
+        """Return the memory of the rank that needs most."""
+        stages = self._kept(candidate)
+        ranks = rank_memories(candidate.config, schedule_for(candidate.config, candidate.num_microbatches), stages)
         return max(ranks, key=lambda rank: rank.total)
 
-    def found(self, way: Way, memory: RankMemory) -> Found:
-        """Its time, and where that goes."""
-        config, times = way.config, self._stage_times(way)
-        costs = costs_of(config, times, way.micro_batch_size, self._machine)
-        course = simulate(schedule_for(config, way.num_microbatches), costs)
-        waits = waits_of_wavefront(config, way.micro_batch_size, times, self._machine)
-        course = replace(course, makespan=course.makespan + waits)
-        gradients, update = self._after_backward(way)
-        copies = max(0.0, self._copies(way) - course.makespan - update)
-        total = course.makespan + gradients + update + copies
-        work = max(self._work(way), key=sum)
+    def found(self, candidate: Configuration, memory: RankMemory) -> Found:
+        """Return the predicted seconds of a step and their shares."""
+        config, times = candidate.config, self._stage_times(candidate)
+        costs = costs_of(config, times, candidate.micro_batch_size, self._machine)
+        simulation = simulate(schedule_for(config, candidate.num_microbatches), costs)
+        waits = waits_of_wavefront(config, candidate.micro_batch_size, times, self._machine)
+        simulation = replace(simulation, makespan=simulation.makespan + waits)
+        gradients, update = self._after_backward(candidate)
+        copies = max(0.0, self._copies(candidate) - simulation.makespan - update)
+        total = simulation.makespan + gradients + update + copies
+        work = max(self._work(candidate), key=sum)
         shares = {
             "operations": work[0],
-            "computed again": work[1],
+            "recomputation": work[1],
             "exchanges": work[2],
-            "waiting in the pipeline": course.makespan - sum(work),
+            "bubble": simulation.makespan - sum(work),
             "gradients": gradients,
             "update": update,
             "copies": copies,
         }
-        return Found(way, total, memory, {name: seconds / total for name, seconds in shares.items()})
+        return Found(candidate, total, memory, {name: seconds / total for name, seconds in shares.items()})
 
-    def _key(self, way: Way) -> Any:
-        """What decides the times and the memory of stages."""
-        c = way.config
+    def _key(self, candidate: Configuration) -> Any:
+        """Return all that the times and the memory of stages depend on."""
+        c = candidate.config
         return (
             c.pipeline_model_parallel_size,
             c.virtual_pipeline_model_parallel_size,
             c.pipeline_schedule in V_SCHEDULES,
             c.context_parallel_size,
-            way.recompute,
-            way.micro_batch_size,
+            candidate.recompute,
+            candidate.micro_batch_size,
         )
 
-    def _stage_times(self, way: Way) -> tuple[StageTime, ...]:
-        key = self._key(way)
+    def _stage_times(self, candidate: Configuration) -> tuple[StageTime, ...]:
+        key = self._key(candidate)
         if key not in self._times:
-            self._times[key] = self._stages.of(way.config, way.micro_batch_size)
+            self._times[key] = self._stages.of(candidate.config, candidate.micro_batch_size)
         return self._times[key]
 
-    def _kept(self, way: Way) -> list[StageMemory]:
-        key = self._key(way)
+    def _kept(self, candidate: Configuration) -> list[StageMemory]:
+        key = self._key(candidate)
         if key not in self._memories:
-            self._memories[key] = predict_stages(way.config, way.micro_batch_size)
+            self._memories[key] = predict_stages(candidate.config, candidate.micro_batch_size)
         return self._memories[key]
 
-    def _after_backward(self, way: Way) -> tuple[float, float]:
-        key = *self._key(way)[:4], way.data_parallel_size
+    def _after_backward(self, candidate: Configuration) -> tuple[float, float]:
+        key = *self._key(candidate)[:4], candidate.data_parallel_size
         if key not in self._after:
             self._after[key] = after_backward(
-                way.config, way.micro_batch_size, way.num_microbatches, way.data_parallel_size, self._machine
+                candidate.config,
+                candidate.micro_batch_size,
+                candidate.num_microbatches,
+                candidate.data_parallel_size,
+                self._machine,
             )
         return self._after[key]
 
-    def _work(self, way: Way) -> list[tuple[float, float, float]]:
-        """By rank, seconds of a step: operations, what is computed again, exchanges."""
-        sums = [[0.0, 0.0, 0.0] for _ in range(way.config.pipeline_model_parallel_size)]
-        for stage, time in enumerate(self._stage_times(way)):
-            of_rank = sums[get_stage_place(way.config, stage).pp_rank]
+    def _work(self, candidate: Configuration) -> list[tuple[float, float, float]]:
+        """Return seconds of a step by rank: operations, recomputation, exchanges."""
+        sums = [[0.0, 0.0, 0.0] for _ in range(candidate.config.pipeline_model_parallel_size)]
+        for stage, time in enumerate(self._stage_times(candidate)):
+            of_rank = sums[get_stage_place(candidate.config, stage).pp_rank]
             whole = time.forward + time.input_gradient + time.weight_gradient
             for place, part in enumerate((whole - time.recomputed - time.exchanged, time.recomputed, time.exchanged)):
-                of_rank[place] += way.num_microbatches * part
+                of_rank[place] += candidate.num_microbatches * part
         return [(a, b, c) for a, b, c in sums]
 
-    def _copies(self, way: Way) -> float:
-        """Seconds of the link with offloaded parameters, of the rank that copies most."""
-        if not way.config.enable_tensor_offload:
+    def _copies(self, candidate: Configuration) -> float:
+        """Return seconds of the host link with offloaded parameters, on the rank that copies most."""
+        if not candidate.config.enable_tensor_offload:
             return 0.0
-        moved = moved_bytes(way.config, schedule_for(way.config, way.num_microbatches))
+        moved = moved_bytes(candidate.config, schedule_for(candidate.config, candidate.num_microbatches))
         return max(moved) / self._machine.link_bandwidth

@@ -1,13 +1,13 @@
-"""Costs of a pipeline's stages as a JSON file: measured in one place, read where a schedule is made for them.
+"""JSON files with measured costs of a pipeline's stages, for generating schedules.
 
 {
-  "forward_seconds": [0.011, 0.010],            of one microbatch, a number for every stage
+  "forward_seconds": [0.011, 0.010],            of one microbatch, one number per stage
   "input_gradient_seconds": [0.013, 0.012],
   "weight_gradient_seconds": [0.009, 0.010],
   "communication_seconds": 0.0004,              from the end of an action to its result's arrival on another rank
-  "activation_bytes": [1000000, 900000],        may be left out, and then both: they are predicted
+  "activation_bytes": [1000000, 900000],        optional, together with the next entry; otherwise predicted
   "weight_gradient_bytes": [500000, 500000],
-  "about": {}                                   may be left out; anything, which nobody reads
+  "about": {}                                   optional; any value, ignored
 }
 """
 
@@ -27,28 +27,28 @@ TIMES = {
 }
 BYTES = {"activation_bytes": "activation_bytes", "weight_gradient_bytes": "weight_gradient_bytes"}
 SMALLEST, LARGEST = 1e-15, 1e15
-"""Seconds or bytes that are read, beside 0: sums and quotients of all costs are finite."""
+"""Accepted seconds or bytes, beside 0: within these limits sums and quotients of all costs are finite."""
 LINK, ABOUT = "communication_seconds", "about"
 
 
 class StageCosts(NamedTuple):
-    """What a file holds."""
+    """The content of a file."""
 
     costs: Costs
     """Times in seconds."""
     has_bytes: bool
-    """Whether it says what is kept for backward."""
+    """True if the file has the bytes saved for backward."""
 
 
 def read_stage_costs(path: str | Path, num_stages: int) -> StageCosts:
-    """Read a file.
+    """Read a file of stage costs.
 
     Args:
-        path: of the file.
-        num_stages: that it is to have numbers for.
+        path: path of the file.
+        num_stages: number of stages that the file must have costs for.
 
     Raises:
-        ValueError: the file cannot be read or is not as above; the message names the entry.
+        ValueError: the file cannot be read or has another format; the message names the entry.
     """
     content = _content(path)
     named = [*TIMES, LINK, *BYTES, ABOUT]
@@ -76,11 +76,11 @@ def write_stage_costs(path: str | Path, costs: Costs, num_stages: int, has_bytes
     """Write a file that read_stage_costs reads.
 
     Args:
-        path: of the file.
-        costs: times in seconds.
-        num_stages: of the pipeline.
-        has_bytes: whether to write what is kept for backward.
-        about: where the numbers are from; anything that JSON has.
+        path: path of the file.
+        costs: the costs, times in seconds.
+        num_stages: number of stages of the pipeline.
+        has_bytes: True to write the bytes saved for backward.
+        about: source of the numbers; any JSON value.
     """
     content: dict[str, Any] = {
         name: [costs.of(field, stage) for stage in range(num_stages)]

@@ -1,13 +1,13 @@
-"""How long a training step takes on a machine of given rates: a roofline, operation by operation, before anything runs.
+"""Predicted time of a training step on a machine of given rates: a roofline, operation by operation.
 
-An operation takes as long as its products or as what it reads and writes, whichever is longer. A stage's F, I and W are
-sums of that over its operations, I with everything that recomputing runs again; the pipeline's table is then simulated
-with them. What ranks that share sequences exchange is not hidden and comes on top of F and I; pipelined, the last is
-behind the first by a layer a rank (diptych.plans.schedule.wavefront). After the last backward
-come the sum of gradients over the ranks that hold the same stage, and the update.
+An operation takes as long as its products or as its reads and writes, whichever is longer. The times of a stage's F, I
+and W are sums over its operations; I includes everything that is recomputed. The pipeline's schedule is then simulated
+with these times. Exchanges between context ranks are assumed not to overlap with computation and add to F and I. With
+the pipelined exchange, each context rank is one layer behind the rank before it (diptych.plans.schedule.wavefront).
+After the last backward come the sum of gradients over the ranks of one stage, and the optimizer's update.
 
-Left out: launching operations, messages that wait for one another on a wire, kernels that read less than single
-operations do, and whatever the machine does besides. Beside measured steps: benchmarks/step_time.py.
+Not modelled: launch overhead, contention of messages, fused kernels, and other load of the machine.
+benchmarks/step_time.py compares the prediction with measured steps.
 """
 
 from collections.abc import Hashable, Sequence
@@ -25,26 +25,26 @@ from diptych.plans.recompute import RecomputeBlock, recompute_blocks
 from diptych.plans.schedule.named import schedule_for
 from diptych.plans.schedule.partition import get_stage_place, num_stages
 from diptych.plans.schedule.simulate import Costs, simulate
-from diptych.plans.schedule.simulate import Simulation as Course
+from diptych.plans.schedule.simulate import Simulation as PipelineSimulation
 from diptych.plans.schedule.wavefront import tokens_before
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of one rank's device and of what connects it."""
+    """Rates of one rank's device and of its connections."""
 
     compute_rate: float = 300e12
-    """Of products, floating-point operations a second."""
+    """Rate of matrix products, floating-point operations per second."""
     memory_bandwidth: float = 3e12
-    """Of the device's own memory, bytes a second."""
+    """Bandwidth of the device's memory, bytes per second."""
     network_bandwidth: float = 50e9
-    """Between ranks, bytes a second that one rank sends."""
+    """Send bandwidth of one rank to others, bytes per second."""
     network_latency: float = 5e-6
-    """Of a message, seconds."""
+    """Latency of a message, seconds."""
     link_bandwidth: float = 50e9
-    """Between host and device, bytes a second."""
+    """Bandwidth between host and device, bytes per second."""
     operation_latency: float = 0.0
-    """The least that an operation takes beside its work, seconds."""
+    """Overhead of each operation beside its work, seconds."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -52,43 +52,43 @@ class Machine:
                 raise ValueError(f"{name}: expected a number above 0, got {value}")
 
     def seconds(self, flops: float, moved: float) -> float:
-        """Of an operation."""
+        """Return the seconds of an operation with so many floating-point operations and bytes read and written."""
         return max(flops / self.compute_rate, moved / self.memory_bandwidth) + self.operation_latency
 
 
 class StageTime(NamedTuple):
-    """Seconds of one microbatch on a stage."""
+    """Seconds of one microbatch on one stage."""
 
     forward: float
     input_gradient: float
-    """With everything that is computed again."""
+    """Includes everything that is recomputed."""
     weight_gradient: float
     recomputed: float
-    """Of the input gradient's: what is computed again."""
+    """Part of input_gradient that is recomputation."""
     exchanged: float
-    """Of both: what ranks that share sequences wait for each other."""
+    """Part of forward and input_gradient that waits for exchanges between context ranks."""
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step, and where they go."""
+    """Predicted seconds of a step, by part."""
 
     total: float
-    course: Course
-    """Of the pipeline, from the first forward to the last backward."""
+    simulation: PipelineSimulation
+    """Simulation of the pipeline, from the first forward to the last backward."""
     stages: tuple[StageTime, ...]
     gradients: float
-    """The sum over ranks that hold the same stage, on the rank where it takes longest."""
+    """Sum of gradients over the ranks of one stage, on the rank where it takes longest."""
     update: float
-    """AdamW's, the same."""
+    """AdamW's update, on the rank where it takes longest."""
 
 
 class StageTimes:
-    """Times of the stages of one model, however it is divided and recomputed.
+    """Times of a model's stages under any division and recompute settings.
 
-    Stages are made of blocks of layers and the model's two ends; what is alike is computed once.
+    A stage consists of blocks of layers, embedding and head; equal parts are computed once.
 
     Args:
-        machine: its rates.
+        machine: rates of the machine.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -96,7 +96,7 @@ class StageTimes:
         self._found: dict[Hashable, StageTime] = {}
 
     def of(self, config: TransformerConfig, batch: int) -> tuple[StageTime, ...]:
-        """Times of one microbatch on every stage.
+        """Return the times of one microbatch on every stage.
 
         Args:
             config: the whole model, with its pipeline and context ranks.
@@ -115,7 +115,7 @@ class StageTimes:
         return tuple(stages)
 
     def costs(self, config: TransformerConfig, batch: int) -> Costs:
-        """Return the times of every stage as diptych.plans.schedule.simulate takes them. Arguments as ``of``'s."""
+        """Return the times of every stage as diptych.plans.schedule.simulate takes them; arguments as in ``of``."""
         return costs_of(config, self.of(config, batch), batch, self.machine)
 
     def _block(self, config: TransformerConfig, block: RecomputeBlock, batch: int) -> StageTime:
@@ -151,7 +151,7 @@ class StageTimes:
 
 
 def costs_of(config: TransformerConfig, stages: Sequence[StageTime], batch: int, machine: Machine) -> Costs:
-    """What diptych.plans.schedule.simulate needs to know of them."""
+    """Return the costs of stages and messages for diptych.plans.schedule.simulate."""
     wire = message_bytes(config, batch) / machine.network_bandwidth + machine.network_latency
     return Costs(
         [stage.forward for stage in stages],
@@ -168,32 +168,33 @@ def step_time(
     data_parallel_size: int = 1,
     machine: Machine | None = None,
 ) -> StepTime:
-    """A step of training.
+    """Predict the time of a training step.
 
     Args:
-        config: the model's, with its pipeline and context ranks.
+        config: the model, with its pipeline and context ranks.
         micro_batch_size: sequences of a microbatch.
-        num_microbatches: of a step, on each replica.
+        num_microbatches: microbatches of a step on each replica.
         data_parallel_size: replicas.
-        machine: its rates; None: Machine's own.
+        machine: rates of the machine; None: the defaults of Machine.
 
     Raises:
-        ValueError: the schedule cannot have so many microbatches.
+        ValueError: the schedule does not allow so many microbatches.
     """
     machine = machine or Machine()
     stages = StageTimes(machine).of(config, micro_batch_size)
     schedule = schedule_for(config, num_microbatches)
-    course = simulate(schedule, costs_of(config, stages, micro_batch_size, machine))
+    simulation = simulate(schedule, costs_of(config, stages, micro_batch_size, machine))
     waits = waits_of_wavefront(config, micro_batch_size, stages, machine)
-    course = replace(course, makespan=course.makespan + waits)
+    simulation = replace(simulation, makespan=simulation.makespan + waits)
     gradients, update = after_backward(config, micro_batch_size, num_microbatches, data_parallel_size, machine)
-    return StepTime(course.makespan + gradients + update, course, stages, gradients, update)
+    return StepTime(simulation.makespan + gradients + update, simulation, stages, gradients, update)
 
 
 def waits_of_wavefront(config: TransformerConfig, batch: int, stages: Sequence[StageTime], machine: Machine) -> float:
-    """Seconds from the first rank's beginning to the last one's and back, where microbatches follow one another over
-    ranks that share sequences (diptych.plans.schedule.wavefront); else 0. As long as the longest row of ranks that
-    share one.
+    """Return the seconds that the pipelined exchange adds to a step, because its last rank starts behind its first.
+
+    It is the delay along the longest row of context ranks that share a sequence, forward and backward; 0 with any other
+    exchange. See diptych.plans.schedule.wavefront.
     """
     size = config.context_parallel_size
     if config.cp_exchange != PIPELINED or size == 1:
@@ -208,7 +209,7 @@ def waits_of_wavefront(config: TransformerConfig, batch: int, stages: Sequence[S
 def after_backward(
     config: TransformerConfig, batch: int, count: int, replicas: int, machine: Machine
 ) -> tuple[float, float]:
-    """Seconds of the sum of gradients and of the update, each on the rank where it takes longest."""
+    """Return the seconds of the gradient sum and of the update, each on the rank where it takes longest."""
     named = ("gradients of parameters", "gradient of tied embedding")
     sums = [term for term in wire_traffic(config, batch, count, replicas) if term.name in named]
     sent = max((sum(each) for each in zip(*(t.by_rank for t in sums), strict=True)), default=0)
@@ -221,12 +222,12 @@ def after_backward(
 
 
 UPDATE_MOVES = 8
-"""Of AdamW with its gradients' norm, in sizes of the parameters: gradients twice, parameters and both moments read and
-written."""
+"""Bytes that AdamW and the gradients' norm move, in sizes of the parameters: gradients are read twice, parameters and
+both moments are read and written."""
 
 
 def _exchanged(config: TransformerConfig, block: RecomputeBlock, batch: int, machine: Machine) -> tuple[float, float]:
-    """Seconds of what ranks that share sequences send each other, forward and backward."""
+    """Return the seconds that context ranks spend on exchanges, forward and backward."""
     if config.context_parallel_size == 1:
         return 0.0, 0.0
     forward = backward = 0.0
@@ -245,11 +246,11 @@ def _moved(node: Node) -> int:
 
 
 def _gradient_times(nodes: Sequence[Node], machine: Machine) -> tuple[float, float]:
-    """Seconds of operations' I and W."""
+    """Return the seconds of the operations' I and W."""
     inputs = weights = 0.0
     for node in nodes:
         kept, gradients = sum(value.size for value in node.keeps), _moved(node)
-        if node.is_linear:  # a product for each
+        if node.is_linear:  # one product for the input's gradient, one for the weight's
             inputs += machine.seconds(node.flops, gradients + node.parameters)
             weights += machine.seconds(node.flops, kept + gradients // 2 + node.parameters)
         else:
@@ -258,7 +259,7 @@ def _gradient_times(nodes: Sequence[Node], machine: Machine) -> tuple[float, flo
 
 
 class _Timed(Simulation):
-    """Adds up how long what is run takes, forward and again in backward."""
+    """A memory simulation that also sums up the time of forward and of recomputation in backward."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Pictures of pipeline schedules: a row a rank, time from left to right, every action a cell with its microbatch.
+"""Drawings of pipeline schedules: one row per rank, time from left to right, one labelled cell per action.
 
-Kinds of action have colours that stay apart in greyscale; a rank's virtual stages are shades of them, the later the
-lighter. The same schedule and costs give the same file, to the byte.
+The colours of F, B, I and W differ in greyscale too; the virtual stages of a rank are shades, lighter for later ones.
+Equal schedules and costs give identical files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,30 +23,30 @@ SHADES = {
     "I": ("#9b3937", "#b85451"),
     "W": ("#dcc268", "#f2df9d"),
 }
-"""Of a rank's first and last virtual stage, where it has several: a lightness (CIE L*) 5 below and above."""
+"""Colours of a rank's first and last virtual stage, if it has several: lightness (CIE L*) 5 below and above."""
 IDLE, INK = "#f1f1f1", "#222222"
 
 WIDTH, LEFT, RIGHT = 11.0, 0.62, 0.12
 ROW, TITLE, LEGEND, BOTTOM, TALLEST = 0.25, 0.34, 0.22, 0.48, 18.0
-"""Inches: the picture, its margins, a rank's row, a title, the legend, the time axis, the tallest picture."""
+"""Inches: figure width and side margins; a rank's row, a title, the legend, the time axis, the tallest figure."""
 CELL = 0.88
-"""Height of a cell, of its row's."""
+"""Height of a cell as a share of its row."""
 DIGIT = 0.64
-"""Width of a digit, of its height."""
+"""Width of a digit as a share of its height."""
 SMALLEST, LARGEST = 4.5, 8.0
-"""Points of the numbers in cells; a cell too narrow for the smallest has none."""
+"""Smallest and largest font of the numbers in cells, points; narrower cells have no number."""
 DPI = 160
 
 
 class Bar(NamedTuple):
-    """When an action runs."""
+    """Start and duration of an action."""
 
     start: float
     duration: float
 
 
 class Timeline(NamedTuple):
-    """What is drawn: a schedule, and when each of its actions runs (predicted, or measured)."""
+    """A schedule with the times of its actions, predicted or measured."""
 
     schedule: Schedule
     bars: Mapping[Action, Bar]
@@ -54,25 +54,25 @@ class Timeline(NamedTuple):
 
     @property
     def end(self) -> float:
-        """When the last action is over."""
+        """The time at which the last action ends."""
         return max((bar.start + bar.duration for bar in self.bars.values()), default=0.0)
 
 
 def timeline_of(schedule: Schedule, costs: Costs | None = None, title: str | None = None) -> Timeline:
-    """A schedule's simulated course.
+    """Return the timeline of a schedule, by simulation.
 
     Args:
-        schedule: any valid table.
-        costs: as simulate takes them.
-        title: None: name, makespan and the share of time ranks are idle.
+        schedule: any valid schedule.
+        costs: times of actions and messages; None: the defaults of Costs.
+        title: None: name, makespan and bubble share.
     """
     costs = costs or Costs()
-    course = simulate(schedule, costs)
+    simulation = simulate(schedule, costs)
     if title is None:
-        idle = sum(course.bubble) / (schedule.pp_size * course.makespan) if course.makespan else 0.0
+        idle = sum(simulation.bubble) / (schedule.pp_size * simulation.makespan) if simulation.makespan else 0.0
         stages = f", {schedule.stages_per_rank} virtual stages a rank" if schedule.stages_per_rank > 1 else ""
-        title = f"{schedule.name}{stages}: makespan {course.makespan:g}, idle {idle:.1%}"
-    bars = {action: Bar(start, costs.time(action)) for action, start in course.starts.items()}
+        title = f"{schedule.name}{stages}: makespan {simulation.makespan:g}, bubble {idle:.1%}"
+    bars = {action: Bar(start, costs.time(action)) for action, start in simulation.starts.items()}
     return Timeline(schedule, bars, title)
 
 
@@ -82,11 +82,13 @@ def draw_timeline(
     """Draw one schedule, into a file or into axes.
 
     Args:
-        schedule, costs, title: as timeline_of takes them.
+        schedule: any valid schedule.
+        costs: times of actions and messages; None: the defaults of Costs.
         target: a .png or .svg to write, or matplotlib axes, which get no legend.
+        title: None: name, makespan and bubble share.
 
     Raises:
-        ValueError: a file of another kind.
+        ValueError: the file is neither .png nor .svg.
     """
     timeline = timeline_of(schedule, costs, title)
     if isinstance(target, (str, Path)):
@@ -99,15 +101,15 @@ def draw_timeline(
 def draw_timelines(
     timelines: Sequence[Timeline], path: Path | str | None = None, unit: str = "a stage's forward is 1"
 ) -> "Figure":
-    """Draw schedules under each other, on one time axis.
+    """Draw schedules below each other, on one time axis.
 
     Args:
         timelines: from top to bottom.
-        path: a .png or .svg to write; None: nothing is written.
-        unit: of time, for the axis.
+        path: a .png or .svg to write; None: no file is written.
+        unit: unit of time, for the axis.
 
     Raises:
-        ValueError: nothing to draw, or a file of another kind.
+        ValueError: there is no timeline, or the file is neither .png nor .svg.
     """
     from matplotlib.figure import Figure
 
@@ -137,7 +139,7 @@ def draw_timelines(
 
 
 def shade(kind: str, vp_stage: int, stages_per_rank: int) -> tuple[float, float, float]:
-    """Colour of an action: that of its kind, darker for a rank's first virtual stages and lighter for its last."""
+    """Return the colour of an action: its kind's, darker for early virtual stages and lighter for late ones."""
     if stages_per_rank == 1:
         return _parts(COLORS[kind])
     first, last = (_parts(color) for color in SHADES[kind])
@@ -151,7 +153,7 @@ def _parts(color: str) -> tuple[float, float, float]:
 
 
 def _draw(axes: "Axes", timeline: Timeline, end: float, width: float, height: float) -> None:
-    """Idle rows, cells, numbers and a title; width and height of the axes in points."""
+    """Draw background rows, cells, numbers and a title; width and height of the axes in points."""
     schedule = timeline.schedule
     axes.broken_barh([(0.0, timeline.end)], (-CELL / 2, CELL), facecolor=IDLE, linewidth=0, gid="idle")
     for rank in range(1, schedule.pp_size):
@@ -170,7 +172,7 @@ def _draw(axes: "Axes", timeline: Timeline, end: float, width: float, height: fl
 
 
 def _draw_cells(axes: "Axes", timeline: Timeline, line: float) -> None:
-    """A collection of rectangles for each kind and virtual stage."""
+    """Add one collection of rectangles for each kind and virtual stage."""
     from matplotlib.collections import PolyCollection
 
     schedule = timeline.schedule
@@ -187,7 +189,7 @@ def _draw_cells(axes: "Axes", timeline: Timeline, line: float) -> None:
 
 
 def _write_numbers(axes: "Axes", timeline: Timeline, unit: float, height: float) -> None:
-    """Microbatches, in cells wide enough; a unit of time and a cell's height in points."""
+    """Write microbatch numbers into cells that are wide enough; unit of time and cell height in points."""
     digits = len(str(timeline.schedule.num_microbatches - 1))
     fitting = min(0.8 * height, unit * _shortest(timeline) / (DIGIT * (digits + 0.5)))
     size = min(max(fitting, SMALLEST), LARGEST)
@@ -216,12 +218,12 @@ def _shortest(timeline: Timeline) -> float:
 
 
 def _add_legend(figure: "Figure", timelines: Sequence[Timeline], height: float) -> None:
-    """Kinds that occur, idle time, and the shades of virtual stages."""
+    """Add a legend with the kinds that occur, the bubble, and the shades of virtual stages."""
     from matplotlib.patches import Patch
 
     occurring = {action.kind for timeline in timelines for action in timeline.bars}
     patches = [Patch(color=COLORS[kind], label=f"{kind}: {name}") for kind, name in KINDS.items() if kind in occurring]
-    patches.append(Patch(color=IDLE, label="idle"))
+    patches.append(Patch(color=IDLE, label="bubble"))
     most = max((timeline.schedule.stages_per_rank for timeline in timelines), default=1)
     if most > 1:
         for vp_stage, words in ((0, "first virtual stage, darker"), (most - 1, "last, lighter")):
@@ -242,7 +244,7 @@ def _add_legend(figure: "Figure", timelines: Sequence[Timeline], height: float) 
 
 
 def _save(figure: "Figure", path: Path) -> None:
-    """Without date, version or random names."""
+    """Save without date, version or random names, so that equal figures give identical files."""
     import matplotlib
 
     metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}

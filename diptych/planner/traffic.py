@@ -1,10 +1,10 @@
-"""What ranks send each other in one step, term by term, before anything runs.
+"""Bytes that ranks send each other in one training step, term by term.
 
-The mesh is replicas x context ranks x pipeline ranks. Counted are the tensors that PyTorch's ranks send, of a step of
-training: headers of messages, and numbers that are summed alone (losses, norms, counts of tokens), are left out.
+The mesh is replicas x context ranks x pipeline ranks. Counted are the tensors that PyTorch ranks send. Message headers
+and sums of scalars (losses, norms, token counts) are left out.
 
-Of collectives a library chooses the algorithm; assumed is the one that sends least. A sum of n ranks goes round a ring
-twice, so that each sends 2 (n - 1) / n of its bytes; of what n ranks gather, each sends n - 1 parts.
+Libraries choose the algorithms of collectives; the one that sends least is assumed. An all-reduce over n ranks is a
+ring in which each rank sends 2 (n - 1) / n of its bytes; in an all-gather over n ranks, each rank sends n - 1 parts.
 """
 
 import math
@@ -25,36 +25,36 @@ from diptych.plans.schedule.wavefront import tokens_before
 
 
 class Traffic(NamedTuple):
-    """One reason to send."""
+    """One term of a step's traffic."""
 
     name: str
     algorithm: str
-    """How it travels."""
+    """Kind of communication."""
     by_rank: tuple[int, ...]
-    """Bytes that a rank sends at most, by its place in the pipeline: context ranks at the ends send less."""
+    """Largest number of bytes that a rank sends, by pipeline rank; context ranks at the ends send less."""
     total: int
-    """Bytes that all ranks receive."""
+    """Bytes that all ranks receive together."""
 
 
 class Exchange(NamedTuple):
-    """What the context ranks of one layer send each other, for one microbatch."""
+    """One exchange between the context ranks of one layer, for one microbatch."""
 
     name: str
     algorithm: str
     one: int
     """Bytes that the rank that sends most sends."""
     total: int
-    """Bytes that all of them receive."""
+    """Bytes that all ranks receive together."""
     times: int
-    """How often: forward, forward again where it is recomputed, and backward."""
+    """Number of exchanges: forward, replayed forward if it is recomputed, and backward."""
     rounds: int = 1
-    """Messages of each time that have to follow one another."""
+    """Number of sequential messages in each exchange."""
     hops: int = 1
-    """How often these bytes cross the wire, one crossing after the other, before the last rank has what it needs."""
+    """Number of sequential transfers of these bytes until the last rank has its input."""
 
 
 def message_bytes(config: TransformerConfig, micro_batch_size: int) -> int:
-    """Bytes of a message between stages: the residual streams of a rank's tokens, side by side, or their gradient."""
+    """Return the bytes of a message between stages: the residual streams of a rank's tokens, or their gradient."""
     tokens = micro_batch_size * config.seq_length // config.context_parallel_size
     return tokens * config.residual_streams * config.hidden_size * ITEM_SIZES[config.compute_dtype]
 
@@ -62,12 +62,12 @@ def message_bytes(config: TransformerConfig, micro_batch_size: int) -> int:
 def wire_traffic(
     config: TransformerConfig, micro_batch_size: int, num_microbatches: int, data_parallel_size: int = 1
 ) -> list[Traffic]:
-    """Everything that ranks send in a step; terms that need more ranks than there are, are left out.
+    """Return the traffic of one step; terms that do not occur in this mesh are left out.
 
     Args:
-        config: the model's, with its pipeline and context ranks.
+        config: the model, with its pipeline and context ranks.
         micro_batch_size: sequences of a microbatch.
-        num_microbatches: of a step, on each replica.
+        num_microbatches: microbatches of a step on each replica.
         data_parallel_size: replicas.
     """
     p, cp = config.pipeline_model_parallel_size, config.context_parallel_size
@@ -104,7 +104,7 @@ def wire_traffic(
 
 
 def _context_traffic(config: TransformerConfig, batch: int, count: int, replicas: int) -> list[Traffic]:
-    """What context ranks exchange, layer by layer and microbatch by microbatch, as one term a reason."""
+    """Return the traffic between context ranks, one term per reason."""
     p = config.pipeline_model_parallel_size
     if config.context_parallel_size == 1:
         return []
@@ -124,14 +124,14 @@ def _context_traffic(config: TransformerConfig, batch: int, count: int, replicas
 def layer_exchanges(
     config: TransformerConfig, layer: int, batch: int, replays_layer: bool = False, replays_mixer: bool = False
 ) -> Iterator[Exchange]:
-    """What the context ranks of one layer send each other for a microbatch, forward and backward.
+    """Yield the exchanges between the context ranks of one layer for one microbatch, forward and backward.
 
     Args:
-        config: the model's.
-        layer: global number.
+        config: the model.
+        layer: global number of the layer.
         batch: sequences of the microbatch.
-        replays_layer: backward computes the whole layer again.
-        replays_mixer: it computes attention or the delta rule again, and with it what travels there.
+        replays_layer: True if backward recomputes the whole layer.
+        replays_mixer: True if backward recomputes attention or the delta rule, and repeats its exchange.
     """
     if config.cp_exchange == PIPELINED:
         yield from _handed_on(config, layer, batch)
@@ -164,7 +164,7 @@ def layer_exchanges(
 
 
 def _handed_on(config: TransformerConfig, layer: int, batch: int) -> Iterator[Exchange]:
-    """layer_exchanges where ranks hand on what they have, of sequences that go on alone, and nothing a second time."""
+    """Yield the messages of the pipelined exchange, for sequences that span ranks; recomputation repeats none."""
     size, item = config.context_parallel_size, ITEM_SIZES[config.compute_dtype]
     part = batch * config.seq_length // size
     before = tokens_before(size, part, config.seq_length)
@@ -183,5 +183,5 @@ def _handed_on(config: TransformerConfig, layer: int, batch: int) -> Iterator[Ex
 
 
 def _state_item(config: TransformerConfig) -> int:
-    """Bytes of a number of a state on its way."""
+    """Return the bytes of one element of a state in a message."""
     return 2 if config.cp_wire_dtype == "bfloat16" else max(4, ITEM_SIZES[config.params_dtype])

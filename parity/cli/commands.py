@@ -1,4 +1,4 @@
-"""The commands of ``diptych``: what each is told, and what its settings must obey."""
+"""The commands of ``diptych`` with their flags, and the checks of their settings."""
 
 import math
 import os
@@ -17,7 +17,7 @@ from diptych.plans.schedule.csv import read_schedule
 
 
 class UnreadableScheduleError(Exception):
-    """The file of a schedule cannot be read, or its table does not run."""
+    """The file of a schedule cannot be read, or its table is not a valid schedule."""
 
 
 def _read_schedule(words: list[str]) -> Schedule:
@@ -29,7 +29,7 @@ def _read_schedule(words: list[str]) -> Schedule:
 
 @dataclass(frozen=True)
 class ModelFlags(TransformerConfig):
-    """The settings of the model as flags: a schedule is given by the path of its file, which is read here, once."""
+    """The model's settings as flags; the schedule's file is given by its path and read once, while parsing."""
 
     pipeline_schedule_file: Annotated[
         Schedule | None,
@@ -41,7 +41,7 @@ class ModelFlags(TransformerConfig):
             str_from_instance=lambda value: [str(value and value.name)],
         ),
     ] = None
-    """CSV file with the order of work instead, as torch.distributed.pipelining writes it."""
+    """CSV file with the schedule's actions, in the format of torch.distributed.pipelining; replaces a named schedule."""
 
 
 def with_configuration(command: Any) -> Any:
@@ -55,12 +55,12 @@ def _demo_model() -> ModelFlags:
 
 
 LONGEST_TIMEOUT = 1e9
-"""Seconds; what timers still take."""
+"""Seconds: the longest time-out that timers accept."""
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What every training run is made of."""
+    """The settings that all training commands share."""
 
     model: tyro.conf.OmitArgPrefixes[ModelFlags] = field(default_factory=_demo_model)
     train: tyro.conf.OmitArgPrefixes[TrainConfig] = field(default_factory=TrainConfig)
@@ -68,7 +68,7 @@ class TrainingRun:
     num_threads: int = 1
     """CPU threads of PyTorch (XLA takes the cores the process may use)."""
     log_interval: int = 20
-    """Steps between rows of the table."""
+    """Steps between printed rows."""
 
     def __post_init__(self) -> None:
         for name in ("num_threads", "log_interval"):
@@ -82,19 +82,19 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class Compare(TrainingRun):
-    """Train one model in both backends side by side, from one start on the same batches.
+    """Train one model in both backends side by side, from equal parameters on equal batches.
 
-    Shows each step's losses, then the gradient differences, worst first; writes report.json and
-    compare.png. Ends with exit code 1 if a loss or gradient differs by more than its tolerance.
+    Shows the losses of each step, then the gradient differences, largest first; writes report.json and
+    compare.png. Exits with code 1 if a loss or gradient differs by more than its tolerance.
     """
 
     output_dir: Path = Path("runs/compare")
     """Folder for report.json and compare.png."""
     loss_tolerance: float | None = None
-    """Largest difference of two losses, nats per token; None: 1e-5 in float32, 1e-10 in float64, 2e-2
+    """Largest accepted difference of two losses, nats per token; None: 1e-5 in float32, 1e-10 in float64, 2e-2
     with bf16."""
     gradient_tolerance: float | None = None
-    """Largest relative difference of a parameter's gradients; None: 1e-5 in float32, 1e-12 in
+    """Largest accepted relative difference of a parameter's gradients; None: 1e-5 in float32, 1e-12 in
     float64, 2e-2 with bf16."""
 
     def __post_init__(self) -> None:
@@ -110,29 +110,29 @@ class Train(TrainingRun):
     """Train a model in one backend and report its validation loss."""
 
     backend: Literal["torch", "jax"] = "torch"
-    """Which implementation trains."""
+    """Implementation that trains."""
     save: Path | None = None
-    """Folder for checkpoints and metrics.jsonl; None: nothing is written."""
+    """Folder for checkpoints and metrics.jsonl; None: no file is written."""
     save_interval: int = 0
-    """Steps between checkpoints; 0: only at the end, or when stopped."""
+    """Steps between checkpoints; 0: one checkpoint at the end, or when the run is stopped."""
     resume: bool = False
-    """Go on from the newest checkpoint in the save folder, whichever backend wrote it."""
+    """Continue from the newest checkpoint in the save folder, whichever backend wrote it."""
     resume_if_saved: bool = False
-    """As resume, but begin where the folder has no checkpoint yet: for what starts a run again after a fault."""
+    """Resume if the folder has a checkpoint, else start from step 0; for supervisors that restart failed runs."""
     exit_step: int | None = None
-    """Stop after so many steps of the whole run, to go on later with resume."""
+    """Stop after this step of the whole run; a later run continues with resume."""
     nproc: int | None = None
-    """Ranks on this machine, pipeline ranks times context ranks times replicas: processes to start, with PyTorch;
-    devices to use from this process, with JAX. None: of one replica. On several machines: see docs/composition.md."""
+    """Ranks on this machine: pipeline ranks x context ranks x replicas. PyTorch starts one process per rank; JAX uses
+    one device per rank in this process. None: the ranks of one replica. Several machines: see docs/composition.md."""
     join_timeout: float = 600.0
-    """Seconds in which all processes of a run have to meet, from their start on."""
+    """Seconds from the start within which all processes must join."""
     coordinator_address: str | None = None
-    """JAX on several machines: host:port of the first process, as jax.distributed.initialize takes it, with
-    num_processes and process_id; auto: all three from the cluster's own (Slurm, Open MPI, Kubernetes, TPU)."""
+    """JAX on several machines: host:port of process 0, as jax.distributed.initialize takes it, with num_processes
+    and process_id; auto: all three come from the cluster (Slurm, Open MPI, Kubernetes, TPU)."""
     num_processes: int | None = None
-    """JAX on several machines: processes in all, each with the same number of devices."""
+    """JAX on several machines: number of processes; each has the same number of devices."""
     process_id: int | None = None
-    """JAX on several machines: number of this process, from 0."""
+    """JAX on several machines: number of this process, counted from 0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -181,18 +181,18 @@ class Train(TrainingRun):
 
     @property
     def ranks_here(self) -> int:
-        """Processes to start on this machine, or devices of this process."""
+        """Number of processes to start on this machine, or of devices this process uses."""
         return self.nproc or max(1, self.model.model_parallel_size // (self.num_processes or 1))
 
 
 @dataclass(frozen=True)
 class Plan(PlanRequest):
-    """Predict what a training step keeps, needs and sends, for any size, also one no machine here could run.
+    """Predict memory, time and traffic of a training step without running it, for any model and mesh size.
 
-    Always: what one rank holds, term by term, and what ranks send each other; see docs/planner.md.
-    With pipeline_model_parallel_size above 1: where layers lie, the schedule's table, its bubble, and what every rank
-    keeps, beside all other schedules. With context_parallel_size above 1: what every rank holds of a microbatch, and
-    what each exchange of states sends.
+    Always prints the memory of one rank, term by term, and the traffic between ranks; see docs/planner.md.
+    With pipeline_model_parallel_size above 1: the placement of layers, the schedule's table, its bubble and the
+    memory of every rank, compared with all other schedules. With context_parallel_size above 1: the memory of every
+    rank for a microbatch and the bytes of each state exchange.
     """
 
     model: tyro.conf.OmitArgPrefixes[ModelFlags] = field(default_factory=_demo_model)
@@ -200,20 +200,20 @@ class Plan(PlanRequest):
 
 @dataclass(frozen=True)
 class Sample:
-    """Continue a text with a trained model, in either backend, whichever trained it."""
+    """Continue a text with a trained model, in either backend, whichever backend trained it."""
 
     checkpoint: tyro.conf.Positional[Path]
-    """A checkpoint, or a run's folder, whose newest is taken."""
+    """A checkpoint, or a run's folder, whose newest checkpoint is read."""
     backend: Literal["torch", "jax"] = "torch"
-    """Which implementation computes."""
+    """Implementation that computes."""
     prompt: str = "def "
-    """What the text begins with."""
+    """Beginning of the text."""
     length: int = 200
     """Tokens (bytes) to add."""
     temperature: float = 0.8
-    """0 takes the likeliest token each time."""
+    """Sampling temperature; 0 takes the likeliest token each time."""
     seed: int = 0
-    """The same seed draws the same text."""
+    """Seed of the sampling; equal seeds give equal texts."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -228,15 +228,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Info:
-    """Verify a checkpoint and say what is in it."""
+    """Verify a checkpoint and print its contents."""
 
     checkpoint: tyro.conf.Positional[Path]
-    """A checkpoint, or a run's folder, whose newest is taken."""
+    """A checkpoint, or a run's folder, whose newest checkpoint is read."""
 
 
 @dataclass(frozen=True)
 class Curves:
-    """Draw loss, gradient norm and learning rate of runs."""
+    """Plot loss, gradient norm and learning rate of runs."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Folders given to train --save."""

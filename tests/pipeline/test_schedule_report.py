@@ -229,9 +229,9 @@ def test_memory_of_a_small_case_by_hand():
     kept = [predict_stage_memory(config, stage, 2) for stage in range(3)]
     assert kept[1].saved > kept[0].saved
     plan = plan_pipeline(config, 2, 6)
-    assert plan.course.peak_bytes == tuple((3 - rank) * kept[rank].saved for rank in range(3))
+    assert plan.simulation.peak_bytes == tuple((3 - rank) * kept[rank].saved for rank in range(3))
     zero = plan_pipeline(replace(config, pipeline_schedule="zb-h1"), 2, 6)
-    assert zero.course.peak_bytes == tuple(
+    assert zero.simulation.peak_bytes == tuple(
         (3 - rank) * kept[rank].saved + rank * kept[rank].weight_gradients for rank in range(3)
     )
 
@@ -239,12 +239,12 @@ def test_memory_of_a_small_case_by_hand():
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_memory_grows_with_layers_batch_and_microbatches(schedule):
     config = replace(CONFIG, pipeline_schedule=schedule)
-    peaks = [plan_pipeline(config, batch, 8).course.peak_bytes for batch in (1, 2, 3)]
+    peaks = [plan_pipeline(config, batch, 8).simulation.peak_bytes for batch in (1, 2, 3)]
     for before, after in pairwise(peaks):
         assert all(a < b for a, b in zip(before, after, strict=True))
-    deep = plan_pipeline(replace(config, num_layers=16), 1, 8).course.peak_bytes
+    deep = plan_pipeline(replace(config, num_layers=16), 1, 8).simulation.peak_bytes
     assert all(a < b for a, b in zip(peaks[0], deep, strict=True))
-    many = plan_pipeline(config, 1, 16).course.peak_bytes
+    many = plan_pipeline(config, 1, 16).simulation.peak_bytes
     assert (many > peaks[0]) if schedule == "gpipe" else (many == peaks[0])
 
 
@@ -306,7 +306,7 @@ def test_an_output_that_is_not_freed_is_counted():
 
 def test_given_times():
     plan = plan_pipeline(CONFIG, 1, 8, Costs(2.0, 1.0, 1.0, communication=0.5))
-    assert plan.course.makespan == simulate(build_schedule("1f1b", 4, 8), Costs(2.0, 1.0, 1.0, 0.5)).makespan
+    assert plan.simulation.makespan == simulate(build_schedule("1f1b", 4, 8), Costs(2.0, 1.0, 1.0, 0.5)).makespan
     others = {other.name: other for other in other_schedules(plan, 1, Costs(2.0))}
     assert others["interleaved"].reason == "times were given for 4 stages, it has 8"
     with pytest.raises(ValueError, match="costs: expected forward of 4 stages, got 2"):

@@ -92,7 +92,7 @@ def test_it_is_as_good_as_interleaved_zero_bubble_where_it_fits(p, kept, makespa
     costs = Costs(1.0, 1.0, 1.0, 0.0, 1.0, 1.0)
     named = simulate(build_schedule("interleaved-zb1p", p, 12, 2), costs)
     assert (named.makespan, max(named.peak_bytes)) == (makespan, kept)
-    found = generate_schedule(p, 12, 2, costs, kept).course
+    found = generate_schedule(p, 12, 2, costs, kept).simulation
     assert found.makespan <= makespan
     assert max(found.peak_bytes) <= kept
 
@@ -102,15 +102,15 @@ def test_it_runs_fits_and_is_behind_no_name(task):
     found = generate_schedule(**task)
     schedule, costs = found.schedule, task["costs"]
     validate_schedule(schedule, "blocking")
-    assert found.course == simulate(schedule, costs)
+    assert found.simulation == simulate(schedule, costs)
     limits = rooms(task)
-    assert all(peak <= room * SAME for peak, room in zip(found.course.peak_bytes, limits, strict=True))
-    assert found.at_least <= found.course.makespan * SAME
+    assert all(peak <= room * SAME for peak, room in zip(found.simulation.peak_bytes, limits, strict=True))
+    assert found.at_least <= found.simulation.makespan * SAME
     sizes = [task[name] for name in ("pp_size", "num_microbatches", "stages_per_rank", "placement")]
     for named in named_schedules(*sizes):
         course = simulate(named, costs)
         if all(peak <= room for peak, room in zip(course.peak_bytes, limits, strict=True)):
-            assert found.course.makespan <= course.makespan * SAME, named.name
+            assert found.simulation.makespan <= course.makespan * SAME, named.name
     assert generate_schedule(**task) == found, "the same arguments, the same table"
     assert schedule_from_csv(schedule_to_csv(schedule)).actions == schedule.actions
 
@@ -234,10 +234,10 @@ def test_it_is_the_best_of_all_tables_of_two_ranks(case, m):
     shortest = best_of(all_in_order(2, m), costs, limits)
     found = generate_schedule(2, m, 1, costs, limit)
     if any(action.kind == "B" for actions in found.schedule.actions for action in actions) and limit is not None:
-        assert found.course.makespan <= shortest * SAME, "a whole backward may need less memory than I and W"
+        assert found.simulation.makespan <= shortest * SAME, "a whole backward may need less memory than I and W"
     else:
-        assert found.course.makespan == pytest.approx(shortest, rel=1e-9)
-    assert found.at_least <= min(shortest, found.course.makespan) * SAME
+        assert found.simulation.makespan == pytest.approx(shortest, rel=1e-9)
+    assert found.at_least <= min(shortest, found.simulation.makespan) * SAME
 
 
 @pytest.mark.parametrize("case", range(len(TRIED)))
@@ -245,13 +245,13 @@ def test_no_order_of_microbatches_and_no_whole_backward_is_better(case):
     """Also with microbatches out of order, and backwards whole, split or both."""
     costs, limit = TRIED[case]
     shortest = best_of(all_of_two(), costs, rooms({"memory_limit": limit, "pp_size": 2}))
-    assert generate_schedule(2, 2, 1, costs, limit).course.makespan == pytest.approx(shortest, rel=1e-9)
+    assert generate_schedule(2, 2, 1, costs, limit).simulation.makespan == pytest.approx(shortest, rel=1e-9)
 
 
 @pytest.mark.parametrize("costs", [Costs(1.0, 1.3, 0.6, 0.2), Costs([1.0, 0.5, 2.0], [1.5, 0.5, 2.0], [0.5, 0.7, 1.0])])
 def test_it_is_the_best_of_all_tables_of_three_ranks(costs):
     shortest = best_of(all_in_order(3, 2), costs, [math.inf] * 3)
-    assert generate_schedule(3, 2, 1, costs).course.makespan == pytest.approx(shortest, rel=1e-9)
+    assert generate_schedule(3, 2, 1, costs).simulation.makespan == pytest.approx(shortest, rel=1e-9)
 
 
 # Where no name fits the costs.
@@ -279,16 +279,16 @@ def test_it_is_shorter_than_every_name_that_fits(name):
     courses = [simulate(schedule, costs) for schedule in named_schedules(4, 8, v, placement)]  # pyright: ignore
     best = min(c.makespan for c in courses if limit is None or max(c.peak_bytes) <= limit)
     found = generate_schedule(4, 8, v, costs, limit, placement)  # pyright: ignore[reportArgumentType]
-    assert found.course.makespan <= (1.0 - GAIN[name]) * best
-    assert limit is None or max(found.course.peak_bytes) <= limit
+    assert found.simulation.makespan <= (1.0 - GAIN[name]) * best
+    assert limit is None or max(found.simulation.peak_bytes) <= limit
 
 
 def test_of_equally_short_ones_it_is_one_that_keeps_less():
     costs = Costs([1.0, 1.0, 1.0, 1.8], [1.0, 1.0, 1.0, 1.8], [1.0, 1.0, 1.0, 1.8])
     found = generate_schedule(4, 8, 1, costs)
     named = simulate(build_schedule("zb-h1", 4, 8), costs)
-    assert found.course.makespan == pytest.approx(named.makespan, rel=1e-9)
-    assert max(found.course.peak_bytes) < max(named.peak_bytes)
+    assert found.simulation.makespan == pytest.approx(named.makespan, rel=1e-9)
+    assert max(found.simulation.peak_bytes) < max(named.peak_bytes)
 
 
 def test_peaks_are_lowered_in_the_same_time():
@@ -307,7 +307,7 @@ def test_eight_ranks_and_many_microbatches_take_seconds():
     start = time.process_time()
     found = generate_schedule(8, 32, 1, Costs(1.0, 1.2, 0.9, 0.3, 1.0, 0.5), 10.0)
     assert time.process_time() - start < 15.0, "about two on a core of its own"
-    assert found.course.makespan < 114.0, "zb-h1 takes 116.7"
+    assert found.simulation.makespan < 114.0, "zb-h1 takes 116.7"
 
 
 @pytest.mark.parametrize(

@@ -192,14 +192,14 @@ def test_bytes_of_the_file_count(tmp_path):
     [
         ("--stage-costs costs.json", "--stage-costs: expected None without --generate-schedule, got 'costs.json'"),
         ("--generate-schedule own.txt", "--generate-schedule: expected a name that ends in .csv, got 'own.txt'"),
-        ("--generate-schedule own.csv --ranks 8", "ranks: expected none beside --generate-schedule, got '8'; the"),
+        ("--generate-schedule own.csv --ranks 8", "ranks: expected none with --generate-schedule, got '8'; --generate"),
         (
             "--generate-schedule own.csv --write-schedule b.csv",
-            "--write-schedule: expected none beside --generate",
+            "--write-schedule: expected none with --generate",
         ),
         (
             "--generate-schedule own.csv --enable-tensor-offload",
-            "--enable-tensor-offload: expected none beside --generate",
+            "--enable-tensor-offload: expected none with --generate",
         ),
         (
             "--generate-schedule own.csv --generate-effort -1",
@@ -207,11 +207,11 @@ def test_bytes_of_the_file_count(tmp_path):
         ),
         (
             "--generate-schedule own.csv --stage-costs none.json --html p.html",
-            "html: expected None beside --stage-costs, whose times the page does not have, got 'p.html'; plan the file",
+            "html: expected None with --stage-costs, whose times the page does not have, got 'p.html'; plan the file",
         ),
         ("--generate-schedule own.csv --stage-costs none.json", "--stage-costs, none.json: expected a JSON file, got"),
         ("--generate-schedule own.csv --memory-limit many", "--memory-limit: expected a size such as 80GiB or 80GB"),
-        ("--memory-limit 1GiB", "ranks: expected a value beside the other of --memory-limit and ranks, got None"),
+        ("--memory-limit 1GiB", "ranks: expected a value, since --memory-limit and ranks go together, got None"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(flags, message, tmp_path, monkeypatch, capsys):

@@ -269,7 +269,7 @@ def test_the_planners_own_times_are_used_with_the_rates_given():
 def test_times_are_those_of_the_planned_pipeline():
     told, config, _ = drawn("pipeline")[0]
     plan = plan_pipeline(config, 2, 6, costs_told(told))
-    assert plan.course.makespan == told["makespan"]
-    assert [*plan.course.peak_bytes] == [
+    assert plan.simulation.makespan == told["makespan"]
+    assert [*plan.simulation.peak_bytes] == [
         rank["memory"]["activations"] + rank["memory"]["waiting"] for rank in told["ranks"]
     ]

@@ -172,7 +172,7 @@ def test_another_schedule_has_the_simulators_makespan_and_bubble(browser, show):
         check_places(browser, told)
     assert len(seen) >= 7
     step = step_time(REQUESTS["pipeline"].config, 2, 6)
-    assert data["schedules"][0]["makespan"] == step.course.makespan
+    assert data["schedules"][0]["makespan"] == step.simulation.makespan
 
 
 def test_schedules_share_one_axis_until_they_are_not_to(browser, show):

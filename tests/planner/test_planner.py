@@ -156,7 +156,7 @@ def test_activations_are_the_schedules_peak(schedule):
     )
     plan = plan_pipeline(config, 2, 8)
     memory = rank_memories(config, plan.schedule, predict_stages(config, 2))
-    assert tuple(rank.activations + rank.waiting for rank in memory) == plan.course.peak_bytes
+    assert tuple(rank.activations + rank.waiting for rank in memory) == plan.simulation.peak_bytes
     assert any(rank.waiting for rank in memory) == (schedule == "zb-h1")
 
 

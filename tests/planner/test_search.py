@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.planner.request import parse_bytes
-from diptych.planner.search import RECOMPUTE, Outcome, Way, _Predictions, _ways, search
+from diptych.planner.search import RECOMPUTE, Configuration, Outcome, _configurations, _Predictions, search
 from diptych.planner.step_time import Machine, StageTimes, costs_of, step_time, waits_of_wavefront
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.mesh import undivided
@@ -57,11 +57,11 @@ def every_way(config, ranks, batch, schedules):
                 check_trainable(made, TrainConfig(global_batch_size=batch, micro_batch_size=size), dp)
             except ValueError:
                 continue
-            found.append(Way(made, size, m, dp, mode))
+            found.append(Configuration(made, size, m, dp, mode))
     return found
 
 
-LOSSES = "(memory|operations|waiting in the pipeline|exchanges|gradients|update|copies|computed again)"
+LOSSES = "(memory|operations|bubble|exchanges|gradients|update|copies|recomputation)"
 
 
 def all_ways(config, ranks, limit, batch, machine, schedules):
@@ -71,7 +71,7 @@ def all_ways(config, ranks, limit, batch, machine, schedules):
         predictions = _Predictions(machine)
         memory = predictions.memory(way)
         seconds = predictions.found(way, memory).seconds
-        assert predictions.bound(way) <= seconds * (1 + 1e-12), way.words
+        assert predictions.bound(way) <= seconds * (1 + 1e-12), way.description
         if memory.total <= limit:
             found.append((seconds, memory.total))
     return [
@@ -106,7 +106,7 @@ def test_nothing_faster_is_missed(ranks, limit, rate, streams):
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 4), (2, 4), (4, 8)])
 def test_no_way_is_forgotten_and_none_is_taken_twice(ranks, batch, streams):
     config = replace(MODEL, enable_hyper_connections=streams, num_residual_streams=2)
-    found = [*_ways(config, ranks, batch, SCHEDULES, Outcome([], 0, 0, 0))]
+    found = [*_configurations(config, ranks, batch, SCHEDULES, Outcome([], 0, 0, 0))]
     assert len({*found}) == len(found)
     assert {*found} == {*every_way(config, ranks, batch, SCHEDULES)}
     assert {way.config.pipeline_schedule for way in found} == ({*SCHEDULES} - {"none"} if ranks > 1 else set()) | {
@@ -115,10 +115,10 @@ def test_no_way_is_forgotten_and_none_is_taken_twice(ranks, batch, streams):
 
 
 def test_no_schedule_beats_the_bound():
-    for way in _ways(MODEL, 2, 4, SCHEDULES, Outcome([], 0, 0, 0)):
+    for way in _configurations(MODEL, 2, 4, SCHEDULES, Outcome([], 0, 0, 0)):
         predictions = _Predictions(SLOW)
         seconds = predictions.found(way, predictions.memory(way)).seconds
-        assert predictions.bound(way) <= seconds * (1 + 1e-12), way.words
+        assert predictions.bound(way) <= seconds * (1 + 1e-12), way.description
 
 
 def test_less_memory_is_never_faster_and_is_named():
@@ -153,12 +153,13 @@ def test_every_way_runs_as_it_is_simulated(exchange, sequences):
     """
     config = replace(MODEL, layer_pattern="kda", cp_exchange=exchange)
     found = search(config, 4, 10**9, sequences, SLOW, 20, FEW).best
-    assert any(each.way.config.context_parallel_size > 1 for each in found)
+    assert any(each.configuration.config.context_parallel_size > 1 for each in found)
     for each in found:
-        config, *sizes = each.way.config, each.way.micro_batch_size, each.way.num_microbatches
-        assert each.seconds == pytest.approx(step_time(config, *sizes, each.way.data_parallel_size, SLOW).total)
+        chosen = each.configuration
+        config, *sizes = chosen.config, chosen.micro_batch_size, chosen.num_microbatches
+        assert each.seconds == pytest.approx(step_time(config, *sizes, chosen.data_parallel_size, SLOW).total)
     first = search(MODEL, 4, 10**9, 8, SLOW, 1, FEW).best[0]
-    way = first.way
+    way = first.configuration
     alone = step_time(way.config, way.micro_batch_size, way.num_microbatches, way.data_parallel_size, SLOW)
     assert first.seconds == pytest.approx(alone.total)
     assert way.num_microbatches * way.micro_batch_size * way.data_parallel_size == 8
@@ -223,10 +224,10 @@ def test_a_slower_wire_costs_messages_exchanges_and_sums():
     fast, slow = (step_time(config, 2, 4, 2, replace(SLOW, network_bandwidth=rate)) for rate in (1e12, 1e7))
     assert slow.gradients > fast.gradients
     assert slow.stages[0].exchanged > fast.stages[0].exchanged
-    assert slow.course.makespan > fast.course.makespan
+    assert slow.simulation.makespan > fast.simulation.makespan
     assert slow.update == fast.update
     costs = costs_of(config, slow.stages, 2, replace(SLOW, network_bandwidth=1e7))
-    assert slow.course.makespan == simulate(schedule_for(config, 4), costs).makespan
+    assert slow.simulation.makespan == simulate(schedule_for(config, 4), costs).makespan
 
 
 @pytest.mark.parametrize("rule", ["gdn", "kda"])
@@ -321,10 +322,10 @@ def test_the_command_prints_ways_and_what_holds_them_back(capsys):
     out = capsys.readouterr().out
     assert "4 ranks of 2.9 MiB, 8 sequences a step" in out
     assert len(re.findall(r"^ +\d\S* +[\d,]+ +\d+\.\d +\d+% ", out, re.M)) == 3
-    assert "held back by memory" in out.replace("\n", " ")
+    assert "limited by memory" in out.replace("\n", " ")
     assert len(re.findall(rf"^ +\d\S* .*% +{LOSSES} +\S", out, re.M)) == 3
     assert main([*command.replace("3MB", "3KB").split()]) == 2
-    said = r"--memory-limit: expected room for .*no configuration fits, .+ needs least, [\d.]+ MiB; give more ranks"
+    said = r"--memory-limit: expected enough memory for .*no configuration fits, .+ needs least, [\d.]+ MiB; give more ranks"
     assert re.search(said, capsys.readouterr().err)
 
 
@@ -343,8 +344,8 @@ def test_a_thousand_ranks_are_searched_quickly(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--ranks 4", "--memory-limit: expected a value beside the other of --memory-limit and ranks, got None"),
-        ("--memory-limit 80GiB", "ranks: expected a value beside the other"),
+        ("--ranks 4", "--memory-limit: expected a value, since --memory-limit and ranks go together, got None"),
+        ("--memory-limit 80GiB", "ranks: expected a value, since"),
         ("--ranks 4 --memory-limit lots", "--memory-limit: expected a size such as 80GiB or 80GB, got 'lots'"),
         ("--ranks 0 --memory-limit 80GiB", "ranks: expected at least 1, got 0"),
         (
@@ -355,7 +356,7 @@ def test_a_thousand_ranks_are_searched_quickly(capsys):
         *(
             (
                 f"--ranks 4 --memory-limit 1GiB {words}",
-                f"{name}: expected {default} beside --memory-limit and ranks, which",
+                f"{name}: expected {default} with --memory-limit and ranks, which",
             )
             for words, name, default in (
                 ("--pipeline-schedule 1f1b --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size", "1"),

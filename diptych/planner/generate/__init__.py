@@ -1,12 +1,12 @@
-"""Schedules made for given costs: orders of work searched on paper, within a bound of memory.
+"""Generation of schedules for given costs: a search over orders of actions, within a memory limit.
 
-    named     every schedule of diptych.plans.schedule.named with these ranks, stages and their places, that fits
-    listed    what list scheduling makes by a family of rules (diptych.planner.generate.listing)
-    moved     the best of both, changed action by action (diptych.planner.generate.moves)
+    named     every schedule of diptych.plans.schedule.named with these ranks, stages and placement that fits
+    listed    schedules of list scheduling, by a family of rules (diptych.planner.generate.listing)
+    moved     the best of both, improved by local search (diptych.planner.generate.moves)
 
-The shortest is the result; of equally short ones, one that keeps less. So no named schedule that fits is ever shorter.
-Whole backwards stand where I and W one after the other take no less. What none can be below is told beside it
-(diptych.planner.generate.bound). Nothing is left to the clock: the same arguments give the same table.
+The result is the shortest of all, so no named schedule that fits is shorter; of equally short schedules it is one that
+saves less for backward. Full backwards replace I and W where that takes no more time. The result comes with a lower
+bound of the makespan (diptych.planner.generate.bound). The search is deterministic.
 """
 
 import math
@@ -18,7 +18,7 @@ from typing import NamedTuple, get_args
 from diptych.planner.generate.bound import lower_bound
 from diptych.planner.generate.listing import list_orders, rules
 from diptych.planner.generate.moves import Budget, heaviest, join, lower_peaks, shorten
-from diptych.planner.generate.orders import Course, Orders, Pipeline, run
+from diptych.planner.generate.orders import Orders, Pipeline, Timing, run
 from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.named import build_schedule, check_sizes
 from diptych.plans.schedule.placement import SCHEDULES, V_SCHEDULES, Placement
@@ -27,23 +27,23 @@ from diptych.plans.schedule.simulate import Costs, Simulation, simulate
 __all__ = ["GENERATED", "Generated", "check_costs", "generate_schedule", "named_schedules"]
 
 GENERATED = "generated"
-"""What such a schedule is called."""
+"""Name of a generated schedule."""
 UNIT = 1_000_000
-"""Actions simulated for one of effort."""
+"""Actions simulated per unit of effort."""
 TIMES = ("forward", "input_gradient", "weight_gradient")
 SAME = 1e-12
-"""Times that differ by less, relative, are equal: sums in another order."""
+"""Relative difference below which times count as equal: their sums differ in rounding."""
 SEEDS = (0, 1)
-"""Of the searches from each start."""
+"""Seeds of the searches from each start."""
 
 
 class Generated(NamedTuple):
-    """A schedule made for costs."""
+    """A generated schedule."""
 
     schedule: Schedule
-    course: Simulation
+    simulation: Simulation
     at_least: float
-    """Time that no schedule can be below, in the unit of the costs."""
+    """Lower bound of the makespan of any schedule, in the unit of the costs."""
 
 
 def generate_schedule(
@@ -55,20 +55,21 @@ def generate_schedule(
     placement: Placement = "loop",
     effort: float = 3.0,
 ) -> Generated:
-    """The best order of work that is found for costs.
+    """Return the best schedule found for given costs.
 
     Args:
-        pp_size: pipeline ranks p.
-        num_microbatches: m.
-        stages_per_rank: v; 2 with placement ``v``.
-        costs: times, and bytes kept for backward, of all p v stages.
-        memory_limit: bytes that every rank may keep for backward, or a sequence with one number a rank; None: any.
-        placement: where stages lie.
-        effort: how long to search, in millions of actions simulated, what rules make counted too; a million takes
-            about half a second. At least one rule is tried.
+        pp_size: number of pipeline ranks p.
+        num_microbatches: number of microbatches m.
+        stages_per_rank: number of stages per rank v; 2 with placement ``v``.
+        costs: times, and bytes saved for backward, of all p v stages.
+        memory_limit: bytes that every rank may save for backward, or a sequence with one number per rank; None: no
+            limit.
+        placement: placement of the stages on ranks.
+        effort: effort of the search, in millions of simulated actions, including those of list scheduling; a million
+            takes about half a second. At least one rule is tried.
 
     Raises:
-        ValueError: sizes, costs or a limit that cannot be; the message names which, and what was expected.
+        ValueError: invalid sizes, costs or limit; the message names the argument.
     """
     _check_sizes(pp_size, num_microbatches, stages_per_rank, placement, effort)
     check_costs(costs, pp_size * stages_per_rank)
@@ -84,9 +85,9 @@ def generate_schedule(
 def named_schedules(
     pp_size: int, num_microbatches: int, stages_per_rank: int, placement: Placement = "loop"
 ) -> Iterator[Schedule]:
-    """Every schedule with a name that has these sizes; ``interleaved`` in groups of p to 2 p, and of m.
+    """Yield every named schedule of these sizes; ``interleaved`` with groups of p to 2 p, and of m.
 
-    Arguments as generate_schedule's.
+    Arguments as in generate_schedule.
     """
     for name in SCHEDULES:
         if (name in V_SCHEDULES) != (placement == "v"):
@@ -101,10 +102,14 @@ def named_schedules(
 
 
 def check_costs(costs: Costs, num_stages: int) -> None:
-    """Refuse what is no cost.
+    """Check the costs of a pipeline.
+
+    Args:
+        costs: the costs.
+        num_stages: number of stages that they must be for.
 
     Raises:
-        ValueError: a cost of another number of stages, below 0 or not finite; or nothing that takes time.
+        ValueError: a cost has another number of stages, is below 0 or not finite; or no action takes time.
     """
     for name in fields(costs):
         value = getattr(costs, name.name)
@@ -132,7 +137,7 @@ def _check_sizes(p: int, m: int, v: int, placement: Placement, effort: float) ->
 
 
 def _rooms(limit: float | Sequence[float] | None, p: int) -> list[float]:
-    """Bytes of every rank."""
+    """Return the memory limit of every rank, in bytes."""
     if limit is None:
         return [math.inf] * p
     if isinstance(limit, Sequence) and len(limit) != p:
@@ -145,7 +150,7 @@ def _rooms(limit: float | Sequence[float] | None, p: int) -> list[float]:
 
 
 def _check_rooms(pipeline: Pipeline) -> None:
-    """One microbatch has to fit: its last stage on a rank runs while all others there are kept."""
+    """Check that one microbatch fits: its last stage on a rank runs while all its others there are saved."""
     for rank, own in enumerate(pipeline.own):
         needed = sum(pipeline.kept[stage] for stage in own)
         if not pipeline.fits(rank, needed):
@@ -156,12 +161,12 @@ def _check_rooms(pipeline: Pipeline) -> None:
 
 
 def _search(pipeline: Pipeline, at_least: float, budget: Budget) -> Orders:
-    """The best orders: of those with a name, those that rules make, and what moves make of both."""
+    """Return the best orders among named schedules, listed schedules, and those improved by moves."""
     enough = at_least * (1.0 + SAME)
 
     def grade(orders: Orders) -> tuple[float, float, float]:
-        """The smaller the better."""
-        return round(_course(pipeline, orders).makespan / at_least, 12), *heaviest(pipeline.peaks(orders))
+        """Return the sort key of orders; the smallest is best."""
+        return round(_timing(pipeline, orders).makespan / at_least, 12), *heaviest(pipeline.peaks(orders))
 
     schedules = named_schedules(pipeline.p, pipeline.m, pipeline.v, pipeline.placement)
     named = [orders for orders in map(pipeline.orders_of, schedules) if pipeline.all_fit(orders)]
@@ -174,13 +179,13 @@ def _search(pipeline: Pipeline, at_least: float, budget: Budget) -> Orders:
     starts = [min(group, key=grade) for group in (named, listed) if group]
     best, share = min(starts, key=grade), budget.left * 0.8 / (len(starts) * len(SEEDS))
     for start, seed in product(starts, SEEDS):
-        if _course(pipeline, best).makespan > enough:
+        if _timing(pipeline, best).makespan > enough:
             best = min(best, shorten(pipeline, start, Budget(share), seed, enough), key=grade)
-    limit, rest = _course(pipeline, best).makespan * (1.0 + SAME), Budget(budget.left * 0.2)
+    limit, rest = _timing(pipeline, best).makespan * (1.0 + SAME), Budget(budget.left * 0.2)
     return join(pipeline, lower_peaks(pipeline, best, rest, limit), rest, limit)
 
 
-def _course(pipeline: Pipeline, orders: Orders) -> Course:
-    course = run(pipeline, orders)
-    assert course is not None, "what is compared runs"
-    return course
+def _timing(pipeline: Pipeline, orders: Orders) -> Timing:
+    timing = run(pipeline, orders)
+    assert timing is not None, "what is compared runs"
+    return timing

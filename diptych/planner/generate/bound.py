@@ -1,18 +1,18 @@
-"""Time that no order of work can be below."""
+"""A lower bound of the makespan of any schedule of a pipeline."""
 
 from diptych.planner.generate.orders import Pipeline
 
 
 def lower_bound(pipeline: Pipeline) -> float:
-    """The largest of these, over all ranks r:
+    """Return the largest of these lower bounds, over all ranks r.
 
-        way of one microbatch      all F, all I, messages between ranks, and the W that comes after its I latest
-        lead_in + FI + max(W, lead_out)                  what r computes, and what cannot be at the same time
-        area / room                                      after lead_in: bytes kept times the time they have to be kept
+    single microbatch: all F and I, the messages between ranks, and the W that ends last.
+    lead_in + FI + max(W, lead_out): the computation of r, and what cannot overlap with it.
+    area / limit, after lead_in: bytes saved for backward times the time they are saved.
 
     FI and W are times of r's actions of all microbatches. lead_out begins with r's last I: from there the last
-    microbatch has to reach stage 0, whose W ends it. lead_in is how long r waits for its first F, or, where that is
-    more, for its first I, less what forwards it can do before: as many as its memory holds.
+    microbatch has to reach stage 0 and end with its W. lead_in is the time until r's first F. If it is longer,
+    lead_in is the time until r's first I, minus the forwards that fit into r's memory before it.
     """
     p = pipeline
     heads, backs, last_end = p.way()
@@ -34,7 +34,7 @@ def lower_bound(pipeline: Pipeline) -> float:
 
 
 def _most_forwards(p: Pipeline, rank: int) -> float:
-    """Time of the forwards, parts of them counted too, that a rank can run at most before its first backward."""
+    """Return the time of the forwards, counted fractionally, that a rank has memory for before its first backward."""
     time, left = 0.0, p.rooms[rank]
     for stage in sorted(p.own[rank], key=lambda s: p.kept[s] / p.forward[s] if p.forward[s] else float("inf")):
         count = min(float(p.m), left / p.kept[stage]) if p.kept[stage] else float(p.m)

@@ -1,15 +1,15 @@
-"""List scheduling: a rank that is free begins whatever its rule prefers of all that could begin.
+"""List scheduling: a rank that is free starts the action that its rule prefers among those that can start.
 
-A rule is made of three choices. Which of the forwards and input gradients that have arrived goes first; how many
-microbatches a stage may have in flight beyond those it needs to be busy; and when a W, which nobody waits for, has its
-turn: where nothing else could begin, if it delays nothing that is known to arrive by more than a share of W's time; or
-at a planned time of its own, half a period after I. A rank that has no room for a forward runs W at once.
+A rule makes three choices: the order of the forwards and input gradients that have arrived; how many microbatches a
+stage may have in flight beyond those that keep it busy; and the time of W, on which no other rank waits. W runs either
+when no other action can start, if it delays no known arrival by more than a share of W's time, or at a planned time,
+half a period after I. A rank without memory for a forward runs W at once.
 
-No rank waits for ever, whatever the limit of memory, as long as one microbatch fits. A forward begins only if, after
-it, the microbatches in flight can still be finished one after the other, oldest first: what the rank has left, and
-what older ones will give back, is enough for the forwards that each still has to run here. The oldest microbatch of all
-is then stopped nowhere: its forwards have room as soon as waiting Ws are run, its backward needs none (where I would
-need room that is not there, B takes its place).
+The schedule is deadlock-free under any memory limit that fits one microbatch. A forward starts only if the microbatches
+in flight can still be finished afterwards, one after the other, oldest first: the rank's free memory, and what older
+microbatches will free, suffices for the forwards that each microbatch still has to run on the rank. The oldest
+microbatch is then never blocked: its forwards fit once waiting Ws have run, and its backward needs no memory (where I
+does not fit, the full backward B replaces it).
 
 Reference: the oldest-first rule is Dijkstra's banker's algorithm with one order for all ranks.
 """
@@ -23,23 +23,23 @@ from diptych.planner.generate.orders import ROUNDING, B, F, I, Orders, Pipeline,
 
 FOREVER = float("inf")
 Priority = Callable[[int, int, int], tuple[float, ...]]
-"""Kind, stage and microbatch of what could begin; the smallest goes first."""
+"""Function of kind, stage and microbatch of an action that can start; the smallest result starts first."""
 
 
 class Rule(NamedTuple):
-    """How a free rank chooses."""
+    """The rule by which a free rank chooses its next action."""
 
     priority: Priority
     most: tuple[float, ...]
-    """Microbatches in flight, by stage."""
+    """Largest number of microbatches in flight, by stage."""
     delay: float
-    """Share of its time that a W may keep others waiting."""
+    """Share of a W's time by which it may delay other actions."""
     plans_weights: bool = False
-    """Whether the priority has a time for W too."""
+    """True if the priority has a planned time for W too."""
 
 
 def rules(pipeline: Pipeline) -> Iterator[Rule]:
-    """All that are tried, those that keep least first."""
+    """Yield all rules, those that save least for backward first."""
     p = pipeline
     period = max(p.work(rank) for rank in range(p.p))
     heads, backs, _ = p.way()
@@ -58,28 +58,28 @@ def rules(pipeline: Pipeline) -> Iterator[Rule]:
 
 
 class Listed(NamedTuple):
-    """What a rule makes."""
+    """The schedule that a rule makes."""
 
     orders: Orders
     starts: list[list[float]]
-    """When each action was begun, by rank, in its order: run never begins one later."""
+    """Start of each action, by rank, in its order; ``run`` never starts an action later."""
 
 
 def list_orders(pipeline: Pipeline, rule: Rule) -> Listed:
-    """Orders of all ranks by one rule; every rank keeps within its room."""
+    """Return the orders of all ranks by one rule; every rank stays within its memory limit."""
     return _Listing(pipeline, rule).listed()
 
 
 class _Listing:
-    """A step as it is being planned, event after event."""
+    """The state of list scheduling, event by event."""
 
     def __init__(self, pipeline: Pipeline, rule: Rule) -> None:
         self._p, self._rule = pipeline, rule
         stages, ranks = range(pipeline.num_stages), range(pipeline.p)
-        # Of each stage, how many microbatches have begun F, I or B, I, and W.
+        # By stage: how many microbatches have started F; I or B; I; and W.
         self._forwards, self._backwards = [0 for _ in stages], [0 for _ in stages]
         self._splits, self._weights = [0 for _ in stages], [0 for _ in stages]
-        # Of each stage, when what F and the backward need is there, as far as that is known.
+        # By stage: known arrival times of the inputs of F and of the backward.
         self._entered: list[list[float]] = [[] for _ in stages]
         self._returned: list[list[float]] = [[] for _ in stages]
         self._entered[0], self._returned[-1] = [0.0] * pipeline.m, [0.0] * pipeline.m
@@ -88,7 +88,7 @@ class _Listing:
         self._events = [(0.0, rank) for rank in ranks]
 
     def listed(self) -> Listed:
-        """Runs until nothing is left."""
+        """Process events until none is left, and return the result."""
         while self._events:
             now, rank = heapq.heappop(self._events)
             if self._free[rank] <= now:
@@ -98,7 +98,7 @@ class _Listing:
         return self._listed
 
     def _choose(self, rank: int, now: float) -> None:
-        """Begin what the rule prefers, or come back when something arrives."""
+        """Start the action that the rule prefers, or try again at the next arrival."""
         chosen: tuple[tuple[float, ...], int, int] | None = None
         arrives, lacks_room = FOREVER, False
         for stage in self._p.own[rank]:
@@ -125,7 +125,7 @@ class _Listing:
             heapq.heappush(self._events, (arrives, rank))
 
     def _forward_at(self, stage: int) -> float:
-        """When the next forward could begin; never: it is not known, or enough are in flight."""
+        """Return when the next forward can start; FOREVER if that is unknown or enough microbatches are in flight."""
         count, arrivals = self._forwards[stage], self._entered[stage]
         if count >= len(arrivals) or count - self._backwards[stage] >= self._rule.most[stage]:
             return FOREVER
@@ -136,7 +136,7 @@ class _Listing:
         return arrivals[count] if count < min(self._forwards[stage], len(arrivals)) else FOREVER
 
     def _has_room(self, rank: int, stage: int) -> bool:
-        """Whether a forward has room, and all in flight can be finished after it, the oldest first."""
+        """Return True if a forward fits and all microbatches in flight can be finished after it, oldest first."""
         p, own = self._p, self._p.own[rank]
         if not p.fits(rank, self._size[rank] + p.kept[stage]):
             return False
@@ -160,7 +160,7 @@ class _Listing:
     def _begin(self, rank: int, now: float, kind: int, stage: int) -> None:
         p = self._p
         if kind == I and not p.fits(rank, self._size[rank] + p.waiting[stage] - p.kept[stage]):
-            kind = B  # what W would need has no room
+            kind = B  # what W would need does not fit
         end = now + p.lasts[4 * stage + kind]
         if kind == F:
             self._forwards[stage] += 1

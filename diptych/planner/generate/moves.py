@@ -1,37 +1,37 @@
-"""Local search over the orders of ranks: moves that shorten a step, then some that only lower what is kept.
+"""Local search over the orders of ranks: moves that shorten a step, then moves that lower the peak of memory.
 
-A step lasts as long as its longest path. On one such path, two actions that follow each other on a rank without a gap
-are a pair; unless one of them stands elsewhere, that path stays. So a move takes one of a pair over its neighbour, or
-some places further. It is kept if the step is not longer than before, or than it was some moves ago (late acceptance:
-that is how it leaves what no single move improves). The best orders seen are the result, whatever was kept since.
+The makespan is the length of a critical path. Two actions that follow each other on a rank without a gap, both on that
+path, are a critical pair; unless one of them moves, the path remains. So a move puts one action of a pair before its
+neighbour, or some places further. A move is accepted if the step is not longer than before, or than it was some moves
+ago: this late acceptance leaves local optima. The result is the best order seen.
 
-Reference: pairs on the longest path, van Laarhoven, Aarts and Lenstra, Operations Research 40, 1992; late acceptance,
+Reference: critical pairs, van Laarhoven, Aarts and Lenstra, Operations Research 40, 1992; late acceptance,
 Burke and Bykov, European Journal of Operational Research 258, 2017.
 """
 
 from collections.abc import Sequence
 from random import Random
 
-from diptych.planner.generate.orders import ROUNDING, B, Course, F, I, Orders, Pipeline, W, run
+from diptych.planner.generate.orders import ROUNDING, B, F, I, Orders, Pipeline, Timing, W, run
 
 MEMORY = 20
-"""How many moves ago a step may have been as long as a worse one that is kept."""
+"""Number of moves over which late acceptance looks back."""
 PLACES = (1, 1, 2, 3, 5)
-"""How far a move goes, by chance."""
+"""Distances of a move; one is drawn at random."""
 
 
 class Budget:
-    """Actions that may still be simulated.
+    """A budget of actions that may still be simulated.
 
     Args:
-        actions: so many.
+        actions: number of actions.
     """
 
     def __init__(self, actions: float) -> None:
         self.left = actions
 
-    def run(self, pipeline: Pipeline, orders: Orders) -> Course | None:
-        """Simulates, and counts."""
+    def run(self, pipeline: Pipeline, orders: Orders) -> Timing | None:
+        """Simulate orders and subtract their actions from the budget; None: the orders deadlock."""
         self.left -= sum(map(len, orders))
         return run(pipeline, orders)
 
@@ -41,23 +41,23 @@ def shorten(pipeline: Pipeline, orders: Orders, budget: Budget, seed: int, bound
 
     Args:
         pipeline: sizes and costs.
-        orders: that run, and fit.
-        budget: ends the search.
-        seed: of what is left to chance.
-        bound: a step this short ends it, too.
+        orders: valid orders that fit into memory.
+        budget: limit of the search.
+        seed: seed of the random moves.
+        bound: makespan at which the search stops.
 
     Returns:
-        The shortest seen; of those, one that keeps least.
+        The shortest orders seen; of equally short ones, those with the lowest peak of memory.
     """
     random = Random(seed)
     current = [_split(order) for order in orders]
     if not pipeline.all_fit(current):
-        current = [[*order] for order in orders]  # whole backwards keep less here
-    course = budget.run(pipeline, current)
-    assert course is not None, "orders run"
+        current = [[*order] for order in orders]  # full backwards need less memory here
+    timing = budget.run(pipeline, current)
+    assert timing is not None, "orders run"
     peaks = pipeline.peaks(current)
-    best, shortest, least = current, course.makespan, heaviest(peaks)
-    recent, pairs, count = [shortest] * MEMORY, critical_pairs(pipeline, current, course), 0
+    best, shortest, least = current, timing.makespan, heaviest(peaks)
+    recent, pairs, count = [shortest] * MEMORY, critical_pairs(pipeline, current, timing), 0
     while budget.left > 0 and shortest > bound and pairs:
         count += 1
         rank, place = random.choice(pairs)
@@ -72,36 +72,36 @@ def shorten(pipeline: Pipeline, orders: Orders, budget: Budget, seed: int, bound
             continue
         changed = [*current[:rank], moved, *current[rank + 1 :]]
         found = budget.run(pipeline, changed)
-        if found is not None and found.makespan <= max(course.makespan, recent[count % MEMORY]):
-            current, course, peaks[rank] = changed, found, peak
-            pairs = critical_pairs(pipeline, current, course)
-            if (course.makespan, heaviest(peaks)) < (shortest, least):
-                best, shortest, least = current, course.makespan, heaviest(peaks)
-        recent[count % MEMORY] = course.makespan
+        if found is not None and found.makespan <= max(timing.makespan, recent[count % MEMORY]):
+            current, timing, peaks[rank] = changed, found, peak
+            pairs = critical_pairs(pipeline, current, timing)
+            if (timing.makespan, heaviest(peaks)) < (shortest, least):
+                best, shortest, least = current, timing.makespan, heaviest(peaks)
+        recent[count % MEMORY] = timing.makespan
     return best
 
 
 def heaviest(peaks: Sequence[float]) -> tuple[float, float]:
-    """What is compared of two orders that keep so much: the most of a rank, then all ranks together."""
+    """Return the key by which orders' memory is compared: the largest peak of a rank, then the sum over all ranks."""
     return max(peaks), sum(peaks)
 
 
 def _split(order: list[int]) -> list[int]:
-    """Every B as I and W."""
+    """Replace every B by I and W."""
     return [part for action in order for part in ((action - B + I, action - B + W) if action & 3 == B else (action,))]
 
 
-def critical_pairs(pipeline: Pipeline, orders: Orders, course: Course) -> list[tuple[int, int]]:
-    """Rank and place of every action that is followed without a gap by its rank's next, both on one longest path."""
+def critical_pairs(pipeline: Pipeline, orders: Orders, timing: Timing) -> list[tuple[int, int]]:
+    """Return rank and place of the first action of every critical pair on one critical path."""
     found = []
-    numbers = [{} for _ in orders]  # place: stage and microbatch of its pass
-    for passes in (course.forwards, course.backwards):
+    numbers = [{} for _ in orders]  # by place in the order: stage and microbatch
+    for passes in (timing.forwards, timing.backwards):
         for stage, places in enumerate(passes):
             numbers[pipeline.home[stage]].update((place, (stage, i)) for i, place in enumerate(places))
-    rank = course.ends.index(course.makespan)
+    rank = timing.ends.index(timing.makespan)
     place = len(orders[rank]) - 1
     while True:
-        starts, order = course.starts[rank], orders[rank]
+        starts, order = timing.starts[rank], orders[rank]
         if place and starts[place - 1] + pipeline.lasts[order[place - 1]] == starts[place]:
             place -= 1
             found.append((rank, place))
@@ -109,18 +109,18 @@ def critical_pairs(pipeline: Pipeline, orders: Orders, course: Course) -> list[t
         if order[place] & 3 == W or not starts[place]:
             return found
         stage, microbatch = numbers[rank][place]
-        passes, other = (course.forwards, stage - 1) if order[place] & 3 == F else (course.backwards, stage + 1)
+        passes, other = (timing.forwards, stage - 1) if order[place] & 3 == F else (timing.backwards, stage + 1)
         rank, place = pipeline.home[other], passes[other][microbatch]
 
 
 def lower_peaks(pipeline: Pipeline, orders: Orders, budget: Budget, limit: float) -> Orders:
-    """Keep less in the same time: of each rank, what makes its peak begins later, or a W gives back before.
+    """Lower the peaks of memory without exceeding a makespan: delay the action at a peak, or run a W before it.
 
     Args:
         pipeline: sizes and costs.
-        orders: that run.
-        budget: ends it.
-        limit: what a step may take.
+        orders: valid orders.
+        budget: limit of the search.
+        limit: largest makespan accepted.
     """
     ranks = [*range(pipeline.p)]
     while ranks and budget.left > 0:
@@ -137,7 +137,7 @@ def lower_peaks(pipeline: Pipeline, orders: Orders, budget: Budget, limit: float
 
 
 def _lower(pipeline: Pipeline, order: list[int]) -> list[list[int]]:
-    """Orders without the first peak: what begins there goes behind the next backward or W, or the next W before it."""
+    """Return orders without the first peak: its action goes behind the next backward or W, or the next W before it."""
 
     def peaks(changed: list[int]) -> tuple[float, int]:
         sizes = pipeline.sizes(changed)
@@ -157,7 +157,7 @@ def _lower(pipeline: Pipeline, order: list[int]) -> list[list[int]]:
 
 
 def join(pipeline: Pipeline, orders: Orders, budget: Budget, limit: float) -> Orders:
-    """Put I and the W behind it together as B wherever that costs no time; it never costs memory. As lower_peaks."""
+    """Merge I and the W behind it into B where that costs no time; it never costs memory. Arguments as lower_peaks."""
     groups = [
         [(rank, place) for place in range(len(order) - 1) if order[place : place + 2] == [each - W + I, each]]
         for rank, order in enumerate(orders)

@@ -1,11 +1,10 @@
-"""Orders of work as lists of numbers: what the search for a schedule changes, and runs on paper some thousand times.
+"""Orders of actions as lists of integers, which the search for a schedule changes and simulates.
 
-Microbatches are alike. So the k-th F of a stage may be taken to be microbatch k's, and so its k-th backward: whatever
-order a table has them in, numbered anew like this it needs no more time and no more memory. What is left of an action
-is its kind and its stage, here ``4 * stage + kind``. The k-th W of a stage belongs to the k-th I.
+Microbatches are equal. So the k-th F of a stage may be numbered microbatch k, and so may its k-th backward: such a
+renumbering of a schedule needs no more time and no more memory. What remains of an action is its kind and its stage,
+here ``4 * stage + kind``. The k-th W of a stage belongs to the k-th I.
 
-``run`` is diptych.plans.schedule.simulate's simulation on such lists, and a test holds it against that, action by
-action.
+``run`` is diptych.plans.schedule.simulate's simulation for such lists; a test compares the two action by action.
 """
 
 from collections.abc import Sequence
@@ -18,22 +17,22 @@ from diptych.plans.schedule.simulate import Costs
 KINDS: tuple[Kind, ...] = get_args(Kind)
 F, B, I, W = range(len(KINDS))  # noqa: E741
 ROUNDING = 1e-9
-"""Of a limit of memory: what sums of bytes that are no whole numbers may exceed it by."""
+"""Relative amount by which a sum of bytes may exceed a memory limit, for rounding."""
 
 Orders = list[list[int]]
-"""By rank."""
+"""Encoded actions of every rank, in order."""
 
 
 class Pipeline:
     """Sizes and costs of a pipeline, as plain lists.
 
     Args:
-        pp_size: ranks p.
-        num_microbatches: m.
-        stages_per_rank: v.
-        costs: of all p v stages.
-        rooms: bytes that each rank may keep for backward.
-        placement: of the stages.
+        pp_size: number of ranks p.
+        num_microbatches: number of microbatches m.
+        stages_per_rank: number of stages per rank v.
+        costs: costs of all p v stages.
+        rooms: bytes that each rank may save for backward.
+        placement: placement of the stages on ranks.
     """
 
     def __init__(
@@ -63,20 +62,20 @@ class Pipeline:
             )
         )
         self.whole = [inputs + weights for inputs, weights in zip(self.inputs, self.weights, strict=True)]
-        # From the end of an action on stage s to its result's arrival on s + 1, or from s + 1 to s.
+        # Time from the end of an action on stage s to its result's arrival on s + 1, or from s + 1 to s.
         between = zip(self.home, [*self.home[1:], self.home[-1]], strict=True)
         self.link = [costs.communication if here != there else 0.0 for here, there in between]
         self.lasts = [
             time for s in stages for time in (self.forward[s], self.whole[s], self.inputs[s], self.weights[s])
         ]
-        """By number of an action."""
+        """Durations, by encoded action."""
 
     def work(self, rank: int) -> float:
-        """Time of all that a rank has to do for one microbatch."""
+        """Return the time of all actions of a rank for one microbatch."""
         return sum(self.forward[stage] + self.whole[stage] for stage in self.own[rank])
 
     def way(self) -> tuple[list[float], list[float], float]:
-        """One microbatch alone: when each stage begins F, when I, and when the last I ends."""
+        """Return, for one microbatch alone, when each stage starts F, when it starts I, and when the last I ends."""
         heads, backs, time = [], [0.0] * self.num_stages, 0.0
         for stage in range(self.num_stages):
             heads.append(time)
@@ -87,7 +86,7 @@ class Pipeline:
         return heads, backs, time
 
     def sizes(self, order: Sequence[int]) -> list[float]:
-        """Bytes that a rank keeps while each of its actions runs; its own order alone decides them."""
+        """Return the bytes that a rank has saved while each of its actions runs; they depend on its own order only."""
         found, size = [], 0.0
         for action in order:
             stage, kind = action >> 2, action & 3
@@ -103,28 +102,28 @@ class Pipeline:
         return found
 
     def peak(self, order: Sequence[int]) -> float:
-        """The most of them."""
+        """Return the largest of the sizes."""
         return max(self.sizes(order))
 
     def fits(self, rank: int, size: float) -> bool:
-        """Whether a rank may keep so many bytes."""
+        """Return True if a rank may save so many bytes."""
         return size <= self.rooms[rank] * (1.0 + ROUNDING)
 
     def peaks(self, orders: Orders) -> list[float]:
-        """By rank."""
+        """Return the peak of each rank."""
         return [self.peak(order) for order in orders]
 
     def all_fit(self, orders: Orders) -> bool:
-        """Whether every rank keeps within its room."""
+        """Return True if every rank stays within its memory limit."""
         return all(self.fits(rank, peak) for rank, peak in enumerate(self.peaks(orders)))
 
     def orders_of(self, schedule: Schedule) -> Orders:
-        """A table as numbers."""
+        """Return a schedule's actions, encoded."""
         codes = {kind: code for code, kind in enumerate(KINDS)}
         return [[4 * action.stage + codes[action.kind] for action in actions] for actions in schedule.actions]
 
     def schedule_of(self, orders: Orders, name: str) -> Schedule:
-        """The table that numbers stand for."""
+        """Return the schedule of encoded orders."""
         forwards, backwards = [0] * self.num_stages, [0] * self.num_stages
         split: list[list[int]] = [[] for _ in range(self.num_stages)]  # microbatches between I and W
         ranks = []
@@ -144,22 +143,22 @@ class Pipeline:
         return Schedule(name, self.p, self.m, self.v, tuple(ranks), False, self.placement)
 
 
-class Course(NamedTuple):
-    """When each action of each rank's order begins, and where in it a microbatch's passes stand."""
+class Timing(NamedTuple):
+    """Times of all actions, and the place of each microbatch's passes in its rank's order."""
 
     makespan: float
     ends: list[float]
-    """Of each rank."""
+    """End of each rank."""
     starts: list[list[float]]
-    """By rank, in its order."""
+    """Start of each action, by rank, in its order."""
     forwards: list[list[int]]
-    """By stage and microbatch: place of F in its rank's order."""
+    """By stage and microbatch: place of F in the rank's order."""
     backwards: list[list[int]]
-    """The same of B or I."""
+    """By stage and microbatch: place of B or I in the rank's order."""
 
 
-def run(pipeline: Pipeline, orders: Orders) -> Course | None:
-    """Every rank in its own order, each action as soon as what it needs has arrived; None: ranks wait for ever."""
+def run(pipeline: Pipeline, orders: Orders) -> Timing | None:
+    """Simulate orders: each action starts as soon as its inputs have arrived; return None for a deadlock."""
     stages, last = range(pipeline.num_stages), pipeline.num_stages - 1
     link, lasts = pipeline.link, pipeline.lasts
     forward_ends: list[list[float]] = [[] for _ in stages]
@@ -206,4 +205,4 @@ def run(pipeline: Pipeline, orders: Orders) -> Course | None:
                 places[rank], ends[rank], moved = place, time, True
     if any(place < len(order) for place, order in zip(places, orders, strict=True)):
         return None
-    return Course(max(ends), ends, starts, forwards, backwards)
+    return Timing(max(ends), ends, starts, forwards, backwards)

@@ -1,4 +1,4 @@
-"""Predicted memory of a training step, term by term, before a tensor exists."""
+"""Predicted memory of a training step, term by term."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -16,20 +16,20 @@ class MemoryPrediction(NamedTuple):
     """Bytes of one forward and backward pass in PyTorch, above parameters and batch."""
 
     kept: dict[str, int]
-    """Kept from forward to backward, by name: diptych.plans.recompute.VALUES, and what stands between them."""
+    """Saved for backward, by name of the value: diptych.plans.recompute.VALUES, and intermediate values."""
     saved: int
-    """All of it together."""
+    """Sum of all values saved for backward."""
     peak: int
-    """The most held at any moment; gradients of parameters, as far as they exist by then, included."""
+    """Largest number of bytes allocated at any time, including the parameter gradients that exist by then."""
 
 
 def predict_memory(config: TransformerConfig, batch: int, length: int | None = None) -> MemoryPrediction:
-    """What a training step of the whole model keeps and needs, by simulating its allocations.
+    """Predict the memory of a training step of the whole model, by simulating its allocations.
 
     Args:
-        config: the model's, recompute settings included.
-        batch: sequences computed at a time.
-        length: tokens of each; None: config.seq_length.
+        config: the model, with its recompute settings.
+        batch: sequences of one microbatch.
+        length: tokens of each sequence; None: config.seq_length.
     """
     length = length or config.seq_length
     first, layers, last = build(config, batch, length)

@@ -1,4 +1,4 @@
-"""A model's operations as PyTorch's eager autograd sees them: what each reads, writes and keeps, in bytes."""
+"""A model's operations as PyTorch's eager autograd runs them, with the bytes that each reads, writes and saves."""
 
 import numpy as np
 
@@ -14,11 +14,12 @@ ITEM_SIZES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 class GraphBuilder:
-    """Builds the operations of a model for one batch.
+    """A builder of a model's operations for one batch.
 
     Args:
-        config: the model's.
-        batch, length: sequences, and tokens in each.
+        config: the model.
+        batch: number of sequences.
+        length: tokens of each sequence.
     """
 
     def __init__(self, config: TransformerConfig, batch: int, length: int) -> None:
@@ -33,19 +34,19 @@ class GraphBuilder:
         self.streams = config.residual_streams
 
     def activation(self, name: str, width: int) -> Value:
-        """A value of ``width`` numbers a token, in the type activations have."""
+        """Return a value of ``width`` elements per token in the dtype of activations."""
         return Value(name, self.tokens * width * self.item)
 
     def coefficient(self, name: str, width: int) -> Value:
-        """The same in the type coefficients and statistics have."""
+        """Return a value of ``width`` elements per token in the dtype of coefficients and statistics."""
         return Value(name, self.tokens * width * self.wide)
 
     def hidden(self) -> Value:
-        """What one sublayer hands the next."""
+        """Return the value between two sublayers."""
         return self.activation("residual_streams", self.streams * self.config.hidden_size)
 
     def embedding(self) -> tuple[list[Node], Value]:
-        """Token ids to hidden states."""
+        """Return the operations from token ids to hidden states, and their output."""
         embedded, table = self.activation("embedded", self.config.hidden_size), self.weights["embedding.weight"]
         is_summed = not self.config.untie_embeddings_and_output_weights and self.item == self.wide
         shared = table if is_summed else 0  # the sum of the head's gradient and the embedding's
@@ -57,7 +58,7 @@ class GraphBuilder:
         return [*nodes, Node([embedded], [x])], x
 
     def head(self, x: Value) -> list[Node]:
-        """Hidden states to the loss."""
+        """Return the operations from hidden states to the loss."""
         config, nodes = self.config, []
         if config.enable_hyper_connections:
             mean = self.activation("contracted", config.hidden_size)
@@ -75,7 +76,7 @@ class GraphBuilder:
         return nodes
 
     def layer(self, number: int, x: Value) -> tuple[Layer, Value]:
-        """One layer and its output."""
+        """Return one layer and its output."""
         layer, prefix = self.config.layer(number), f"decoder.layers.{number}"
         nodes: list[Node] = []
         ends, layer_input = [], x
@@ -158,12 +159,12 @@ class GraphBuilder:
         return x
 
     def _dropout_scratch(self, x: Value) -> int:
-        """The mask, and either the scaled copy or a tile of 64-bit random words with the words they come from."""
+        """Return the bytes of dropout's mask, plus a scaled copy or a tile of 64-bit random words with their input."""
         width = x.size // self.item // self.tokens
         return self.tokens * width + max(x.size, 12 * 8 * min(TILE_ROWS, self.tokens) * (width // 4))
 
     def _norm(self, x: Value, normed: Value, name: str, region: tuple[str, ...]) -> list[Node]:
-        """x * rsqrt(mean(x**2)) * weight, one operation at a time, as PyTorch's composite norm."""
+        """Return the operations of x * rsqrt(mean(x**2)) * weight, as PyTorch's composite norm runs them."""
         nodes: list[Node] = []
         width = self.widths[f"{name}.weight"]
         product = normed
@@ -185,7 +186,7 @@ class GraphBuilder:
         return nodes
 
     def _cast(self, nodes: list[Node], x: Value, item: int, region: tuple[str, ...]) -> Value:
-        """x in a type of other width; x itself without mixed precision."""
+        """Return x cast to elements of another size; x itself without mixed precision."""
         if self.item == self.wide:
             return x
         name = f"{x.name} in {'float32' if item == self.wide else 'bfloat16'}"
@@ -203,7 +204,7 @@ class GraphBuilder:
         return [Node([x], [y, rounded], kept, region, parameters, 0, rounded.size, flops=flops, is_linear=True)]
 
     def _product(self, weight_bytes: int) -> int:
-        """Of all tokens with a matrix."""
+        """Return the floating-point operations of a product of all tokens with a matrix."""
         return 2 * self.tokens * weight_bytes // ITEM_SIZES[self.config.params_dtype]
 
     def _attention(self, nodes: list[Node], normed: Value, name: str) -> Value:
@@ -223,7 +224,7 @@ class GraphBuilder:
         return self._biased(nodes, output, f"{name}.linear_proj", ())
 
     def _delta_rule(self, nodes: list[Node], normed: Value, name: str) -> Value:
-        """A gdn or kda layer; its short convolution and its rule are one operation each."""
+        """Append a gdn or kda layer; its short convolution and its delta rule are one operation each."""
         heads, value_heads, key, value = self.config.linear_heads
         channels, is_kda = 2 * heads * key + value_heads * value, f"{name}.linear_decay_up.weight" in self.weights
         qkv = self._mapped(nodes, normed, "qkv", channels, f"{name}.linear_qkv")
@@ -259,7 +260,7 @@ class GraphBuilder:
         return self._mapped(nodes, product, "attention_output", self.config.hidden_size, f"{name}.linear_proj")
 
     def _rule(self, nodes: list[Node], inputs: list[Value], parameters: int) -> Value:
-        """The chunked delta rule: keeps what it reads and a state a segment."""
+        """Append the chunked delta rule, which saves its inputs and one state per segment."""
         heads, value_heads, key, value = self.config.linear_heads
         kind = "kda" if parameters else "gdn"
         shape = RuleShape(kind, self.batch, self.length, heads, value_heads, key, value, self.item, self.wide)
@@ -280,7 +281,7 @@ class GraphBuilder:
         return normed
 
     def _mapped(self, nodes: list[Node], x: Value, called: str, width: int, name: str) -> Value:
-        """A linear map of x, its bias added."""
+        """Append a linear map of x with its bias, and return its output."""
         y = self.activation(called, width)
         nodes += self._linear(x, y, name, ())
         return self._biased(nodes, y, name, ())
@@ -319,7 +320,7 @@ class GraphBuilder:
         ]
 
     def _attention_tile(self) -> int:
-        """Bytes of the scores that PyTorch's fused attention on the CPU holds at a time, on one thread."""
+        """Return the bytes of the tile of scores that PyTorch's fused CPU attention allocates, on one thread."""
         queries = 256 if self.length >= 768 else 64 if self.length >= 192 else 32
         rounded = self.item if self.item < self.wide else 0
         return min(queries, self.length) * min(512, self.length) * (self.wide + rounded)
@@ -354,7 +355,7 @@ class GraphBuilder:
 
 
 def build(config: TransformerConfig, batch: int, length: int) -> tuple[list[Node], dict[int, Layer], list[Node]]:
-    """Operations of embedding, of each layer by global number, and of the head."""
+    """Return the operations of the embedding, of each layer by global number, and of the head."""
     builder = GraphBuilder(config, batch, length)
     first, x = builder.embedding()
     layers = {}

@@ -8,11 +8,11 @@ class Value:
     """One tensor's memory."""
 
     name: str
-    """One of diptych.plans.recompute.VALUES, or what it is."""
+    """One of diptych.plans.recompute.VALUES, or a description."""
     size: int
-    """Bytes, of its gradient too."""
+    """Bytes of the value, and of its gradient."""
     is_view: bool = False
-    """Uses another value's memory."""
+    """True if the value uses another value's memory."""
 
 
 @dataclass(eq=False)
@@ -22,23 +22,23 @@ class Node:
     reads: list[Value]
     writes: list[Value]
     keeps: list[Value] = field(default_factory=list)
-    """What its backward reads."""
+    """Values saved for backward."""
     region: tuple[str, ...] = ()
-    """Names of the values whose recomputation would make this operation again, outermost first."""
+    """Names of the recomputed values whose replay includes this operation, outermost first."""
     parameters: int = 0
-    """Bytes of the gradients it gives to parameters."""
+    """Bytes of the parameter gradients that it computes."""
     forward_scratch: int = 0
-    """Bytes forward needs besides reads and writes."""
+    """Bytes that forward allocates beside reads and writes."""
     backward_scratch: int = 0
-    """Bytes backward needs besides keeps and gradients."""
+    """Bytes that backward allocates beside keeps and gradients."""
     alive: list[Value] = field(default_factory=list)
-    """What a variable of the caller's still holds while it runs forward."""
+    """Values that a variable of the caller keeps alive during this operation's forward."""
     flops: int = 0
-    """Multiplications and additions in its products, forward."""
+    """Floating-point operations of its products, in forward."""
     flops_again: int = 0
-    """Those of them that its own backward computes again, beside two products for each of forward."""
+    """Part of flops that its backward recomputes, beside two products for each product of forward."""
     is_linear: bool = False
-    """Whether it is a linear map, whose weight's gradient a split backward leaves to W; any other comes with I."""
+    """True for a linear map, whose weight gradient a split backward leaves to W; others compute it in I."""
 
 
 @dataclass

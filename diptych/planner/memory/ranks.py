@@ -1,9 +1,9 @@
-"""Bytes of every pipeline rank, term by term: what lies there all the time, and what a step's microbatches keep.
+"""Predicted bytes of every pipeline rank, term by term.
 
 Exact: parameters, their gradients and AdamW's two moments, all in params_dtype. Predicted: activations, within 2% of
-what PyTorch keeps; see diptych.planner.memory.stages. Left out: what an action needs only while it runs, messages
-and flattened gradients on their way, the batch. Gradients are counted in full, as from a step's first backward on.
-Replicas are alike; of context ranks it is one whose first sequence began on another.
+PyTorch; see diptych.planner.memory.stages. Left out: temporary buffers of actions, buffers of messages, flattened
+gradients, and the batch. Gradients are counted in full, as from a step's first backward on. Replicas are equal. Of
+context ranks, the result is for one whose first sequence began on another rank.
 """
 
 import math
@@ -25,33 +25,33 @@ from diptych.plans.schedule.partition import get_stage, get_stage_place, num_sta
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank; ``on_host`` are not on the device."""
+    """Bytes of one rank; all but ``on_host`` are on the device."""
 
     parameters: int
-    """On the device; with tensor offload those of no layer, and the most of layers that are ever there at once."""
+    """On the device; with tensor offload: those outside layers, and the largest set of layers resident at once."""
     gradients: int
     moments: int
-    """AdamW's two. Neither they nor gradients are offloaded."""
+    """AdamW's two moments; moments and gradients are not offloaded."""
     activations: int
-    """Kept when the most is kept in all."""
+    """Activations saved for backward, at the peak of ``activations + waiting``."""
     waiting: int
-    """What waits then from I to W."""
+    """Values saved between I and W, at the same peak."""
     on_host: int
-    """Parameters of offloaded layers, whose home is the host."""
+    """Parameters of offloaded layers, stored on the host."""
 
     @property
     def total(self) -> int:
-        """On the device."""
+        """The bytes on the device."""
         return sum(getattr(self, f.name) for f in fields(self)) - self.on_host
 
 
 def rank_memories(config: TransformerConfig, schedule: Schedule, stages: Sequence[StageMemory]) -> list[RankMemory]:
-    """Memory of every pipeline rank.
+    """Return the memory of every pipeline rank.
 
     Args:
-        config: the model's.
-        schedule: of its step.
-        stages: what a microbatch keeps on each; see diptych.planner.memory.stages.predict_stages.
+        config: the model.
+        schedule: schedule of its step.
+        stages: bytes that a microbatch saves on each stage; see diptych.planner.memory.stages.predict_stages.
     """
     sizes = [parameter_bytes(config, stage) for stage in range(num_stages(config))]
     layers = _layer_sizes(undivided(config)) if config.enable_tensor_offload else {}
@@ -70,12 +70,12 @@ def rank_memories(config: TransformerConfig, schedule: Schedule, stages: Sequenc
 
 @lru_cache(maxsize=32)
 def _layer_sizes(config: TransformerConfig) -> dict[int, int]:
-    """Bytes of every layer's parameters, of a whole model, which many divide alike."""
+    """Return the bytes of every layer's parameters; the argument is the undivided model, to share the cache."""
     return {number: sum(each.values()) for number, each in layer_storages(config).items()}
 
 
 def standing_bytes(config: TransformerConfig) -> list[int]:
-    """Of every pipeline rank, without offload: parameters, their gradients and AdamW's two moments."""
+    """Return the bytes of parameters, gradients and AdamW's moments of every pipeline rank, without offload."""
     found = [0] * config.pipeline_model_parallel_size
     for stage in range(num_stages(config)):
         found[get_stage_place(config, stage).pp_rank] += 4 * parameter_bytes(config, stage)
@@ -83,30 +83,30 @@ def standing_bytes(config: TransformerConfig) -> list[int]:
 
 
 def parameter_bytes(config: TransformerConfig, stage: int) -> int:
-    """Bytes of a stage's parameters, and of their gradients: exact, with its copy of a tied embedding."""
+    """Return the exact bytes of a stage's parameters (and of their gradients), with its copy of a tied embedding."""
     last = num_stages(config) - 1
     specs = parameter_specs(config, stage == 0, stage == last, *get_stage_place(config, stage))
     return sum(math.prod(spec.shape) for spec in specs.values()) * ITEM_SIZES[config.params_dtype]
 
 
 class OffloadUse(NamedTuple):
-    """What a step's uses of offloaded layers take."""
+    """Memory and copies of offloaded layers in one step."""
 
     peak: int
-    """Most bytes of them on the device."""
+    """Largest number of their bytes on the device."""
     moved: int
-    """Bytes copied, to the device and, of layers that the optimizer has changed, back."""
+    """Bytes copied to the device and, of layers that the optimizer has changed, back to the host."""
 
 
 def offload_use(order: Sequence[int], sizes: Mapping[int, int], num_prefetch_layers: int) -> OffloadUse:
-    """Peak and copies, as plan_offload finds them from a second step on, in one pass over a long order.
+    """Return peak and copies as plan_offload gives them from a second step on, in one pass over a long order.
 
-    When a use begins there are exactly its layer and the next others. Layers that share memory are counted twice.
+    When a use begins, its layer and the next others are resident. Layers that share memory are counted twice.
 
     Args:
-        order: of the layers' uses in a step, the optimizer's included; the next step is like it.
+        order: layers in the order of their uses in a step, including the optimizer's; all steps are equal.
         sizes: bytes of each layer.
-        num_prefetch_layers: fetched ahead.
+        num_prefetch_layers: number of layers fetched ahead.
     """
     window: list[int] = []
     peak = moved = 0
@@ -123,7 +123,7 @@ def offload_use(order: Sequence[int], sizes: Mapping[int, int], num_prefetch_lay
 
 
 def moved_bytes(config: TransformerConfig, schedule: Schedule) -> list[int]:
-    """Of every pipeline rank: what offload of parameters copies in a step, both ways together."""
+    """Return the bytes that offload of parameters copies per step on every pipeline rank, in both directions."""
     layers, ahead = _layer_sizes(undivided(config)), config.tensor_offload_num_prefetch_layers
     return [
         offload_use(_layer_order(config, rank, actions), layers, ahead).moved
@@ -132,7 +132,7 @@ def moved_bytes(config: TransformerConfig, schedule: Schedule) -> list[int]:
 
 
 def _layer_order(config: TransformerConfig, rank: int, actions: Iterable[Action]) -> list[int]:
-    """Layers of a rank in the order of their uses in a step, the optimizer's included."""
+    """Return the layers of a rank in the order of their uses in a step, including the optimizer's."""
     uses: dict[tuple[int, bool], list[int]] = {}
     for vp_stage in range(config.virtual_pipeline_model_parallel_size or 1):
         layers, blocks = stage_layers(config, vp_stage, rank), recompute_blocks(config, vp_stage, rank)
@@ -144,7 +144,7 @@ def _layer_order(config: TransformerConfig, rank: int, actions: Iterable[Action]
 
 
 def _peak(actions: Iterable[Action], stages: Sequence[StageMemory], splits_backward: bool) -> tuple[int, int]:
-    """What forwards have kept, and what waits for W, when both together are most."""
+    """Return the bytes saved by forwards and those waiting for W, when their sum is largest."""
     kept = waiting = 0
     most = (0, 0)
     for kind, stage, _ in actions:

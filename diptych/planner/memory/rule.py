@@ -1,7 +1,7 @@
-"""What a segment of the chunked delta rule needs while it runs, beside what it keeps and its gradients, in PyTorch.
+"""Temporary memory of a segment of the chunked delta rule in PyTorch, beside saved values and their gradients.
 
-The most is held at one of a few moments of a segment's backward. Each moment is a row of ``MOMENTS``: how many arrays
-of each width are alive then. The counts were read off the allocations of PyTorch 2.13, with a size of its own for every
+The peak is at one of a few moments of a segment's backward. ``MOMENTS`` has one row for each: the number of arrays of
+each width that are alive. The counts were measured on the allocations of PyTorch 2.13, with a different size for every
 width.
 """
 
@@ -11,23 +11,23 @@ from diptych.plans.model.delta_rule import CHUNK_SIZE, SEGMENT_SIZE
 
 
 def chunk_size(length: int) -> int:
-    """Return how many tokens a chunk of a sequence has: a power of two, no more than the sequence needs."""
+    """Return the number of tokens of a chunk: a power of two, not larger than the sequence needs."""
     return min(CHUNK_SIZE, 1 << (length - 1).bit_length())
 
 
 class Alive(NamedTuple):
-    """Numbers of arrays that are alive at one moment, by their width a token and value head."""
+    """Numbers of arrays that are alive at one moment, by their width per token and value head."""
 
     key: float = 0.0
-    """Of the width of a key."""
+    """Arrays with the width of a key."""
     value: float = 0.0
-    """Of the width of a value."""
+    """Arrays with the width of a value."""
     chunk: float = 0.0
-    """Of a chunk's tokens."""
+    """Arrays with the width of a chunk."""
     chunk_states: float = 0.0
-    """A state for each chunk of the segment."""
+    """Arrays of one state per chunk of the segment."""
     states: float = 0.0
-    """One state."""
+    """Arrays of one state."""
 
 
 class Moment(NamedTuple):
@@ -36,15 +36,15 @@ class Moment(NamedTuple):
     own: Alive
     """Arrays of the segment."""
     left: Alive = Alive()
-    """Arrays of the segment before it that are not released yet."""
+    """Arrays of the previous segment that are not released yet."""
     value_copies: int = 2
-    """Arrays of values that are there beside where tokens are copied: see ``_copies``."""
+    """Additional arrays of values if tokens are copied; see ``_copies``."""
     strided: Alive | None = Alive()
-    """Arrays that are there beside where heads are strided; None: the moment counts only there."""
+    """Additional arrays if heads are strided; None: the moment counts only then."""
 
 
 _AGAIN = Alive(7, 3, 3.03, 1)
-"""The segment before, while the next one is computed again."""
+"""The previous segment, while the next one is recomputed."""
 MOMENTS = {
     "kda": (
         Moment(Alive(26.75, 0, 5.1, 0, 1), _AGAIN),
@@ -64,11 +64,11 @@ MOMENTS = {
     ),
 }
 KEY_COPIES = 2
-"""Arrays of queries and keys that are there beside where their type is widened."""
+"""Additional arrays of queries and keys if their dtype is widened."""
 KEYS_A_LEVEL = 3
-"""Arrays of keys fewer in kda each time that a chunk is half as long, since blocks double fewer times."""
+"""Reduction of the arrays of keys in kda for each halving of the chunk, since blocks double fewer times."""
 FORWARD = {"kda": Alive(9, 3.5, 6, 1), "gdn": Alive(3, 2, 7, 1)}
-"""The same of forward, within a tenth where there is one segment: less than backward's, so never the peak of a step."""
+"""The same for forward, within 10% if there is one segment: smaller than backward's, so never the peak of a step."""
 
 
 class RuleShape(NamedTuple):
@@ -86,23 +86,23 @@ class RuleShape(NamedTuple):
     value: int
     """Width of a value."""
     item: int
-    """Bytes of a number of the arguments."""
+    """Bytes of an element of the arguments."""
     wide: int
-    """Bytes of a number of the states."""
+    """Bytes of an element of the states."""
 
     @property
     def is_strided(self) -> bool:
-        """Whether chunks are views of the tokens whose heads are strided, which products copy."""
+        """True if chunks are views of tokens with strided heads, which matrix products copy."""
         return self.length > self.chunk and (self.batch > 1) != (self.value_heads > 1)
 
     @property
     def chunk(self) -> int:
-        """Tokens of a chunk."""
+        """The tokens of a chunk."""
         return chunk_size(self.length)
 
 
 def rule_scratch(shape: RuleShape) -> tuple[int, int]:
-    """Return the most bytes a segment needs in forward and in backward.
+    """Return the peak of a segment's temporary bytes in forward and in backward.
 
     Args:
         shape: sizes of the call; its sequences are whole.

@@ -1,8 +1,8 @@
-"""The memory of one forward and backward pass: every allocation and release, in order.
+"""Simulation of the allocations of one forward and backward pass.
 
-Values live while an operation still to run in forward reads them, or while the graph keeps them. In a recomputed
-region the graph keeps the region's inputs instead; its outputs are discarded once forward has read them, and the
-first operation of backward that needs one of its values replays it, after the regions its inputs come from.
+A value is allocated while an operation still to run in forward reads it, or while the graph saves it for backward. For
+a recomputed region the graph saves the region's inputs instead. Its outputs are discarded once forward has read them.
+The first operation of backward that needs one of its values replays it, after the regions that its inputs come from.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from diptych.planner.memory.nodes import Layer, Node, Value
 from diptych.plans.recompute import RecomputeBlock
 
 GENERATOR_STATE = 5056
-"""Bytes of the state of PyTorch's CPU generator, which torch.utils.checkpoint keeps for each of its calls."""
+"""Bytes of the state of PyTorch's CPU generator, which torch.utils.checkpoint saves in each of its calls."""
 
 
 @dataclass(eq=False)
@@ -22,7 +22,7 @@ class Region:
 
     nodes: list[Node] = field(default_factory=list)
     is_whole: bool = False
-    """Whole layers, by torch.utils.checkpoint."""
+    """True for whole layers, which torch.utils.checkpoint recomputes."""
     is_replayed: bool = False
 
     def __post_init__(self) -> None:
@@ -33,8 +33,8 @@ class Region:
         """Find inputs and outputs, once all operations are in.
 
         Args:
-            read_later: what operations outside read.
-            keeps_output: whether the last value written stays, as a block's output does.
+            read_later: values that operations outside the region read.
+            keeps_output: True if the last value written is not discarded, as the output of a block.
         """
         written = [value for node in self.nodes for value in node.writes]
         needed = {id(v): v for node in self.nodes for v in [*node.reads, *node.keeps]}
@@ -46,14 +46,15 @@ class Region:
 
 
 class Simulation:
-    """Runs operations forward and backward, counting bytes.
+    """A simulation of operations, forward and backward, that counts allocated bytes.
 
     Args:
-        length: tokens of a sequence, whose positions torch.utils.checkpoint keeps.
+        length: tokens of a sequence, whose positions torch.utils.checkpoint saves.
 
     Attributes:
-        held, peak: bytes now, and the most so far.
-        kept: bytes kept for backward by name, after forward.
+        held: bytes allocated now.
+        peak: largest number of bytes allocated so far.
+        kept: bytes saved for backward by name, after forward.
     """
 
     def __init__(self, length: int = 0) -> None:
@@ -69,7 +70,7 @@ class Simulation:
     def run(
         self, first: list[Node], layers: dict[int, Layer], blocks: Iterable[RecomputeBlock], last: list[Node]
     ) -> None:
-        """Forward over everything, then backward."""
+        """Simulate forward over all operations, then backward."""
         nodes, blocks = [*first], [*blocks]
         discards: dict[int, list[Region]] = {}
         if any(block.kind == "full" for block in blocks):
@@ -94,7 +95,7 @@ class Simulation:
         discards: dict[int, list[Region]],
         last: list[Node],
     ) -> None:
-        """Append a block's operations; note its regions, and after which operation their outputs go."""
+        """Append a block's operations; record its regions, and the operation after which their outputs are freed."""
         start, regions, ends = len(nodes), [], []
         for number in block.layers:
             ends += [len(nodes) + end for end in layers[number].sublayer_ends]
@@ -107,7 +108,7 @@ class Simulation:
                         regions.append((key, Region(is_whole=name == "all")))
                     regions[-1][1].nodes.append(node)
                     self._region_of[id(node)] = regions[-1][1]
-        # Outputs go when the sublayer that reads them has ended.
+        # Outputs are discarded when the sublayer that reads them has ended.
         following = next((n for n in range(block.layers[-1] + 1, max(layers) + 1)), None)
         outside = last if following is None else layers[following].nodes
         for _, region in regions:
@@ -116,7 +117,7 @@ class Simulation:
             is_last = region.nodes[-1] is nodes[-1]
             region.close([v for node in others for v in node.reads], keeps_output=is_last)
             if not region.outputs and not any(node.keeps for node in region.nodes):
-                for node in region.nodes:  # nothing to drop: PyTorch lets such a region go
+                for node in region.nodes:  # nothing to discard: PyTorch does not recompute such a region
                     del self._region_of[id(node)]
                 continue
             for value in (v for node in region.nodes for v in node.writes):
@@ -153,7 +154,7 @@ class Simulation:
                 self._restore(node.keeps)
             elif node.keeps and not region.is_replayed:
                 self._replay(region)
-            # The gradient of a weight that was rounded is widened once backward has released what it kept.
+            # The gradient of a rounded weight is widened once backward has released its saved values.
             is_rounded = node.is_linear and node.backward_scratch > 0
             self._allocate(0 if is_rounded else node.parameters)
             new = 0
@@ -176,11 +177,11 @@ class Simulation:
                 self._release(region.inputs)
 
     def _replay(self, region: Region) -> None:
-        """Run a region again: its empty outputs are filled, and what its backward reads is kept from then on."""
+        """Replay a region: its discarded outputs are allocated again, and the inputs of its backward are saved."""
         self._restore(region.inputs)
         region.is_replayed = True
         nodes = region.nodes
-        if region.is_whole:  # torch.utils.checkpoint stops at the last operation that keeps something, before it runs
+        if region.is_whole:  # torch.utils.checkpoint stops before the last operation that saves a value
             nodes = nodes[: max(index for index, node in enumerate(nodes) if node.keeps)]
         kept = {id(v) for node in region.nodes for v in node.keeps}
         wanted = {id(v) for v in region.outputs if self._holders[id(v)]}

@@ -1,4 +1,4 @@
-"""What one microbatch keeps on one stage, where ranks share its tokens of one rank's part."""
+"""Predicted bytes that one microbatch saves for backward on one stage; with context parallelism, on one rank."""
 
 from collections.abc import Hashable
 from typing import NamedTuple
@@ -18,33 +18,33 @@ from diptych.plans.schedule.wavefront import tokens_before
 
 
 class StageMemory(NamedTuple):
-    """Bytes one microbatch keeps on a stage, in PyTorch."""
+    """Bytes that one microbatch saves for backward on a stage, in PyTorch."""
 
     saved: int
-    """From the end of F to the end of B, or of I."""
+    """Saved from the end of F to the end of B or I."""
     weight_gradients: int
-    """From the end of I to the end of W: what linear maps read, and the gradients of what they gave."""
+    """Saved from the end of I to the end of W: inputs of linear maps, and gradients of their outputs."""
 
 
 def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, length: int | None = None) -> StageMemory:
-    """What one microbatch keeps on a stage, by simulating the allocations of its layers under its recompute settings.
+    """Predict the bytes that one microbatch saves for backward on a stage, by simulating the allocations of its layers.
 
-    The same simulation as diptych.planner.memory.predict_memory, of a part of the model: the first stage has the
-    embedding, the last the head and the loss. To these come a stage's input, which is kept for its gradient, and its
-    output where sending does not free it. Approximated: token ids and messages under way are left out, and so is
-    what an action needs only while it runs; the gradients that wait for W are taken to lie in memory of their own.
-    With recompute, more can wait for W than was kept for I.
+    The simulation is that of diptych.planner.memory.predict_memory for a part of the model: the first stage has the
+    embedding, the last stage the head and the loss. A stage's input, which is saved for its gradient, is included, and
+    so is its output if sending does not free it. Not included are token ids, messages in transit, and temporary buffers
+    of actions. Gradients that wait for W are assumed to have memory of their own. With recompute, more bytes can wait
+    for W than were saved for I.
 
-    Where ranks share tokens (context_parallel_size) it is what a rank keeps whose first sequence began on another:
-    softmax attention keeps keys and values of all ranks, and what says which of them a token may see, in the zigzag
-    layout of the queries it computes; the delta rule keeps the responses to the state it begins with, which pipelined
-    it does not compute. Copies that a convolution makes of the tokens before the part are left out.
+    With context parallelism, the result is for a rank whose first sequence began on another rank. Softmax attention
+    saves keys and values of all ranks and the attention mask; with the zigzag layout, for the queries that it computes.
+    The delta rule saves the response to its initial state, except with the pipelined exchange, which does not compute
+    it. Copies by a convolution of the tokens before the rank's part are not included.
 
     Args:
         config: the whole model, with its pipeline.
-        stage: global number.
+        stage: global number of the stage.
         batch: sequences of a microbatch.
-        length: tokens of each; None: config.seq_length.
+        length: tokens of each sequence; None: config.seq_length.
     """
     builder = _StageBuilder(config, batch, length or config.seq_length)
     memory = Simulation(builder.length)
@@ -64,12 +64,12 @@ def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, leng
 
 
 def stage_builder(config: TransformerConfig, batch: int, length: int | None = None) -> GraphBuilder:
-    """Builds what a rank computes of its part of the tokens. Arguments as above."""
+    """Return a builder of the operations on one rank's part of the tokens; arguments as in predict_stage_memory."""
     return _StageBuilder(config, batch, length or config.seq_length)
 
 
 def predict_stages(config: TransformerConfig, batch: int, length: int | None = None) -> list[StageMemory]:
-    """The same of every stage; what is alike is simulated once. Arguments as predict_stage_memory's."""
+    """Predict the saved bytes of every stage; equal stages are simulated once. Arguments as in predict_stage_memory."""
     found: dict[Hashable, StageMemory] = {}
     stages = []
     for stage in range(num_stages(config)):
@@ -81,32 +81,31 @@ def predict_stages(config: TransformerConfig, batch: int, length: int | None = N
 
 
 def _what_lies_on(config: TransformerConfig, stage: int) -> Hashable:
-    """All that a stage's memory depends on beside the configuration."""
+    """Return all that a stage's memory depends on beside the configuration."""
     layers, place = _layers(config, stage), get_stage_place(config, stage)
     blocks = [(b.kind, len(b.layers), b.modules) for b in recompute_blocks(config, *place)]
     return stage == 0, stage == num_stages(config) - 1, *map(config.layer, layers), *blocks
 
 
 def _layers(config: TransformerConfig, stage: int) -> range:
-    """Global numbers of a stage's layers."""
+    """Return the global numbers of a stage's layers."""
     first = get_transformer_layer_offset(config, *get_stage_place(config, stage))
     return range(first, first + layers_by_stage(config)[stage])
 
 
 class _StageBuilder(GraphBuilder):
-    """Builds what a rank computes of its part of the tokens; notes down what every linear map reads, and the bytes of
-    what it gives.
+    """A builder of the operations on one rank's part of the tokens, which records inputs and outputs of linear maps.
 
     Attributes:
         length_of_all: tokens of a sequence, on all ranks.
-        multiplied: what linear maps read.
-        gradients: bytes of the gradients of what they give.
+        multiplied: inputs of linear maps.
+        gradients: bytes of the gradients of their outputs.
     """
 
     def __init__(self, config: TransformerConfig, batch: int, length: int) -> None:
         self.cp_size = config.context_parallel_size
         self.length_of_all = length
-        if self.cp_size > 1:  # its sequences lie end to end
+        if self.cp_size > 1:  # sequences are concatenated
             batch, length = 1, batch * length // self.cp_size
         super().__init__(undivided(config), batch, length)
         self.multiplied: list[Value] = []
@@ -125,7 +124,7 @@ class _StageBuilder(GraphBuilder):
         layout, (q, *own), found = config.cp_attention_layout, inputs, attended
         pairs = max(score_pairs(layout, rank, self.cp_size, self.tokens) for rank in range(self.cp_size))
         keys = self.cp_size * self.tokens
-        if config.cp_exchange == PIPELINED:  # those before a rank's own are of its first sequence alone
+        if config.cp_exchange == PIPELINED:  # keys of other ranks belong to the rank's first sequence only
             keys = self.tokens + max(tokens_before(self.cp_size, self.tokens, self.length_of_all))
             pairs = self.tokens * keys
         k, v = (Value(f"{value.name} of all ranks", value.size * keys // self.tokens) for value in own)
@@ -135,7 +134,7 @@ class _StageBuilder(GraphBuilder):
         if layout == "zigzag":
             q, found = Value("queries of two half-parts", q.size), Value("their outputs", attended.size)
             nodes.append(Node([inputs[0]], [q], [], region))
-        if config.use_flash_attn:  # what is allowed is added to scores, as numbers
+        if config.use_flash_attn:  # the mask is added to the scores, as floating-point numbers
             statistics = self.coefficient("attention statistics", config.num_attention_heads)
             kept = [q, k, v, found, statistics, allowed]
             writes = [found, statistics, allowed]
@@ -161,7 +160,7 @@ class _StageBuilder(GraphBuilder):
             states = heads * key * ((segments - 1) * key + 3 * (value + key)) * self.wide
             outputs, responses = (self.coefficient("responses", heads * width) for width in (value, key))
             kept = [responses, Value("states and transitions", states)]
-            nodes[-1].writes += [outputs, *kept]  # outputs are completed by what is kept, then dropped
+            nodes[-1].writes += [outputs, *kept]  # outputs are completed with the saved values, then dropped
             nodes[-1].keeps += kept
             size = chunk_size(self.length)
             columns = chunk_flops(size, key, value + key) - chunk_flops(size, key, value)  # the map's

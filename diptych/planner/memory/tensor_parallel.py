@@ -1,19 +1,19 @@
-"""What recomputing activation functions would save where ranks share every layer's matrices: none do, here."""
+"""Predicted saving of activation recompute under tensor parallelism, which this project does not implement."""
 
 from diptych.planner.memory.graph import ITEM_SIZES
 from diptych.plans.config import TransformerConfig
 
 
 def activation_recompute_saving(config: TransformerConfig, batch: int, tp_size: int = 1) -> int:
-    """Bytes that a rank does not keep if activation functions are recomputed in every layer.
+    """Return the bytes that a rank saves less if activation functions are recomputed in every layer.
 
-    Per token and layer the inner width of the MLP, divided over tp_size ranks, of what the function gives; with swiglu
-    also of the SiLU of the gate, which its product with the other half keeps.
+    Per token and layer these are the outputs of the activation function, as many elements as the inner width of the MLP
+    divided by tp_size. With swiglu, the SiLU of the gate is added, which the product with the other half saves.
 
     Args:
-        config: the model's, undivided.
+        config: the model, undivided.
         batch: sequences of a microbatch.
-        tp_size: ranks that would share each matrix; the only place in the project that knows of them.
+        tp_size: ranks that would share each matrix.
 
     Raises:
         ValueError: tp_size is below 1, or does not divide a layer's inner width.

@@ -1,7 +1,6 @@
-"""A page that explains a plan: one HTML file with the schedule's timeline, memory, recomputing and copies.
+"""A page that explains a plan: one HTML file with the schedule's timeline, memory, recompute and copies.
 
-The file needs nothing else: its data, style and program are in it, and it may load nothing. The same plan gives the
-same file, to the byte.
+The file contains its data, style and program and loads nothing. Equal plans give identical files.
 """
 
 import json
@@ -15,15 +14,15 @@ from diptych.planner.timeline import COLORS
 
 __all__ = ["MOST_PIECES", "WITH_OTHERS", "PageRequest", "describe_plan", "page_html", "write_page"]
 
-SCRIPTS = ("format.js", "course.js", "timeline.js", "tell.js", "tables.js", "main.js")
-"""Parts of the page's program, in order; later ones use earlier ones."""
+SCRIPTS = ("format.js", "simulation.js", "timeline.js", "describe.js", "tables.js", "main.js")
+"""Scripts of the page, in order; later scripts use earlier ones."""
 
 
 def page_html(data: dict[str, Any]) -> str:
-    """The page.
+    """Return the HTML of the page.
 
     Args:
-        data: as describe_plan gives it.
+        data: result of describe_plan.
     """
     here = files("diptych.planner.page")
     colors = " ".join(f"--{kind}: {color};" for kind, color in COLORS.items())
@@ -35,7 +34,7 @@ def page_html(data: dict[str, Any]) -> str:
         "script": script,
     }
     template = here.joinpath("template.html").read_text("utf-8")
-    for name, text in reversed(parts.items()):  # later parts first: what is put in is not searched
+    for name, text in reversed(parts.items()):  # later parts first, so that inserted text is not searched
         before, mark, after = template.partition("{{" + name + "}}")
         assert mark, f"the template has a place for its {name}"
         template = before + text + after
@@ -43,10 +42,10 @@ def page_html(data: dict[str, Any]) -> str:
 
 
 def as_script_data(data: Any) -> str:
-    """JSON that cannot end the script element it stands in, whatever its strings hold.
+    """Return JSON that cannot close the script element around it, whatever its strings contain.
 
     Raises:
-        ValueError: a number that is not finite.
+        ValueError: a number is not finite.
     """
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     for character in "<>&":
@@ -58,11 +57,11 @@ def write_page(path: Path, request: PageRequest) -> None:
     """Write the page about a plan.
 
     Args:
-        path: to write to, .html.
-        request: what it is about.
+        path: file to write, .html.
+        request: the plan to describe.
 
     Raises:
-        ValueError: the file's name ends otherwise; or as describe_plan.
+        ValueError: the file's name does not end in .html, or describe_plan refuses the request.
     """
     if path.suffix != ".html":
         raise ValueError(f"path: expected a name that ends in .html, got {str(path)!r}")

@@ -1,10 +1,9 @@
-"""Copies between device and host on the timeline of a schedule: what diptych.plans.offload's plan moves, and when it
-asks.
+"""Copies between device and host on the timeline of a schedule.
 
-An action's time is divided among its uses of layers by their products (diptych.planner.offload_times.use_seconds),
-and a copy is asked for where the use begins that asks. The link takes one copy after the other. The timeline itself
-does not wait for copies: its times have none. What waiting would cost is
-diptych.planner.offload_times.simulate_offload's, of a rank without a pipeline.
+The copies are those of diptych.plans.offload's plan. An action's time is divided among its uses of layers in proportion
+to their products (diptych.planner.offload_times.use_seconds), and a copy is requested when the requesting use begins.
+The link copies one layer at a time. The timeline does not wait for copies. For the cost of waiting on a rank without a
+pipeline, see diptych.planner.offload_times.simulate_offload.
 """
 
 import math
@@ -30,31 +29,31 @@ from diptych.plans.schedule.partition import get_stage_place, num_stages
 from diptych.plans.schedule.simulate import Costs, Simulation
 
 MOST_USES = 2_048
-"""Of layers on one rank in a step, up to which copies are drawn."""
+"""Largest number of uses of layers on one rank in a step for which copies are drawn."""
 
 
 class Span(NamedTuple):
-    """When a use runs on the timeline, in seconds."""
+    """Begin and end of a use on the timeline, in seconds."""
 
     begin: float
     end: float
 
 
 class Copy(NamedTuple):
-    """A layer's parameters on the link."""
+    """A copy of a layer's parameters over the link."""
 
     layer: int
     to_device: bool
     begin: float
-    """When the link takes it."""
+    """Time at which the link starts the copy."""
     end: float
     needed: float
-    """When the use it is for begins, infinity where that is in the next step; of a copy to the host, when it was asked
-    for."""
+    """Time at which the use that needs the copy begins, infinity if that is in the next step; for a copy to the host,
+    the time of the request."""
 
     @property
     def is_late(self) -> bool:
-        """Whether the use it is for begins before it has arrived."""
+        """True if the use that needs the copy begins before the copy has ended."""
         return self.to_device and self.end > self.needed
 
 
@@ -62,21 +61,23 @@ def copies_of_schedule(
     config: TransformerConfig,
     schedule: Schedule,
     costs: Costs,
-    course: Simulation,
+    simulation: Simulation,
     updates_at: float,
     update: float,
     batch: int,
     machine: Machine,
 ) -> dict[str, Any] | None:
-    """What moves on every rank in one step; None without offload.
+    """Return the copies of every rank in one step; None without offload.
 
     Args:
-        config: the model's.
-        schedule, costs, course: as simulated, in seconds.
-        updates_at: when the optimizer begins.
-        update: seconds it takes.
+        config: the model.
+        schedule: schedule of the step.
+        costs: costs of the simulation, in seconds.
+        simulation: simulation of the schedule with these costs.
+        updates_at: time at which the optimizer begins.
+        update: seconds of the optimizer.
         batch: sequences of a microbatch.
-        machine: its rates.
+        machine: rates of the machine.
     """
     if not (config.enable_tensor_offload or config.enable_activation_offload):
         return None
@@ -99,7 +100,7 @@ def copies_of_schedule(
         spans = [
             span
             for action, each in uses.items()
-            for span in _spans(course.starts[action], costs.time(action), [seconds(use) for use in each])
+            for span in _spans(simulation.starts[action], costs.time(action), [seconds(use) for use in each])
         ]
         spans += _spans(updates_at, update, [1.0] * len(updates))
         told: dict[str, Any] = {}
@@ -122,13 +123,13 @@ def copies_of_schedule(
 def place_copies(
     plan: OffloadPlan, spans: list[Span], storages: Mapping[int, Mapping[str, int]], bandwidth: float
 ) -> list[Copy]:
-    """A plan's copies on a link that takes one after the other, asked for by uses whose times are given.
+    """Return a plan's copies on a link that copies one layer at a time, given the times of the uses.
 
     Args:
-        plan: what moves.
-        spans: when each of its uses runs.
-        storages: bytes of every memory that a layer has.
-        bandwidth: of the link, bytes a second.
+        plan: the offload plan.
+        spans: times of its uses.
+        storages: bytes of every storage of each layer.
+        bandwidth: bandwidth of the link, bytes per second.
     """
     found, link, changed = [], 0.0, set()
     for number, (step, span) in enumerate(zip(plan.steps, spans, strict=True)):
@@ -149,7 +150,7 @@ def place_copies(
 
 
 def _told(plan: OffloadPlan, copies: list[Copy], end: float) -> dict[str, Any]:
-    """Columns of the copies that begin before a step ends, and what is told of all."""
+    """Return columns of the copies that begin before the step ends, and totals over all copies."""
     shown = [copy for copy in copies if copy.begin < end]
     return {
         "layer": [copy.layer for copy in shown],
@@ -166,14 +167,14 @@ def _told(plan: OffloadPlan, copies: list[Copy], end: float) -> dict[str, Any]:
 
 
 def _spans(begin: float, lasts: float, weights: list[float]) -> list[Span]:
-    """A time divided by weights."""
+    """Divide an interval in proportion to weights."""
     whole = sum(weights) or 1.0
     ends = accumulate((lasts * weight / whole for weight in weights), initial=begin)
     return [Span(*pair) for pair in pairwise(ends)]
 
 
 def _activation_marks(config: TransformerConfig, uses: list[Use], spans: list[Span]) -> dict[str, Any]:
-    """When what a layer keeps leaves the device and is asked for again; how many bytes, the planner does not say."""
+    """Return the times at which saved activations leave the device and are requested again; their bytes are unknown."""
     places = [get_stage_place(config, stage) for stage in range(num_stages(config))]
     blocks = [block for place in places for block in recompute_blocks(config, *place) if block.kind == "full"]
     dropped = {layer for block in blocks for layer in block.layers}

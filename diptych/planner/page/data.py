@@ -1,7 +1,7 @@
-"""What the page shows, as data that is JSON: a plan's course in time, its memory, and what the planner says beside it.
+"""The data of the page, as JSON: a plan's simulation, its memory, and other predictions of the planner.
 
-Times are seconds of diptych.planner.step_time's roofline, bytes are diptych.planner.memory's; nothing is computed
-here that the planner does not say. Actions of a schedule are numbered through its ranks, each rank's in its own order.
+Times are seconds of diptych.planner.step_time's roofline, bytes are those of diptych.planner.memory. The page computes
+no prediction of its own. The actions of a schedule are numbered rank by rank, in each rank's order.
 """
 
 from collections.abc import Sequence
@@ -26,64 +26,64 @@ from diptych.plans.schedule.placement import SCHEDULES
 from diptych.plans.schedule.simulate import Costs
 
 WITH_OTHERS = 2_048
-"""Stages times microbatches up to which other schedules are drawn beside the chosen one."""
+"""Largest number of stages times microbatches for which other schedules are drawn too."""
 MOST_PIECES = 16_384
-"""Stages times microbatches up to which a page is written."""
+"""Largest number of stages times microbatches for which a page is written."""
 
 
 class Kept(NamedTuple):
-    """Bytes on a rank after each of its actions, in its order."""
+    """Saved bytes on a rank after each of its actions, in its order."""
 
     kept: list[int]
-    """For backward: whole from the start of F to the end of B or I."""
+    """Saved for backward: from the start of F to the end of B or I."""
     waiting: list[int]
-    """For the gradients of weights: from the end of I to the end of W."""
+    """Saved for weight gradients: from the end of I to the end of W."""
 
 
 @dataclass(frozen=True)
 class PageRequest:
-    """What a page is about.
+    """The plan that a page describes.
 
     Raises:
-        ValueError: more stages times microbatches than can be drawn.
+        ValueError: stages times microbatches exceed MOST_PIECES.
     """
 
     config: TransformerConfig
-    """The model's, with its pipeline and context ranks."""
+    """The model, with its pipeline and context ranks."""
     micro_batch_size: int
     """Sequences of a microbatch."""
     num_microbatches: int
-    """Of a step, on each replica."""
+    """Microbatches of a step on each replica."""
     data_parallel_size: int = 1
     """Replicas."""
     machine: Machine = field(default_factory=Machine)
-    """Rates, for times."""
+    """Rates of the machine."""
 
     def __post_init__(self) -> None:
         pieces = self.pieces
         if pieces > MOST_PIECES:
             raise ValueError(
-                f"html: expected at most {MOST_PIECES:,} stages times microbatches to draw, got {pieces:,}; draw fewer "
-                "microbatches (num_microbatches): what repeats looks alike"
+                f"html: expected at most {MOST_PIECES:,} stages times microbatches to draw, got {pieces:,}; choose "
+                "fewer microbatches (num_microbatches), since the schedule repeats"
             )
 
     @property
     def pieces(self) -> int:
-        """Stages times microbatches."""
+        """The number of stages times microbatches."""
         return num_stages(self.config) * self.num_microbatches
 
 
 def describe_plan(request: PageRequest) -> dict[str, Any]:
-    """Everything the page shows of a plan: its configuration, its course, and those of other schedules.
+    """Return the data of the page: the configuration, the plan's simulation, and those of other schedules.
 
     Args:
-        request: what it is about.
+        request: the plan to describe.
 
     Returns:
-        only dicts with strings as keys, lists, strings, finite numbers, booleans and None; the same for the same plan.
+        Nested dicts with string keys, lists, strings, finite numbers, booleans and None; equal for equal plans.
 
     Raises:
-        ValueError: the schedule cannot have so many microbatches.
+        ValueError: the schedule does not allow so many microbatches.
     """
     config, times = request.config, StageTimes(request.machine)
     chosen = _describe(request, config, times)
@@ -112,12 +112,12 @@ def describe_plan(request: PageRequest) -> dict[str, Any]:
 
 
 def kept_over_time(actions: Sequence[Action], stages: Sequence[StageMemory], splits_backward: bool) -> Kept:
-    """Bytes kept on a rank after each of its actions.
+    """Return the saved bytes on a rank after each of its actions.
 
     Args:
-        actions: of the rank, in order.
-        stages: what a microbatch keeps on each stage.
-        splits_backward: whether anything waits from I to W.
+        actions: actions of the rank, in order.
+        stages: bytes that a microbatch saves on each stage.
+        splits_backward: True if backward is split into I and W.
     """
     found, kept, waiting = Kept([], []), 0, 0
     for kind, stage, _ in actions:
@@ -134,11 +134,11 @@ def kept_over_time(actions: Sequence[Action], stages: Sequence[StageMemory], spl
 
 
 def _describe(request: PageRequest, config: TransformerConfig, times: StageTimes) -> dict[str, Any]:
-    """One schedule of the model."""
+    """Return the data of one schedule of the model."""
     batch, count, machine = request.micro_batch_size, request.num_microbatches, request.machine
     stage_times = times.of(config, batch)
     plan = plan_pipeline(config, batch, count, roofline=times)
-    schedule, course = plan.schedule, plan.course
+    schedule, simulation = plan.schedule, plan.simulation
     gradients, update = after_backward(config, batch, count, request.data_parallel_size, machine)
     memory = predict_stages(config, batch)
     everything = predict_stages(without_recompute(config), batch)
@@ -164,8 +164,8 @@ def _describe(request: PageRequest, config: TransformerConfig, times: StageTimes
         "ranksCount": schedule.pp_size,
         "microbatches": schedule.num_microbatches,
         "virtual": schedule.stages_per_rank,
-        "makespan": course.makespan,
-        "idle": sum(course.bubble) / (schedule.pp_size * course.makespan),
+        "makespan": simulation.makespan,
+        "idle": sum(simulation.bubble) / (schedule.pp_size * simulation.makespan),
         "gradients": gradients,
         "update": update,
         "wire": plan.costs.communication,
@@ -176,14 +176,14 @@ def _describe(request: PageRequest, config: TransformerConfig, times: StageTimes
         ],
         "actions": actions,
         "copies": copies_of_schedule(
-            config, schedule, plan.costs, course, course.makespan + gradients, update, batch, machine
+            config, schedule, plan.costs, simulation, simulation.makespan + gradients, update, batch, machine
         ),
     }
 
 
 def _actions(plan: PipelinePlan, memory: Sequence[StageMemory]) -> tuple[dict[str, Any], list[Kept]]:
-    """All actions, one after the other, as a column for each thing that is said of them."""
-    schedule, starts, costs = plan.schedule, plan.course.starts, plan.costs
+    """Return all actions as columns, and the saved bytes of every rank."""
+    schedule, starts, costs = plan.schedule, plan.simulation.starts, plan.costs
     order = [action for actions in schedule.actions for action in actions]
     number = {action: place for place, action in enumerate(order)}
     kept = [kept_over_time(actions, memory, schedule.splits_backward) for actions in schedule.actions]
@@ -203,7 +203,7 @@ def _actions(plan: PipelinePlan, memory: Sequence[StageMemory]) -> tuple[dict[st
 
 
 def recomputed_words(config: TransformerConfig, stage: int) -> str:
-    """What of which layers of a stage is computed again, and how many layers at a time."""
+    """Describe which modules of which layers of a stage are recomputed, and the block lengths."""
     runs: list[tuple[tuple[int, str], list[int]]] = []
     for block in recompute_blocks(config, *get_stage_place(config, stage)):
         if block.kind == "none":
@@ -221,12 +221,13 @@ def recomputed_words(config: TransformerConfig, stage: int) -> str:
 
 
 def last_input(schedule: Schedule, costs: Costs, starts: dict[Action, float], action: Action) -> Action | None:
-    """Of what an action needs, that which arrives last; None: it needs nothing.
+    """Return the dependency of an action that arrives last; None if it has no dependency.
 
     Args:
-        schedule, costs: as simulated.
-        starts: of all actions.
-        action: whose.
+        schedule: the simulated schedule.
+        costs: costs of the simulation.
+        starts: start of each action.
+        action: the action.
     """
     rank = schedule.rank_of(action.stage)
 
@@ -238,18 +239,18 @@ def last_input(schedule: Schedule, costs: Costs, starts: dict[Action, float], ac
 
 
 def _ranks(plan: PipelinePlan, memory: Sequence[StageMemory], kept: Sequence[Kept]) -> list[dict[str, Any]]:
-    """Idle time and memory of every rank, and when it keeps most."""
-    schedule, course = plan.schedule, plan.course
+    """Return bubble and memory of every rank, and the time of its peak."""
+    schedule, simulation = plan.schedule, plan.simulation
     found = []
     for rank, sizes in enumerate(rank_memories(plan.config, schedule, memory)):
         together = [a + b for a, b in zip(*kept[rank], strict=True)]
         place = together.index(max(together))
         action = schedule.actions[rank][place]
-        time = course.starts[action] + (0.0 if action.kind == "F" else plan.costs.time(action))
+        time = simulation.starts[action] + (0.0 if action.kind == "F" else plan.costs.time(action))
         found.append(
             {
-                "idle": course.bubble[rank],
-                "inFlight": course.peak_in_flight[rank],
+                "idle": simulation.bubble[rank],
+                "inFlight": simulation.peak_in_flight[rank],
                 "peakTime": time,
                 "memory": {**asdict(sizes), "total": sizes.total},
             }
@@ -267,14 +268,14 @@ def _title(chosen: dict[str, Any]) -> str:
 
 
 def _words(request: PageRequest) -> list[list[str]]:
-    """The configuration: what, and how much of it."""
+    """Describe the configuration, as pairs of a name and a text."""
     config, machine = request.config, request.machine
     mhc = f", hyper-connections of {config.num_residual_streams} streams" if config.enable_hyper_connections else ""
     schedule = schedule_for(config, request.num_microbatches).name
     virtual = f", {config.virtual_pipeline_model_parallel_size} virtual stages a rank"
     words = [
         ["model", f"{config.num_layers:,} layers ({config.layer_pattern}) of width {config.hidden_size:,}{mhc}"],
-        ["numbers", f"parameters {config.params_dtype}, activations {config.compute_dtype}"],
+        ["data types", f"parameters {config.params_dtype}, activations {config.compute_dtype}"],
         ["mesh", mesh_words(config, request.data_parallel_size)],
         ["schedule", schedule + virtual * ((config.virtual_pipeline_model_parallel_size or 1) > 1)],
         [

@@ -1,21 +1,21 @@
-/* The page's state, and what changes it. */
+/* The page's state and event handlers. */
 
 const data = JSON.parse(find("plan").textContent);
-const courses = new Map();
+const simulations = new Map();
 const chart = new Timeline(find("chart"), data);
 const state = { schedule: 0, microbatch: -1, place: 0, at: -1, timer: 0 };
-const PAUSE = 1800; // milliseconds between steps that are played
+const PAUSE = 1800; // milliseconds between played steps
 
-const course = () => {
-  if (!courses.has(state.schedule)) courses.set(state.schedule, courseOf(data.schedules[state.schedule]));
-  return courses.get(state.schedule);
+const simulation = () => {
+  if (!simulations.has(state.schedule)) simulations.set(state.schedule, simulationOf(data.schedules[state.schedule]));
+  return simulations.get(state.schedule);
 };
 
-/** One axis for all schedules of the pipeline, so that a shorter one is seen to be shorter. */
+/** Return the end of the time axis, shared by all schedules of the pipeline if the user wants to compare them. */
 function axisEnd() {
   const total = (each) => each.makespan + each.gradients + each.update;
-  if (!find("same").checked) return total(course());
-  const others = data.schedules.filter((each) => each.ranksCount === course().ranksCount);
+  if (!find("same").checked) return total(simulation());
+  const others = data.schedules.filter((each) => each.ranksCount === simulation().ranksCount);
   return Math.max(...others.map(total));
 }
 
@@ -25,10 +25,10 @@ function chooseSchedule(index) {
   state.at = -1;
   find("schedule").value = index;
   for (const radio of document.querySelectorAll("#schedules input")) radio.checked = Number(radio.value) === index;
-  const now = course();
+  const now = simulation();
   chart.marked = { at: -1, microbatch: -1, step: -1 };
   chart.draw(now, axisEnd());
-  find("chart").setAttribute("aria-label", `${nameOf(now)}: ${count(now.ranksCount, "rank")}, ${now.size} actions in ${time(now.makespan)}, ranks idle ${share(now.idle)}`);
+  find("chart").setAttribute("aria-label", `${nameOf(now)}: ${count(now.ranksCount, "rank")}, ${now.size} actions in ${time(now.makespan)}, bubble ${share(now.idle)}`);
   find("reading").textContent = reading(now);
   find("microbatch").max = now.microbatches - 1;
   for (const show of [showFigures, showRanks, showStages, showAgain, showOffload, showLegend]) show(now, data);
@@ -38,16 +38,16 @@ function chooseSchedule(index) {
 
 function reading(now) {
   const [unit] = unitOf(now.total);
-  const rows = now.ranksCount > 1 ? "A row a rank" : "One rank";
-  const axis = data.schedules.length > 1 && find("same").checked ? " The axis is as long as the slowest schedule takes, so that they can be compared." : "";
-  return `${rows}, time from left to right in ${unit}, numbers are microbatches. Below a row is the rank's memory, to one scale; the mark is its peak.${axis}`;
+  const rows = now.ranksCount > 1 ? "One row per rank" : "One rank";
+  const axis = data.schedules.length > 1 && find("same").checked ? " The axis ends with the slowest schedule, for comparison." : "";
+  return `${rows}, time from left to right in ${unit}, numbers are microbatches. Below a row is the rank's memory, on one scale; the mark is its peak.${axis}`;
 }
 
 /** Follow a microbatch from its first action; -1: none. */
 function follow(microbatch, place = 0) {
   state.microbatch = microbatch;
   state.place = place;
-  const now = course();
+  const now = simulation();
   const on = microbatch >= 0;
   find("followed").textContent = on ? String(microbatch) : "none";
   if (on) find("microbatch").value = microbatch;
@@ -71,9 +71,9 @@ function follow(microbatch, place = 0) {
   step(place);
 }
 
-/** Tell of one step of the microbatch that is followed. */
+/** Describe one step of the followed microbatch. */
 function step(place) {
-  const now = course();
+  const now = simulation();
   const ids = now.byMicrobatch[state.microbatch];
   state.place = Math.max(0, Math.min(place, ids.length - 1));
   const id = ids[state.place];
@@ -93,11 +93,11 @@ function step(place) {
 function play() {
   if (state.timer) { stop(); return; }
   if (state.microbatch < 0) follow(0);
-  else if (state.place === course().byMicrobatch[state.microbatch].length - 1) step(0);
+  else if (state.place === simulation().byMicrobatch[state.microbatch].length - 1) step(0);
   find("play").textContent = "Pause";
   find("play").setAttribute("aria-pressed", "true");
   state.timer = setInterval(() => {
-    if (state.place >= course().byMicrobatch[state.microbatch].length - 1) stop();
+    if (state.place >= simulation().byMicrobatch[state.microbatch].length - 1) stop();
     else step(state.place + 1);
   }, PAUSE);
 }
@@ -116,14 +116,14 @@ const say = (text, isHint = false) => {
 
 const hint = () => say("Point at a cell to see what it is and what it waited for; click it, or press Play, to follow its microbatch through the ranks.", true);
 
-/** Frame a cell and tell of it; -1: none. */
+/** Select a cell and describe it; -1: none. */
 function select(id) {
   state.at = id;
   chart.select(id);
   if (id < 0) return;
-  find(`a${id}`).setAttribute("aria-label", facts(course(), id));
-  say(facts(course(), id));
-  chart.cursor(course().start[id]);
+  find(`a${id}`).setAttribute("aria-label", facts(simulation(), id));
+  say(facts(simulation(), id));
+  chart.cursor(simulation().start[id]);
 }
 
 function showPan() {
@@ -134,7 +134,7 @@ function showPan() {
 }
 
 function zoom(factor, center) {
-  chart.zoom(factor, center ?? (state.at >= 0 ? course().start[state.at] : undefined));
+  chart.zoom(factor, center ?? (state.at >= 0 ? simulation().start[state.at] : undefined));
   showPan();
 }
 
@@ -144,7 +144,7 @@ function showAll() {
 }
 
 function moved(key) {
-  const now = course();
+  const now = simulation();
   if (state.at < 0) return now.first[0];
   const rank = now.rank[state.at];
   const other = { ArrowUp: rank - 1, ArrowDown: rank + 1 }[key];
@@ -168,11 +168,11 @@ find("chart").addEventListener("keydown", (event) => {
 });
 
 function followAction(id) {
-  const now = course();
+  const now = simulation();
   follow(now.microbatch[id], now.byMicrobatch[now.microbatch[id]].indexOf(id));
 }
 
-/** Pointing, dragging, turning the wheel. */
+/** Handle pointing, dragging and the wheel. */
 const drag = { from: null, moved: false };
 const cellOf = (event) => {
   const cell = event.target.closest?.(".cell");
@@ -199,7 +199,7 @@ find("chart").addEventListener("pointermove", (event) => {
     state.at = id;
     chart.marked.at = id;
     chart.drawLabels();
-    say(facts(course(), id));
+    say(facts(simulation(), id));
   }
 });
 window.addEventListener("pointerup", () => { drag.from = null; });
@@ -237,7 +237,7 @@ for (const name of ["memory", "copies"]) {
   find(name).addEventListener("change", (event) => {
     chart.shows[name] = event.target.checked;
     const { view, marked } = chart;
-    chart.draw(course(), chart.end);
+    chart.draw(simulation(), chart.end);
     chart.look(...view);
     chart.follow(marked.microbatch, marked.step);
   });

@@ -1,6 +1,6 @@
-/* What stands around the timeline: the figures, the schedules, and tables. */
+/* The figures, the choice of schedules, and the tables around the timeline. */
 
-/** A table: headings with a class, and rows of texts. */
+/** Fill a table: headings with a class, and rows of texts. */
 function fill(table, headings, rows, marked = -1) {
   const cell = (name, text, place) => h(name, { class: headings[place][1], scope: name === "th" ? "col" : null }, text);
   table.replaceChildren(
@@ -14,25 +14,25 @@ function showWords(data) {
   find("words").replaceChildren(...data.words.map(([name, text]) => h("div", {}, h("dt", {}, name), h("dd", {}, text))));
 }
 
-/** The step in a few numbers. */
-function showFigures(course, data) {
-  const largest = mostRank(course);
-  const busy = sum(course.ranks.map((rank) => course.makespan - rank.idle));
-  const replayed = course.microbatches * sum(course.stages.map((stage) => stage.recomputed));
+/** Show the main figures of the step. */
+function showFigures(simulation, data) {
+  const largest = mostRank(simulation);
+  const busy = sum(simulation.ranks.map((rank) => simulation.makespan - rank.idle));
+  const replayed = simulation.microbatches * sum(simulation.stages.map((stage) => stage.recomputed));
   const figure = (id, name, value, note) => h("div", {}, h("dt", {}, name), h("dd", { id }, value, h("small", {}, note)));
-  const after = course.gradients + course.update;
+  const after = simulation.gradients + simulation.update;
   find("figures").replaceChildren(
-    figure("makespan", "First forward to last backward", time(course.makespan), `and ${time(after)} for gradients and update`),
-    figure("idle", "Ranks are idle", share(course.idle), "the bubble, of all ranks together"),
-    figure("peak", "Most memory", memory(course.ranks[largest].memory.total, data.memoryUnit), `on rank ${largest}`),
-    figure("replayed", "Computed again", share(replayed / busy), replayed > 0 ? "of the time that ranks work" : "everything is kept"),
+    figure("makespan", "First forward to last backward", time(simulation.makespan), `and ${time(after)} for gradients and update`),
+    figure("idle", "Bubble", share(simulation.idle), "idle share of all ranks' time"),
+    figure("peak", "Peak memory", memory(simulation.ranks[largest].memory.total, data.memoryUnit), `on rank ${largest}`),
+    figure("replayed", "Recompute", share(replayed / busy), replayed > 0 ? "of the ranks' busy time" : "no recompute"),
   );
 }
 
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 
-function mostRank(course) {
-  const totals = course.ranks.map((rank) => rank.memory.total);
+function mostRank(simulation) {
+  const totals = simulation.ranks.map((rank) => rank.memory.total);
   return totals.indexOf(Math.max(...totals));
 }
 
@@ -41,7 +41,7 @@ function nameOf(schedule) {
   return schedule.virtual > 1 ? `${schedule.name}, v=${schedule.virtual}` : schedule.name;
 }
 
-/** A bar for each schedule; choosing one is told to the caller. */
+/** Show a bar for each schedule; call choose with the index of a chosen one. */
 function showSchedules(data, choose) {
   find("compare").hidden = data.schedules.length < 2 && data.refused.length === 0;
   find("choose").hidden = data.schedules.length < 2;
@@ -57,54 +57,54 @@ function showSchedules(data, choose) {
     return h("label", { "data-name": schedule.name }, radio, h("span", {}, nameOf(schedule)),
       h("span", { class: "long", "aria-hidden": "true" }, part("busy", 1 - schedule.idle), part("idle", schedule.idle)),
       h("span", { class: "value" }, time(schedule.makespan)),
-      h("span", { class: "value" }, `${share(schedule.idle)} idle`),
+      h("span", { class: "value" }, `${share(schedule.idle)} bubble`),
       h("span", { class: "value bytes" }, memory(total, data.memoryUnit)));
   }));
   const { limits, refused } = data;
   const words = refused.map(({ name, reason }) => h("p", {}, `${name} does not fit: ${reason}`));
   if (limits.pieces > limits.withOthers && data.schedules[0].ranksCount > 1) {
     find("compare").hidden = false;
-    words.push(h("p", {}, `Drawn is the chosen schedule alone: ${limits.pieces.toLocaleString("en-US")} stages times microbatches are more than the ${limits.withOthers.toLocaleString("en-US")} up to which others are drawn beside it. diptych plan prints them all.`));
+    words.push(h("p", {}, `Only the chosen schedule is drawn: ${limits.pieces.toLocaleString("en-US")} stages times microbatches exceed the ${limits.withOthers.toLocaleString("en-US")} up to which other schedules are drawn. diptych plan prints all of them.`));
   }
   if (data.schedules.some((each) => each.name === "none") && data.schedules.length > 1) {
-    words.push(h("p", {}, "none has the whole model on one rank; where its bar would be longer than all others', it is cut."));
+    words.push(h("p", {}, "none runs the whole model on one rank; its bar is cut at the longest of the others."));
   }
   find("refused").replaceChildren(...words);
 }
 
-function showRanks(course, data) {
+function showRanks(simulation, data) {
   const size = (amount) => inUnit(amount, data.memoryUnit);
   const all = [
-    ["parameters", "parameters"], ["gradients", "gradients"], ["moments", "moments"], ["kept for backward", "activations"],
-    ["from I to W", "waiting"], ["total", "total"], ["beside, on host", "on_host"],
+    ["parameters", "parameters"], ["gradients", "gradients"], ["moments", "moments"], ["saved for backward", "activations"],
+    ["from I to W", "waiting"], ["total", "total"], ["also on host", "on_host"],
   ];
-  const shown = all.filter(([, key]) => !["waiting", "on_host"].includes(key) || course.ranks.some((rank) => rank.memory[key] > 0));
+  const shown = all.filter(([, key]) => !["waiting", "on_host"].includes(key) || simulation.ranks.some((rank) => rank.memory[key] > 0));
   fill(find("ranks"),
-    [["rank"], ["idle"], ["in flight"], ...shown.map(([text]) => [text]), ["without recomputing"]],
-    course.ranks.map((rank, place) => [
-      String(place), share(rank.idle / course.makespan), String(rank.inFlight), ...shown.map(([, key]) => size(rank.memory[key])), size(rank.totalWithout),
-    ]), mostRank(course));
-  find("bytes-words").textContent = `In ${data.memoryUnit.name}. Parameters, gradients and AdamW's two moments are there all the time; in flight are microbatches, times stages, whose backward is not over. The last column is the total if nothing were computed again.`;
+    [["rank"], ["bubble"], ["in flight"], ...shown.map(([text]) => [text]), ["without recompute"]],
+    simulation.ranks.map((rank, place) => [
+      String(place), share(rank.idle / simulation.makespan), String(rank.inFlight), ...shown.map(([, key]) => size(rank.memory[key])), size(rank.totalWithout),
+    ]), mostRank(simulation));
+  find("bytes-words").textContent = `In ${data.memoryUnit.name}. Parameters, gradients and AdamW's two moments are resident during the whole step. In flight: microbatches, per stage, whose backward has not ended. The last column is the total without recompute.`;
 }
 
-function showStages(course, data) {
-  const split = course.stages.some((stage) => stage.waiting > 0);
+function showStages(simulation, data) {
+  const split = simulation.stages.some((stage) => stage.waiting > 0);
   fill(find("stages"),
-    [["stage"], ["rank"], ["holds", "words"], ["F"], ["I"], ["W"], ["of I again"], ["kept, a microbatch"], ...(split ? [["waits for W"]] : [])],
-    course.stages.map((stage, at) => [
+    [["stage"], ["rank"], ["holds", "words"], ["F"], ["I"], ["W"], ["recompute in I"], ["saved per microbatch"], ...(split ? [["waits for W"]] : [])],
+    simulation.stages.map((stage, at) => [
       String(at), String(stage.rank), stage.holds, time(stage.F), time(stage.I), time(stage.W), time(stage.recomputed),
       memory(stage.saved, data.memoryUnit), ...(split ? [memory(stage.waiting, data.memoryUnit)] : []),
     ]));
 }
 
-/** What recomputing costs and saves, by runs of stages that are alike. */
-function showAgain(course, data) {
-  if (!course.stages.some((stage) => stage.recomputed > 0)) {
-    find("again").replaceChildren(h("p", {}, "Nothing: all that backward reads is kept. --recompute-granularity says what to drop instead."));
+/** Show the cost and the saving of recompute; consecutive equal stages are joined. */
+function showAgain(simulation, data) {
+  if (!simulation.stages.some((stage) => stage.recomputed > 0)) {
+    find("again").replaceChildren(h("p", {}, "Recompute is off. --recompute-granularity enables it."));
     return;
   }
   const runs = [];
-  course.stages.forEach((stage, at) => {
+  simulation.stages.forEach((stage, at) => {
     const last = runs[runs.length - 1];
     const alike = last && ["saved", "savedWithout", "recomputed"].every((key) => last.stage[key] === stage[key]);
     if (alike) {
@@ -117,63 +117,63 @@ function showAgain(course, data) {
     const name = from === to ? `Stage ${from}` : `Stages ${from} to ${to}, each`;
     const whole = stage.F + stage.I + stage.W;
     const saved = stage.savedWithout > 0 ? 1 - stage.saved / stage.savedWithout : 0;
-    return h("p", {}, `${name}: ${again}. A microbatch keeps ${memory(stage.saved, data.memoryUnit)} rather than ${memory(stage.savedWithout, data.memoryUnit)} (${share(saved)} less); computing again takes ${time(stage.recomputed)} of its ${time(whole)} there.`);
-  }), h("p", {}, "In the timeline this part is hatched. It is drawn at the beginning of a backward; in truth each layer or block is computed again just before its own backward."));
+    return h("p", {}, `${name}: ${again}. A microbatch saves ${memory(stage.saved, data.memoryUnit)} instead of ${memory(stage.savedWithout, data.memoryUnit)} (${share(saved)} less); recompute takes ${time(stage.recomputed)} of its ${time(whole)} on the stage.`);
+  }), h("p", {}, "In the timeline recompute is hatched. It is drawn at the start of a backward, although each layer or block is replayed just before its own backward."));
 }
 
-function showOffload(course, data) {
-  const { copies } = course;
+function showOffload(simulation, data) {
+  const { copies } = simulation;
   find("offload").hidden = !copies;
   find("copies-choice").hidden = !copies;
   if (!copies) return;
   const words = [];
   const table = find("offload-table");
   table.replaceChildren();
-  if (copies.leftOut) words.push(`Not drawn: ${copies.leftOut} are too many.`);
+  if (copies.leftOut) words.push(`Not drawn: ${copies.leftOut} exceed the limit.`);
   if (copies.parameters) {
     const hides = copies.tokens >= copies.hidingTokens;
-    words.push(`Layers' parameters lie on the host and come for each use, ${count(copies.ahead, "layer")} ahead. A layer's copy hides behind its forward from ${Math.ceil(copies.hidingTokens).toLocaleString("en-US")} tokens a microbatch on; here are ${copies.tokens.toLocaleString("en-US")}: it ${hides ? "is hidden" : "is not hidden"}.`);
-    words.push("The timeline does not wait for copies: its times have none, and a cell stays where the schedule has it. A copy is drawn from when it is asked for and the link is free; late ones, in another colour, arrive after the use they are for has begun. Alone, the last column, is the planner's step of that rank's computing and copying without a pipeline, by products alone.");
+    words.push(`Layers' parameters are stored on the host and fetched for each use, ${count(copies.ahead, "layer")} ahead. A layer's copy overlaps fully with its forward from ${Math.ceil(copies.hidingTokens).toLocaleString("en-US")} tokens per microbatch; with ${copies.tokens.toLocaleString("en-US")} it ${hides ? "does" : "does not"}.`);
+    words.push("The timeline does not wait for copies. A copy is drawn from the time at which it is requested and the link is free. Late copies, in another colour, end after the use that needs them has started. The last column, alone, is the predicted step of the rank's computation and copies without a pipeline, from matrix products only.");
     if (!copies.leftOut) {
-      fill(table, [["rank"], ["copies"], ["late"], ["to device"], ["to host"], ["on device at once"], ["link busy"], ["computing"], ["waits"], ["alone"]],
+      fill(table, [["rank"], ["copies"], ["late"], ["to device"], ["to host"], ["on device at once"], ["link busy"], ["computation"], ["waiting"], ["alone"]],
         copies.ranks.map((rank, at) => [
           String(at), String(rank.count), String(rank.lateCount), bytes(rank.bytesIn), bytes(rank.bytesOut), bytes(rank.peak),
           time(rank.transfer), time(rank.compute), time(rank.waited), time(rank.alone),
         ]));
       const cut = sum(copies.ranks.map((rank) => rank.count - rank.begin.length));
-      if (cut > 0) words.push(`Not drawn: ${cut.toLocaleString("en-US")} that the link begins when the step has ended, or later.`);
+      if (cut > 0) words.push(`Not drawn: ${cut.toLocaleString("en-US")} copies that start after the end of the step.`);
     }
   }
-  if (copies.activations) words.push("What layers keep for backward leaves for the host (arrow down) and is asked for again before its backward (arrow up). How many bytes move the planner does not say, so arrows have no length, and memory is drawn as without it.");
-  words.push("Copies are PyTorch's plan; in a pipeline JAX's do not reach from one action into the next.");
+  if (copies.activations) words.push("Activations saved for backward move to the host (arrow down) and are requested again before their backward (arrow up). Their bytes are not predicted, so arrows have no length, and memory is drawn without activation offload.");
+  words.push("Copies are those of PyTorch; in a pipeline, JAX's copies do not extend from one action into the next.");
   find("offload-words").replaceChildren(...words.map((text) => h("p", {}, text)));
 }
 
 function showLimits(data) {
-  const alike = data.replicas * data.contextRanks;
+  const equalRanks = data.replicas * data.contextRanks;
   const words = [
-    "Times are seconds of a roofline: of every operation the longer of its products at the device's rate and of what it reads and writes at its memory's. diptych plan prints the same times, by the same cost model. Beside measured steps on a CPU, PyTorch takes 1.0 to 2.0 times and JAX 1.4 to 4.3 times as long (docs/planner.md); they have not been measured on a GPU. Launches, messages that wait for one another on a wire, and whatever a machine does besides are left out.",
-    "Memory is what a rank holds from one action to the next, as diptych plan prints it; what an action needs only while it runs, messages and flattened gradients on their way are left out. Gradients are counted in full from the beginning.",
+    "Times are seconds of a roofline: each operation takes the longer of its products at the device's rate and its reads and writes at the memory's bandwidth. diptych plan prints the same times. Measured steps on a CPU take 1.0 to 2.0 times as long in PyTorch and 1.4 to 4.3 times in JAX (docs/planner.md); they have not been measured on a GPU. Launch overhead, contention of messages and other load of the machine are not modelled.",
+    "Memory is what a rank holds between actions, as diptych plan prints it; temporary buffers, messages in transit and flattened gradients are left out. Gradients are counted in full from the start of the step.",
   ];
-  if (alike > 1) words.push(`A row stands for ${count(alike, "rank")}: ${count(data.replicas, "replica")} of ${count(data.contextRanks, "context rank")}, which do the same. What context ranks send each other is within F and I; the sum of gradients over all of them comes after the last backward.`);
+  if (equalRanks > 1) words.push(`A row stands for ${count(equalRanks, "rank")}: ${count(data.replicas, "replica")} of ${count(data.contextRanks, "context rank")}, which run the same actions. Exchanges between context ranks are part of F and I; the sum of gradients follows the last backward.`);
   find("limits").replaceChildren(...words.map((text) => h("p", {}, text)));
 }
 
-function showLegend(course) {
+function showLegend(simulation) {
   const swatch = (...shapes) => svg("svg", { width: 16, height: 12, "aria-hidden": "true" }, ...shapes);
   const square = (name) => swatch(svg("rect", { class: name, width: 16, height: 12, rx: 2 }));
-  const kinds = Object.keys(KINDS).filter((kind) => course.kind.includes(kind));
+  const kinds = Object.keys(KINDS).filter((kind) => simulation.kind.includes(kind));
   const entries = kinds.map((kind) => [square(kind), `${kind} ${KINDS[kind]}`]);
-  if (course.stages.some((stage) => stage.recomputed > 0)) {
-    entries.push([swatch(svg("rect", { class: "B", width: 16, height: 12, rx: 2 }), svg("path", { class: "hatch-line", d: "M3 12L11 0M9 12L16 2" })), "computed again"]);
+  if (simulation.stages.some((stage) => stage.recomputed > 0)) {
+    entries.push([swatch(svg("rect", { class: "B", width: 16, height: 12, rx: 2 }), svg("path", { class: "hatch-line", d: "M3 12L11 0M9 12L16 2" })), "recompute"]);
   }
-  entries.push([square("track"), "idle"]);
+  entries.push([square("track"), "bubble"]);
   for (const name of ["parameters", "gradients", "moments"]) entries.push([square(name), name]);
-  entries.push([square("kept"), "kept for backward"]);
-  if (course.stages.some((stage) => stage.waiting > 0)) entries.push([square("waiting"), "waits for W"]);
-  if (course.copies?.parameters) entries.push([square("copy"), "copy to the device"], [square("copy late"), "late copy"], [square("copy out"), "copy to the host"]);
-  if (course.copies?.activations) entries.push([swatch(svg("path", { class: "mark", d: "M5 1V10M2 7L5 10L8 7" })), "activations leave (down), come back (up)"]);
-  if (course.gradients + course.update > 0) entries.push([square("after-update"), "sum of gradients, update"]);
-  if (course.virtual > 1) entries.push([swatch(), "later stages of a rank are lighter"]);
+  entries.push([square("kept"), "saved for backward"]);
+  if (simulation.stages.some((stage) => stage.waiting > 0)) entries.push([square("waiting"), "waits for W"]);
+  if (simulation.copies?.parameters) entries.push([square("copy"), "copy to the device"], [square("copy late"), "late copy"], [square("copy out"), "copy to the host"]);
+  if (simulation.copies?.activations) entries.push([swatch(svg("path", { class: "mark", d: "M5 1V10M2 7L5 10L8 7" })), "activations to host (down), back to device (up)"]);
+  if (simulation.gradients + simulation.update > 0) entries.push([square("after-update"), "sum of gradients, update"]);
+  if (simulation.virtual > 1) entries.push([swatch(), "later stages of a rank are lighter"]);
   find("legend").replaceChildren(...entries.map(([shape, text]) => h("li", {}, shape, text)));
 }

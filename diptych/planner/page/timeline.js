@@ -1,6 +1,6 @@
-/* The timeline: a row of cells a rank, its memory and copies below it, all on one axis of time. */
+/* The timeline: one row of cells per rank, with its memory and copies below it, on one time axis. */
 
-const SPAN = 100000; // width of a step in the drawing's own unit; a transform makes pixels of it
+const SPAN = 100000; // width of a step in drawing units, which a transform scales to pixels
 const AXIS = 30;
 
 class Timeline {
@@ -11,9 +11,9 @@ class Timeline {
     this.marked = { at: -1, microbatch: -1, step: -1 };
   }
 
-  /** Draw a schedule anew; end: of the axis, in seconds. */
-  draw(course, end) {
-    this.course = course;
+  /** Draw a schedule; end: end of the axis, in seconds. */
+  draw(simulation, end) {
+    this.simulation = simulation;
     this.end = end;
     this.measure();
     this.view = [0, end];
@@ -27,32 +27,32 @@ class Timeline {
       svg("line", { class: "hatch-line", x1: 1.2, x2: 1.2, y1: 0, y2: 5 }));
     const clip = svg("clipPath", { id: "plot" }, (this.window = svg("rect", { y: 0 })));
     const plot = svg("g", { "clip-path": "url(#plot)" }, this.axis, this.scaled, this.arrows, this.labels, this.line);
-    this.cells = new Array(course.size);
-    const lasts = course.stages.flatMap((stage) => [stage.F, stage.I, stage.W]).filter((seconds) => seconds > 0);
+    this.cells = new Array(simulation.size);
+    const lasts = simulation.stages.flatMap((stage) => [stage.F, stage.I, stage.W]).filter((seconds) => seconds > 0);
     this.shortest = Math.min(...lasts);
-    for (let rank = 0; rank < course.ranksCount; rank++) this.drawRank(rank);
+    for (let rank = 0; rank < simulation.ranksCount; rank++) this.drawRank(rank);
     this.drawAfter();
     this.root.replaceChildren(svg("defs", {}, clip, this.pattern), plot, this.gutter);
     this.resize();
   }
 
-  /** Heights of rows, which shrink where there are many. */
+  /** Choose the heights of rows, smaller if there are many. */
   measure() {
-    const { course, shows } = this;
-    const many = course.ranksCount > 16;
-    const wide = course.copies && shows.copies && course.copies.ranks.length > 0;
+    const { simulation, shows } = this;
+    const many = simulation.ranksCount > 16;
+    const wide = simulation.copies && shows.copies && simulation.copies.ranks.length > 0;
     this.sizes = {
       cell: many ? 14 : 28,
       memory: shows.memory ? (many ? 18 : 46) : 0,
-      copies: wide ? (many ? 7 : 10) * (course.copies.parameters && course.copies.activations ? 2 : 1) : 0,
+      copies: wide ? (many ? 7 : 10) * (simulation.copies.parameters && simulation.copies.activations ? 2 : 1) : 0,
       gap: many ? 5 : 18,
       above: many ? 3 : 16, // room for the peak's number
     };
     const { cell, memory: tall, copies, gap, above } = this.sizes;
     this.copiesTop = cell + 4 + (tall && tall + above);
     this.row = cell + (tall && tall + above) + (copies && copies + 4) + gap;
-    this.height = AXIS + this.row * course.ranksCount;
-    this.largest = Math.max(...course.ranks.map((rank) => rank.memory.total)) || 1;
+    this.height = AXIS + this.row * simulation.ranksCount;
+    this.largest = Math.max(...simulation.ranks.map((rank) => rank.memory.total)) || 1;
   }
 
   top(rank) {
@@ -64,25 +64,25 @@ class Timeline {
   }
 
   drawRank(rank) {
-    const { course, sizes } = this;
+    const { simulation, sizes } = this;
     const group = svg("g", { transform: `translate(0 ${this.top(rank)})` });
-    group.append(svg("rect", { class: "track", width: this.x(course.makespan), height: sizes.cell }));
-    const stages = Array.from({ length: course.virtual }, (_, place) => {
-      const later = place && Math.round((24 * place) / (course.virtual - 1));
+    group.append(svg("rect", { class: "track", width: this.x(simulation.makespan), height: sizes.cell }));
+    const stages = Array.from({ length: simulation.virtual }, (_, place) => {
+      const later = place && Math.round((24 * place) / (simulation.virtual - 1));
       return svg("g", { style: later ? `--later:${later}%` : null });
     });
     group.append(...stages);
-    for (let id = course.first[rank]; id < course.first[rank + 1]; id++) {
-      const kind = course.kind[id];
-      const stage = course.stages[course.stage[id]];
+    for (let id = simulation.first[rank]; id < simulation.first[rank + 1]; id++) {
+      const kind = simulation.kind[id];
+      const stage = simulation.stages[simulation.stage[id]];
       const cell = svg("rect", {
-        id: `a${id}`, class: `cell ${kind}`, x: this.x(course.start[id]), width: this.x(course.lasts(id)), height: sizes.cell,
-        "data-rank": rank, "data-kind": kind, "data-stage": course.stage[id], "data-microbatch": course.microbatch[id],
+        id: `a${id}`, class: `cell ${kind}`, x: this.x(simulation.start[id]), width: this.x(simulation.lasts(id)), height: sizes.cell,
+        "data-rank": rank, "data-kind": kind, "data-stage": simulation.stage[id], "data-microbatch": simulation.microbatch[id],
       });
       this.cells[id] = [cell];
       stages[stage.virtual].append(cell);
       if ((kind === "B" || kind === "I") && stage.recomputed > 0) {
-        const again = svg("rect", { class: "again", x: this.x(course.start[id]), width: this.x(stage.recomputed), height: sizes.cell });
+        const again = svg("rect", { class: "again", x: this.x(simulation.start[id]), width: this.x(stage.recomputed), height: sizes.cell });
         this.cells[id].push(again);
         stages[stage.virtual].append(again);
       }
@@ -92,40 +92,40 @@ class Timeline {
     this.scaled.append(group);
   }
 
-  /** What the rank holds always, and on top of it what it keeps for backward, and for W. */
+  /** Draw the rank's parameters, gradients and moments, and above them the bytes saved for backward and for W. */
   drawMemory(group, rank) {
-    const { course, sizes } = this;
+    const { simulation, sizes } = this;
     const base = sizes.cell + sizes.above + sizes.memory;
     const y = (size) => base - (size / this.largest) * sizes.memory;
-    const parts = course.ranks[rank].memory;
+    const parts = simulation.ranks[rank].memory;
     let below = 0;
     for (const name of ["parameters", "gradients", "moments"]) {
       const height = y(below) - y(below + parts[name]);
       below += parts[name];
-      group.append(svg("rect", { class: name, y: y(below), width: this.x(course.total), height }));
+      group.append(svg("rect", { class: name, y: y(below), width: this.x(simulation.total), height }));
     }
     let kept = `M0 ${y(below)}`;
     let waiting = `M0 ${y(below)}`;
     let back = "";
-    for (let id = course.first[rank]; id < course.first[rank + 1]; id++) {
-      const x = this.x(course.kind[id] === "F" ? course.start[id] : course.end[id]);
-      const level = y(below + course.kept[id]);
+    for (let id = simulation.first[rank]; id < simulation.first[rank + 1]; id++) {
+      const x = this.x(simulation.kind[id] === "F" ? simulation.start[id] : simulation.end[id]);
+      const level = y(below + simulation.kept[id]);
       kept += `H${x}V${level}`;
-      waiting += `H${x}V${y(below + course.kept[id] + course.waiting[id])}`;
+      waiting += `H${x}V${y(below + simulation.kept[id] + simulation.waiting[id])}`;
       back = `V${level}H${x}` + back;
     }
-    group.append(svg("path", { class: "kept", d: `${kept}H${this.x(course.makespan)}V${y(below)}Z` }));
-    if (course.waiting.some((size) => size > 0)) group.append(svg("path", { class: "waiting", d: `${waiting}${back}V${y(below)}Z` }));
+    group.append(svg("path", { class: "kept", d: `${kept}H${this.x(simulation.makespan)}V${y(below)}Z` }));
+    if (simulation.waiting.some((size) => size > 0)) group.append(svg("path", { class: "waiting", d: `${waiting}${back}V${y(below)}Z` }));
   }
 
   drawCopies(group, rank) {
-    const { course, sizes } = this;
+    const { simulation, sizes } = this;
     const top = this.copiesTop;
-    const told = course.copies.ranks[rank];
+    const told = simulation.copies.ranks[rank];
     const height = told.marks ? sizes.copies / 2 : sizes.copies; // the lower half is the activations'
-    group.append(svg("rect", { class: "track", y: top, width: this.x(course.total), height: sizes.copies }));
+    group.append(svg("rect", { class: "track", y: top, width: this.x(simulation.total), height: sizes.copies }));
     for (let i = 0; i < (told.begin ?? []).length; i++) {
-      const end = Math.min(told.end[i], course.total);
+      const end = Math.min(told.end[i], simulation.total);
       group.append(svg("rect", {
         class: `copy${told.late[i] ? " late" : ""}${told.toDevice[i] ? "" : " out"}`, "data-copy": i, "data-rank": rank,
         x: this.x(told.begin[i]), width: this.x(end - told.begin[i]), y: top, height,
@@ -133,21 +133,21 @@ class Timeline {
     }
   }
 
-  /** After the last backward: the sum of gradients, and the update. */
+  /** Draw the sum of gradients and the update, after the last backward. */
   drawAfter() {
-    const { course, sizes } = this;
-    let begin = course.makespan;
+    const { simulation, sizes } = this;
+    let begin = simulation.makespan;
     for (const name of ["gradients", "update"]) {
-      for (let rank = 0; rank < course.ranksCount && course[name] > 0; rank++) {
+      for (let rank = 0; rank < simulation.ranksCount && simulation[name] > 0; rank++) {
         this.scaled.append(svg("rect", {
-          class: `after-${name}`, x: this.x(begin), width: this.x(course[name]), y: this.top(rank), height: sizes.cell,
+          class: `after-${name}`, x: this.x(begin), width: this.x(simulation[name]), y: this.top(rank), height: sizes.cell,
         }));
       }
-      begin += course[name];
+      begin += simulation[name];
     }
   }
 
-  /** Fit the drawing to the width there is. */
+  /** Fit the drawing to the available width. */
   resize() {
     const width = Math.max(240, this.root.parentElement.clientWidth);
     this.left = width < 560 ? 66 : 96;
@@ -161,12 +161,12 @@ class Timeline {
     this.place();
   }
 
-  /** Pixels of a time. */
+  /** Return the pixel of a time. */
   pixel(seconds) {
     return this.left + ((seconds - this.view[0]) / (this.view[1] - this.view[0])) * this.width;
   }
 
-  /** The time at a pixel. */
+  /** Return the time at a pixel. */
   seconds(pixel) {
     return this.view[0] + ((pixel - this.left) / this.width) * (this.view[1] - this.view[0]);
   }
@@ -185,7 +185,7 @@ class Timeline {
     this.look(center - part * wide, center + (1 - part) * wide);
   }
 
-  /** Put everything where the view has it. */
+  /** Lay out all elements for the current view. */
   place() {
     const scale = (this.width * this.end) / (this.view[1] - this.view[0]) / SPAN;
     this.scaled.setAttribute("transform", `translate(${this.left - this.x(this.view[0]) * scale} 0) scale(${scale} 1)`);
@@ -201,7 +201,7 @@ class Timeline {
 
   drawAxis() {
     const [from, to] = this.view;
-    const [, unit] = unitOf(this.course.total);
+    const [, unit] = unitOf(this.simulation.total);
     const rough = ((to - from) / unit) * (Math.max(80, 0.1 * this.width) / this.width);
     const power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 5, 10].find((nice) => nice * power >= rough) * power;
@@ -215,44 +215,44 @@ class Timeline {
     }
   }
 
-  /** Numbers in cells wide enough, and peaks. */
+  /** Draw numbers in cells that are wide enough, and the peaks. */
   drawLabels() {
-    const { course, sizes, marked } = this;
+    const { simulation, sizes, marked } = this;
     this.labels.replaceChildren();
     const small = sizes.cell < 20;
     const wide = small ? 5.4 : 6.6;
-    const digits = String(course.microbatches - 1).length;
-    for (let rank = 0; rank < course.ranksCount; rank++) {
-      for (let id = course.first[rank]; id < course.first[rank + 1]; id++) {
-        if (course.end[id] < this.view[0] || course.start[id] > this.view[1]) continue;
-        const begin = this.pixel(course.start[id]);
-        const room = this.pixel(course.end[id]) - begin;
-        const number = String(course.microbatch[id]);
-        if (room < wide * digits + 3) continue; // all numbers of a kind, or none
-        const text = room > wide * (digits + 2) + 6 ? `${course.kind[id]} ${number}` : number;
-        const mine = course.microbatch[id] === marked.microbatch ? " mine" : "";
+    const digits = String(simulation.microbatches - 1).length;
+    for (let rank = 0; rank < simulation.ranksCount; rank++) {
+      for (let id = simulation.first[rank]; id < simulation.first[rank + 1]; id++) {
+        if (simulation.end[id] < this.view[0] || simulation.start[id] > this.view[1]) continue;
+        const begin = this.pixel(simulation.start[id]);
+        const room = this.pixel(simulation.end[id]) - begin;
+        const number = String(simulation.microbatch[id]);
+        if (room < wide * digits + 3) continue; // numbers of a kind appear all together or not at all
+        const text = room > wide * (digits + 2) + 6 ? `${simulation.kind[id]} ${number}` : number;
+        const mine = simulation.microbatch[id] === marked.microbatch ? " mine" : "";
         this.labels.append(svg("text", {
-          class: `number ${course.kind[id]}${mine}${small ? " small" : ""}`, x: begin + room / 2,
+          class: `number ${simulation.kind[id]}${mine}${small ? " small" : ""}`, x: begin + room / 2,
           y: this.top(rank) + sizes.cell / 2 + (small ? 3 : 4),
         }, text));
       }
       if (sizes.memory) this.drawPeak(rank);
-      if (sizes.copies && course.copies.ranks[rank].marks) this.drawMarks(rank);
+      if (sizes.copies && simulation.copies.ranks[rank].marks) this.drawMarks(rank);
     }
     if (marked.at >= 0) this.frame(marked.at, "outline");
     if (marked.step >= 0) this.frame(marked.step, "now");
   }
 
   frame(id, name) {
-    const { course, sizes } = this;
-    const x = this.pixel(course.start[id]);
-    const width = Math.max(2, this.pixel(course.end[id]) - x);
-    this.labels.append(svg("rect", { class: name, x, width, y: this.top(course.rank[id]), height: sizes.cell, rx: 1.5 }));
+    const { simulation, sizes } = this;
+    const x = this.pixel(simulation.start[id]);
+    const width = Math.max(2, this.pixel(simulation.end[id]) - x);
+    this.labels.append(svg("rect", { class: name, x, width, y: this.top(simulation.rank[id]), height: sizes.cell, rx: 1.5 }));
   }
 
   drawPeak(rank) {
-    const { course, sizes } = this;
-    const { peakTime, memory: parts } = course.ranks[rank];
+    const { simulation, sizes } = this;
+    const { peakTime, memory: parts } = simulation.ranks[rank];
     const y = this.top(rank) + sizes.cell + sizes.above + sizes.memory * (1 - parts.total / this.largest);
     const x = this.pixel(peakTime);
     if (x < this.left - 1 || x > this.left + this.width + 1) return;
@@ -263,11 +263,11 @@ class Timeline {
     if (sizes.memory > 20) this.labels.append(svg("text", { class: "peak-text", "data-rank": rank, ...side, y: y - 1 }, text));
   }
 
-  /** Activations that leave (down) and are asked for again (up). */
+  /** Draw marks for activations that move to the host (down) and are requested again (up). */
   drawMarks(rank) {
-    const { sizes, course } = this;
-    const { time: times, toDevice } = course.copies.ranks[rank].marks;
-    const half = course.copies.parameters ? sizes.copies / 2 : 0;
+    const { sizes, simulation } = this;
+    const { time: times, toDevice } = simulation.copies.ranks[rank].marks;
+    const half = simulation.copies.parameters ? sizes.copies / 2 : 0;
     const top = this.top(rank) + this.copiesTop + half;
     const bottom = top + sizes.copies - half;
     const [from, to] = this.view;
@@ -280,17 +280,17 @@ class Timeline {
     }
   }
 
-  /** Names of rows, and what a rank holds at the cursor. */
+  /** Draw the names of rows, and the bytes of a rank at the cursor. */
   drawGutter() {
-    const { course, sizes } = this;
+    const { simulation, sizes } = this;
     const held = this.at === undefined ? null : this.at;
     this.gutter.replaceChildren();
-    for (let rank = 0; rank < course.ranksCount; rank++) {
+    for (let rank = 0; rank < simulation.ranksCount; rank++) {
       const top = this.top(rank);
       this.gutter.append(svg("text", { class: "rank", x: 0, y: top + sizes.cell / 2 + 4 }, `rank ${rank}`));
       if (sizes.memory > 20) {
-        const parts = course.ranks[rank].memory;
-        const kept = held === null ? [0, 0] : keptAt(course, rank, held);
+        const parts = simulation.ranks[rank].memory;
+        const kept = held === null ? [0, 0] : keptAt(simulation, rank, held);
         const sum = parts.parameters + parts.gradients + parts.moments + kept[0] + kept[1];
         const text = held === null ? "memory" : memory(sum, this.data.memoryUnit);
         this.gutter.append(svg("text", { class: "held", x: 0, y: top + sizes.cell + sizes.above + sizes.memory - 4 }, text));
@@ -299,20 +299,20 @@ class Timeline {
     }
   }
 
-  /** Messages of the microbatch that is followed. */
+  /** Draw the messages of the followed microbatch. */
   drawArrows() {
-    const { course, marked, sizes } = this;
+    const { simulation, marked, sizes } = this;
     this.arrows.replaceChildren();
     if (marked.microbatch < 0) return;
-    for (const id of course.byMicrobatch[marked.microbatch]) {
-      const other = course.receiver(id);
-      if (other === undefined || course.rank[other] === course.rank[id]) continue;
-      const down = course.rank[other] > course.rank[id];
-      const x1 = this.pixel(course.end[id]);
-      const y1 = this.top(course.rank[id]) + sizes.cell / 2;
-      const x2 = this.pixel(course.end[id] + course.wire);
-      const y2 = this.top(course.rank[other]) + (down ? -1 : sizes.cell + 1);
-      const x3 = this.pixel(course.start[other]);
+    for (const id of simulation.byMicrobatch[marked.microbatch]) {
+      const other = simulation.receiver(id);
+      if (other === undefined || simulation.rank[other] === simulation.rank[id]) continue;
+      const down = simulation.rank[other] > simulation.rank[id];
+      const x1 = this.pixel(simulation.end[id]);
+      const y1 = this.top(simulation.rank[id]) + sizes.cell / 2;
+      const x2 = this.pixel(simulation.end[id] + simulation.wire);
+      const y2 = this.top(simulation.rank[other]) + (down ? -1 : sizes.cell + 1);
+      const x3 = this.pixel(simulation.start[other]);
       const hot = id === marked.step || other === marked.step ? " hot" : "";
       const bend = down ? 14 : -14;
       const tip = down ? -5 : 5;
@@ -324,35 +324,35 @@ class Timeline {
     }
   }
 
-  /** Bright cells of one microbatch, or of all (-1); step: the action that is told of. */
+  /** Highlight the cells of one microbatch, or of all (-1); step: the described action. */
   follow(microbatch, step = -1) {
     this.marked = { ...this.marked, microbatch, step };
     this.root.classList.toggle("following", microbatch >= 0);
     for (const element of this.root.querySelectorAll(".mine")) element.classList.remove("mine");
     if (microbatch >= 0) {
-      for (const id of this.course.byMicrobatch[microbatch]) for (const part of this.cells[id]) part.classList.add("mine");
+      for (const id of this.simulation.byMicrobatch[microbatch]) for (const part of this.cells[id]) part.classList.add("mine");
     }
     this.drawLabels();
     this.drawArrows();
   }
 
-  /** Frame an action, and move the view until it is seen. */
+  /** Frame an action, and scroll to it. */
   select(id) {
     this.marked.at = id;
     this.root.setAttribute("aria-activedescendant", id < 0 ? "" : `a${id}`);
     if (id < 0 || !this.reveal(id)) this.drawLabels();
   }
 
-  /** Move the view until an action is seen; whether it had to be. */
+  /** Scroll to an action; return true if the view changed. */
   reveal(id) {
-    const { course, view } = this;
-    if (course.start[id] >= view[0] && course.end[id] <= view[1]) return false;
+    const { simulation, view } = this;
+    if (simulation.start[id] >= view[0] && simulation.end[id] <= view[1]) return false;
     const wide = view[1] - view[0];
-    this.look(course.start[id] - wide / 3, course.start[id] + (2 * wide) / 3);
+    this.look(simulation.start[id] - wide / 3, simulation.start[id] + (2 * wide) / 3);
     return true;
   }
 
-  /** A line at a time, with what ranks hold then; undefined: none. */
+  /** Draw the cursor line at a time, with the bytes of all ranks; undefined: hide it. */
   cursor(seconds) {
     this.at = seconds;
     this.line.setAttribute("visibility", seconds === undefined ? "hidden" : "visible");
@@ -361,7 +361,7 @@ class Timeline {
       const near = Math.min(Math.max(x, this.left + 34), this.left + this.width - 34);
       this.line.replaceChildren(
         svg("line", { class: "cursor", x1: x, x2: x, y1: 16, y2: this.height }),
-        svg("text", { class: "cursor-time", x: near, y: 12 }, clock(seconds, this.course.total)),
+        svg("text", { class: "cursor-time", x: near, y: 12 }, clock(seconds, this.simulation.total)),
       );
     }
     this.drawGutter();

@@ -1,1 +1,1 @@
-"""Reports of plans on the terminal and as pictures."""
+"""Reports of plans: tables for the terminal, and pictures."""

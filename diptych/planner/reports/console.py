@@ -1,4 +1,4 @@
-"""What all commands print alike."""
+"""Output that all commands share."""
 
 from pathlib import Path
 
@@ -6,5 +6,5 @@ from rich.console import Console
 
 
 def print_written(console: Console, *paths: Path | str) -> None:
-    """Say which files were written, on one line, whatever characters their names have."""
+    """Print the names of written files on one line; names are printed as they are, without markup."""
     console.print(f"written: {', '.join(map(str, paths))}", markup=False, soft_wrap=True)

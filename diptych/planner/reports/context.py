@@ -1,4 +1,4 @@
-"""Context parallelism before it runs: what every rank holds of a microbatch, and what travels between them."""
+"""The report of context parallelism: the tokens of every rank, and the messages between ranks."""
 
 import numpy as np
 from rich.console import Console
@@ -15,7 +15,7 @@ KIB = 2**10
 
 
 def print_context(console: Console, config: TransformerConfig, micro_batch_size: int) -> None:
-    """Tables of ranks and of exchanges, for whole sequences of one microbatch; a line on what else travels."""
+    """Print tables of the ranks and of the state exchanges for one microbatch, and a line on other messages."""
     console.print(_ranks(config, micro_batch_size))
     linear = [number for number in range(config.num_layers) if config.layer(number).mixer != "attention"]
     if linear:
@@ -33,7 +33,7 @@ def _ranks(config: TransformerConfig, batch: int) -> Table:
         title=f"a microbatch of {batch} x {length:,} tokens over {size} ranks, {part:,} each",
         title_justify="left",
     )
-    for heading in ("rank", "tokens", "sequences", "tokens before of its first", "ranks its last goes on over"):
+    for heading in ("rank", "tokens", "sequences", "earlier tokens of first sequence", "later ranks of last sequence"):
         table.add_column(heading, justify="right")
     rows = []
     for rank in range(size):
@@ -59,11 +59,11 @@ def _exchanges(config: TransformerConfig, layers: list[int]) -> Table:
     approximate = f"the nearest {ranks}" if ranks is not None else f"maps of rank {rank}" if rank is not None else ""
     table = Table(
         box=None,
-        title=f"states of {len(layers)} gdn and kda layers, {heads} heads of {key} x {value}; a layer, forward, and as "
-        "much again backward",
+        title=f"states of {len(layers)} gdn and kda layers, {heads} heads of {key} x {value}; per layer forward, and the "
+        "same backward",
         title_justify="left",
     )
-    for heading in ("exchange", "rounds", "one rank sends, KiB", "received by all, KiB", "of all layers, KiB"):
+    for heading in ("exchange", "rounds", "sent by one rank, KiB", "received by all, KiB", "all layers, KiB"):
         table.add_column(heading, justify="left" if heading == "exchange" else "right")
     ways: list[tuple[str, str, tuple]] = [
         (f"{exchange}{' *' if exchange == config.cp_exchange and not approximate else ''}", exchange, ())
@@ -86,46 +86,46 @@ def _left_out(config: TransformerConfig) -> tuple[int | None, int | None]:
 
 
 def _others(config: TransformerConfig, batch: int, attention: int, linear: int) -> str:
-    """Tokens that a convolution reads, and keys and values of attention."""
+    """Return sentences on the messages of convolutions and of attention."""
     itemsize = 2 if config.bf16 else 8 if config.params_dtype == "float64" else 4
     (key_heads, heads, key, value), size = config.linear_heads, config.context_parallel_size
     said = []
     if config.pipeline_model_parallel_size == 1:
         said.append(
-            f"What is kept from forward to backward is of a rank that has all tokens; of one of {size} see below."
+            f"The bytes saved for backward above are for a rank with all tokens; for one of {size} ranks see below."
         )
     if config.cp_exchange == PIPELINED:
         return " ".join([*said, _handed_on(config, batch)])
     if linear:
         halo = (config.linear_conv_kernel_dim - 1) * (2 * key_heads * key + heads * value) * itemsize
-        said.append(f"A gdn or kda layer's convolutions take {halo / KIB:,.1f} KiB from the ranks before.")
+        said.append(f"A gdn or kda layer's convolutions receive {halo / KIB:,.1f} KiB from earlier ranks.")
     if attention:
         whole = batch * config.seq_length * 2 * config.query_groups * config.head_dim * itemsize
         said.append(
-            f"An attention layer gathers keys and values, {whole / size / KIB:,.1f} KiB of every rank on every rank, "
-            f"{(size - 1) * whole / KIB:,.1f} KiB in all."
+            f"An attention layer gathers keys and values, {whole / size / KIB:,.1f} KiB of every rank to every rank, "
+            f"{(size - 1) * whole / KIB:,.1f} KiB in total."
         )
         said.append(_scores(config, batch * config.seq_length // size, itemsize))
     return " ".join(said)
 
 
 def _handed_on(config: TransformerConfig, batch: int) -> str:
-    """What a rank hands on of each kind of layer."""
+    """Return sentences on the messages of the pipelined exchange."""
     size, said = config.context_parallel_size, []
     for mixer in sorted(config.mixers):
         layer = next(number for number in range(config.num_layers) if config.layer(number).mixer == mixer)
         for exchange in layer_exchanges(config, layer, batch):
             said.append(f"{exchange.name} of {mixer} layers up to {exchange.one / KIB:,.1f} KiB each")
     return (
-        f"A rank hands on, forward, and takes as much back: {'; '.join(said)}. The last of {size} ranks begins "
-        f"{size - 1} layers behind the first, in JAX {size - 1} microbatches; the first has up to {size} microbatches "
-        "in flight, in JAX each rank has all. Bytes below are at most those: the first rank's microbatches with the "
-        "last one's keys."
+        f"A rank sends forward, and receives as much backward: {'; '.join(said)}. The last of {size} ranks starts "
+        f"{size - 1} layers after the first, in JAX {size - 1} microbatches. The first has up to {size} microbatches "
+        "in flight, in JAX each rank has all. The bytes below are upper bounds: the first rank's microbatches with the "
+        "last rank's keys."
     )
 
 
 def _scores(config: TransformerConfig, part: int, itemsize: int) -> str:
-    """What a rank computes of an attention layer, and what moving queries costs."""
+    """Return sentences on the attention scores that a rank computes, and on the cost of moving queries."""
     size, layout = config.context_parallel_size, config.cp_attention_layout
     pairs = {name: max(score_pairs(name, rank, size, part) for rank in range(size)) for name in ATTENTION_LAYOUTS}
     said = f"Its layout is {layout}: a rank computes scores of {pairs[layout]:,} pairs of query and key"

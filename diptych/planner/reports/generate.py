@@ -1,4 +1,4 @@
-"""A schedule made for a pipeline's costs, beside every named one: for ``diptych plan --generate-schedule``."""
+"""The report of a generated schedule, compared with every named one: ``diptych plan --generate-schedule``."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,28 +32,28 @@ MIB = 2**20
 
 
 class Planned(NamedTuple):
-    """A schedule beside others."""
+    """A schedule with its costs and simulation, for the comparison."""
 
     schedule: Schedule
     costs: Costs
-    course: Simulation
+    simulation: Simulation
     largest: float
-    """Bytes of the rank that holds most, all together."""
+    """Bytes of the rank that needs most memory."""
 
 
 def print_generated(console: Console, command: PlanRequest, path: Path) -> TransformerConfig:
-    """Make a schedule for a pipeline's costs, write it, and say what it takes beside the named ones.
+    """Generate a schedule for a pipeline's costs, write it, and print its comparison with the named schedules.
 
     Args:
-        console: to print to.
-        command: with generate_schedule.
-        path: of the CSV file to write.
+        console: printed to.
+        command: request with generate_schedule.
+        path: CSV file to write.
 
     Returns:
         The configuration that runs the file.
 
     Raises:
-        ValueError: costs that cannot be read, or a limit of memory below what one microbatch needs.
+        ValueError: the costs cannot be read, or the memory limit is below the need of one microbatch.
     """
     config, m = command.model, command.num_microbatches
     costs, standing = stage_costs(command, config), standing_bytes(config)
@@ -68,7 +68,7 @@ def print_generated(console: Console, command: PlanRequest, path: Path) -> Trans
         command.generate_effort,
     )
     path.write_text(schedule_to_csv(found.schedule))
-    made = Planned(found.schedule, costs, found.course, _largest(found.course, standing))
+    made = Planned(found.schedule, costs, found.simulation, _largest(found.simulation, standing))
     named, refused = _named(command)
     source = "predicted" if command.stage_costs is None else f"of {escape(str(command.stage_costs))}"
     console.print(
@@ -83,10 +83,10 @@ def print_generated(console: Console, command: PlanRequest, path: Path) -> Trans
     for name, reason in refused.items():
         console.print(f"{name} does not fit: {reason}", highlight=False, markup=False)
     console.print(IN_JAX)
-    over = made.course.makespan / found.at_least - 1.0
+    over = made.simulation.makespan / found.at_least - 1.0
     console.print(
-        f"{GENERATED}: makespan {made.course.makespan:.5g} s, at least {found.at_least:.5g} s: it is {over:.1%} above "
-        "what no schedule of these stages can be below",
+        f"{GENERATED}: makespan {made.simulation.makespan:.5g} s, at least {found.at_least:.5g} s: {over:.1%} "
+        "above a lower bound for all schedules of these stages",
         highlight=False,
     )
     print_written(console, path)
@@ -103,14 +103,14 @@ def print_generated(console: Console, command: PlanRequest, path: Path) -> Trans
 
 
 def stage_costs(command: PlanRequest, config: TransformerConfig) -> Costs:
-    """Seconds and bytes of every stage: those of a file, or predicted.
+    """Return seconds and bytes of every stage, from a file or predicted.
 
     Args:
-        command: may name a file, and has the rates of a machine.
-        config: the model's, with its pipeline.
+        command: request, with the name of a file or the rates of a machine.
+        config: the model, with its pipeline.
 
     Raises:
-        ValueError: the file is not as diptych.planner.stage_costs has it.
+        ValueError: the file is not in the format of diptych.planner.stage_costs.
     """
     batch = command.micro_batch_size
     if command.stage_costs is not None:
@@ -133,7 +133,7 @@ def stage_costs(command: PlanRequest, config: TransformerConfig) -> Costs:
 
 
 def _rooms(config: TransformerConfig, costs: Costs, standing: Sequence[int], limit: int) -> list[float]:
-    """What the limit leaves every rank for what is kept for backward."""
+    """Return the bytes that the limit leaves on every rank for values saved for backward."""
     p, placement = config.pipeline_model_parallel_size, config.placement
     home = [place_of(stage, p, placement).pp_rank for stage in range(num_stages(config))]
     for rank, size in enumerate(standing):
@@ -146,14 +146,14 @@ def _rooms(config: TransformerConfig, costs: Costs, standing: Sequence[int], lim
     return [float(limit - size) for size in standing]
 
 
-def _largest(course: Simulation, standing: Sequence[int]) -> float:
-    return max(size + kept for size, kept in zip(standing, course.peak_bytes, strict=True))
+def _largest(simulation: Simulation, standing: Sequence[int]) -> float:
+    return max(size + kept for size, kept in zip(standing, simulation.peak_bytes, strict=True))
 
 
 def _named(command: PlanRequest) -> tuple[list[Planned], dict[str, str]]:
-    """Every named schedule of the same model and ranks, and why others do not fit.
+    """Return every named schedule of the same model and ranks, and the reasons why others do not fit.
 
-    Those of other stages have times of their own where these are predicted; measured ones cannot serve them.
+    If times are predicted, schedules with other stages have times of their own; measured times cannot serve them.
     """
     found, refused = [], {}
     stages = num_stages(command.model)
@@ -163,8 +163,8 @@ def _named(command: PlanRequest) -> tuple[list[Planned], dict[str, str]]:
             if command.stage_costs is not None and num_stages(config) != stages:
                 raise ValueError(f"times were given for {stages} stages, it has {num_stages(config)}")
             schedule, costs = schedule_for(config, command.num_microbatches), stage_costs(command, config)
-            course = simulate(schedule, costs)
-            found.append(Planned(schedule, costs, course, _largest(course, standing_bytes(config))))
+            simulation = simulate(schedule, costs)
+            found.append(Planned(schedule, costs, simulation, _largest(simulation, standing_bytes(config))))
         except ValueError as error:
             refused[name] = str(error)
     return found, refused
@@ -187,19 +187,19 @@ def _stage_table(made: Planned) -> Table:
 
 
 def _comparison(made: Planned, named: Sequence[Planned], limit: int | None) -> Table:
-    """The generated schedule above the named ones."""
+    """Return a table of the generated schedule and the named ones."""
     table = Table(box=None, title="schedules", title_justify="left")
     for heading in ("", "makespan, s", "relative", "in JAX, s", "idle", "rank that holds most, MiB", ""):
         table.add_column(heading, justify="right" if heading else "left")
     for each in (made, *named):
-        schedule, course = each.schedule, each.course
+        schedule, simulation = each.schedule, each.simulation
         note = "over memory_limit" if limit is not None and each.largest > limit else ""
         table.add_row(
             f"{schedule.name}, v={schedule.stages_per_rank}" if schedule.stages_per_rank > 1 else schedule.name,
-            f"{course.makespan:.5g}",
-            f"{course.makespan / made.course.makespan:.3f}",
+            f"{simulation.makespan:.5g}",
+            f"{simulation.makespan / made.simulation.makespan:.3f}",
             f"{lockstep_makespan(schedule, each.costs):.5g}",
-            f"{sum(course.bubble) / (schedule.pp_size * course.makespan):.1%}",
+            f"{sum(simulation.bubble) / (schedule.pp_size * simulation.makespan):.1%}",
             f"{each.largest / MIB:,.1f}",
             note,
         )

@@ -1,4 +1,4 @@
-"""Report of the memory that a training step is predicted to need."""
+"""The report of the predicted memory of a training step."""
 
 from dataclasses import replace
 
@@ -12,24 +12,24 @@ from diptych.plans.schedule.partition import get_stage_place
 
 MIB = 2**20
 SMALL_SHARE = 0.002
-"""Terms below this share of the whole are summed up in one row."""
+"""Share of the sum below which terms are added up in one row."""
 
 
 def without_recompute(config: TransformerConfig) -> TransformerConfig:
-    """The same model with everything kept."""
+    """Return the same model without recompute."""
     defaults = {name: f.default for name, f in config.__dataclass_fields__.items() if "recompute" in name}
     return replace(config, **defaults)
 
 
 def print_plan(console: Console, config: TransformerConfig, batch: int) -> None:
-    """What is recomputed, and what a training step then keeps, term by term, beside keeping everything."""
+    """Print the recompute blocks and the memory of a training step, term by term, with and without recompute."""
     blocks = recompute_blocks(config)
     console.print(f"blocks: {block_words(config)}")
     plan, full = predict_memory(config, batch), predict_memory(without_recompute(config), batch)
     table = Table(box=None, title=f"PyTorch, {batch} sequences of {config.seq_length} tokens", title_justify="left")
-    table.add_column("kept from forward to backward")
+    table.add_column("saved for backward")
     columns = [full] if all(block.kind == "none" for block in blocks) else [full, plan]
-    for heading in ("all kept, MiB", "as planned, MiB")[: len(columns)]:
+    for heading in ("without recompute, MiB", "as planned, MiB")[: len(columns)]:
         table.add_column(heading, justify="right")
     for name, *sizes in _rows(columns):
         table.add_row(name, *(f"{size / MIB:,.1f}" for size in sizes))
@@ -38,24 +38,26 @@ def print_plan(console: Console, config: TransformerConfig, batch: int) -> None:
         table.add_row(name, *(f"{value / MIB:,.1f}" for value in values))
     console.print(table)
     if len(columns) == 2:
-        console.print(f"saved: {plan.saved / full.saved:.3f}, peak: {plan.peak / full.peak:.3f} of keeping everything")
+        console.print(
+            f"saved: {plan.saved / full.saved:.3f}, peak: {plan.peak / full.peak:.3f} of the step without recompute"
+        )
         if plan.peak >= full.peak:
             console.print(_higher_peak(config, plan.peak / full.peak), style="yellow")
 
 
 def _higher_peak(config: TransformerConfig, ratio: float) -> str:
-    """Say why recomputing raises the peak, and what to change."""
+    """Return a warning that explains why recompute raises the peak, with a remedy."""
     layers = max(len(block.layers) for block in recompute_blocks(config))
     shorter = block_length(config.num_layers, config.num_residual_streams)
     remedy = f"--mhc-recompute-layer-num {shorter}" if shorter < layers else "recomputing less, or other modules"
     return (
-        f"warning: this recomputation costs more memory than it saves, {ratio:.2f} times the peak of keeping "
-        f"everything: in backward all values of a block of {layers} layers are there at once; use {remedy}"
+        f"warning: this recompute raises the peak of memory {ratio:.2f} times, because in backward all values of a block "
+        f"of {layers} layers are resident at once; use {remedy}"
     )
 
 
 def _rows(columns: list[MemoryPrediction]) -> list[tuple]:
-    """Name and bytes in each column, largest first; small ones together."""
+    """Return rows of a name and its bytes in each column, largest first; small terms are added up."""
     rows, rest = [], [0] * len(columns)
     for name in columns[0].kept:
         sizes = [column.kept.get(name, 0) for column in columns]
@@ -63,17 +65,17 @@ def _rows(columns: list[MemoryPrediction]) -> list[tuple]:
             rest = [a + b for a, b in zip(rest, sizes, strict=True)]
         else:
             rows.append((name, *sizes))
-    return [*rows, ("all smaller ones", *rest)]
+    return [*rows, ("smaller terms", *rest)]
 
 
 def block_words(config: TransformerConfig, stage: int = 0) -> str:
-    """What is recomputed in which layers of a stage: consecutive blocks that are alike, in words."""
+    """Describe the recompute blocks of a stage; consecutive equal blocks are joined."""
     words: list[list] = []
     for block in recompute_blocks(config, *get_stage_place(config, stage)):
         what = (
-            "kept"
+            "no recompute"
             if block.kind == "none"
-            else "recomputed whole"
+            else "whole layers"
             if block.kind == "full"
             else ", ".join(sorted(block.modules))
         )

@@ -1,4 +1,4 @@
-"""A whole mesh before it runs: how many ranks, what each of them holds, and what they send each other in a step."""
+"""The report of a mesh: its ranks, their memory, and the traffic between them in one step."""
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
@@ -14,11 +14,11 @@ from diptych.plans.schedule.named import schedule_for
 
 UNITS = {"MiB": 2**20, "GiB": 2**30}
 MOST_ROWS = 16
-"""Of a table; of longer ones the first, some and the last are shown."""
+"""Largest number of printed rows; longer tables show the first, some middle and the last rows."""
 
 
 def mesh_words(config: TransformerConfig, data_parallel_size: int) -> str:
-    """How many ranks there are, and how they are arranged."""
+    """Describe the number of ranks and their arrangement."""
     sizes = (
         (data_parallel_size, "replica"),
         (config.context_parallel_size, "context rank"),
@@ -36,17 +36,17 @@ def print_mesh(
     num_microbatches: int,
     data_parallel_size: int = 1,
 ) -> None:
-    """Tables of the bytes of one rank, and of the bytes on the wire, with what they leave out.
+    """Print tables of the bytes of one rank and of the traffic, with the terms that they leave out.
 
     Args:
-        console: to print to.
-        config: the model's, with its pipeline and context ranks.
+        console: printed to.
+        config: the model, with its pipeline and context ranks.
         micro_batch_size: sequences of a microbatch.
-        num_microbatches: of a step, on each replica.
+        num_microbatches: microbatches of a step on each replica.
         data_parallel_size: replicas.
 
     Raises:
-        ValueError: the schedule cannot have so many microbatches.
+        ValueError: the schedule does not allow so many microbatches.
     """
     schedule = schedule_for(config, num_microbatches)
     ranks = rank_memories(config, schedule, predict_stages(config, micro_batch_size))
@@ -54,19 +54,19 @@ def print_mesh(
     largest = max(range(len(ranks)), key=lambda rank: ranks[rank].total)
     shared = config.context_parallel_size > 1
     activations = f" Activations of a rank's part of the tokens{_gathered(config)}." * shared
-    offloaded = " Activations as without their offload." * config.enable_activation_offload
+    offloaded = " Activation offload is not included." * config.enable_activation_offload
     unit = memory_unit(ranks[largest].total)
     console.print(
         f"Most on pipeline rank {largest}: {ranks[largest].total / UNITS[unit]:,.1f} {unit}. Parameters, gradients and "
-        f"AdamW's two moments exact, activations predicted.{activations}{offloaded} Left out: what an action needs "
-        "only while it runs, messages and flattened gradients on their way."
+        f"AdamW's two moments exact, activations predicted.{activations}{offloaded} Left out: temporary buffers, "
+        "messages in transit and flattened gradients."
     )
     if data_parallel_size * config.model_parallel_size > 1:
         console.print()
         console.print(_wire_table(config, micro_batch_size, num_microbatches, data_parallel_size))
         console.print(
-            "A sum goes round a ring twice, what is gathered once: each rank sends 2 (n - 1) / n of the bytes, or "
-            "n - 1 parts. Left out: headers of messages, and numbers summed alone."
+            "Sums are ring all-reduces, in which each rank sends 2 (n - 1) / n of the bytes; gathers send n - 1 parts. "
+            "Left out: message headers and sums of scalars."
         )
 
 
@@ -77,7 +77,7 @@ def _gathered(config: TransformerConfig) -> str:
 def _memory_table(ranks: Sequence[RankMemory]) -> Table:
     terms = ["parameters", "gradients", "moments", "activations", "waiting", "total", "on_host"]
     terms = [name for name in terms if name not in ("waiting", "on_host") or any(getattr(r, name) for r in ranks)]
-    headings = {"waiting": "from I to W", "on_host": "beside, on host"}
+    headings = {"waiting": "from I to W", "on_host": "also on host"}
     unit = memory_unit(max(rank.total for rank in ranks))
     table = Table(box=None, title=f"bytes of one rank, by term, {unit}", title_justify="left")
     for heading in ("pipeline rank", *(headings.get(name, name) for name in terms)):
@@ -91,9 +91,9 @@ def _wire_table(config: TransformerConfig, batch: int, count: int, replicas: int
     traffic = wire_traffic(config, batch, count, replicas)
     together = [sum(each) for each in zip(*(term.by_rank for term in traffic), strict=True)]
     unit = memory_unit(max(together))
-    table = Table(box=None, title=f"bytes on the wire, of one step, {unit}", title_justify="left")
-    for heading in ("", "how", "a rank sends", "pipeline rank", "all ranks"):
-        table.add_column(heading, justify="left" if heading in ("", "how") else "right", no_wrap=True)
+    table = Table(box=None, title=f"traffic of one step, {unit}", title_justify="left")
+    for heading in ("", "algorithm", "a rank sends", "pipeline rank", "all ranks"):
+        table.add_column(heading, justify="left" if heading in ("", "algorithm") else "right", no_wrap=True)
     for name, algorithm, by_rank, total in traffic:
         most = max(by_rank)
         place = "every" if min(by_rank) == most else _range_words([r for r, size in enumerate(by_rank) if size == most])
@@ -101,24 +101,24 @@ def _wire_table(config: TransformerConfig, batch: int, count: int, replicas: int
     table.add_section()
     most, all_ = max(together), sum(term.total for term in traffic)
     sizes = [f"{size / UNITS[unit]:,.1f}" for size in (most, all_)]
-    table.add_row("together, at most", "", sizes[0], str(together.index(most)), sizes[1])
+    table.add_row("sum, at most", "", sizes[0], str(together.index(most)), sizes[1])
     return table
 
 
 def memory_unit(largest: int) -> str:
-    """In which a table's numbers are short."""
+    """Return the unit in which a table's numbers are short."""
     return "GiB" if largest >= 10 * UNITS["GiB"] else "MiB"
 
 
 def _range_words(numbers: Sequence[int]) -> str:
-    """Numbers, in order: runs of them by their ends, not more than two."""
+    """Describe sorted numbers as at most two ranges."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda each: each[1] - each[0])]
     words = [f"{run[0]}" if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
     return ", ".join(words if len(words) <= 2 else [words[0], "..."])
 
 
 def join_alike(cells: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Rows of consecutive ranks, those that are alike as one, the ranks in front: ``3 to 60``."""
+    """Return table rows in which consecutive ranks with equal cells are joined, as ``3 to 60``."""
     rows = []
     for row, run in groupby(enumerate(cells), lambda each: tuple(each[1])):
         numbers = [number for number, _ in run]
@@ -127,7 +127,7 @@ def join_alike(cells: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
 
 
 def places_shown(count: int) -> list[int | None]:
-    """Which of so many rows are shown: all, or five first, two between and five last; None where some are left out."""
+    """Return the rows to print: all, or the first five, two middle and the last five; None marks a gap."""
     if count <= MOST_ROWS:
         return [*range(count)]
     chosen = sorted({*range(5), count // 3, 2 * count // 3, *range(count - 5, count)})
@@ -138,6 +138,6 @@ def places_shown(count: int) -> list[int | None]:
 
 
 def add_rows(table: Table, rows: Sequence[Sequence[str]]) -> None:
-    """All rows of a short table, some of a long one, dots between them."""
+    """Add all rows of a short table, or some rows of a long one with dots between them."""
     for place in places_shown(len(rows)):
         table.add_row(*("..." if place is None else cell for cell in rows[place or 0]))

@@ -1,4 +1,4 @@
-"""Tensor offload before it runs: what moves, what lies on the device, and whether copies hide behind computation."""
+"""The report of tensor offload: bytes moved, memory on the device, and overlap of copies with computation."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,10 +14,10 @@ MIB = 2**20
 
 
 def print_offload(console: Console, command: PlanRequest) -> None:
-    """Print a table over the number of layers fetched ahead, for one rank, and the criterion for hiding.
+    """Print a table over the number of prefetched layers, for one rank, and the criterion for overlap.
 
-    The rank is the first of those that hold the most layers: any rank of a pipeline, the first included, may hold none.
-    In a pipeline JAX has a column of its own: its copies do not reach from one action into the next.
+    The rank is the first of those with the most layers, because other ranks of a pipeline may have none. In a pipeline,
+    JAX has a column of its own: its copies do not extend from one action into the next.
     """
     config, asked = command.model, command.model.tensor_offload_num_prefetch_layers
     tokens = command.micro_batch_size * config.seq_length // config.context_parallel_size
@@ -35,7 +35,7 @@ def print_offload(console: Console, command: PlanRequest) -> None:
         f"{command.link_bandwidth:g} GB/s, {command.compute_rate:g} TFLOP/s",
         title_justify="left",
     )
-    for heading in ("layers ahead", "on device, MiB", "to device, MiB", "to host, MiB", "late uses", "step, s", "over"):
+    for heading in ("prefetched", "on device, MiB", "to device, MiB", "to host, MiB", "late uses", "step, s", "over"):
         table.add_column(heading, justify="right")
     if in_pipeline:
         table.add_column("in JAX, s", justify="right")
@@ -64,7 +64,7 @@ def _criterion(storages: Mapping[int, Mapping[str, int]], layers: list[int], tok
     whole = sum(sum(storages[layer].values()) for layer in layers) / MIB
     verdict = "does" if tokens >= needed else "does not"
     return (
-        f"over: of the longer of computing and copying. Without offload {whole:,.1f} MiB on the device. "
-        f"A layer's copy hides behind its forward from {needed:,.0f} tokens a microbatch on: with {tokens:,} it "
+        f"over: ratio to the longer of computation and copies. Without offload {whole:,.1f} MiB on the device. "
+        f"A layer's copy overlaps fully with its forward from {needed:,.0f} tokens per microbatch; with {tokens:,} it "
         f"{verdict}."
     )

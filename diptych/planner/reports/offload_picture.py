@@ -1,6 +1,6 @@
-"""Picture of an offload plan: a row a layer, uses from left to right; what is there, arrives, is used and leaves.
+"""Drawings of offload plans: one row per layer, uses from left to right, with residency, copies and computation.
 
-A recorded trace is drawn over it as dots, so that a plan that was not followed shows.
+A recorded trace can be drawn over the plan as dots, which shows deviations.
 """
 
 from collections.abc import Sequence
@@ -25,16 +25,16 @@ KINDS = {
 def draw_offload(
     plan: OffloadPlan, trace: Sequence[str] = (), title: str = "", path: Path | str | None = None
 ) -> "Figure":
-    """Draw a plan, and the trace of a manager that was to follow it.
+    """Draw a plan, and the trace of a manager that should follow it.
 
     Args:
-        plan: what moves.
-        trace: events as TensorOffloadManager.trace has them; empty: none is drawn.
-        title: above it.
-        path: where to save it; None: nowhere.
+        plan: the offload plan.
+        trace: events in the format of TensorOffloadManager.trace; empty: no trace is drawn.
+        title: title of the figure.
+        path: file to save the figure to; None: the figure is not saved.
 
     Raises:
-        ValueError: the trace has an event that is none.
+        ValueError: the trace has an unknown event.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Rectangle
@@ -79,7 +79,7 @@ def draw_offload(
 
 
 def _used(trace: Sequence[str]) -> list[tuple[int, int]]:
-    """Place and layer of every use in a trace."""
+    """Return place and layer of every use in a trace."""
     uses = [event for event in trace if event[0] in KINDS]
     strange = [event for event in trace if event[0] not in (*KINDS, "+", "-")]
     if strange:

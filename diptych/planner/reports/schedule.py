@@ -1,4 +1,4 @@
-"""A pipeline before it runs: where layers lie, in which order ranks work, what that costs in time and memory."""
+"""The report of a pipeline: placement of layers, the schedule's table, its time and memory."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,30 +27,30 @@ from diptych.plans.schedule.simulate import Costs, Simulation, simulate
 
 MIB = 2**20
 DEFAULT_VIRTUAL_STAGES = 2
-"""Of the schedules with several stages a rank that a configuration without virtual stages is compared with."""
+"""Virtual stages of interleaved and V-shaped schedules that are compared with a configuration without any."""
 
 PRECISION = ".5g"
-"""Of printed times."""
-IN_JAX = "in JAX: the makespan of ticks, each as long as its busiest rank"
+"""Format of printed times."""
+IN_JAX = "in JAX: the makespan of lock-step slots, each as long as its busiest rank"
 
 
 class PipelinePlan(NamedTuple):
-    """A configuration's schedule and its predicted course."""
+    """A configuration's schedule and its simulation."""
 
     config: TransformerConfig
     schedule: Schedule
     costs: Costs
-    course: Simulation
+    simulation: Simulation
 
 
 class OtherSchedule(NamedTuple):
-    """A schedule beside the chosen one."""
+    """Another schedule, compared with the chosen one."""
 
     name: str
     plan: PipelinePlan | None
-    """None: it does not fit."""
+    """None if it does not fit."""
     reason: str
-    """Why it does not fit."""
+    """Reason why it does not fit."""
 
 
 def plan_pipeline(
@@ -61,19 +61,20 @@ def plan_pipeline(
     head: float = 0.0,
     roofline: StageTimes | None = None,
 ) -> PipelinePlan:
-    """Return a configuration's schedule, simulated.
+    """Return a configuration's schedule and its simulation.
 
     Args:
-        config: the model's, with its pipeline.
+        config: the model, with its pipeline.
         micro_batch_size: sequences of a microbatch.
-        num_microbatches: of a step.
-        costs: times of actions and messages; None: those of roofline, or without it F, I and W of a stage each take its
-            number of layers. Its bytes are not used: they are predicted.
-        head: without costs and roofline, how many layers the final norm, the output layer and the loss are worth.
-        roofline: predicts times of stages and messages in seconds; what ``diptych plan`` uses, for its tables and page.
+        num_microbatches: microbatches of a step.
+        costs: times of actions and messages; its bytes are ignored, since they are predicted. None: times of roofline;
+            without roofline, F, I and W of a stage each take its number of layers.
+        head: without costs and roofline, time of final norm, output layer and loss, in layers.
+        roofline: predicts times of stages and messages in seconds, as ``diptych plan`` prints them.
 
     Raises:
-        ValueError: the schedule cannot have so many microbatches, or costs are for another number of stages, or all 0.
+        ValueError: the schedule does not allow so many microbatches; or costs are for another number of stages or all
+            0.
     """
     schedule, stages = schedule_for(config, num_microbatches), range(num_stages(config))
     if costs is None and roofline is not None:
@@ -92,12 +93,12 @@ def plan_pipeline(
         activation_bytes=[float(stage.saved) for stage in memory],
         weight_gradient_bytes=[float(stage.weight_gradients) if schedule.splits_backward else 0.0 for stage in memory],
     )
-    course = simulate(schedule, costs)
-    if course.makespan <= 0:
+    simulation = simulate(schedule, costs)
+    if simulation.makespan <= 0:
         raise ValueError(
-            f"costs: expected an action that takes time, got a step of {course.makespan:g}; give F, I or W"
+            f"costs: expected an action that takes time, got a step of {simulation.makespan:g}; give F, I or W"
         )
-    return PipelinePlan(config, schedule, costs, course)
+    return PipelinePlan(config, schedule, costs, simulation)
 
 
 def other_schedules(
@@ -107,10 +108,10 @@ def other_schedules(
     head: float = 0.0,
     roofline: StageTimes | None = None,
 ) -> list[OtherSchedule]:
-    """Return every other schedule for the same model, ranks and microbatches; without a pipeline, one rank has it all.
+    """Return every other schedule for the same model, ranks and microbatches; "none" runs the model on one rank.
 
-    Those of another number of stages divide the layers anew, by the same options. Arguments as plan_pipeline's; times
-    given for stages cannot serve others.
+    Schedules with another number of stages divide the layers again, with the same options; given costs do not fit them.
+    Arguments as in plan_pipeline.
     """
     config, num_microbatches = plan.config, plan.schedule.num_microbatches
     found = []
@@ -120,7 +121,7 @@ def other_schedules(
         try:
             other = with_schedule(config, name)
             if costs is not None and num_stages(other) != num_stages(config):
-                raise ValueError(f"times were given for {num_stages(config)} stages, it has {num_stages(other)}")
+                raise ValueError(f"costs are for {num_stages(config)} stages, the schedule has {num_stages(other)}")
             planned = plan_pipeline(other, micro_batch_size, num_microbatches, costs, head, roofline)
             found.append(OtherSchedule(name, planned, ""))
         except ValueError as error:
@@ -129,10 +130,10 @@ def other_schedules(
 
 
 def with_schedule(config: TransformerConfig, name: str) -> TransformerConfig:
-    """The same model and ranks with another schedule, and with the virtual stages it needs.
+    """Return the same model and ranks with another schedule, and with the virtual stages it needs.
 
     Raises:
-        ValueError: it cannot be had.
+        ValueError: the model and ranks do not allow the schedule.
     """
     if name == "none":
         return undivided(config)
@@ -158,15 +159,20 @@ def print_schedule(
     head: float = 0.0,
     roofline: StageTimes | None = None,
 ) -> None:
-    """Say where layers lie, what every rank does in which order, what it costs, and what other schedules would.
+    """Print the placement of layers, the actions of every rank, their cost, and a comparison of all schedules.
 
     Args:
-        console: to print to.
-        config, micro_batch_size, num_microbatches, costs, head, roofline: as plan_pipeline takes them.
-        picture: a .png or .svg to draw this schedule into, above those of the others that fit; None: none.
+        console: printed to.
+        config: as in plan_pipeline.
+        micro_batch_size: as in plan_pipeline.
+        num_microbatches: as in plan_pipeline.
+        costs: as in plan_pipeline.
+        picture: a .png or .svg for the timelines of this schedule and the others that fit; None: no picture.
+        head: as in plan_pipeline.
+        roofline: as in plan_pipeline.
 
     Raises:
-        ValueError: as plan_pipeline; or a picture of another kind.
+        ValueError: as in plan_pipeline; or the picture is neither .png nor .svg.
     """
     plan = plan_pipeline(config, micro_batch_size, num_microbatches, costs, head, roofline)
     others = other_schedules(plan, micro_batch_size, costs, head, roofline)
@@ -179,7 +185,7 @@ def print_schedule(
     )
     console.print(_stage_table(plan))
     _print_blocks(console, config)
-    console.print("\norder of work, as torch.distributed.pipelining writes it (stage, kind, microbatch)")
+    console.print("\nactions in the format of torch.distributed.pipelining (stage, kind, microbatch)")
     rows = schedule_rows(schedule)
     for rank in places_shown(schedule.pp_size):
         if rank is None:
@@ -195,7 +201,7 @@ def print_schedule(
     for name, other, reason in others:
         if other is None:
             console.print(f"{name} does not fit: {reason}", highlight=False, markup=False)
-    console.print(f"time: {unit.words}. Memory: kept for backward, without what an action needs only while it runs.")
+    console.print(f"time: {unit.words}. Memory: saved for backward, without temporary buffers.")
     console.print(IN_JAX)
     if picture is not None:
         drawn = [plan, *(other.plan for other in others if other.plan is not None and other.name != "none")]
@@ -204,17 +210,17 @@ def print_schedule(
 
 
 class Unit(NamedTuple):
-    """What a printed time is a number of."""
+    """The unit of printed times."""
 
     name: str
     words: str
-    """The cost model, as it is told below a table."""
+    """Description of the cost model, printed below a table."""
     scale: float = 1.0
-    """Of the simulation's times."""
+    """Factor from the simulation's times to this unit."""
 
 
 def unit_of(costs: Costs | None, roofline: StageTimes | None) -> Unit:
-    """Return the unit of times that come from these; see plan_pipeline."""
+    """Return the unit of the times that plan_pipeline derives from these arguments."""
     if costs is not None:
         return Unit("as given", "as given")
     if roofline is None:
@@ -225,7 +231,7 @@ def unit_of(costs: Costs | None, roofline: StageTimes | None) -> Unit:
 
 
 def machine_words(machine: Machine) -> str:
-    """Return the rates that times of a schedule depend on, in words."""
+    """Describe the rates that a schedule's times depend on."""
     return (
         f"{machine.compute_rate / 1e12:g} TFLOP/s, {machine.memory_bandwidth / 1e9:g} GB/s of memory and "
         f"{machine.network_bandwidth / 1e9:g} GB/s between ranks"
@@ -248,7 +254,7 @@ def in_unit(costs: Costs, unit: Unit) -> Costs:
 
 
 def shortened(row: str, width: int) -> str:
-    """A row of a table cut down to a width, whole entries of its middle replaced by dots."""
+    """Shorten a comma-separated row to a width: entries in its middle are replaced by dots."""
     if len(row) <= width:
         return row
     entries = row.split(",")
@@ -265,7 +271,7 @@ def shortened(row: str, width: int) -> str:
 
 
 def warmup(plan: PipelinePlan, rank: int) -> int:
-    """Forwards a rank runs before it takes turns between forward and backward."""
+    """Return the number of forwards that a rank runs before it alternates between forward and backward."""
     schedule, group = plan.schedule, plan.config.microbatch_group_size_per_vp_stage
     p, m, v = schedule.pp_size, schedule.num_microbatches, schedule.stages_per_rank
     if schedule.name in ("none", "gpipe"):
@@ -277,11 +283,11 @@ def warmup(plan: PipelinePlan, rank: int) -> int:
 
 
 def _stage_table(plan: PipelinePlan) -> Table:
-    """What lies on every stage, and what a microbatch keeps there."""
+    """Return a table of the layers of every stage, and of the bytes that a microbatch saves there."""
     config, schedule = plan.config, plan.schedule
     table = Table(box=None, title="stages", title_justify="left")
     virtual, split = schedule.stages_per_rank > 1, schedule.splits_backward
-    headings = ["rank", *(["virtual stage"] if virtual else []), "stage", "holds", "kept for backward, MiB"]
+    headings = ["rank", *(["virtual stage"] if virtual else []), "stage", "holds", "saved for backward, MiB"]
     for heading in [*headings, *(["from I to W, MiB"] if split else [])]:
         table.add_column(heading, justify="left" if heading == "holds" else "right")
     rows = []
@@ -296,7 +302,7 @@ def _stage_table(plan: PipelinePlan) -> Table:
 
 
 def _print_blocks(console: Console, config: TransformerConfig) -> None:
-    """What is recomputed in blocks of which length, on stages that are alike as one."""
+    """Print the recompute blocks of the stages; equal stages are printed once."""
     words = [block_words(config, stage) for stage in range(num_stages(config))]
     for what, run in groupby(range(len(words)), words.__getitem__):
         first, *rest = run
@@ -305,7 +311,7 @@ def _print_blocks(console: Console, config: TransformerConfig) -> None:
 
 
 def held_words(config: TransformerConfig, stage: int) -> str:
-    """Embedding, layers and head of a stage, in words."""
+    """Describe the embedding, layers and head of a stage."""
     count = layers_by_stage(config)[stage]
     first = get_transformer_layer_offset(config, *get_stage_place(config, stage))
     parts = ["embedding"] if stage == 0 else []
@@ -318,29 +324,29 @@ def held_words(config: TransformerConfig, stage: int) -> str:
 
 
 def _rank_table(plan: PipelinePlan, unit: Unit) -> Table:
-    """Return warm-up, idle time and memory of every rank."""
-    schedule, course = plan.schedule, plan.course
+    """Return a table of warm-up, bubble and memory of every rank."""
+    schedule, simulation = plan.schedule, plan.simulation
     name = " ms" if unit.name == "ms" else ""
     table = Table(
-        box=None, title=f"ranks; makespan {course.makespan * unit.scale:{PRECISION}}{name}", title_justify="left"
+        box=None, title=f"ranks; makespan {simulation.makespan * unit.scale:{PRECISION}}{name}", title_justify="left"
     )
     for heading in (
         "rank",
         "warm-up forwards",
-        f"idle{',' * bool(name)}{name}",
+        f"bubble{',' * bool(name)}{name}",
         "share",
         "peak in flight",
-        "peak kept, MiB",
+        "peak saved, MiB",
     ):
         table.add_column(heading, justify="right")
     rows = [
         (
             str(rank),
             str(warmup(plan, rank)),
-            f"{course.bubble[rank] * unit.scale:{PRECISION}}",
-            f"{course.bubble[rank] / course.makespan:.1%}",
-            str(course.peak_in_flight[rank]),
-            f"{course.peak_bytes[rank] / MIB:,.1f}",
+            f"{simulation.bubble[rank] * unit.scale:{PRECISION}}",
+            f"{simulation.bubble[rank] / simulation.makespan:.1%}",
+            str(simulation.peak_in_flight[rank]),
+            f"{simulation.peak_bytes[rank] / MIB:,.1f}",
         )
         for rank in range(schedule.pp_size)
     ]
@@ -349,24 +355,24 @@ def _rank_table(plan: PipelinePlan, unit: Unit) -> Table:
 
 
 def _comparison(plan: PipelinePlan, others: Sequence[OtherSchedule], unit: Unit) -> Table:
-    """Return the chosen schedule above all others that fit."""
-    title = f"schedules{'; times in ms' if unit.name == 'ms' else ''}; most in flight and kept on a rank"
+    """Return a table of the chosen schedule and all others that fit."""
+    title = f"schedules{'; times in ms' if unit.name == 'ms' else ''}; in flight and saved: largest of all ranks"
     table = Table(box=None, title=title, title_justify="left")
-    for heading in ("", "makespan", "relative", "in JAX", "idle", "in flight", "kept, MiB", ""):
+    for heading in ("", "makespan", "relative", "in JAX", "bubble", "in flight", "saved, MiB", ""):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for name, other, _ in (OtherSchedule(plan.schedule.name, plan, ""), *others):
         if other is None:
             continue
-        course, schedule = other.course, other.schedule
+        simulation, schedule = other.simulation, other.schedule
         note = "chosen" if other is plan else "one rank" if name == "none" else ""
         table.add_row(
             f"{name}, v={schedule.stages_per_rank}" if schedule.stages_per_rank > 1 else name,
-            f"{course.makespan * unit.scale:{PRECISION}}",
-            f"{course.makespan / plan.course.makespan:.3f}",
+            f"{simulation.makespan * unit.scale:{PRECISION}}",
+            f"{simulation.makespan / plan.simulation.makespan:.3f}",
             f"{lockstep_makespan(schedule, other.costs) * unit.scale:{PRECISION}}",
-            f"{sum(course.bubble) / (schedule.pp_size * course.makespan):.1%}",
-            str(max(course.peak_in_flight)),
-            f"{max(course.peak_bytes) / MIB:,.1f}",
+            f"{sum(simulation.bubble) / (schedule.pp_size * simulation.makespan):.1%}",
+            str(max(simulation.peak_in_flight)),
+            f"{max(simulation.peak_bytes) / MIB:,.1f}",
             note,
         )
     return table

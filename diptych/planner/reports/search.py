@@ -1,4 +1,4 @@
-"""The fastest ways to train a model on so many ranks, as a table."""
+"""The report of a search: a table of the fastest configurations of a model on a number of ranks."""
 
 import re
 
@@ -13,18 +13,19 @@ MIB = 2**20
 
 
 def print_search(console: Console, command: PlanRequest) -> None:
-    """Search, and print what was found, where its time goes, and what keeps it from being faster.
+    """Search the fastest configurations and print their times, where the time goes, and what limits each.
 
     Args:
-        console: to print to.
-        command: with memory_limit and ranks.
+        console: printed to.
+        command: request with memory_limit and ranks.
 
     Raises:
-        ValueError: see diptych.planner.search.search; or no configuration fits.
+        ValueError: no configuration fits, or diptych.planner.search.search refuses the request.
     """
     assert command.memory_limit is not None, "the command asks for a search"
     assert command.ranks is not None, "the command asks for a search"
-    limit, batch = parse_bytes("memory_limit", command.memory_limit), command.global_batch_size or command.ranks
+    limit = parse_bytes("memory_limit", command.memory_limit)
+    batch = command.global_batch_size or command.ranks
     outcome = search(
         command.model,
         command.ranks,
@@ -32,7 +33,7 @@ def print_search(console: Console, command: PlanRequest) -> None:
         batch,
         command.machine,
         command.num_results,
-        progress=lambda ways, total: track(ways, "ways", total, console=console, transient=True),
+        progress=lambda found, total: track(found, "configurations", total, console=console, transient=True),
     )
     tokens = batch * command.model.seq_length
     console.print(
@@ -42,31 +43,31 @@ def print_search(console: Console, command: PlanRequest) -> None:
     )
     refused = ", ".join(f"{name} {times:,}" for name, times in outcome.refused.most_common())
     console.print(
-        f"{outcome.considered:,} ways are accepted; {outcome.too_large:,} of those looked at need more memory, "
-        f"{outcome.simulated:,} were simulated, no other can be among the first {command.num_results}"
+        f"{outcome.considered:,} configurations are accepted; {outcome.too_large:,} of those looked at need more "
+        f"memory, {outcome.simulated:,} were simulated, no other can be among the first {command.num_results}"
         + f"; refused, by setting: {refused}"
         * bool(refused),
         highlight=False,
     )
     if outcome.smallest is not None:
-        way, memory = outcome.smallest
+        smallest, memory = outcome.smallest
         raise ValueError(
-            f"memory_limit: expected room for one configuration, got {limit / MIB:,.1f} MiB: no configuration fits, "
-            f"{way.words} needs least, {memory.total / MIB:,.1f} MiB; give more ranks or memory, shorter sequences or "
-            "another batch"
+            f"memory_limit: expected enough memory for one configuration, got {limit / MIB:,.1f} MiB: no configuration "
+            f"fits, {smallest.description} needs least, {memory.total / MIB:,.1f} MiB; give more ranks or memory, "
+            "shorter sequences or another batch"
         )
     console.print(_table(outcome.best, tokens))
     first = outcome.best[0]
     lost = ", ".join(f"{name} {share:.1%}" for name, share in first.shares.items() if share >= 0.001)
-    console.print(f"the first: {lost}; held back by {first.constraint}", highlight=False)
+    console.print(f"the first: {lost}; limited by {first.constraint}", highlight=False)
 
 
 def _table(best: list[Found], tokens: int) -> Table:
-    """A row a way, given the tokens of a step."""
+    """Return a table with one row per configuration, given the tokens of a step."""
     table = Table(box=None, title="fastest first, as predicted", title_justify="left")
-    for heading in ("s a step", "tokens/s", "MiB", "operations", "held back by", "way"):
-        justify = "left" if heading in ("held back by", "way") else "right"
-        table.add_column(heading, justify=justify, no_wrap=heading != "way")
+    for heading in ("s a step", "tokens/s", "MiB", "operations", "limited by", "configuration"):
+        justify = "left" if heading in ("limited by", "configuration") else "right"
+        table.add_column(heading, justify=justify, no_wrap=heading != "configuration")
     for found in best:
         table.add_row(
             f"{found.seconds:.4g}",
@@ -74,6 +75,6 @@ def _table(best: list[Found], tokens: int) -> Table:
             f"{found.memory.total / MIB:,.1f}",
             f"{found.shares['operations']:.0%}",
             re.split(r": | \(", found.constraint)[0],
-            found.way.words,
+            found.configuration.description,
         )
     return table

@@ -1,7 +1,7 @@
-/* What follows from a schedule's columns: when actions end, what they wait for, whom they hand on to. */
+/* Derived data of a schedule: ends of actions, their dependencies, and the receivers of their results. */
 
-/** A schedule with everything that is asked of it often. Actions are numbers, as in its columns. */
-function courseOf(schedule) {
+/** Return a schedule with its derived data. Actions are numbered as in its columns. */
+function simulationOf(schedule) {
   const { rank, kind, stage, microbatch, start, input } = schedule.actions;
   const stages = schedule.stages;
   const lasts = (id) => {
@@ -32,18 +32,18 @@ function courseOf(schedule) {
     waiting: schedule.actions.waiting,
     total: schedule.makespan + schedule.gradients + schedule.update,
     size: rank.length,
-    /** The rank's action before this one, or -1. */
+    /** Return the rank's previous action, or -1. */
     before: (id) => (id > first[rank[id]] ? id - 1 : -1),
-    /** When the last of what it needs has arrived. */
+    /** Return when the last dependency has arrived. */
     ready: (id) => (input[id] < 0 ? 0 : end[input[id]] + (rank[input[id]] === rank[id] ? 0 : schedule.wire)),
-    /** The action that its result is for, or undefined. */
+    /** Return the action that receives the result, or undefined. */
     receiver: (id) => {
       if (kind[id] === "W") return undefined;
       const [table, step] = kind[id] === "F" ? [forwards, 1] : [backwards, -1];
       const other = stage[id] + step;
       return other < 0 || other >= stages.length ? undefined : table.get(key(other, microbatch[id]));
     },
-    /** The action whose result it takes from another stage, or undefined. */
+    /** Return the action of another stage whose result it receives, or undefined. */
     sender: (id) => {
       if (kind[id] === "W") return undefined;
       const [table, step] = kind[id] === "F" ? [forwards, -1] : [backwards, 1];
@@ -55,31 +55,31 @@ function courseOf(schedule) {
   };
 }
 
-/** How long a rank had nothing to do before an action. */
-function idleBefore(course, id) {
-  const before = course.before(id);
-  return Math.max(0, course.start[id] - (before < 0 ? 0 : course.end[before]));
+/** Return how long a rank was idle before an action. */
+function idleBefore(simulation, id) {
+  const before = simulation.before(id);
+  return Math.max(0, simulation.start[id] - (before < 0 ? 0 : simulation.end[before]));
 }
 
-/** What a rank keeps for backward at a time: bytes kept, and bytes that wait for W. */
-function keptAt(course, rank, seconds) {
-  let low = course.first[rank];
-  let high = course.first[rank + 1];
-  const happens = (id) => (course.kind[id] === "F" ? course.start[id] : course.end[id]);
+/** Return the bytes that a rank has saved for backward at a time, and those waiting for W. */
+function keptAt(simulation, rank, seconds) {
+  let low = simulation.first[rank];
+  let high = simulation.first[rank + 1];
+  const happens = (id) => (simulation.kind[id] === "F" ? simulation.start[id] : simulation.end[id]);
   while (low < high) {
     const middle = (low + high) >> 1;
     if (happens(middle) <= seconds) low = middle + 1;
     else high = middle;
   }
-  return low === course.first[rank] ? [0, 0] : [course.kept[low - 1], course.waiting[low - 1]];
+  return low === simulation.first[rank] ? [0, 0] : [simulation.kept[low - 1], simulation.waiting[low - 1]];
 }
 
-/** The action of a rank that runs at a time, or the nearest one. */
-function actionAt(course, rank, seconds) {
-  let best = course.first[rank];
+/** Return the action of a rank that runs at a time, or the nearest one. */
+function actionAt(simulation, rank, seconds) {
+  let best = simulation.first[rank];
   let least = Infinity;
-  for (let id = course.first[rank]; id < course.first[rank + 1]; id++) {
-    const away = Math.max(course.start[id] - seconds, seconds - course.end[id], 0);
+  for (let id = simulation.first[rank]; id < simulation.first[rank + 1]; id++) {
+    const away = Math.max(simulation.start[id] - seconds, seconds - simulation.end[id], 0);
     if (away < least) [best, least] = [id, away];
   }
   return best;
