@@ -1,4 +1,4 @@
-"""Train the same model in both backends, in lockstep, and measure how far apart they are."""
+"""Comparison of the same model trained in both backends, step by step."""
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +32,7 @@ class StepPair(NamedTuple):
 
 
 class GradientDifference(NamedTuple):
-    """How far apart the backends' gradients of one parameter are, at equal parameters."""
+    """The difference of the backends' gradients of one parameter, at equal parameters."""
 
     parameter: str
     step: int
@@ -40,47 +40,47 @@ class GradientDifference(NamedTuple):
     exact: float
     """Norm-wise relative difference, computed in float64."""
     relative: float
-    """Norm-wise relative difference, computed in the run's type."""
+    """Norm-wise relative difference, computed in the run's dtype."""
     norm: float
     """2-norm of the gradient, the larger of both backends'."""
     whole_norm: float
     """2-norm of all parameters' gradients together, the larger of both backends'."""
 
     def judged(self, dtype: str) -> float:
-        """``relative``, but measured against the type's share of the whole gradient where that is larger."""
+        """Return ``relative``, measured against the dtype's floor of the whole gradient's norm if that is larger."""
         floor = GRADIENT_FLOOR[dtype] * self.whole_norm
         return self.relative * min(1.0, self.norm / floor) if floor > 0.0 else self.relative
 
 
 @dataclass
 class Comparison:
-    """Everything measured, and the verdict."""
+    """All measurements of a comparison, with its tolerances."""
 
     dtype: str
-    """What the model computes in."""
+    """Dtype in which the model computes."""
     loss_tolerance: float
     gradient_tolerance: float
     steps: list[StepPair] = field(default_factory=list)
     gradients: list[GradientDifference] = field(default_factory=list)
     memory: MeasuredMemory | None = None
-    """Of one forward and backward pass in PyTorch."""
+    """Memory of one forward and backward pass in PyTorch."""
     validation: dict[str, float] = field(default_factory=dict)
     """Validation loss by backend, nats per token."""
     offload: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By backend, what offload moved while training; empty without it. See
+    """Statistics of offload during training, by backend; empty without offload. See
     diptych.plans.offload.describe_statistics."""
 
     @property
     def worst_step(self) -> StepPair:
-        """The step whose losses differ most."""
+        """The step with the largest difference of losses."""
         return max(self.steps, key=lambda pair: abs(pair.difference))
 
     @property
     def failures(self) -> list[str]:
-        """What exceeds a tolerance, one line each; empty when all holds.
+        """The differences above a tolerance, one line each; empty if all agree.
 
-        Gradients must agree in float64, each relative to its own norm, and in the run's type, relative
-        to its own norm or ``GRADIENT_FLOOR`` of the whole gradient's, whichever is larger.
+        Gradients must agree in float64, each relative to its own norm. In the run's dtype they must agree relative to
+        the larger of their own norm and ``GRADIENT_FLOOR`` of the whole gradient's norm.
         """
         lines = []
         if not abs(self.worst_step.difference) <= self.loss_tolerance:
@@ -103,7 +103,7 @@ class Comparison:
 
 
 def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
-    """||a - b|| / max(||a||, ||b||), in float64; 0 for two zeros, infinite where either is not finite.
+    """Return ||a - b|| / max(||a||, ||b||) in float64; 0 for two zeros, infinity if either is not finite.
 
     Raises:
         ValueError: the shapes differ.
@@ -126,17 +126,20 @@ def compare(
     gradient_tolerance: float | None = None,
     on_step: Callable[[StepPair], None] = lambda pair: None,
 ) -> Comparison:
-    """Train both backends from one start and compare every step's loss, and gradients before and after.
+    """Train both backends from equal parameters, and compare every step's loss, and gradients before and after.
 
-    Both take a step at the same time and share the cores, so the times of a step say little about either.
+    Both run a step at the same time and share the cores, so the times of a step are no measure of either backend.
 
     Args:
-        config, train_config, corpus: the run, the same for both.
-        loss_tolerance, gradient_tolerance: None: parity.tolerances' for the model's type.
+        config: the model.
+        train_config: training settings.
+        corpus: training data.
+        loss_tolerance: None: that of parity.tolerances for the model's dtype.
+        gradient_tolerance: None: that of parity.tolerances for the model's dtype.
         on_step: called after each step.
 
     Raises:
-        NonFiniteLossError: a loss is not finite in either backend; names the step.
+        NonFiniteLossError: a loss is not finite in either backend; the message names the step.
     """
     theirs = jax_impl.train.Trainer(config, train_config, corpus)
     result = Comparison(
@@ -168,7 +171,7 @@ def compare_gradients(
     train_config: TrainConfig,
     corpus: Corpus,
 ) -> list[GradientDifference]:
-    """Differences of all gradients on one step's batch at the given parameters, in float64 and in the run's type."""
+    """Return the gradient differences on one step's batch at equal parameters, in float64 and the run's dtype."""
     batch = corpus.batch(step, train_config.global_batch_size, config.seq_length)
     relative, *gradients = _differences(parameters, batch, step, config, train_config, corpus)
     exact_config = replace(config, params_dtype="float64", bf16=False)
@@ -179,7 +182,7 @@ def compare_gradients(
 
 
 def gradient_norms(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> tuple[dict[str, float], float]:
-    """2-norm of each gradient, and of all together; each the larger of both sides'."""
+    """Return the 2-norm of each gradient and of all together; each is the larger of both sides."""
 
     def norm(gradient: np.ndarray) -> float:
         return float(np.linalg.norm(gradient.astype(np.float64)))
@@ -196,7 +199,7 @@ def _differences(
     train_config: TrainConfig,
     corpus: Corpus,
 ) -> tuple[dict[str, float], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Relative difference of each parameter's gradient in the configuration's type, and both gradients."""
+    """Return the relative difference of each parameter's gradient in the run's dtype, and both gradients."""
     gradients = []
     for make in (torch_trainer, lambda *run: nullcontext(jax_impl.train.Trainer(*run))):
         with make(config, train_config, corpus) as trainer:
@@ -209,5 +212,5 @@ def _differences(
 
 
 def tokens_per_second(results: Iterable[StepResult]) -> float:
-    """Median over the steps given."""
+    """Return the median of tokens per second over steps."""
     return float(np.median([result.tokens / result.seconds for result in results]))

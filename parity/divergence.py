@@ -1,10 +1,10 @@
-"""Where and why the backends drift apart: by layer, by operation, by training step.
+"""Measurement of the drift between the backends: by layer, by operation, by training step.
 
-Two programs that round in different places are two different runs. Whether rounding is all there is, is measured here:
-both backends are given equal numbers, and each is compared with the other and with float64, which stands for the truth.
+Two programs that round in different places drift apart. To see if rounding is the only cause, both backends are given
+equal inputs, and each is compared with the other and with float64 as the reference.
 
-Parameters are given in float32 and widened where the model computes in float64, so every type starts from the same
-numbers. For float64, jax_enable_x64 has to be on.
+Parameters are given in float32 and widened if the model computes in float64, so all dtypes start from equal values. For
+float64, jax_enable_x64 has to be on.
 """
 
 import importlib
@@ -45,20 +45,20 @@ from parity.compare import relative_difference
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
 EPSILON = {"bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
-"""Distance from 1 to the next number of a type: what one unit in the last place means here."""
+"""Machine epsilon by dtype: the unit of differences in ulps."""
 
 Parameters = Mapping[str, np.ndarray]
-"""By canonical name."""
+"""Arrays by canonical parameter name."""
 Trainer = reference_torch.train.Trainer | jax_impl.train.Trainer
-Twins = tuple[Callable[..., Any], Callable[..., Any]]
+OperationPair = tuple[Callable[..., Any], Callable[..., Any]]
 """The same operation in PyTorch and in JAX."""
 
 
 def computing_in(config: TransformerConfig, dtype: str) -> TransformerConfig:
-    """The same model computing in one of EPSILON's types.
+    """Return the same model, computing in one of EPSILON's dtypes.
 
     Raises:
-        ValueError: an unknown type.
+        ValueError: the dtype is unknown.
     """
     if dtype not in EPSILON:
         raise ValueError(f"dtype: expected one of {', '.join(EPSILON)}, got {dtype!r}")
@@ -66,15 +66,15 @@ def computing_in(config: TransformerConfig, dtype: str) -> TransformerConfig:
 
 
 def initial_parameters(config: TransformerConfig, seed: int = 0) -> dict[str, np.ndarray]:
-    """The model's initial values for a seed, in float32."""
+    """Return the model's initial parameters for a seed, in float32."""
     specs = parameter_specs(config)
     return {name: initial_value(seed, name, spec).astype(np.float32) for name, spec in specs.items()}
 
 
 def one_ulp(parameters: Parameters, config: TransformerConfig, name: str) -> dict[str, np.ndarray]:
-    """The parameters with the first entry of one moved to the next number of the type the model computes in.
+    """Return the parameters with the first entry of one moved by one ulp of the dtype that the model computes in.
 
-    In mixed precision that is bfloat16's: a weight's last bits in float32 are rounded away before anything reads them.
+    In mixed precision that is an ulp of bfloat16, since a smaller change of a float32 weight is lost in rounding.
 
     Raises:
         ValueError: there is no such parameter.
@@ -95,17 +95,17 @@ def layer_values(
     tokens: np.ndarray,
     compiler_options: dict[str, Any] | None = None,
 ) -> list[np.ndarray]:
-    """What travels through a model without dropout: after the embedding, after every layer, and the logits.
+    """Return the activations of a model without dropout: after the embedding, after every layer, and the logits.
 
     Args:
         backend: torch or jax.
-        config: the model's; undivided.
-        parameters: its values.
-        tokens: [B, T]
-        compiler_options: XLA's, for JAX.
+        config: the model, undivided.
+        parameters: parameter values.
+        tokens: token ids. [B, T]
+        compiler_options: options of XLA, for JAX.
 
     Returns:
-        num_layers + 2 numpy arrays, of the types the model computes them in.
+        num_layers + 2 numpy arrays, in the dtypes in which the model computes them.
     """
     if backend == "torch":
         model = reference_torch.transformer.GPTModel(config)
@@ -122,8 +122,8 @@ def layer_values(
 
 
 def _layer_values(backend: str, model: Any, tokens: Any) -> list[Any]:
-    """The same for either backend's model: modules and functions have the same names."""
-    ops, connection = _room(backend, "ops"), _room(backend, "hyper_connections").HyperConnectionModule
+    """Return the activations of either backend's model; modules and functions of both have equal names."""
+    ops, connection = _module(backend, "ops"), _module(backend, "hyper_connections").HyperConnectionModule
     config, hidden_states = model.config, model.embedding(tokens)
     if config.bf16:
         hidden_states = hidden_states.bfloat16() if backend == "torch" else hidden_states.astype(jnp.bfloat16)
@@ -141,22 +141,22 @@ def _layer_values(backend: str, model: Any, tokens: Any) -> list[Any]:
 
 
 class Trajectory(NamedTuple):
-    """A training run, seen from outside."""
+    """The parameters and losses of a training run."""
 
     parameters: np.ndarray
-    """All parameters after every step, end to end in the order of their names. [steps, P] float64"""
+    """All parameters after every step, concatenated in the order of their names. [steps, P] float64"""
     losses: np.ndarray
-    """Before every step, nats per token. [steps]"""
+    """Loss before every step, nats per token. [steps]"""
 
 
 def trajectory(trainer: Trainer, parameters: Parameters, corpus: Corpus, steps: int) -> Trajectory:
-    """Train from the first step on; a trainer can be used again and compiles once.
+    """Train from the first step and record the trajectory; a trainer can be used again and compiles once.
 
     Args:
-        trainer: of either backend, on one process.
-        parameters: to begin with; the optimizer's moments begin at 0.
-        corpus: to learn from, in the place of the trainer's own.
-        steps: how many, at most train_iters.
+        trainer: trainer of either backend, on one process.
+        parameters: initial parameters; the optimizer's moments start at 0.
+        corpus: training data, instead of the trainer's own.
+        steps: number of steps, at most train_iters.
     """
     values = {name: value.astype(trainer.config.params_dtype) for name, value in parameters.items()}
     zeros = {name: np.zeros_like(value) for name, value in values.items()}
@@ -174,12 +174,12 @@ def trajectory(trainer: Trainer, parameters: Parameters, corpus: Corpus, steps: 
 
 
 def drift(ours: Trajectory, theirs: Trajectory) -> np.ndarray:
-    """Norm-wise relative difference of all parameters together after every step. [steps]"""
+    """Return the norm-wise relative difference of all parameters together after every step, [steps]."""
     return np.array([relative_difference(a, b) for a, b in zip(ours.parameters, theirs.parameters, strict=True)])
 
 
 def state_of(trainer: Trainer) -> dict[str, dict[str, np.ndarray]]:
-    """Copies of parameters and both moments of AdamW, as ``{"model.": {name: array}, "first_moment.": ...}``."""
+    """Return copies of parameters and AdamW's moments, as ``{"model.": {name: array}, "first_moment.": ...}``."""
     with TemporaryDirectory() as folder:
         arrays = read_checkpoint(trainer.save(Path(folder))).arrays
     prefixes = (MODEL, FIRST_MOMENT, SECOND_MOMENT)
@@ -187,43 +187,43 @@ def state_of(trainer: Trainer) -> dict[str, dict[str, np.ndarray]]:
 
 
 def flat(arrays: Parameters) -> np.ndarray:
-    """All entries end to end, in the order of the names. float64"""
+    """Return all entries concatenated, in the order of the names, in float64."""
     return np.concatenate([arrays[name].ravel().astype(np.float64) for name in sorted(arrays)])
 
 
 class OperationError(NamedTuple):
-    """How two backends' results of one operation differ, given the very same inputs.
+    """The differences of two backends' results of one operation, given equal inputs.
 
-    Differences are norm-wise relative over all results, in units of the last place: of EPSILON of the type.
+    Differences are norm-wise relative over all results, in ulps of the dtype (EPSILON).
     """
 
     name: str
     between: float
     torch: float
-    """Of PyTorch from float64."""
+    """Difference of PyTorch from float64."""
     jax: float
-    """Of JAX from float64."""
+    """Difference of JAX from float64."""
     unequal: float
     """Share of entries whose bits differ between the backends."""
 
 
-def twins(name: str, **settings: Any) -> Twins:
-    """One operation of both backends, e.g. ``twins("ops.rms_norm", epsilon=1e-5)``."""
-    room, function = name.split(".")
-    ours, theirs = (partial(getattr(_room(backend, room), function), **settings) for backend in ("torch", "jax"))
+def operation_pair(name: str, **settings: Any) -> OperationPair:
+    """Return one operation of both backends, e.g. ``operation_pair("ops.rms_norm", epsilon=1e-5)``."""
+    module, function = name.split(".")
+    ours, theirs = (partial(getattr(_module(backend, module), function), **settings) for backend in ("torch", "jax"))
     return ours, theirs
 
 
 def compare_operation(
-    name: str, functions: Twins, *inputs: np.ndarray | None, dtype: str | None = None
+    name: str, functions: OperationPair, *inputs: np.ndarray | None, dtype: str | None = None
 ) -> tuple[OperationError, list[np.ndarray]]:
-    """Run one backend's operation on the other's inputs, and both beside PyTorch's in float64.
+    """Run an operation of both backends on equal inputs, and PyTorch's in float64 too.
 
     Args:
-        name: what to call it.
-        functions: in PyTorch and in JAX; the latter is compiled. Each gives an array or a tuple of them.
-        inputs: arrays both are given; None is handed on.
-        dtype: in whose last places to count; None: the first result's.
+        name: name for the result.
+        functions: the operation in PyTorch and in JAX, where it is compiled; each returns an array or a tuple.
+        *inputs: arrays given to both; None is passed through.
+        dtype: dtype whose ulps are the unit; None: that of the first result.
 
     Returns:
         The error, and PyTorch's results.
@@ -239,14 +239,14 @@ def compare_operation(
 
 
 def operation_errors(trainer: reference_torch.train.Trainer, batch: Batch) -> list[OperationError]:
-    """Errors of the operations of a training step, each given what PyTorch gave the ones before.
+    """Return the errors of the operations of a training step, each given PyTorch's results of the earlier ones.
 
-    These are the last layer, the head, the loss and AdamW's update of a trainer's present model, in the type it
-    computes in. The MLP reads the mean of the streams: its own hyper-connection would repeat the one before attention.
+    The operations are those of the last layer, the head, the loss and AdamW's update of a trainer's model, in the dtype
+    in which it computes. The MLP reads the mean of the streams, since its hyper-connection equals that of attention.
 
     Args:
-        trainer: PyTorch's; of a model with hyper-connections, attention in its last layer, and no biases.
-        batch: what the step is to learn from.
+        trainer: trainer of PyTorch; its model has hyper-connections, attention in the last layer, and no biases.
+        batch: batch of the step.
 
     Raises:
         ValueError: the model has no hyper-connections.
@@ -256,7 +256,7 @@ def operation_errors(trainer: reference_torch.train.Trainer, batch: Batch) -> li
         raise ValueError("trainer: expected a model with hyper-connections, got none; set enable_hyper_connections")
     errors: list[OperationError] = []
 
-    def run(name: str, functions: Twins, *inputs: np.ndarray | None) -> Any:
+    def run(name: str, functions: OperationPair, *inputs: np.ndarray | None) -> Any:
         error, results = compare_operation(name, functions, *inputs, dtype=config.compute_dtype)
         errors.append(error)
         return results if len(results) > 1 else results[0]
@@ -265,15 +265,15 @@ def operation_errors(trainer: reference_torch.train.Trainer, batch: Batch) -> li
     streams = layer_values("torch", config, values, batch.tokens)[config.num_layers - 1]
     written = _mixer(run, config, values, layer, streams)
     mean = _run_torch(lambda x: x.mean(-2), [written])[0]
-    product, norm = twins("ops.linear"), twins("ops.rms_norm", epsilon=config.layernorm_epsilon)
+    product, norm = operation_pair("ops.linear"), operation_pair("ops.rms_norm", epsilon=config.layernorm_epsilon)
     normed = _run_torch(norm[0], [mean, values[f"{layer}.pre_mlp_layernorm.weight"]])[0]
     inner = run("product, MLP in", product, normed, values[f"{layer}.mlp.linear_fc1.weight"])
-    activated = run("activation", twins(f"ops.{config.layer(config.num_layers - 1).activation}"), inner)
+    activated = run("activation", operation_pair(f"ops.{config.layer(config.num_layers - 1).activation}"), inner)
     run("product, MLP out", product, activated, values[f"{layer}.mlp.linear_fc2.weight"])
     normed = _run_torch(norm[0], [mean, values["decoder.final_layernorm.weight"]])[0]
     head = "output_layer" if config.untie_embeddings_and_output_weights else "embedding"
     logits = run("product, head", product, normed, values[f"{head}.weight"])
-    run("loss", twins("ops.cross_entropy"), logits, batch.targets)
+    run("loss", operation_pair("ops.cross_entropy"), logits, batch.targets)
     weight = f"{layer}.mlp.linear_fc1.weight"
     parameter, first, second = (arrays[weight] for arrays in state_of(trainer).values())
     gradient = trainer.loss_and_gradients(batch, trainer.steps_taken)[1][weight]
@@ -285,30 +285,34 @@ def operation_errors(trainer: reference_torch.train.Trainer, batch: Batch) -> li
 def _mixer(
     run: Callable[..., Any], config: TransformerConfig, values: Parameters, layer: str, streams: np.ndarray
 ) -> np.ndarray:
-    """Attention and its hyper-connection, operation by operation; the streams it writes."""
+    """Run attention and its hyper-connection, operation by operation, and return the streams it writes."""
     coefficients = [values[f"{layer}.self_attention_hyper_connection.{name}"] for name in ("phi", "alpha", "bias")]
-    h_pre, h_post, h_res = run("mHC mappings", twins("hyper_connections.compute_mappings"), streams, *coefficients)
-    run("Sinkhorn", twins("hyper_connections.sinkhorn"), _sinkhorn_logits(config, streams, *coefficients))
-    aggregated = run("aggregate", twins("hyper_connections.aggregate"), streams, h_pre)
-    norm = twins("ops.rms_norm", epsilon=config.layernorm_epsilon)
+    h_pre, h_post, h_res = run(
+        "mHC mappings", operation_pair("hyper_connections.compute_mappings"), streams, *coefficients
+    )
+    run("Sinkhorn", operation_pair("hyper_connections.sinkhorn"), _sinkhorn_logits(config, streams, *coefficients))
+    aggregated = run("aggregate", operation_pair("hyper_connections.aggregate"), streams, h_pre)
+    norm = operation_pair("ops.rms_norm", epsilon=config.layernorm_epsilon)
     normed = run("norm", norm, aggregated, values[f"{layer}.input_layernorm.weight"])
-    qkv = run("product, q k v", twins("ops.linear"), normed, values[f"{layer}.self_attention.linear_qkv.weight"])
+    qkv = run(
+        "product, q k v", operation_pair("ops.linear"), normed, values[f"{layer}.self_attention.linear_qkv.weight"]
+    )
     qkv = qkv.reshape(*qkv.shape[:2], -1, config.head_dim)
     heads, groups = config.num_attention_heads, config.query_groups
     q, k, v = np.split(qkv, (heads, heads + groups), axis=2)
-    rotary, positions = twins("ops.rotary_embedding", base=config.rotary_base), np.arange(q.shape[1])
+    rotary, positions = operation_pair("ops.rotary_embedding", base=config.rotary_base), np.arange(q.shape[1])
     q, k = run("rotary", rotary, q, positions), _run_torch(rotary[0], [k, positions])[0]
-    attended = run("attention", twins("ops.causal_attention"), q, k, v)
+    attended = run("attention", operation_pair("ops.causal_attention"), q, k, v)
     attended = attended.reshape(*attended.shape[:2], -1)
     projection = values[f"{layer}.self_attention.linear_proj.weight"]
-    output = run("product, attention out", twins("ops.linear"), attended, projection)
-    return run("mHC write", twins("hyper_connections.write_streams"), streams, h_res, output, None, h_post)
+    output = run("product, attention out", operation_pair("ops.linear"), attended, projection)
+    return run("mHC write", operation_pair("hyper_connections.write_streams"), streams, h_res, output, None, h_post)
 
 
 def _sinkhorn_logits(
     config: TransformerConfig, streams: np.ndarray, phi: np.ndarray, alpha: np.ndarray, bias: np.ndarray
 ) -> np.ndarray:
-    """What compute_mappings gives Sinkhorn: mHC, eqs. 5-6. float32, or float64 for float64 streams; [B, T, S, S]"""
+    """Return the logits of Sinkhorn (mHC, eqs. 5-6). float32, or float64 for float64 streams; [B, T, S, S]."""
     size = config.num_residual_streams
     x = streams.astype(np.float64).reshape(*streams.shape[:2], -1)
     inverse_rms = 1 / np.sqrt((x**2).mean(-1, keepdims=True) + config.layernorm_epsilon)
@@ -316,10 +320,10 @@ def _sinkhorn_logits(
     return logits.reshape(*streams.shape[:2], size, size).astype(phi.dtype)
 
 
-def adamw(train: TrainConfig, step: int) -> Twins:
-    """AdamW's update of one matrix in both backends, as their trainers set it up, at a step's number.
+def adamw(train: TrainConfig, step: int) -> OperationPair:
+    """Return AdamW's update of one matrix at a step in both backends, as their trainers set it up.
 
-    Each takes gradient, parameter, first and second moment, and gives the new parameter.
+    Both take gradient, parameter, first and second moment, and return the new parameter.
     """
     rate, betas = learning_rate(train, step), (train.adam_beta1, train.adam_beta2)
 
@@ -342,7 +346,7 @@ def adamw(train: TrainConfig, step: int) -> Twins:
 
 
 def as_torch(array: np.ndarray) -> torch.Tensor:
-    """A tensor of the array's numbers and type, bfloat16 included."""
+    """Return a tensor with the array's elements and dtype, including bfloat16."""
     array = np.ascontiguousarray(array)
     return (
         torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -352,7 +356,7 @@ def as_torch(array: np.ndarray) -> torch.Tensor:
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """The inverse."""
+    """Return an array with the tensor's elements and dtype, including bfloat16."""
     return (
         tensor.contiguous().view(torch.int16).numpy().view(BFLOAT16)
         if tensor.dtype == torch.bfloat16
@@ -370,9 +374,9 @@ def _listed(results: Any) -> list[Any]:
 
 
 def _widened(x: np.ndarray | None) -> np.ndarray | None:
-    """Numbers in float64; integers, and None, as they are."""
+    """Return floating-point arrays in float64; integers and None unchanged."""
     return x if x is None or np.issubdtype(x.dtype, np.integer) else x.astype(np.float64)
 
 
-def _room(backend: str, name: str) -> Any:
+def _module(backend: str, name: str) -> Any:
     return importlib.import_module(f"{'reference_torch' if backend == 'torch' else 'jax_impl'}.{name}")

@@ -19,7 +19,7 @@ class MeasuredMemory(NamedTuple):
 
 
 def measure_torch(config: TransformerConfig, batch: Batch) -> MeasuredMemory:
-    """Run one step of PyTorch's model on a batch, counting every allocation."""
+    """Run one step of PyTorch's model on a batch and measure its memory, counting every allocation."""
     import torch
 
     from reference_torch.recompute import measure_memory
@@ -33,7 +33,7 @@ def measure_torch(config: TransformerConfig, batch: Batch) -> MeasuredMemory:
     def backward(loss: torch.Tensor) -> object:
         return torch.autograd.grad(loss, parameters)
 
-    backward(model(tokens, targets))  # buffers made on first use
+    backward(model(tokens, targets))  # allocate buffers that are made on first use
     saved, peak = measure_memory(lambda: model(tokens, targets), backward)
     prediction = predict_memory(config, *tokens.shape)
     return MeasuredMemory(prediction.saved, saved, prediction.peak, peak)

@@ -1,4 +1,4 @@
-"""PyTorch's trainer on several processes of this machine, handled as one object: what a comparison needs of it."""
+"""PyTorch's trainer on several processes of this machine, with the methods that a comparison needs."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -17,15 +17,15 @@ from reference_torch.train import Trainer
 
 
 class RankTrainer:
-    """A Trainer on each of ``model_parallel_size`` gloo ranks; methods as the Trainer's.
+    """A Trainer on each of ``model_parallel_size`` gloo ranks, with the Trainer's methods.
 
     Raises:
-        RankError: a rank failed; what every one of them said.
+        RankError: a rank failed; the message has the output of all ranks.
     """
 
     def __init__(self, config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) -> None:
         self.config = config
-        timeout = config.pipeline_timeout + 60.0  # a message that is late is the ranks' own to report
+        timeout = config.pipeline_timeout + 60.0  # ranks report late messages before this time-out
         self._pool = RankPool(config.model_parallel_size, timeout, ("reference_torch.train",))
         self._pool.hold("parity.ranks:make_trainer", config, train_config, corpus)
 
@@ -45,7 +45,7 @@ class RankTrainer:
 
     @property
     def offload_statistics(self) -> dict[str, Any] | None:
-        """Of all ranks together; see Trainer and total_statistics."""
+        """Statistics of all ranks together; see Trainer and total_statistics."""
         ranks = self._pool.call("__getattribute__", "offload_statistics")
         return None if ranks[0] is None else total_statistics(ranks)
 
@@ -70,18 +70,18 @@ class RankTrainer:
         return self._call("resume", path)
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        return self._pool.call(method, *arguments)[0]  # every rank knows the whole result
+        return self._pool.call(method, *arguments)[0]  # every rank returns the whole result
 
 
 def make_trainer(config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) -> Trainer:
-    """This rank's part; run on every rank of the pool."""
+    """Return this rank's trainer; called on every rank of the pool."""
     return Trainer(config, train_config, corpus, device="cpu", mesh=make_mesh(config))
 
 
 def torch_trainer(
     config: TransformerConfig, train_config: TrainConfig, corpus: Corpus
 ) -> AbstractContextManager[Trainer | RankTrainer]:
-    """PyTorch's trainer: here, or where ranks share the model or its sequences, on as many processes."""
+    """Return PyTorch's trainer: in this process, or in one process per rank if ranks share the model or sequences."""
     if config.model_parallel_size > 1:
         return RankTrainer(config, train_config, corpus)
     return nullcontext(Trainer(config, train_config, corpus))

@@ -1,4 +1,4 @@
-"""What a run shows: a live table, a summary, a JSON file and a picture."""
+"""Output of a comparison: a live table, a summary, a JSON file and a picture."""
 
 import json
 import math
@@ -26,20 +26,20 @@ from parity.measured_memory import MeasuredMemory
 from parity.tolerances import GRADIENT, GRADIENT_FLOOR
 
 RECENT_STEPS = 10
-"""Steps a displayed speed is the median of."""
+"""Number of steps over which a displayed speed is the median."""
 VISIBLE_ROWS = 16
 ORANGE, BLUE, INK, GREY = "#d1603d", "#1f4e9c", "#222222", "#8a8a8a"
-"""PyTorch, JAX, and what is of neither."""
+"""Colours of PyTorch, JAX, text and other lines."""
 
 
 class LiveComparison:
-    """The side-by-side table, growing while both backends train.
+    """A side-by-side table that grows while both backends train.
 
     On a terminal the last rows and a progress bar are redrawn in place; elsewhere each row is printed once.
 
     Args:
-        console: where to write.
-        total: number of steps to come.
+        console: printed to.
+        total: number of steps.
         interval: steps between rows.
     """
 
@@ -112,7 +112,7 @@ def _table(rows: list[tuple[str, ...]]) -> Table:
 
 
 def print_summary(console: Console, comparison: Comparison, most: int = 8) -> None:
-    """Gradient differences, worst first, then the verdict in a few lines."""
+    """Print gradient differences, largest first, and the verdict."""
     table = Table(title="Gradients at equal parameters, worst first", box=None, title_justify="left")
     table.add_column("parameter", overflow="fold")
     for heading in ("step", "in float64", f"in {comparison.dtype}", "norm"):
@@ -160,7 +160,7 @@ def _memory_words(memory: MeasuredMemory) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Machine and versions, for every report."""
+    """Return the machine and the versions, for reports."""
     import torch
 
     return {
@@ -176,7 +176,7 @@ def environment() -> dict[str, Any]:
 def write_json(
     path: Path, comparison: Comparison, config: TransformerConfig, train: TrainConfig, corpus: Corpus
 ) -> None:
-    """The whole comparison, with what is needed to run it again."""
+    """Write the whole comparison to a JSON file, with the settings needed to repeat it."""
     content = {
         "environment": environment(),
         "model": asdict(config),
@@ -206,7 +206,7 @@ def write_json(
 
 
 def finite_json(value: Any) -> Any:
-    """The value with numbers JSON does not have as text: "nan", "inf", "-inf"."""
+    """Return the value with numbers that JSON lacks as text: "nan", "inf", "-inf"."""
     if isinstance(value, dict):
         return {key: finite_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -215,7 +215,7 @@ def finite_json(value: Any) -> Any:
 
 
 def write_picture(path: Path, comparison: Comparison) -> None:
-    """Loss curves of both backends, their difference, and gradient differences by parameter."""
+    """Draw the loss curves of both backends, their difference, and gradient differences by parameter."""
     from matplotlib.figure import Figure
 
     steps = [pair.torch.step for pair in comparison.steps]
@@ -234,7 +234,7 @@ def write_picture(path: Path, comparison: Comparison) -> None:
     differences.semilogy(steps, [max(abs(p.difference), equal) for p in comparison.steps], ".", ms=3, color="#444")
     differences.axhline(comparison.loss_tolerance, color="#888", lw=1, ls=":")
     differences.annotate("tolerance", (0, comparison.loss_tolerance), va="bottom", fontsize=9, color="#666")
-    differences.annotate("equal to the last bit", (0, equal), va="bottom", fontsize=9, color="#666")
+    differences.annotate("bitwise equal", (0, equal), va="bottom", fontsize=9, color="#666")
     differences.set(xlabel="step", ylabel="|loss PyTorch - loss JAX|", title="Losses apart", ylim=(equal / 2, None))
 
     after = sorted((g for g in comparison.gradients if g.step > 0), key=lambda g: g.relative, reverse=True)

@@ -1,4 +1,4 @@
-"""How far apart the two backends may be, by type. The commands and the tests take them from here.
+"""Tolerances of the differences between the two backends, by dtype, for commands and tests.
 
 Norm-wise relative means ||a - b|| / max(||a||, ||b||) over one array.
 """
@@ -13,16 +13,16 @@ tests/test_precision.py measures it; gradients of coefficients nearly cancel and
 GRADIENT_FLOOR = {"bfloat16": 1e-2, "float32": 1e-2, "float64": 0.0}
 """Share of the whole gradient's norm below which a trained model's gradient is measured against that share.
 
-The gradients of alpha and bias are sums of thousands of terms that all but cancel; in float32 what is
-left can be smaller than the terms' rounding errors (docs/log.md, 2026-11-20). The same gradients are
+The gradients of alpha and bias are sums of thousands of terms that nearly cancel; in float32 the
+result can be smaller than the terms' rounding errors (docs/log.md, 2026-11-20). The same gradients are
 therefore also compared in float64, each against its own norm.
 """
 
 LOSS = {"bfloat16": 2e-2, "float32": 1e-5, "float64": 1e-10}
 """Loss at any step of two runs from one start, nats per token, absolute.
 
-bfloat16: a fifth of what two seeds are apart over 200 steps of the model in tests/test_precision.py (9e-2 at
-most), and four times what either backend is there from its own float32 run (5e-3).
+bfloat16: a fifth of the difference between two seeds over 200 steps of the model in tests/test_precision.py (9e-2 at
+most), and four times the difference of either backend from its own float32 run (5e-3).
 """
 
 PARAMETERS = {"float64": 1e-10}

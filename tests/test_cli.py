@@ -284,7 +284,7 @@ def test_jax_is_not_one_of_several_processes(corpus, capsys, monkeypatch):
     message = "backend: expected 'torch' under torchrun, got 'jax'; start each of its processes by itself, with --coord"
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv(launch.CHILD, "1")
-    monkeypatch.setattr(launch, "SPEAKING", 1.0)
+    monkeypatch.setattr(launch, "REPORT_SECONDS", 1.0)
     for rank, local_rank, waits in (("0", "0", False), ("1", "1", True), ("2", "0", False), ("3", "1", True)):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", local_rank)
@@ -323,7 +323,7 @@ def test_torchrun_does_not_end_who_speaks_before_it_has(corpus, tmp_path):
 
 def test_who_does_not_speak_does_so_where_nobody_has_ended_it(corpus, capsys, monkeypatch):
     """As torchrun does once the one that speaks has."""
-    monkeypatch.setattr(launch, "SPEAKING", 0.2)
+    monkeypatch.setattr(launch, "REPORT_SECONDS", 0.2)
     monkeypatch.delenv(launch.CHILD, raising=False)
     for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
@@ -394,5 +394,5 @@ def test_training_with_recompute_is_training(backend, capsys):
         out = capsys.readouterr().out
         losses.append(float(re.search(r"validation loss: ([0-9.]+)", out)[1]))
         assert ("recompute, blocks: " in out) == bool(flags)
-    assert "1 of 1 layer: recomputed whole; 2 of 1 layer: activation" in out
+    assert "1 of 1 layer: whole layers; 2 of 1 layer: activation" in out
     assert losses == pytest.approx([losses[0]] * 3, abs=2e-6)

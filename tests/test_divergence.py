@@ -29,9 +29,9 @@ from parity.divergence import (
     layer_values,
     one_ulp,
     operation_errors,
+    operation_pair,
     state_of,
     trajectory,
-    twins,
 )
 from parity.tolerances import GRADIENT
 from reference_torch.train import Trainer as TorchTrainer
@@ -174,9 +174,9 @@ def test_operations_are_compared_in_last_places(dtype):
 
 def test_truth_is_float64():
     x = normal(0, 64, 64, dtype=np.float32)
-    error, _ = compare_operation("norm", twins("ops.rms_norm", epsilon=0.5), x, np.ones(64, np.float32))
+    error, _ = compare_operation("norm", operation_pair("ops.rms_norm", epsilon=0.5), x, np.ones(64, np.float32))
     exact = x.astype(np.float64) / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 0.5)
-    ours = as_numpy(twins("ops.rms_norm", epsilon=0.5)[0](torch.from_numpy(x), torch.ones(64)))
+    ours = as_numpy(operation_pair("ops.rms_norm", epsilon=0.5)[0](torch.from_numpy(x), torch.ones(64)))
     assert error.torch == pytest.approx(relative_difference(ours, exact) / EPSILON["float32"], rel=1e-4)
 
 

@@ -41,7 +41,7 @@ class ModelFlags(TransformerConfig):
             str_from_instance=lambda value: [str(value and value.name)],
         ),
     ] = None
-    """CSV file with the schedule's actions, in the format of torch.distributed.pipelining; replaces a named schedule."""
+    """CSV file with the schedule's actions, as torch.distributed.pipelining writes it; replaces pipeline_schedule."""
 
 
 def with_configuration(command: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The command line read, and messages about it in the words of whoever types it: flags, never names of variables."""
+"""Parsing of the command line, and error messages with flags in place of variable names."""
 
 import contextlib
 import difflib
@@ -34,25 +34,25 @@ COMMANDS: dict[str, type] = {
     "curves": Curves,
 }
 GROUPS = {"model": TransformerConfig, "train": TrainConfig, "data": DataConfig}
-"""Fields of a command that are configurations, whose own fields are flags."""
+"""Fields of a command that are configurations; their own fields are flags."""
 POSITIONAL = {"checkpoint": "a checkpoint, or a run's folder", "runs": "folders given to train --save"}
-"""Settings that are no flags, and what they are."""
+"""Positional settings, with descriptions."""
 OTHER_NAMES = {
     "group_size": "microbatch_group_size_per_vp_stage",
     "pp_size": "pipeline_model_parallel_size",
     "stages_per_rank": "virtual_pipeline_model_parallel_size",
 }
-"""Names of arguments of plans, and the setting that each comes from."""
-DESCRIPTION = """One training system in PyTorch and in JAX: compare both, train either, look into runs.
+"""Arguments of functions in plans, and the settings that they come from."""
+DESCRIPTION = """One training system in PyTorch and in JAX: compare both, train either, inspect runs.
 
-Settings may also stand in a TOML file: diptych train --config run.toml; flags given beside it win. diptych COMMAND
+Settings can be given in a TOML file: diptych train --config run.toml; flags override the file. diptych COMMAND
 --help explains every flag of a command:
 """
 
 
 @functools.cache
 def flags_of(command: type) -> dict[str, Any]:
-    """Return the settings of a command and their types, by their names as fields."""
+    """Return the settings of a command by field name, with their types."""
     hints, found = get_type_hints(command), {}
     for each in fields(command):
         if each.name in GROUPS:
@@ -69,7 +69,7 @@ def flag(name: str) -> str:
 
 @functools.cache
 def description() -> str:
-    """Return what ``diptych --help`` says: the flags of every command, those of several commands once."""
+    """Return the text of ``diptych --help``: the flags of every command; shared flags are listed once."""
     shared = {name: [each for each, kind in COMMANDS.items() if name in flags_of(kind)] for name in _all_settings()}
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, commands in shared.items():
@@ -79,11 +79,11 @@ def description() -> str:
 
 
 def parse(arguments: list[str]) -> Any:
-    """Return the command that a command line gives.
+    """Return the command of a command line.
 
     Raises:
-        ValueError: it cannot be read; one line that names the flag, and what was expected.
-        SystemExit: help was asked for and given.
+        ValueError: the command line is invalid; the message is one line with the flag and the expected value.
+        SystemExit: help was requested and printed.
     """
     captured = io.StringIO()
     arguments = with_config_file(arguments)
@@ -121,7 +121,7 @@ def _all_settings() -> dict[str, Any]:
 
 
 def _check_names(command: str | None, arguments: list[str]) -> None:
-    """Refuse an unknown command or flag, with what was probably meant."""
+    """Check the names of command and flags; the error for an unknown name suggests a similar one."""
     if arguments and command is None and not arguments[0].startswith("-"):
         meant = _meant(arguments[0], list(COMMANDS))
         raise ValueError(f"expected a command, one of {', '.join(COMMANDS)}, got {arguments[0]!r}{meant}")
@@ -148,13 +148,13 @@ def _spellings(settings: dict[str, Any]) -> Iterator[str]:
 
 
 def _meant(name: str, known: list[str]) -> str:
-    """Return a suggestion for a name that is not known."""
+    """Return a suggestion for an unknown name."""
     found = difflib.get_close_matches(name, known, n=1, cutoff=0.6) or [each for each in known if each.startswith(name)]
     return f"; did you mean {found[0]}?" if found else ""
 
 
 def _explained(message: str, command: str | None) -> str:
-    """Return what tyro says, in the words of this project."""
+    """Return tyro's message in the form of this project's messages."""
     hint = f" (diptych {command} --help lists all flags)" if command else " (diptych --help lists the commands)"
     if ours := re.match(r"Error parsing [A-Za-z]\w*: (.*)", message):
         return ours[1]
@@ -181,7 +181,7 @@ def _explained(message: str, command: str | None) -> str:
 
 
 def _first_message(box: str) -> str:
-    """Return what tyro says in its framed error message, above the first rule, as one line."""
+    """Return the first part of tyro's framed error message as one line."""
     lines: list[str] = []
     for line in box.splitlines()[1:]:
         content = line.strip(" │|")

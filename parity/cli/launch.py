@@ -1,8 +1,7 @@
-"""The processes of a training run: this one, those that torchrun started, or those that parity.cli.processes starts
-here.
+"""The processes of a training run, started by torchrun or by parity.cli.processes.
 
-A process that is one of several knows it from its environment, which is torchrun's: RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR and MASTER_PORT.
+A process finds its place among several in torchrun's environment variables: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
+and MASTER_PORT.
 """
 
 import datetime
@@ -16,39 +15,39 @@ from diptych.plans.training import check_trainable
 from parity.cli.commands import Train
 from parity.cli.processes import CHILD, end_with_parent, report_joined
 
-SPEAKING = 10.0
-"""Seconds one process has to say what all would say alike, before another says it."""
+REPORT_SECONDS = 10.0
+"""Seconds that the first process has to print an error that all processes have, before another prints it."""
 LONGEST_SILENCE = 100.0
 """Seconds after which a process of jax.distributed counts as dead, unless pipeline_timeout is shorter."""
 
 
 def is_one_of_several() -> bool:
-    """Whether this process was started as one of several."""
+    """Return True if this process was started as one of several."""
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def rank() -> int:
-    """Global rank of this process."""
+    """Return the global rank of this process."""
     return int(os.environ["RANK"]) if is_one_of_several() else 0
 
 
-def speaks() -> bool:
-    """Whether this process says what all would say alike: one on every machine, since each sees its own files.
+def reports_errors() -> bool:
+    """Return True if this process prints an error that all processes have; one process per machine does.
 
-    Torchrun and start_processes end all processes when that one has ended, so the others stay until it has spoken; who
-    is not ended by then has something of its own to say.
+    Torchrun and start_processes end all processes when that one has ended. The others wait here until it has printed;
+    a process that is not ended by then has an error of its own.
     """
     if not is_one_of_several() or int(os.environ.get("LOCAL_RANK", "0")) == 0:
         return True
-    time.sleep(SPEAKING / 2 if CHILD in os.environ else SPEAKING)  # within the launcher's GRACE
+    time.sleep(REPORT_SECONDS / 2 if CHILD in os.environ else REPORT_SECONDS)  # within the launcher's GRACE
     return True
 
 
 def check_processes(command: Train) -> None:
-    """Refuse a number of processes, or a batch, that the model cannot have; before any process is started.
+    """Check the number of processes and the batch against the model, before any process is started.
 
     Raises:
-        ValueError: naming the setting.
+        ValueError: they do not fit; the message names the setting.
     """
     n, what = command.model.model_parallel_size, "processes"
     size, remedy = command.ranks_here, f"give --nproc {n}, or start a multiple of {n} by torchrun"
@@ -59,7 +58,7 @@ def check_processes(command: Train) -> None:
                 "--coordinator-address"
             )
         if command.coordinator_address == "auto":
-            return  # how many there are is known once they have met
+            return  # the number of processes is known after joining
         size, what = size * (command.num_processes or 1), "devices"
         remedy = f"give an --nproc that makes it a multiple of {n}"
     elif is_one_of_several():
@@ -72,17 +71,17 @@ def check_processes(command: Train) -> None:
 
 
 def join_processes(device_type: str, timeout: float):
-    """Make the process group of all processes.
+    """Join the process group of all processes.
 
     Args:
         device_type: ``cpu`` or ``cuda``.
-        timeout: seconds in which all have to come; also of every collective that has no other bound.
+        timeout: seconds within which all processes must join; also the time-out of collectives without another one.
 
     Returns:
-        The device this process computes on.
+        The device of this process.
 
     Raises:
-        PipelineError: not all came in time.
+        PipelineError: a process did not join in time.
     """
     import torch
     import torch.distributed as dist
@@ -110,14 +109,14 @@ def join_processes(device_type: str, timeout: float):
 
 
 def join_devices(command: Train):
-    """JAX's devices for a run, of all its processes, which jax.distributed joins; called before JAX is used.
+    """Join JAX's processes and return the mesh of the run's devices; must be called before JAX is used.
 
     Returns:
-        Their mesh, or None where there is one device.
+        The mesh, or None for a single device.
 
     Raises:
-        ValueError: there are fewer devices than asked for, or they do not fit the model.
-        RuntimeError: the other processes did not come.
+        ValueError: there are fewer devices than requested, or they do not fit the model.
+        RuntimeError: the other processes did not join.
     """
     import jax
 

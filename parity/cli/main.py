@@ -1,7 +1,7 @@
 """The ``diptych`` command.
 
-Subcommands import the backends they use and no other: ``diptych train --backend jax`` runs where
-PyTorch is not installed, and the other way round.
+A subcommand imports only the backends that it uses: ``diptych train --backend jax`` runs without PyTorch, and
+``--backend torch`` without JAX.
 """
 
 import importlib
@@ -44,7 +44,7 @@ from parity.cli.launch import (
     join_devices,
     join_processes,
     rank,
-    speaks,
+    reports_errors,
 )
 from parity.cli.output import standard_output
 from parity.cli.processes import start_processes
@@ -54,17 +54,20 @@ USER_ERROR = 2
 FAILURE = 1
 INTERRUPTED = 130
 PLAIN_WIDTH = 100
-"""Columns where there is no terminal to ask."""
+"""Columns of the output if it is not a terminal."""
 PACKAGES = {"torch": "reference_torch", "jax": "jax_impl"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of ``diptych``.
+    """Run the command ``diptych``.
+
+    Args:
+        arguments: command line without the program's name; None: that of the process.
 
     Returns:
-        0: done; 1: over tolerance or training failed; 2: the user's input was refused; 130: interrupted.
-        Other than 0 comes with one line on standard error that says why, or the report of what differs.
-        Standard output that closes early, as in ``diptych plan | head``, is none of these: it is 0.
+        The exit code. 0: success; 1: over tolerance or training failed; 2: invalid input; 130: interrupted.
+        Codes other than 0 come with one line on standard error that names the cause, or with the report of the
+        differences. Standard output that closes early, as in ``diptych plan | head``, is a success.
     """
     with standard_output() as output:
         code = _run(arguments)
@@ -76,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    """Carry out a command line; see main."""
+    """Execute a command line; see main."""
     console = Console(quiet=rank() > 0) if sys.stdout.isatty() else Console(quiet=rank() > 0, width=PLAIN_WIDTH)
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -88,7 +91,7 @@ def _run(arguments: Sequence[str] | None) -> int:
                 return start_processes(command.ranks_here, "parity.cli", arguments, command.join_timeout, silence)
         return _ACTIONS[type(command)](command, console)
     except (ValueError, ModuleNotFoundError, NotImplementedError) as error:
-        if speaks():  # the others say the same
+        if reports_errors():  # the other processes have the same error
             print(f"diptych: {in_flags(str(error), next(iter(arguments), None))}", file=sys.stderr)
         return USER_ERROR
     except (NonFiniteLossError, OSError, PipelineError) as error:
@@ -106,7 +109,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _load_backend(backend: str, params_dtype: str, num_threads: int = 1, ranks: int = 1, impl: str = "auto"):
-    """The train module of a backend, with threads, devices and types set as asked.
+    """Return the train module of a backend, after setting threads, devices and dtypes.
 
     Raises:
         ModuleNotFoundError: the backend's framework is not installed.
@@ -127,15 +130,15 @@ def _load_backend(backend: str, params_dtype: str, num_threads: int = 1, ranks: 
         if params_dtype == "float64":
             jax.config.update("jax_enable_x64", True)
         if ranks > 1 and impl == "triton":
-            os.environ.setdefault("NPROC", str(callback_threads(ranks)))  # read when JAX is first used
+            os.environ.setdefault("NPROC", str(callback_threads(ranks)))  # JAX reads it on first use
         if ranks > 1:
-            # As many CPU devices as ranks; of no effect on a machine with accelerators.
+            # One CPU device per rank; no effect on a machine with accelerators.
             jax.config.update("jax_num_cpu_devices", ranks)
     return module
 
 
 def _demands(run: TrainingRun) -> tuple[str, int, int, str]:
-    """What a run asks of a backend, as _load_backend takes it."""
+    """Return the arguments of _load_backend for a run."""
     model = run.model
     return model.params_dtype, run.num_threads, model.model_parallel_size, model.impl
 
@@ -191,7 +194,7 @@ def _has_checkpoint(folder: Path | None) -> bool:
 
 
 def _place(command: Train) -> dict[str, Any]:
-    """Where the trainer computes, and with whom: its arguments beside the settings."""
+    """Return the trainer's arguments for device and mesh."""
     if command.backend == "jax":
         return {"mesh": join_devices(command)}
     if not is_one_of_several():
@@ -231,7 +234,7 @@ def _plan(command: Plan, console: Console) -> int:
     if model.enable_tensor_offload:
         print_offload(console, command)
     if command.html is not None and page is not None:
-        write_page(command.html, replace(page, config=model))  # with the schedule that was made
+        write_page(command.html, replace(page, config=model))  # with the generated schedule
         print_written(console, command.html)
     return 0
 
@@ -242,7 +245,7 @@ def _sample(command: Sample, console: Console) -> int:
     package = PACKAGES[command.backend]
     saving, decoding = (importlib.import_module(f"{package}.{name}") for name in ("saving", "decoding"))
     decoder = decoding.Decoder(saving.load_model(command.checkpoint))
-    tokens = list(command.prompt.encode(errors="surrogateescape"))  # bytes of the command line that are no UTF-8 too
+    tokens = list(command.prompt.encode(errors="surrogateescape"))  # keeps bytes that are not valid UTF-8
     for index in range(command.length):
         logits = decoder.next_logits(np.array(tokens))
         tokens.append(next_token(logits, command.temperature, command.seed, index))
@@ -283,10 +286,10 @@ _ACTIONS: dict[type, Callable[[Any, Console], int]] = {
 
 
 def _check_output(folder: Path, names: tuple[str, ...]) -> None:
-    """Make the output folder, and see that the files named can be written, before any time is spent."""
+    """Make the output folder and check that the named files can be written, before time is spent."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):  # of a name of its own: the run's other processes do the same
+        with tempfile.TemporaryFile(dir=folder):  # a unique name, since the run's other processes do the same
             pass
         for name in names:
             if (folder / name).is_dir():

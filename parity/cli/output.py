@@ -1,4 +1,4 @@
-"""Standard output that may close early, be closed from the start, or have an alphabet too small for what is written."""
+"""Standard output that tolerates early closing, a closed descriptor, and encodings without some characters."""
 
 import contextlib
 import os
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 STANDARD_OUTPUT = 1
-"""Its file descriptor."""
+"""File descriptor of standard output."""
 
 
 class StandardOutput:
-    """A text stream that passes on what is written, and keeps a failure to itself instead of raising it.
+    """A text stream that records a failed write instead of raising an error.
 
-    After a failure what is written is dropped, and ``failure`` tells the cause: who computes can end in order.
+    After a failure further text is dropped, and ``failure`` has the cause, so that a computation can end in order.
     Characters that the stream's encoding lacks are written as escapes.
     """
 
@@ -33,7 +33,7 @@ class StandardOutput:
         return len(text)
 
     def flush(self) -> None:
-        """Write out what is buffered."""
+        """Write buffered text."""
         if self.failure is None and self._stream is not None:
             try:
                 self._stream.flush()
@@ -41,17 +41,17 @@ class StandardOutput:
                 self._fail(error)
 
     def isatty(self) -> bool:
-        """Return whether a terminal shows what is written."""
+        """Return True if the stream is a terminal."""
         return self._stream is not None and self._stream.isatty()
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the stream has: encoding, fileno and so on."""
+        """Return another attribute of the stream, such as encoding or fileno."""
         return getattr(self.__dict__["_stream"], name)
 
     def _fail(self, error: OSError) -> None:
         self.failure = error
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # of a stream that is no file
-            if self._stream.fileno() == STANDARD_OUTPUT:  # the interpreter flushes it once more when it ends
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # the stream may not be a file
+            if self._stream.fileno() == STANDARD_OUTPUT:  # the interpreter flushes it again at exit
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, STANDARD_OUTPUT)
                 os.close(null)
@@ -59,7 +59,7 @@ class StandardOutput:
 
 @contextlib.contextmanager
 def standard_output() -> Iterator[StandardOutput]:
-    """Put a StandardOutput in the place of sys.stdout."""
+    """Replace sys.stdout by a StandardOutput."""
     original = sys.stdout
     if original is None or original is sys.__stdout__:
         _open_descriptors()

@@ -1,12 +1,12 @@
-"""Processes of one run on this machine: started together, watched until all have ended, and none left behind.
+"""Start and supervision of the processes of one run on this machine.
 
-A rank may be killed, or stopped, at any moment from its start to its end. What is promised whatever happens: the
-launcher ends in time, says which rank it was, and no process outlives it. Four clocks see to that:
+A rank can be killed or stopped at any time. In every case the launcher ends in time, names the rank, and leaves no
+process behind. Four clocks ensure that:
 
-    GRACE          from the first rank that failed until those that have not ended by themselves are killed
-    join_timeout   from the start until every rank has said that it has met all others (report_joined)
-    silence        that a rank may be stopped (SIGSTOP), or go on after another rank has ended well
-    (a message's)  pipeline_timeout: ranks that wait for one that is gone or stopped end by themselves
+    GRACE             from the first failed rank until ranks that have not ended by themselves are killed
+    join_timeout      from the start until every rank has reported that it has joined the others (report_joined)
+    silence           time that a rank may be stopped (SIGSTOP), or continue after another rank has ended without error
+    pipeline_timeout  of a message: ranks that wait for a rank that is gone or stopped end by themselves
 """
 
 import contextlib
@@ -21,19 +21,19 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 
 GRACE = 10.0
-"""Seconds the other processes get to end by themselves after one has failed."""
+"""Seconds that other processes have to end by themselves after one has failed."""
 CHILD = "DIPTYCH_CHILD"
-"""Set where start_processes started this process, whose standard input then ends with its parent."""
+"""Environment variable set by start_processes; the process's standard input then closes with its parent."""
 JOINED = "DIPTYCH_JOINED"
-"""The file descriptor on which a rank says that it has joined the others."""
+"""Environment variable with the file descriptor on which a rank reports that it has joined the others."""
 TIMEOUT = 600.0
-"""Seconds, where a caller names none."""
+"""Default time-out in seconds."""
 REFUSED = 2
-"""Exit code of a rank that refuses what the user asked for, as all ranks do alike."""
+"""Exit code of a rank that refuses invalid input; all ranks refuse it."""
 CANNOT_START = 127
 """Exit code of a rank whose program could not be loaded."""
 TICK = 0.05
-"""Seconds between two looks at the ranks."""
+"""Seconds between two polls of the ranks."""
 
 
 def start_processes(
@@ -41,23 +41,23 @@ def start_processes(
 ) -> int:
     """Run a module in several processes on this machine, and wait for all of them.
 
-    Signals go on to every process. When one fails, the others get a moment to say what they missed, and are ended. When
-    this process dies, however it does, they end too.
+    Signals are forwarded to every process. When one process fails, the others have GRACE seconds to report what they
+    missed, and are then ended. If this process dies, in whatever way, they end too.
 
     Args:
         count: number of processes.
-        module: run as ``python -m``; calls report_joined once it has met the others.
-        arguments: of the module.
-        join_timeout: seconds until all have called it.
-        silence: seconds that a rank may be stopped, or may outlast one that ended well.
+        module: run as ``python -m``; calls report_joined once it has joined the others.
+        arguments: arguments of the module.
+        join_timeout: seconds until all processes must have called report_joined.
+        silence: seconds that a rank may be stopped, or may outlast one that ended without error.
 
     Returns:
-        The exit code of the first to fail, 1 where it was ended by a signal or had to be, or 0.
+        The exit code of the first process that failed; 1 if it was ended by a signal or by this function; else 0.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # Of torchrun, where it started this process alone: ranks would look for the store it keeps for its own.
+    # If torchrun started this process alone, ranks must not look for the store of that torchrun.
     outside = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), CHILD: "1"}
     ranks: list[_Rank] = []
@@ -74,7 +74,10 @@ def start_processes(
 
 
 class _Rank:
-    """One process, the leader of a session of its own: a terminal's Ctrl-C comes to the launcher, and goes on once."""
+    """One process, the leader of its own session, so that a terminal's Ctrl-C reaches only the launcher.
+
+    The launcher forwards the signal once.
+    """
 
     def __init__(self, number: int, command: list[str], environment: dict[str, str]) -> None:
         self.number, self.joined = number, False
@@ -89,7 +92,7 @@ class _Rank:
         os.close(lifeline)
 
     def look(self, now: float) -> None:
-        """Note whether it has joined, is stopped, or has ended."""
+        """Record if the process has joined, is stopped, or has ended."""
         if not self.joined:
             with contextlib.suppress(BlockingIOError):
                 self.joined = bool(os.read(self._said, 1))
@@ -105,22 +108,22 @@ class _Rank:
                 self._ended(status)
 
     def send(self, number: int) -> None:
-        """Send a signal, if it is there: until it has been reaped, nobody else has its number."""
+        """Send a signal if the process exists; until it is reaped, its id is not reused."""
         if self.code is None:
             os.kill(self.pid, number)
 
     def end(self) -> None:
-        """Kill it and all that it started, stopped or not, and reap it."""
+        """Kill the process and all processes it started, stopped or not, and reap it."""
         if self.code is None:
             self._kill_group()
-            os.kill(self.pid, signal.SIGKILL)  # it may not lead its group yet
+            os.kill(self.pid, signal.SIGKILL)  # it may not lead its process group yet
             self._ended(os.waitpid(self.pid, 0)[1])
         os.close(self._lifeline)
         os.close(self._said)
 
     def _ended(self, status: int) -> None:
         self.code = os.waitstatus_to_exitcode(status)
-        self._kill_group()  # what it had started
+        self._kill_group()  # the processes it had started
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -128,22 +131,22 @@ class _Rank:
 
 
 def _start(command: list[str], environment: dict[str, str], lifeline: int, reports: int) -> int:
-    """Fork and run a program; its process id.
+    """Fork and run a program, and return its process id.
 
-    Not by subprocess, which waits until the new program has been loaded: for ever, and deaf to signals, where the
-    process is stopped before that.
+    Subprocess is not used: it waits until the new program is loaded, without handling signals, and would wait forever
+    if the process is stopped before that.
 
     Args:
         command: the program and its arguments.
-        environment: its own.
-        lifeline: becomes its standard input.
-        reports: a file descriptor that it inherits.
+        environment: environment of the program.
+        lifeline: file descriptor that becomes its standard input.
+        reports: file descriptor that it inherits.
     """
     signals = (signal.SIGINT, signal.SIGTERM)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # the child must not forward what comes now
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # the child must not forward signals that arrive now
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of threads that a fork does not copy: the child calls the system alone
+            warnings.simplefilter("ignore")  # forks do not copy threads, but the child makes only system calls
             pid = os.fork()
         if pid:
             return pid
@@ -164,7 +167,7 @@ def _start(command: list[str], environment: dict[str, str], lifeline: int, repor
 
 
 class _Watch:
-    """Looks at the ranks until all have ended, or until those that are left have had their time."""
+    """A supervisor that polls the ranks until all have ended or a clock has expired."""
 
     def __init__(self, ranks: Sequence[_Rank], join_timeout: float, silence: float, signals: Sequence[int]) -> None:
         self._ranks, self._join_timeout, self._silence = ranks, join_timeout, silence
@@ -173,10 +176,10 @@ class _Watch:
         self._end, self._outlasted = float("inf"), float("inf")
 
     def wait(self) -> int:
-        """The exit code of the whole run, once it is over and has been told."""
+        """Wait for the end of the run, print messages about failed ranks, and return the exit code."""
         while True:
             now = time.monotonic()
-            for rank in self._ranks:  # every one: a rank that is gone must not wait for those before it to end
+            for rank in self._ranks:  # poll all: a rank that is gone must not wait until earlier ones have ended
                 rank.look(now)
                 if rank.code and rank not in self._failed:
                     self._failed.append(rank)
@@ -184,14 +187,14 @@ class _Watch:
                 if rank.code == 0:
                     self._outlasted = min(self._outlasted, now + self._silence)
             left = [rank for rank in self._ranks if rank.code is None]
-            if self._ranks[0].code == REFUSED:  # and said why; the others, which would say the same, leave it to it
+            if self._ranks[0].code == REFUSED:  # rank 0 has printed the error that all ranks have
                 return REFUSED
             if not left or now >= self._end or self._is_late(left, now):
                 return self._told(left)
             time.sleep(TICK)
 
     def _is_late(self, left: Sequence[_Rank], now: float) -> bool:
-        """Whether nothing more is to be expected of the ranks that are left; says why."""
+        """Return True if a clock of the remaining ranks has expired, and print which."""
         missing = [rank for rank in left if not rank.joined]
         if missing and now >= self._begin + self._join_timeout:
             _say(
@@ -215,7 +218,7 @@ class _Watch:
         return False
 
     def _told(self, left: Sequence[_Rank]) -> int:
-        """Say which ranks failed, and what became of all that say nothing themselves; the exit code."""
+        """Print which ranks failed, and the fate of ranks that print nothing themselves; return the exit code."""
         first = self._failed[0] if self._failed else None
         for rank in self._ranks:
             if rank.code is not None and rank.code < 0 and -rank.code not in self._signals:
@@ -250,7 +253,7 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _forwarded(ranks: Sequence[_Rank]) -> Iterator[list[int]]:
-    """SIGINT and SIGTERM go to every process instead of ending this one; yields those that came."""
+    """Forward SIGINT and SIGTERM to every process instead of ending this one; yield the received signals."""
     came: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -267,19 +270,19 @@ def _forwarded(ranks: Sequence[_Rank]) -> Iterator[list[int]]:
 
 
 def report_joined() -> None:
-    """Tell start_processes, where it started this process, that this rank has met all others."""
+    """Report to start_processes, if it started this process, that this rank has joined all others."""
     descriptor = os.environ.pop(JOINED, None)
     if descriptor is not None:
-        with contextlib.suppress(OSError):  # the launcher is gone, as standard input will tell
+        with contextlib.suppress(OSError):  # the launcher is gone; end_with_parent handles that
             os.write(int(descriptor), b"j")
             os.close(int(descriptor))
 
 
 def end_with_parent() -> None:
-    """Where start_processes started this process: end it when the parent is gone."""
+    """End this process when its parent is gone, if start_processes started it."""
 
     def watch() -> None:
-        # Not sys.stdin, whose lock this thread would hold for good: an interpreter that ends by an error aborts on it.
+        # Not sys.stdin: this thread would hold its lock, on which an interpreter that exits with an error aborts.
         while os.read(0, 1024):
             pass
         os._exit(1)

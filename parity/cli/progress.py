@@ -11,20 +11,16 @@ from diptych.plans.training import StepResult
 def training_progress(
     console: Console, steps: Iterable[StepResult], total: int, interval: int, note: Callable[[int], str] = lambda _: ""
 ) -> list[StepResult]:
-    """Consume the steps of a run, showing loss and speed as they come.
+    """Consume the steps of a run and show loss and speed.
 
-    On a terminal: one bar with loss, tokens per second and time left. Elsewhere: a line every
-    ``interval`` steps.
+    On a terminal: one bar with loss, tokens per second and time left. Elsewhere: one line every ``interval`` steps.
 
     Args:
-        console: to print to.
-        steps: as they are made.
-        total: how many.
+        console: printed to.
+        steps: results of the steps.
+        total: number of steps.
         interval: steps between lines.
-        note: what else there is to say, every ``interval`` steps, given the number of steps since it was last asked.
-
-    Returns:
-        All results.
+        note: returns additional text every ``interval`` steps, given the number of steps since its last call.
     """
     columns = (
         TextColumn("loss {task.fields[loss]}"),

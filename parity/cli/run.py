@@ -1,7 +1,7 @@
-"""The training loop around either backend's steps: saving, resuming, metrics, signals.
+"""The training loop of both backends: saving, resuming, metrics, signals.
 
-Takes a trainer of whichever backend and imports neither, so ``diptych train --backend jax`` runs where
-PyTorch is not installed, and the other way round.
+The loop takes a trainer of either backend and imports neither, so ``diptych train --backend jax`` runs without PyTorch
+and ``--backend torch`` without JAX.
 """
 
 import json
@@ -27,37 +27,37 @@ from parity.cli.progress import training_progress
 
 TENSORBOARD = "tensorboard"
 FLOAT32_MAX = 3.4e38
-"""TensorBoard keeps numbers in 32 bits."""
+"""Largest number that TensorBoard stores: float32."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""Of UTF-8; some editors begin files with it."""
+"""UTF-8 mark with which some editors begin files."""
 
 
 class Trainer(Protocol):
-    """What both backends' trainers can do, as far as the loop needs it."""
+    """The methods of both backends' trainers that the loop uses."""
 
     train_config: TrainConfig
     steps_taken: int
 
     def train_step(self, step: int) -> StepResult:
-        """One optimizer step."""
+        """Run one optimizer step."""
         ...
 
     def validation_loss(self) -> float:
-        """Mean loss of the validation split."""
+        """Return the mean loss of the validation split."""
         ...
 
     @property
     def reports(self) -> bool:
-        """Whether this process writes files and talks to the user."""
+        """True if this process writes files and prints."""
         ...
 
     @property
     def offload_statistics(self) -> dict[str, Any] | None:
-        """What offload has moved; None without offload."""
+        """Statistics of offload; None without offload."""
         ...
 
     def any_process(self, flag: bool) -> bool:
-        """Whether the flag is set on any process of the run."""
+        """Return True if the flag is set on any process of the run."""
         ...
 
     def save(self, folder: Path, keep: int = 2) -> Path:
@@ -65,28 +65,28 @@ class Trainer(Protocol):
         ...
 
     def resume(self, path: Path) -> int:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint, and return its step."""
         ...
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Where and when a run is saved, and where it stops."""
+    """The folder and the steps at which a run is saved, and the step at which it stops."""
 
     folder: Path | None
-    """None: nothing is written."""
+    """Folder of the checkpoints; None: no file is written."""
     interval: int
     """Steps between checkpoints; 0: only at the end."""
     exit_step: int | None
-    """Stop after so many steps of the whole run, as if it had been interrupted; None: at its end."""
+    """Number of steps of the whole run after which it stops, as if interrupted; None: no early stop."""
     begun: bool = False
-    """Metrics in a folder without checkpoints are of this run, started before, and are written anew."""
+    """True if metrics in a folder without checkpoints are from an earlier start of this run and may be overwritten."""
 
 
 class Interruption:
-    """What stops a run before its end: SIGINT, SIGTERM, and standard output that is closed.
+    """The causes that stop a run early: SIGINT, SIGTERM, and closed standard output.
 
-    The first signal asks the loop to stop after its step, the second ends the process at once.
+    The first signal stops the loop after its step, the second ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Interruption:
 
     @property
     def cause(self) -> str | None:
-        """What asks the loop to stop; None: nothing."""
+        """The cause that asks the loop to stop, or None."""
         if self.signal is not None:
             return self.signal.name
         return None if output_failure(sys.stdout) is None else "standard output, which was closed,"
@@ -116,11 +116,19 @@ class Interruption:
 def run_training(
     trainer: Trainer, plan: SavePlan, console: Console, log_interval: int, resume: bool, backend: str
 ) -> None:
-    """Train to the end, or to a signal, saving as planned.
+    """Train to the end or until a signal, saving as planned.
+
+    Args:
+        trainer: trainer of either backend.
+        plan: when to save and stop.
+        console: printed to.
+        log_interval: steps between printed lines.
+        resume: True to resume from the newest checkpoint.
+        backend: name of the backend, for the metrics.
 
     Raises:
-        CheckpointError: a checkpoint cannot be read or written; or a new run's folder is used.
-        NonFiniteLossError: a step or validation was not finite; the last checkpoint stays.
+        CheckpointError: a checkpoint cannot be read or written; or the folder of a new run is in use.
+        NonFiniteLossError: the loss of a step or of validation is not finite; the last checkpoint is kept.
     """
     _check_folder(trainer, plan, resume)
     if resume and plan.folder is not None:
@@ -136,7 +144,7 @@ def run_training(
     if trainer.any_process(interruption.cause is not None):
         told = f"stopped by {interruption.cause or 'another process'} after step {trainer.steps_taken - 1}"
         console.print(told)
-        if output_failure(sys.stdout) is not None:  # and nobody reads what was just printed
+        if output_failure(sys.stdout) is not None:  # the line above was not printed
             saved = "nothing was saved" if plan.folder is None else "go on with --resume"
             print(f"diptych: {told}; {saved}", file=sys.stderr)
     elif trainer.steps_taken < end:
@@ -151,7 +159,7 @@ def run_training(
 
 
 def _check_folder(trainer: Trainer, plan: SavePlan, resume: bool) -> None:
-    """Refuse a folder that this run cannot be saved in, on every process before one has written there.
+    """Check on every process that the run can be saved in its folder, before any process writes there.
 
     Raises:
         ValueError: see diptych.plans.checkpoint.check_unused and check_names, and read_metrics.
@@ -163,7 +171,7 @@ def _check_folder(trainer: Trainer, plan: SavePlan, resume: bool) -> None:
         if plan.folder is not None and not resume:
             check_unused(plan.folder, plan.begun)
         if plan.folder is not None and trainer.reports:
-            read_metrics(plan.folder / METRICS)  # which are rewritten once it has resumed
+            read_metrics(plan.folder / METRICS)  # the run rewrites them after it has resumed
     except ValueError as error:
         failure = error
     if trainer.any_process(failure is not None):
@@ -174,13 +182,13 @@ def _check_folder(trainer: Trainer, plan: SavePlan, resume: bool) -> None:
 
 
 class _OffloadNote:
-    """What offload has moved a step, for those who watch."""
+    """A note on the bytes that offload moves per step, for the progress display."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._before = trainer, trainer.offload_statistics
 
     def __call__(self, steps: int) -> str:
-        """Since it was last asked, so many steps ago."""
+        """Return the note for the steps since the last call."""
         before, now = self._before, self._trainer.offload_statistics
         self._before = now
         if before is None or now is None:
@@ -207,14 +215,14 @@ def _steps(
 
 
 class Metrics:
-    """One JSON object a line: each step's result, and validation losses after so many steps.
+    """A file with one JSON object per line: results of steps, and validation losses.
 
-    Where the package tensorboard is installed, the same numbers also go to a folder it reads.
+    If the package tensorboard is installed, the numbers are also written to a folder that it reads.
 
     Args:
-        folder: where metrics.jsonl lies; None: nothing is written.
-        first_step: lines of this step and later ones are dropped: a resumed run writes them again.
-        backend: which one trains; stands in every line.
+        folder: folder of metrics.jsonl; None: no file is written.
+        first_step: lines of this step and later ones are dropped, because a resumed run writes them again.
+        backend: name of the backend, written in every line.
         end: steps of the whole run, after which its validation loss is measured.
 
     Raises:
@@ -250,7 +258,7 @@ class _Board:
 
     @classmethod
     def open(cls, folder: Path, lines: list[dict[str, Any]]) -> "_Board | None":
-        """Written anew from the lines a resumed run keeps, so that it shows one curve; None: not installed."""
+        """Rewrite the folder from the lines that a resumed run keeps; return None if tensorboard is not installed."""
         try:
             from tensorboard.summary import Writer  # pyright: ignore[reportMissingImports]
         except ModuleNotFoundError:
@@ -271,13 +279,16 @@ class _Board:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a metrics file; none if there is no file.
+    """Return the lines of a metrics file; an empty list if there is no file.
 
-    Lines that are no JSON are left out: a killed process leaves one that was cut short, a machine that lost its power
-    one of zero bytes.
+    Lines that are not JSON are skipped: a killed process can leave a truncated line, a power failure a line of zero
+    bytes.
+
+    Args:
+        path: path of the file.
 
     Raises:
-        ValueError: it is no file, cannot be read, or has JSON that no run has written.
+        ValueError: the path is not a file, cannot be read, or contains JSON that no run writes.
     """
     if not path.exists():
         return []
@@ -300,7 +311,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _wrong_entry(line: Any) -> str:
-    """Return what of a line no run has written, or the empty string."""
+    """Return a description of the entry that no run writes, or the empty string."""
     if not isinstance(line, dict):
         return one_line(line)
     step, backend = line.get("step"), line.get("backend")
@@ -316,7 +327,7 @@ def _wrong_entry(line: Any) -> str:
 
 
 def _belongs_before(line: dict[str, Any], first_step: int, end: int) -> bool:
-    """Return whether a resumed run keeps a line: steps before its first, and validation losses that it does not repeat.
+    """Return True if a resumed run keeps a line: earlier steps, and validation losses that it does not repeat.
 
     A run that is resumed at its end measures that loss again.
     """

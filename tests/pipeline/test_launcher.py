@@ -123,10 +123,10 @@ def test_a_rank_that_cannot_be_started_leaves_none_behind(monkeypatch, capfd):
 
 REFUSING = """
 import os, sys, time
-from parity.cli.launch import speaks
+from parity.cli.launch import reports_errors
 time.sleep(0.3 * (os.environ["RANK"] == "0"))
 if ALL or os.environ["RANK"] == "1":
-    if speaks():
+    if reports_errors():
         print(f"diptych: what rank {os.environ['RANK']} has to say", file=sys.stderr)
     sys.exit(2)
 time.sleep(60)

@@ -109,7 +109,7 @@ def test_timelines_share_one_axis():
     limits = {axes.get_xlim() for axes in figure.axes}
     assert limits == {(0.0, max(timeline.end for timeline in timelines))}
     assert [axes.get_title(loc="left") for axes in figure.axes] == [t.title for t in timelines]
-    assert timelines[0].title == "gpipe: makespan 18, idle 33.3%"
+    assert timelines[0].title == "gpipe: makespan 18, bubble 33.3%"
 
 
 def test_measured_times_can_be_drawn():
@@ -308,7 +308,7 @@ def test_given_times():
     plan = plan_pipeline(CONFIG, 1, 8, Costs(2.0, 1.0, 1.0, communication=0.5))
     assert plan.simulation.makespan == simulate(build_schedule("1f1b", 4, 8), Costs(2.0, 1.0, 1.0, 0.5)).makespan
     others = {other.name: other for other in other_schedules(plan, 1, Costs(2.0))}
-    assert others["interleaved"].reason == "times were given for 4 stages, it has 8"
+    assert others["interleaved"].reason == "costs are for 4 stages, the schedule has 8"
     with pytest.raises(ValueError, match="costs: expected forward of 4 stages, got 2"):
         plan_pipeline(CONFIG, 1, 8, Costs(forward=[1.0, 2.0]))
     with pytest.raises(ValueError, match="costs: expected an action that takes time, got a step of 0; give F, I or W"):

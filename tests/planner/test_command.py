@@ -135,7 +135,7 @@ def test_offload_is_planned_for_the_tokens_of_one_context_rank(capsys):
     assert diptych("plan --context-parallel-size 4 --enable-tensor-offload") == 0
     said = capsys.readouterr().out
     assert "a step of 1 x 256 tokens on rank 0" in said
-    assert "tokens a microbatch on: with 256 it" in " ".join(said.split())
+    assert "tokens per microbatch; with 256 it" in " ".join(said.split())
 
 
 def test_printed_times_are_those_of_the_page_and_both_state_the_cost_model(tmp_path, capsys):
@@ -161,7 +161,7 @@ def test_plan_warns_of_blocks_that_cost_more_than_they_save(capsys):
     command = "plan --num-layers 12 --recompute-granularity selective --recompute-modules mhc --mhc-recompute-layer-num"
     assert diptych(f"{command} 12") == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "warning: this recomputation costs more memory than it saves, 1.2" in printed
+    assert "warning: this recompute raises the peak of memory 1.2" in printed
     assert "use --mhc-recompute-layer-num 3" in printed
     assert diptych(f"{command} 3") == 0
     assert "warning" not in capsys.readouterr().out

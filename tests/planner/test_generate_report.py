@@ -136,7 +136,7 @@ def test_plan_makes_a_schedule_for_measured_costs(tmp_path, capsys):
         named = simulate(build_schedule(name, 2, 6), MEASURED).makespan
         assert float(rows[name]) == pytest.approx(named, rel=1e-4)
         assert course.makespan <= named * (1 + 1e-9)
-    assert "interleaved does not fit: times were given for 2 stages, it has 4" in told
+    assert "interleaved does not fit: costs are for 2 stages, the schedule has 4" in told
     bound = re.search(r"generated: makespan ([\d.]+) s, at least ([\d.]+) s", told)
     assert bound is not None
     assert float(bound[2]) <= float(bound[1])

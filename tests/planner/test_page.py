@@ -129,10 +129,10 @@ def test_what_is_recomputed_is_said_of_the_stage_it_is_on():
         "layer 7, whole",
     ]
     assert [block_words(UNEVEN, stage) for stage in range(4)] == [
-        "1 of 1 layer: recomputed whole",
-        "1 of 2 layers: recomputed whole",
-        "2 of 2 layers: recomputed whole",
-        "1 of 1 layer: recomputed whole",
+        "1 of 1 layer: whole layers",
+        "1 of 2 layers: whole layers",
+        "2 of 2 layers: whole layers",
+        "1 of 1 layer: whole layers",
     ]
     block = replace(UNEVEN, recompute_method="block", recompute_num_layers=1, recompute_activation_function=True)
     assert (
@@ -244,7 +244,7 @@ def test_of_a_large_plan_the_chosen_schedule_is_drawn_and_larger_ones_are_refuse
     config = TransformerConfig(16, 16, 2, pipeline_model_parallel_size=16, pipeline_schedule="gpipe")
     told = describe_plan(PageRequest(config, 1, 129))
     assert (told["limits"]["pieces"], len(told["schedules"])) == (2064, 1)
-    message = "html: expected at most 16,384 stages times microbatches to draw, got 16,400; draw fewer microbatches"
+    message = "html: expected at most 16,384 stages times microbatches to draw, got 16,400; choose fewer"
     with pytest.raises(ValueError, match=re.escape(message)):
         PageRequest(config, 1, 1025)
 

@@ -239,7 +239,7 @@ def test_pointing_tells_and_clicking_follows(browser, show):
     browser.point(*place)
     said = text(browser, "#told")
     assert said.startswith("Backward of microbatch 1 on stage 0 (embedding + layers 0 to 3), rank 0: ")
-    assert "waited for 1B1 from rank 1" in said or "what it needs last, 1B1" in said
+    assert "waited for 1B1 from rank 1" in said or "its last input, 1B1" in said
     always = told["ranks"][0]["memory"]
     assert browser.evaluate("document.querySelector('.held').textContent") != "memory", f"of {always}"
     browser.point(*place, click=True)
@@ -270,7 +270,7 @@ def test_copies_are_drawn_on_a_lane_of_their_own(name, browser, show):
     marks = sum(len(rank["marks"]["time"]) for rank in copies) if told["copies"]["activations"] else 0
     assert browser.evaluate("document.querySelectorAll('#chart .mark').length") == marks
     said = text(browser, "#offload-words")
-    assert ("it is hidden" in said, "it is not hidden" in said) == (False, True)
+    assert ("it does." in said, "it does not." in said) == (False, True)
     browser.evaluate("document.getElementById('copies').click()")
     assert browser.evaluate("document.querySelectorAll('#chart .copy').length") == 0
 

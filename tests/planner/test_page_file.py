@@ -23,7 +23,7 @@ WRONG = {
     "--html {here}/plan.htm": "html: expected a name that ends in .html, got",
     "--html {here}/file/plan.html": "expected a folder to write to, got",
     "--html {here}/folder.html": "expected a folder to write to, got",
-    "--html {here}/a.html --memory-limit 4GiB --ranks 2": "html: expected None beside --memory-limit and ranks, which",
+    "--html {here}/a.html --memory-limit 4GiB --ranks 2": "html: expected None with --memory-limit and ranks, which",
     "--html {here}/a.html --pipeline-model-parallel-size 2 --num-microbatches 9000": "html: expected at most 16,384",
 }
 
@@ -111,7 +111,8 @@ const found = told.schedules.map((schedule) => {
   const simulation = simulationOf(schedule);
   const ids = simulation.rank.map((_, id) => id);
   return {
-    end: simulation.end, before: ids.map(simulation.before), ready: ids.map(simulation.ready), steps: simulation.byMicrobatch,
+    end: simulation.end, before: ids.map(simulation.before), ready: ids.map(simulation.ready),
+    steps: simulation.byMicrobatch,
     sender: ids.map((id) => simulation.sender(id) ?? -1), receiver: ids.map((id) => simulation.receiver(id) ?? -1),
     facts: ids.map((id) => facts(simulation, id)), stories: ids.map((id) => story(simulation, id, told)),
     held: schedule.ranks.map((rank, r) => keptAt(simulation, r, rank.peakTime)),

@@ -325,7 +325,7 @@ def test_the_command_prints_ways_and_what_holds_them_back(capsys):
     assert "limited by memory" in out.replace("\n", " ")
     assert len(re.findall(rf"^ +\d\S* .*% +{LOSSES} +\S", out, re.M)) == 3
     assert main([*command.replace("3MB", "3KB").split()]) == 2
-    said = r"--memory-limit: expected enough memory for .*no configuration fits, .+ needs least, [\d.]+ MiB; give more ranks"
+    said = r"--memory-limit: expected enough memory for .*no configuration fits, .+ needs least, [\d.]+ MiB; give more"
     assert re.search(said, capsys.readouterr().err)
 
 

@@ -59,8 +59,8 @@ def _exchanges(config: TransformerConfig, layers: list[int]) -> Table:
     approximate = f"the nearest {ranks}" if ranks is not None else f"maps of rank {rank}" if rank is not None else ""
     table = Table(
         box=None,
-        title=f"states of {len(layers)} gdn and kda layers, {heads} heads of {key} x {value}; per layer forward, and the "
-        "same backward",
+        title=f"states of {len(layers)} gdn and kda layers, {heads} heads of {key} x {value}; per layer, forward, "
+        "and the same backward",
         title_justify="left",
     )
     for heading in ("exchange", "rounds", "sent by one rank, KiB", "received by all, KiB", "all layers, KiB"):

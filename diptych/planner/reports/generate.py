@@ -161,7 +161,7 @@ def _named(command: PlanRequest) -> tuple[list[Planned], dict[str, str]]:
         try:
             config = with_schedule(command.model, name)
             if command.stage_costs is not None and num_stages(config) != stages:
-                raise ValueError(f"times were given for {stages} stages, it has {num_stages(config)}")
+                raise ValueError(f"costs are for {stages} stages, the schedule has {num_stages(config)}")
             schedule, costs = schedule_for(config, command.num_microbatches), stage_costs(command, config)
             simulation = simulate(schedule, costs)
             found.append(Planned(schedule, costs, simulation, _largest(simulation, standing_bytes(config))))

@@ -51,8 +51,8 @@ def _higher_peak(config: TransformerConfig, ratio: float) -> str:
     shorter = block_length(config.num_layers, config.num_residual_streams)
     remedy = f"--mhc-recompute-layer-num {shorter}" if shorter < layers else "recomputing less, or other modules"
     return (
-        f"warning: this recompute raises the peak of memory {ratio:.2f} times, because in backward all values of a block "
-        f"of {layers} layers are resident at once; use {remedy}"
+        f"warning: this recompute raises the peak of memory {ratio:.2f} times, because in backward all values of a "
+        f"block of {layers} layers are resident at once; use {remedy}"
     )
 
 
