@@ -1,5 +1,6 @@
 """The launcher of ``diptych train --nproc``: whichever rank is killed, stopped or hangs, it ends, names it, and leaves
-no process; and pools of ranks come and go without a trace."""
+no process; and pools of ranks come and go without a trace.
+"""
 
 import os
 import re
