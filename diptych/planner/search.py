@@ -171,15 +171,22 @@ def search(
     outcome.best = outcome.best[:count]
     if not outcome.best:
         outcome.smallest = min(too_large, key=lambda each: each[2].total)[1:]
-    faster: Found | None = None  # the fastest configuration that is too large, among those with smaller bounds
     outcome.too_large = len(too_large)
-    for place, found in enumerate(outcome.best):
+    _add_constraints(outcome.best, too_large, predictions)
+    return outcome
+
+
+def _add_constraints(
+    best: list[Found], too_large: list[tuple[float, Configuration, RankMemory]], predictions: "_Predictions"
+) -> None:
+    """Set the constraint of every found configuration; too_large is in the order of its bounds, and is consumed."""
+    faster: Found | None = None  # the fastest of too_large with bounds below the current configuration's time
+    for place, found in enumerate(best):
         while too_large and too_large[0][0] < found.seconds and (faster is None or faster.seconds >= found.seconds):
             _, candidate, largest = too_large.pop(0)
             other = predictions.found(candidate, largest)
             faster = other if faster is None or other.seconds < faster.seconds else faster
-        outcome.best[place] = replace(found, constraint=_constraint(found, faster))
-    return outcome
+        best[place] = replace(found, constraint=_constraint(found, faster))
 
 
 def _undominated(found: list[Found]) -> list[Found]:

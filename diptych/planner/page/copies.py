@@ -103,20 +103,17 @@ def copies_of_schedule(
             for span in _spans(simulation.starts[action], costs.time(action), [seconds(use) for use in each])
         ]
         spans += _spans(updates_at, update, [1.0] * len(updates))
-        told: dict[str, Any] = {}
+        entry: dict[str, Any] = {}
         if config.enable_tensor_offload:
             plan = plan_offload([*order, *updates], storages, config.tensor_offload_num_prefetch_layers)
-            told = _told(plan, place_copies(plan, spans, storages, machine.link_bandwidth), updates_at + update)
+            entry = _columns(plan, place_copies(plan, spans, storages, machine.link_bandwidth), updates_at + update)
             alone = simulate_offload(plan, seconds, storages, machine.link_bandwidth)
-            told |= {
-                "compute": alone.compute,
-                "transfer": alone.transfer,
-                "waited": sum(alone.waited),
-                "alone": alone.makespan,
-            }
+            entry |= dict(
+                compute=alone.compute, transfer=alone.transfer, waited=sum(alone.waited), alone=alone.makespan
+            )
         if config.enable_activation_offload:
-            told["marks"] = _activation_marks(config, order, spans)
-        found["ranks"].append(told)
+            entry["marks"] = _activation_marks(config, order, spans)
+        found["ranks"].append(entry)
     return found
 
 
@@ -149,7 +146,7 @@ def place_copies(
     return found
 
 
-def _told(plan: OffloadPlan, copies: list[Copy], end: float) -> dict[str, Any]:
+def _columns(plan: OffloadPlan, copies: list[Copy], end: float) -> dict[str, Any]:
     """Return columns of the copies that begin before the step ends, and totals over all copies."""
     shown = [copy for copy in copies if copy.begin < end]
     return {
