@@ -259,7 +259,7 @@ def test_the_command_prints_plan_and_criterion(capsys):
     config = TransformerConfig(
         hidden_size=256, num_layers=4, num_attention_heads=4, seq_length=1000, enable_hyper_connections=True
     )
-    assert "from 1,000 tokens a microbatch on: with 2,000 it does" in " ".join(text.split())
+    assert "fully with its forward from 1,000 tokens per microbatch" in " ".join(text.split())
     plan = plan_offload(step_uses(range(4)), layer_storages(config), 1)
     (row,) = (line for line in text.splitlines() if line.split()[:2] == ["1", "*"])
     assert f"{plan.bytes_in / 2**20:,.1f}" in row.split()

@@ -280,7 +280,7 @@ def test_four_thousand_ranks_are_planned_quickly_and_shown_briefly(capsys):
     assert lines[0] == "4,096 ranks: 8 replicas of 8 context ranks of 64 pipeline ranks"
     assert len(lines) < 120
     assert max(map(len, lines)) <= 100
-    assert "blocks, stages 0 to 127: 1 of 1 layer: kept" in out
+    assert "blocks, stages 0 to 127: 1 of 1 layer: no recompute" in out
     assert re.search(r"^Most on pipeline rank 0: [0-9.]+ GiB", out, re.M)
     assert len(re.findall(r"^ +\.\.\. ", out, re.M)) == 9  # three tables by rank leave three runs out each
 
