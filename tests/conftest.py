@@ -42,6 +42,14 @@ LONG = 600.0
 """Seconds a test may take that is begun early, so that no worker is left with one at the end."""
 
 
+@pytest.fixture
+def unchecked_shapes():
+    """Switch off the annotation checks, which take time in short steps and draw from Python's random generator."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
 @pytest.fixture(scope="module")
 def few_rounds():
     """Three rounds of random numbers, not ten, in both backends: masks still depend on all they should.

@@ -23,7 +23,7 @@ from reference_torch.offload.lifetime import close_dropped, weak_method
 from reference_torch.offload.link import Link
 from reference_torch.offload.memory import OffloadedMemory
 from reference_torch.offload.observe import LayerObserver
-from reference_torch.offload.optimizer import OptimizerParts
+from reference_torch.offload.optimizer import OptimizerParts, check_is_per_parameter
 from reference_torch.offload.order import UseOrder
 from reference_torch.offload.report import ManagerReport
 from reference_torch.offload.saved import guard_saved
@@ -255,15 +255,21 @@ class TensorOffloadManager(ManagerReport):
         if layer_id not in self._open:
             self._layers[layer_id].note_change()
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, is_per_parameter: bool = False) -> None:
         """Run the optimizer step, first for parameters that are not offloaded, then layer by layer.
 
         Args:
             optimizer: updates each parameter independently, as all optimizers of PyTorch except LBFGS do.
+            is_per_parameter: True for another optimizer, or one with step hooks, that does so too.
+
+        Raises:
+            OffloadError: the update of a parameter may depend on other parameters.
         """
         if not self.enabled or not self._layers:
             optimizer.step()
             return
+        if not is_per_parameter:
+            check_is_per_parameter(optimizer)
         self._close_stale()
         self._pinned.clear()
         parts = OptimizerParts(optimizer, {n: self._layers[n].parameters for n in reversed(self._order.layers)})

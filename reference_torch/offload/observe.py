@@ -16,9 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from reference_torch.offload.activations import ActivationGroup
 from reference_torch.offload.lifetime import weak_method
+from reference_torch.offload.link import OffloadError
 from reference_torch.offload.memory import gradient_node
 from reference_torch.recompute import before_replay
-from reference_torch.recompute.internals import outside_compiled_graphs
+from reference_torch.recompute.internals import is_differentiated_by_func_transform, outside_compiled_graphs
 
 
 @runtime_checkable
@@ -111,6 +112,11 @@ class LayerObserver:
         listener = self.listener
         if module is not self._module() or listener is None:
             return
+        if is_differentiated_by_func_transform():
+            raise OffloadError(
+                f"layer {self.layer_id}: expected plain autograd or vmap around an offloaded layer, got a torch.func "
+                "derivative (grad, vjp, jvp ...), which does not support saved-tensor hooks; use torch.autograd.grad"
+            )
         listener.on_forward_pre_hook(self.layer_id)
         call = _Call(self)
         group = listener.new_group()

@@ -5,6 +5,30 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from reference_torch.offload.link import OffloadError
+
+
+def check_is_per_parameter(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose update of a parameter may depend on other parameters.
+
+    Raises:
+        OffloadError: it is LBFGS, not one of PyTorch's optimizers, or has step hooks, which would see one layer at a
+            time.
+    """
+    kind = type(optimizer)
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        found = f"a {kind.__name__} with step hooks, which would run once per layer with its parameters alone"
+    elif not kind.__module__.startswith("torch.optim."):
+        found = f"{kind.__module__}.{kind.__qualname__}, of which that is not known"
+    elif isinstance(optimizer, torch.optim.LBFGS):
+        found = "LBFGS, which combines all parameters"
+    else:
+        return
+    raise OffloadError(
+        f"manager.step: expected an optimizer that updates each parameter independently, got {found}; call "
+        "optimizer.step(), which fetches all layers, or manager.step(optimizer, is_per_parameter=True) if you know it"
+    )
+
 
 class OptimizerParts:
     """An optimizer whose step updates one layer at a time.

@@ -104,6 +104,11 @@ def outer_saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any],
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def is_hooks_refusal(error: RuntimeError) -> bool:
+    """Return True if a torch.func transform raised the error because saved-tensor hooks are active."""
+    return "saved tensor hooks" in str(error)
+
+
 def runs_in_backward() -> bool:
     """Return True if this thread executes a backward pass."""
     return torch._C._current_graph_task_id() != -1
@@ -113,3 +118,10 @@ def runs_in_func_transform() -> bool:
     """Return True inside a torch.func transform or forward-mode differentiation."""
     in_dual_level = torch.autograd.forward_ad._current_level >= 0
     return in_dual_level or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_differentiated_by_func_transform() -> bool:
+    """Return True inside torch.func.grad, vjp, jvp and what builds on them, but not inside vmap alone."""
+    kinds = torch._C._functorch.TransformType
+    transforms = torch._C._functorch.get_interpreter_stack() or []
+    return any(transform.key() in (kinds.Grad, kinds.Jvp) for transform in transforms)

@@ -7,17 +7,26 @@ are compared.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from reference_torch.recompute.guards import function_name
 
-_SIMPLE = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.device, slice})
+_SIMPLE = frozenset({bool, int, float, complex, str, type(None), type(...), torch.dtype, torch.device, slice})
+_SIMPLE |= {torch.Size, np.bool_, np.float32, np.float64, np.int32, np.int64}
 """Types of arguments that are compared by value."""
+_NUMPY_TYPES = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32}
+    | {torch.float64, torch.complex64, torch.complex128}
+)
+LARGEST_CHECKED = 2**20
+"""Elements up to which the contents of a NumPy array are compared."""
 
 
 def _metadata_functions() -> frozenset[Callable]:
@@ -44,14 +53,31 @@ def _metadata_functions() -> frozenset[Callable]:
 _METADATA = _metadata_functions()
 
 
+class Outside(NamedTuple):
+    """A tensor from outside the call that an operation reads."""
+
+    reference: "weakref.ref[Tensor]"
+    version: int
+    """Version counter when it was read."""
+    values: tuple | None
+    """Type, shape and elements of a small tensor, because a call may create a constant that no mode records."""
+    is_borrowed: bool
+    """True if NumPy owns the memory: no mode records the creation of such a tensor."""
+    reader: Callable
+    """The first operation that read the tensor."""
+
+
 class Operation(NamedTuple):
-    """A differentiable operation of a call."""
+    """An operation of a call: differentiable, or one that computes what a differentiable operation may read."""
 
     function: Callable
     constants: tuple
     """Arguments that are numbers, strings or flags, with their position or name."""
-    outside: tuple["weakref.ref[Tensor] | None", ...]
-    """Tensor operands from outside the call; None for those that the call computes or changes."""
+    operands: tuple["Outside | Operation | None", ...]
+    """Source of each tensor operand: a tensor from outside the call, or the operation without gradient that computed
+    it; None for those that the call computes with gradient or changes."""
+    result: "weakref.ref[Tensor] | None" = None
+    """Result of an operation without gradient."""
 
     def __str__(self) -> str:
         name = function_name(self.function)
@@ -60,53 +86,88 @@ class Operation(NamedTuple):
 
 
 class OperationRecorder(TorchFunctionMode):
-    """A recorder of the differentiable operations in its context and of the tensors they read from outside.
+    """A recorder of the operations in its context and of the tensors they read from outside.
 
     Args:
         arguments: tensor arguments of the call; the region checks their versions.
+        on_draw: receives a random generator before an operation draws from it.
     """
 
-    def __init__(self, arguments: list[Tensor]) -> None:
+    def __init__(
+        self, arguments: list[Tensor], on_draw: Callable[[torch.Generator], None] = lambda generator: None
+    ) -> None:
         super().__init__()
+        self._on_draw = on_draw
         self.operations: list[Operation] = []
-        self.running: Operation | None = None
-        """The operation that has started and not ended."""
-        self._outside: dict[int, tuple[weakref.ref[Tensor], int, str]] = {}
-        self._own = {id(tensor) for tensor in arguments}
+        self._running: tuple[Callable, tuple] | None = None
+        """The function and the constants of the operation that has started and not ended."""
+        self._outside: dict[int, Outside] = {}
+        self._own = {id(tensor): weakref.ref(tensor) for tensor in arguments}
+        """Tensors of the call. The reference distinguishes them from later tensors at the same address."""
+        self._sources: dict[int, Operation] = {}
+        """Operations that computed tensors of the call without gradient."""
         self._seen: dict[int, weakref.ref[Tensor]] = {}
         """Operands from outside, including those that the call changes."""
         self._begun = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Run the operation and record it."""
-        kwargs = kwargs or {}
         if func in _METADATA:
-            return func(*args, **kwargs)
-        own = self._own
-        operands = list(_tensors(args, kwargs))
-        versions = [_version(operand) if self._is_outside(operand) else None for operand in operands]
-        constants = tuple(_constants(args, kwargs))
-        self.running = Operation(func, constants, ())
+            return func(*args, **kwargs or {})
+        kwargs = kwargs or {}
+        if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
+            self._on_draw(kwargs["generator"])
+        operands = [(operand, _version(operand), self._is_outside(operand)) for operand in _tensors(args, kwargs)]
+        constants = _constants((*enumerate(args), *kwargs.items()))
+        self._running = func, constants
         result = func(*args, **kwargs)
-        self.running = None
-        outside = []
-        for operand, version in zip(operands, versions, strict=True):
-            if version is None or operand._version != version:  # the call computes it, or the operation changes it
-                outside.append(None)
-                continue
-            reference = weakref.ref(operand)
-            outside.append(reference)
-            self._outside.setdefault(id(operand), (reference, version, function_name(func)))
-        results = [result] if isinstance(result, Tensor) else result if isinstance(result, (tuple, list)) else ()
-        differentiable = False
-        for tensor in results:
+        self._running = None
+        sources: list[Outside | Operation | None] = []
+        written = []
+        for operand, version, is_outside in operands:
+            is_written = version is None or operand._version != version
+            if is_written:
+                written.append(operand)
+            if not is_outside:
+                sources.append(self._source(operand))
+            elif version is None or is_written:
+                sources.append(None)
+            else:
+                sources.append(self._read(operand, version, func))
+        is_differentiable = False
+        for tensor in (result,) if isinstance(result, Tensor) else result if isinstance(result, (tuple, list)) else ():
             if isinstance(tensor, Tensor):
-                differentiable = differentiable or tensor.requires_grad
-                if not any(tensor is operand for operand in operands):
-                    own.add(id(tensor))
-        if differentiable and func is not Tensor.view_as:  # module hooks insert view_as, which changes no value
-            self.operations.append(Operation(func, constants, tuple(outside)))
+                is_differentiable = is_differentiable or tensor.requires_grad
+                if all(tensor is not operand for operand, _, _ in operands):
+                    self._own[id(tensor)] = weakref.ref(tensor)
+                    written.append(tensor)
+        if not is_differentiable:
+            for tensor in written:
+                if self._is_own(tensor):
+                    self._sources[id(tensor)] = Operation(func, constants, tuple(sources), weakref.ref(tensor))
+        elif func is not Tensor.view_as:  # module hooks insert view_as, which changes no value
+            self.operations.append(Operation(func, constants, tuple(sources)))
         return result
+
+    def _read(self, tensor: Tensor, version: int, reader: Callable) -> Outside:
+        """Record that an operation reads a tensor from outside the call."""
+        known = self._outside.get(id(tensor))
+        if known is not None and known.reference() is tensor and known.version == version:
+            return known
+        is_borrowed = not tensor.requires_grad and not _owns_memory(tensor)
+        read = Outside(weakref.ref(tensor), version, _few_values(tensor, is_borrowed), is_borrowed, reader)
+        self._outside.setdefault(id(tensor), read)
+        return read
+
+    def _source(self, operand: Tensor) -> Operation | None:
+        """Return the operation without gradient that computed a tensor of the call, or None."""
+        source = self._sources.get(id(operand))
+        return source if source is not None and source.result is not None and source.result() is operand else None
+
+    def _is_own(self, tensor: Tensor) -> bool:
+        """Return True if the call created the tensor or has it as an argument."""
+        reference = self._own.get(id(tensor))
+        return reference is not None and reference() is tensor
 
     def _is_outside(self, operand: Tensor) -> bool:
         """Return True if an operand existed before the call.
@@ -116,12 +177,12 @@ class OperationRecorder(TorchFunctionMode):
         gets a new node when the call changes it, so the first observation of an operand decides.
         """
         key = id(operand)
-        if key in self._own:
+        if self._is_own(operand):
             return False
         known = self._seen.get(key)
         if known is None or known() is not operand:
             if operand.grad_fn is not None and operand.grad_fn._sequence_nr() >= self._begun:
-                self._own.add(key)
+                self._own[key] = weakref.ref(operand)
                 return False
             self._seen[key] = weakref.ref(operand)
         return True
@@ -136,55 +197,122 @@ class OperationRecorder(TorchFunctionMode):
         Returns:
             The first difference in words, or None.
         """
-        replayed = [*replay.operations, *([] if replay.running is None else [replay.running])]
+        replayed = [*replay.operations, *([] if replay._running is None else [Operation(*replay._running, ())])]
         for place, (first, second) in enumerate(zip(self.operations, replayed, strict=False)):
             if first.function != second.function or not _equal(first.constants, second.constants):
                 return f"operation {place} was {first} in forward and is {second} in the replay"
-            for before, after in zip(first.outside, second.outside, strict=False):
-                if before is not None and not _is_same(before(), None if after is None else after()):
-                    return f"operation {place}, {first}, reads another tensor of the closure than in forward"
-        for reference, version, reader in replay._outside.values():
-            tensor = reference()
+            change = _other_operand(first, second) if first.operands else None
+            if change is not None:
+                return f"operation {place}, {first}, reads {change}"
+        for read in replay._outside.values():
+            tensor = read.reference()
             known = self._outside.get(id(tensor))
-            if tensor is not None and known is not None and known[0]() is tensor and known[1] != version:
-                shape = tuple(tensor.shape)
-                return f"a tensor of shape {shape} from outside the call, read by {reader}, was changed in place since"
+            if (
+                known is not None
+                and tensor is not None
+                and known.reference() is tensor
+                and known.version != read.version
+            ):
+                return (
+                    f"a tensor of shape {tuple(tensor.shape)} from outside the call, read by "
+                    f"{function_name(read.reader)}, was changed in place since"
+                )
         if whole and len(self.operations) != len(replay.operations):
             return f"forward made {len(self.operations)} differentiable operations, the replay {len(replay.operations)}"
         return None
 
 
-def _is_same(before: Tensor | None, after: Tensor | None) -> bool:
-    """Return True if two runs read the same tensor.
+def _other_operand(first: Operation, second: Operation) -> str | None:
+    """Describe the first operand of a replayed operation that differs from forward in its source, or return None."""
+    open_pairs, compared = [(first, second)], set()
+    while open_pairs:
+        first, second = open_pairs.pop()
+        if (id(first), id(second)) in compared:
+            continue
+        compared.add((id(first), id(second)))
+        for before, after in zip(first.operands, second.operands, strict=False):
+            if isinstance(before, Operation):
+                # A cache may return in the replay what forward computed, or compute it in another way.
+                if isinstance(after, Operation) and before.function == after.function:
+                    if not _equal(before.constants, after.constants):
+                        return f"what was {before} in forward and is {after} in the replay"
+                    open_pairs.append((before, after))
+            elif before is not None:
+                change = _other_tensor(before, after if isinstance(after, Outside) else None)
+                if change is not None:
+                    return change if second.result is None else f"{change}, by way of {first}"
+    return None
 
-    Two new views of NumPy memory count as the same tensor, because no mode records their creation.
-    """
-    if before is after and after is not None:
-        return True
-    return before is None and after is not None and not after.requires_grad and not _owns_memory(after)
+
+def _other_tensor(before: Outside, after: Outside | None) -> str | None:
+    """Say how a tensor that the replay reads differs from that of forward; None: the same, or an equal constant."""
+    first, second = before.reference(), None if after is None else after.reference()
+    if after is not None and first is second and first is not None:
+        # Version counters count every other change.
+        is_changed = before.is_borrowed and not _equal(before.values or (), after.values or ())
+        return "a tensor whose memory NumPy has changed since" if is_changed else None
+    if after is None:
+        is_equal = False
+    elif before.values is not None and after.values is not None:
+        is_equal = _equal(before.values, after.values)
+    elif first is not None and second is not None:  # created twice where no mode records it
+        alike = (first.dtype, first.shape, first.layout) == (second.dtype, second.shape, second.layout)
+        unchanged = before.version == first._version and not (first.requires_grad or second.requires_grad)
+        with torch._C.DisableTorchFunction():
+            is_equal = alike and unchanged and torch.equal(first, second)
+    else:
+        is_equal = before.is_borrowed and after.is_borrowed
+    if is_equal:
+        return None
+    return (
+        "another tensor of the closure than in forward (or one that the call creates with a constructor that PyTorch's "
+        "modes do not record, such as torch.FloatTensor or nn.Parameter: use torch.tensor)"
+    )
+
+
+def _few_values(tensor: Tensor, is_borrowed: bool) -> tuple | None:
+    if type(tensor) is not Tensor or tensor.grad_fn is not None or tensor.device.type != "cpu":
+        return None
+    if is_borrowed:
+        is_readable = tensor.dtype in _NUMPY_TYPES and not tensor.is_conj() and not tensor.is_neg()
+        return _fingerprint(tensor.numpy()) if is_readable else None
+    if tensor.layout is not torch.strided or tensor.numel() > 64:
+        return None
+    return tensor.dtype, tuple(tensor.shape), tensor.tolist()
+
+
+def _fingerprint(array: np.ndarray) -> tuple:
+    """Return the type, the shape and, unless the array is large, a checksum of the elements."""
+    is_large = array.size > LARGEST_CHECKED or array.dtype.hasobject
+    return array.dtype, array.shape, None if is_large else zlib.crc32(np.ascontiguousarray(array).tobytes())
 
 
 def _owns_memory(tensor: Tensor) -> bool:
     return tensor.layout is not torch.strided or tensor.untyped_storage().resizable()
 
 
-def _tensors(args: tuple, kwargs: dict) -> Iterator[Tensor]:
+def _tensors(args: tuple, kwargs: dict) -> list[Tensor]:
+    found = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
         elif type(value) in (tuple, list):
-            for inner in value:
-                if isinstance(inner, Tensor):
-                    yield inner
+            found.extend(inner for inner in value if isinstance(inner, Tensor))
+    return found
 
 
-def _constants(args: tuple, kwargs: dict) -> Iterator[tuple[int | str, Any]]:
-    for place, value in enumerate(args):
-        if type(value) in _SIMPLE:
-            yield place, value
-    for name, value in kwargs.items():
-        if type(value) in _SIMPLE:
-            yield name, value
+def _constants(arguments: Iterable[tuple[int | str, Any]]) -> tuple[tuple[int | str, Any], ...]:
+    """Return the positions or names and the values of the arguments that are compared by value."""
+    found = []
+    for name, value in arguments:
+        kind = type(value)
+        if kind in _SIMPLE:
+            found.append((name, value))
+        elif kind in (tuple, list):  # an index, a padding, a shape, numbers of a constant
+            found.append((name, tuple(inner for _, inner in _constants(enumerate(value)))))
+        elif kind is np.ndarray:
+            found.append((name, _fingerprint(value)))
+    return tuple(found)
 
 
 def _equal(one: tuple, other: tuple) -> bool:

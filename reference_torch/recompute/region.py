@@ -41,6 +41,8 @@ before_replay: ContextVar[Callable[[list[Tensor]], None] | None] = ContextVar("b
 _slots: weakref.WeakValueDictionary[int, "Slot"] = weakref.WeakValueDictionary()
 """Slots by the address of their StorageImpl; the weak reference of a slot prevents reuse of the address."""
 _thread = threading.local()
+Watches = Sequence[tuple[Tensor, int]]
+"""Tensors that count the changes of a storage, with their versions after the call."""
 
 
 def slot_at(address: int | None) -> "Slot | None":
@@ -79,7 +81,7 @@ class Slot:
         self.address = storage._cdata
         self.nbytes = storage.nbytes()
         self._storage = StorageWeakRef(storage)
-        self._watches = [(watch, watch._version) for watch in map(internals.version_watch, tensors)]
+        self.watches: Watches = [(watch, watch._version) for watch in map(internals.version_watch, tensors)]
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self._aliases: list[weakref.ref[Tensor]] = []
         self._replayers: list[weakref.ref[Region]] = []
@@ -144,7 +146,7 @@ class Slot:
     @property
     def is_changed(self) -> bool:
         """True if an output, a view or an alias of it was modified in place since the call."""
-        return any(watch._version != version for watch, version in self._watches)
+        return _is_any_changed(self.watches)
 
     def live_with_outputs(self) -> None:
         """Keep this slot alive as long as any of its outputs."""
@@ -211,6 +213,10 @@ class Slot:
         return True
 
 
+def _is_any_changed(watches: Watches) -> bool:
+    return any(watch._version != version for watch, version in watches)
+
+
 def _rebound(alias: Tensor, storage: torch.UntypedStorage) -> Tensor:
     """Return a view of another storage with the shape, strides, dtype, conjugation and sign of ``alias``."""
     view = torch.empty(0, dtype=alias.dtype, device=alias.device)
@@ -220,9 +226,9 @@ def _rebound(alias: Tensor, storage: torch.UntypedStorage) -> Tensor:
     return internals.negated_view(view) if alias.is_neg() else view
 
 
-def slot_address(tensor: Tensor) -> int:
-    """Return the address of a tensor's StorageImpl."""
-    return tensor.untyped_storage()._cdata
+def slot_address(tensor: Tensor) -> int | None:
+    """Return the address of a tensor's StorageImpl, or None if it has none (sparse)."""
+    return internals.storage_address(tensor)
 
 
 def is_held_only_by(storage: torch.UntypedStorage, tensors: list[Tensor]) -> bool:
@@ -269,8 +275,8 @@ class _Recorded(NamedTuple):
 
     tensor: Tensor
     version: int
-    slot: Slot | None = None
-    """The slot of the output whose memory the value shares."""
+    watches: Watches = ()
+    """The watches of the output whose memory the value shares. Its slot would be a reference cycle with the region."""
 
     def take(self, name: str) -> Tensor:
         """Return the value.
@@ -281,8 +287,7 @@ class _Recorded(NamedTuple):
         Raises:
             RecomputeUsageError: the value was modified in place after the operation had saved it.
         """
-        changed_output = self.slot is not None and self.slot.is_changed
-        if changed_output or self.tensor._version != self.version:
+        if _is_any_changed(self.watches) or self.tensor._version != self.version:
             raise RecomputeUsageError(
                 f"{name!r}: expected values saved for backward unchanged, got one modified in place (one of the "
                 f"variables needed for gradient computation is at version {self.tensor._version}; expected version "
@@ -313,7 +318,9 @@ class Region:
         self.is_nested = in_replay()
         self.lock = threading.RLock()
         """Lock held during a replay: on CUDA, backward runs on one thread for each device."""
-        self._operations = OperationRecorder(inputs)
+        self._operations = OperationRecorder(inputs, self.state.note_draw)
+        self.has_returned = False
+        """True after the call of forward has returned."""
         self._handles: list[weakref.ref[_Handle]] = []
         self._saved: list[tuple] = []
         self._recorded: dict[int, _Recorded] = {}
@@ -358,8 +365,17 @@ class Region:
             self._saved.append((tensor.shape, tensor.dtype, tensor.device))
             return handle
 
-        with self._operations, saved_tensors_hooks(drop, _replayed_value):
-            output = self.function(*args, **kwargs)
+        try:
+            with self._operations, saved_tensors_hooks(drop, _replayed_value):
+                output = self.function(*args, **kwargs)
+        except RuntimeError as error:
+            if not internals.is_hooks_refusal(error):
+                raise
+            raise RecomputeUsageError(
+                f"{self.name!r}: expected a call without torch.func transforms, got one that uses them, and they do "
+                "not support the saved-tensor hooks of recompute; take the transform out of the call"
+            ) from error
+        self.has_returned = True
         if [leaf._version for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)] != self._versions:
             raise RecomputeUsageError(
                 f"{self.name!r}: expected a call that leaves its inputs as they are, got one that changes an input in "
@@ -503,12 +519,17 @@ class Region:
             rebound = slot.refill(replayed, [value.tensor for value in aliases.values()])
             for (i, value), tensor in zip(aliases.items(), rebound, strict=True):
                 unchanged = value.tensor._version == value.version
-                recorded[i] = _Recorded(tensor, tensor._version if unchanged else -1, slot)
+                recorded[i] = _Recorded(tensor, tensor._version if unchanged else -1, slot.watches)
 
 
 @internals.outside_compiled_graphs
 def _replayed_value(handle: _Handle) -> Tensor:
     region = handle.region
+    if not region.has_returned:
+        raise RecomputeUsageError(
+            f"{region.name!r}: expected a call that leaves gradients to backward, got one that computes some itself "
+            "(torch.autograd.grad or backward); take them out of the call, or use torch.utils.checkpoint for it"
+        )
     with region.lock:
         if handle.place not in region._recorded:
             for slot in region.upstream:

@@ -334,3 +334,59 @@ def test_a_value_written_between_two_forwards_is_kept_anew(managers):
         layers[2](layers[1](x)).sum().backward()
         gradients.append(x.grad)
     assert torch.equal(*gradients)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of PyTorch's jvp
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda model, x: torch.func.grad(lambda inner: model(inner).sum())(x),
+        lambda model, x: torch.func.jvp(model, (x,), (x,)),
+        lambda model, x: torch.func.jacrev(model)(x),
+    ],
+)
+def test_derivatives_of_torch_func_are_refused_by_name_and_leave_it_clean(derivative, managers):
+    plain, ours = build(), build()
+    manager = managers(ours, 1)
+    with pytest.raises(OffloadError, match=r"expected plain autograd or vmap .*torch\.func"):
+        derivative(ours, batch()[0])
+    for a, b in zip(train(ours, 1, manager), train(plain, 1), strict=True):
+        assert torch.equal(a, b)
+
+
+class LargestStep(torch.optim.SGD):
+    """Divides every gradient by the norm over all parameters, as some optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        nn.utils.clip_grad_norm_(parameters, 1e-3)
+        return super().step(closure)
+
+
+def with_a_hook(parameters):
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+    def clip(own, args, kwargs):
+        nn.utils.clip_grad_norm_([p for group in own.param_groups for p in group["params"]], 1e-3)
+
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda parameters: LargestStep(parameters, lr=0.1), "LargestStep, of which that is not known"),
+        (with_a_hook, "SGD with step hooks"),
+        (torch.optim.LBFGS, "LBFGS"),
+    ],
+)
+def test_optimizers_that_may_combine_parameters_are_refused_by_name(make, words, managers):
+    model = build()
+    manager = managers(model, 1)
+    optimizer = make(model.parameters())
+    with pytest.raises(OffloadError, match=words):
+        manager.step(optimizer)
+    if words != "LBFGS":
+        manager.step(optimizer, is_per_parameter=True)

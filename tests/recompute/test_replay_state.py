@@ -2,11 +2,13 @@
 
 import contextlib
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from reference_torch.recompute import CheckpointWithoutOutput, lazy_restore
+from reference_torch.recompute.state import NumpyState
 from tests.recompute.support import assert_equal, gradients, normal, reader
 
 # R2
@@ -216,3 +218,21 @@ def test_r03_a_cast_cached_before_the_call_is_made_again_in_the_replay():
             return gradients(loss, [x, weight])
 
     assert_equal(run(True), run(False))
+
+
+@pytest.mark.parametrize("normals", [0, 1])
+def test_every_kind_of_draw_from_numpys_generator_is_noticed(normals):
+    for draw in (
+        np.random.rand,
+        lambda: np.random.rand(312),  # two words each: the position is the same afterwards
+        np.random.standard_normal,  # the second of a pair, if one is drawn before, changes no memory
+        lambda: np.random.seed(1),
+    ):
+        np.random.seed(0)
+        np.random.standard_normal(normals)
+        snapshot = NumpyState()
+        assert snapshot.is_current()
+        draw()
+        assert not snapshot.is_current()
+        np.random.set_state(snapshot.state)
+        assert snapshot.is_current()

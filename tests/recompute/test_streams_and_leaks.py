@@ -100,7 +100,7 @@ def test_r14_memory_is_given_back_on_cuda():
 # Threads
 
 
-def test_replays_of_two_threads_that_wait_for_each_other():
+def test_replays_of_two_threads_that_wait_for_each_other(unchecked_shapes):
     """As stages of a pipeline do that run in threads and communicate inside a checkpointed call."""
     meeting = threading.Barrier(2, timeout=20)
 

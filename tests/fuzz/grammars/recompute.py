@@ -48,6 +48,10 @@ class World:
         self.norm = nn.LayerNorm(N).double()
         self.batch = nn.BatchNorm1d(N).double()
         self.counter = torch.ones((), dtype=torch.float64)
+        self.calls = 0
+        self.table = normal(20)
+        self.statistics = normal(N)
+        self.generator = torch.Generator().manual_seed(4)
         self.cache: dict[str, Tensor] = {}
         self.stash: list[Any] = []
         self.leaves = [normal(N, N).requires_grad_() for _ in range(2)]
@@ -68,6 +72,16 @@ def _cached(w: World, x: Tensor) -> Tensor:
 def _counted(w: World, x: Tensor) -> Tensor:
     w.counter.add_(1)
     return x.sin() * w.counter
+
+
+def _rebinding(w: World, x: Tensor) -> Tensor:
+    w.statistics = 0.9 * w.statistics + 0.1 * x.detach().mean(0)
+    return (x - w.statistics).sin()
+
+
+def _next(w: World) -> int:
+    w.calls += 1
+    return w.calls
 
 
 def _stashing(w: World, x: Tensor) -> Tensor:
@@ -139,7 +153,19 @@ CALLS: dict[str, Callable[[World, Tensor], Any]] = {
     "nested": _nested,
     "expanded": lambda w, x: x.tanh().sum(0, keepdim=True).tanh().expand(N, N),
     "no grad part": lambda w, x: x.tanh() * x.detach().sin(),
+    "rebound statistics": _rebinding,
+    "next of a table": lambda w, x: x.sin() * w.table[_next(w)],
+    "next of a slice of a table": lambda w, x: x.sin() * w.table[_next(w) :][:N],
+    "next slice": lambda w, x: x.sin().repeat(1, 3)[:, _next(w) : w.calls + N],
+    "next value": lambda w, x: x.sin() * torch.full((N,), float(_next(w))),
+    "next list": lambda w, x: x.sin() * torch.tensor([float(_next(w))] * N),
+    "next number of NumPy": lambda w, x: x.sin() * np.float32(_next(w)),
+    "drawn by NumPy": lambda w, x: x.sin() * torch.from_numpy(np.random.rand(N, N)),
+    "drawn by an own generator": lambda w, x: x.sin() * torch.rand(N, N, generator=w.generator).double(),
+    "constant of a constructor": lambda w, x: x.tanh() * torch.DoubleTensor([1, 2, 3, 4]),
 }
+COUNTING = frozenset({"counter", "rebound statistics"} | {name for name in CALLS if name.startswith("next ")})
+"""Calls that compute something else each time."""
 REAL_CALLS: dict[str, Callable[[World, Tensor], Any]] = {
     "dropout": lambda w, x: F.dropout(x.sin(), 0.4),
     "dropout module": lambda w, x: w.dropout(x).tanh(),
@@ -149,6 +175,7 @@ REAL_CALLS: dict[str, Callable[[World, Tensor], Any]] = {
     "softmax": lambda w, x: x.softmax(-1),
     "relu": lambda w, x: F.relu(x),
     "other dtype": lambda w, x: x.float().tanh().double() * x,
+    "sparse product": lambda w, x: torch.sparse.mm(torch.eye(N, dtype=torch.float64).to_sparse(), x).tanh(),
     "through complex": lambda w, x: torch.fft.fft(x).exp().conj().real * 0.01,
 }
 COMPLEX_CALLS: dict[str, Callable[[World, Tensor], Any]] = {
@@ -323,7 +350,8 @@ def draw(rng: np.random.Generator) -> Program:
     rough = rng.random() < 0.6
     betweens = list(BETWEEN) if rough else list(GENTLE)
     if owner == "outer checkpoint":
-        calls = [call for call in calls if call not in ("counter", "cached", "stashing", "batch norm")]
+        unnoticed = COUNTING | {"cached", "stashing", "batch norm", "drawn by NumPy", "drawn by an own generator"}
+        calls = [call for call in calls if call not in unnoticed]
         betweens = [name for name in betweens if name in GENTLE or name in IN_PLACE]
     steps = []
     if rng.random() < 0.5 and owner != "outer checkpoint":  # a call, and the change that it would not notice
@@ -405,7 +433,7 @@ def check(program: Program) -> Outcome:
 
 def _is_gentle(program: Program) -> bool:
     """Whether a program changes nothing that its calls read."""
-    changing = {"counter", "changes input", "saved then changed inside"}
+    changing = COUNTING | {"changes input", "saved then changed inside"}
     done = {step.between for step in program.steps} | {program.late}
     return done <= set(GENTLE) and not changing & {step.call for step in program.steps}
 
@@ -440,6 +468,7 @@ def _run(program: Program, recompute: bool) -> list[Tensor]:
     """
     w = World(program.complex_numbers)
     torch.manual_seed(3)
+    np.random.seed(3)
     around = _context(program.context)
     evaluated = program.context in ("no grad", "inference")
     if recompute:
