@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.sequences import FLACPContext
@@ -28,6 +28,7 @@ from jax_impl.delta_rule import (
     recurrent_kda,
 )
 from jax_impl.documents import PackedDocuments
+from jax_impl.forward_context import ForwardContext
 from jax_impl.modules import Linear, RMSNorm
 from jax_impl.ops import add_bias, at_least_float32, parameter, short_convolution
 from jax_impl.recompute import name_value
@@ -87,33 +88,30 @@ class _DeltaRuleMixer(nnx.Module):
     def __call__(
         self,
         hidden_states: Float[Array, "b t d"],
-        positions: Int[Array, " t"],
-        attention_mask: Bool[Array, "b t t"] | None = None,
-        sequences: PackedDocuments | FLACPContext | None = None,
-        cache: DecodingCache | None = None,
+        context: ForwardContext,
     ) -> tuple[Float[Array, "b t d"], Array | None]:
         """Return the mixed output [B, T, D] and the bias of the output projection, not yet added.
 
         Args: see transformer.TransformerLayer.
 
         Raises:
-            ValueError: an attention_mask is given.
+            ValueError: the context has an attention_mask.
         """
-        if attention_mask is not None:
+        if context.attention_mask is not None:
             raise ValueError(
                 "attention_mask: expected None in a model with gdn or kda layers, whose state has seen all tokens, got "
-                f"one of shape {list(attention_mask.shape)}"
+                f"one of shape {list(context.attention_mask.shape)}"
             )
         projected = _apply(self.linear_qkv, hidden_states)
         beta = jax.nn.sigmoid(at_least_float32(_apply(self.linear_beta, hidden_states)))
         if self.config.linear_allow_neg_eigval:
             beta = 2 * beta
         decays = self._decays(hidden_states)
-        if cache is not None:
-            attended = self._decode(projected, decays, beta, cache)
+        if context.cache is not None:
+            attended = self._decode(projected, decays, beta, context.cache)
         else:
-            qkv = name_value(self.conv1d(projected, sequences), "short_conv")
-            attended = self._over_sequences(*self._heads(qkv), decays, beta, sequences)
+            qkv = name_value(self.conv1d(projected, context.sequences), "short_conv")
+            attended = self._over_sequences(*self._heads(qkv), decays, beta, context.sequences)
         gate = _by_head(self._output_gate(hidden_states), self.config.linear_heads[1])
         normed = self.out_norm(name_value(attended, "core_attn")) * gate
         return self.linear_proj(normed.reshape(*normed.shape[:2], -1))

@@ -20,7 +20,8 @@ from diptych.plans.model.sampling import check_inputs
 from diptych.plans.schedule.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
 from jax_impl.cache import AttentionState, DecodingCache, known_length, remembered_attention
 from jax_impl.context_parallel import cp_attention
-from jax_impl.documents import PackedDocuments, both_masks, pack_documents
+from jax_impl.documents import both_masks, pack_documents
+from jax_impl.forward_context import ForwardContext
 from jax_impl.hyper_connections import DeferredMix, HyperConnectionModule
 from jax_impl.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from jax_impl.modules import Linear, RMSNorm
@@ -62,10 +63,7 @@ class SelfAttention(nnx.Module):
     def __call__(
         self,
         hidden_states: Float[Array, "b t d"],
-        positions: Int[Array, " t"],
-        attention_mask: Bool[Array, "b t t"] | None = None,
-        sequences: PackedDocuments | FLACPContext | None = None,
-        cache: DecodingCache | None = None,
+        context: ForwardContext,
     ) -> tuple[Float[Array, "b t d"], Array | None]:
         """Return the output of attention [B, T, D] and the bias of the output projection, not yet added.
 
@@ -77,20 +75,21 @@ class SelfAttention(nnx.Module):
         qkv = add_bias(*self.linear_qkv(hidden_states))
         qkv = qkv.reshape(batch, length, heads + 2 * groups, self.config.head_dim)
         q, k, v = jnp.split(qkv, (heads, heads + groups), axis=2)
-        q = rotary_embedding(q, positions, self.config.rotary_base)
-        k = rotary_embedding(k, positions, self.config.rotary_base)
+        q = rotary_embedding(q, context.positions, self.config.rotary_base)
+        k = rotary_embedding(k, context.positions, self.config.rotary_base)
         attend = fused_attention if self.config.use_flash_attn else causal_attention
-        if isinstance(sequences, FLACPContext):
+        if isinstance(context.sequences, FLACPContext):
             q = name_value(q, "q")
             k = name_value(k, "k")
             v = name_value(v, "v")
-            attended = name_value(cp_attention(q, k, v, sequences, self.config.use_flash_attn), "core_attn")
-        elif cache is None:
-            attended = name_value(attend(q, k, v, both_masks(attention_mask, sequences)), "core_attn")
+            attended = name_value(cp_attention(q, k, v, context.sequences, self.config.use_flash_attn), "core_attn")
+        elif context.cache is None:
+            attended = name_value(attend(q, k, v, both_masks(context.attention_mask, context.sequences)), "core_attn")
         else:
-            past = cache.layers[self.layer_number]
+            past = context.cache.layers[self.layer_number]
             assert isinstance(past, AttentionState), "the cache was made for another layer pattern"
-            attended, cache.layers[self.layer_number] = remembered_attention(q, k, v, past, cache.length)
+            attended, state = remembered_attention(q, k, v, past, context.cache.length)
+            context.cache.layers[self.layer_number] = state
         return self.linear_proj(attended.reshape(batch, length, -1))
 
 
@@ -152,22 +151,13 @@ class TransformerLayer(nnx.Module):
     def __call__(
         self,
         hidden_states: Float[Array, "b t *s d"],
-        positions: Int[Array, " t"],
-        state: DropoutState | None = None,
-        attention_mask: Bool[Array, "b t t"] | None = None,
-        sequences: PackedDocuments | FLACPContext | None = None,
-        cache: DecodingCache | None = None,
+        context: ForwardContext,
     ) -> Float[Array, "b t *s d"]:
         """Run one layer.
 
         Args:
             hidden_states: [B, T, D], or residual streams [B, T, S, D] with hyper-connections.
-            positions: positions of the tokens within their sequence. [T]
-            state: dropout state of the batch; None: no dropout.
-            attention_mask: see ops.causal_attention.
-            sequences: the documents in each sequence, or the context-parallel context of this rank; None: each sequence
-                is one document and is whole on this rank.
-            cache: state of the tokens before, changed in place; None: there are none.
+            context: context of the forward pass.
 
         Returns:
             Hidden states of the same shape.
@@ -175,17 +165,15 @@ class TransformerLayer(nnx.Module):
         connection = self.self_attention_hyper_connection
         aggregated, mixed, h_post = self._read(connection, hidden_states)
         normed = name_value(self.input_layernorm(aggregated), "input_layernorm")
-        output = name_value(
-            add_bias(*self.self_attention(normed, positions, attention_mask, sequences, cache)), "attention_output"
-        )
+        output = name_value(add_bias(*self.self_attention(normed, context)), "attention_output")
         site = attention_site(self.layer_number)
-        hidden_states = self._write(connection, output, h_post, mixed, state, site)
+        hidden_states = self._write(connection, output, h_post, mixed, context.dropout, site)
 
         connection = self.mlp_hyper_connection
         aggregated, mixed, h_post = self._read(connection, hidden_states)
         normed = name_value(self.pre_mlp_layernorm(aggregated), "pre_mlp_layernorm")
         output = name_value(add_bias(*self.mlp(normed)), "mlp_output")
-        return self._write(connection, output, h_post, mixed, state, mlp_site(self.layer_number))
+        return self._write(connection, output, h_post, mixed, context.dropout, mlp_site(self.layer_number))
 
     def _read(
         self, connection: HyperConnectionModule | None, hidden_states: Array
@@ -250,11 +238,7 @@ class TransformerBlock(nnx.Module):
     def __call__(
         self,
         hidden_states: Float[Array, "b t *s d"],
-        positions: Int[Array, " t"],
-        state: DropoutState | None = None,
-        attention_mask: Bool[Array, "b t t"] | None = None,
-        sequences: PackedDocuments | FLACPContext | None = None,
-        cache: DecodingCache | None = None,
+        context: ForwardContext,
     ) -> Float[Array, "b t *streams d"]:
         """Run the layers of the stage; the first stage expands to streams, the last contracts them.
 
@@ -266,18 +250,17 @@ class TransformerBlock(nnx.Module):
             hidden_states = HyperConnectionModule.input_expand(hidden_states, streams)
 
         hidden_states = name_value(hidden_states, "residual_streams")
-        context = positions, state, attention_mask, sequences
-        if cache is not None:  # nothing is saved for backward
+        if context.cache is not None:  # nothing is saved for backward
             for number in sorted(map(int, self.layers)):
                 layer = self.layers[str(number)]
                 layer = fetched(layer) if offloads_layers(self.config) else layer
-                hidden_states = layer(hidden_states, *context, cache)
+                hidden_states = layer(hidden_states, context)
         elif offloads_layers(self.config):
             hidden_states = self._run_offloaded(hidden_states, context)
         else:
 
             def run(number: int, hidden_states: Array) -> Array:
-                return self.layers[str(number)](hidden_states, *context)
+                return self.layers[str(number)](hidden_states, context)
 
             hidden_states = checkpoint_blocks(run, self.config, self.vp_stage, self.pp_rank)(hidden_states)
         if self.final_layernorm is None:
@@ -286,12 +269,12 @@ class TransformerBlock(nnx.Module):
             hidden_states = HyperConnectionModule.output_contract(hidden_states, streams)
         return self.final_layernorm(hidden_states)
 
-    def _run_offloaded(self, hidden_states: Array, context: tuple) -> Array:
+    def _run_offloaded(self, hidden_states: Array, context: ForwardContext) -> Array:
         """Run the layers; the offload plan decides when the parameters of each are fetched."""
         split = {int(number): nnx.split(layer, nnx.Param) for number, layer in self.layers.items()}
 
-        def run(number: int, parameters: nnx.State, hidden_states: Array, context: tuple) -> Array:
-            return nnx.merge(split[number][0], parameters)(hidden_states, *context)
+        def run(number: int, parameters: nnx.State, hidden_states: Array, context: ForwardContext) -> Array:
+            return nnx.merge(split[number][0], parameters)(hidden_states, context)
 
         parameters = {number: params for number, (_, params) in sorted(split.items())}
         return run_offloaded(run, self.config, parameters, hidden_states, context, self.vp_stage, self.pp_rank)
@@ -394,7 +377,7 @@ class GPTModel(nnx.Module):
         hidden_states = inputs
         if self.pre_process and self.embedding is not None:
             hidden_states = self.embedding(inputs).astype(self.config.compute_dtype)
-        hidden_states = self.decoder(hidden_states, positions, state, attention_mask, sequences, cache)
+        hidden_states = self.decoder(hidden_states, ForwardContext(positions, state, attention_mask, sequences, cache))
         if cache is not None:
             cache.length += length
             hidden_states = jnp.where(cache.length <= self.config.seq_length, hidden_states, jnp.nan)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from diptych.plans.config import TransformerConfig
@@ -28,9 +28,10 @@ from reference_torch.delta_rule import (
     recurrent_kda,
 )
 from reference_torch.documents import PackedDocuments
+from reference_torch.forward_context import ForwardContext
 from reference_torch.modules import Linear, RMSNorm
 from reference_torch.ops import add_bias, at_least_float32, parameter, short_convolution
-from reference_torch.recompute import KEEP_ALL, BlockRecomputation, name_value
+from reference_torch.recompute import name_value
 
 
 class ShortConvolution(nn.Module):
@@ -90,24 +91,21 @@ class _DeltaRuleMixer(nn.Module):
     def forward(
         self,
         hidden_states: Float[Tensor, "b t d"],
-        positions: Int[Tensor, " t"],
-        attention_mask: Bool[Tensor, "b t t"] | None = None,
-        recompute: BlockRecomputation = KEEP_ALL,
-        sequences: PackedDocuments | FLACPContext | None = None,
-        cache: DecodingCache | None = None,
+        context: ForwardContext,
     ) -> tuple[Float[Tensor, "b t d"], Tensor | None]:
         """Return the mixed output [B, T, D] and the bias of the output projection, not yet added.
 
         Args: see transformer.TransformerLayer.
 
         Raises:
-            ValueError: an attention_mask is given.
+            ValueError: the context has an attention_mask.
         """
-        if attention_mask is not None:
+        if context.attention_mask is not None:
             raise ValueError(
                 "attention_mask: expected None in a model with gdn or kda layers, whose state has seen all tokens, got "
-                f"one of shape {list(attention_mask.shape)}"
+                f"one of shape {list(context.attention_mask.shape)}"
             )
+        sequences = context.sequences
         if isinstance(sequences, FLACPContext):
             sequences = sequences.of_layer(self.layer_number)
         projected = _apply(self.linear_qkv, hidden_states)
@@ -115,12 +113,12 @@ class _DeltaRuleMixer(nn.Module):
         if self.config.linear_allow_neg_eigval:
             beta = 2 * beta
         decays = self._decays(hidden_states)
-        if cache is not None:
-            attended = self._decode(projected, decays, beta, cache)
+        if context.cache is not None:
+            attended = self._decode(projected, decays, beta, context.cache)
         else:
             qkv = name_value(self.conv1d(projected, sequences), "short_conv")
             rule = partial(self._over_sequences, sequences=sequences)
-            attended = recompute("core_attn", rule, *self._heads(qkv), decays, beta)
+            attended = context.recompute("core_attn", rule, *self._heads(qkv), decays, beta)
         gate = _by_head(self._output_gate(hidden_states), self.config.linear_heads[1])
         normed = self.out_norm(name_value(attended, "core_attn")) * gate
         return self.linear_proj(normed.flatten(2))

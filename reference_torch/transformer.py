@@ -22,7 +22,8 @@ from diptych.plans.recompute import RecomputeBlock, recompute_blocks
 from diptych.plans.schedule.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
 from reference_torch.cache import AttentionState, DecodingCache, known_length, remembered_attention
 from reference_torch.context_parallel import cp_attention
-from reference_torch.documents import PackedDocuments, both_masks, pack_documents
+from reference_torch.documents import both_masks, pack_documents
+from reference_torch.forward_context import ForwardContext
 from reference_torch.hyper_connections import DeferredMix, HyperConnectionModule
 from reference_torch.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from reference_torch.modules import Linear, RMSNorm
@@ -41,7 +42,7 @@ from reference_torch.ops import (
     rotary_embedding,
     swiglu,
 )
-from reference_torch.recompute import KEEP_ALL, BlockRecomputation, name_value, run_block
+from reference_torch.recompute import SAVE_ALL, BlockRecomputation, name_value, run_block
 
 
 class SelfAttention(nn.Module):
@@ -64,11 +65,7 @@ class SelfAttention(nn.Module):
     def forward(
         self,
         hidden_states: Float[Tensor, "b t d"],
-        positions: Int[Tensor, " t"],
-        attention_mask: Bool[Tensor, "b t t"] | None = None,
-        recompute: BlockRecomputation = KEEP_ALL,
-        sequences: PackedDocuments | FLACPContext | None = None,
-        cache: DecodingCache | None = None,
+        context: ForwardContext,
     ) -> tuple[Float[Tensor, "b t d"], Tensor | None]:
         """Return the output of attention [B, T, D] and the bias of the output projection, not yet added.
 
@@ -80,23 +77,26 @@ class SelfAttention(nn.Module):
         qkv = linear(hidden_states, self.linear_qkv.weight, self.linear_qkv.bias)
         qkv = qkv.view(batch, length, heads + 2 * groups, self.config.head_dim)
         q, k, v = qkv.split((heads, groups, groups), dim=2)
-        q = rotary_embedding(q, positions, self.config.rotary_base)
-        k = rotary_embedding(k, positions, self.config.rotary_base)
+        q = rotary_embedding(q, context.positions, self.config.rotary_base)
+        k = rotary_embedding(k, context.positions, self.config.rotary_base)
         attend = fused_attention if self.config.use_flash_attn else causal_attention
         # v is copied: a view would save the joint projection of q, k and v for backward.
         q = name_value(q, "q")
         k = name_value(k, "k")
         v = name_value(v.contiguous(), "v")
+        sequences = context.sequences
         if isinstance(sequences, FLACPContext):
-            context = sequences.of_layer(self.layer_number)
-            attend = partial(cp_attention, context=context, fused=self.config.use_flash_attn)
-            attended = recompute("core_attn", attend, q, k, v)
-        elif cache is None:
-            attended = recompute("core_attn", attend, q, k, v, both_masks(attention_mask, sequences))
+            cp_context = sequences.of_layer(self.layer_number)
+            attend = partial(cp_attention, context=cp_context, fused=self.config.use_flash_attn)
+            attended = context.recompute("core_attn", attend, q, k, v)
+        elif context.cache is None:
+            mask = both_masks(context.attention_mask, sequences)
+            attended = context.recompute("core_attn", attend, q, k, v, mask)
         else:
-            past = cache.layers[self.layer_number]
+            past = context.cache.layers[self.layer_number]
             assert isinstance(past, AttentionState), "the cache was made for another layer pattern"
-            attended, cache.layers[self.layer_number] = remembered_attention(q, k, v, past, cache.length)
+            attended, state = remembered_attention(q, k, v, past, context.cache.length)
+            context.cache.layers[self.layer_number] = state
         return self.linear_proj(name_value(attended, "core_attn").flatten(2))
 
 
@@ -118,7 +118,7 @@ class MLP(nn.Module):
         self.linear_fc2 = Linear(config, f"{name}.linear_fc2", specs["linear_fc2"])
 
     def forward(
-        self, hidden_states: Float[Tensor, "b t d"], recompute: BlockRecomputation = KEEP_ALL
+        self, hidden_states: Float[Tensor, "b t d"], recompute: BlockRecomputation = SAVE_ALL
     ) -> tuple[Float[Tensor, "b t d"], Tensor | None]:
         """Return the output [B, T, D] and the bias of the second map, not yet added."""
         inner = name_value(linear(hidden_states, self.linear_fc1.weight, self.linear_fc1.bias), "fc1")
@@ -162,37 +162,26 @@ class TransformerLayer(nn.Module):
     def forward(
         self,
         hidden_states: Float[Tensor, "b t *s d"],
-        positions: Int[Tensor, " t"],
-        state: DropoutState | None = None,
-        attention_mask: Bool[Tensor, "b t t"] | None = None,
-        recompute: BlockRecomputation = KEEP_ALL,
-        sequences: PackedDocuments | FLACPContext | None = None,
-        cache: DecodingCache | None = None,
+        context: ForwardContext,
     ) -> Float[Tensor, "b t *s d"]:
         """Run one layer.
 
         Args:
             hidden_states: [B, T, D], or residual streams [B, T, S, D] with hyper-connections.
-            positions: positions of the tokens within their sequence. [T]
-            state: dropout state of the batch; None: no dropout.
-            attention_mask: see ops.causal_attention.
-            recompute: values to drop after forward, and the manager that recomputes them in backward.
-            sequences: the documents in each sequence, or the context-parallel context of this rank; None: each sequence
-                is one document and is whole on this rank.
-            cache: state of the tokens before, changed in place; None: there are none.
+            context: context of the forward pass.
 
         Returns:
             Hidden states of the same shape.
         """
+        recompute = context.recompute
         connection = self.self_attention_hyper_connection
         aggregated, mixed, h_post = self._read(connection, hidden_states, recompute)
         normed = name_value(recompute("input_layernorm", self.input_layernorm, aggregated), "input_layernorm")
-        output = name_value(
-            add_bias(*self.self_attention(normed, positions, attention_mask, recompute, sequences, cache)),
-            "attention_output",
-        )
+        output = name_value(add_bias(*self.self_attention(normed, context)), "attention_output")
         site = attention_site(self.layer_number)
-        hidden_states = recompute("residual_streams", self._write, connection, output, h_post, mixed, state, site)
+        hidden_states = recompute(
+            "residual_streams", self._write, connection, output, h_post, mixed, context.dropout, site
+        )
         recompute.discard_consumed(hidden_states)
 
         connection = self.mlp_hyper_connection
@@ -201,7 +190,9 @@ class TransformerLayer(nn.Module):
         normed = name_value(normed, "pre_mlp_layernorm")
         output = recompute("mlp_output", self._mlp_output, normed, recompute.inside("mlp_output"))
         site = mlp_site(self.layer_number)
-        hidden_states = recompute("residual_streams", self._write, connection, output, h_post, mixed, state, site)
+        hidden_states = recompute(
+            "residual_streams", self._write, connection, output, h_post, mixed, context.dropout, site
+        )
         recompute.discard_consumed(hidden_states)
         return hidden_states
 
@@ -272,11 +263,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self,
         hidden_states: Float[Tensor, "b t *s d"],
-        positions: Int[Tensor, " t"],
-        state: DropoutState | None = None,
-        attention_mask: Bool[Tensor, "b t t"] | None = None,
-        sequences: PackedDocuments | FLACPContext | None = None,
-        cache: DecodingCache | None = None,
+        context: ForwardContext,
     ) -> Float[Tensor, "b t *streams d"]:
         """Run the layers of the stage; the first stage expands to streams, the last contracts them.
 
@@ -290,9 +277,8 @@ class TransformerBlock(nn.Module):
         for block in self.blocks:
 
             def run(hidden_states: Tensor, recompute: BlockRecomputation, block: RecomputeBlock = block) -> Tensor:
-                context = positions, state, attention_mask, recompute, sequences, cache
                 for number in block.layers:
-                    hidden_states = self.layers[str(number)](hidden_states, *context)
+                    hidden_states = self.layers[str(number)](hidden_states, context._replace(recompute=recompute))
                 return hidden_states
 
             hidden_states = run_block(block, run, hidden_states, self.training)
@@ -404,7 +390,7 @@ class GPTModel(nn.Module):
         hidden_states = inputs
         if self.pre_process and self.embedding is not None:
             hidden_states = self.embedding(inputs).to(getattr(torch, self.config.compute_dtype))
-        hidden_states = self.decoder(hidden_states, positions, state, attention_mask, sequences, cache)
+        hidden_states = self.decoder(hidden_states, ForwardContext(positions, state, attention_mask, sequences, cache))
         if cache is not None:
             cache.length += length
         head = self.output_layer or self.embedding

@@ -5,7 +5,7 @@ refills storages; its mirror ``jax_impl/recompute.py`` uses ``jax.checkpoint`` p
 ``diptych/plans/recompute.py`` decides which values are dropped.
 """
 
-from reference_torch.recompute.blocks import KEEP_ALL, BlockRecomputation, run_block
+from reference_torch.recompute.blocks import SAVE_ALL, BlockRecomputation, run_block
 from reference_torch.recompute.checkpoint import (
     CheckpointWithoutOutput,
     MHCBlockRecomputeManager,
@@ -29,7 +29,7 @@ __all__ = [
     "lazy_restore",
     "before_replay",
     "BlockRecomputation",
-    "KEEP_ALL",
+    "SAVE_ALL",
     "run_block",
     "name_value",
     "residual_report",

@@ -46,7 +46,7 @@ class BlockRecomputation:
 
         If that module is replayed as a whole, the modules inside it drop nothing themselves.
         """
-        return KEEP_ALL if value in self.dropped else self
+        return SAVE_ALL if value in self.dropped else self
 
     def discard_consumed(self, hidden_states: Tensor) -> None:
         """Empty every dropped output so far except ``hidden_states``, which forward still reads."""
@@ -54,8 +54,8 @@ class BlockRecomputation:
             self._manager.discard_consumed(hidden_states)
 
 
-KEEP_ALL = BlockRecomputation()
-"""Decisions of a block that drops nothing."""
+SAVE_ALL = BlockRecomputation()
+"""Decisions of a block that saves everything for backward."""
 
 
 def run_block(
@@ -76,9 +76,9 @@ def run_block(
         The output of the last layer.
     """
     if block.kind == "none" or not training or not torch.is_grad_enabled():
-        return layers(hidden_states, KEEP_ALL)
+        return layers(hidden_states, SAVE_ALL)
     if block.kind == "full":
-        return checkpoint(layers, hidden_states, KEEP_ALL, use_reentrant=False)  # pyright: ignore
+        return checkpoint(layers, hidden_states, SAVE_ALL, use_reentrant=False)  # pyright: ignore
     with MHCBlockRecomputeManager() as manager:
         output = layers(hidden_states, BlockRecomputation(block.dropped, manager))
         manager.discard_all_outputs_and_register_unified_recompute(output)
