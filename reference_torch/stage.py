@@ -147,10 +147,10 @@ def _part(batch: Batch, first: int, model: PipelineStage, cp: ProcessGroup) -> t
         finish(cp)  # without a backward, this rank could run ahead of all others
     tokens, targets, starts = batch
     laid = end_to_end(tokens, targets, np.arange(first, first + len(tokens)), starts)
-    offsets = torch.from_numpy(laid.cu_seqlens)
+    cu_seqlens = torch.from_numpy(laid.cu_seqlens)
     kernel = model.config.linear_conv_kernel_dim
     options = exchange_options(model.config)
-    context = build_cp_context(offsets.to(model.device), cp, kernel, offsets, **options)
+    context = build_cp_context(cu_seqlens.to(model.device), cp, kernel, cu_seqlens, **options)
     context = replace(context, timeout=model.config.pipeline_timeout)
     if context.handing is not None:
         context.handing.keeps = _messages_to_keep(model.config)

@@ -60,9 +60,9 @@ def build_cp_context(
     given = cp_exchange, cp_wire_dtype, cp_truncate_ranks, cp_transition_rank, cp_attention_layout
     exchange: dict[str, Any] = dict(zip(OPTIONS, given, strict=True))
     check_sequences(values, known.dtype.name, size, conv1d_kernel_size, **exchange)
-    offsets = jnp.asarray(known)
-    part: Any = offsets[-1] // size if values is None else int(values[-1]) // size
-    local = local_sequences(offsets, rank, part, jnp)
+    all_cu_seqlens = jnp.asarray(known)
+    part: Any = all_cu_seqlens[-1] // size if values is None else int(values[-1]) // size
+    local = local_sequences(all_cu_seqlens, rank, part, jnp)
     return FLACPContext(
         group=group,
         cu_seqlens=local.cu_seqlens,
@@ -80,7 +80,7 @@ def build_cp_context(
         conv1d_kernel_size=conv1d_kernel_size,
         pre_num_conv_tokens=conv1d_kernel_size and jnp.minimum(conv1d_kernel_size - 1, local.pre_num_tokens),
         **exchange,
-        all_cu_seqlens=offsets,
+        all_cu_seqlens=all_cu_seqlens,
     )
 
 

@@ -45,13 +45,13 @@ def build_cp_context(
     if group is not None and not isinstance(group, ProcessGroup):
         raise ValueError(f"group: expected a process group of torch.distributed, or None, got {group!r}")
     known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-    offsets = known.detach().cpu().numpy()
+    on_host = known.detach().cpu().numpy()
     size, rank = (1, 0) if group is None else (group.size(), dist.get_rank(group))
     given = cp_exchange, cp_wire_dtype, cp_truncate_ranks, cp_transition_rank, cp_attention_layout
     exchange: dict[str, Any] = dict(zip(OPTIONS, given, strict=True))
-    check_sequences(offsets, str(known.dtype).removeprefix("torch."), size, conv1d_kernel_size, **exchange)
-    part = int(offsets[-1]) // size
-    local = local_sequences(offsets, rank, part)
+    check_sequences(on_host, str(known.dtype).removeprefix("torch."), size, conv1d_kernel_size, **exchange)
+    part = int(on_host[-1]) // size
+    local = local_sequences(on_host, rank, part)
     own = local.cu_seqlens[: (count := int(local.num_sequences)) + 1]
     return FLACPContext(
         group=group,
