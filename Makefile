@@ -20,6 +20,8 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 VENV := .venv
 # One stamp a variant: asking for the other one installs it.
 INSTALLED := $(VENV)/installed-$(TORCH)
+# Other projects that only make test-all imports.
+PEERS := $(VENV)/installed-peers
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 PYTEST := $(BIN)/python -m pytest
@@ -58,6 +60,10 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(INSTALL_PLUGIN)
 	@touch $@
 
+$(PEERS): $(INSTALLED)
+	$(PIP) install -q -c $(CONSTRAINTS) -e '.[peers]'
+	@touch $@
+
 install: $(INSTALLED)
 
 demo: $(INSTALLED)
@@ -74,7 +80,7 @@ test: $(INSTALLED)
 	$(BIN)/pyright
 	$(PYTEST) -n 2 -m "not slow"
 
-test-all: $(INSTALLED)
+test-all: $(PEERS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
