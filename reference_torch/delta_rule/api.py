@@ -20,7 +20,7 @@ from reference_torch.context_parallel import Crossing, complete, with_transition
 from reference_torch.context_parallel.states import run_pipelined
 from reference_torch.context_parallel.wavefront import is_pipelined
 from reference_torch.delta_rule.by_kernels import chunked_by_kernels
-from reference_torch.delta_rule.chunked import chunked
+from reference_torch.delta_rule.chunked import Arguments, chunked
 from reference_torch.delta_rule.gates import gated, prepared
 from reference_torch.delta_rule.recurrent import recurrent
 from reference_torch.ops import at_least_float32, kernel_backend
@@ -47,8 +47,8 @@ def recurrent_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """Run Kimi delta attention token by token; arguments and results are those of chunk_kda."""
     options = DeltaRuleOptions(True, scale, 1, use_qk_l2norm_in_kernel, use_gate_in_kernel, safe_gate, lower_bound)
-    arrays = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    return _recurrent(arrays, cu_seqlens, options, output_final_state)
+    arguments = Arguments(q, k, v, g, beta, A_log, dt_bias)
+    return _recurrent(arguments, initial_state, cu_seqlens, options, output_final_state)
 
 
 @refuse_unknown_keywords
@@ -108,8 +108,10 @@ def chunk_kda(
     options = DeltaRuleOptions(
         True, scale, chunk_size, use_qk_l2norm_in_kernel, use_gate_in_kernel, safe_gate, lower_bound
     )
-    arrays = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    return _chunked(arrays, cu_seqlens, options, output_final_state, not disable_recompute, cp_context, impl)
+    arguments = Arguments(q, k, v, g, beta, A_log, dt_bias)
+    return _chunked(
+        arguments, initial_state, cu_seqlens, options, output_final_state, not disable_recompute, cp_context, impl
+    )
 
 
 @refuse_unknown_keywords
@@ -128,8 +130,8 @@ def recurrent_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Run the gated delta rule of GDN token by token; arguments and results are those of chunk_gated_delta_rule."""
     options = DeltaRuleOptions(False, scale, 1, use_qk_l2norm_in_kernel)
-    arrays = (q, k, v, g, beta, None, None, initial_state)
-    return _recurrent(arrays, cu_seqlens, options, output_final_state)
+    arguments = Arguments(q, k, v, g, beta, None, None)
+    return _recurrent(arguments, initial_state, cu_seqlens, options, output_final_state)
 
 
 @refuse_unknown_keywords
@@ -157,27 +159,27 @@ def chunk_gated_delta_rule(
     Reference: Yang, Kautz and Hatamizadeh, arXiv 2412.06464, section 3.
     """
     options = DeltaRuleOptions(False, scale, chunk_size, use_qk_l2norm_in_kernel)
-    arrays = (q, k, v, g, beta, None, None, initial_state)
-    return _chunked(arrays, cu_seqlens, options, output_final_state, not disable_recompute, cp_context, impl)
+    arguments = Arguments(q, k, v, g, beta, None, None)
+    return _chunked(
+        arguments, initial_state, cu_seqlens, options, output_final_state, not disable_recompute, cp_context, impl
+    )
 
 
-Arrays = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""q, k, v, g, beta, A_log, dt_bias, initial_state."""
-
-
-def _offsets(arrays: Arrays, cu_seqlens: Tensor | np.ndarray | None, options: DeltaRuleOptions) -> np.ndarray | None:
-    """Check all arguments, and return the values of cu_seqlens."""
-    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-    infos = {name: _info(name, x) for name, x in zip(names, arrays, strict=True)}
+def _check(
+    arguments: Arguments, initial: Tensor | None, cu_seqlens: Tensor | np.ndarray | None, options: DeltaRuleOptions
+) -> np.ndarray | None:
+    """Check all arguments, and return cu_seqlens on the host."""
+    given = arguments._asdict() | {"initial_state": initial}
+    infos = {name: _info(name, x) for name, x in given.items()}
     if isinstance(cu_seqlens, np.ndarray):  # from cp_context
         check_arguments(options, infos | {"cu_seqlens": ArrayInfo(cu_seqlens.shape, cu_seqlens.dtype.name, cu_seqlens)})
         return cu_seqlens
-    offsets = _info("cu_seqlens", cu_seqlens)
-    check_arguments(options, infos | {"cu_seqlens": offsets})
-    if cu_seqlens is None or offsets is None:
+    info = _info("cu_seqlens", cu_seqlens)
+    check_arguments(options, infos | {"cu_seqlens": info})
+    if cu_seqlens is None or info is None:
         return None
     values = _values_of(cu_seqlens)
-    check_arguments(options, infos | {"cu_seqlens": offsets._replace(values=values)})
+    check_arguments(options, infos | {"cu_seqlens": info._replace(values=values)})
     return values
 
 
@@ -202,13 +204,17 @@ def _info(name: str, x: Tensor | None) -> ArrayInfo | None:
 
 
 def _recurrent(
-    arrays: Arrays, cu_seqlens: Tensor | None, options: DeltaRuleOptions, output_final_state: bool
+    arguments: Arguments,
+    initial: Tensor | None,
+    cu_seqlens: Tensor | None,
+    options: DeltaRuleOptions,
+    output_final_state: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    offsets = _offsets(arrays, cu_seqlens, options)
-    with without_autocast(arrays[0].device.type):  # the arguments determine the types
-        inputs = gated(*arrays[:7], options)
-        o, finals = recurrent(*inputs, arrays[7], None if offsets is None else offsets.tolist())
-    return o.to(arrays[2].dtype), finals if output_final_state else None
+    on_host = _check(arguments, initial, cu_seqlens, options)
+    with without_autocast(arguments.q.device.type):  # the arguments determine the types
+        inputs = gated(*arguments, options)
+        o, finals = recurrent(*inputs, initial, None if on_host is None else on_host.tolist())
+    return o.to(arguments.v.dtype), finals if output_final_state else None
 
 
 def _chunked(*call: Any) -> tuple[Tensor, Tensor | None]:
@@ -223,7 +229,8 @@ def _chunked(*call: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _chunked_eagerly(
-    arrays: Arrays,
+    arguments: Arguments,
+    initial: Tensor | None,
     cu_seqlens: Tensor | None,
     options: DeltaRuleOptions,
     output_final_state: bool,
@@ -232,29 +239,29 @@ def _chunked_eagerly(
     impl: str,
 ) -> tuple[Tensor, Tensor | None]:
     name = "chunk_kda" if options.per_channel else "chunk_gated_delta_rule"
-    refuse_transformed(name, f"call {name.replace('chunk', 'recurrent')}, or torch.autograd", *arrays)
+    refuse_transformed(name, f"call {name.replace('chunk', 'recurrent')}, or torch.autograd", *arguments, initial)
+    q = arguments.q
     if context is not None:
-        check_part(context, tuple(getattr(arrays[0], "shape", ())), _values_beside(context, cu_seqlens))
-    offsets = _offsets(arrays, cu_seqlens if context is None else context.cu_seqlens_cpu, options)
-    options = options.for_length(arrays[0].shape[1])
+        check_part(context, tuple(getattr(q, "shape", ())), _values_beside(context, cu_seqlens))
+    on_host = _check(arguments, initial, cu_seqlens if context is None else context.cu_seqlens_cpu, options)
+    options = options.for_length(q.shape[1])
     impl = implementation_for(impl, context)
-    kernels = kernel_backend(impl, arrays[0])
-    given = arrays[:-1]
+    kernels = kernel_backend(impl, q)
 
     def run(initial: Tensor | None, context: FLACPContext | None = None) -> tuple[Tensor, Tensor]:
         if kernels is not None:
-            return chunked_by_kernels(kernels, *given, initial, options, offsets, recompute, context)
+            return chunked_by_kernels(kernels, arguments, initial, options, on_host, recompute, context)
         if context is None:
-            o, _, finals = chunked(*given, initial, options, offsets, recompute)
+            o, _, finals = chunked(arguments, initial, options, on_host, recompute)
             return o, finals
-        return _over_ranks((*given, initial), options, recompute, context)
+        return _over_ranks(arguments, initial, options, recompute, context)
 
-    with without_autocast(arrays[0].device.type):  # the arguments determine the types
+    with without_autocast(q.device.type):  # the arguments determine the types
         if context is not None and is_pipelined(context):  # run then treats the part as whole sequences
-            beside = next((x for x in arrays if x is not None and x.requires_grad), arrays[0])
-            o, finals = run_pipelined(arrays[-1], _state_like(arrays), context, run, beside)
+            beside = next((x for x in (*arguments, initial) if x is not None and x.requires_grad), q)
+            o, finals = run_pipelined(initial, _state_like(arguments), context, run, beside)
         else:
-            o, finals = run(arrays[-1], context)
+            o, finals = run(initial, context)
     return o, finals if output_final_state else None
 
 
@@ -268,36 +275,43 @@ def _values_beside(context: FLACPContext, cu_seqlens: Tensor | None) -> np.ndarr
 
 
 def _over_ranks(
-    arrays: Arrays, options: DeltaRuleOptions, recompute: bool, context: FLACPContext
+    arguments: Arguments,
+    initial: Tensor | None,
+    options: DeltaRuleOptions,
+    recompute: bool,
+    context: FLACPContext,
 ) -> tuple[Tensor, Tensor]:
     """Run the rule over this rank's part of the sequences."""
-    q = arrays[0]
-    v = arrays[2]
-    initial = arrays[-1]
-    offsets = context.cu_seqlens_cpu
-    like = _state_like(arrays)
-    initial = with_transition_columns(initial, context, like)
-    num_transition_columns = 0 if context.is_first_rank else q.shape[3]
-    crossing = Crossing(context, v.shape[3], _log_decay(arrays, options, context))
-    o, finals = complete(
-        *chunked(*arrays[:-1], initial, options, offsets, recompute, num_transition_columns, crossing), crossing
+    v = arguments.v
+    like = _state_like(arguments)
+    _, key, value = like.shape
+    crossing = Crossing(context, value, _log_decay(arguments, options, context))
+    found = chunked(
+        arguments,
+        with_transition_columns(initial, context, like),
+        options,
+        context.cu_seqlens_cpu,
+        recompute,
+        0 if context.is_first_rank else key,
+        crossing,
     )
+    o, finals = complete(*found, crossing)
     return o.to(v.dtype), finals
 
 
-def _state_like(arrays: Arrays) -> Tensor:
+def _state_like(arguments: Arguments) -> Tensor:
     """Return a state of zeros [HV, K, V]."""
-    q = arrays[0]
-    v = arrays[2]
+    q = arguments.q
+    v = arguments.v
     dtype = getattr(torch, compute_dtype(str(q.dtype).removeprefix("torch.")))
     return q.new_zeros(v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
 
 
-def _log_decay(arrays: Arrays, options: DeltaRuleOptions, context: FLACPContext) -> Tensor | None:
+def _log_decay(arguments: Arguments, options: DeltaRuleOptions, context: FLACPContext) -> Tensor | None:
     """Return the sum of log decays over the part, [HV, K] or [HV, 1], for a low-rank transition."""
     if context.cp_transition_rank is None:
         return None
-    q, k, _, g, _, A_log, dt_bias, _ = arrays
+    q, k, _, g, _, A_log, dt_bias = arguments
     with torch.no_grad():
         _, _, g = prepared(q, k, g, A_log, dt_bias, options)
         total = at_least_float32(g[0]).sum(0)

@@ -11,18 +11,13 @@ from diptych.plans.model.delta_rule import DeltaRuleOptions, chunk_tables
 from diptych.plans.model.implementation import kernel_chunk_size
 from diptych_kernels.delta_rule.autodiff_rules import BoundarySequences
 from reference_torch.context_parallel import exchange_states
+from reference_torch.delta_rule.chunked import Arguments
 from reference_torch.delta_rule.gates import prepared
 
 
 def chunked_by_kernels(
     kernels: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
+    arguments: Arguments,
     initial_state: Tensor | None,
     options: DeltaRuleOptions,
     cu_seqlens: np.ndarray | None,
@@ -33,17 +28,16 @@ def chunked_by_kernels(
 
     ``kernels`` is the module from ops.kernel_backend. The other arguments are those of chunk_kda, already checked.
     """
-    q, k, g = prepared(q, k, g, A_log, dt_bias, options)
+    v = arguments.v
+    q, k, g = prepared(arguments.q, arguments.k, arguments.g, arguments.A_log, arguments.dt_bias, options)
     size = kernel_chunk_size(options.chunk_size)
     tables = chunk_tables(np.arange(len(q) + 1) * q.shape[1] if cu_seqlens is None else cu_seqlens, size)
-    arguments: list[Any] = [q, k, v, g, beta, initial_state, tables, size]
-    arguments += [options.scale_of(q.shape[-1]), recompute]
+    scale = options.scale_of(q.shape[-1])
+    call: list[Any] = [q, k, v, g, arguments.beta, initial_state, tables, size, scale, recompute]
     if context is not None:
-        arguments += [
-            KernelRanks(context, v.shape[-1]),
-            _boundary_sequences(context, initial_state, tables.sequences, k, v),
-        ]
-    return kernels.delta_rule(*arguments)
+        ranks = KernelRanks(context, v.shape[-1])
+        call += [ranks, _boundary_sequences(context, initial_state, tables.sequences, k, v)]
+    return kernels.delta_rule(*call)
 
 
 def _boundary_sequences(

@@ -28,6 +28,18 @@ from reference_torch.delta_rule.intra import ChunkTerms, chunk_terms
 from reference_torch.delta_rule.scan import Scanned, outputs, scan_chunks, scan_chunks_backward
 
 
+class Arguments(NamedTuple):
+    """Arguments of a call, or of a segment: its tokens, and all parameters of the gate."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+
+
 @dataclass(frozen=True)
 class Segment:
     """Consecutive chunks that are computed together.
@@ -56,9 +68,11 @@ class Segment:
         """Return the tokens of this segment [B, t, ...] from all tokens [B, T, ...]."""
         return x[:, slice(*self.tokens)]
 
-    def parts(self, arguments: Sequence[Any]) -> list[Any]:
+    def own_arguments(self, arguments: Arguments) -> Arguments:
         """Return the arguments of this segment: its tokens of q, k, v, g and beta, and all of A_log and dt_bias."""
-        return [None if x is None else self.own(x) if place < 5 else x for place, x in enumerate(arguments)]
+        *tokens, A_log, dt_bias = arguments
+        q, k, v, g, beta = (self.own(x) for x in tokens)
+        return Arguments(q, k, v, g, beta, A_log, dt_bias)
 
     def to_chunks(self, x: Tensor) -> Tensor:
         """Reshape tokens [B, t, H, D] to chunks [n, B * H, chunk_size, D], with zeros in empty slots."""
@@ -75,12 +89,35 @@ class Segment:
         x = x.reshape(batch, chunks * size, rows // batch, width)
         return x if self.slot is None else x.index_select(1, self.slot)
 
-    def terms(self, arguments: Sequence[Any], options: DeltaRuleOptions) -> ChunkTerms:
+    def terms(self, arguments: Arguments, options: DeltaRuleOptions) -> ChunkTerms:
         """Return the terms of the chunks from the arguments of this segment."""
-        q, k, v, g, beta, A_log, dt_bias = arguments
-        v = F.pad(v, (0, self.num_transition_columns)) if self.num_transition_columns else v
-        q, k, v, g, beta = (self.to_chunks(x) for x in gated(q, k, v, g, beta, A_log, dt_bias, options))
+        if self.num_transition_columns:
+            arguments = arguments._replace(v=F.pad(arguments.v, (0, self.num_transition_columns)))
+        q, k, v, g, beta = (self.to_chunks(x) for x in gated(*arguments, options))
         return chunk_terms(q, k, v, g, beta)
+
+
+class Layout(NamedTuple):
+    """The static part of a call."""
+
+    options: DeltaRuleOptions
+    segments: list[Segment]
+    num_transition_columns: int
+    """See the docstring of this file."""
+    states: tuple[int, int, int, int]
+    """Shape of the final states: sequences, B * HV, K, and V with the transition columns."""
+
+    def initial_states(self, given: Tensor | None, like: Tensor) -> dict[int, Tensor]:
+        """Return the states [B * HV, K, V] by number of the sequence: the given ones, and zeros for further sequences.
+
+        Only the state of the first sequence has transition columns.
+        """
+        sequences, *shape = self.states
+        states = [] if given is None else list(given)
+        zeros = like.new_zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32))
+        states += [zeros] * (sequences - len(states))
+        width = shape[-1] - self.num_transition_columns
+        return {number: state[..., :width] if number else state for number, state in enumerate(states)}
 
 
 def make_segments(
@@ -116,13 +153,7 @@ def make_segments(
 
 
 def chunked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
+    arguments: Arguments,
     initial_state: Tensor | None,
     options: DeltaRuleOptions,
     cu_seqlens: np.ndarray | None,
@@ -132,50 +163,31 @@ def chunked(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return outputs, their transition columns (None if there are none), and final states.
 
-    q, k, v, g, beta, A_log, dt_bias, options and cu_seqlens are the checked arguments of chunk_kda (api.py).
-    initial_state holds the states of the first sequences; further sequences begin with 0. Only the first sequence has
-    transition columns (see the docstring of this file); the states of other sequences are padded with zeros, and
-    outputs then have the type of states. crossing begins its exchange before the last outputs are computed.
+    arguments, options and cu_seqlens are the checked arguments of chunk_kda (api.py). initial_state holds the states of
+    the first sequences; further sequences begin with 0. Only the first sequence has transition columns (see the
+    docstring of this file); the states of other sequences are padded with zeros, and outputs then have the type of
+    states. crossing begins its exchange before the last outputs are computed.
     """
-    batch, length, heads, width = v.shape
-    key = q.shape[-1]
-    width += num_transition_columns
+    batch, length, heads, width = arguments.v.shape
+    key = arguments.q.shape[-1]
     sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
-    offsets = np.array([0, length]) if cu_seqlens is None else cu_seqlens
-    cuts = cut_into_chunks(offsets, length, options.chunk_size)
+    cu_seqlens = np.array([0, length]) if cu_seqlens is None else cu_seqlens
+    cuts = cut_into_chunks(cu_seqlens, length, options.chunk_size)
     size = SEGMENT_SIZE if recompute else len(cuts.token)
-    segments = make_segments(cuts, options.chunk_size, size, q.device, num_transition_columns)
-    shape = (sequences, batch * heads, key, width)
+    segments = make_segments(cuts, options.chunk_size, size, arguments.q.device, num_transition_columns)
+    shape = (sequences, batch * heads, key, width + num_transition_columns)
+    layout = Layout(options, segments, num_transition_columns, shape)
     initial = None if initial_state is None else initial_state.reshape(-1, *shape[1:])
-    arguments = [q, k, v, g, beta, A_log, dt_bias]
     if recompute:
-        o, transition_output, finals = _Replayed.apply(
-            segments, options, num_transition_columns, shape, crossing, *arguments, initial
-        )
+        o, transition_output, finals = _Replayed.apply(layout, crossing, initial, *arguments)
     else:
-        terms = [term for part in segments for term in part.terms(part.parts(arguments), options)]
-        *found, finals = _SavedScan.apply(segments, shape, num_transition_columns, crossing, initial, *terms)
+        terms = [term for part in segments for term in part.terms(part.own_arguments(arguments), options)]
+        *found, finals = _SavedScan.apply(layout, crossing, initial, *terms)
         found = [part.to_tokens(x, batch) for part, x in zip(segments, found, strict=True)]
-        o = torch.cat([x[..., : v.shape[-1]] for x in found], 1)
-        transition_output = found[0][..., v.shape[-1] :] if num_transition_columns else None
-        o = o if num_transition_columns else o.to(v.dtype)
-    return o, transition_output, finals.view(-1, heads, key, width)
-
-
-def _states(
-    given: Tensor | None, shape: tuple[int, ...], like: Tensor, num_transition_columns: int
-) -> dict[int, Tensor]:
-    """Return N states [R, K, V] by number of the sequence: the given ones, and zeros for further sequences.
-
-    Only the state of the first sequence has transition columns.
-    """
-    states = [] if given is None else list(given)
-    zeros = like.new_zeros(shape[1:], dtype=torch.promote_types(like.dtype, torch.float32))
-    states += [zeros] * (shape[0] - len(states))
-    return {
-        number: state[..., : shape[-1] - num_transition_columns] if number else state
-        for number, state in enumerate(states)
-    }
+        o = torch.cat([x[..., :width] for x in found], 1)
+        transition_output = found[0][..., width:] if num_transition_columns else None
+        o = o if num_transition_columns else o.to(arguments.v.dtype)
+    return o, transition_output, finals.view(-1, heads, key, shape[-1])
 
 
 def _stacked(states: dict[int, Tensor], count: int) -> Tensor:
@@ -191,64 +203,61 @@ class _SavedScan(torch.autograd.Function):
     """The scan without recomputation: it saves terms and states, and autograd saves the inputs of the terms."""
 
     @staticmethod
-    def forward(ctx, segments, shape, num_transition_columns, crossing, initial, *terms):
+    def forward(ctx, layout: Layout, crossing, initial, *terms):
         each = [ChunkTerms(*terms[place : place + _TERMS]) for place in range(0, len(terms), _TERMS)]
-        states = _states(initial, shape, each[0].u, num_transition_columns)
-        scans = [scan_chunks(own, part.owners, states) for own, part in zip(each, segments, strict=True)]
+        states = layout.initial_states(initial, each[0].u)
+        scans = [scan_chunks(own, part.owners, states) for own, part in zip(each, layout.segments, strict=True)]
         if crossing is not None:
-            crossing.begin(_stacked(states, shape[0]))
+            crossing.begin(_stacked(states, len(states)))
         ctx.save_for_backward(*terms, *(x for scanned in scans for x in scanned))
-        ctx.segments = segments
-        ctx.shape = shape
-        ctx.num_transition_columns = num_transition_columns
+        ctx.layout = layout
         ctx.given = 0 if initial is None else len(initial)
         ctx.set_materialize_grads(False)
         found = [outputs(own, scanned) for own, scanned in zip(each, scans, strict=True)]
-        return *found, _stacked(states, shape[0])
+        return *found, _stacked(states, len(states))
 
     @staticmethod
     @differentiable_once
     def backward(ctx, *d_results):  # pyright: ignore[reportIncompatibleMethodOverride]
         *d_outputs, d_finals = d_results
-        count = _TERMS * len(ctx.segments)
+        segments = ctx.layout.segments
         saved = ctx.saved_tensors  # read once, because hooks of torch.utils.checkpoint unpack once
-        terms = saved[:count]
-        scans = saved[count:]
-        d_states = _states(d_finals, ctx.shape, terms[0], ctx.num_transition_columns)
+        terms = saved[: _TERMS * len(segments)]
+        scans = saved[_TERMS * len(segments) :]
+        d_states = ctx.layout.initial_states(d_finals, terms[0])
         gradients = []
-        for place, part in reversed(list(enumerate(ctx.segments))):
+        for place, part in reversed(list(enumerate(segments))):
             own = ChunkTerms(*terms[_TERMS * place :][:_TERMS])
             scanned = Scanned(*scans[2 * place :][:2])
             d_output = torch.zeros_like(scanned.errors) if d_outputs[place] is None else d_outputs[place]
             gradients[:0] = scan_chunks_backward(own, part.owners, scanned, d_output, d_states)
-        d_initial = _stacked(d_states, ctx.given) if ctx.needs_input_grad[4] else None
-        return None, None, None, None, d_initial, *gradients
-
-
-_ARGUMENTS = 7
-"""Number of q, k, v, g, beta, A_log and dt_bias."""
+        _, _, wants_initial, *_ = ctx.needs_input_grad
+        return None, None, _stacked(d_states, ctx.given) if wants_initial else None, *gradients
 
 
 class _Replayed(torch.autograd.Function):
     """The rule with recomputation: it saves the arguments and one state per segment."""
 
     @staticmethod
-    def forward(ctx, segments, options, num_transition_columns, shape, crossing, *inputs):
-        *arguments, initial = inputs
-        v = arguments[2]
-        states = _states(initial, shape, arguments[2], num_transition_columns)
+    def forward(ctx, layout: Layout, crossing, initial, *inputs):
+        arguments = Arguments(*inputs)
+        v = arguments.v
+        states = layout.initial_states(initial, v)
         begins = []
-        o = v.new_empty(v.shape, dtype=states[0].dtype if num_transition_columns else v.dtype)
+        extra = layout.num_transition_columns
+        o = v.new_empty(v.shape, dtype=states[0].dtype if extra else v.dtype)
         transition_output = None
-        if num_transition_columns:
-            tokens = max((segment.tokens[1] for segment in segments if segment.num_transition_columns), default=0)
-            transition_output = o.new_empty(*v.shape[:1], tokens, v.shape[2], num_transition_columns)
-        for segment in segments:
+        if extra:
+            tokens = max(
+                (segment.tokens[1] for segment in layout.segments if segment.num_transition_columns), default=0
+            )
+            transition_output = o.new_empty(*v.shape[:1], tokens, v.shape[2], extra)
+        for segment in layout.segments:
             begins.append(states[segment.owners[0]])
-            terms = segment.terms(segment.parts(arguments), options)
+            terms = segment.terms(segment.own_arguments(arguments), layout.options)
             scanned = scan_chunks(terms, segment.owners, states)
-            if crossing is not None and segment is segments[-1]:
-                crossing.begin(_stacked(states, shape[0]))
+            if crossing is not None and segment is layout.segments[-1]:
+                crossing.begin(_stacked(states, len(states)))
                 crossing.meanwhile = partial(_prepare, ctx)
             found = segment.to_tokens(outputs(terms, scanned), len(v))
             segment.own(o).copy_(found[..., : v.shape[-1]])
@@ -256,49 +265,57 @@ class _Replayed(torch.autograd.Function):
                 segment.own(transition_output).copy_(found[..., v.shape[-1] :])
         widths = dict.fromkeys(state.shape[-1] for state in begins[1:])  # with and without transition columns
         stacks = [torch.stack([state for state in begins[1:] if state.shape[-1] == width]) for width in widths]
-        ctx.save_for_backward(*inputs, *stacks)
-        ctx.segments = segments
-        ctx.options = options
-        ctx.num_transition_columns = num_transition_columns
-        ctx.shape = shape
+        ctx.save_for_backward(initial, *arguments, *stacks)
+        ctx.layout = layout
         ctx.prepared = None
         ctx.set_materialize_grads(False)
-        return o, transition_output, _stacked(states, shape[0])
+        return o, transition_output, _stacked(states, len(states))
 
     @staticmethod
     @differentiable_once
     def backward(ctx, d_output, d_transition_output, d_finals):  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved, last = ctx.prepared or (ctx.saved_tensors, None)
+        saved, replay = ctx.prepared or (_unpack_saved(ctx), None)
         ctx.prepared = None
-        arguments, initial, begins = _unpack_saved(saved)
-        wanted = ctx.needs_input_grad[5:-1]
-        v = arguments[2]
-        gradients = [_sums_like(arguments, place) if want else None for place, want in enumerate(wanted)]
-        d_states = _states(d_finals, ctx.shape, v, ctx.num_transition_columns)
-        for number, segment in reversed(list(enumerate(ctx.segments))):
-            replay = last or _replay_segment(ctx, arguments, initial, begins, number)
-            last = None
+        layout = ctx.layout
+        arguments = saved.arguments
+        value = arguments.v.shape[-1]
+        _, _, wants_initial, *wanted = ctx.needs_input_grad
+        sums = _zero_gradients(arguments, wanted)
+        d_states = layout.initial_states(d_finals, arguments.v)
+        for number, segment in reversed(list(enumerate(layout.segments))):
+            replay = replay or _replay_segment(layout, saved, wanted, number)
             own = torch.zeros_like(replay.scanned.errors)
-            for d, columns in ((d_output, slice(v.shape[-1])), (d_transition_output, slice(v.shape[-1], None))):
+            for d, columns in ((d_output, slice(value)), (d_transition_output, slice(value, None))):
                 if d is not None and (d is d_output or segment.num_transition_columns):
                     own[..., columns] = segment.to_chunks(segment.own(d).to(own.dtype))
             d_terms = scan_chunks_backward(replay.terms, segment.owners, replay.scanned, own, d_states)
-            _add_gradients(replay.connected, d_terms, replay.leaves, segment.parts(gradients))
-        d_initial = _stacked(d_states, len(initial)) if ctx.needs_input_grad[-1] else None
-        gradients = [None if d is None else d.to(x.dtype) for x, d in zip(arguments, gradients, strict=True)]
-        return None, None, None, None, None, *gradients, d_initial
+            _add_gradients(replay, d_terms, segment, sums)
+            replay = None
+        gradients = [sums[name].to(x.dtype) if name in sums else None for name, x in arguments._asdict().items()]
+        d_initial = _stacked(d_states, len(saved.initial)) if wants_initial else None
+        return None, None, d_initial, *gradients
 
 
-def _unpack_saved(saved: Sequence[Any]) -> tuple[Sequence[Any], Any, list[Tensor]]:
-    """Return the arguments, the initial states, and the states before all segments but the first."""
-    stacks = saved[_ARGUMENTS + 1 :]
-    return saved[:_ARGUMENTS], saved[_ARGUMENTS], [state for stack in stacks for state in stack]
+class _SavedValues(NamedTuple):
+    """The values saved for backward by _Replayed."""
+
+    initial: Any
+    """Initial states of the first sequences, or None."""
+    arguments: Arguments
+    begins: list[Tensor]
+    """The states before all segments but the first."""
+
+
+def _unpack_saved(ctx: Any) -> _SavedValues:
+    initial, *saved = ctx.saved_tensors
+    count = len(Arguments._fields)
+    return _SavedValues(initial, Arguments(*saved[:count]), [state for stack in saved[count:] for state in stack])
 
 
 class _Replay(NamedTuple):
     """A segment that backward has recomputed."""
 
-    leaves: list[Any]
+    leaves: Arguments
     """Arguments of the segment."""
     connected: ChunkTerms
     """Terms, connected to the leaves in the autograd graph."""
@@ -307,43 +324,46 @@ class _Replay(NamedTuple):
     scanned: Scanned
 
 
-def _replay_segment(
-    ctx: Any, arguments: Sequence[Any], initial: Tensor | None, begins: Sequence[Tensor], number: int
-) -> _Replay:
-    """Recompute a segment; begins holds the states before all segments but the first."""
-    segment = ctx.segments[number]
-    initials = _states(initial, ctx.shape, arguments[2], ctx.num_transition_columns)
-    leaves = [
-        None if x is None else x.detach().requires_grad_(want)
-        for x, want in zip(segment.parts(arguments), ctx.needs_input_grad[5:-1], strict=True)
-    ]
+def _replay_segment(layout: Layout, saved: _SavedValues, wanted: Sequence[bool], number: int) -> _Replay:
+    """Recompute a segment, with leaves that require the wanted gradients."""
+    segment = layout.segments[number]
+    initials = layout.initial_states(saved.initial, saved.arguments.v)
+    own = segment.own_arguments(saved.arguments)
+    leaves: Any = (None if x is None else x.detach().requires_grad_(want) for x, want in zip(own, wanted, strict=True))
+    leaves = Arguments(*leaves)
     with torch.enable_grad():
-        connected = segment.terms(leaves, ctx.options)
+        connected = segment.terms(leaves, layout.options)
     terms = ChunkTerms(*(x.detach() for x in connected))
     states = {owner: initials[owner] for owner in segment.owners}
     if number:
-        states[segment.owners[0]] = begins[number - 1]
+        states[segment.owners[0]] = saved.begins[number - 1]
     return _Replay(leaves, connected, terms, scan_chunks(terms, segment.owners, states))
 
 
 def _prepare(ctx: Any) -> None:
     """Replay the last segment, which backward needs first."""
-    saved = ctx.saved_tensors
-    arguments, initial, begins = _unpack_saved(saved)
-    ctx.prepared = saved, _replay_segment(ctx, arguments, initial, begins, len(ctx.segments) - 1)
+    saved = _unpack_saved(ctx)
+    _, _, _, *wanted = ctx.needs_input_grad
+    ctx.prepared = saved, _replay_segment(ctx.layout, saved, wanted, len(ctx.layout.segments) - 1)
 
 
-def _sums_like(arguments: Sequence[Any], place: int) -> Tensor:
-    """Return zeros to which segments add the gradient of an argument; gate parameters sum in at least float32."""
-    x = arguments[place]
-    return torch.zeros_like(x, dtype=x.dtype if place < 5 else torch.promote_types(x.dtype, torch.float32))
+def _zero_gradients(arguments: Arguments, wanted: Sequence[bool]) -> dict[str, Tensor]:
+    """Return zeros to which segments add the wanted gradients; gate parameters sum in at least float32."""
+    sums = {}
+    for (name, x), want in zip(arguments._asdict().items(), wanted, strict=True):
+        if want:
+            is_gate = name in ("A_log", "dt_bias")
+            sums[name] = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32) if is_gate else x.dtype)
+    return sums
 
 
-def _add_gradients(terms: ChunkTerms, d_terms: ChunkTerms, leaves: list, gradients: list) -> None:
-    """Add the gradients of one segment, computed from those of its terms, to the required gradients."""
-    pairs = [(x, into) for x, into in zip(leaves, gradients, strict=True) if into is not None]
-    used = [(term, d) for term, d in zip(terms, d_terms, strict=True) if term.requires_grad]
-    if pairs and used:
-        found = torch.autograd.grad([x for x, _ in used], [x for x, _ in pairs], [d for _, d in used])
-        for (_, into), gradient in zip(pairs, found, strict=True):
-            into += gradient
+def _add_gradients(replay: _Replay, d_terms: ChunkTerms, segment: Segment, sums: dict[str, Tensor]) -> None:
+    """Add the gradients of one segment, computed from those of its terms."""
+    used = [(term, d) for term, d in zip(replay.connected, d_terms, strict=True) if term.requires_grad]
+    if not sums or not used:
+        return
+    leaves = [getattr(replay.leaves, name) for name in sums]
+    found = torch.autograd.grad([x for x, _ in used], leaves, [d for _, d in used])
+    for (name, total), gradient in zip(sums.items(), found, strict=True):
+        into = total if name in ("A_log", "dt_bias") else segment.own(total)
+        into += gradient
