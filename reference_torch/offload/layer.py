@@ -1,6 +1,6 @@
 """A registered layer: its memories, and access to its state dict while its parameters are on the host."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from reference_torch.offload.link import Link, OffloadError
 from reference_torch.offload.memory import OffloadedMemory, OffloadedParameter, OffloadedTensor
 from reference_torch.offload.observe import LayerObserver
-from reference_torch.offload.registry import forget, register, registered_number
+from reference_torch.offload.registry import forget, register
 from reference_torch.recompute.region import is_held_only_by
 
 IN_USE = "its memory is used by others"
@@ -227,101 +227,6 @@ class OffloadedLayer:
                 storage = tensor.untyped_storage()
             found.setdefault(storage._cdata, (storage, {}))[1][name] = tensor
         return found
-
-
-class UnguardedLayers:
-    """The layers whose tensors are ordinary tensors.
-
-    These are the layers in use, and the layers that other code has read or written since the last use.
-
-    Args:
-        layers: all layers, by number.
-        used: numbers of the layers in use.
-    """
-
-    def __init__(self, layers: Mapping[int, OffloadedLayer], used: Collection[int]) -> None:
-        self._layers = layers
-        self._used = used
-        self._unguarded: set[int] = set()
-
-    def unguard(self, number: int) -> None:
-        """Make the tensors of a layer ordinary tensors."""
-        self._unguarded.add(number)
-        self._layers[number].unguard()
-
-    def guard_unused(self) -> None:
-        """Guard the tensors of every layer that is not in use, so that other reads and writes are detected."""
-        used = {id(memory) for number in self._used for memory in self._layers[number].memories}
-        for number in self._unguarded.difference(self._used):
-            for memory in self._layers[number].memories:
-                if id(memory) not in used:
-                    memory.guard()
-        self._unguarded.intersection_update(self._used)
-
-
-def check_new(layer_id: int, module: nn.Module, layers: Mapping[int, OffloadedLayer]) -> None:
-    """Check that a layer can be registered.
-
-    Args:
-        layer_id: number of the new layer.
-        module: the new layer.
-        layers: the layers of this manager, by number.
-
-    Raises:
-        ValueError: the number, the module or a part of it is already registered with this or another manager.
-    """
-    if layer_id in layers:
-        raise ValueError(f"layer_id: expected one not registered yet, got {layer_id!r} a second time")
-    theirs = {id(part): number for number, layer in layers.items() for part in layer.module.modules()}
-    for part in module.modules():
-        number = registered_number(part)
-        if number is not None and id(part) not in theirs:
-            raise ValueError(
-                f"module: expected one of no other manager, got {type(part).__name__}, which is in layer "
-                f"{number} of another; close() that one before"
-            )
-        if id(part) in theirs:
-            raise ValueError(
-                f"module: expected one not registered yet, got {type(part).__name__}, which is in layer "
-                f"{theirs[id(part)]}"
-            )
-
-
-def close_layers(layers: dict[int, OffloadedLayer]) -> None:
-    """Move layers to the device permanently and remove them from the dictionary.
-
-    Raises:
-        OffloadError: the device has no room for some layers, which stay in the dictionary.
-    """
-    errors: list[RuntimeError] = []
-    for number, layer in list(layers.items()):
-        try:
-            layer.close()
-            del layers[number]
-        except RuntimeError as error:
-            errors.append(error)
-    if errors:
-        raise OffloadError(f"close: expected room for all layers, got: {errors[0]}; close() again") from errors[0]
-
-
-def device_of(layer_id: int, module: nn.Module, of_others: torch.device | None = None) -> torch.device:
-    """Return the device on which a layer is computed.
-
-    Args:
-        layer_id: number of the layer, for error messages.
-        module: the layer.
-        of_others: device of the other layers, if any.
-
-    Raises:
-        ValueError: the tensors are on an unsupported device, on several, or on another than the other layers.
-    """
-    devices = {tensor.device for tensor in chain(module.parameters(), module.buffers())}
-    allowed = devices if of_others is None else {of_others}
-    if any(device.type not in ("cpu", "cuda") for device in devices) or len(devices | allowed) > 1:
-        expected = "one device, cpu or cuda" if of_others is None else f"{of_others}, as the other layers"
-        found = sorted(map(str, devices))
-        raise ValueError(f"layer {layer_id}: expected its parameters on {expected}, got {found}")
-    return next(iter(devices | allowed), torch.device("cpu"))
 
 
 def _for_each(memories: Iterable[OffloadedMemory], act: Callable[[OffloadedMemory], object]) -> None:

@@ -38,7 +38,7 @@ def test_activations_leave_and_come_back_as_planned(n, parameters, managers):
     assert_equal_state(ours, plain)
     assert [event for event in manager.trace if "a" in event] == activation_events(step_uses(range(LAYERS)) * 3, n)
     if n >= LAYERS:
-        assert manager._activations.pool.allocated == 0
+        assert manager._residency.activations.pool.allocated == 0
 
 
 def test_activations_are_moved_once_and_parameters_never(managers):
@@ -63,7 +63,7 @@ def test_activations_are_moved_once_and_parameters_never(managers):
         for layer in layers:
             out = layer(out)
         out.sum().backward()
-        allocated.append(manager._activations.pool.allocated)
+        allocated.append(manager._residency.activations.pool.allocated)
     whole, half = x.nbytes, x.nbytes // 2
     # Of the layers that leave, all but the last: what the weight is multiplied by, and where the input wants a
     # gradient, tanh's result and exp's.

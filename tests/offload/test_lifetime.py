@@ -51,7 +51,7 @@ def test_a_dropped_manager_closes(more):
     manager = offloaded(model, **more)
     train(model, 2, manager)
     train(plain, 2)
-    memories = [weakref.ref(memory) for memory in manager._memories.values()]
+    memories = [weakref.ref(memory) for memory in manager._residency.memories.values()]
     seen = weakref.ref(manager)
     gc.disable()
     try:
@@ -100,7 +100,7 @@ def test_a_manager_collected_on_its_links_thread():
     manager = offloaded(model, 0)
     manager.knot = manager
     seen = weakref.ref(manager)
-    link, release = manager._link, threading.Event()
+    link, release = manager._residency.link, threading.Event()
     gc.collect()
     gc.disable()
     try:

@@ -219,7 +219,7 @@ def test_memories_on_the_host_go_when_it_closes(managers):
     model = build()
     manager = managers(model, 0, **ALL)
     train(model, 1, manager)
-    pool = manager._activations.pool
+    pool = manager._residency.activations.pool
     assert any(pool._free.values())
     manager.close()
     assert not any(pool._free.values())

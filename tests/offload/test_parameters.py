@@ -171,10 +171,10 @@ def test_o5_no_memory_is_reused_before_its_last_reader(managers, monkeypatch):
 def test_o5_host_memory_is_allocated_once(managers, monkeypatch):
     model = build()
     manager = managers(model, 1)
-    hosts = {id(m): m.host._cdata for m in manager._memories.values()}
+    hosts = {id(m): m.host._cdata for m in manager._residency.memories.values()}
     monkeypatch.setattr(Link, "host_copy", None)
     train(model, 3, manager)
-    assert {id(m): m.host._cdata for m in manager._memories.values()} == hosts
+    assert {id(m): m.host._cdata for m in manager._residency.memories.values()} == hosts
 
 
 def test_o6_the_next_fetch_brings_what_the_optimizer_wrote(managers, monkeypatch):
@@ -223,7 +223,7 @@ def test_o7_shared_memory_moves_once(managers):
     plan = plan_offload(step_uses(range(LAYERS)) * 3, manager.storages(), 1)
     assert manager.stats["bytes_in"] == plan.bytes_in
     assert manager.stats["peak_bytes"] == plan.peak_bytes
-    assert len(manager._memories) == LAYERS * 6 - 2
+    assert len(manager._residency.memories) == LAYERS * 6 - 2
 
 
 def test_o7_tied_to_what_stays(managers):
@@ -266,7 +266,7 @@ def test_o7_partial_views_and_subclasses_stay(managers):
     layer.e, layer.f = nn.Parameter(torch.empty(0)), nn.Parameter(torch.randn(6))
     held = layer.f.data[2:]
     manager = managers([layer], 0)
-    assert [name.split(":")[0] for name in manager._layers[0].kept] == ["c", "a", "e", "f"]
+    assert [name.split(":")[0] for name in manager._residency.layers[0].kept] == ["c", "a", "e", "f"]
     assert manager.stats["bytes_out"] == 0
     assert isinstance(layer.d, OffloadedParameter)
     assert not isinstance(layer.a, OffloadedParameter)

@@ -251,7 +251,7 @@ def test_o9_without_a_gpu_the_device_is_a_second_place_in_memory(managers):
     model = build()
     manager = managers(model, 0)
     assert manager.prefetch_stream is None
-    memory = manager._layers[0].memories[0]
+    memory = manager._residency.layers[0].memories[0]
     assert memory.device_bytes == 0
     manager.require(0)
     assert memory.device_bytes == memory.nbytes

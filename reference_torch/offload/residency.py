@@ -1,0 +1,263 @@
+"""Residency: the registered layers of a manager, where their memories are, and their moves."""
+
+from collections.abc import Callable, Collection, Mapping
+from itertools import chain
+
+import torch
+from torch import nn
+
+from reference_torch.offload.activations import ActivationOffload
+from reference_torch.offload.layer import IN_USE, OffloadedLayer
+from reference_torch.offload.lifetime import weak_method
+from reference_torch.offload.link import Link, OffloadError
+from reference_torch.offload.memory import OffloadedMemory
+from reference_torch.offload.registry import registered_number
+from reference_torch.offload.statistics import OffloadStatistics
+
+
+class Residency:
+    """The layers of one manager on the device and on the host.
+
+    Args:
+        pin_memory: place host copies in pinned memory; only on a GPU.
+        parameters: the parameters and buffers of layers move.
+        activations: the tensors that layers save for backward move.
+        activation_min_bytes: activations of fewer bytes stay on the device.
+    """
+
+    def __init__(self, pin_memory: bool, parameters: bool, activations: bool, activation_min_bytes: int) -> None:
+        self.statistics = OffloadStatistics()
+        self.trace: list[str] | None = None
+        self.layers: dict[int, OffloadedLayer] = {}
+        self.memories: dict[int, OffloadedMemory] = {}
+        """Memories by the address of their storage."""
+        self.link: Link | None = None
+        self.activations: ActivationOffload | None = None
+        self.is_closed = False
+        self._pin_memory = pin_memory
+        self._parameters = parameters
+        self._wants_activations = activations
+        self._activation_min_bytes = activation_min_bytes
+        self._leaving: list[int] = []
+        """Layers whose copies to the host have started and whose device memory is not released."""
+        self._held: dict[int, OffloadedMemory] = {}
+        """Memories with other holders when their layer was last evicted."""
+        self._unguarded: set[int] = set()
+        """Layers whose tensors are ordinary tensors: those in use, and those that other code has read or written."""
+
+    def add(self, layer_id: int, module: nn.Module, expose: Callable[[int], None]) -> OffloadedLayer:
+        """Create the memories of a layer; note_registered completes the registration.
+
+        Args:
+            layer_id: number of the layer.
+            module: the layer, on its device.
+            expose: called with the number if a tensor is read or written while the layer is not in use.
+
+        Raises:
+            ValueError: the number or the module is already registered, or its device does not fit.
+            OffloadError: the manager is closed, or the host has no free memory.
+        """
+        self.check_open()
+        check_new(layer_id, module, self.layers)
+        link = self.link or Link(device_of(layer_id, module), self._pin_memory)
+        device_of(layer_id, module, link.device)
+        layer = OffloadedLayer(layer_id, module, self.memories, link, expose, self._parameters)
+        self.link = link
+        return layer
+
+    def note_registered(self, layer: OffloadedLayer) -> None:
+        """Complete the registration of a layer, whose observer exists."""
+        if self._wants_activations and self.activations is None and self.link is not None:
+            record = weak_method(self.record)
+            self.activations = ActivationOffload(self.link, self.statistics, self._activation_min_bytes, record)
+        self.layers[layer.layer_id] = layer
+        self.memories.update({memory.home._cdata: memory for memory in layer.memories})
+        self._note_bytes()
+
+    def layer(self, layer_id: int) -> OffloadedLayer:
+        """Return a registered layer.
+
+        Raises:
+            ValueError: the layer is not registered.
+            OffloadError: the manager is closed.
+        """
+        if layer_id not in self.layers:
+            self.check_open()
+            raise ValueError(f"layer_id: expected a registered layer of {sorted(self.layers)}, got {layer_id!r}")
+        return self.layers[layer_id]
+
+    def check_open(self) -> None:
+        """Raise an OffloadError if the manager is closed."""
+        if self.is_closed:
+            raise OffloadError("manager: expected an open one, got a closed one; make a new one")
+
+    @property
+    def resident_layers(self) -> tuple[int, ...]:
+        """Layers that are on the device or being copied to it."""
+        return tuple(number for number, layer in self.layers.items() if layer.is_resident)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that registered layers occupy on the device now."""
+        layers = [self.layers[number] for number in {*self.resident_layers, *self._leaving}]
+        memories = self._held | {id(memory): memory for layer in layers for memory in layer.memories}
+        return sum(memory.device_bytes for memory in memories.values())
+
+    def owners(self, memory: OffloadedMemory) -> list[int]:
+        """Return the layers that have a memory."""
+        return [number for number, layer in self.layers.items() if memory in layer.memories]
+
+    def reasons_to_stay(self) -> dict[str, str]:
+        """Return why memories stay on the device, by the name of the memory."""
+        stay = [(number, *reason.split(": ", 1)) for number, layer in self.layers.items() for reason in layer.kept]
+        since = {f"{name} of layer {number}": reason for number, name, reason in stay}
+        return since | {memory.name: IN_USE for memory in self._held.values()}
+
+    def fetch(self, layer_id: int) -> None:
+        """Start to copy a layer to the device, unless it is already there."""
+        layer = self.layer(layer_id)
+        moved = [memory.fetch() for memory in layer.memories]
+        if not layer.is_resident:
+            layer.is_resident = True
+            self.record(f"+{layer_id}")
+        self.statistics.note_copies("in", moved)
+        self._note_bytes()
+
+    def arrive(self, layer_id: int) -> None:
+        """Wait for the copies of a layer to the device."""
+        layer = self.layers[layer_id]
+        if self.link is not None and not layer.is_on_device:
+            with self.statistics.waiting(self.link.device):
+                layer.arrive()
+
+    def evict(self, layer_id: int) -> None:
+        """Start to copy a layer to the host, except what a resident layer shares or others hold."""
+        layer = self.layers[layer_id]
+        if not layer.is_resident:
+            return
+        layer.is_resident = False
+        shared = {id(m) for other in self.layers.values() if other.is_resident for m in other.memories}
+        moved = [self._leave(memory) for memory in layer.memories if id(memory) not in shared]
+        self._leaving.append(layer_id)
+        self.record(f"-{layer_id}")
+        self.statistics.note_copies("out", moved)
+
+    def finish_leaving(self) -> None:
+        """Wait for the copies to the host and release the device memory of evicted layers."""
+        leaving = self._leaving
+        self._leaving = []
+        for layer_id in leaving:
+            self.layers[layer_id].finish_leaving()
+
+    def restart_peak(self) -> None:
+        """Restart the peaks of the statistics with what is on the device now."""
+        self.statistics.restart_peak(self.device_bytes, len(self.resident_layers))
+
+    def unguard(self, layer_id: int) -> None:
+        """Make the tensors of a layer ordinary tensors."""
+        self._unguarded.add(layer_id)
+        self.layers[layer_id].unguard()
+
+    def guard_all_except(self, used: Collection[int]) -> None:
+        """Guard the tensors of every layer that is not in use, so that other reads and writes are detected."""
+        in_use = {id(memory) for number in used for memory in self.layers[number].memories}
+        for number in self._unguarded.difference(used):
+            for memory in self.layers[number].memories:
+                if id(memory) not in in_use:
+                    memory.guard()
+        self._unguarded.intersection_update(used)
+
+    def record(self, event: str) -> None:
+        """Add an event to the trace, if there is one."""
+        if self.trace is not None:
+            self.trace.append(event)
+
+    def close(self) -> None:
+        """Move everything to the device and remove every hook.
+
+        Raises:
+            OffloadError: the device has no room for some layers.
+        """
+        close_layers(self.layers)
+        self.is_closed = True
+        self.memories.clear()
+        self._held.clear()
+        if self.activations is not None:
+            self.activations.pool.clear()
+
+    def _leave(self, memory: OffloadedMemory) -> int:
+        """Evict a memory, unless it has other holders, and return the number of bytes copied."""
+        moved = memory.leave()
+        if memory.is_on_device:
+            self._held[id(memory)] = memory
+        else:
+            self._held.pop(id(memory), None)
+        return moved
+
+    def _note_bytes(self) -> None:
+        self.statistics.note_bytes(self.device_bytes, len(self.resident_layers))
+
+
+def check_new(layer_id: int, module: nn.Module, layers: Mapping[int, OffloadedLayer]) -> None:
+    """Check that a layer can be registered.
+
+    Args:
+        layer_id: number of the new layer.
+        module: the new layer.
+        layers: the layers of this manager, by number.
+
+    Raises:
+        ValueError: the number, the module or a part of it is already registered with this or another manager.
+    """
+    if layer_id in layers:
+        raise ValueError(f"layer_id: expected one not registered yet, got {layer_id!r} a second time")
+    theirs = {id(part): number for number, layer in layers.items() for part in layer.module.modules()}
+    for part in module.modules():
+        number = registered_number(part)
+        if number is not None and id(part) not in theirs:
+            raise ValueError(
+                f"module: expected one of no other manager, got {type(part).__name__}, which is in layer "
+                f"{number} of another; close() that one before"
+            )
+        if id(part) in theirs:
+            raise ValueError(
+                f"module: expected one not registered yet, got {type(part).__name__}, which is in layer "
+                f"{theirs[id(part)]}"
+            )
+
+
+def close_layers(layers: dict[int, OffloadedLayer]) -> None:
+    """Move layers to the device permanently and remove them from the dictionary.
+
+    Raises:
+        OffloadError: the device has no room for some layers, which stay in the dictionary.
+    """
+    errors: list[RuntimeError] = []
+    for number, layer in list(layers.items()):
+        try:
+            layer.close()
+            del layers[number]
+        except RuntimeError as error:
+            errors.append(error)
+    if errors:
+        raise OffloadError(f"close: expected room for all layers, got: {errors[0]}; close() again") from errors[0]
+
+
+def device_of(layer_id: int, module: nn.Module, of_others: torch.device | None = None) -> torch.device:
+    """Return the device on which a layer is computed.
+
+    Args:
+        layer_id: number of the layer, for error messages.
+        module: the layer.
+        of_others: device of the other layers, if any.
+
+    Raises:
+        ValueError: the tensors are on an unsupported device, on several, or on another than the other layers.
+    """
+    devices = {tensor.device for tensor in chain(module.parameters(), module.buffers())}
+    allowed = devices if of_others is None else {of_others}
+    if any(device.type not in ("cpu", "cuda") for device in devices) or len(devices | allowed) > 1:
+        expected = "one device, cpu or cuda" if of_others is None else f"{of_others}, as the other layers"
+        found = sorted(map(str, devices))
+        raise ValueError(f"layer {layer_id}: expected its parameters on {expected}, got {found}")
+    return next(iter(devices | allowed), torch.device("cpu"))

@@ -1,0 +1,298 @@
+"""Scheduling: the order in which layers are used, and the fetches and evictions that each use causes.
+
+``diptych/plans/offload`` defines the window of layers over the order of uses.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+
+import torch
+from torch import Tensor
+
+from diptych.plans.offload import Use, expected_uses, next_backwards, next_layers
+from reference_torch.offload.memory import OffloadedMemory
+from reference_torch.offload.residency import Residency
+from reference_torch.recompute import internals
+
+
+class UseOrder:
+    """A record of past uses and a forecast of the next uses.
+
+    Args:
+        num_prefetch_layers: number of layers that a window contains after the current one.
+    """
+
+    def __init__(self, num_prefetch_layers: int) -> None:
+        self.layers: list[int] = []
+        """Registered layers in the order of forward."""
+        self.training = True
+        """True if backward follows forward."""
+        self._num_prefetch_layers = num_prefetch_layers
+        self._pass: list[int] = []
+        self._expected: deque[Use] = deque()
+        self._last: Use | None = None
+        self.pending: list[int] = []
+        """Layers whose backward waits for a replay; it begins or continues when it reads a parameter."""
+        self._replays: dict[int, tuple[int, ...]] = {}
+        """By layer, the layers that the last step replayed before the layer's backward."""
+        self._replayed: list[int] = []
+        self.current = Use("S", -1)
+        """The use that began last; its microbatch is known if uses were announced."""
+
+    def expects_replay(self, layer_id: int) -> bool:
+        """Return True if a replay comes before a layer's backward, as announced or as in the last step."""
+        if self._expected:
+            return self._expected[0].kind == "R"
+        return layer_id in self._replays and not self._replayed
+
+    def add(self, layer_id: int) -> None:
+        """Add a registered layer, ordered by its number until a forward has another order."""
+        self.layers = sorted([*self.layers, layer_id])
+
+    def expect(self, uses: Iterable[Use]) -> None:
+        """Announce the next uses."""
+        self._expected = deque(uses)
+
+    def begin(self, use: Use) -> tuple[int, ...]:
+        """Begin a use and return the window: the layers to fetch, in the order in which they are needed."""
+        self._last = self.current = use
+        self._learn_replays(use)
+        if not self._expected:
+            self._learn(use)
+        else:
+            self.current = expected = self._expected.popleft()
+            if expected[:2] != use[:2]:
+                self._expected.clear()
+                self.current = use
+        return self._window(chain([use], self._upcoming()))
+
+    def next_backwards(self, with_current: bool = False) -> tuple[Use, ...]:
+        """Return the forwards whose backwards come next, as many as a window contains.
+
+        Args:
+            with_current: include the current use.
+        """
+        uses = chain([self.current] if with_current else [], islice(self._upcoming(), 4096))
+        return next_backwards(uses, self._num_prefetch_layers + 1)
+
+    def next_window(self) -> tuple[int, ...]:
+        """Return the window of the uses after the last one."""
+        return self._window(self._upcoming())
+
+    def _upcoming(self) -> Iterator[Use]:
+        last = self._expected[-1] if self._expected else self._last
+        if last is None or last.layer not in self.layers:
+            last = Use("S", self.layers[-1])
+        replays = self._replays
+        if last.kind == "R" and self.pending and self.pending[-1] not in replays:
+            begin, end = (self.layers.index(layer) for layer in (last.layer, self.pending[-1]))
+            replays = {**replays, self.pending[-1]: tuple(self.layers[begin:end]) or (last.layer,)}
+        return chain(self._expected, expected_uses(self.layers, last, self.training, replays))
+
+    def _window(self, uses: Iterable[Use]) -> tuple[int, ...]:
+        return next_layers(uses, min(self._num_prefetch_layers + 1, len(self.layers)))
+
+    def _learn_replays(self, use: Use) -> None:
+        """Record which layers are replayed before which backward."""
+        if use.kind == "R":
+            self._replayed.append(use.layer)
+            return
+        if use.kind == "B":
+            self._replays.pop(use.layer, None)
+            if self._replayed:
+                self._replays[use.layer] = tuple(dict.fromkeys(self._replayed))
+        self._replayed = []
+
+    def _learn(self, use: Use) -> None:
+        """Record the order of the layers in forward."""
+        if use.kind == "F" and use.layer not in self._pass:
+            self._pass.append(use.layer)
+            return
+        if len(self._pass) > 1:
+            self.layers = self._pass + [number for number in self.layers if number not in self._pass]
+        self._pass = [use.layer] if use.kind == "F" else []
+
+
+class UseScheduler:
+    """The uses that have begun and not ended, and the window of layers that are on the device for the next uses.
+
+    Args:
+        residency: the layers.
+        num_prefetch_layers: number of layers that the window contains after the current one.
+    """
+
+    def __init__(self, residency: Residency, num_prefetch_layers: int) -> None:
+        self.order = UseOrder(num_prefetch_layers)
+        self._residency = residency
+        self._open: dict[int, str] = {}
+        """Kind of the open use of each layer in use."""
+        self._pinned: set[int] = set()
+        """Layers that stay on the device until the optimizer step."""
+        self._task: int | None = None
+        """The backward at whose end all uses end."""
+
+    def add(self, layer_id: int) -> None:
+        """Add a registered layer."""
+        self.order.add(layer_id)
+        self._residency.unguard(layer_id)
+        self._residency.guard_all_except(self._open)
+
+    def begin(self, use: Use) -> None:
+        """Fetch the layer of a use and wait for it, start to fetch the next layers, and evict the others."""
+        residency = self._residency
+        layer = residency.layer(use.layer)
+        if self._open.get(use.layer) == use.kind:
+            return
+        for number in [number for number, kind in self._open.items() if kind == "R"]:
+            self.end(number, ("R",))
+        self._open[use.layer] = use.kind
+        residency.statistics.note_use(use.layer, hit=layer.is_resident)
+        window = self.order.begin(use)
+        self.settle(window)
+        residency.finish_leaving()
+        for layer_id in window:
+            residency.fetch(layer_id)
+        if residency.activations is not None and use.kind in ("B", "R"):
+            replayed = (self.order.current._replace(kind="F"),)
+            residency.activations.fetch(replayed if use.kind == "R" else self.order.next_backwards(with_current=True))
+        residency.record(str(use))
+        residency.arrive(use.layer)
+        residency.unguard(use.layer)
+        residency.guard_all_except(self._open)
+
+    def end(self, layer_id: int, kinds: tuple[str, ...]) -> None:
+        """End a layer's use if it is of one of these kinds, and evict what the next uses do not need."""
+        if self._open.get(layer_id) not in kinds:
+            return
+        self._residency.layers[layer_id].note_unseen_writes(self._open.pop(layer_id))
+        self._residency.guard_all_except(self._open)
+        self.settle()
+
+    def begin_forward(self, layer_id: int) -> None:
+        """Begin a forward, which is a replay if it runs in backward."""
+        if internals.runs_in_backward():
+            self.replay(layer_id)
+            return
+        self.end_all()
+        self.order.training = torch.is_grad_enabled()
+        self.begin(Use("F", layer_id))
+
+    def begin_backward(self, layer_id: int) -> None:
+        """Begin a backward, or wait with it for the replay that comes before it."""
+        self._end_with_backward()
+        if torch.is_grad_enabled():  # with create_graph, the graph of the gradients reads parameters without a hook
+            self._pinned.add(layer_id)
+        if self.order.expects_replay(layer_id):
+            self.order.pending.append(layer_id)
+        else:
+            self.begin(Use("B", layer_id))
+
+    def end_backward(self, layer_id: int) -> None:
+        """End a backward."""
+        if layer_id in self.order.pending:  # it was interrupted by a replay and read nothing afterwards
+            self.order.pending.remove(layer_id)
+        self.end(layer_id, ("B",))
+
+    def begin_steps(self) -> None:
+        """End all other uses before the optimizer step."""
+        self.end_all()
+        self._pinned.clear()
+
+    def replay(self, layer_id: int) -> None:
+        """Begin the replay of a layer's forward, or a part of it, in backward."""
+        self._residency.layers[layer_id].note_replay()
+        if layer_id in self.order.pending:
+            self.order.pending.remove(layer_id)
+            self.begin(Use("B", layer_id))
+            return
+        if layer_id in self._open:
+            return
+        for number in [number for number, kind in self._open.items() if kind == "B"]:  # it waits for the replay
+            self._residency.layers[number].note_unseen_writes(self._open.pop(number))
+            self.order.pending.append(number)
+        self.begin(Use("R", layer_id))
+
+    def replay_owner(self, parameters: list[Tensor]) -> None:
+        """Begin the replay of the layer whose parameters a recompute region reads.
+
+        If the parameters belong to several layers, the hooks of those layers fetch them.
+        """
+        layers = self._residency.layers
+        numbers = [number for number, layer in layers.items() if layer.has_any(parameters)]
+        for number in numbers:
+            layers[number].begin_replay()
+        if len(numbers) == 1:
+            self.replay(numbers[0])
+
+    def evict(self, layer_id: int) -> None:
+        """Evict a layer, unless it is in use or pinned."""
+        self._residency.layer(layer_id)
+        if layer_id not in self._open and layer_id not in self._pinned:
+            self._residency.evict(layer_id)
+
+    def settle(self, window: tuple[int, ...] | None = None) -> None:
+        """Evict the layers outside a window; None: the window of the next uses."""
+        window = self.order.next_window() if window is None else window
+        for other in [number for number in self._residency.resident_layers if number not in window]:
+            self.evict(other)
+
+    def require(self, layer_id: int) -> None:
+        """Fetch a layer and wait for it; it stays on the device until the next use ends."""
+        if layer_id in self.order.pending:
+            self.replay(layer_id)
+            return
+        if not self._residency.layer(layer_id).is_resident:
+            self._residency.statistics.note_use(layer_id, hit=False)
+        self._residency.fetch(layer_id)
+        self._residency.arrive(layer_id)
+
+    def require_memory(self, memory: OffloadedMemory) -> None:
+        """Fetch the layer that owns a memory and wait for it.
+
+        If several layers share the memory, the layer whose backward is pending is fetched.
+        """
+        if not memory.is_on_device or self.order.pending:
+            owners = self._residency.owners(memory)
+            pending = [number for number in self.order.pending if number in owners]
+            if pending or not memory.is_on_device:
+                self.require([*pending, *owners][0])
+
+    def expose(self, layer_id: int) -> None:
+        """Fetch a layer for a read or write of a parameter outside the layer's uses."""
+        self.require(layer_id)
+        self._residency.unguard(layer_id)
+        if layer_id not in self._open:
+            self._residency.layers[layer_id].note_change()
+
+    def end_all(self) -> None:
+        """End uses that are still open because a part of the graph did not run, or an exception was raised."""
+        self.order.pending.clear()
+        layers = self._residency.layers
+        for layer in layers.values():
+            if layer.observer is not None:
+                layer.observer.backward = None
+        for number, kind in list(self._open.items()):
+            if not internals.runs_in_backward():  # the use failed, and its layer may have been written since
+                layers[number].note_change()
+            self.end(number, (kind,))
+        for layer in layers.values():
+            layer.end_replay()
+
+    def end_failed(self) -> None:
+        """End uses that an exception left open, before their parameters are read."""
+        layers = self._residency.layers.values()
+        running = (layer.observer is not None and layer.observer.is_running for layer in layers)
+        if self._open and not internals.runs_in_backward() and not any(running):
+            self.end_all()
+
+    def forget_open(self) -> None:
+        """Forget all open uses, because the manager is closed."""
+        self._open.clear()
+
+    def _end_with_backward(self) -> None:
+        """End all open uses when the running backward ends."""
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._task):
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_all)  # pyright: ignore
