@@ -17,8 +17,8 @@
            + exp(G_C) sum_v S dS
 
 S is the state before the chunk and dS the gradient of the state after it. e, dx and do are defined in scan.py, and the
-other symbols in products.py. i, j and t number tokens and v channels of the values. Products of q, k and their gradients in dg
-are dot products with one decay per token, and per channel otherwise.
+other symbols in products.py. i, j and t number tokens and v channels of the values. In dg, products are dot
+products with one decay per token, and elementwise with one decay per channel.
 
 The kernels sum dg over the pairs i >= t > j that g_t decays, and leave out the terms i = j, which have no decay and
 cancel only up to rounding.

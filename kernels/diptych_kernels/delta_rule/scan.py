@@ -15,7 +15,7 @@ Backward, from the last chunk to the first:
 
 S [K, V] is the state of one head before the chunk, and dS the gradient of the state after it. v [C, V] are the values
 of the C tokens, beta [C] their step sizes, e [C, V] the errors of the delta rule and o [C, V] the outputs. do, de and
-dx are the gradients of o, e and x. q_in, k_in, k_out, A_qk and inverse are defined in products.py, and decay [K] is exp(G_C).
+dx are the gradients of o, e and x. The other symbols are defined in products.py, with decay [K] = exp(G_C).
 
 A program computes one head of one sequence and a slice [KP, BV] of the state's columns, which it holds in registers.
 Columns are independent. w and u of the reference are not computed. With one decay per token (PER_CHANNEL is False),
