@@ -1,10 +1,16 @@
-"""Activation functions, forward and backward; what backward needs is computed again from the input alone.
+"""Activation functions SwiGLU and GELU, forward and backward.
 
-    swiglu:  out = silu(gate) value,  silu(z) = z sigmoid(z)      x = [gate | value], [N, 2 F] -> [N, F]
-    gelu:    out = x Phi(x),  Phi the normal distribution function                    [N, F] -> [N, F]
+SwiGLU maps x = [gate | value] of shape [N, 2 F] to out [N, F], and GELU maps x [N, F] to out [N, F]:
 
-PyTorch's and XLA's own swiglu keep silu(gate) as well as x, and write it to memory in between. Arithmetic is in float32
-(float64 for float64). Reference: arXiv 2002.05202, eq. 6; arXiv 1606.08415.
+    swiglu:  out = silu(gate) value              silu(z) = z sigmoid(z)
+             dgate = dout value s (1 + gate (1 - s)),  dvalue = dout gate s,  s = sigmoid(gate)
+    gelu:    out = x Phi(x)                      Phi: distribution function of the standard normal distribution
+             dx = dout (Phi(x) + x phi(x))       phi: its density, exp(-x**2 / 2) / sqrt(2 pi)
+
+N is the number of tokens and F the output width. Only x is saved for backward, which computes the other terms from it.
+PyTorch and XLA also save silu(gate) and write it to memory. Arithmetic is in float32 (float64 for float64).
+
+Reference: SwiGLU, arXiv 2002.05202, eq. 6; GELU, arXiv 1606.08415.
 """
 
 import triton
@@ -15,7 +21,7 @@ from diptych_kernels.common import token_block
 
 @triton.jit
 def row_block(tokens, W: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr):
-    """Rows, columns and the mask of this program's tile of W columns; grid (N / BN, W / BF)."""
+    """Return rows [BN, 1], columns [1, BF] and mask of this program's tile of [N, W]; grid (N / BN, W / BF)."""
     o_n, m_n = token_block(tokens, BN)
     o_f = tl.program_id(1) * BF + tl.arange(0, BF)
     return o_n[:, None], o_f[None, :], m_n[:, None] & (o_f[None, :] < W)
@@ -23,7 +29,7 @@ def row_block(tokens, W: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def swiglu_forward(x_ptr, tokens, out_ptr, F: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr):
-    """Compute out [N, F] from x [N, 2 F]."""
+    """Compute out [N, F] from x [N, 2 F]; grid (N / BN, F / BF)."""
     ACC: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     o_n, o_f, mask = row_block(tokens, F, BN, BF)
     b_gate = tl.load(x_ptr + o_n * (2 * F) + o_f, mask=mask, other=0.0).to(ACC)
@@ -33,7 +39,7 @@ def swiglu_forward(x_ptr, tokens, out_ptr, F: tl.constexpr, BN: tl.constexpr, BF
 
 @triton.jit(do_not_specialize=["tokens"])
 def swiglu_backward(x_ptr, grad_ptr, tokens, dx_ptr, F: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr):
-    """Compute dx [N, 2 F] from grad [N, F]."""
+    """Compute dx [N, 2 F] from x [N, 2 F] and grad [N, F]; grid (N / BN, F / BF)."""
     ACC: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     o_n, o_f, mask = row_block(tokens, F, BN, BF)
     b_gate = tl.load(x_ptr + o_n * (2 * F) + o_f, mask=mask, other=0.0).to(ACC)
@@ -47,13 +53,13 @@ def swiglu_backward(x_ptr, grad_ptr, tokens, dx_ptr, F: tl.constexpr, BN: tl.con
 
 @triton.jit
 def normal_distribution(b_x):
-    """Phi(x)."""
+    """Return Phi(x), the distribution function of the standard normal distribution."""
     return 0.5 * (1.0 + tl.erf(b_x * 0.7071067811865476))
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def gelu_forward(x_ptr, tokens, out_ptr, F: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr):
-    """Compute out [N, F] from x [N, F]."""
+    """Compute out [N, F] from x [N, F]; grid (N / BN, F / BF)."""
     ACC: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     o_n, o_f, mask = row_block(tokens, F, BN, BF)
     b_x = tl.load(x_ptr + o_n * F + o_f, mask=mask, other=0.0).to(ACC)
@@ -62,7 +68,7 @@ def gelu_forward(x_ptr, tokens, out_ptr, F: tl.constexpr, BN: tl.constexpr, BF: 
 
 @triton.jit(do_not_specialize=["tokens"])
 def gelu_backward(x_ptr, grad_ptr, tokens, dx_ptr, F: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr):
-    """Compute dx [N, F] from grad [N, F]."""
+    """Compute dx [N, F] from x [N, F] and grad [N, F]; grid (N / BN, F / BF)."""
     ACC: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     o_n, o_f, mask = row_block(tokens, F, BN, BF)
     b_x = tl.load(x_ptr + o_n * F + o_f, mask=mask, other=0.0).to(ACC)

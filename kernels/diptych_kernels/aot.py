@@ -1,7 +1,7 @@
-"""Compiling every kernel ahead of time, without a GPU, and reading what it would use on one.
+"""Compilation of every kernel ahead of time, without a GPU, and the resources that the kernels use.
 
-The operations run on shapes instead of arrays; every launch they ask for is written down and compiled for a
-target. Registers and spills come from ptxas, the assembler Triton carries; shared memory from Triton.
+The operations run on shapes instead of arrays. A Recorder stores every launch, which is then compiled for a target.
+Registers and spills come from ptxas, the assembler in Triton's package. Shared memory comes from Triton.
 """
 
 import math
@@ -41,7 +41,7 @@ _WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, 
 
 @dataclass(frozen=True)
 class Shape:
-    """An array that has no elements to speak of."""
+    """The shape and type of an array without elements."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -56,7 +56,7 @@ class Shape:
 
 
 class Recorded(NamedTuple):
-    """A launch, its inputs, and what it was built from."""
+    """A launch, its inputs, and the function and sizes that built it."""
 
     launch: Launch
     inputs: tuple[Shape, ...]
@@ -64,11 +64,11 @@ class Recorded(NamedTuple):
     sizes: dict[str, Any]
 
     def ideal_bytes(self, tokens: int) -> int:
-        """Bytes a token that must move: everything with a row per token, read or written once."""
+        """Return the bytes per token of all arrays with a row per token, each read or written once."""
         return sum(size // tokens for shape, size in self._arrays() if shape[:1] == (tokens,))
 
     def flops(self) -> int:
-        """Of its products, where they are known."""
+        """Return the operations in the matrix products of a delta rule launch; 0 for other launches."""
         of = self.sizes.get("of")
         if of is None:
             return 0
@@ -76,20 +76,21 @@ class Recorded(NamedTuple):
         return flops(self.launch.kernel.rsplit(".", 1)[1], of, constants)
 
     def all_bytes(self) -> int:
-        """Bytes of all inputs and outputs."""
+        """Return the bytes of all inputs and outputs."""
         return sum(size for _, size in self._arrays())
 
     def _arrays(self) -> list[tuple[tuple[int, ...], int]]:
-        inputs = {id(x): x for x in self.inputs}.values()  # an array may stand in for missing ones
+        inputs = {id(x): x for x in self.inputs}.values()  # one array may replace several missing inputs
         moved = [*((x.shape, x.dtype) for x in inputs), *self.launch.outputs]
         return [(shape, math.prod(shape) * _WIDTHS[dtype]) for shape, dtype in moved]
 
 
 class Recorder:
-    """A backend that launches nothing and writes down everything."""
+    """A backend that records launches instead of running them."""
 
     def __init__(self, blocks: dict[str, Block] | None = None) -> None:
-        self.blocks, self.launches = blocks or {}, []
+        self.blocks = blocks or {}
+        self.launches = []
 
     def __call__(self, build: Callable[..., Launch], sizes: dict[str, Any], *inputs: Shape) -> tuple[Shape, ...]:
         """Record a launch and return the shapes of its outputs."""
@@ -105,7 +106,7 @@ class Recorder:
 def launches_of(
     operation: Operation, static: Any, inputs: Sequence[Shape | None], blocks: dict[str, Block] | None = None
 ) -> list[Recorded]:
-    """Every launch of an operation's forward and backward, in order."""
+    """Return every launch of the forward and backward of an operation, in order."""
     recorder = Recorder(blocks)
     outputs, saved = operation.forward(recorder, static, *inputs)
     operation.backward(recorder, static, saved, *outputs)
@@ -120,8 +121,9 @@ def everything(
     rows: str = "int64",
     blocks: dict[str, Block] | None = None,
 ) -> list[Recorded]:
-    """All launches of all operations, as a large model makes them; writing to the streams with dropout comes last."""
-    lead, coefficients = (tokens,), "float64" if dtype == "float64" else "float32"
+    """Return all launches of all operations at the sizes of a large model; write_streams with dropout comes last."""
+    lead = (tokens,)
+    coefficients = "float64" if dtype == "float64" else "float32"
     x, y = Shape((*lead, streams, width), dtype), Shape((*lead, width), dtype)
     h_post, h_res = Shape((*lead, streams), coefficients), Shape((*lead, streams, streams), coefficients)
     columns = streams * (streams + 2)
@@ -151,8 +153,12 @@ def delta_rule(
     parts: int = 4,
     blocks: dict[str, Block] | None = None,
 ) -> list[Recorded]:
-    """All launches of the delta rule over one sequence in parts; with one decay a token, two heads share one of q."""
-    chunks, wide = math.ceil(tokens / 64), "float64" if dtype == "float64" else "float32"
+    """Return all launches of the delta rule on one sequence in parts.
+
+    With one decay per token (``per_channel`` is False), two value heads share one head of q and k.
+    """
+    chunks = math.ceil(tokens / 64)
+    wide = "float64" if dtype == "float64" else "float32"
     queries = Shape((tokens, heads if per_channel else heads // 2, key), dtype)
     inputs = [
         queries,
@@ -167,24 +173,24 @@ def delta_rule(
 
 
 def delta_rule_production(**sizes: Any) -> dict[str, Recorded]:
-    """One launch a compiled kernel of delta_rule(...), by name, with a decay a channel first."""
+    """Return one launch per compiled kernel of delta_rule(...), by name; one decay per channel comes first."""
     named: dict[str, Recorded] = {}
     flags = {"W": "maps", "OUTPUT": "outputs", "KEEP": "states", "BACK": "back"}
     for per_channel in (True, False):
         for entry in delta_rule(per_channel, **sizes):
             constants = dict(entry.launch.constants)
-            told = [
+            labels = [
                 word for flag, word in flags.items() if constants.get(flag) not in (None, False, constants.get("V"))
             ]
             if not per_channel and constants.get("PER_CHANNEL") is False:
-                told.insert(0, "one decay")
-            name = entry.launch.kernel.removeprefix("delta_rule.") + (f" ({', '.join(told)})" if told else "")
+                labels.insert(0, "one decay")
+            name = entry.launch.kernel.removeprefix("delta_rule.") + (f" ({', '.join(labels)})" if labels else "")
             named.setdefault(name, entry)
     return named
 
 
 def production(*sizes: Any, **more: Any) -> dict[str, Recorded]:
-    """One launch a kernel, by name, of everything(...); where there are several the first."""
+    """Return the first launch of every kernel in everything(...), by name."""
     named: dict[str, Recorded] = {}
     for entry in everything(*sizes, **more):
         drops = dict(entry.launch.constants).get("THRESHOLD", 0)
@@ -194,7 +200,7 @@ def production(*sizes: Any, **more: Any) -> dict[str, Recorded]:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel uses: registers a thread, bytes spilled a thread, bytes of shared memory a program."""
+    """Resources of a compiled kernel: registers and spilled bytes per thread, bytes of shared memory per program."""
 
     registers: int
     spilled: int
@@ -203,7 +209,7 @@ class Resources:
 
 
 def compile_ahead(recorded: Recorded, capability: int) -> Any:
-    """Triton's compiled kernel of a launch for ``sm_<capability>``."""
+    """Compile the kernel of a launch for ``sm_<capability>``."""
     launch = recorded.launch
     kernel = tuning.kernel_function(launch.kernel)
     constants = dict(launch.constants)
@@ -227,7 +233,7 @@ def compile_ahead(recorded: Recorded, capability: int) -> Any:
 
 
 def resources(recorded: Recorded, capability: int) -> Resources:
-    """Compile a launch and read what it uses."""
+    """Compile a launch and return the resources of its kernel."""
     compiled = compile_ahead(recorded, capability)
     architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
@@ -241,6 +247,9 @@ def resources(recorded: Recorded, capability: int) -> Resources:
 
 
 def occupancy(used: Resources) -> float:
-    """Share of a multiprocessor's 64 warps that fit by registers: 65536, given out 256 at a time to a warp."""
+    """Return the fraction of a multiprocessor's 64 warps that fit into its 65536 registers.
+
+    A warp gets registers in units of 256.
+    """
     warps = 65536 // (math.ceil(used.registers * 32 / 256) * 256)
     return min(warps // used.num_warps * used.num_warps, 64) / 64

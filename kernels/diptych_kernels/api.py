@@ -137,7 +137,8 @@ class Functions(ABC):
         _check_shape("alpha", alpha, (3,))
         _check_shape("bias", bias, (columns,))
         coefficients = wide(dtype_name(x))
-        alpha, bias = self.cast(alpha, coefficients), self.cast(bias, coefficients)
+        alpha = self.cast(alpha, coefficients)
+        bias = self.cast(bias, coefficients)
         h_pre, h_post, h_res = self.apply(operations.COMPUTE_MAPPINGS, static, x, phi, alpha, bias)
         return h_pre, h_post, h_res
 
@@ -204,7 +205,8 @@ class Functions(ABC):
         add = "none" if residual is None else "plain" if h_res is None else "mix"
         coefficients = wide(dtype_name(residual if x is None else x))
         h_res, h_post = (None if h is None else self.cast(h, coefficients) for h in (h_res, h_post))
-        write, rows = Write(add, x is not None, bias is not None), (None, None, None)
+        write = Write(add, x is not None, bias is not None)
+        rows = (None, None, None)
         if state is not None and x is not None:
             self._check_state(shape[:-2], x, state, site)
         if state is not None and rate > 0.0 and x is not None:
@@ -237,7 +239,7 @@ class Functions(ABC):
         return self.apply(operations.SWIGLU, None, x)[0]
 
     def gelu(self, x: Array) -> Array:
-        """Compute x Phi(x), exactly."""
+        """Compute x Phi(x) with the error function, not its tanh approximation. [..., F] -> [..., F]."""
         self._check(x=x)
         _check_axes("x", x, 1)
         return self.apply(operations.GELU, None, x)[0]
@@ -281,7 +283,7 @@ class Functions(ABC):
                     "impl='reference' supports any number"
                 )
         given = dtype_name(v)
-        if "float16" in (dtype_name(q), dtype_name(k), given):  # states and their gradients may pass its 65504
+        if "float16" in (dtype_name(q), dtype_name(k), given):  # states and gradients may exceed 65504
             q, k, v = (self.cast(x, "float32") for x in (q, k, v))
         dtype, value_heads, width = wide(dtype_name(q)), *v.shape[2:]
         sequences = self.integers(tables.sequences, q)
@@ -304,7 +306,8 @@ def _check_given(
     """Reject combinations of arguments that write nothing or leave an argument unused."""
     arrays = {"residual": residual, "h_res": h_res, "x": x, "bias": bias, "h_post": h_post}
     given = {name for name, array in arrays.items() if array is not None}
-    adds, mixes = {"x", "h_post"} <= given, {"residual", "h_res"} <= given
+    adds = {"x", "h_post"} <= given
+    mixes = {"residual", "h_res"} <= given
     if not (adds or mixes) or (not adds and given & {"x", "h_post", "bias"}):
         raise ValueError(
             "write_streams: expected residual with h_res, or x with h_post (and bias), or both; got "

@@ -31,7 +31,7 @@ class Backend(Protocol):
 
 
 class Operation(NamedTuple):
-    """A differentiable function whose two directions are made of kernels."""
+    """A differentiable function whose forward and backward consist of kernels."""
 
     forward: Callable[..., tuple[tuple[Array, ...], tuple[Array, ...]]]
     backward: Callable[..., tuple[Array, ...]]
@@ -47,7 +47,8 @@ def column_sum(backend: Backend, x: Array, rows: int, width: int) -> Array:
 
     Narrow types always take both steps, so that the compiled kernels do not depend on the number of rows.
     """
-    dtype, groups = dtype_name(x), min(math.ceil(rows / 256), 64)
+    dtype = dtype_name(x)
+    groups = min(math.ceil(rows / 256), 64)
     if dtype != wide(dtype):
         groups = max(groups, 2)
     for parts in [groups, 1] if groups > 1 else [1]:

@@ -1,18 +1,27 @@
-"""From residual streams to the coefficients of mHC, forward and backward.
+"""Coefficients of mHC, computed from residual streams, forward and backward.
 
-For every token, x its streams as one row [K], K = S D, and C = 2 S + S S:
+For each token:
 
-    projected = x @ phi                              phi [K, C]
+    projected = x @ phi
     r         = 1 / sqrt(mean(x**2) + epsilon)
-    h         = r projected gain + bias              gain: alpha[0] for S columns, alpha[1] for S, alpha[2] for S S
-    h_pre     = sigmoid(h[:S]),  h_post = 2 sigmoid(h[S:2S]),  h_res = sinkhorn(h[2S:])
+    h         = r projected gain + bias
+    h_pre     = sigmoid(h[:S])
+    h_post    = 2 sigmoid(h[S:2S])
+    h_res     = sinkhorn(h[2S:])
 
-The first two lines are one pass over x (project_*), the others work on some 200 bytes a token (mappings_*). Sinkhorn
-works on tiles [BN, SP, SP] in registers, SP the next power of two; rows and columns from S on hold zeros. Its backward
-runs the forward again up to every fourth pair of normalisations, the last first, and holds four pairs in registers: for
-20 iterations 74 pairs of a few instructions, instead of 40 matrices in memory.
+x [K] are the S residual streams of width D as one row, K = S D. phi [K, C] is the projection and bias [C] the bias of
+the C = 2 S + S S coefficients. gain [C] is alpha[0] for the first S columns, alpha[1] for the next S, and alpha[2] for
+the last S S. sinkhorn returns exp(h[2S:]), reshaped to [S, S], with rows and columns normalised alternately.
 
-Reference: mHC, arXiv 2512.24880, eqs. 5-9; see reference_torch/hyper_connections.py for the floor under the softmax.
+project_forward and project_backward read x once and compute the first two lines. mappings_forward and
+mappings_backward compute the other lines from about 200 bytes per token.
+
+Sinkhorn uses tiles [BN, SP, SP] in registers. SP is the smallest power of two >= S, and padding is 0. Its backward
+replays forward from the start for every four pairs of normalisations, beginning with the last four, and holds these in
+registers. With 20 iterations it replays 74 pairs of a few instructions each, instead of storing 40 matrices.
+
+Reference: mHC, arXiv 2512.24880, eqs. 5-9. reference_torch/hyper_connections.py explains the lower bound FLOOR of the
+softmax.
 """
 
 import triton
@@ -77,7 +86,7 @@ def project_backward(
 ):
     """Compute dx [N, K] = dprojected @ phi.T - shrink x, and dphi = x.T @ dprojected, [K, C] per group of tokens.
 
-    dphi is summed in float32 (float64), over the tokens of a group in order. grid (K / BK, groups).
+    The tokens of a group are added to dphi in a fixed order, in float32 (float64 for float64). grid (K / BK, groups).
     """
     ACC: tl.constexpr = shrink_ptr.dtype.element_ty
     o_k = tl.program_id(0) * BK + tl.arange(0, BK)
@@ -112,7 +121,7 @@ def normalise(b_m, AXIS: tl.constexpr):
 
 @triton.jit
 def normalise_twice(b_m, FIRST: tl.constexpr):
-    """Along the axis that is not normalised first, then along FIRST."""
+    """Normalise along the axis other than FIRST, and then along FIRST."""
     b_m, _ = normalise(b_m, 3 - FIRST)
     b_m, _ = normalise(b_m, FIRST)
     return b_m
@@ -120,17 +129,17 @@ def normalise_twice(b_m, FIRST: tl.constexpr):
 
 @triton.jit
 def floored_softmax(b_logits, m_s, FIRST: tl.constexpr):
-    """exp(logits) normalised along FIRST, no entry below FLOOR; 0 outside the mask."""
+    """Return the softmax of the logits along FIRST, with entries of at least FLOOR, and 0 outside the mask."""
     top = tl.max(tl.where(m_s, b_logits, float("-inf")), FIRST, keep_dims=True)
     exists = tl.max(m_s.to(tl.int32), FIRST, keep_dims=True) > 0
-    top = tl.where(exists, top, 0.0)  # of what exists and is all -inf NaN is made, as everywhere
+    top = tl.where(exists, top, 0.0)  # padding must not give NaN; logits that are all -inf do
     b_m, _ = normalise(tl.where(m_s, tl.exp(b_logits - top), 0.0), FIRST)
     return tl.where(m_s, tl.where(b_m < FLOOR, FLOOR, b_m), 0.0)
 
 
 @triton.jit
 def sinkhorn(b_logits, m_s, ITERATIONS: tl.constexpr, FIRST: tl.constexpr):
-    """Doubly stochastic matrices [BN, SP, SP]; FIRST is the axis of the tile normalised first, 1 or 2."""
+    """Return doubly stochastic matrices [BN, SP, SP]; FIRST (1 or 2) is the axis that is normalised first."""
     b_m = floored_softmax(b_logits, m_s, FIRST)
     for _ in range(ITERATIONS - 1):
         b_m = normalise_twice(b_m, FIRST)
@@ -140,13 +149,13 @@ def sinkhorn(b_logits, m_s, ITERATIONS: tl.constexpr, FIRST: tl.constexpr):
 
 @triton.jit
 def normalise_gradient(b_grad, b_m, total, AXIS: tl.constexpr):
-    """Gradient of what was divided, from that of the quotient b_m."""
+    """Return the gradient of the dividend of ``normalise``, from the gradient of its quotient b_m."""
     return (b_grad - tl.sum(b_grad * b_m, AXIS, keep_dims=True)) / total
 
 
 @triton.jit
 def pairs_gradient(b_m, b_grad, COUNT: tl.constexpr, FIRST: tl.constexpr):
-    """Gradient of b_m through the next COUNT pairs of normalisations, whose matrices are held in registers."""
+    """Return the gradient of b_m through the next COUNT pairs of normalisations, held in registers."""
     held = ()
     for _ in tl.static_range(COUNT):
         b_m, total = normalise(b_m, 3 - FIRST)
@@ -161,7 +170,7 @@ def pairs_gradient(b_m, b_grad, COUNT: tl.constexpr, FIRST: tl.constexpr):
 
 @triton.jit
 def sinkhorn_gradient(b_logits, b_grad, m_s, ITERATIONS: tl.constexpr, FIRST: tl.constexpr):
-    """Gradient of the logits: every normalisation differentiated at the matrix it was applied to."""
+    """Return the gradient of the logits, by differentiating each normalisation at its own input."""
     PAIRS: tl.constexpr = ITERATIONS - 1
     HELD: tl.constexpr = 4
     b_softmax = floored_softmax(b_logits, m_s, FIRST)
@@ -182,7 +191,7 @@ def sinkhorn_gradient(b_logits, b_grad, m_s, ITERATIONS: tl.constexpr, FIRST: tl
 
 @triton.jit
 def matrix_block(o_n, m_n, S: tl.constexpr, SP: tl.constexpr):
-    """Offsets within [N, S, S] and the masks of a tile [BN, SP, SP]: of its entries, and with its tokens."""
+    """Return offsets in [N, S, S], the mask of entries inside S x S, and that mask limited to existing tokens."""
     o_i = tl.arange(0, SP)[None, :, None]
     o_j = tl.arange(0, SP)[None, None, :]
     m_s = (o_i < S) & (o_j < S)
@@ -200,7 +209,7 @@ def sinkhorn_forward(
     SP: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Doubly stochastic matrices [N, S, S] of logits; grid (N / BN,)."""
+    """Compute doubly stochastic matrices [N, S, S] from logits [N, S, S]; grid (N / BN,)."""
     o_n, m_n = token_block(tokens, BN)
     offsets, m_s, mask = matrix_block(o_n, m_n, S, SP)
     b_logits = tl.load(logits_ptr + offsets, mask=mask, other=0.0)
@@ -219,7 +228,7 @@ def sinkhorn_backward(
     SP: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Gradient of the logits, from that of the matrices; grid (N / BN,)."""
+    """Compute dlogits [N, S, S] from logits and grad [N, S, S]; grid (N / BN,)."""
     o_n, m_n = token_block(tokens, BN)
     offsets, m_s, mask = matrix_block(o_n, m_n, S, SP)
     b_logits = tl.load(logits_ptr + offsets, mask=mask, other=0.0)
@@ -243,7 +252,7 @@ def mappings_forward(
     SP: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """h_pre [N, S], h_post [N, S], h_res [N, S, S]; grid (N / BN,)."""
+    """Compute h_pre [N, S], h_post [N, S] and h_res [N, S, S] from projected [N, C] and r [N]; grid (N / BN,)."""
     C: tl.constexpr = 2 * S + S * S
     o_n, m_n = token_block(tokens, BN)
     b_r = tl.load(r_ptr + o_n, mask=m_n, other=0.0)
@@ -284,10 +293,10 @@ def mappings_backward(
     SP: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Compute dprojected [N, C]; shrink [N], the factor of -x in dx; a row [3 + C] of dalpha and dbias per program.
+    """Compute dprojected [N, C], shrink [N], and a row [3 + C] of dalpha and dbias per program; grid (N / BN,).
 
-    r stands to mean(x**2) as -1/2 r**3, and that to x as 2 x / K: shrink = r**3 / K (dh . projected gain).
-    grid (N / BN,).
+    shrink is the factor of -x in dx that comes from r. With m = mean(x**2), dr/dm = -r**3 / 2 and dm/dx = 2 x / K,
+    so shrink = r**3 / K sum_c dh[c] projected[c] gain[c].
     """
     C: tl.constexpr = 2 * S + S * S
     o_n, m_n = token_block(tokens, BN)

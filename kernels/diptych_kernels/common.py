@@ -1,4 +1,4 @@
-"""What several kernels share: the tokens of a program, sums over tokens, and the exponential function."""
+"""Functions shared by several kernels: the tokens of a program, sums over rows, and the exponential function."""
 
 import triton
 import triton.language as tl
@@ -6,20 +6,23 @@ import triton.language as tl
 
 @triton.jit
 def token_block(tokens, BN: tl.constexpr):
-    """Numbers of this program's tokens, int64 since they are multiplied by widths, and which of them exist."""
+    """Return the indices of this program's tokens [BN] and the mask of those below ``tokens``.
+
+    Indices are int64, because their product with a width may exceed int32.
+    """
     o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     return o_n, o_n < tokens
 
 
 @triton.jit
 def exp_of(b_x):
-    """exp, as the power of two that GPUs have an instruction for: the one place that knows log2(e)."""
+    """Return exp(x) as 2**(x log2(e)), because GPUs have an instruction for powers of two."""
     return tl.exp2(b_x * 1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=["rows", "rows_per_group"])
 def column_sum(x_ptr, rows, rows_per_group, out_ptr, W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr):
-    """Sum over the rows of x [R, W], to one [W] per group of rows; grid (W / BW, groups).
+    """Sum the rows of x [R, W] within each group of rows, to out [groups, W]; grid (W / BW, groups).
 
     Rows are added in a fixed order, in float32 (float64 for float64), so that results are deterministic.
     """

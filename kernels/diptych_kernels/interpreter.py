@@ -1,14 +1,18 @@
-"""The backend without a GPU: kernels run by Triton's interpreter on CPU tensors, beside compiled ones in one process.
+"""Triton's interpreter for CPU tensors, usable in one process with compiled kernels.
 
-Triton interprets every kernel or none, by an environment variable read when it is imported. Here one launch is
-interpreted at a time, under a lock: while it runs, calling a jitted function interprets that function, and afterwards
-the language is put back as it was. Interpreting is for tests, notebooks and reading: a launch takes milliseconds to
-seconds.
+Triton reads an environment variable at import that selects the interpreter for all kernels or for none. This module
+interprets single launches instead, one at a time under a lock. During a launch it patches the Triton language, so that
+calls of jitted functions are interpreted, and afterwards it restores the language. A launch takes milliseconds to
+seconds, which suits tests and notebooks.
 
-Faults of Triton's interpreter are mended. In 3.9 ``tl.dot`` multiplies the integers that bfloat16 numbers are held as
-(products are taken in float32 here, where they are exact), and float32 is cut off to bfloat16 instead of rounded; in
-3.6 ``range`` refuses arrays of one element, which numpy no longer takes for numbers. The interpreter knows no tf32:
-products of float32 numbers are more exact than on a GPU.
+The module also works around these faults of Triton's interpreter:
+
+- In Triton 3.9, ``tl.dot`` multiplies the bit patterns of bfloat16 operands. Operands are converted to float32 here, in
+  which the products are exact.
+- In Triton 3.9, casts from float32 to bfloat16 truncate. They round to nearest here.
+- In Triton 3.6, ``range`` rejects arrays of one element, because numpy no longer converts them to integers.
+
+The interpreter does not emulate tf32, so products of float32 operands are more exact than on a GPU.
 """
 
 import threading
@@ -30,22 +34,23 @@ _PATCHED = (tl, tl.core, tl.math, tl.core.tensor, tl.core.dtype, tl.condition, t
 def interpret(
     kernel: JITFunction, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
 ) -> None:
-    """Run every program of a launch, one after the other.
+    """Run all programs of a launch one after the other.
 
     Args:
         kernel: a function decorated with ``triton.jit``.
-        grid: number of programs, up to three axes.
-        arguments: CPU tensors and numbers, in the kernel's order.
-        constants: its constexpr arguments.
+        grid: number of programs along each of up to three axes.
+        arguments: CPU tensors and scalars, in the order of the kernel's arguments. Outputs are written in place.
+        constants: values of the kernel's constexpr arguments by name.
     """
-    with _LOCK, _interpreting(), np.errstate(all="ignore"):  # a GPU makes NaN without a word, too
+    with _LOCK, _interpreting(), np.errstate(all="ignore"):  # a GPU gives no warnings about NaN either
         InterpretedFunction(kernel.fn)[grid](*arguments, **constants)
 
 
 @contextmanager
 def _interpreting() -> Iterator[None]:
     before = [dict(vars(owner)) for owner in _PATCHED]
-    call, builder = JITFunction.__call__, interpreter.interpreter_builder
+    call = JITFunction.__call__
+    builder = interpreter.interpreter_builder
     dot: Any = builder.create_dot
     setattr(JITFunction, "__call__", _call_interpreted)  # noqa: B010
     cast: Any = _rounding(builder.cast_impl)
@@ -65,7 +70,7 @@ def _interpreting() -> Iterator[None]:
     finally:
         setattr(interpreter, "_patch_lang", patch)  # noqa: B010
         setattr(JITFunction, "__call__", call)  # noqa: B010
-        del builder.create_dot, builder.cast_impl  # the methods of the class show again
+        del builder.create_dot, builder.cast_impl  # uncovers the methods of the builder's class
         for owner, attributes in zip(_PATCHED, before, strict=True):
             for name, value in list(vars(owner).items()):
                 if name not in attributes:

@@ -1,9 +1,9 @@
 """The JAX backend: kernels as differentiable functions of arrays, under jit, scan, checkpoint, shard_map and pmap.
 
-Lowered for CUDA, a launch is a jax-triton call; lowered for the CPU, a callback to the interpreter. One traced function
-holds both. Callbacks run in float64 too if jax_enable_x64 is set, which nothing here asks for. With collectives in the
-same program on many forced CPU devices, set NPROC=32 in the environment before JAX is used: callbacks of
-more devices than JAX has threads wait for each other.
+A launch is lowered to a jax-triton call for CUDA and to a callback of the interpreter for the CPU; a traced function
+contains both. Callbacks support float64 if jax_enable_x64 is set. If a program with collectives runs on many forced CPU
+devices, set NPROC=32 in the environment before JAX is used. Otherwise callbacks of more devices than JAX has threads
+wait for each other.
 """
 
 import importlib
@@ -101,11 +101,11 @@ class JaxBackend(Functions):
         return None if isinstance(x, Array) else type(x).__name__
 
     def is_traced(self, x: Any) -> bool:
-        """See Functions.is_traced; an array on a device counts too, as reading it would wait for it."""
+        """See Functions.is_traced; arrays on a device count too, because reading one would block."""
         return isinstance(x, Array)
 
     def check_devices(self, **arrays: Array | None) -> None:
-        """JAX itself refuses arrays on different devices."""
+        """Return without a check, because JAX rejects arrays on different devices."""
 
 
 @partial(jax.jit, static_argnums=0)
@@ -156,7 +156,7 @@ def jax_triton() -> Any | None:
         return importlib.import_module("jax_triton")
     except ImportError:
         return None
-    finally:  # jax_triton empties it for the whole process
+    finally:  # importing jax_triton clears TRITON_CACHE_DIR for the whole process
         os.environ.pop("TRITON_CACHE_DIR", None)
         if before is not None:
             os.environ["TRITON_CACHE_DIR"] = before

@@ -1,8 +1,8 @@
-"""How every kernel is launched: grid, blocks, warps, outputs, as plain integers and strings, the same for all backends.
+"""Launch configurations of all kernels: grid, block, warps and outputs, shared by all backends.
 
-A function here has the name of its kernel. It takes a Block and the sizes of a call, and returns a Launch, which says
-all a backend must know besides the input arrays. Kernels take inputs, then scalars, then outputs, then constants. The
-number of tokens is a scalar and never a constant: no kernel is compiled again because of it.
+Each function has the name of its kernel. It takes a Block and the sizes of a call, and returns a Launch, which contains
+everything that a backend needs besides the input arrays. The arguments of kernels are inputs, scalars, outputs and
+constants, in this order. The number of tokens is a scalar, so that kernels are not compiled again if it changes.
 """
 
 import math
@@ -17,7 +17,7 @@ PROGRAMS = 528
 
 
 class Block(NamedTuple):
-    """What may be tuned: the tile of a program (rows are tokens) and how it is compiled."""
+    """The tuned parameters of a launch: the tile of a program (rows are tokens), warps and pipeline stages."""
 
     rows: int
     columns: int
@@ -34,14 +34,14 @@ class Launch:
     grid: tuple[int, ...]
     scalars: tuple[int, ...]
     outputs: tuple[tuple[tuple[int, ...], str], ...]
-    """Shape and type of each."""
+    """Shape and type of each output."""
     constants: tuple[tuple[str, int | float | str | bool], ...]
     num_warps: int
     num_stages: int
 
     @property
     def compiled_as(self) -> tuple:
-        """What a compiled kernel depends on, besides the types of its inputs."""
+        """Return the values that determine a compiled kernel, besides the types of its inputs."""
         types = tuple(dtype for _, dtype in self.outputs)
         return self.kernel, types, self.constants, self.num_warps, self.num_stages
 
@@ -102,7 +102,7 @@ def launch_of(
 
 
 def aggregate_forward(block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str) -> Launch:
-    """Configure the launch x, h_pre -> aggregated. lead: the axes that number tokens."""
+    """Configure the launch x, h_pre -> aggregated. lead: sizes of the axes that number tokens."""
     tokens, columns = math.prod(lead), min(block.columns, power_of_two(width, 16))
     grid = (math.ceil(tokens / block.rows), math.ceil(width / columns))
     outputs = [((*lead, width), dtype)]
@@ -166,7 +166,7 @@ def write_backward(block: Block, lead: tuple[int, ...], streams: int, width: int
 
 
 def _few_columns(block: Block, streams: int, width: int, dtype: str) -> int:
-    """Columns of a tile where sums for every pair of streams are held: fewer if pairs are many or sums are wide."""
+    """Return the columns of a tile if registers hold sums for all pairs of streams; fewer for many pairs or float64."""
     columns = block.columns if streams <= 4 else block.columns // 4
     if dtype == "float64":
         columns //= 2
@@ -203,21 +203,21 @@ def _coefficients(streams: int) -> int:
 
 
 def _dot(block: Block, row: int, columns: int, dtype: str) -> dict[str, int | str]:
-    """Tiles of the projection, whose products want at least 16 of everything. float32 is three tf32 products."""
+    """Return the tile sizes (at least 16) and precision of the projection; float32 uses three tf32 products."""
     precision = {"float64": "ieee", "float32": "tf32x3"}.get(dtype, "tf32")
     padded, size = power_of_two(columns, 16), {"float64": 4, "float32": 2}.get(dtype, 1)
-    fits = block.columns * 32 // max(padded, 32) // size  # registers hold what 16-bit tiles of 32 columns need
+    fits = block.columns * 32 // max(padded, 32) // size  # limits registers to those of 16-bit tiles with 32 columns
     rows = block.rows if size == 1 and padded <= 32 else max(block.rows // 2, 16)
     return dict(PRECISION=precision, CP=padded, BN=rows, BK=min(max(fits, 16), power_of_two(row, 16)))
 
 
 def _sinkhorn(streams: int, iterations: int, last: str) -> dict[str, int]:
-    """FIRST counts the axes of a tile [BN, SP, SP]: normalising columns sums over axis 1."""
+    """Return the constants of Sinkhorn; FIRST is an axis of the tile [BN, SP, SP], and 1 normalises columns."""
     return dict(ITERATIONS=iterations, FIRST=1 if last == "row" else 2, SP=power_of_two(streams, 2))
 
 
 def _matrices(block: Block, streams: int, dtype: str) -> int:
-    """Tokens of a program: block.rows of 4 x 4 matrices, fewer of larger or wider ones."""
+    """Return the tokens of a program: block.rows for 4 x 4 float32 matrices, fewer for larger or float64 ones."""
     size = max(16, power_of_two(streams) ** 2) * (2 if dtype == "float64" else 1)
     return max(1, block.rows * 16 // size)
 

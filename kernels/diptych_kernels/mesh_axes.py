@@ -1,4 +1,4 @@
-"""Inside jax.shard_map an array's type says over which mesh axes it varies; operations of our own must agree on it."""
+"""Mesh axes over which arrays vary inside jax.shard_map; the operands of a custom operation must agree on them."""
 
 from typing import Any
 
@@ -7,9 +7,15 @@ from jax import Array
 
 
 def varying_alike(arrays: tuple) -> list[Any]:
-    """Inside shard_map: arrays typed as varying over every mesh axis that one of them varies over.
+    """Cast arrays inside shard_map to vary over every mesh axis that one of them varies over.
 
-    What was replicated, such as a parameter, gets its gradient summed over the axis by the transpose of this.
+    The transpose of this cast sums the gradient of a replicated array, such as a parameter, over the added axes.
+
+    Args:
+        arrays: arrays, or None for missing ones.
+
+    Returns:
+        The cast arrays, with None where ``arrays`` has None.
     """
     axes = [frozenset() if x is None else _varying_axes(x) for x in arrays]
     every = frozenset().union(*axes)
@@ -20,10 +26,13 @@ def varying_alike(arrays: tuple) -> list[Any]:
 
 
 def vary(tree: Any, axes: tuple[str, ...]) -> Any:
-    """Inside shard_map: the same values, of a type that may differ along every axis given.
+    """Cast the arrays of a pytree inside shard_map to vary over all given mesh axes.
 
-    Gradients of such values are the rank's own; of values known to be equal on all ranks JAX sums them where they are
-    taken.
+    Each rank gets its own gradient of such values. JAX sums the gradients of replicated values over the ranks.
+
+    Args:
+        tree: pytree of arrays.
+        axes: names of mesh axes.
     """
 
     def varying(x: Array) -> Array:

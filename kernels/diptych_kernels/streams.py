@@ -1,17 +1,21 @@
-"""Reading residual streams and writing them, forward and backward.
+"""Aggregation of residual streams and writes to them, forward and backward.
 
-For every token, with streams x [S, D], coefficients h_pre [S], h_post [S], h_res [S, S], and a sublayer's output y [D]
-with its bias b [D]:
+For each token:
 
-    aggregated[d] = sum_s h_pre[s] x[s, d]                                                  read
-    next[s, d]    = sum_j h_res[s, j] x[j, d] + keep[s, d] / (1 - p) h_post[s] (y + b)[d]   write
+    aggregated[d] = sum_s h_pre[s] x[s, d]
+    next[s, d]    = sum_j h_res[s, j] x[j, d] + keep[s, d] / (1 - p) h_post[s] (y[d] + b[d])
 
-A program holds BN tokens and, stream by stream, tiles [BN, BD] of their columns, in the type of the coefficients:
-float32, or float64 for float64 streams. Every element of x is loaded once. Backward programs walk over all columns of
-their tokens and sum the coefficients' gradients in registers, so nothing is added atomically.
+x [S, D] are the S residual streams of width D. h_pre [S], h_post [S] and h_res [S, S] are the coefficients. y [D] is
+the output of the sublayer and b [D] its bias. keep [S, D] is the dropout mask and p the dropout probability.
 
-keep is Philox-4x32-10 of key (seed, site) and counter (column >> 2, row_low, row_high, step), lane column & 3, where
-column = s D + d: see diptych/plans/model/philox.py. Reference: mHC, arXiv 2512.24880, eq. 3.
+A program computes BN tokens with one tile [BN, BD] per stream, in the type of the coefficients: float32, or float64 for
+float64 streams. It loads each element of x once. A backward program loops over all columns of its tokens and sums the
+gradients of the coefficients in registers, which avoids atomic additions.
+
+The dropout mask of stream s and column d comes from lane c mod 4 of Philox-4x32-10 with c = s D + d, key (seed, site)
+and counter (c // 4, row_low, row_high, step); see diptych/plans/model/philox.py.
+
+Reference: mHC, arXiv 2512.24880, eq. 3.
 """
 
 import triton
@@ -22,7 +26,7 @@ from diptych_kernels.common import token_block
 
 @triton.jit
 def load_streams(x_ptr, o_n, o_d, mask, S: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr):
-    """Tuple of the S tiles [BN, BD] of x [N, S, D]."""
+    """Load the S tiles [BN, BD] of x [N, S, D] as a tuple."""
     tiles = ()
     for s in tl.static_range(S):
         b_x = tl.load(x_ptr + (o_n * S + s)[:, None] * D + o_d[None, :], mask=mask, other=0.0)
@@ -32,14 +36,18 @@ def load_streams(x_ptr, o_n, o_d, mask, S: tl.constexpr, D: tl.constexpr, ACC: t
 
 @triton.jit
 def dropout_keep(o_n, m_n, o_d, s, low_ptr, high_ptr, step_ptr, seed, site, D: tl.constexpr, THRESHOLD: tl.constexpr):
-    """Return the dropout mask of stream s, [BN, BD]; o_d begins at a multiple of 4, THRESHOLD is floor(p 2**32)."""
+    """Return the dropout mask [BN, BD] of stream s; True keeps the element.
+
+    o_d must begin at a multiple of 4. THRESHOLD is floor(p 2**32).
+    """
     BN: tl.constexpr = o_n.shape[0]
     BD: tl.constexpr = o_d.shape[0]
     low = tl.load(low_ptr + o_n, mask=m_n, other=0).to(tl.uint32)[:, None]
     high = tl.load(high_ptr + o_n, mask=m_n, other=0).to(tl.uint32)[:, None]
     step = tl.load(step_ptr).to(tl.uint32)
-    key0, key1 = tl.cast(seed, tl.uint32), tl.cast(site, tl.uint32)
-    if D % 4 == 0:  # all four words of a counter lie in the tile
+    key0 = tl.cast(seed, tl.uint32)
+    key1 = tl.cast(site, tl.uint32)
+    if D % 4 == 0:  # the tile contains all four words of each counter
         o_q = (s * D + tl.min(o_d, 0)) // 4 + tl.arange(0, BD // 4)[None, :]
         w0, w1, w2, w3 = tl.philox_impl(tl.broadcast_to(o_q.to(tl.uint32), (BN, BD // 4)), low, high, step, key0, key1)
         word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
@@ -128,8 +136,9 @@ def write_forward(
 ):
     """Compute next [N, S, D]; grid (N / BN, D / BD).
 
-    ADD: "mix" adds h_res x, "plain" adds x itself, "none" nothing; POST: with the term of y; BIAS: with b. What a
-    flag leaves out is never read. THRESHOLD: floor(p 2**32), 0 for no dropout; SCALE: 1 / (1 - p).
+    ADD selects the residual term: "mix" adds h_res x, "plain" adds x, "none" adds nothing. POST adds the term of y, and
+    BIAS adds b to y. Inputs of excluded terms are not read. THRESHOLD is floor(p 2**32), or 0 without dropout. SCALE is
+    1 / (1 - p).
     """
     ACC: tl.constexpr = h_post_ptr.dtype.element_ty
     o_n, m_n = token_block(tokens, BN)
@@ -185,7 +194,11 @@ def write_backward(
     BN: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Compute dx [N, S, D], dh_res [N, S, S] if ADD is "mix"; dy [N, D] and dh_post [N, S] if POST; grid (N / BN,)."""
+    """Compute the gradients of write_forward from grad [N, S, D]; grid (N / BN,).
+
+    Write dx [N, S, D] and dh_res [N, S, S] if ADD is "mix", and dy [N, D] and dh_post [N, S] if POST. The flags are
+    those of write_forward.
+    """
     ACC: tl.constexpr = h_post_ptr.dtype.element_ty
     o_n, m_n = token_block(tokens, BN)
     b_res = ()

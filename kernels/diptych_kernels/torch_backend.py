@@ -20,7 +20,8 @@ class _Applied(torch.autograd.Function):
     @staticmethod
     def forward(ctx, operation, static, *inputs):
         outputs, saved = operation.forward(_BACKEND, static, *inputs)
-        ctx.operation, ctx.static = operation, static
+        ctx.operation = operation
+        ctx.static = static
         ctx.save_for_backward(*saved)
         return outputs
 
@@ -69,7 +70,7 @@ class TorchBackend(Functions):
     def apply(self, operation: Operation, static: Any, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         """See Functions.apply."""
         applied: Any = _Applied.apply
-        if torch.compiler.is_compiling():  # kernels are called as they are; how they are launched is not traced
+        if torch.compiler.is_compiling():  # the compiler calls the launches without tracing them
             applied = torch.compiler.disable(applied)
         return applied(operation, static, *inputs)
 

@@ -1,10 +1,12 @@
-"""Which of a kernel's blocks is used: measured once per device and shape, kept in a file both backends read.
+"""Choice of a kernel's block, measured once per device and shape and stored in a file that both backends read.
 
-The file is ``blocks.json`` in the directory DIPTYCH_CACHE_DIR, by default ``~/.cache/diptych``. The key holds the
-device, Triton's version, the kernel, the types of its outputs and its constants, and not the number of tokens. The
-first process to measure decides for all. The interpreter and compilation ahead of time use the first candidate and
-measure nothing; so does everything if DIPTYCH_TUNE is 0. Sums may round differently in another block: for the same
-bits on every machine, keep the file or set DIPTYCH_TUNE=0.
+The file is ``blocks.json`` in the directory DIPTYCH_CACHE_DIR, by default ``~/.cache/diptych``. The key contains the
+device, Triton's version, the kernel, the types of its outputs and its constants, but not the number of tokens. If
+several processes measure, all use the first stored result. The interpreter and compilation ahead of time use the first
+candidate without measurements, and DIPTYCH_TUNE=0 does so everywhere.
+
+Sums may round differently in another block. For bitwise equal results on every machine, copy the file or set
+DIPTYCH_TUNE=0.
 """
 
 import fcntl
@@ -57,12 +59,13 @@ def choose(
 
     Raises:
         RuntimeError: no candidate runs.
-        ImportError: what a launch needs is not installed.
+        ImportError: a package that launches need is not installed.
     """
     candidates = candidates_of(build)
     if len(candidates) == 1 or os.environ.get("DIPTYCH_TUNE") == "0":
         return candidates[0]
-    key, path = _key(build(candidates[0], **sizes), device), _path()
+    key = _key(build(candidates[0], **sizes), device)
+    path = _path()
     table = _table(path)
     if key not in table:
         table.update(_read(path))
@@ -82,14 +85,15 @@ def _fastest(
     candidates: tuple[Block, ...],
     measure: Callable[[Launch], float],
 ) -> Block | None:
-    """Measure all candidates; return None if memory is too short."""
-    times, failures = {}, []
+    """Return the fastest candidate; None if a measurement runs out of memory."""
+    times = {}
+    failures = []
     for block in candidates:
         try:
             times[block] = measure(build(block, **sizes))
         except ImportError:
             raise
-        except Exception as error:  # compilers and drivers raise what they like
+        except Exception as error:  # compilers and drivers raise exceptions of any type
             if "OutOfMemory" in type(error).__name__ or "RESOURCE_EXHAUSTED" in str(error):
                 return None
             failures.append(f"{block}: {error}")
@@ -134,9 +138,9 @@ def _read(path: Path | None) -> dict[str, Block]:
 
 
 def _keep(path: Path | None, key: str, block: Block, candidates: tuple[Block, ...]) -> Block:
-    """Put a block into the file, unless another process was first: then its choice is everyone's.
+    """Store a block in the file and return it, or return the block that another process stored before.
 
-    The file is replaced whole, so that it can be read at any time.
+    The file is replaced atomically, so that it can be read at any time.
     """
     if path is None:
         return block

@@ -1,1 +1,1 @@
-"""The gated delta rule in chunks: KDA and GDN, forward and backward, and the maps ranks and segments exchange."""
+"""Kernels of the chunked gated delta rule (KDA and GDN), forward and backward, with context parallelism."""

@@ -52,7 +52,7 @@ class DeltaRule(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Inputs of the scans, by chunk; with one decay per token, q, k and g themselves."""
+    """Inputs of the scans; with one decay per token, q_in, k_in, k_out and decay are q, k, k and g."""
 
     q_in: Array
     k_in: Array
@@ -218,7 +218,8 @@ def _token_gradients(
     dends: Array,
 ) -> tuple[Array, ...]:
     """Return dq, dk, dv, dg, dbeta."""
-    sizes, chunks = given.sizes(static), given.chunks
+    sizes = given.sizes(static)
+    chunks = given.chunks
     *r, ddecay = backend(launches.state_gradients, sizes, starts, dends, errors, dx, do, chunks)
     of_values = (given.v, given.beta, errors, dx, do, terms.a_kk, chunks)
     da_qk, da_kk, dv, dbeta = backend(launches.product_gradients, sizes, *of_values)

@@ -1,8 +1,22 @@
-"""Gradients of q, k, g and beta where every channel has its decay; in the notation of gradients.py.
+"""Gradients of q, k, g and beta with one decay per channel.
 
-A program has a tile of 16 tokens and a slice of channels, which do not need each other: its rows meet the keys of
-earlier tiles, its keys the rows of later tiles, both by products decayed to the border between, and its own tokens meet
-column by column, as in products.py.
+The formulas are those of gradients.py, for each channel c:
+
+    dq_i     = scale (exp(G_i) r_in_i + sum_{j <= i} dA_qk[i, j] exp(G_i - G_j) k_j)
+    row_i    = -beta_i exp(G_i) r_seen_i + sum_{j < i} dA_kk[i, j] exp(G_i - G_j) k_j
+    column_j = sum_{i > j} exp(G_i - G_j) (scale dA_qk[i, j] q_i + dA_kk[i, j] k_i)
+    out_j    = exp(G_C - G_j) r_out_j
+    dk_i     = row_i + column_i + out_i + scale dA_qk[i, i] q_i
+
+    before_i = q_i dq'_i + k_i (row_i - column_i)
+    after_j  = k_j out_j
+    dg_t     = sum_{i >= t} before_i + sum_{j < t} after_j + exp(G_C) sum_v S dS
+
+dq' is dq without its term j = i. Symbols are defined in gradients.py and products.py.
+
+A program computes a tile of 16 tokens and a slice of channels; channels are independent. The sums over other tiles are
+products of operands that decay up to the border between the tiles. The sums within the tile are computed column by
+column, as in products.py.
 """
 
 import triton
@@ -14,7 +28,7 @@ from diptych_kernels.delta_rule.products import TILE, chunk_of, decays_around, l
 
 @triton.jit
 def load_tile(a_ptr, p_a, row, column, C: tl.constexpr):
-    """Tile [TILE, TILE] of a matrix [C, C]."""
+    """Load a tile [TILE, TILE] of a matrix [C, C]."""
     o_r = tl.arange(0, TILE)
     return tl.load(a_ptr + p_a + (o_r + row * TILE)[:, None] * C + (o_r + column * TILE)[None, :])
 
@@ -46,13 +60,14 @@ def channel_gradients(
     BK: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """dq, dk, and what g sums of earlier and later tokens [T, HV, K]; dbeta by slices of channels [T, HV, SLICES].
+    """Compute dq, dk, before, after [T, HV, K], and dbeta per slice of channels [T, HV, SLICES].
 
-    A program has a tile of tokens and a slice of channels; grid (NC HV, C / TILE, SLICES).
+    A program computes a tile of tokens and a slice of channels; grid (NC HV, C / TILE, SLICES).
     """
     ACC: tl.constexpr = dbetas_ptr.dtype.element_ty
     chunk, head, first, last = chunk_of(chunks_ptr, HV)
-    tile, piece = tl.program_id(1), tl.program_id(2)
+    tile = tl.program_id(1)
+    piece = tl.program_id(2)
     if first + tile * TILE >= last:
         return
     o_r = tl.arange(0, TILE)
@@ -69,7 +84,7 @@ def channel_gradients(
     )  # fmt: skip
     b_sums = tl.zeros([TILE, BK], ACC)
     b_same = tl.zeros([TILE], ACC)
-    for step in range(TILE):  # within the tile, column by column, as _diagonal_tile
+    for step in range(TILE):  # the order of _diagonal_tile in products.py
         column = TILE - 1 - step
         t = first + tile * TILE + column
         mask = (o_k < K) & ((t + 0 * o_k) < last)
@@ -108,7 +123,7 @@ def _with_other_tiles(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     SCALE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq / SCALE and dk of the rows with earlier tiles' keys, and dk of its keys with later tiles' rows."""
+    """Return the contributions of earlier tiles to dq / SCALE and row, and of later tiles to column."""
     BK: tl.constexpr = o_k.shape[0]
     NARROW: tl.constexpr = k_ptr.dtype.element_ty
     o_r = tl.arange(0, TILE)
@@ -141,9 +156,11 @@ def _with_other_tiles(
 def _decays_from(
     g_ptr, first, last, row, column, head, HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr
 ):
-    """As decays_around, but what lies between the tiles is counted with the rows."""
-    o_r, o_c = tl.arange(0, TILE), tl.arange(0, C)
-    o_i, o_j = first + row * TILE + o_r, o_r + column * TILE
+    """Return the decays of decays_around, with the decay between the two tiles applied to the rows."""
+    o_r = tl.arange(0, TILE)
+    o_c = tl.arange(0, C)
+    o_i = first + row * TILE + o_r
+    o_j = o_r + column * TILE
     b_rows = load_rows(g_ptr, o_i, o_i < last, head, HV, o_k, K, ACC)
     m_c = (o_c >= (column + 1) * TILE) & (o_c < row * TILE) & (first + o_c < last)
     b_between = tl.sum(load_rows(g_ptr, first + o_c, m_c, head, HV, o_k, K, ACC), 0)
@@ -156,8 +173,9 @@ def _decays_from(
 def _decays_to_ends(
     g_ptr, first, last, tile, head, HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr
 ):
-    """Return exp(G) and exp(G_C - G) of a tile's tokens, [TILE, BK] each."""
-    o_r, o_c = tl.arange(0, TILE), tl.arange(0, C)
+    """Return exp(G) and exp(G_C - G) of the tokens of a tile, [TILE, BK] each."""
+    o_r = tl.arange(0, TILE)
+    o_c = tl.arange(0, C)
     o_t = first + tile * TILE + o_r
     b_all = load_rows(g_ptr, first + o_c, first + o_c < last, head, HV, o_k, K, ACC)
     b_earlier = tl.sum(tl.where((o_c < tile * TILE)[:, None], b_all, 0.0), 0)
@@ -186,7 +204,7 @@ def gate_gradients(
     SLICES: tl.constexpr,
     SP: tl.constexpr,
 ):
-    """Compute dg [T, HV, K], and dbeta [T, HV] as the sum of its slices; grid (NC HV, K / BK)."""
+    """Compute dg [T, HV, K], and dbeta [T, HV] as the sum over slices; grid (NC HV, K / BK)."""
     ACC: tl.constexpr = ddecay_ptr.dtype.element_ty
     chunk, head, first, last = chunk_of(chunks_ptr, HV)
     o_c = tl.arange(0, C)

@@ -1,4 +1,4 @@
-"""What kernels of the delta rule must move and multiply, from sizes alone: the roofline they are measured against."""
+"""Floating-point operations of the delta rule's kernels, computed from sizes for the roofline of benchmarks."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,18 +7,23 @@ from diptych_kernels.delta_rule.launch_configs import TILE, Call
 
 
 def flops(kernel: str, of: Call, constants: Mapping[str, Any]) -> int:
-    """Multiplications and additions in a launch's products; exponentials and sums of decays are not counted.
+    """Return the multiplications and additions in the matrix products of a launch.
+
+    Exponentials and sums of decays are not counted.
 
     Args:
-        kernel: its name without modules.
-        of: the call it is part of.
-        constants: of the launch.
+        kernel: name of the kernel without its modules.
+        of: sizes of the call.
+        constants: constants of the launch.
+
+    Returns:
+        The number of operations; 0 for a kernel without matrix products.
     """
     size, key, value = of.chunk_size, of.key, of.value
     rows = size // TILE
     tiles = rows * (rows + 1) // 2
     width = constants.get("W", value)
-    state = 2 * size * key  # for every column of a state
+    state = 2 * size * key  # per column of a state
     pair = 2 * size * size
     by_chunk = {
         "products_by_channel": 2 * tiles * 2 * TILE * TILE * key,

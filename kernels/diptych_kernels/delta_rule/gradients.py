@@ -1,22 +1,30 @@
-"""Gradients of a chunk, once states, errors and their gradients are known: all chunks at once.
+"""Gradients of the tokens of a chunk, from the states, the errors and their gradients; chunks are independent.
 
-With S the state a chunk begins with, dS the gradient of the one it ends with, e, dx and do of scan.py:
+    dv      = diag(beta) dx
+    dA_qk   = do e^T                       for i >= j, else 0
+    dA_kk   = -diag(beta) dx e^T           for i > j, else 0
+    r_in    = do S^T                       gradient of q_in
+    r_seen  = dx S^T                       -diag(beta) r_seen is the gradient of k_in
+    r_out   = e dS^T                       gradient of k_out
+    dbeta_i = dx_i . v_i - r_seen_i . k_in_i - sum_j (dx e^T)_ij A_kk[i, j]
 
-    dv = beta dx                   dA_qk = do e^T            dA_kk = -beta dx e^T     (the inverse needs no product)
-    r_in = do S^T   of q_in,       r_seen = dx S^T           r_out = e dS^T   of k_out
-    dbeta_i = dx_i v_i - r_seen_i k_in_i - sum_j (dx e^T)_ij A_kk_ij
+    dq_i = scale (exp(G_i) r_in_i + sum_{j <= i} dA_qk[i, j] exp(G_i - G_j) k_j)
+    dk_i = before_i + after_i
+    before_i = -beta_i exp(G_i) r_seen_i + sum_{j < i} dA_kk[i, j] exp(G_i - G_j) k_j
+    after_j  = exp(G_C - G_j) r_out_j + sum_{i >= j} exp(G_i - G_j) (scale dA_qk[i, j] q_i + dA_kk[i, j] k_i)
 
-    dq = scale (exp(G) r_in + dA_qk k)       with the decays between the tokens inside products, likewise dk
-
-A decay g_t stands between every pair of tokens i >= t > j, and between the chunk's ends and tokens:
-
-    dg_t = sum_{i >= t} (q dq + k dk of what lies before i)_i + sum_{j < t} (k dk of what lies after j)_j
+    dg_t = sum_{i >= t} (q_i dq_i + k_i before_i - k_i after_i) + sum_j k_j exp(G_C - G_j) r_out_j
            + exp(G_C) sum_v S dS
 
-Terms of a token with itself have no decay and are left out of it: they would cancel by rounding alone.
+S is the state before the chunk and dS the gradient of the state after it. e, dx and do are defined in scan.py, and the
+other symbols in products.py. i, j and t number tokens and v channels of the values. In dg, products are dot
+products with one decay per token, and elementwise with one decay per channel.
 
-What follows from dA_qk and dA_kk is here where a token has one decay, and in channel_gradients.py where channels have.
-Twin of the vector-Jacobian products of intra.py and scan.py in both backends, where they come from autograd.
+The kernels sum dg over the pairs i >= t > j that g_t decays, and leave out the terms i = j, which have no decay and
+cancel only up to rounding.
+
+head_gradients computes dq, dk, dg and dbeta with one decay per token, and channel_gradients.py with one decay per
+channel. In the reference implementation, intra.py and scan.py of both backends, these gradients come from autograd.
 """
 
 import triton
@@ -46,7 +54,7 @@ def state_gradients(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """r_in, r_seen, r_out [T, HV, K] and sum_v S dS [NC, HV, K]; grid (NC HV, K / BK)."""
+    """Compute r_in, r_seen, r_out [T, HV, K] and ddecay = sum_v S dS [NC, HV, K]; grid (NC HV, K / BK)."""
     ACC: tl.constexpr = ddecay_ptr.dtype.element_ty
     NARROW: tl.constexpr = do_ptr.dtype.element_ty
     chunk, head, first, last = chunk_of(chunks_ptr, HV)
@@ -95,7 +103,7 @@ def product_gradients(
     C: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """dA_qk (of the pairs i >= j) and dA_kk (i > j) [NC, HV, C, C], else 0; dv; dbeta but for r_seen; grid (NC HV,)."""
+    """Compute dA_qk, dA_kk [NC, HV, C, C], dv [T, HV, V] and dbeta [T, HV] without its r_seen term; grid (NC HV,)."""
     ACC: tl.constexpr = dbeta_ptr.dtype.element_ty
     NARROW: tl.constexpr = do_ptr.dtype.element_ty
     chunk, head, first, last = chunk_of(chunks_ptr, HV)
@@ -152,7 +160,7 @@ def head_gradients(
     C: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """dq, dk [T, HV, K], dg and dbeta [T, HV] where a token has one decay; grid (NC HV,)."""
+    """Compute dq, dk [T, HV, K], dg and dbeta [T, HV] with one decay per token and head; grid (NC HV,)."""
     ACC: tl.constexpr = ddecay_ptr.dtype.element_ty
     NARROW: tl.constexpr = k_ptr.dtype.element_ty
     chunk, head, first, last = chunk_of(chunks_ptr, HV)
@@ -162,9 +170,10 @@ def head_gradients(
     group = head // (HV // H)
     p_a = (chunk * HV + head) * (C * C) + o_c[:, None] * C + o_c[None, :]
     below = o_c[:, None] > o_c[None, :]
-    b_dqk, b_dkk = tl.load(da_qk_ptr + p_a).to(ACC), tl.load(da_kk_ptr + p_a).to(ACC)
+    b_dqk = tl.load(da_qk_ptr + p_a).to(ACC)
+    b_dkk = tl.load(da_kk_ptr + p_a).to(ACC)
     b_pairs = tl.where(below, b_dqk * tl.load(a_qk_ptr + p_a).to(ACC) + b_dkk * tl.load(a_kk_ptr + p_a), 0.0)
-    b_pairs = tl.cumsum(b_pairs, 0, reverse=True)  # row t: of all rows from t on
+    b_pairs = tl.cumsum(b_pairs, 0, reverse=True)  # row t holds the sum of the rows from t on
     b_dg = tl.sum(tl.where(below, b_pairs, 0.0), 1)
     b_within = decays_within(g_ptr, o_t, m_t, head, HV, ACC)
     b_dqk = (b_dqk * b_within * SCALE).to(NARROW)
@@ -207,7 +216,7 @@ def head_gradients(
 def sum_heads(
     x_ptr, chunks_ptr, out_ptr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr
 ):
-    """Sum over the value heads that share a key head, [T, HV, K] to [T, H, K]; grid (NC H, K / BK)."""
+    """Sum x [T, HV, K] over the value heads that share a key head, to out [T, H, K]; grid (NC H, K / BK)."""
     _, group, first, last = chunk_of(chunks_ptr, H)
     ACC: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     o_t = first + tl.arange(0, C)

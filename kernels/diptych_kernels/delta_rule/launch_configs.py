@@ -1,7 +1,7 @@
-"""How the kernels of the delta rule are launched; see kernels/diptych_kernels/launch_configs.py.
+"""Launch configurations of the delta rule's kernels; see kernels/diptych_kernels/launch_configs.py.
 
-A Block's columns are the channels or values of a tile. Its rows are a chunk's tokens, which no tuning decides: sums
-over a chunk are the same on every device.
+The columns of a Block are the channels of keys or values in a tile. Its rows are not used: a tile has the tokens of a
+chunk, so that tuning does not change the order of sums over a chunk.
 """
 
 import math
@@ -13,13 +13,14 @@ import numpy as np
 from diptych_kernels.launch_configs import Block, Launch, launch_of, power_of_two, wide
 
 TILE = 16
-"""See products.py."""
+"""Tokens per tile, as in products.py."""
 
 BUSY = 264
 """Programs of a scan that keep a large GPU busy: two on each of 132 multiprocessors."""
 
-LEAST_PARTS, LEAST_CHUNKS = 4, 8
-"""Fewer parts of a sequence, or chunks in one, are not worth cutting for."""
+LEAST_PARTS = 4
+LEAST_CHUNKS = 8
+"""Minimum number of parts of a sequence, and of chunks in a part, for which a scan in parts is faster."""
 
 CANDIDATES: dict[str, tuple[Block, ...]] = {
     "decayed": (Block(1, 32, 4), Block(1, 32, 8), Block(1, 64, 8)),
@@ -36,22 +37,26 @@ CANDIDATES: dict[str, tuple[Block, ...]] = {
     "head_gradients": (Block(1, 32, 4), Block(1, 64, 8), Block(1, 32, 8)),
     "sum_heads": (Block(1, 32, 4), Block(1, 64, 4)),
 }
-"""Blocks worth trying, by kernel; the first is used wherever nothing is measured."""
+"""Candidate blocks by kernel; the first is the default without measurements."""
 
 
 class Call(NamedTuple):
     """Sizes of a call.
 
     Args:
-        per_channel: a decay for every channel of the keys, not for every head.
-        scale: of the queries.
-        tokens, chunks, sequences: how many.
-        heads: of q and k. H
-        value_heads: of v, g, beta and states. HV
-        key, value: channels. K, V
-        chunk_size: tokens of a chunk; 16, 32 or 64.
-        dtype: of q, k and v.
-        gate, beta: types of g and beta.
+        per_channel: True for one decay per channel of the keys, False for one per head.
+        scale: factor of the queries.
+        tokens: number of tokens of all sequences. T
+        chunks: number of chunks. NC
+        sequences: number of sequences. N
+        heads: number of heads of q and k. H
+        value_heads: number of heads of v, g, beta and states. HV
+        key: channels of the keys. K
+        value: channels of the values. V
+        chunk_size: tokens of a chunk; 16, 32 or 64. C
+        dtype: type of q, k and v.
+        gate: type of g.
+        beta: type of beta.
     """
 
     per_channel: bool
@@ -70,32 +75,32 @@ class Call(NamedTuple):
 
     @property
     def wide(self) -> str:
-        """The type of states and sums."""
+        """Return the type of states and sums."""
         return wide(self.dtype)
 
     @property
     def by_channel(self) -> tuple[int, int, int]:
-        """Shape of what is there for every channel of every token's heads."""
+        """Return the shape [T, HV, K]."""
         return self.tokens, self.value_heads, self.key
 
     @property
     def by_value(self) -> tuple[int, int, int]:
-        """Likewise of values."""
+        """Return the shape [T, HV, V]."""
         return self.tokens, self.value_heads, self.value
 
     @property
     def states(self) -> tuple[int, int, int, int]:
-        """Shape of the states at the borders of sequences."""
+        """Return the shape [N, HV, K, V] of the states of sequences."""
         return self.sequences, self.value_heads, self.key, self.value
 
     @property
     def chunk_states(self) -> tuple[int, int, int, int]:
-        """Shape of the states at the borders of chunks."""
+        """Return the shape [NC, HV, K, V] of the states of chunks."""
         return self.chunks, *self.states[1:]
 
     @property
     def pairs(self) -> tuple[int, int, int, int]:
-        """Shape of what is there for every pair of a chunk's tokens."""
+        """Return the shape [NC, HV, C, C] of the matrices of chunks."""
         return self.chunks, self.value_heads, self.chunk_size, self.chunk_size
 
 
@@ -111,7 +116,7 @@ def even_table(shape: tuple[int, ...], tokens: int, chunk_size: int) -> np.ndarr
 def _launch(
     module: str, builder: Callable, block: Block, of: Call, grid: tuple[int, ...], outputs: list, **more
 ) -> Launch:
-    """With the constants all kernels take, and more. Of wide numbers or heads two stages of tiles are too many."""
+    """Return a launch with the constants of all kernels; wide types or heads leave no memory for a second stage."""
     module = f"delta_rule.{module}"
     if of.dtype in ("float32", "float64") or max(of.key, of.value) > 128:
         block = block._replace(num_stages=1)
@@ -120,12 +125,12 @@ def _launch(
 
 
 def _precision(of: Call) -> str:
-    """Of products of float32: as three of tf32."""
+    """Return the precision of products; a float32 product is three tf32 products."""
     return {"float64": "ieee", "float32": "tf32x3"}.get(of.dtype, "tf32")
 
 
 def _columns(block: Block, of: Call, width: int) -> int:
-    """Of a tile: fewer where numbers are wider."""
+    """Return the columns of a tile; fewer for wider types."""
     columns = block.columns // {"float64": 4, "float32": 2}.get(of.dtype, 1)
     return min(max(columns, 16), power_of_two(width, 16))
 
@@ -159,7 +164,7 @@ def products_by_head(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
 
 
 def solve(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
-    """A_kk, beta, chunks -> inverse."""
+    """Configure the launch A_kk, beta, chunks -> inverse."""
     return _launch("products", solve, block, of, (_programs(of),), [(of.pairs, of.dtype)], PRECISION="ieee")
 
 
@@ -191,7 +196,10 @@ def scan_forward(
     maps: bool = False,
     from_zero: bool = False,
 ) -> Launch:
-    """q_in, k_in, k_out, v, decay, beta, A_qk, inverse, initial, sequences -> o, starts, errors, final."""
+    """Configure the launch; outputs that the flags exclude have shape [0].
+
+    q_in, k_in, k_out, v, decay, beta, A_qk, inverse, initial, sequences -> o, starts, errors, final.
+    """
     width = of.value + (of.key if maps else 0)
     outputs = [
         (of.by_value if output else (0,), of.dtype),
@@ -204,7 +212,10 @@ def scan_forward(
 
 
 def scan_backward(block: Block, lead: tuple[int, ...], of: Call, keep: bool = False, from_zero: bool = False) -> Launch:
-    """q_in, k_in, k_out, decay, beta, A_qk, inverse, do, dfinal, sequences -> dx, dends, dinitial."""
+    """Configure the launch; outputs that the flags exclude have shape [0].
+
+    q_in, k_in, k_out, decay, beta, A_qk, inverse, do, dfinal, sequences -> dx, dends, dinitial.
+    """
     outputs = [
         (of.by_value if keep else (0,), of.dtype),
         (of.chunk_states if keep else (0,), of.dtype),
@@ -214,7 +225,7 @@ def scan_backward(block: Block, lead: tuple[int, ...], of: Call, keep: bool = Fa
 
 
 def compose(block: Block, lead: tuple[int, ...], of: Call, parts: int, back: bool) -> Launch:
-    """H, maps, initial -> the states between parts. of.sequences: of whole ones."""
+    """Configure the launch H, maps, initial -> states between parts. of.sequences counts complete sequences."""
     columns = min(block.columns, power_of_two(of.value, 16))
     slices = math.ceil(of.value / columns)
     constants = dict(
@@ -234,9 +245,9 @@ def compose(block: Block, lead: tuple[int, ...], of: Call, parts: int, back: boo
 
 
 def parts_of(chunks: int, sequences: int, value_heads: int, value: int) -> int:
-    """Into how many parts sequences are cut for enough programs to scan them; 1 where there are enough.
+    """Return the number of parts per sequence that gives a scan enough programs; 1 if heads alone give enough.
 
-    Parts are scanned twice, with more columns the first time: it takes several to be worth it.
+    Parts are scanned twice, the first time with more columns, so that few parts would be slower than none.
     """
     programs = sequences * value_heads * math.ceil(value / CANDIDATES["scan_forward"][0].columns)
     parts = min(BUSY // max(programs, 1), chunks // max(sequences, 1) // LEAST_CHUNKS)
@@ -297,7 +308,7 @@ def head_gradients(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
 
 
 def sum_heads(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
-    """Configure the launch x, chunks -> sums over the heads that share one of q and k."""
+    """Configure the launch x, chunks -> sums over the value heads that share a key head."""
     columns = _columns(block, of, of.key)
     grid = (of.chunks * of.heads, math.ceil(of.key / columns))
     outputs = [((of.tokens, of.heads, of.key), of.dtype)]

@@ -1,18 +1,28 @@
-"""What a chunk needs no state for: decayed queries and keys, their products, and the system of corrections, solved.
+"""Terms of a chunk that do not depend on the state: decayed queries and keys, their products, and the inverse.
 
-In a chunk of C tokens, G_i the sum of g from its first token to token i, for i >= j:
+In a chunk of C tokens, with channels c:
 
-    q_in = scale q exp(G)     k_in = k exp(G)     k_out_j = k_j exp(G_C - G_j)      of the states before and after
-    A_qk[i, j] = scale sum_c q_i k_j exp(G_i - G_j)        A_kk likewise of k alone, for i > j
+    G_i        = sum_{t <= i} g_t
+    q_in_i     = scale q_i exp(G_i)
+    k_in_i     = k_i exp(G_i)
+    k_out_j    = k_j exp(G_C - G_j)
+    A_qk[i, j] = scale sum_c q_ic k_jc exp(G_ic - G_jc)      for i >= j, else 0
+    A_kk[i, j] =       sum_c k_ic k_jc exp(G_ic - G_jc)      for i > j, else 0
     inverse    = (I + diag(beta) A_kk)^-1
 
-A program has one chunk of one head; products by channel (KDA) are made of tiles of 16 x 16 tokens. On the diagonal they
-go column by column; below it, rows are decayed since their tile's first token and keys until the end of theirs and of
-the tiles between. No exponent is a difference of two sums: none is positive, none loses digits after a strong decay,
-and no token's row depends on a later token. The inverse is found by substitution, in rows of a tile, then in tiles:
-powers of the matrix overflow for equal keys.
+q_i and k_i are the query and key of token i, g_i <= 0 its log decays and beta_i its step size. G_C is the sum over the
+whole chunk. q_in and k_in multiply the state before the chunk, and k_out contributes to the state after it.
 
-Twin of intra.py in both backends. Reference: arXiv 2412.06464, section 3.3; arXiv 2510.26692, section 3.
+A program computes one chunk of one head. Where each channel has its own decay (KDA), products consist of tiles of
+16 x 16 tokens. A tile on the diagonal is computed column by column. Below the diagonal, rows decay from the first token
+of their tile, and keys decay up to that token. Exponents are sums of log decays, never differences of sums. They are
+therefore never positive and stay accurate after a strong decay, and the row of a token does not depend on later tokens.
+
+The inverse is computed by forward substitution, first over rows within a tile and then over tiles. Powers of the matrix
+would overflow if keys are equal.
+
+The file intra.py of both backends contains the reference implementation. Reference: arXiv 2412.06464, section 3.3;
+arXiv 2510.26692, section 3.
 """
 
 import triton
@@ -21,7 +31,7 @@ import triton.language as tl
 from diptych_kernels.common import exp_of
 
 TILE = tl.constexpr(16)
-"""Tokens of a tile: the least that products on tensor cores take."""
+"""Tokens per tile, the smallest size of products on tensor cores."""
 
 
 @triton.jit
@@ -34,14 +44,14 @@ def chunk_of(chunks_ptr, HV: tl.constexpr):
 
 @triton.jit
 def load_rows(x_ptr, o_t, m_t, head, H: tl.constexpr, o_d, D: tl.constexpr, ACC: tl.constexpr):
-    """Tile [tokens, columns] of x [T, H, D]; 0 where there is no token or column."""
+    """Load the tile [tokens, columns] of one head of x [T, H, D], with 0 for missing tokens and columns."""
     mask = m_t[:, None] & (o_d[None, :] < D)
     return tl.load(x_ptr + (o_t * H + head)[:, None] * D + o_d[None, :], mask=mask, other=0.0).to(ACC)
 
 
 @triton.jit
 def store_rows(x_ptr, o_t, m_t, head, H: tl.constexpr, o_d, D: tl.constexpr, b_x):
-    """Write a tile of x [T, H, D]."""
+    """Store the tile [tokens, columns] of one head of x [T, H, D]."""
     mask = m_t[:, None] & (o_d[None, :] < D)
     tl.store(x_ptr + (o_t * H + head)[:, None] * D + o_d[None, :], b_x, mask=mask)
 
@@ -63,7 +73,7 @@ def decayed(
     C: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """q_in, k_in, k_out [T, HV, K] and the chunks' decays exp(G_C) [NC, HV, K]; grid (NC HV, K / BK)."""
+    """Compute q_in, k_in, k_out [T, HV, K] and the decays exp(G_C) [NC, HV, K] of chunks; grid (NC HV, K / BK)."""
     ACC: tl.constexpr = decay_ptr.dtype.element_ty
     chunk, head, first, last = chunk_of(chunks_ptr, HV)
     o_t = first + tl.arange(0, C)
@@ -84,7 +94,7 @@ def decayed(
 
 @triton.jit
 def tile_of(tile):
-    """Row and column of a number of tiles on and below the diagonal, row by row, of four rows at most."""
+    """Return row and column of a tile, numbered row by row on and below the diagonal, for at most four rows."""
     row = (tile >= 1).to(tl.int32) + (tile >= 3).to(tl.int32) + (tile >= 6).to(tl.int32)
     return row, tile - row * (row + 1) // 2
 
@@ -105,9 +115,9 @@ def products_by_channel(
     C: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """A_qk and A_kk [NC, HV, C, C] where every channel has its decay; nothing above the diagonal's tiles is written.
+    """Compute A_qk and A_kk [NC, HV, C, C] with one decay per channel; grid (NC HV, tiles on and below the diagonal).
 
-    grid (NC HV, tiles on and below the diagonal)
+    Tiles above the diagonal are not written.
     """
     ACC: tl.constexpr = a_kk_ptr.dtype.element_ty
     chunk, head, first, last = chunk_of(chunks_ptr, HV)
@@ -127,7 +137,10 @@ def _diagonal_tile(
     q_ptr, k_ptr, g_ptr, first, last, head,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Column by column, from the last: b_sums holds what rows decayed since the column's token."""
+    """Compute A_qk / SCALE and A_kk of a diagonal tile, column by column from the last.
+
+    b_sums holds the sums of g from the token after the column to each row.
+    """
     o_r = tl.arange(0, TILE)
     o_t = first + o_r
     group = head // (HV // H)
@@ -156,7 +169,11 @@ def _diagonal_tile(
 def decays_around(
     g_ptr, first, last, row, column, head, HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr
 ):
-    """Of a tile's rows since their first token, [TILE, BK]; of another's, before it, until that token, [TILE, BK]."""
+    """Return the decays of two tiles around the first token of the later tile ``row``, [TILE, BK] each.
+
+    The first result is the decay of each token of ``row`` since the start of its tile. The second is the decay from
+    each token of the earlier tile ``column`` up to that start.
+    """
     o_r = tl.arange(0, TILE)
     b_rows = load_rows(g_ptr, first + row * TILE + o_r, first + row * TILE + o_r < last, head, HV, o_k, K, ACC)
     o_j = o_r + column * TILE
@@ -174,10 +191,11 @@ def _lower_tile(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     PRECISION: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Both factors decayed to the border: the first token of the rows' tile."""
+    """Compute A_qk / SCALE and A_kk of a tile below the diagonal, from rows and keys that ``decays_around`` decays."""
     NARROW: tl.constexpr = k_ptr.dtype.element_ty
     o_r = tl.arange(0, TILE)
-    o_i, o_j = first + row * TILE + o_r, first + column * TILE + o_r
+    o_i = first + row * TILE + o_r
+    o_j = first + column * TILE + o_r
     group = head // (HV // H)
     b_qk = tl.zeros([TILE, TILE], ACC)
     b_kk = tl.zeros([TILE, TILE], ACC)
@@ -194,7 +212,7 @@ def _lower_tile(
 
 @triton.jit
 def decays_within(g_ptr, o_t, m_t, head, HV: tl.constexpr, ACC: tl.constexpr):
-    """exp(G_i - G_j) for i >= j, else 0, of one decay a token; [C, C]."""
+    """Return exp(G_i - G_j) for i >= j, else 0, [C, C], with one decay per token."""
     C: tl.constexpr = o_t.shape[0]
     o_c = tl.arange(0, C)
     b_g = tl.load(g_ptr + o_t * HV + head, mask=m_t, other=0.0).to(ACC)
@@ -205,7 +223,7 @@ def decays_within(g_ptr, o_t, m_t, head, HV: tl.constexpr, ACC: tl.constexpr):
 
 @triton.jit
 def decays_of_chunk(g_ptr, o_t, last, head, HV: tl.constexpr, ACC: tl.constexpr):
-    """exp(G) and exp(G_C - G) [C], exp(G_C), of one decay a token."""
+    """Return exp(G) [C], exp(G_C - G) [C] and the scalar exp(G_C), with one decay per token."""
     b_g = tl.load(g_ptr + o_t * HV + head, mask=o_t < last, other=0.0).to(ACC)
     b_next = tl.load(g_ptr + (o_t + 1) * HV + head, mask=o_t + 1 < last, other=0.0).to(ACC)
     return exp_of(tl.cumsum(b_g, 0)), exp_of(tl.cumsum(b_next, 0, reverse=True)), exp_of(tl.sum(b_g, 0))
@@ -227,7 +245,7 @@ def products_by_head(
     C: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """A_qk and A_kk [NC, HV, C, C] where a token has one decay; grid (NC HV,)."""
+    """Compute A_qk and A_kk [NC, HV, C, C] with one decay per token and head; grid (NC HV,)."""
     ACC: tl.constexpr = a_kk_ptr.dtype.element_ty
     chunk, head, first, last = chunk_of(chunks_ptr, HV)
     o_c = tl.arange(0, C)
@@ -258,10 +276,11 @@ def solve(
     PRECISION: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Compute inverse [NC, HV, C, C], C at most 64; grid (NC HV,)."""
+    """Compute inverse [NC, HV, C, C] on and below the diagonal, C <= 64; grid (NC HV,)."""
     ACC: tl.constexpr = a_kk_ptr.dtype.element_ty
     chunk, head, first, last = chunk_of(chunks_ptr, HV)
-    p_a, p_out = a_kk_ptr + (chunk * HV + head) * (C * C), inverse_ptr + (chunk * HV + head) * (C * C)
+    p_a = a_kk_ptr + (chunk * HV + head) * (C * C)
+    p_out = inverse_ptr + (chunk * HV + head) * (C * C)
     p_beta = beta_ptr + first * HV + head
     ROWS: tl.constexpr = C // TILE
     inverted = ()
@@ -285,7 +304,7 @@ def solve(
 
 @triton.jit
 def _scaled_tile(p_a, p_beta, row, column, length, HV: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr):
-    """Of diag(beta) A_kk, below the diagonal."""
+    """Load a tile of diag(beta) A_kk below the diagonal."""
     o_i, o_j = tl.arange(0, TILE) + row * TILE, tl.arange(0, TILE) + column * TILE
     b_beta = tl.load(p_beta + o_i * HV, mask=o_i < length, other=0.0).to(ACC)
     return tl.load(p_a + o_i[:, None] * C + o_j[None, :]) * b_beta[:, None]
@@ -293,7 +312,7 @@ def _scaled_tile(p_a, p_beta, row, column, length, HV: tl.constexpr, ACC: tl.con
 
 @triton.jit
 def _invert_tile(p_a, p_beta, length, HV: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr):
-    """Of a tile on the diagonal, row by row."""
+    """Invert the tile I + diag(beta) A_kk on the diagonal, row by row."""
     o_r = tl.arange(0, TILE)
     b_inverse = tl.where(o_r[:, None] == o_r[None, :], 1.0, 0.0).to(ACC)
     for row in range(1, TILE):

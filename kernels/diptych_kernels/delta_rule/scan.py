@@ -1,21 +1,27 @@
-"""States through chunks, forward and back: what goes chunk by chunk.
+"""Scans of the state over the chunks of a sequence, forward and backward.
 
-With a chunk's terms of products.py and S the state it begins with, one [K, V] a head of a sequence:
+Forward, from the first chunk to the last:
 
-    e = inverse beta (v - k_in S)           the chunk's errors
+    x = diag(beta) (v - k_in S)
+    e = inverse x
     o = q_in S + A_qk e
     S <- diag(decay) S + k_out^T e
 
-and backward, from the last chunk to the first, dS the gradient of the state a chunk ends with:
+Backward, from the last chunk to the first:
 
-    de = A_qk^T do + k_out dS,  dx = inverse^T de
-    dS <- diag(decay) dS + q_in^T do - k_in^T beta dx
+    de = A_qk^T do + k_out dS
+    dx = inverse^T de
+    dS <- diag(decay) dS + q_in^T do - k_in^T diag(beta) dx
 
-A program has one head of one sequence and a slice [KP, BV] of the columns of its state, in registers: columns do not
-need each other. Neither w nor u of the reference is made: an error needs the inverse once. Where a token has one decay
-(PER_CHANNEL is False) rows of the products with plain q and k are decayed instead.
+S [K, V] is the state of one head before the chunk, and dS the gradient of the state after it. v [C, V] are the values
+of the C tokens, beta [C] their step sizes, e [C, V] the errors of the delta rule and o [C, V] the outputs. do, de and
+dx are the gradients of o, e and x. The other symbols are defined in products.py, with decay [K] = exp(G_C).
 
-Twin of scan.py in both backends.
+A program computes one head of one sequence and a slice [KP, BV] of the state's columns, which it holds in registers.
+Columns are independent. w and u of the reference are not computed. With one decay per token (PER_CHANNEL is False),
+kernels multiply plain q and k and apply the decays to the rows of the products.
+
+The file scan.py of both backends contains the reference implementation.
 """
 
 import triton
@@ -28,9 +34,12 @@ from diptych_kernels.delta_rule.products import decays_of_chunk, load_rows, stor
 def sequence_of(sequences_ptr, HV: tl.constexpr, SLICES: tl.constexpr):
     """Return this program's sequence, head and slice, and the sequence's half-open token range and first chunk."""
     program = tl.program_id(0).to(tl.int64)
-    sequence, head = program // (HV * SLICES), program // SLICES % HV
+    sequence = program // (HV * SLICES)
+    head = program // SLICES % HV
     p = sequences_ptr + 3 * sequence
-    first, last, chunk = tl.load(p).to(tl.int64), tl.load(p + 1).to(tl.int64), tl.load(p + 2).to(tl.int64)
+    first = tl.load(p).to(tl.int64)
+    last = tl.load(p + 1).to(tl.int64)
+    chunk = tl.load(p + 2).to(tl.int64)
     return sequence, head, program % SLICES, first, last, chunk
 
 
@@ -79,17 +88,23 @@ def scan_forward(
     BV: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """Scan forward: o [T, HV, V] if OUTPUT; chunks' initial states [NC, HV, K, V] and errors [T, HV, V] if KEEP; final.
+    """Scan forward over the chunks of each sequence; grid (N HV SLICES,).
 
-    PER_CHANNEL: q and k are q_in, k_in, k_out and decay is exp(G_C), [NC, HV, K]; else plain, of H heads, and decay
-    is g [T, HV]. FROM_ZERO: initial [N, HV, K, V] is not read, but taken for 0. final [N, HV, K, W] is the last state H
-    and, if W is V + K, beside it the M by which it changes with the first, S -> M S + H: columns that begin as the
-    identity and have values of 0. grid (N HV SLICES,).
+    Write o [T, HV, V] if OUTPUT. Write the chunks' initial states [NC, HV, K, V] and errors [T, HV, V] if KEEP. Always
+    write final [N, HV, K, W].
+
+    With PER_CHANNEL, q, k_in and k_out have HV heads and are decayed, and decay [NC, HV, K] is exp(G_C). Otherwise they
+    are the plain q and k of H heads, and decay is g [T, HV]. With FROM_ZERO, the initial states are 0 and ``initial``
+    [N, HV, K, V] is not read.
+
+    final is the last state. If W is V + K, it is [H | M] with H the last state. The columns of M start as the identity
+    and use values of 0. If H starts from 0, the map of states is S_last = M S_first + H.
     """
     ACC: tl.constexpr = final_ptr.dtype.element_ty
     NARROW: tl.constexpr = v_ptr.dtype.element_ty
     sequence, head, piece, first, last, chunk = sequence_of(sequences_ptr, HV, SLICES)
-    o_k, o_v = tl.arange(0, KP), piece * BV + tl.arange(0, BV)
+    o_k = tl.arange(0, KP)
+    o_v = piece * BV + tl.arange(0, BV)
     o_c = tl.arange(0, C)
     p_state = o_k[:, None] * W + o_v[None, :]
     m_state = (o_k[:, None] < K) & (o_v[None, :] < W)
@@ -100,7 +115,8 @@ def scan_forward(
         p_initial = initial_ptr + (sequence * HV + head) * (K * V) + o_k[:, None] * V + o_v[None, :]
         b_s += tl.load(p_initial, mask=(o_k[:, None] < K) & (o_v[None, :] < V), other=0.0)
     for start in range(first, last, C):
-        o_t, stop = start + o_c, tl.minimum(start + C, last)
+        o_t = start + o_c
+        stop = tl.minimum(start + C, last)
         m_t = o_t < stop
         b_narrow = b_s.to(NARROW)
         if KEEP:
@@ -165,14 +181,16 @@ def scan_backward(
     BV: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """Scan back: dx [T, HV, V] and gradients of chunks' final states [NC, HV, K, V] if KEEP; dinitial [N, HV, K, V].
+    """Scan backward over the chunks of each sequence; grid (N HV SLICES,).
 
-    Inputs as of scan_forward; FROM_ZERO: dfinal is not read, but taken for 0. grid (N HV SLICES,).
+    Write dx [T, HV, V] and the gradients dends [NC, HV, K, V] of the chunks' final states if KEEP. Always write
+    dinitial [N, HV, K, V]. Inputs are those of scan_forward. With FROM_ZERO, dfinal [N, HV, K, V] is 0 and not read.
     """
     ACC: tl.constexpr = dinitial_ptr.dtype.element_ty
     NARROW: tl.constexpr = do_ptr.dtype.element_ty
     sequence, head, piece, first, last, chunk = sequence_of(sequences_ptr, HV, SLICES)
-    o_k, o_v = tl.arange(0, KP), piece * BV + tl.arange(0, BV)
+    o_k = tl.arange(0, KP)
+    o_v = piece * BV + tl.arange(0, BV)
     o_c = tl.arange(0, C)
     p_state = o_k[:, None] * V + o_v[None, :]
     m_state = (o_k[:, None] < K) & (o_v[None, :] < V)
@@ -185,7 +203,8 @@ def scan_backward(
     for back in range(0, chunks):
         number = chunks - 1 - back
         start = first + number * C
-        o_t, stop = start + o_c, tl.minimum(start + C, last)
+        o_t = start + o_c
+        stop = tl.minimum(start + C, last)
         m_t = o_t < stop
         b_narrow = b_ds.to(NARROW)
         if KEEP:
@@ -234,16 +253,21 @@ def compose(
     BV: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """States [P, HV, K, V] before each of the parts that sequences were cut into: S <- M S + H from one to the next.
+    """Compute the state [P, HV, K, V] before each part of the sequences, S <- M S + H; grid (N HV SLICES,).
 
-    BACK: gradients of the states after each of them, from the last: dS <- M^T dS + H. h: H are the first V of the
-    columns of [P, HV, K, HW]; maps: M are those from V on, [P, HV, K, V + K]; initial: before the first, or after the
-    last, [N, HV, K, V]. parts: of every sequence; grid (N HV SLICES,).
+    Every sequence has ``parts`` parts, P = N parts. h [P, HV, K, HW] contains H in its first V columns. maps
+    [P, HV, K, V + K] contains M in its last K columns. initial [N, HV, K, V] are the states before the first part.
+
+    With BACK, compute the gradient of the state after each part instead, from the last part to the first,
+    dS <- M^T dS + H. initial are then the gradients of the states after the last part.
     """
     ACC: tl.constexpr = states_ptr.dtype.element_ty
     program = tl.program_id(0).to(tl.int64)
-    sequence, head, piece = program // (HV * SLICES), program // SLICES % HV, program % SLICES
-    o_k, o_v = tl.arange(0, KP), piece * BV + tl.arange(0, BV)
+    sequence = program // (HV * SLICES)
+    head = program // SLICES % HV
+    piece = program % SLICES
+    o_k = tl.arange(0, KP)
+    o_v = piece * BV + tl.arange(0, BV)
     p_state = o_k[:, None] * V + o_v[None, :]
     mask = (o_k[:, None] < K) & (o_v[None, :] < V)
     b_s = tl.load(initial_ptr + (sequence * HV + head) * (K * V) + p_state, mask=mask, other=0.0)
@@ -251,7 +275,7 @@ def compose(
         part = ((parts - 1 - number if BACK else number) + sequence * parts) * HV + head
         p_s = states_ptr + part * (K * V)
         tl.store(p_s + p_state, b_s, mask=mask)
-        tl.debug_barrier()  # the state is read again, some rows at a time
+        tl.debug_barrier()  # other threads of the program read the stored rows below
         b_s = tl.load(h_ptr + part * (K * HW) + o_k[:, None] * HW + o_v[None, :], mask=mask, other=0.0)
         for start in range(0, K, BK):
             o_j = start + tl.arange(0, BK)
