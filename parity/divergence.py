@@ -130,9 +130,10 @@ def _layer_values(backend: str, model: Any, tokens: Any) -> list[Any]:
     if config.enable_hyper_connections:
         hidden_states = connection.input_expand(hidden_states, config.num_residual_streams)
     positions = (torch if backend == "torch" else jnp).arange(tokens.shape[1])
+    context = _module(backend, "forward_context").ForwardContext(positions)
     values = [hidden_states]
     for number in range(config.num_layers):
-        values.append(model.decoder.layers[str(number)](values[-1], positions))
+        values.append(model.decoder.layers[str(number)](values[-1], context))
     hidden_states = values[-1]
     if config.enable_hyper_connections:
         hidden_states = connection.output_contract(hidden_states, config.num_residual_streams)

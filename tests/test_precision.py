@@ -171,7 +171,8 @@ def test_everything_else_flows_in_bfloat16(backend):
     transformer = room(backend, "transformer")
     layer = transformer.TransformerLayer(replace(CONFIG, add_bias_linear=True), 0)
     streams, positions = array(backend, narrow(1, 8, 4, 32)), array(backend, np.arange(8))
-    assert dtype_of(layer(streams, positions)) == "bfloat16"
+    context = room(backend, "forward_context").ForwardContext(positions)
+    assert dtype_of(layer(streams, context)) == "bfloat16"
     aggregated, mixed, _ = layer.mlp_hyper_connection(streams, streams)
     output, bias = layer.mlp(layer.pre_mlp_layernorm(aggregated))
     assert {dtype_of(x) for x in (aggregated, mixed, output)} == {"bfloat16"}

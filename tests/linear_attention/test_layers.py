@@ -13,6 +13,7 @@ from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.model.parameters import delta_rule_specs, initial_value
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT, PARAMETERS
+from reference_torch.forward_context import ForwardContext
 from tests.backends import BACKENDS, TORCH_FIRST, model_gradients, normal, room, tiny_corpus
 
 CONFIG = TransformerConfig(
@@ -83,7 +84,7 @@ def test_a_layer_is_what_it_says(number, variant):
     config = replace(CONFIG, **VARIANTS[variant])
     mixer = room("torch", "transformer").MIXER_MODULES[config.layer(number).mixer](config, number, "mixer")
     x = torch.from_numpy(normal(0, 2, 24, 16))
-    output, bias = mixer(x, torch.arange(24))
+    output, bias = mixer(x, ForwardContext(torch.arange(24)))
     expected = by_hand(config, mixer, x)
     actual = output if bias is None else output + bias
     assert relative_difference(actual.detach().numpy(), expected.detach().numpy()) < 1e-12

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diptych.plans.recompute import block_length, recompute_blocks
+from reference_torch.forward_context import ForwardContext
 from reference_torch.hyper_connections import HyperConnectionModule
 from reference_torch.recompute import BlockRecomputation, DiscardedActivationError, MHCBlockRecomputeManager, run_block
 from reference_torch.recompute.region import slot_at
@@ -53,7 +54,7 @@ def run_decoder(model: GPTModel, hidden: Tensor) -> Tensor:
 
         def run(streams, recompute, planned=planned):
             for number in planned.layers:
-                streams = model.decoder.layers[str(number)](streams, positions, None, None, recompute)
+                streams = model.decoder.layers[str(number)](streams, ForwardContext(positions, recompute=recompute))
             return streams
 
         streams = run_block(planned, run, streams)
