@@ -34,6 +34,7 @@ from parity.divergence import (
     trajectory,
 )
 from parity.tolerances import GRADIENT
+from reference_torch.forward_context import ForwardContext
 from reference_torch.train import Trainer as TorchTrainer
 from reference_torch.transformer import GPTModel
 from tests.backends import BACKENDS, normal, tiny_corpus
@@ -220,7 +221,8 @@ def test_operations_are_given_what_the_model_computes(monkeypatch):
     layer.mlp.linear_fc2.weight.data.zero_()  # so that it writes what its attention did, mixed once more
     layer.mlp_hyper_connection.phi.data.zero_()
     with torch.no_grad():
-        written = layer(torch.from_numpy(values[1]), torch.arange(CONFIG.seq_length))
+        context = ForwardContext(torch.arange(CONFIG.seq_length))
+        written = layer(torch.from_numpy(values[1]), context)
     mixed = np.broadcast_to(written.mean(-2, keepdim=True).numpy(), written.shape)
     np.testing.assert_allclose(gave["mHC write"][0].mean(-2), mixed[..., 0, :], rtol=1e-10)
     assert given["loss"][0].shape == (2, CONFIG.seq_length, CONFIG.vocab_size)
