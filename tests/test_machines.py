@@ -86,6 +86,7 @@ def assert_same_run(found: Path, expected: Path) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
 def test_two_nodes_start_again_after_a_rank_was_killed(data, undisturbed, tmp_path, monkeypatch):
     """Two replicas of two stages; the second node's rank dies, and both nodes go on from the last checkpoint."""
     run = tmp_path / "run"
