@@ -14,7 +14,7 @@ from diptych.plans.context.exchange import EXCHANGES, exchange_cost
 from jax_impl.context_parallel import build_cp_context
 from jax_impl.delta_rule import chunk_kda
 from parity.compare import relative_difference
-from parity.notebooks.context_ranks import run_part
+from parity.notebooks.context_ranks import CHUNK, run_part
 from reference_torch.delta_rule import recurrent_kda
 from reference_torch.rank_pool import RankPool
 
@@ -95,15 +95,18 @@ def run_jax(arrays: Sequence[np.ndarray], ranks: int, dtype: str, cp_exchange: s
     mesh = Mesh(np.array(jax.devices()[:ranks]), ("cp",))
     by_token = PartitionSpec(None, "cp")
 
-    @jax.jit
     @partial(jax.shard_map, mesh=mesh, in_specs=by_token, out_specs=by_token)
     def part(*inputs: jax.Array) -> jax.Array:
         context = build_cp_context(np.array([0, arrays[0].shape[1]], np.int32), "cp", cp_exchange=cp_exchange)
-        return chunk_kda(*inputs, cp_context=context)[0]
+        return chunk_kda(*inputs, cp_context=context, chunk_size=CHUNK)[0]
+
+    @jax.jit
+    def outputs_and_gradients(inputs: Sequence[jax.Array], cotangent: jax.Array) -> tuple[jax.Array, ...]:
+        outputs, pull_back = jax.vjp(part, *inputs)
+        return outputs, *pull_back(cotangent)
 
     *inputs, cotangent = (jnp.asarray(x, dtype) for x in arrays)
-    outputs, pull_back = jax.vjp(part, *inputs)
-    return [np.asarray(x) for x in (outputs, *pull_back(cotangent))]
+    return [np.asarray(x) for x in outputs_and_gradients(inputs, cotangent)]
 
 
 def run_torch(
@@ -133,45 +136,22 @@ def worst_error(found: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> flo
     return max(relative_difference(ours, theirs) for ours, theirs in zip(found, exact, strict=True))
 
 
-def errors_by_ranks(pool: RankPool, length: int, counts: Sequence[int]) -> dict[str, list[float]]:
-    """Return the worst error in float64 beside one process, for numbers of ranks.
+def errors_of(pool: RankPool, cases: Sequence[tuple[int, int]]) -> dict[str, list[float]]:
+    """Return the worst error of outputs and gradients in float64 beside one process, by curve.
 
     Args:
         pool: PyTorch's ranks.
-        length: number of tokens, a multiple of each count.
-        counts: numbers of ranks.
+        cases: numbers of ranks and tokens; the ranks divide the tokens.
     """
-    arrays = make_inputs(length)
-    exact = run_part(arrays)
-    assert exact is not None
-    runs = {
-        "PyTorch": lambda ranks: run_torch(pool, arrays, ranks, "float64"),
-        "JAX": lambda ranks: run_jax(arrays, ranks, "float64"),
-        "failing: M in place of its transpose": lambda ranks: run_torch(
-            pool, arrays, ranks, "float64", "all_gather", True
-        ),
-    }
-    return {label: [worst_error(run(ranks), exact) for ranks in counts] for label, run in runs.items()}
-
-
-def errors_by_length(pool: RankPool, lengths: Sequence[int], ranks: int) -> dict[str, list[float]]:
-    """Return the worst error in float32 beside one process in float64, for sequence lengths.
-
-    Args:
-        pool: PyTorch's ranks.
-        lengths: numbers of tokens, multiples of the number of ranks.
-        ranks: number of ranks.
-    """
-    errors: dict[str, list[float]] = {"PyTorch": [], "JAX": [], "oracle: PyTorch, one process": []}
-    for length in lengths:
+    errors: dict[str, list[float]] = {"PyTorch": [], "JAX": [], "failing: M, not its transpose": []}
+    for ranks, length in cases:
         arrays = make_inputs(length)
         exact = run_part(arrays)
-        alone = run_part([x.astype("float32") for x in arrays])
         assert exact is not None
-        assert alone is not None
-        errors["PyTorch"].append(worst_error(run_torch(pool, arrays, ranks, "float32"), exact))
-        errors["JAX"].append(worst_error(run_jax(arrays, ranks, "float32"), exact))
-        errors["oracle: PyTorch, one process"].append(worst_error(alone, exact))
+        wrong = run_torch(pool, arrays, ranks, "float64", "all_gather", True)
+        found = (run_torch(pool, arrays, ranks, "float64"), run_jax(arrays, ranks, "float64"), wrong)
+        for curve, results in zip(errors.values(), found, strict=True):
+            curve.append(worst_error(results, exact))
     return errors
 
 

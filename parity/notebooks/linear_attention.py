@@ -58,16 +58,23 @@ def run_torch(arrays: Arrays, dtype: str, rule: Rule = chunk_kda) -> Arrays:
     return dict(zip(RESULTS, (x.detach().numpy() for x in (outputs, *gradients)), strict=True))
 
 
-@jax.jit
-def _run_jax(inputs: Sequence[jax.Array], cotangent: jax.Array) -> tuple[jax.Array, ...]:
-    outputs, pull_back = jax.vjp(lambda *x: jax_chunk_kda(*x)[0], *inputs)
-    return outputs, *pull_back(cotangent)
+def run_jax(arrays: Arrays, dtype: str, offsets: Sequence[int] | None = None) -> Arrays:
+    """Return outputs and gradients of chunk_kda in JAX; see run_torch.
 
+    Args:
+        arrays: see make_inputs.
+        dtype: float32 or float64.
+        offsets: offsets of packed sequences, and T; None: one sequence.
+    """
+    cu_seqlens = None if offsets is None else np.array(offsets, np.int32)
 
-def run_jax(arrays: Arrays, dtype: str) -> Arrays:
-    """Return outputs and gradients of chunk_kda in JAX; see run_torch."""
+    @jax.jit
+    def outputs_and_gradients(inputs: Sequence[jax.Array], cotangent: jax.Array) -> tuple[jax.Array, ...]:
+        outputs, pull_back = jax.vjp(lambda *x: jax_chunk_kda(*x, cu_seqlens=cu_seqlens)[0], *inputs)
+        return outputs, *pull_back(cotangent)
+
     inputs = [jnp.asarray(arrays[name], dtype) for name in NAMES]
-    results = _run_jax(inputs, jnp.asarray(arrays["cotangent"], dtype))
+    results = outputs_and_gradients(inputs, jnp.asarray(arrays["cotangent"], dtype))
     return dict(zip(RESULTS, map(np.asarray, results), strict=True))
 
 
@@ -126,24 +133,38 @@ def dividing_chunk_kda(
     return torch.cat(outputs, 1).transpose(0, 1)[None], state[None]
 
 
-RUNS: Mapping[str, Callable[[Arrays], Arrays]] = {
-    "PyTorch, chunks": lambda arrays: run_torch(arrays, "float32"),
-    "JAX, chunks": lambda arrays: run_jax(arrays, "float32"),
-    "failing: divided decays": lambda arrays: run_torch(arrays, "float32", dividing_chunk_kda),
-}
-"""The compared implementations, all in float32, by the label of their curve."""
+CURVES = ("PyTorch, chunks", "JAX, chunks", "failing: divided decays")
+"""Labels of the compared implementations, all in float32."""
 
 
-def errors_of(arrays: Arrays) -> dict[str, Arrays]:
-    """Return the error of every result beside the float64 recurrence, by label of RUNS and name of the result."""
-    exact = run_oracle(arrays)
-    found = {label: run(arrays) for label, run in RUNS.items()}
-    return {
-        label: {name: relative_difference(results[name], exact[name]) for name in RESULTS}
-        for label, results in found.items()
-    }
+def errors_of(sequences: Sequence[tuple[int, float]]) -> dict[str, list[dict[str, float]]]:
+    """Return the errors of all results in float32 beside the float64 recurrence.
+
+    JAX computes all sequences packed in one call, so that it compiles once.
+
+    Args:
+        sequences: length and mean log decay of each sequence; the lengths are multiples of 64.
+
+    Returns:
+        The error of every result (see RESULTS) of each sequence, by label of CURVES.
+    """
+    inputs = [make_inputs(length, decay) for length, decay in sequences]
+    offsets = np.cumsum([0, *(length for length, _ in sequences)])
+    packed = {name: np.concatenate([arrays[name] for arrays in inputs], axis=1) for name in inputs[0]}
+    in_jax = run_jax(packed, "float32", offsets.tolist())
+    errors: dict[str, list[dict[str, float]]] = {label: [] for label in CURVES}
+    for arrays, start, stop in zip(inputs, offsets[:-1], offsets[1:], strict=True):
+        exact = run_oracle(arrays)
+        found = (
+            run_torch(arrays, "float32"),
+            {name: values[:, start:stop] for name, values in in_jax.items()},
+            run_torch(arrays, "float32", dividing_chunk_kda),
+        )
+        for label, results in zip(CURVES, found, strict=True):
+            errors[label].append({name: relative_difference(results[name], exact[name]) for name in RESULTS})
+    return errors
 
 
-def curve(errors: Sequence[Mapping[str, Mapping[str, float]]], names: Sequence[str]) -> dict[str, list[float]]:
-    """Return the largest error of the named results, by label, one for each entry of errors."""
-    return {label: [max(entry[label][name] for name in names) for entry in errors] for label in RUNS}
+def largest(errors: Mapping[str, Sequence[Mapping[str, float]]], names: Sequence[str]) -> dict[str, list[float]]:
+    """Return the largest error of the named results for each sequence, by label of CURVES."""
+    return {label: [max(entry[name] for name in names) for entry in entries] for label, entries in errors.items()}

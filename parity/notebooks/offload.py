@@ -1,6 +1,6 @@
 """Training with and without offload, for notebook 05."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -101,32 +101,49 @@ def parameter_error(ours: Training, theirs: Training, step: int) -> float:
     return max(relative_difference(a[name], b[name]) for name in a)
 
 
-def offload_errors(depths: Sequence[int], steps: int) -> dict[tuple[str, int], list[float]]:
-    """Train with and without offload, and return the differences of the parameters.
+RUNS: Mapping[str, Callable[[TransformerConfig, int], Training]] = {
+    "PyTorch, plain": lambda config, steps: train_torch(replace(config, enable_tensor_offload=False), steps),
+    "PyTorch, offload": train_torch,
+    "JAX, plain": lambda config, steps: train_jax(replace(config, enable_tensor_offload=False), steps),
+    "JAX, offload": train_jax,
+    "failing": lambda config, steps: train_torch(config, steps, lose_updates=True),
+}
+"""The trainings that are compared, by name."""
+
+PAIRS = {
+    "PyTorch, offload and plain": ("PyTorch, offload", "PyTorch, plain"),
+    "JAX, offload and plain": ("JAX, offload", "JAX, plain"),
+    "both backends, offload": ("PyTorch, offload", "JAX, offload"),
+    "failing: no copy back": ("failing", "PyTorch, plain"),
+}
+"""Names of the two trainings of each curve, by its label."""
+
+
+def train_all(depths: Sequence[int], steps: int) -> dict[int, dict[str, Training]]:
+    """Return every training of RUNS, by number of layers and name.
 
     Args:
         depths: numbers of layers.
         steps: number of training steps.
-
-    Returns:
-        The differences after each step, by curve and number of layers. The curves are each backend with offload beside
-        itself without it, the two backends with offload, and the failing variant beside PyTorch without offload.
     """
-    errors = {}
-    for depth in depths:
-        config = replace(MODEL, num_layers=depth)
-        plain = replace(config, enable_tensor_offload=False)
-        torch, torch_plain = train_torch(config, steps), train_torch(plain, steps)
-        jax, jax_plain = train_jax(config, steps), train_jax(plain, steps)
-        pairs = {
-            "PyTorch, offload or not": (torch, torch_plain),
-            "JAX, offload or not": (jax, jax_plain),
-            "both, offloaded": (torch, jax),
-            "failing: update not copied back": (train_torch(config, steps, lose_updates=True), torch_plain),
-        }
-        for curve, pair in pairs.items():
-            errors[curve, depth] = [parameter_error(*pair, step) for step in range(steps)]
-    return errors
+    return {
+        depth: {name: run(replace(MODEL, num_layers=depth), steps) for name, run in RUNS.items()} for depth in depths
+    }
+
+
+def errors_by_step(trained: Mapping[str, Training]) -> dict[str, list[float]]:
+    """Return the largest relative difference of any parameter after each step, by label of PAIRS."""
+    steps = range(len(trained["failing"].losses))
+    return {
+        label: [parameter_error(trained[ours], trained[theirs], step) for step in steps]
+        for label, (ours, theirs) in PAIRS.items()
+    }
+
+
+def errors_by_depth(trained: Mapping[int, Mapping[str, Training]]) -> dict[str, list[float]]:
+    """Return the differences after the last step at each number of layers; see errors_by_step."""
+    errors = [errors_by_step(runs) for runs in trained.values()]
+    return {label: [entry[label][-1] for entry in errors] for label in PAIRS}
 
 
 def step_costs(
