@@ -71,10 +71,13 @@ class Part:
 
 
 def product_of_tokens(inputs: Sequence[np.ndarray]) -> Tensor:
-    """Return M as the product of the matrices of the tokens, the last one on the left. [H, K, K]
+    """Return M as the product of the matrices of the tokens, the last one on the left.
 
     Args:
         inputs: q, k, v, g, beta. [1, T, H, ...]
+
+    Returns:
+        The map M. [H, K, K]
     """
     _, k, _, g, beta = (torch.from_numpy(x)[0] for x in inputs)
     identity = torch.eye(k.shape[-1], dtype=k.dtype)
