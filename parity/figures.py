@@ -27,7 +27,7 @@ STYLES: dict[str, dict[str, Any]] = {
 """Line style of a curve, by the first word of its label. JAX is drawn thinner, so that equal curves are both seen."""
 
 _OTHER = {"color": INK, "marker": "^", "markersize": 4, "linewidth": 1.0, "linestyle": "--"}
-_RC = {
+_RC: dict[Any, Any] = {
     "figure.dpi": 90,
     "savefig.dpi": 90,
     "font.size": 9.5,

@@ -29,9 +29,13 @@ def run_part(
         cp_exchange: exchange of the states.
         wrong: the failing variant, which exchanges gradients with M in place of its transpose.
     """
-    group = dist.new_group(list(range(ranks))) if dist.is_initialized() else None
-    if dist.is_initialized() and dist.get_rank() >= ranks:
-        return None
+    group = None
+    if dist.is_initialized():
+        found = dist.new_group(list(range(ranks)))
+        if dist.get_rank() >= ranks:
+            return None
+        assert isinstance(found, dist.ProcessGroup)
+        group = found
     offsets = torch.tensor([0, arrays[0].shape[1]], dtype=torch.int32)
     context = build_cp_context(offsets, group, cp_exchange=cp_exchange)
     parts = [torch.from_numpy(np.array_split(x, context.size, axis=1)[context.rank].copy()) for x in arrays]

@@ -53,7 +53,7 @@ def train_torch(config: TransformerConfig, steps: int, lose_updates: bool = Fals
     patch = mock.patch.object(OffloadedLayer, "note_change") if lose_updates else nullcontext()
     with patch:
         trainer = TorchTrainer(config, TRAIN, load_corpus(DataConfig()), device="cpu")
-        losses, parameters = [], []
+        losses, parameters, trace = [], [], []
         for step in range(steps):
             if trainer.offload is not None:
                 trainer.offload.trace = []
