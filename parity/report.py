@@ -22,14 +22,13 @@ from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.model.data import Corpus
 from diptych.plans.offload import describe_statistics
 from parity.compare import Comparison, StepPair, tokens_per_second
+from parity.figures import INK, JAX, ORACLE, TORCH
 from parity.measured_memory import MeasuredMemory
 from parity.tolerances import GRADIENT, GRADIENT_FLOOR
 
 RECENT_STEPS = 10
 """Number of steps over which a displayed speed is the median."""
 VISIBLE_ROWS = 16
-ORANGE, BLUE, INK, GREY = "#d1603d", "#1f4e9c", "#222222", "#8a8a8a"
-"""Colours of PyTorch, JAX, text and other lines."""
 
 
 class LiveComparison:
@@ -222,9 +221,9 @@ def write_picture(path: Path, comparison: Comparison) -> None:
     figure = Figure(figsize=(12, 4), layout="constrained")
     curves, differences, gradients = figure.subplots(1, 3)
 
-    curves.plot(steps, [pair.torch.loss for pair in comparison.steps], label="PyTorch", color=ORANGE, lw=2.4)
-    curves.plot(steps, [pair.jax.loss for pair in comparison.steps], label="JAX", color=BLUE, lw=1, ls="--")
-    for backend, color in (("torch", ORANGE), ("jax", BLUE)):
+    curves.plot(steps, [pair.torch.loss for pair in comparison.steps], label="PyTorch", color=TORCH, lw=2.4)
+    curves.plot(steps, [pair.jax.loss for pair in comparison.steps], label="JAX", color=JAX, lw=1, ls="--")
+    for backend, color in (("torch", TORCH), ("jax", JAX)):
         curves.plot(len(steps), comparison.validation[backend], "D", color=color, ms=6 if backend == "torch" else 3)
     curves.set(xlabel="step", ylabel="loss (nats per token)", title="One model, two backends")
     curves.legend(frameon=False, title=f"validation {comparison.validation['torch']:.3f} (diamonds)")
@@ -240,7 +239,7 @@ def write_picture(path: Path, comparison: Comparison) -> None:
     after = sorted((g for g in comparison.gradients if g.step > 0), key=lambda g: g.relative, reverse=True)
     for values, marker, color, label in (
         ([g.relative for g in after], "o", INK, comparison.dtype),
-        ([g.exact for g in after], "x", GREY, "float64"),
+        ([g.exact for g in after], "x", ORACLE, "float64"),
     ):
         gradients.semilogy(range(len(values)), np.maximum(values, 1e-17), marker, ms=4, color=color, label=label)
     gradients.set(xlabel="parameter", ylabel="relative difference", title="Gradients apart, after training")

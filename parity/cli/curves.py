@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parity.cli.run import METRICS, read_metrics
+from parity.figures import JAX, TORCH
 
-COLORS = {"torch": "#d1603d", "jax": "#1f4e9c"}
+COLORS = {"torch": TORCH, "jax": JAX}
 NAMES = {"torch": "PyTorch", "jax": "JAX"}
 
 

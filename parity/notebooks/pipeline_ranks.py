@@ -1,4 +1,4 @@
-"""What notebook 04 runs on PyTorch's ranks: every function here is called on all ranks of a RankPool alike."""
+"""PyTorch's part of notebook 04, which every rank of a RankPool executes."""
 
 from typing import NamedTuple
 
@@ -13,22 +13,23 @@ from reference_torch.stage import Microbatch, forward_step, model_provider
 
 
 class Outcome(NamedTuple):
-    """What one rank has after a step."""
+    """Results of one rank after a step."""
 
     losses: list[float]
-    """Of the microbatches, on the rank of the last stage; elsewhere []."""
+    """Losses of the microbatches on the rank of the last stage; [] on other ranks."""
     gradients: dict[str, np.ndarray]
-    """Of this rank's parameters, by canonical name."""
+    """Gradients of this rank's parameters, by canonical name."""
     trace: list[Action]
-    """What the rank ran, in order."""
+    """Actions of the rank, in the order of execution."""
 
 
 def training_steps(configs: list[TransformerConfig], tokens: np.ndarray, targets: np.ndarray) -> list[Outcome]:
-    """A step of each configuration from its initial parameters.
+    """Run one step of each configuration from its initial parameters.
 
     Args:
-        configs: all with as many pipeline ranks as the pool has.
-        tokens, targets: [m, b, T], m microbatches.
+        configs: configurations with as many pipeline ranks as the pool has.
+        tokens: token ids of m microbatches. [m, b, T]
+        targets: next tokens. [m, b, T]
     """
     groups = make_groups(configs[0], make_mesh(configs[0]))
     outcomes = []
