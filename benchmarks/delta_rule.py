@@ -175,9 +175,9 @@ def show(console: Console, rows: list[dict], growing: list[dict], kept: list[dic
         table.add_row(f"{row['backend']} {row['rule']}", *times, *ratios)
     console.print(table)
     for row in growing:
-        told = ", ".join(f"{1000 * s:.0f}" for s in row["seconds"])
+        listed = ", ".join(f"{1000 * s:.0f}" for s in row["seconds"])
         lengths = f"T = {LENGTHS[0]} to {LENGTHS[-1]}"
-        console.print(f"{row['backend']} {row['rule']}: {told} ms at {lengths}, exponent {row['exponent']:.2f}")
+        console.print(f"{row['backend']} {row['rule']}: {listed} ms at {lengths}, exponent {row['exponent']:.2f}")
     for row in kept:
         share = row["kept"] / row["by autodiff"]
         sizes = f"{row['kept'] / MIB:.1f} MiB, by autodiff {row['by autodiff'] / MIB:.1f} MiB ({share:.1%})"

@@ -59,7 +59,7 @@ class Case(NamedTuple):
 CASES = (
     Case("slow link, between zb-h1 and zb-h2", 1, Costs(0.08, 0.096, 0.072, 0.04, 1.0, 0.5), 5.0),
     Case(
-        "heavy head, there and back",
+        "heavy head, V-shaped",
         2,
         Costs([0.05] * 7 + [0.085], [0.06] * 7 + [0.085], [0.04] * 7 + [0.085], 0.005, 1.0, 0.5),
         placement="v",
@@ -83,7 +83,7 @@ REAL = TransformerConfig(
 )
 REAL_CASES: dict[str, tuple[TransformerConfig, Placement, int]] = {
     "two stages a rank": (replace(REAL, pipeline_schedule="interleaved"), "loop", 4),
-    "there and back": (replace(REAL, pipeline_schedule="zb-v"), "v", 4),
+    "V-shaped": (replace(REAL, pipeline_schedule="zb-v"), "v", 4),
     "a short last stage, one a rank": (
         replace(
             REAL, num_layers=5, virtual_pipeline_model_parallel_size=None, pipeline_model_parallel_layout="Ettt|ttL"
@@ -171,9 +171,9 @@ def best_named(case: Case) -> Schedule:
     """The shortest of those with a name that fit."""
     found = []
     for schedule in named_schedules(case.ranks, case.microbatches, case.stages_per_rank, case.placement):
-        course = simulate(schedule, case.costs)
-        if case.memory_limit is None or max(course.peak_bytes) <= case.memory_limit:
-            found.append((course.makespan, schedule.name, schedule))
+        simulation = simulate(schedule, case.costs)
+        if case.memory_limit is None or max(simulation.peak_bytes) <= case.memory_limit:
+            found.append((simulation.makespan, schedule.name, schedule))
     return min(found, key=lambda each: each[:2])[-1]
 
 
@@ -198,17 +198,17 @@ def config_of(case: Case, path: str) -> TransformerConfig:
 
 def row_of(case: Case, schedule: Schedule, times: list[float]) -> dict[str, Any]:
     """What was measured of one table, beside its makespan."""
-    course = simulate(schedule, case.costs)
+    simulation = simulate(schedule, case.costs)
     return {
         "case": case.name,
         "ranks": case.ranks,
         "microbatches": case.microbatches,
         "schedule": schedule.name,
-        "predicted_seconds": course.makespan,
-        "peak_kept": max(course.peak_bytes),
+        "predicted_seconds": simulation.makespan,
+        "peak_kept": max(simulation.peak_bytes),
         "seconds": float(np.median(times)),
         "all_seconds": times,
-        "excess": float(np.median(times)) / course.makespan - 1.0,
+        "excess": float(np.median(times)) / simulation.makespan - 1.0,
     }
 
 

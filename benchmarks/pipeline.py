@@ -4,7 +4,7 @@
 
 Stages that sleep, on 4 gloo ranks of this machine: what is over the predicted makespan is the executor's own. All runs
 take turns, so that neighbours in time are compared; medians are quoted. Then the same stages on 4 CPU devices of JAX,
-beside what ticks in lock-step take; bytes freed by ``deallocate_pipeline_outputs``, overlap over a slow link, the cost
+beside what slots in lock-step take; bytes freed by ``deallocate_pipeline_outputs``, overlap over a slow link, the cost
 of splitting a backward, and in JAX the compiled program's temporary bytes against the number of microbatches.
 """
 
@@ -127,14 +127,14 @@ def measure_times(pool: RankPool, console: Console) -> list[dict]:
 
 
 def measure_jax_times() -> list[dict]:
-    """The same of JAX, beside what ticks in lock-step take."""
+    """The same of JAX, beside what slots in lock-step take."""
     ways = [(case, "canonical") for case in CASES] + [(case, "fused") for case in CASES if case.name in FUSED]
     seconds = time_apart(
-        [Sleeping(case.config, MICROBATCHES, case.costs, ticks) for case, ticks in ways], STEPS * ROUNDS
+        [Sleeping(case.config, MICROBATCHES, case.costs, slots) for case, slots in ways], STEPS * ROUNDS
     )
     return [
-        row_of(f"JAX, {ticks} ticks", case, lockstep_makespan(case.schedule, case.costs, fused=ticks == "fused"), times)
-        for (case, ticks), times in zip(ways, seconds, strict=True)
+        row_of(f"JAX, {slots} slots", case, lockstep_makespan(case.schedule, case.costs, fused=slots == "fused"), times)
+        for (case, slots), times in zip(ways, seconds, strict=True)
     ]
 
 

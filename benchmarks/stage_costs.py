@@ -4,7 +4,7 @@
 
 PyTorch's executor runs a configuration's table with every backward split, a process a rank on this machine, and each
 action is timed from when it has what it needs; medians over microbatches and steps are written. So ranks that share
-cores slow each other down in the numbers as in the run. A message is half of there and back between two ranks that do
+cores slow each other down in the numbers as in the run. A message is half of a round trip between two ranks that do
 nothing else.
 """
 

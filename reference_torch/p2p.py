@@ -269,12 +269,12 @@ class P2PCommunicator:
     def _send_one(self, message: Message, place: int, content: Tensor, shape: Shape | str) -> None:
         group, peer = self._route(message)
         tag = self._tag(message, place, shape)
-        told = f"rank {self.rank}, step {self.step}: expected {message} to be received"
+        expected = f"rank {self.rank}, step {self.step}: expected {message} to be received"
 
         def post() -> dist.Work | None:
             return dist.isend(content, group=group, group_dst=peer, tag=tag)
 
-        self._senders.add(self._post(post, message), content, told, self.config.pipeline_timeout)
+        self._senders.add(self._post(post, message), content, expected, self.config.pipeline_timeout)
 
     def _post(self, post: Callable[[], dist.Work | None], message: Message) -> dist.Work | None:
         """Start a send; tests override this method to insert delays and faults."""

@@ -30,13 +30,13 @@ class PendingSends:
         self._error: str | None = None
         self._thread: threading.Thread | None = None
 
-    def add(self, work: dist.Work | None, content: Tensor, told: str, timeout: float) -> None:
+    def add(self, work: dist.Work | None, content: Tensor, expected: str, timeout: float) -> None:
         """Add a send to the queue.
 
         Args:
             work: the send; None: the message is already sent.
             content: the message.
-            told: beginning of the error message if the message is not received.
+            expected: beginning of the error message if the message is not received.
             timeout: seconds that the send may take.
         """
         while len(self._left) > 1:  # the thread may still hold the last one
@@ -44,7 +44,7 @@ class PendingSends:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, daemon=True, name="pending sends")
             self._thread.start()
-        self._queue.put((work, content, told, timeout))
+        self._queue.put((work, content, expected, timeout))
 
     def wait(self) -> None:
         """Wait until every message is sent.
@@ -77,16 +77,16 @@ class PendingSends:
             self._thread = None
 
     def _serve(self) -> None:
-        while (waiting := self._queue.get()) is not None:
-            work, content, told, timeout = waiting
+        while (entry := self._queue.get()) is not None:
+            work, content, expected, timeout = entry
             try:
                 if work is not None and self._error is None:
                     work.wait(datetime.timedelta(seconds=timeout))
             except RuntimeError as error:
-                self._error = f"{told} within pipeline_timeout={timeout:g} s, and it was not ({cause_of(error)})"
+                self._error = f"{expected} within pipeline_timeout={timeout:g} s, and it was not ({cause_of(error)})"
             if self._lingers:
                 self._left.append(content)
-            del waiting, work, content  # release the memory of the message
+            del entry, work, content  # release the memory of the message
             self._queue.task_done()
         self._queue.task_done()
 

@@ -196,8 +196,8 @@ def _serve(rank: int, size: int, store: str, jobs: Connection, life: Connection,
                 value = None
             jobs.send((True, value))
         except BaseException as error:  # report any error to the parent
-            told = "".join(traceback.format_exception(error))
-            jobs.send((False, f"rank {rank}: {type(error).__name__}: {error}\n{told}"))
+            trace = "".join(traceback.format_exception(error))
+            jobs.send((False, f"rank {rank}: {type(error).__name__}: {error}\n{trace}"))
 
 
 def _end_with_parent(life: Connection) -> None:

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "parity": set(FOLDERS),
 }
 
-ROOMS = {
+MODULES = {
     "autograd": set(),
     "recompute": {"carry"},
     "operands": set(),
@@ -77,16 +77,16 @@ ROOMS = {
     "stage": {"context_parallel", "transformer", "offload"},
     "train": {"ops", "transformer", "saving", "groups", "p2p", "pipeline", "stage", "offload"},
 }
-"""Rooms of a backend, and the rooms of the same backend each may import."""
+"""Modules of a backend, and the modules of the same backend each may import."""
 
 TORCH_ONLY = {"autograd", "pending_sends", "p2p", "rank_pool", "stage"}
-"""Rooms for backward functions, for processes that send each other messages, and for what they call; JAX's step takes
+"""Modules for backward functions, for processes that send each other messages, and for what they call; JAX's step takes
 the model whole."""
 
 JAX_ONLY = {"carry"}
-"""A room for what one program of all ranks has to be told."""
+"""A module for what one program of all ranks has to be told."""
 
-TWINS = (
+MIRRORED = (
     "operands",
     "attention",
     "ops",
@@ -105,7 +105,7 @@ TWINS = (
 )
 
 SHARED = {"recompute": ("name_value", "residual_report", "SavedValue")}
-"""Rooms that are no twins, and the names both have."""
+"""Modules that are no mirrored files, and the names both have."""
 
 _POLICY = "PyTorch hands its recompute manager on; JAX recomputes by the policy of jax.checkpoint around the layers"
 _CARRY = "PyTorch changes a dictionary of states; JAX carries one state and an array that is only written"
@@ -205,12 +205,12 @@ def test_no_module_imports_itself_through_others():
 
 
 @pytest.mark.parametrize("package", ["reference_torch", "jax_impl"])
-def test_rooms_import_downwards_only(package):
-    rooms = {path: path.relative_to(ROOT / package).parts[0].removesuffix(".py") for path in files_of(package)}
-    assert set(rooms.values()) == ROOMS.keys() - (TORCH_ONLY if package == "jax_impl" else JAX_ONLY)
-    for path, name in rooms.items():
+def test_modules_import_downwards_only(package):
+    modules = {path: path.relative_to(ROOT / package).parts[0].removesuffix(".py") for path in files_of(package)}
+    assert set(modules.values()) == MODULES.keys() - (TORCH_ONLY if package == "jax_impl" else JAX_ONLY)
+    for path, name in modules.items():
         used = {module.split(".")[1] for module in imports(path) if module.startswith(f"{package}.")}
-        assert used <= ROOMS[name] | {name}, f"{path} imports {used - ROOMS[name]}"
+        assert used <= MODULES[name] | {name}, f"{path} imports {used - MODULES[name]}"
 
 
 def test_room_test_sees_a_room_imported_by_name(tmp_path):
@@ -265,18 +265,18 @@ def public_signatures(path: Path) -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize("room", TWINS)
-def test_twins_have_equal_names_and_signatures(room):
-    torch_side = public_signatures(ROOT / "reference_torch" / f"{room}.py")
-    jax_side = public_signatures(ROOT / "jax_impl" / f"{room}.py")
+@pytest.mark.parametrize("module", MIRRORED)
+def test_mirrored_files_have_equal_names_and_signatures(module):
+    torch_side = public_signatures(ROOT / "reference_torch" / f"{module}.py")
+    jax_side = public_signatures(ROOT / "jax_impl" / f"{module}.py")
     assert torch_side
     assert torch_side == jax_side
 
 
-@pytest.mark.parametrize("room", SHARED)
-def test_rooms_that_are_no_twins_share_what_is_listed(room):
-    sides = [importlib.import_module(f"{package}.{room}") for package in ("reference_torch", "jax_impl")]
-    for name in SHARED[room]:
+@pytest.mark.parametrize("module", SHARED)
+def test_modules_that_are_not_mirrored_share_what_is_listed(module):
+    sides = [importlib.import_module(f"{package}.{module}") for package in ("reference_torch", "jax_impl")]
+    for name in SHARED[module]:
         ours, theirs = (getattr(side, name) for side in sides)
         assert [*inspect.signature(ours).parameters] == [*inspect.signature(theirs).parameters], name
         assert ours.__doc__.splitlines()[0].split(",")[0] == theirs.__doc__.splitlines()[0].split(",")[0], name

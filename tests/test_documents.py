@@ -176,7 +176,7 @@ def test_backends_agree_on_documents_and_every_gradient(variant):
 
 @pytest.mark.parametrize("backend", TORCH_DAILY)
 def test_no_document_sees_another(backend):
-    """What changes in one changes nothing in the others, to the last bit; in the one, all that follows."""
+    """What changes in one changes no bit in the others; in the one, all that follows."""
     config = replace(CONFIG, num_layers=2, layer_pattern="kda,attention")
     changed = TOKENS.copy()
     changed[0, 1] += 1  # first of the document at 1 .. 8

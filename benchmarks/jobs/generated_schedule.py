@@ -19,8 +19,7 @@ from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.partition import get_stage
 from diptych.plans.schedule.simulate import Costs
 from reference_torch.groups import make_groups, make_mesh
-from reference_torch.pipeline import executor as room
-from reference_torch.pipeline import get_forward_backward_func, get_model, split_backward
+from reference_torch.pipeline import executor, get_forward_backward_func, get_model, split_backward
 from reference_torch.stage import Microbatch, forward_step, model_provider
 
 
@@ -97,8 +96,8 @@ def time_actions(
 
         deferred = split_backward.DeferredWeightGradients
         with (
-            patch.object(room, "forward_step", timed(room.forward_step)),
-            patch.object(room, "backward_step", timed(room.backward_step)),
+            patch.object(executor, "forward_step", timed(executor.forward_step)),
+            patch.object(executor, "backward_step", timed(executor.backward_step)),
             patch.object(deferred, "run", timed(deferred.run)),
         ):
             step(trace)
@@ -139,7 +138,7 @@ def _real_step(config: TransformerConfig, batch: int, num_microbatches: int) -> 
 
 
 def time_messages(shape: tuple[int, ...], dtype: str, rounds: int) -> list[float]:
-    """Seconds that a tensor takes from rank 0 to rank 1, half of there and back each; nothing on other ranks."""
+    """Seconds that a tensor takes from rank 0 to rank 1, half of a round trip each; nothing on other ranks."""
     rank, x = dist.get_rank(), torch.zeros(shape, dtype=getattr(torch, dtype))
     seconds = []
     for _ in range(rounds if rank < 2 else 0):

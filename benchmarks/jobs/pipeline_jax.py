@@ -46,9 +46,9 @@ def main() -> None:
 def lines(memory: dict, seconds: dict, split: dict):
     """The same in words."""
     for name, sizes in memory.items():
-        told = ", ".join(f"{size / MIB:.2f}" for size in sizes)
+        listed = ", ".join(f"{size / MIB:.2f}" for size in sizes)
         counts = ", ".join(map(str, COUNTS))
-        yield f"JAX {name}: {told} MiB temporary a rank at m = {counts} ({sizes[-1] / sizes[0]:.3f}x)"
+        yield f"JAX {name}: {listed} MiB temporary a rank at m = {counts} ({sizes[-1] / sizes[0]:.3f}x)"
     fastest = min(seconds.values())
     for name, value in seconds.items():
         yield f"JAX 1f1b, {name}: {value * 1000:.0f} ms a step of 8 microbatches ({value / fastest:.2f})"
@@ -80,10 +80,10 @@ def differentiated_bytes(m: int) -> int:
 def step_seconds() -> dict[str, float]:
     """Median step of every way of running the table, all taking turns."""
     ways = {}
-    for ticks in ("canonical", "fused"):
+    for slots in ("canonical", "fused"):
         for keep in ("residuals", "inputs"):
-            step, staged, batch = made(8, keep=keep, ticks=ticks)
-            ways[f"{ticks} ticks, keeps {keep}"] = partial(step, staged, *batch)
+            step, staged, batch = made(8, keep=keep, slots=slots)
+            ways[f"{slots} slots, keeps {keep}"] = partial(step, staged, *batch)
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(ROUNDS + 1):
         for name, run in ways.items():

@@ -31,7 +31,7 @@ class Sleeping(NamedTuple):
     num_microbatches: int
     costs: Costs
     """Seconds."""
-    ticks: str = "canonical"
+    slots: str = "canonical"
     """See jax_impl.pipeline.make_pipeline_step."""
 
 
@@ -60,7 +60,7 @@ def time_sleeping(case: Sleeping, steps: int) -> list[float]:
 
     config, m = case.config, case.num_microbatches
     model = GPTModel(undivided(config))
-    step = make_pipeline_step(model, config, ticks=case.ticks)
+    step = make_pipeline_step(model, config, slots=case.slots)
     staged = step.stage_parameters(nnx.split(model, nnx.Param)[1])
     tokens, seconds = np.zeros((m, 1, config.seq_length), np.int32), []
     with _stages_sleep(schedule_for(config, m), case.costs):
@@ -99,7 +99,7 @@ def _stages_sleep(schedule: Schedule, costs: Costs) -> Iterator[None]:
 
     def backward(run: _Run, state: Any, row: Any, done: _Done) -> _Done:
         done = plain[1](run, state, row, done)
-        kind: Kind = "I" if schedule.splits_backward else "B"  # of a whole one, W comes after it in the same tick
+        kind: Kind = "I" if schedule.splits_backward else "B"  # of a whole one, W comes after it in the same slot
         return done._replace(input_gradient=slept(done.input_gradient, kind, row.backward_stage))
 
     def weight_gradients(run: _Run, row: Any, weights: Any, done: _Done) -> _Done:

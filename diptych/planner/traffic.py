@@ -171,7 +171,7 @@ def _handed_on(config: TransformerConfig, layer: int, batch: int) -> Iterator[Ex
     goes_on = sum(tokens > 0 for tokens in before)
     if config.layer(layer).mixer == "attention":
         token = 2 * config.query_groups * config.head_dim * item
-        yield Exchange("keys and values", "handed on", max(before) * token, sum(before) * token, 2)
+        yield Exchange("keys and values", "sent to the next rank", max(before) * token, sum(before) * token, 2)
         return
     key_heads, heads, key, value = config.linear_heads
     sent = {
@@ -179,7 +179,7 @@ def _handed_on(config: TransformerConfig, layer: int, batch: int) -> Iterator[Ex
         "tokens of convolutions": (config.linear_conv_kernel_dim - 1) * (2 * key_heads * key + heads * value) * item,
     }
     for name, one in sent.items():
-        yield Exchange(name, "handed on", one * (goes_on > 0), one * goes_on, 2)
+        yield Exchange(name, "sent to the next rank", one * (goes_on > 0), one * goes_on, 2)
 
 
 def _state_item(config: TransformerConfig) -> int:

@@ -2,7 +2,7 @@
 
     python -m docs.generate.api          (writes it anew)
 
-A room's names are those its package lists in ``__all__``; of a module without one, the functions and classes it
+A module's names are those its package lists in ``__all__``; of a module without one, the functions and classes it
 defines. Methods stand below their class.
 """
 
@@ -45,7 +45,7 @@ SHARED = (
     "diptych_kernels.api",
 )
 """Modules there are once."""
-ROOMS = (
+MODULES = (
     "",
     "ops",
     "modules",
@@ -91,9 +91,9 @@ def page() -> str:
         entries = entries_of(importlib.import_module(name))
         parts.append(_table(f"### `{name}`", ("name", "what it is"), map(_row, entries, entries.values())))
     parts.append("## Carried out twice\n\n")
-    for room in ROOMS:
-        sides = [entries_of(importlib.import_module(_module(package, room))) for package in BACKENDS.values()]
-        title = " and ".join(f"`{_module(package, room)}`" for package in BACKENDS.values())
+    for module in MODULES:
+        sides = [entries_of(importlib.import_module(_module(package, module))) for package in BACKENDS.values()]
+        title = " and ".join(f"`{_module(package, module)}`" for package in BACKENDS.values())
         names = list(dict.fromkeys(name for side in sides for name in side))
         rows = (_twin_row(name, *(side.get(name) for side in sides)) for name in names)
         parts.append(_table(f"### {title}", ("name", *BACKENDS, "what it is"), rows))
@@ -115,8 +115,8 @@ def entries_of(module: ModuleType) -> dict[str, Entry]:
     return found
 
 
-def _module(package: str, room: str) -> str:
-    return f"{package}.{room}" if room else package
+def _module(package: str, module: str) -> str:
+    return f"{package}.{module}" if module else package
 
 
 def _defined(module: ModuleType) -> list[str]:

@@ -1,4 +1,4 @@
-"""docs/images/architecture.png: the rooms, who may use whom, and the mesh of ranks with what travels along its axes.
+"""docs/images/architecture.png: the modules, who may use whom, and the mesh of ranks with what travels along its axes.
 
     python -m docs.generate.architecture          (draws it anew)
 
@@ -48,7 +48,7 @@ KERNELS_FILES = (
     ("activations", "SwiGLU, GELU"),
     ("delta_rule/", "GDN, KDA"),
 )
-ROOMS = (
+MODULES = (
     ("train", "Trainer: a step, AdamW, resume"),
     ("pipeline/", "runs the schedule's table"),
     ("saving", "state to named arrays and back"),
@@ -62,11 +62,11 @@ ROOMS = (
     ("ops", "norms, rotary, dropout, loss"),
 )
 LINE = 0.205
-"""Between two lines of a room."""
+"""Between two lines of a module."""
 
 
 def box(axes: Axes, x: float, y: float, width: float, height: float, color: str, title: str) -> None:
-    """A room with its name."""
+    """A module with its name."""
     shape = FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.08", fc=color, ec=INK, lw=0.9)
     axes.add_patch(shape)
     axes.text(x + 0.12, y + height - 0.11, title, va="top", size=10, weight="bold", color=INK)
@@ -92,14 +92,14 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], **st
     axes.add_patch(FancyArrowPatch(start, end, **given))
 
 
-def draw_rooms(axes: Axes) -> None:
+def draw_modules(axes: Axes) -> None:
     """The packages, what is used above who uses it."""
     box(axes, 0.1, 4.6, 10.8, 1.3, PLANS, "plans/   what is decided before a tensor exists (numpy only)")
     for number, lines in enumerate(PLANS_FILES):
         files(axes, 0.22 + 3.6 * number, 5.5, lines, 1.4)
     for x, color, title in ((0.1, TORCH, "reference_torch/   PyTorch"), (7.1, JAX, "jax_impl/   JAX, Flax")):
         box(axes, x, 1.35, 3.8, 2.78, color, title)
-        files(axes, x + 0.12, 3.75, ROOMS, 1.4)
+        files(axes, x + 0.12, 3.75, MODULES, 1.4)
     box(axes, 4.3, 2.1, 2.4, 2.03, KERNELS, "kernels/   Triton")
     files(axes, 4.42, 3.75, KERNELS_FILES, 1.0)
     for x, name in ((4.3, "torch_ops"), (5.55, "jax_ops")):
@@ -110,7 +110,7 @@ def draw_rooms(axes: Axes) -> None:
     for x in (2.0, 5.5, 9.0):
         arrow(axes, (x, 4.13), (x, 4.6))
     arrow(axes, (3.94, 1.48), (7.06, 1.48), arrowstyle="<|-|>", linestyle=(0, (4, 3)), color=GREY)
-    axes.text(5.5, 1.37, "twin files: same names, order, signatures", ha="center", va="top", size=7.6, color=GREY)
+    axes.text(5.5, 1.37, "mirrored files: same names, order, signatures", ha="center", va="top", size=7.6, color=GREY)
     box(
         axes,
         0.1,
@@ -170,10 +170,10 @@ def draw_mesh(axes: Axes) -> None:
 def main() -> None:
     """Draw the picture."""
     with plt.rc_context({"font.family": "DejaVu Sans"}):
-        figure, (rooms, mesh) = plt.subplots(2, 1, figsize=SIZE, height_ratios=[5.9, 2.75], layout="constrained")
-        draw_rooms(rooms)
+        figure, (modules, mesh) = plt.subplots(2, 1, figsize=SIZE, height_ratios=[5.9, 2.75], layout="constrained")
+        draw_modules(modules)
         draw_mesh(mesh)
-        for axes in (rooms, mesh):
+        for axes in (modules, mesh):
             axes.set_axis_off()
             axes.set_aspect("equal")
         figure.savefig(PICTURE, dpi=DPI, facecolor="white", metadata={"Software": ""})

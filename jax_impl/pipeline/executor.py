@@ -1,19 +1,19 @@
-"""The loop over ticks (lock-step slots): one program that every rank runs over the rows of the schedule's table.
+"""The loop over lock-step slots: one program that every rank runs over the rows of the schedule's table.
 
-A tick stores the received messages, runs one action, and sends its result:
+A slot stores the received messages, runs one action, and sends its result:
 
-    inputs[slot], gradients[slot] = messages of the last tick
+    inputs[place], gradients[place] = messages of the last slot
     y, dx = switch(nothing, forward, backward, weights)     each for the program of the row's stage
     next messages = ppermute(y, to the next rank), ppermute(dx, to the previous rank)
 
 Ranks wait for each other when they send. With a separate switch for each kind of action, XLA would send y before the
-backward, and a tick would take the time of its slowest forward plus its slowest backward. With one switch it takes the
-time of its slowest rank. Fused ticks, in which most ranks run a forward and a backward, have one switch for each.
+backward, and a slot would take the time of its slowest forward plus its slowest backward. With one switch it takes the
+time of its slowest rank. Fused slots, in which most ranks run a forward and a backward, have one switch for each.
 
-Ranks take different branches in the same tick. A collective that only some ranks reach hangs or gives wrong results,
+Ranks take different branches in the same slot. A collective that only some ranks reach hangs or gives wrong results,
 so branches contain no collectives. This matters for gradients: if a value is equal on all ranks, JAX sums its gradient
 over ranks inside the branch. All values are therefore first marked as different on each rank (vary), the local loss is
-differentiated, and sums over ranks are taken once after the last tick.
+differentiated, and sums over ranks are taken once after the last slot.
 
 Context ranks exchange messages inside a branch. All of them are at the same place of the pipeline and take the same
 branch.
@@ -40,7 +40,7 @@ DATA_AXIS = "dp"
 
 
 class _State(NamedTuple):
-    """The state that one tick passes to the next."""
+    """The state that one slot passes to the next."""
 
     inputs: Array
     """Inputs of stages; like every buffer, it ends with a scratch slot. [slots + 1, b, T, S*D]"""
@@ -56,9 +56,9 @@ class _State(NamedTuple):
     """Losses of microbatches. [m]"""
 
 
-def run_ticks(
+def run_lockstep(
     stages: Stages,
-    ticks: LockstepTable,
+    table: LockstepTable,
     keep: Keep,
     axes: tuple[str, ...],
     params: StagedParameters,
@@ -69,8 +69,8 @@ def run_ticks(
 
     Args:
         stages: the stages of the model.
-        ticks: the compiled schedule.
-        keep: the option with which ticks were compiled.
+        table: the compiled schedule.
+        keep: the option with which the table was compiled.
         axes: axes of the mesh under which this function runs.
         params: parameters of the rank, with layers [v, layers, ...].
         batch: all microbatches, equal on every rank.
@@ -81,10 +81,10 @@ def run_ticks(
         leaves if the schedule is forward only.
     """
     params, batch = vary((params, batch), axes)
-    run = _Run(stages, ticks, keep, axes, params, batch, moved)
+    run = _Run(stages, table, keep, axes, params, batch, moved)
     rank = lax.axis_index(PIPELINE_AXIS)
-    rows = jax.tree.map(lambda column: jnp.asarray(column)[rank], ticks.rows)
-    state = lax.scan(run.tick, run.start(), rows)[0]
+    rows = jax.tree.map(lambda column: jnp.asarray(column)[rank], table.rows)
+    state = lax.scan(run.run_slot, run.start(), rows)[0]
     # Only the last stage has losses; first and last stage both add to a tied embedding.
     losses, ends = lax.psum((state.losses, state.sums.ends), PIPELINE_AXIS)
     result = losses, state.sums._replace(ends=ends)
@@ -93,12 +93,12 @@ def run_ticks(
 
 
 class _Done(NamedTuple):
-    """The results of a tick; inside a branch, None represents zeros."""
+    """The results of a slot; inside a branch, None represents zeros."""
 
     losses: Array
-    """Losses of all ticks so far. [m]"""
+    """Losses of all slots so far. [m]"""
     sums: StagedParameters
-    """Sums of the gradients of all ticks so far."""
+    """Sums of the gradients of all slots so far."""
     output: Any = None
     """Output of a stage. [b, T, S*D]"""
     input_gradient: Any = None
@@ -112,13 +112,13 @@ class _Done(NamedTuple):
 class _Run:
     """The execution of the table on one rank.
 
-    Arguments are those of run_ticks, with parameters and batch marked as different on each rank.
+    Arguments are those of run_lockstep, with parameters and batch marked as different on each rank.
     """
 
     def __init__(
         self,
         stages: Stages,
-        ticks: LockstepTable,
+        table: LockstepTable,
         keep: Keep,
         axes: tuple[str, ...],
         params: StagedParameters,
@@ -126,16 +126,16 @@ class _Run:
         moved: Moved,
     ) -> None:
         self._stages = stages
-        self._ticks = ticks
+        self._table = table
         self._axes = axes
         self._params = params
         self._batch = batch
         self._moved = moved
-        self._forward_only = ticks.schedule.forward_only
-        self._splits = ticks.schedule.splits_backward
-        kinds = {action.kind for actions in ticks.schedule.actions for action in actions}
+        self._forward_only = table.schedule.forward_only
+        self._splits = table.schedule.splits_backward
+        kinds = {action.kind for actions in table.schedule.actions for action in actions}
         self._also_full = kinds.issuperset("BI")
-        """True if the table has split and full backwards; a full backward runs I and W in one tick."""
+        """True if the table has split and full backwards; a full backward runs I and W in one slot."""
         config = stages.config
         hidden = (*batch.tokens.shape[1:], config.residual_streams * config.hidden_size)
         self._payload = vary(jnp.zeros(hidden, config.compute_dtype), axes)
@@ -148,18 +148,18 @@ class _Run:
 
     def start(self) -> _State:
         """Return the initial state: buffers and sums of zeros."""
-        slots = self._ticks.buffer_sizes
-        arrived = (self._payload,) * len(self._ticks.shifts)
+        sizes = self._table.buffer_sizes
+        arrived = (self._payload,) * len(self._table.shifts)
         nothing = StagedParameters((), {})
 
         def buffer(length: int, like: Any) -> Any:
             return jax.tree.map(lambda x: jnp.zeros((length + 1, *x.shape), x.dtype), like)
 
         state = _State(
-            inputs=buffer(slots.inputs, self._payload),
-            gradients=buffer(slots.gradients, self._payload),
-            kept=buffer(slots.kept, self._autodiff.kept),
-            weights=buffer(slots.weights, self._autodiff.weights),
+            inputs=buffer(sizes.inputs, self._payload),
+            gradients=buffer(sizes.gradients, self._payload),
+            kept=buffer(sizes.kept, self._autodiff.kept),
+            weights=buffer(sizes.weights, self._autodiff.weights),
             arrived_inputs=arrived,
             arrived_gradients=arrived,
             sums=nothing if self._forward_only else jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), self._params),
@@ -168,11 +168,11 @@ class _Run:
         state = vary(state, self._axes)
         return state._replace(kept={dtype: self._offloaded(buffer) for dtype, buffer in state.kept.items()})
 
-    def tick(self, state: _State, row: Any) -> tuple[_State, None]:
+    def run_slot(self, state: _State, row: Any) -> tuple[_State, None]:
         """Run one row of the table.
 
         Args:
-            state: state after the previous tick.
+            state: state after the previous slot.
             row: diptych.plans.schedule.lockstep.Rows, with arrays.
         """
         inputs = state.inputs
@@ -182,7 +182,7 @@ class _Run:
             gradients = gradients.at[row.gradient_arrivals[shift]].set(gradient)
         state = state._replace(inputs=inputs, gradients=gradients)
         done = _Done(state.losses, state.sums)
-        state, done = (self._two_actions if self._ticks.fused else self._one_action)(state, row, done)
+        state, done = (self._two_actions if self._table.fused else self._one_action)(state, row, done)
         state = state._replace(
             weights=_store(state.weights, row.backward_weights, done.weights),
             losses=done.losses,
@@ -194,7 +194,7 @@ class _Run:
         return state, None
 
     def _one_action(self, state: _State, row: Any, done: _Done) -> tuple[_State, _Done]:
-        """Run a canonical tick under one switch, so that no rank sends, and waits, before its action has ended."""
+        """Run a canonical slot under one switch, so that no rank sends, and waits, before its action has ended."""
         forwards, backwards, has_weight_grad = (
             stage >= 0 for stage in (row.forward_stage, row.backward_stage, row.weights_stage)
         )
@@ -218,7 +218,7 @@ class _Run:
         return state._replace(kept=self._keep(state.kept, row.forward_kept, done.kept)), done
 
     def _two_actions(self, state: _State, row: Any, done: _Done) -> tuple[_State, _Done]:
-        """Run a fused tick: a forward, then a backward that may read values saved by it; either may be absent."""
+        """Run a fused slot: a forward, then a backward that may read values saved by it; either may be absent."""
         done = self._switch(row.forward_stage >= 0, [_nothing, partial(self._forward, state, row)], done)
         state = state._replace(kept=self._keep(state.kept, row.forward_kept, done.kept))
         return state, self._switch(row.backward_stage >= 0, [_nothing, partial(self._backward, state, row)], done)
@@ -273,7 +273,7 @@ class _Run:
         return jax.device_put(buffer, jax.memory.Space.Host)
 
     def _keep(self, buffers: dict[str, Array], slot: Array, values: dict[str, Array]) -> dict[str, Array]:
-        """Store the saved values of a forward in the buffers and return them; ticks without a forward move nothing."""
+        """Store the saved values of a forward in the buffers and return them; slots without a forward move nothing."""
         if not any(map(is_on_host, buffers.values())):
             return _store(buffers, slot, values)
 
@@ -282,7 +282,7 @@ class _Run:
             moved = {name: jax.device_put(x, host) if is_on_host(buffers[name]) else x for name, x in values.items()}
             return _store(buffers, slot, moved)
 
-        return lax.cond(slot < self._ticks.buffer_sizes.kept, store, lambda: buffers)
+        return lax.cond(slot < self._table.buffer_sizes.kept, store, lambda: buffers)
 
     def _task(self, stage: Array, microbatch: Array) -> Task:
         vp_stages = jnp.asarray([vp_stage for _, vp_stage in self._stages.places], jnp.int32)
@@ -306,12 +306,12 @@ class _Run:
 
     def _send(self, x: Array, direction: int) -> tuple[Array, ...]:
         """Send a value to the rank ``shift`` places ahead (1) or behind (-1), for each shift; all ranks take part."""
-        p = self._ticks.schedule.pp_size
+        p = self._table.schedule.pp_size
         return tuple(
             lax.ppermute(x, PIPELINE_AXIS, [(rank, (rank + direction * shift) % p) for rank in range(p)])
             if shift
             else x
-            for shift in self._ticks.shifts
+            for shift in self._table.shifts
         )
 
 

@@ -293,8 +293,10 @@ def cut(
             place = tuple(LayerPlace(kinds.index(kind), layers[:i].count(kind)) for i, kind in enumerate(layers))
             numbers = tuple(range(first, first + count))
             structure, names = jax.tree.structure(state), names_of(state)
-            told = masked or offloads, vp_stage if offloads else None
-            programs[build] = Program(*ends, place, numbers, config, training, blocks, *told, graph, structure, names)
+            variant = masked or offloads, vp_stage if offloads else None
+            programs[build] = Program(
+                *ends, place, numbers, config, training, blocks, *variant, graph, structure, names
+            )
         places.append((rank, vp_stage))
         program_of.append([*programs].index(build))
         first_layers.append(first)

@@ -22,12 +22,12 @@ from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.lockstep import KEEPS, Keep, LockstepTable, compile_lockstep
 from diptych.plans.schedule.named import any_num_microbatches, schedule_for
 from jax_impl.offload import Moved
-from jax_impl.pipeline.executor import DATA_AXIS, PIPELINE_AXIS, run_ticks
+from jax_impl.pipeline.executor import DATA_AXIS, PIPELINE_AXIS, run_lockstep
 from jax_impl.pipeline.stages import CONTEXT_AXIS, Batch, StagedParameters, cut, names_of
 from jax_impl.pipeline.wavefront import run_wavefront
 
 DOORS = ("pmap", "shard_map")
-TICKS = ("canonical", "fused")
+SLOTS = ("canonical", "fused")
 
 
 def make_pipeline_step(
@@ -37,7 +37,7 @@ def make_pipeline_step(
     door: str = "pmap",
     *,
     keep: str = "residuals",
-    ticks: str = "canonical",
+    slots: str = "canonical",
     training: bool = True,
     forward_only: bool = False,
 ) -> "PipelineStep":
@@ -54,8 +54,8 @@ def make_pipeline_step(
         keep: values that a stage saves for backward: its "inputs" (backward replays the stage), or the "residuals" that
             the recompute settings leave. Residuals take less time even with full recompute, because only the blocks are
             replayed.
-        ticks: "canonical": one action for each tick, in the order of the schedule, with the schedule's number of
-            microbatches in flight. "fused": a forward and a backward in one tick, which takes less time but has up to
+        slots: "canonical": one action for each slot, in the order of the schedule, with the schedule's number of
+            microbatches in flight. "fused": a forward and a backward in one slot, which takes less time but has up to
             2 p - 1 microbatches in flight instead of p; with keep="inputs" they need hardly more memory.
         training: if True, use dropout.
         forward_only: if True, return losses without gradients.
@@ -64,10 +64,10 @@ def make_pipeline_step(
         ValueError: the mesh, the devices or an option is not supported, or JAX has too few threads to interpret kernels
             on this number of devices; the message names the remedy.
     """
-    _check_options(model, config, door, keep, ticks)
+    _check_options(model, config, door, keep, slots)
     mesh = _mesh(config, mesh, door)
     _check_threads(config, mesh)
-    return PipelineStep(model, config, mesh, door, cast("Keep", keep), ticks == "fused", training, forward_only)
+    return PipelineStep(model, config, mesh, door, cast("Keep", keep), slots == "fused", training, forward_only)
 
 
 class PipelineStep:
@@ -98,7 +98,7 @@ class PipelineStep:
         fewest = any_num_microbatches(config)
         schedule = schedule_for(config, fewest)  # for the ranks of stages, which do not depend on m
         self.stages = cut(type(model), config, schedule, training)
-        self.ticks(fewest)  # raises an error if the schedule does not support these ticks
+        self.table(fewest)  # raises an error if the schedule does not support these slots
         self._run = (_by_pmap if door == "pmap" else _by_shard_map)(self._local, mesh)
 
     def __call__(
@@ -157,7 +157,7 @@ class PipelineStep:
         own = [jax.tree.map(lambda x, n=n: jax.ShapeDtypeStruct(x.shape[n:], x.dtype), staged) for n in (stacked, 0)]
         return StagedParameters(own[0].layers, own[1].ends)
 
-    def ticks(self, num_microbatches: int) -> LockstepTable:
+    def table(self, num_microbatches: int) -> LockstepTable:
         """Return the compiled table for a number of microbatches."""
         schedule = schedule_for(self.config, num_microbatches, self._forward_only)
         return compile_lockstep(schedule, self._fused, self.keep)
@@ -168,15 +168,15 @@ class PipelineStep:
         If microbatches are pipelined over context ranks, this is the order of the first context rank in PyTorch, while
         JAX runs all forwards before all backwards.
         """
-        return self.ticks(num_microbatches).actions()
+        return self.table(num_microbatches).actions()
 
     def _local(self, params: StagedParameters, batch: Batch) -> tuple[Array, StagedParameters]:
-        ticks = self.ticks(len(batch.tokens))
+        table = self.table(len(batch.tokens))
         self.moved = Moved()
         axes = tuple(self.mesh.axis_names)
         if CONTEXT_AXIS in axes and self.config.cp_exchange == PIPELINED:
             return run_wavefront(self.stages, self.keep, axes, params, batch, self._forward_only)
-        return run_ticks(self.stages, ticks, self.keep, axes, params, batch, self.moved)
+        return run_lockstep(self.stages, table, self.keep, axes, params, batch, self.moved)
 
     def _batch(
         self, tokens: Any, targets: Any, step: int | Array = 0, samples: Any = None, document_starts: Any = None
@@ -317,8 +317,8 @@ def _check_threads(config: TransformerConfig, mesh: Mesh) -> None:
         )
 
 
-def _check_options(model: nnx.Module, config: TransformerConfig, door: str, keep: str, ticks: str) -> None:
-    for name, value, choices in (("door", door, DOORS), ("ticks", ticks, TICKS), ("keep", keep, KEEPS)):
+def _check_options(model: nnx.Module, config: TransformerConfig, door: str, keep: str, slots: str) -> None:
+    for name, value, choices in (("door", door, DOORS), ("slots", slots, SLOTS), ("keep", keep, KEEPS)):
         if value not in choices:
             raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
     if config.enable_tensor_offload and door == "pmap":

@@ -1,4 +1,4 @@
-"""A step of context ranks over which microbatches are pipelined; it replaces the loop over ticks."""
+"""A step of context ranks over which microbatches are pipelined; it replaces the loop over lock-step slots."""
 
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ def run_wavefront(
 ) -> tuple[Array, StagedParameters]:
     """Return the losses of the microbatches and the gradients of their mean.
 
-    Arguments and result are those of run_ticks. With keep "inputs", a tick saves the messages between ranks and is
+    Arguments and result are those of run_lockstep. With keep "inputs", a slot saves the messages between ranks and is
     replayed in backward. With "residuals", it saves the values that the recompute settings leave.
     """
     params, batch = vary((params, batch), axes)
@@ -50,7 +50,7 @@ def run_wavefront(
 
 
 def _checkpoint(stages: Stages, keep: Keep) -> Any:
-    """Return the jax.checkpoint of a tick, or None."""
+    """Return the jax.checkpoint of a slot, or None."""
     (program,) = stages.programs
     checkpoint = partial(jax.checkpoint, prevent_cse=False)  # pyright: ignore[reportPrivateImportUsage]
     if keep == "inputs":

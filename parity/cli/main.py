@@ -259,8 +259,8 @@ def _info(command: Info, console: Console) -> int:
     count = sum(array.size for array in parameters.values())
     console.print(f"step {checkpoint.step}; {count:,} parameters in {len(parameters)} arrays; checksum right")
     for part, settings in checkpoint.settings.items():
-        told = f"{part}: " + ", ".join(f"{field} {value}" for field, value in settings.items())
-        console.print(told, soft_wrap=True, markup=False)
+        line = f"{part}: " + ", ".join(f"{field} {value}" for field, value in settings.items())
+        console.print(line, soft_wrap=True, markup=False)
     return 0
 
 

@@ -32,7 +32,7 @@ REFUSED = 2
 """Exit code of a rank that refuses invalid input; all ranks refuse it."""
 CANNOT_START = 127
 """Exit code of a rank whose program could not be loaded."""
-TICK = 0.05
+POLL_INTERVAL = 0.05
 """Seconds between two polls of the ranks."""
 
 
@@ -191,7 +191,7 @@ class _Watch:
                 return REFUSED
             if not left or now >= self._end or self._is_late(left, now):
                 return self._told(left)
-            time.sleep(TICK)
+            time.sleep(POLL_INTERVAL)
 
     def _is_late(self, left: Sequence[_Rank], now: float) -> bool:
         """Return True if a clock of the remaining ranks has expired, and print which."""

@@ -142,11 +142,11 @@ def run_training(
     if plan.folder is not None:
         console.print(f"saved: {trainer.save(plan.folder)}", markup=False)
     if trainer.any_process(interruption.cause is not None):
-        told = f"stopped by {interruption.cause or 'another process'} after step {trainer.steps_taken - 1}"
-        console.print(told)
+        reason = f"stopped by {interruption.cause or 'another process'} after step {trainer.steps_taken - 1}"
+        console.print(reason)
         if output_failure(sys.stdout) is not None:  # the line above was not printed
             saved = "nothing was saved" if plan.folder is None else "go on with --resume"
-            print(f"diptych: {told}; {saved}", file=sys.stderr)
+            print(f"diptych: {reason}; {saved}", file=sys.stderr)
     elif trainer.steps_taken < end:
         console.print(f"stopped after step {trainer.steps_taken - 1} of {end} as asked; go on with --resume")
     else:

@@ -62,12 +62,12 @@ class Part:
         """Final state from a state of 0. [H, K, V]"""
         self.outputs: Tensor = outputs[0, ..., :width]
         """Outputs from a state of 0. [T, H, V]"""
-        self.responses: Tensor = outputs[0, ..., width:]
+        self.transition_outputs: Tensor = outputs[0, ..., width:]
         """Change of the outputs with the initial state. [T, H, K]"""
 
     def outputs_from(self, state: Tensor) -> Tensor:
         """Return the outputs for an initial state [H, K, V]."""
-        return self.outputs + torch.einsum("thk,hkv->thv", self.responses, state)
+        return self.outputs + torch.einsum("thk,hkv->thv", self.transition_outputs, state)
 
 
 def product_of_tokens(inputs: Sequence[np.ndarray]) -> Tensor:

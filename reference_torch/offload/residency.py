@@ -207,12 +207,18 @@ def check_new(layer_id: int, module: nn.Module, layers: Mapping[int, OffloadedLa
         layers: the layers of this manager, by number.
 
     Raises:
-        ValueError: the number, the module or a part of it is already registered with this or another manager.
+        ValueError: the number, the module or a part of it is already registered with this or another manager, or a part
+            of the module is a ScriptModule.
     """
     if layer_id in layers:
         raise ValueError(f"layer_id: expected one not registered yet, got {layer_id!r} a second time")
     theirs = {id(part): number for number, layer in layers.items() for part in layer.module.modules()}
     for part in module.modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ValueError(
+                "module: expected modules that accept hooks, got a ScriptModule; register the module from which "
+                "torch.jit.script made it"
+            )
         number = registered_number(part)
         if number is not None and id(part) not in theirs:
             raise ValueError(

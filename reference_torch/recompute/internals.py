@@ -104,6 +104,11 @@ def outer_saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any],
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def is_func_tensor(tensor: Tensor) -> bool:
+    """Return True for a tensor inside a torch.func transform, which has no storage or version of its own."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def is_hooks_refusal(error: RuntimeError) -> bool:
     """Return True if a torch.func transform raised the error because saved-tensor hooks are active."""
     return "saved tensor hooks" in str(error)

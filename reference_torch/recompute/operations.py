@@ -6,27 +6,38 @@ unnoticed. A TorchFunctionMode therefore records every operation that Python cal
 are compared.
 """
 
+import array
+import numbers
 import weakref
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from reference_torch.recompute import internals
 from reference_torch.recompute.guards import function_name
 
-_SIMPLE = frozenset({bool, int, float, complex, str, type(None), type(...), torch.dtype, torch.device, slice})
-_SIMPLE |= {torch.Size, np.bool_, np.float32, np.float64, np.int32, np.int64}
-"""Types of arguments that are compared by value."""
+_SIMPLE = frozenset(
+    {bool, int, float, complex, str, type(None), type(...), torch.dtype, torch.device, torch.Size, range}
+)
+"""Types of arguments that are compared as they are."""
+_IS_NOT_COMPARED = object()
+"""The comparable form of tensors, whose sources are compared, and of functions and other objects."""
+_OVERWRITING = frozenset(
+    getattr(Tensor, f"{name}_")
+    for name in ("copy", "zero", "fill", "normal", "uniform", "bernoulli", "random", "exponential", "log_normal")
+)
+"""Functions that replace every element of their first argument."""
 _NUMPY_TYPES = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32}
     | {torch.float64, torch.complex64, torch.complex128}
 )
-LARGEST_CHECKED = 2**20
-"""Elements up to which the contents of a NumPy array are compared."""
+LARGEST_CHECKED = 2**14
+"""Elements of a NumPy array that are compared; of a larger array, so many are sampled."""
 
 
 def _metadata_functions() -> frozenset[Callable]:
@@ -78,10 +89,12 @@ class Operation(NamedTuple):
     it; None for those that the call computes with gradient or changes."""
     result: "weakref.ref[Tensor] | None" = None
     """Result of an operation without gradient."""
+    version: int | None = None
+    """Version counter of that result."""
 
     def __str__(self) -> str:
         name = function_name(self.function)
-        values = [f"{key}={value!r}" if isinstance(key, str) else repr(value) for key, value in self.constants]
+        values = [f"{key}={_words(value)}" if isinstance(key, str) else _words(value) for key, value in self.constants]
         return f"{name}({', '.join(values)})"
 
 
@@ -117,8 +130,9 @@ class OperationRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
             self._on_draw(kwargs["generator"])
-        operands = [(operand, _version(operand), self._is_outside(operand)) for operand in _tensors(args, kwargs)]
-        constants = _constants((*enumerate(args), *kwargs.items()))
+        tensors = _tensors((*args, *kwargs.values()) if kwargs else args)
+        operands = [(operand, _version(operand), self._is_outside(operand)) for operand in tensors]
+        constants = _constants((*enumerate(args), *kwargs.items()) if kwargs else enumerate(args))
         self._running = func, constants
         result = func(*args, **kwargs)
         self._running = None
@@ -134,17 +148,21 @@ class OperationRecorder(TorchFunctionMode):
                 sources.append(None)
             else:
                 sources.append(self._read(operand, version, func))
+        overwritten = args[0] if func in _OVERWRITING else kwargs.get("out") if kwargs else None
+        if isinstance(overwritten, Tensor):
+            self._own[id(overwritten)] = weakref.ref(overwritten)
         is_differentiable = False
         for tensor in (result,) if isinstance(result, Tensor) else result if isinstance(result, (tuple, list)) else ():
             if isinstance(tensor, Tensor):
-                is_differentiable = is_differentiable or tensor.requires_grad
+                is_differentiable = is_differentiable or (tensor.requires_grad and not tensor.is_leaf)
                 if all(tensor is not operand for operand, _, _ in operands):
                     self._own[id(tensor)] = weakref.ref(tensor)
                     written.append(tensor)
         if not is_differentiable:
             for tensor in written:
                 if self._is_own(tensor):
-                    self._sources[id(tensor)] = Operation(func, constants, tuple(sources), weakref.ref(tensor))
+                    made = Operation(func, constants, tuple(sources), weakref.ref(tensor), _version(tensor))
+                    self._sources[id(tensor)] = made
         elif func is not Tensor.view_as:  # module hooks insert view_as, which changes no value
             self.operations.append(Operation(func, constants, tuple(sources)))
         return result
@@ -232,9 +250,10 @@ def _other_operand(first: Operation, second: Operation) -> str | None:
         compared.add((id(first), id(second)))
         for before, after in zip(first.operands, second.operands, strict=False):
             if isinstance(before, Operation):
-                # A cache may return in the replay what forward computed, or compute it in another way.
-                if isinstance(after, Operation) and before.function == after.function:
-                    if not _equal(before.constants, after.constants):
+                if isinstance(after, Outside) and not _is_cached(before, after):
+                    return f"what {before} computed in forward, and in the replay a tensor from outside the call"
+                if isinstance(after, Operation):
+                    if before.function != after.function or not _equal(before.constants, after.constants):
                         return f"what was {before} in forward and is {after} in the replay"
                     open_pairs.append((before, after))
             elif before is not None:
@@ -242,6 +261,21 @@ def _other_operand(first: Operation, second: Operation) -> str | None:
                 if change is not None:
                     return change if second.result is None else f"{change}, by way of {first}"
     return None
+
+
+def _words(constant: Any) -> str:
+    """Return a constant as Python would write it."""
+    if isinstance(constant, tuple) and constant[:1] == ("slice",):
+        return f"slice({', '.join(map(_words, constant[1]))})"
+    if isinstance(constant, tuple) and type(constant) is tuple:
+        return f"({', '.join(map(_words, constant))})"
+    return "a tensor" if constant is _IS_NOT_COMPARED else repr(constant)
+
+
+def _is_cached(before: Operation, after: Outside) -> bool:
+    """Return True if the replay reads, unchanged, the tensor that an operation computed in forward."""
+    result = None if before.result is None else before.result()
+    return result is not None and result is after.reference() and before.version == after.version
 
 
 def _other_tensor(before: Outside, after: Outside | None) -> str | None:
@@ -276,43 +310,74 @@ def _few_values(tensor: Tensor, is_borrowed: bool) -> tuple | None:
     if is_borrowed:
         is_readable = tensor.dtype in _NUMPY_TYPES and not tensor.is_conj() and not tensor.is_neg()
         return _fingerprint(tensor.numpy()) if is_readable else None
-    if tensor.layout is not torch.strided or tensor.numel() > 64:
+    if tensor.layout is not torch.strided or tensor.numel() > 64 or tensor.is_quantized:
         return None
     return tensor.dtype, tuple(tensor.shape), tensor.tolist()
 
 
 def _fingerprint(array: np.ndarray) -> tuple:
-    """Return the type, the shape and, unless the array is large, a checksum of the elements."""
-    is_large = array.size > LARGEST_CHECKED or array.dtype.hasobject
-    return array.dtype, array.shape, None if is_large else zlib.crc32(np.ascontiguousarray(array).tobytes())
+    """Return the type, the shape and a checksum of the elements, or of a sample of many elements."""
+    if array.dtype.hasobject:
+        return array.dtype, array.shape
+    if array.size > LARGEST_CHECKED:
+        checked = array.flat[:: array.size // LARGEST_CHECKED]
+    else:
+        checked = np.ascontiguousarray(array)
+    return array.dtype, array.shape, zlib.crc32(checked.tobytes())
 
 
 def _owns_memory(tensor: Tensor) -> bool:
-    return tensor.layout is not torch.strided or tensor.untyped_storage().resizable()
+    is_plain = tensor.layout is torch.strided and internals.storage_address(tensor) is not None
+    return not is_plain or tensor.untyped_storage().resizable()
 
 
-def _tensors(args: tuple, kwargs: dict) -> list[Tensor]:
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among arguments, also inside lists, tuples and slices, but not those of a torch.vmap."""
     found = []
-    for value in (*args, *kwargs.values()) if kwargs else args:
+    for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
-        elif type(value) in (tuple, list):
-            found.extend(inner for inner in value if isinstance(inner, Tensor))
+            if not internals.is_func_tensor(value):
+                found.append(value)
+        elif isinstance(value, (tuple, list)) and type(value) is not torch.Size:
+            found.extend(_tensors(value))
+        elif type(value) is slice:
+            found.extend(_tensors((value.start, value.stop, value.step)))
     return found
 
 
 def _constants(arguments: Iterable[tuple[int | str, Any]]) -> tuple[tuple[int | str, Any], ...]:
-    """Return the positions or names and the values of the arguments that are compared by value."""
+    """Return the arguments that are compared by value, with their positions or names."""
     found = []
     for name, value in arguments:
         kind = type(value)
         if kind in _SIMPLE:
             found.append((name, value))
-        elif kind in (tuple, list):  # an index, a padding, a shape, numbers of a constant
-            found.append((name, tuple(inner for _, inner in _constants(enumerate(value)))))
-        elif kind is np.ndarray:
-            found.append((name, _fingerprint(value)))
+        elif kind is not Tensor and kind is not nn.Parameter:
+            constant = _constant(value)
+            if constant is not _IS_NOT_COMPARED:
+                found.append((name, constant))
     return tuple(found)
+
+
+def _constant(value: Any) -> Any:
+    """Return a form of an argument that can be compared by value, or _IS_NOT_COMPARED."""
+    if type(value) in _SIMPLE:
+        return value
+    if isinstance(value, Tensor):
+        return _IS_NOT_COMPARED
+    if type(value) is slice:
+        return "slice", tuple(map(_constant, (value.start, value.stop, value.step)))
+    if isinstance(value, np.ndarray):
+        return _fingerprint(value)
+    if isinstance(value, np.generic):
+        return value.dtype, value.tobytes()
+    if isinstance(value, (array.array, memoryview)):
+        return _fingerprint(np.asarray(value))
+    if isinstance(value, numbers.Number):  # an IntEnum, a fraction, a subclass of float
+        return repr(value)
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):  # an index, a padding, a shape, a constant
+        return tuple(map(_constant, value))
+    return repr(value) if isinstance(value, (str, bytes, Set)) else _IS_NOT_COMPARED
 
 
 def _equal(one: tuple, other: tuple) -> bool:
@@ -321,4 +386,7 @@ def _equal(one: tuple, other: tuple) -> bool:
 
 
 def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+    try:
+        return None if tensor.is_inference() else tensor._version
+    except ValueError:  # a parameter of a lazy module before its first forward
+        return None

@@ -478,8 +478,8 @@ class Region:
         if difference is not None:
             raise RecomputeMismatchError(
                 f"replay of {self.name!r}: expected the operations and values of its forward, but {difference}; pass "
-                "what changes as an argument, and change it after backward (was a module switched between train() and "
-                "eval()?)"
+                "what changes as an argument, change it after backward, and let a module update its own state outside "
+                "the call (was a module switched between train() and eval()?)"
             )
         self._refill(outputs, recorded)
         self._recorded.update(recorded)

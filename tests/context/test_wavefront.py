@@ -80,7 +80,7 @@ def test_with_one_layer_it_is_a_pipeline_whose_stages_are_parts(size, count):
     assert makespan(size, count, 1) == pytest.approx(simulate(schedule, Costs()).makespan)
 
 
-def test_ticks_of_jax():
+def test_slots_of_jax():
     assert [num_lockstep_slots(size, 4) for size in (1, 2, 8)] == [4, 5, 11]
 
 

@@ -1,4 +1,4 @@
-"""The failure drill: training runs broken on purpose, and what came of each.
+"""Fault-injection tests: training runs that are broken on purpose, and their results.
 
     python -m tests.faults             (make faults: all cases; writes the table in docs/fault_injection.md)
     python -m tests.faults SIGTERM     (cases whose name has these words; writes nothing)
@@ -33,7 +33,7 @@ from tests.faults.cases import CASES
 from tests.faults.runs import LAYOUTS, ROOT, STEPS, TIMEOUT, Case, Observed, Room, Unexpected, marked
 
 PAGE = ROOT / "docs" / "fault_injection.md"
-RESULT = ROOT / "benchmarks" / "results" / "drill.json"
+RESULT = ROOT / "benchmarks" / "results" / "fault_injection.json"
 BEGIN, END = "<!-- table: python -m tests.faults -->\n", "<!-- end of table -->\n"
 SLACK = 10.0
 """Seconds beyond its deadline that a case has to say so itself."""
@@ -54,7 +54,7 @@ class Result:
     seconds: float
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """What was observed, in a line."""
         parts = [_program_words(program) for program in self.observed.programs[-1:]]
         if (count := len(self.observed.programs)) > 1:
@@ -79,11 +79,11 @@ def main(arguments: Sequence[str], cases: Sequence[Case] = CASES, layouts: Seque
     chosen = [case for case in cases if words in f"{case.name} ({case.layout})"]
     if not chosen:
         print(
-            f"drill: expected words of a case's name, got {words!r}; docs/fault_injection.md has them", file=sys.stderr
+            f"faults: expected words of a case's name, got {words!r}; docs/fault_injection.md has them", file=sys.stderr
         )
         return 2
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="drill-") as folder:
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         results = run_all(chosen, Path(folder), console, layouts)
     seconds = time.monotonic() - begin
     show(console, results)
@@ -107,7 +107,7 @@ def run_all(
     ]
     stopped = threading.Event()
     with Progress(console=console, transient=True) as progress, ThreadPoolExecutor(AT_ONCE) as threads:
-        task = progress.add_task("drill", total=len(whole) + len(cases))
+        task = progress.add_task("faults", total=len(whole) + len(cases))
 
         def all_of(some: Sequence[Case], prefix: str) -> list[Result]:
             futures = {
@@ -186,19 +186,19 @@ def _serve(case: Case, folder: Path, references: Path, mark: str, answer: Connec
         case.run(room)
     except Unexpected as error:
         failure = str(error)
-    except Exception:  # whatever it is: of the drill itself, and a failure
+    except Exception:  # whatever it is: of the tests themselves, and a failure
         failure = traceback.format_exc()
     answer.send((room.observed, failure))
 
 
 def show(console: Console, results: Sequence[Result]) -> None:
     """The table, for those who watch."""
-    table = Table(box=None, title="failure drill", title_justify="left", pad_edge=False)
+    table = Table(box=None, title="fault injection", title_justify="left", pad_edge=False)
     for heading in ("case", "where", "observed", "as expected"):
         table.add_column(heading, overflow="fold")
     for result in results:
         outcome = "yes" if result.failure is None else f"NO: {result.failure}"
-        table.add_row(*map(_escaped, (result.case.name, result.case.layout, result.told, outcome)))
+        table.add_row(*map(_escaped, (result.case.name, result.case.layout, result.summary, outcome)))
     console.print(table)
 
 
@@ -247,7 +247,7 @@ def markdown(results: Sequence[Result], content: dict[str, Any]) -> str:
     ]
     for result in results:
         outcome = "yes" if result.failure is None else "**no**"
-        cells = (result.case.name, result.case.layout, result.case.expected, result.told, outcome)
+        cells = (result.case.name, result.case.layout, result.case.expected, result.summary, outcome)
         lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

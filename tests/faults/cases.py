@@ -1,4 +1,4 @@
-"""The cases of the drill: what is broken, where, and what has to come of it.
+"""The cases: what is broken, where, and what has to come of it.
 
 A case's function breaks one program in its room and checks everything it expects of it; see tests/faults/runs.py.
 """
@@ -27,7 +27,7 @@ from tests.faults.runs import AT, FAILED, KILLED, REFUSED, STAGES, TIMEOUT, Case
 
 ONE, PIPELINE, SHARED = ("torch", "jax"), ("torch, 2 stages", "jax, 2 stages"), "torch, 2 context ranks"
 REPLICAS = "torch, 2 stages x 2 replicas"
-RESUMES = "a resumed run equals one never broken, to the last bit"
+RESUMES = "a resumed run is bitwise equal to an uninterrupted one"
 NON_FINITE = rf"step {AT}: expected a finite loss and gradient norm, got loss nan"
 
 
@@ -139,7 +139,7 @@ def late_message(room: Room) -> None:
     """Within the timeout: nothing comes of it."""
     room.train(fault=Broken("delayed", AT, rank=0, action="0F1", seconds=TIMEOUT / 3)).expect_end(0)
     room.expect_equal_end()
-    room.note("the run equals one never broken, to the last bit")
+    room.note("the run is bitwise equal to an uninterrupted one")
 
 
 # A rank's own exceptions.
@@ -174,7 +174,7 @@ def by_torchrun(count: int, room: Room) -> None:
     if count == 1:
         program.expect_end(0, strikes=False)
         room.expect_equal_end()
-        room.note("the run equals one never broken, to the last bit")
+        room.note("the run is bitwise equal to an uninterrupted one")
     else:
         says = f"nproc: expected a multiple of pipeline_model_parallel_size=2 processes, got {count}"
         program.expect_end(FAILED, says, strikes=False, traceback=True)  # torchrun's own, below
@@ -296,7 +296,9 @@ CASES: list[Case] = [
         nan_parameter,
     ),
     *cases("NaN: learning rate 1e38", ONE, "the step is refused and named, exit code 1", diverging),
-    *cases("message: delayed within the timeout", [STAGES], "nothing changes, to the last bit", late_message),
+    *cases(
+        "message: delayed within the timeout", [STAGES], "the run is bitwise equal to an undisturbed one", late_message
+    ),
     *(
         Case(f"message: {name}", STAGES, ENDS, partial(in_message, fault, FAILED, says))
         for name, fault, says in MESSAGES
@@ -320,7 +322,7 @@ CASES: list[Case] = [
     *cases(
         "processes: torchrun starts one for two stages",
         [STAGES],
-        "it starts those it needs; nothing changes, to the last bit",
+        "it starts those it needs; the run is bitwise equal to an undisturbed one",
         partial(by_torchrun, 1),
     ),
     *cases(

@@ -1,4 +1,4 @@
-"""Cases of the drill that damage what a run lies on: checkpoints, the corpus, the disk."""
+"""Cases that damage what a run lies on: checkpoints, the corpus, the disk."""
 
 import os
 import shutil
@@ -81,7 +81,7 @@ def full_disk(room: Room) -> None:
     disk = room.folder / "disk"
     disk.mkdir()
     if subprocess.run(["unshare", "-rm", "true"], check=False, capture_output=True).returncode == 0:
-        script = f'mount -t tmpfs -o size={size} drill disk && "$@"; code=$?; cp -r disk/run run; exit $code'
+        script = f'mount -t tmpfs -o size={size} faults disk && "$@"; code=$?; cp -r disk/run run; exit $code'
         prefix = ["unshare", "-rm", "sh", "-c", script, "sh"]
         program = room.train(run="disk/run", prefix=prefix)
         program.expect_end(REFUSED, "expected to write .* bytes to .*, got No space left on device", strikes=False)

@@ -1,6 +1,6 @@
 """The ``diptych`` command with a fault in it, for tests/faults/__main__.py.
 
-    DRILL_FAULT='{"kind": "killed", "rank": 1, "step": 9}' python -m tests.faults.faults train --nproc 2 ...
+    FAULTS_FAULT='{"kind": "killed", "rank": 1, "step": 9}' python -m tests.faults.faults train --nproc 2 ...
 
 runs what ``diptych`` runs; its ranks run this module instead of reference_torch.train, and one of them does at one step
 what the fault says. Everything else is the program's own.
@@ -24,9 +24,9 @@ from parity.cli import main as cli
 from parity.cli.launch import is_one_of_several, rank
 from parity.cli.processes import start_processes
 
-FAULT, STRUCK = "DRILL_FAULT", "DRILL_STRUCK"
+FAULT, STRUCK = "FAULTS_FAULT", "FAULTS_STRUCK"
 """Environment: the fault as JSON, and a file for the moment it happened."""
-BACKEND = "DRILL_BACKEND"
+BACKEND = "FAULTS_BACKEND"
 
 BEYOND = 100_000
 """What a bad batch has too much of: no vocabulary has such a token."""

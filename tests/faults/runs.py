@@ -1,4 +1,4 @@
-"""Where a case of the drill happens: a folder, a deadline, the programs it starts, and what is expected of them.
+"""Where a case happens: a folder, a deadline, the programs it starts, and what is expected of them.
 
 A case is a function of its Room; it starts programs there, breaks them, and says what it expects. What the programs did
 (exit codes, seconds, messages, what a later run made of it) the room writes down, and nothing that it started outlives
@@ -24,7 +24,7 @@ from parity.cli.run import METRICS, read_metrics
 from tests.faults.faults import Broken
 
 ROOT = Path(__file__).parents[2]
-MARK = "DIPTYCH_DRILL"
+MARK = "DIPTYCH_FAULTS"
 """In the environment of every process a case has started."""
 TIMEOUT, PATIENCE = 8.0, 100.0
 """Seconds a message between ranks may take, where a fault makes ranks wait for it, and where not."""
@@ -158,7 +158,7 @@ class Room:
             self.expect(same, f"checkpoint of step {step}: not the uninterrupted run's")
 
     def expect_equal_end(self, run: str = "run") -> None:
-        """Every step's numbers and the last checkpoint are the uninterrupted run's, to the last bit."""
+        """Every step's numbers and the last checkpoint are bitwise equal to those of the uninterrupted run."""
         whole = self.references / self.layout
         ours, theirs = (_curve(folder / METRICS) for folder in (self.folder / run, whole))
         self.expect(ours == theirs, f"curve: expected the uninterrupted run's, {theirs}, got {ours}")
@@ -173,7 +173,7 @@ class Room:
         self.expect(again.process.returncode == 0, f"resumed run: exit code {again.process.returncode}, {again.errors}")
         self.expect(f"resumed at step {step} " in again.output, f"resumed run: expected step {step}, {again.output}")
         self.expect_equal_end(run)
-        self.note(f"resumed at step {step}: equal to the last bit")
+        self.note(f"resumed at step {step}: bitwise equal")
 
     def _environment(self) -> dict[str, str]:
         """Of a program: one thread, no accelerator, no process group but its own."""

@@ -150,7 +150,7 @@ def test_gradients_are_those_of_finite_differences(rule, keep):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("strength", [1.0, 50.0])
 def test_no_output_depends_on_later_tokens(backend, rule, strength):
-    """To the last bit: whatever comes later, and however strongly it decays."""
+    """Bitwise equal, whatever comes later, and however strongly it decays."""
     function = getattr(room(backend, "delta_rule"), f"chunk_{rule}")
     case = make_case(rule, length=90, strength=strength, dtype=np.float32, key=16, width=8)
     other = make_case(rule, length=90, strength=50.0, dtype=np.float32, key=16, width=8, seed=1)

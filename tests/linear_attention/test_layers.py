@@ -172,7 +172,7 @@ def test_a_hybrid_model_learns(backend):
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_offload_changes_no_step(backend):
-    """Parameters and what the layers keep: equal in PyTorch to the last bit, in JAX after AdamW as two programs are."""
+    """Parameters and what the layers keep: bitwise equal in PyTorch, in JAX after AdamW as two programs are."""
     config = replace(CONFIG, vocab_size=128, hidden_dropout=0.0)
     train = TrainConfig(train_iters=5, global_batch_size=2, lr=1e-2, min_lr=1e-3, lr_warmup_iters=1)
     moved = replace(config, enable_tensor_offload=True, enable_activation_offload=True, activation_offload_min_bytes=1)

@@ -89,7 +89,7 @@ SLOW = {
     "inputs kept": (offloaded(replace(PLAIN, **MIXED, **SPLIT), 2), 3, {"keep": "inputs"}),
     "inputs kept, recomputed": (offloaded(replace(PLAIN, **STREAMS, **RECOMPUTED), 0), 3, {"keep": "inputs"}),
     "activations alone": (replace(PLAIN, **STREAMS, **MOVED), 3, {}),
-    "activations alone, fused": (replace(PLAIN, **MIXED, **MOVED), 4, {"ticks": "fused"}),
+    "activations alone, fused": (replace(PLAIN, **MIXED, **MOVED), 4, {"slots": "fused"}),
     "replicas": (offloaded(replace(PLAIN, **UNEVEN, **STREAMS), 1, True), 2, {"sizes": (2, 2)}),
     "a rank without layers": (
         offloaded(replace(PLAIN, **MIXED, num_layers=3, pipeline_model_parallel_layout="Ettt|L")),
@@ -222,7 +222,7 @@ def test_slots_of_activations_lie_on_the_host():
 
 
 def test_lowered_for_a_gpu_it_copies_from_pinned_memory():
-    """Copies of parameters are in branches, slots of activations on the host are handed from tick to tick."""
+    """Copies of parameters are in branches, slots of activations on the host are handed from slot to slot."""
     config = offloaded(replace(PLAIN, num_layers=2, hidden_dropout=0.0), 1, True)
     step, params, batch = made(config, 2)
     traced = step._run.trace(params, step._batch(*batch))

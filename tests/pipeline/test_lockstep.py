@@ -21,52 +21,52 @@ ALTERNATING = st.sampled_from(FUSED).flatmap(sizes)
 class Machine:
     """Runs a table as its columns say: values are the actions that made them, poison where nothing was stored."""
 
-    def __init__(self, ticks: LockstepTable, keep: str) -> None:
-        self.schedule, self.rows, self.ticks, self.keep = ticks.schedule, ticks.rows, ticks, keep
-        ranks = range(ticks.schedule.pp_size)
-        self.buffers = {name: [["poison"] * (n + 1) for _ in ranks] for name, n in ticks.buffer_sizes._asdict().items()}
+    def __init__(self, table: LockstepTable, keep: str) -> None:
+        self.schedule, self.rows, self.table, self.keep = table.schedule, table.rows, table, keep
+        ranks = range(table.schedule.pp_size)
+        self.buffers = {name: [["poison"] * (n + 1) for _ in ranks] for name, n in table.buffer_sizes._asdict().items()}
         self.done: dict[Action, int] = {}
 
     def run(self) -> None:
-        p, shifts = self.schedule.pp_size, self.ticks.shifts
-        sent = [(None, None)] * p  # what each rank sent at the tick before: activations, gradient
-        for tick in range(self.ticks.count):
+        p, shifts = self.schedule.pp_size, self.table.shifts
+        sent = [(None, None)] * p  # what each rank sent at the row before: activations, gradient
+        for row in range(self.table.count):
             for rank in range(p):
                 for i, shift in enumerate(shifts):
                     forward, backward = sent[(rank - shift) % p][0], sent[(rank + shift) % p][1]
-                    self.buffers["inputs"][rank][self.rows.input_arrivals[rank, tick, i]] = forward
-                    self.buffers["gradients"][rank][self.rows.gradient_arrivals[rank, tick, i]] = backward
-            sent = [self.turn(rank, tick) for rank in range(p)]
+                    self.buffers["inputs"][rank][self.rows.input_arrivals[rank, row, i]] = forward
+                    self.buffers["gradients"][rank][self.rows.gradient_arrivals[rank, row, i]] = backward
+            sent = [self.turn(rank, row) for rank in range(p)]
 
-    def turn(self, rank: int, tick: int) -> tuple[Action | None, Action | None]:
+    def turn(self, rank: int, row: int) -> tuple[Action | None, Action | None]:
         rows, last = self.rows, self.schedule.num_stages - 1
-        forward = self.action("F", rank, tick, rows.forward_stage, rows.forward_microbatch)
+        forward = self.action("F", rank, row, rows.forward_stage, rows.forward_microbatch)
         if forward is not None:
             if forward.stage > 0:
-                self.expect("inputs", rank, rows.forward_input[rank, tick], forward._replace(stage=forward.stage - 1))
-            self.buffers["kept"][rank][rows.forward_kept[rank, tick]] = forward
-        pulled = self.action("B", rank, tick, rows.backward_stage, rows.backward_microbatch)
+                self.expect("inputs", rank, rows.forward_input[rank, row], forward._replace(stage=forward.stage - 1))
+            self.buffers["kept"][rank][rows.forward_kept[rank, row]] = forward
+        pulled = self.action("B", rank, row, rows.backward_stage, rows.backward_microbatch)
         if pulled is not None:
             _, stage, microbatch = pulled
             if self.keep == "residuals":
-                self.expect("kept", rank, rows.backward_kept[rank, tick], Action("F", stage, microbatch))
+                self.expect("kept", rank, rows.backward_kept[rank, row], Action("F", stage, microbatch))
             elif stage > 0:
-                self.expect("inputs", rank, rows.backward_input[rank, tick], Action("F", stage - 1, microbatch))
+                self.expect("inputs", rank, rows.backward_input[rank, row], Action("F", stage - 1, microbatch))
             if stage < last:
-                slot = rows.backward_gradient[rank, tick]
+                slot = rows.backward_gradient[rank, row]
                 self.expect("gradients", rank, slot, self.schedule.backward_of(stage + 1, microbatch))
-            self.buffers["weights"][rank][rows.backward_weights[rank, tick]] = pulled
+            self.buffers["weights"][rank][rows.backward_weights[rank, row]] = pulled
         if pulled is not None and pulled.kind == "B" and self.schedule.splits_backward:  # its second half, at once
-            assert (rows.weights_stage[rank, tick], rows.weights_microbatch[rank, tick]) == pulled[1:]
-            self.expect("weights", rank, rows.weights_kept[rank, tick], pulled)
+            assert (rows.weights_stage[rank, row], rows.weights_microbatch[rank, row]) == pulled[1:]
+            self.expect("weights", rank, rows.weights_kept[rank, row], pulled)
             return forward, pulled
-        weights = self.action("W", rank, tick, rows.weights_stage, rows.weights_microbatch)
+        weights = self.action("W", rank, row, rows.weights_stage, rows.weights_microbatch)
         if weights is not None:
-            self.expect("weights", rank, rows.weights_kept[rank, tick], weights._replace(kind="I"))
+            self.expect("weights", rank, rows.weights_kept[rank, row], weights._replace(kind="I"))
         return forward, pulled
 
-    def action(self, kind: str, rank: int, tick: int, stages: np.ndarray, microbatches: np.ndarray) -> Action | None:
-        stage, microbatch = int(stages[rank, tick]), int(microbatches[rank, tick])
+    def action(self, kind: str, rank: int, row: int, stages: np.ndarray, microbatches: np.ndarray) -> Action | None:
+        stage, microbatch = int(stages[rank, row]), int(microbatches[rank, row])
         assert (stage < 0) == (microbatch < 0)
         if stage < 0:
             return None
@@ -75,44 +75,44 @@ class Machine:
         assert action not in self.done, f"{action} runs twice"
         for needed in dependencies(self.schedule, action):
             same = self.schedule.rank_of(needed.stage) == rank
-            assert self.done[needed] < tick + same, f"{action} runs before {needed} has arrived"
-        self.done[action] = tick
+            assert self.done[needed] < row + same, f"{action} runs before {needed} has arrived"
+        self.done[action] = row
         return action
 
     def expect(self, buffer: str, rank: int, slot: int, value: Action) -> None:
-        assert slot < getattr(self.ticks.buffer_sizes, buffer), f"{value} is read from the scratch slot"
+        assert slot < getattr(self.table.buffer_sizes, buffer), f"{value} is read from the scratch slot"
         assert self.buffers[buffer][rank][slot] == value
 
 
 @given(ANY, st.sampled_from(KEEPS), st.booleans())
 @example(("dualpipe-v", 2, 1, 2), "inputs", False)  # one whole backward among split ones
-def test_canonical_ticks_run_the_schedule(arguments, keep, forward_only):
+def test_canonical_slots_run_the_schedule(arguments, keep, forward_only):
     """Each rank's order is the schedule's, and every value read is the one meant: nothing live is overwritten."""
     schedule = build_schedule(*arguments)
     if forward_only:
         forwards = tuple(tuple(a for a in actions if a.kind == "F") for actions in schedule.actions)
         schedule = replace(schedule, actions=forwards, forward_only=True)
-    ticks = compile_lockstep(schedule, keep=keep)
-    assert ticks.actions() == schedule.actions
-    rows = ticks.rows
+    table = compile_lockstep(schedule, keep=keep)
+    assert table.actions() == schedule.actions
+    rows = table.rows
     weights = (rows.weights_stage, rows.weights_microbatch)
-    # Where other backwards are split, a whole one is both halves of one microbatch in one tick.
+    # Where other backwards are split, a whole one is both halves of one microbatch in one row.
     halves = np.all([a == b for a, b in zip(weights, (rows.backward_stage, rows.backward_microbatch), strict=True)], 0)
     busy = (rows.forward_stage >= 0) + 0 + (rows.backward_stage >= 0) + ((rows.weights_stage >= 0) & ~halves)
     assert busy.max() == 1
-    machine = Machine(ticks, "inputs" if forward_only else keep)
+    machine = Machine(table, "inputs" if forward_only else keep)
     machine.run()
     assert len(machine.done) == sum(map(len, schedule.actions))
 
 
 @given(ALTERNATING, st.sampled_from(KEEPS))
-def test_fused_ticks_keep_the_order_of_each_kind(arguments, keep):
+def test_fused_slots_keep_the_order_of_each_kind(arguments, keep):
     schedule = build_schedule(*arguments)
-    ticks = compile_lockstep(schedule, fused=True, keep=keep)
+    table = compile_lockstep(schedule, fused=True, keep=keep)
     for kind in "FB":
-        for ours, theirs in zip(ticks.actions(), schedule.actions, strict=True):
+        for ours, theirs in zip(table.actions(), schedule.actions, strict=True):
             assert [a for a in ours if a.kind == kind] == [a for a in theirs if a.kind == kind]
-    machine = Machine(ticks, keep)
+    machine = Machine(table, keep)
     machine.run()
     assert len(machine.done) == sum(map(len, schedule.actions))
 
@@ -146,7 +146,7 @@ def test_buffers_do_not_grow_with_the_number_of_microbatches(name):
 
 
 @pytest.mark.parametrize(("m", "p"), [(8, 4), (1, 3), (2, 5), (7, 1)])
-def test_number_of_ticks(m, p):
+def test_number_of_slots(m, p):
     """1F1B: canonical 2 m + 2 (p - 1), fused m + 2 (p - 1), with min(m, 2 p - 1) in flight."""
     schedule = build_schedule("1f1b", p, m)
     assert compile_lockstep(schedule).count == 2 * m + 2 * (p - 1)
@@ -156,7 +156,7 @@ def test_number_of_ticks(m, p):
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 4, 2), (4, 8, 2), (3, 9, 3)])
-def test_interleaved_fused_ticks(p, m, v):
+def test_interleaved_fused_slots(p, m, v):
     """m v pairs of a forward and a backward, and one microbatch's way through all stages and back."""
     assert compile_lockstep(build_schedule("interleaved", p, m, v), fused=True).count == m * v + 2 * (p * v - 1)
 
@@ -174,7 +174,7 @@ def test_lock_step_takes_at_least_what_ranks_take_that_wait_for_less(size, times
 
 @given(st.integers(2, 6), st.integers(1, 9), st.tuples(*[st.floats(0.1, 3.0)] * 3))
 def test_lock_step_of_1f1b(p, m, times):
-    """Canonical, F <= B: p ticks of forwards alone, and some backward in all others; fused: as 1F1B itself."""
+    """Canonical, F <= B: p slots of forwards alone, and some backward in all others; fused: as 1F1B itself."""
     costs = Costs(min(times), times[1], max(times))
     F, B = costs.time(Action("F", 0, 0)), costs.time(Action("B", 0, 0))
     alone = lockstep_makespan(build_schedule("1f1b", p, m), costs)
@@ -212,10 +212,10 @@ def test_stages_may_lie_on_ranks_in_any_way():
         )
         for rank in range(p)
     )
-    ticks = compile_lockstep(Folded("by hand", p, m, 2, actions))
-    assert ticks.shifts == (0, 1, 2)
-    assert ticks.actions() == actions
-    Machine(ticks, "inputs").run()
+    table = compile_lockstep(Folded("by hand", p, m, 2, actions))
+    assert table.shifts == (0, 1, 2)
+    assert table.actions() == actions
+    Machine(table, "inputs").run()
 
 
 def test_what_cannot_be_compiled_is_refused():

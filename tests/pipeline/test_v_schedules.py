@@ -1,4 +1,4 @@
-"""zb-h2 and the schedules that go there and back: what they promise of time and memory, each where it holds."""
+"""zb-h2 and the V-shaped schedules: what they promise of time and memory, each where it holds."""
 
 from itertools import pairwise
 

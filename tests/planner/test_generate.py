@@ -258,14 +258,14 @@ def test_it_is_the_best_of_all_tables_of_three_ranks(costs):
 
 HEAD = [1.0] * 7 + [1.7]
 BETTER = {
-    "a heavy head, there and back": (2, Costs(HEAD, [1.2] * 7 + [1.7], [0.8] * 7 + [1.7], 0.1), None, "v"),
+    "a heavy head, V-shaped": (2, Costs(HEAD, [1.2] * 7 + [1.7], [0.8] * 7 + [1.7], 0.1), None, "v"),
     "I longer than W, two stages a rank": (2, Costs(1.0, 1.2, 0.8, 0.2), None, "loop"),
     "slow messages, a limit between zb-h1 and zb-h2": (1, Costs(1.0, 1.2, 0.9, 0.5, 1.0, 0.5), 5.0, "loop"),
     "a limit between v-min and v-half": (2, Costs(activation_bytes=1.0, weight_gradient_bytes=0.5), 5.0, "v"),
 }
 """Four ranks, eight microbatches: stages a rank, costs, limit, placement."""
 GAIN = {
-    "a heavy head, there and back": 0.02,
+    "a heavy head, V-shaped": 0.02,
     "I longer than W, two stages a rank": 0.065,
     "slow messages, a limit between zb-h1 and zb-h2": 0.08,
     "a limit between v-min and v-half": 0.04,
@@ -365,6 +365,6 @@ def test_two_ranks_compute_what_one_process_does(tmp_path):
         cases = {
             "one stage a rank": Case(written(tmp_path / "1.csv", 2, 5, 1, Costs([1.0, 1.6], 1.2, 0.7, 0.4)), 5),
             "two stages a rank, a limit": Case(written(tmp_path / "2.csv", 2, 4, 2, uneven, memory_limit=4.0), 4),
-            "there and back": Case(written(tmp_path / "v.csv", 2, 5, 2, uneven, placement="v"), 5),
+            "V-shaped": Case(written(tmp_path / "v.csv", 2, 5, 2, uneven, placement="v"), 5),
         }
         equal_to_undivided(pool, cases)

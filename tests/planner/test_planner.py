@@ -54,11 +54,11 @@ MESHES = {
     "ring": (3, 1, {"context_parallel_size": 3, "cp_exchange": "ring", **FULL, "linear_conv_kernel_dim": 11}),
     "scan": (4, 1, {"context_parallel_size": 4, "cp_exchange": "scan", "cp_wire_dtype": "bfloat16"}),
     "zigzag": (3, 1, {**ZIGZAG, "context_parallel_size": 3, "seq_length": 6, **CORE}),
-    "handed on, replayed": (3, 1, {"context_parallel_size": 3, "cp_exchange": "pipelined", **FULL}),
+    "pipelined, replayed": (3, 1, {"context_parallel_size": 3, "cp_exchange": "pipelined", **FULL}),
     "zigzag, parts of odd length": (4, 1, {**ZIGZAG, "context_parallel_size": 4, "seq_length": 10}),
 }
 """Ranks, replicas, settings. Of the ring's convolutions one reads beyond the rank before."""
-DAILY = ("context ranks of stages, bf16", "ring", "zigzag", "handed on, replayed")
+DAILY = ("context ranks of stages, bf16", "ring", "zigzag", "pipelined, replayed")
 
 
 @pytest.mark.multiprocess

@@ -1,5 +1,8 @@
 """What a call reads besides its arguments, through operations without gradient, and where it draws from."""
 
+import array
+import collections
+import enum
 import subprocess
 import sys
 
@@ -110,6 +113,78 @@ CHANGES = {
 }
 
 
+class FirstCall(nn.Module):
+    """Something else in the first call than later."""
+
+    def __init__(self, first, later):
+        super().__init__()
+        self.first, self.later, self.calls = first, later, 0
+        self.buffer = torch.full((8,), 2.0)
+
+    def forward(self, x):
+        self.calls += 1
+        return torch.tanh(x) * (self.first if self.calls == 1 else self.later)(self, x)
+
+
+class Stateful(nn.Module):
+    """A recurrent state that the call makes the first time."""
+
+    def __init__(self):
+        super().__init__()
+        self.state = None
+
+    def forward(self, x):
+        state = torch.zeros(4, 8) if self.state is None else self.state
+        y = torch.tanh(x + state)
+        self.state = y.detach()
+        return y.sin()
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 3
+
+
+Pair = collections.namedtuple("Pair", "a b")
+PAIR = Pair(torch.ones(8), torch.ones(8))
+BEGIN, END, ROWS = torch.tensor(1), torch.tensor(5), torch.randn(99, 8)
+
+
+def moved(number):
+    BEGIN.add_(number)
+    END.add_(number)
+    return ROWS[BEGIN:END].sum(0)
+
+
+def second_of_pair(number):
+    PAIR.b.add_(number)
+    return torch.stack(PAIR).sum(0)
+
+
+CHANGES |= {
+    "zeros, then ones": (lambda: FirstCall(lambda m, x: torch.zeros(8), lambda m, x: torch.ones(8)), "zeros.*is ones"),
+    "ones, then a buffer": (
+        lambda: FirstCall(lambda m, x: torch.ones(8), lambda m, x: m.buffer),
+        "from outside the call",
+    ),
+    "largest, then smallest": (
+        lambda: FirstCall(lambda m, x: x.detach().amax(), lambda m, x: x.detach().amin()),
+        "amax.*amin",
+    ),
+    "noise after the first call": (
+        lambda: FirstCall(lambda m, x: torch.zeros_like(x), lambda m, x: torch.randn_like(x)),
+        "zeros_like.*randn_like",
+    ),
+    "a recurrent state": (Stateful, "from outside the call"),
+    "a byte of NumPy": (lambda: Counted(np.uint8), "mul"),
+    "an enumeration": (lambda: Counted(lambda n: Level.LOW if n == 1 else Level.HIGH), "mul"),
+    "a queue": (lambda: Counted(lambda n: torch.tensor(collections.deque([float(n)] * 8))), "tensor"),
+    "an array": (lambda: Counted(lambda n: torch.tensor(array.array("f", [n] * 8))), "tensor"),
+    "tensors in a named tuple": (lambda: Counted(second_of_pair), "changed in place"),
+    "tensors in a slice": (lambda: Counted(moved), "changed in place"),
+}
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_that_reaches_the_graph_through_operations_without_gradient_is_named(name):
     make_call, words = CHANGES[name]
@@ -132,6 +207,35 @@ def test_a_constant_that_the_call_makes_is_its_own(constant):
 
 def test_what_the_first_call_caches_is_read_by_the_replay():
     check(Cached)
+
+
+def workspace():
+    buffer = torch.empty(4, 8)
+
+    def call(x):
+        buffer.copy_(x.detach()).clamp_(min=0)
+        return torch.tanh(x) * buffer
+
+    return call
+
+
+def ensemble():
+    weights = nn.Parameter(torch.linspace(-1.0, 1.0, 192).view(3, 8, 8))
+    return lambda x: torch.vmap(lambda weight: x @ weight)(weights).tanh().sum(0)
+
+
+def quantised():
+    weight = torch.quantize_per_tensor(torch.linspace(-1.0, 1.0, 64).view(8, 8), 0.1, 0, torch.qint8)
+    return lambda x: (x @ weight.dequantize()).tanh()
+
+
+@pytest.mark.filterwarnings("ignore:.*quantiz.*")
+@pytest.mark.parametrize(
+    "make_call",
+    [workspace, ensemble, quantised, lambda: nn.LazyLinear(8)],
+)
+def test_what_changes_no_result_is_not_refused(make_call):
+    check(make_call)
 
 
 def drawn_by_own_generator():

@@ -227,7 +227,7 @@ def test_name_must_be_a_known_value():
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
 def test_gradients_do_not_change_and_agree_between_the_backends(dtype):
-    """PyTorch to the last bit; JAX, whose compiler fuses anew, to 1e-13 and 2e-6."""
+    """PyTorch bitwise; JAX, whose compiler fuses anew, to 1e-13 and 2e-6."""
     drawn = Counter()
     examples = 5 if settings.default.max_examples >= 30 else 1  # JAX compiles twice for each
 

@@ -73,9 +73,9 @@ def generate_schedule(
     """
     _check_sizes(pp_size, num_microbatches, stages_per_rank, placement, effort)
     check_costs(costs, pp_size * stages_per_rank)
-    rooms = _rooms(memory_limit, pp_size)
-    pipeline = Pipeline(pp_size, num_microbatches, stages_per_rank, costs, rooms, placement)
-    _check_rooms(pipeline)
+    memory_limits = _memory_limits(memory_limit, pp_size)
+    pipeline = Pipeline(pp_size, num_microbatches, stages_per_rank, costs, memory_limits, placement)
+    _check_memory_limits(pipeline)
     at_least = lower_bound(pipeline)
     best = _search(pipeline, at_least, Budget(effort * UNIT))
     schedule = pipeline.schedule_of(best, GENERATED)
@@ -136,27 +136,27 @@ def _check_sizes(p: int, m: int, v: int, placement: Placement, effort: float) ->
         raise ValueError(f"effort: expected a finite number of at least 0, got {effort}")
 
 
-def _rooms(limit: float | Sequence[float] | None, p: int) -> list[float]:
+def _memory_limits(limit: float | Sequence[float] | None, p: int) -> list[float]:
     """Return the memory limit of every rank, in bytes."""
     if limit is None:
         return [math.inf] * p
     if isinstance(limit, Sequence) and len(limit) != p:
         raise ValueError(f"memory_limit: expected one number, or one for each of {p} ranks, got {len(limit)}")
-    rooms = [float(room) for room in limit] if isinstance(limit, Sequence) else [float(limit)] * p
-    for room in rooms:
-        if not room >= 0.0:
-            raise ValueError(f"memory_limit: expected at least 0 bytes, got {room}")
-    return rooms
+    memory_limits = [float(one) for one in limit] if isinstance(limit, Sequence) else [float(limit)] * p
+    for one in memory_limits:
+        if not one >= 0.0:
+            raise ValueError(f"memory_limit: expected at least 0 bytes, got {one}")
+    return memory_limits
 
 
-def _check_rooms(pipeline: Pipeline) -> None:
+def _check_memory_limits(pipeline: Pipeline) -> None:
     """Check that one microbatch fits: its last stage on a rank runs while all its others there are saved."""
     for rank, own in enumerate(pipeline.own):
         needed = sum(pipeline.kept[stage] for stage in own)
         if not pipeline.fits(rank, needed):
             raise ValueError(
                 f"memory_limit: expected at least {needed:g} bytes on rank {rank}, which one microbatch keeps there, "
-                f"got {pipeline.rooms[rank]:g}; give more, or make microbatches smaller"
+                f"got {pipeline.memory_limits[rank]:g}; give more, or make microbatches smaller"
             )
 
 

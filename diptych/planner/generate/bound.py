@@ -18,24 +18,24 @@ def lower_bound(pipeline: Pipeline) -> float:
     heads, backs, last_end = p.way()
     bounds = [max(backs[s] + p.whole[s] for s in range(p.num_stages))]
     for rank, own in enumerate(p.own):
-        first, room = own[0], p.rooms[rank]
+        first, limit = own[0], p.memory_limits[rank]
         passes = p.m * sum(p.forward[s] + p.inputs[s] for s in own)
         weights = p.m * sum(p.weights[s] for s in own)
         lead_in = max(heads[first], min(backs[s] for s in own) - _most_forwards(p, rank))
         lead_out = last_end - backs[first] - p.inputs[first] + p.weights[0]
         bounds.append(lead_in + passes + max(weights, lead_out))
-        if 0.0 < room < float("inf"):
+        if 0.0 < limit < float("inf"):
             area = sum(
                 p.kept[s] * (backs[s] + p.inputs[s] - heads[s]) + min(p.kept[s], p.waiting[s]) * p.weights[s]
                 for s in own
             )
-            bounds.append(heads[first] + p.m * area / room)
+            bounds.append(heads[first] + p.m * area / limit)
     return max(bounds)
 
 
 def _most_forwards(p: Pipeline, rank: int) -> float:
     """Return the time of the forwards, counted fractionally, that a rank has memory for before its first backward."""
-    time, left = 0.0, p.rooms[rank]
+    time, left = 0.0, p.memory_limits[rank]
     for stage in sorted(p.own[rank], key=lambda s: p.kept[s] / p.forward[s] if p.forward[s] else float("inf")):
         count = min(float(p.m), left / p.kept[stage]) if p.kept[stage] else float(p.m)
         time, left = time + count * p.forward[stage], left - count * p.kept[stage]

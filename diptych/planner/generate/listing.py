@@ -142,7 +142,7 @@ class _Listing:
             return False
         if len(own) == 1:
             return True
-        left = p.rooms[rank] * (1.0 + ROUNDING) - self._size[rank] - p.kept[stage]
+        left = p.memory_limits[rank] * (1.0 + ROUNDING) - self._size[rank] - p.kept[stage]
         left += sum((self._splits[s] - self._weights[s]) * p.waiting[s] for s in own)
         begun = [self._forwards[s] + (s == stage) for s in own]
         for microbatch in range(min(self._backwards[s] for s in own), begun[0]):

@@ -31,7 +31,7 @@ class Pipeline:
         num_microbatches: number of microbatches m.
         stages_per_rank: number of stages per rank v.
         costs: costs of all p v stages.
-        rooms: bytes that each rank may save for backward.
+        memory_limits: bytes that each rank may save for backward.
         placement: placement of the stages on ranks.
     """
 
@@ -41,12 +41,12 @@ class Pipeline:
         num_microbatches: int,
         stages_per_rank: int,
         costs: Costs,
-        rooms: Sequence[float],
+        memory_limits: Sequence[float],
         placement: Placement = "loop",
     ) -> None:
         self.p, self.m, self.v = pp_size, num_microbatches, stages_per_rank
         self.placement: Placement = placement
-        self.rooms = rooms
+        self.memory_limits = memory_limits
         self.num_stages = pp_size * stages_per_rank
         stages = range(self.num_stages)
         self.home = [place_of(stage, pp_size, placement).pp_rank for stage in stages]
@@ -107,7 +107,7 @@ class Pipeline:
 
     def fits(self, rank: int, size: float) -> bool:
         """Return True if a rank may save so many bytes."""
-        return size <= self.rooms[rank] * (1.0 + ROUNDING)
+        return size <= self.memory_limits[rank] * (1.0 + ROUNDING)
 
     def peaks(self, orders: Orders) -> list[float]:
         """Return the peak of each rank."""

@@ -37,7 +37,7 @@ def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, leng
 
     With context parallelism, the result is for a rank whose first sequence began on another rank. Softmax attention
     saves keys and values of all ranks and the attention mask; with the zigzag layout, for the queries that it computes.
-    The delta rule saves the response to its initial state, except with the pipelined exchange, which does not compute
+    The delta rule saves its transition columns, except with the pipelined exchange, which does not compute
     it. Copies by a convolution of the tokens before the rank's part are not included.
 
     Args:
@@ -158,8 +158,9 @@ class _StageBuilder(GraphBuilder):
             _, heads, key, value = self.config.linear_heads
             segments = -(-self.length // SEGMENT_SIZE)
             states = heads * key * ((segments - 1) * key + 3 * (value + key)) * self.wide
-            outputs, responses = (self.coefficient("responses", heads * width) for width in (value, key))
-            kept = [responses, Value("states and transitions", states)]
+            outputs = self.coefficient("transition_output", heads * value)
+            transition_output = self.coefficient("transition_output", heads * key)
+            kept = [transition_output, Value("states and transitions", states)]
             nodes[-1].writes += [outputs, *kept]  # outputs are completed with the saved values, then dropped
             nodes[-1].keeps += kept
             size = chunk_size(self.length)

@@ -63,7 +63,7 @@ def print_generated(console: Console, command: PlanRequest, path: Path) -> Trans
         m,
         config.virtual_pipeline_model_parallel_size or 1,
         costs,
-        None if limit is None else _rooms(config, costs, standing, limit),
+        None if limit is None else _memory_limits(config, costs, standing, limit),
         config.placement,
         command.generate_effort,
     )
@@ -132,7 +132,7 @@ def stage_costs(command: PlanRequest, config: TransformerConfig) -> Costs:
     )
 
 
-def _rooms(config: TransformerConfig, costs: Costs, standing: Sequence[int], limit: int) -> list[float]:
+def _memory_limits(config: TransformerConfig, costs: Costs, standing: Sequence[int], limit: int) -> list[float]:
     """Return the bytes that the limit leaves on every rank for values saved for backward."""
     p, placement = config.pipeline_model_parallel_size, config.placement
     home = [place_of(stage, p, placement).pp_rank for stage in range(num_stages(config))]

@@ -156,11 +156,11 @@ def _units_by_rank(split: PipelineSplit, total: int) -> list[int]:
     left = total - sum(count for _, count in given.values())
     ranks = p - len(given)
     if (ranks == 0 and left != 0) or left < 0 or (ranks and left % (ranks * v)):
-        told = "".join(f", {name}={count}" for name, count in given.values())
+        counts_given = "".join(f", {name}={count}" for name, count in given.values())
         counted = " (with embedding or loss counted)" if total != split.num_layers else ""
         raise ValueError(
             f"num_layers: expected layers{counted} that divide evenly over {ranks} pipeline ranks with {v} stages each"
-            f"{told}, got {left} of {total} left for them; change "
+            f"{counts_given}, got {left} of {total} left for them; change "
             "num_layers, or list the stages in pipeline_model_parallel_layout"
         )
     return [given[rank][1] if rank in given else left // ranks for rank in range(p)]

@@ -31,7 +31,7 @@ LATEST = 0.4
 """Seconds after the start at which a rank or the launcher is struck at the latest."""
 SLACK = 20.0
 """Seconds a loaded machine may take on top of the launcher's own clocks."""
-GRACE, TICK, SHORT, LONG = 0.2, 0.01, 0.4, 30.0
+GRACE, POLL_INTERVAL, SHORT, LONG = 0.2, 0.01, 0.4, 30.0
 """Seconds; SHORT clocks where a program waits for them to run out, LONG where none may."""
 
 HARD_CASES = frozenset(
@@ -197,13 +197,13 @@ def _launch(program: Program, folder: str, patience: float) -> int:
     faults = [asdict(fault) for fault in program.faults if isinstance(fault.when, str)]
     clock = SHORT * patience if program.waits else LONG
     plan = {"faults": faults, "grandchild": program.grandchild, "folder": folder, "seconds": program.seconds}
-    before = processes.GRACE, processes.TICK
-    processes.GRACE, processes.TICK = GRACE, TICK
+    before = processes.GRACE, processes.POLL_INTERVAL
+    processes.GRACE, processes.POLL_INTERVAL = GRACE, POLL_INTERVAL
     os.environ[PLAN] = json.dumps({**plan, "timeout": clock})
     try:
         return start_processes(program.ranks, STAND_IN, [], 3 * clock, clock)
     finally:
-        processes.GRACE, processes.TICK = before
+        processes.GRACE, processes.POLL_INTERVAL = before
         del os.environ[PLAN]
 
 

@@ -50,6 +50,7 @@ class World:
         self.counter = torch.ones((), dtype=torch.float64)
         self.calls = 0
         self.table = normal(20)
+        self.workspace = normal(N, N)
         self.statistics = normal(N)
         self.generator = torch.Generator().manual_seed(4)
         self.cache: dict[str, Tensor] = {}
@@ -82,6 +83,11 @@ def _rebinding(w: World, x: Tensor) -> Tensor:
 def _next(w: World) -> int:
     w.calls += 1
     return w.calls
+
+
+def _workspace(w: World, x: Tensor) -> Tensor:
+    w.workspace.copy_(x.detach()).mul_(0.5)
+    return x.sin() * w.workspace
 
 
 def _stashing(w: World, x: Tensor) -> Tensor:
@@ -160,6 +166,13 @@ CALLS: dict[str, Callable[[World, Tensor], Any]] = {
     "next value": lambda w, x: x.sin() * torch.full((N,), float(_next(w))),
     "next list": lambda w, x: x.sin() * torch.tensor([float(_next(w))] * N),
     "next number of NumPy": lambda w, x: x.sin() * np.float32(_next(w)),
+    "next after zeros": lambda w, x: x.sin() * (torch.zeros(N) if _next(w) == 1 else torch.ones(N)),
+    "next of largest and smallest": lambda w, x: (
+        x.sin() * (w.table.abs().amax() if _next(w) == 1 else w.table.abs().amin())
+    ),
+    "next of a tuple in a list": lambda w, x: x.sin() * torch.tensor([[float(_next(w))] * N]),
+    "workspace": _workspace,
+    "ensemble": lambda w, x: torch.vmap(lambda row: x.sin() * row)(w.frozen).sum(0),
     "drawn by NumPy": lambda w, x: x.sin() * torch.from_numpy(np.random.rand(N, N)),
     "drawn by an own generator": lambda w, x: x.sin() * torch.rand(N, N, generator=w.generator).double(),
     "constant of a constructor": lambda w, x: x.tanh() * torch.DoubleTensor([1, 2, 3, 4]),

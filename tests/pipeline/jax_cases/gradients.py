@@ -46,9 +46,7 @@ CASES = {
     "a table made for its costs, some backwards split": lambda: check(
         replace(DROPPED, **TWICE_TWO, pipeline_schedule_file=read_schedule(made_for_uneven_stages())), 4
     ),
-    "there and back, some backwards split": lambda: check(
-        replace(DROPPED, **TWICE_TWO, pipeline_schedule="dualpipe-v"), 5
-    ),
+    "V-shaped, some backwards split": lambda: check(replace(DROPPED, **TWICE_TWO, pipeline_schedule="dualpipe-v"), 5),
 }
 
 
@@ -78,7 +76,7 @@ ANY_ORDER = "0F2,0F0,0B2,0F1,0B0,0B1\n1F2,1I2,1F0,1B0,1W2,1F1,1B1"
 
 SLOW = {
     "interleaved, fused": lambda: check(
-        replace(DROPPED, **TWICE_TWO, microbatch_group_size_per_vp_stage=3), 5, door="shard_map", ticks="fused"
+        replace(DROPPED, **TWICE_TWO, microbatch_group_size_per_vp_stage=3), 5, door="shard_map", slots="fused"
     ),
     "1f1b": lambda: check(replace(DROPPED, **FOUR), 5),
     "gpipe, inputs kept": lambda: check(replace(DROPPED, **FOUR, pipeline_schedule="gpipe"), 5, keep="inputs"),
@@ -98,7 +96,7 @@ SLOW = {
     ),
     "delta rule, zero bubble": lambda: check(replace(HYBRID, **FOUR, pipeline_schedule="zb-h1"), 5, door="shard_map"),
     "one rank": lambda: check(DROPPED, 3),
-    "fewer microbatches than ranks": lambda: check(replace(DROPPED, **FOUR), 2, ticks="fused"),
+    "fewer microbatches than ranks": lambda: check(replace(DROPPED, **FOUR), 2, slots="fused"),
     "interleaved-zb1p": lambda: check(replace(DROPPED, **TWICE_TWO, pipeline_schedule="interleaved-zb1p"), 6),
     "interleaved": lambda: check(replace(DROPPED, **TWICE_TWO), 6, keep="inputs"),
     "hyper-connections, zero bubble": lambda: check(
@@ -219,12 +217,12 @@ SMALL_HYPER = {
 
 @st.composite
 def any_case(draw) -> tuple[TransformerConfig, int, str]:
-    """A configuration, a number of microbatches, and what a tick is."""
+    """A configuration, a number of microbatches, and what a slot is."""
     cut = draw(any_cut())
     config = replace(PLAIN, hidden_dropout=0.1, **cut.settings, **(SMALL_HYPER if draw(st.booleans()) else {}))
     alternates = config.pipeline_schedule in ("1f1b", "interleaved")
-    ticks = draw(st.sampled_from(["canonical", "fused"])) if alternates else "canonical"
-    return config, cut.num_microbatches, ticks
+    slots = draw(st.sampled_from(["canonical", "fused"])) if alternates else "canonical"
+    return config, cut.num_microbatches, slots
 
 
 @pytest.mark.slow
@@ -237,8 +235,8 @@ def test_any_schedule_over_any_split_computes_what_one_device_does(door, keep):
     @settings(max_examples=3, phases=(Phase.explicit, Phase.generate))
     @given(any_case())
     def compute(case):
-        config, m, ticks = case
-        check(config, m, ticks=ticks, door=door, keep=keep)
+        config, m, slots = case
+        check(config, m, slots=slots, door=door, keep=keep)
 
     compute()
 

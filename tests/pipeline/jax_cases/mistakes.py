@@ -21,10 +21,10 @@ def test_step_refuses_what_does_not_fit():
         make(door="pjit")
     with pytest.raises(ValueError, match=r"keep: expected one of \('inputs', 'residuals'\), got 'all'"):
         make(keep="all")
-    with pytest.raises(ValueError, match=r"ticks: expected one of \('canonical', 'fused'\), got 'loose'"):
-        make(ticks="loose")
+    with pytest.raises(ValueError, match=r"slots: expected one of \('canonical', 'fused'\), got 'loose'"):
+        make(slots="loose")
     with pytest.raises(ValueError, match=r"fused: expected False with schedule 'gpipe'"):
-        make_pipeline_step(model, replace(config, pipeline_schedule="gpipe"), ticks="fused")
+        make_pipeline_step(model, replace(config, pipeline_schedule="gpipe"), slots="fused")
     with pytest.raises(ValueError, match=r"mesh: expected an axis 'pp' of size .*=2, .* got \{'pp': 4\}"):
         make(Mesh(devices(4), ("pp",)))
     with pytest.raises(ValueError, match=r"mesh: expected an axis 'pp' of size .*=2, .* got \{'pp': 2, 'tp': 2\}"):

@@ -113,7 +113,7 @@ def test_what_runs_is_the_schedule(schedule, monkeypatch):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.slow)])
-def test_a_tick_costs_its_slowest_rank(schedule):
+def test_a_slot_costs_its_slowest_rank(schedule):
     """Nobody sends, and so waits for others to, before it has done its own work."""
     config = replace(PLAIN, num_layers=4, pipeline_model_parallel_size=4, pipeline_schedule=schedule)
     case = Sleeping(config, 8, Costs(0.04, 0.02, 0.02))

@@ -114,7 +114,7 @@ def check(config: TransformerConfig, m: int, b: int = 2, tolerance: float = GRAD
     for name, ours, theirs in zip(step.names, gradients, expected, strict=True):
         assert np.linalg.norm(theirs) > 0, name
         assert relative_difference(ours, theirs) <= tolerance, name
-    if options.get("ticks", "canonical") == "canonical":
+    if options.get("slots", "canonical") == "canonical":
         assert step.trace(m) == schedule_for(config, m).actions
 
 
