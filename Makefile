@@ -14,7 +14,7 @@
 PYTHON ?= python3
 TORCH ?= $(if $(wildcard .venv/installed-cuda),cuda,cpu)
 TORCH_VERSION := 2.13.0
-# PyTorch's CPU builds; used for torch alone, and only where no build of that version lies on disk.
+# PyTorch's CPU builds; used for torch alone, and only if no build of that version is on disk.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 VENV := .venv

@@ -102,7 +102,7 @@ class PeerStage(SleepingStage):
 
 
 class SlowLink(P2PCommunicator):
-    """Every message sets out late; nobody waits for it meanwhile."""
+    """Every message is sent late, and no rank waits for it meanwhile."""
 
     delay = 0.0
 

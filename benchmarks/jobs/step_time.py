@@ -31,7 +31,7 @@ def torch_rates() -> dict[str, float]:
     rank, peer = dist.get_rank(), 1 - dist.get_rank()
 
     def exchange(message: torch.Tensor) -> None:
-        """There and back."""
+        """Return the seconds of a round trip."""
         for sender in (0, 1):
             (dist.send if rank == sender else dist.recv)(message, peer)
 

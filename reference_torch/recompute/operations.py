@@ -154,7 +154,8 @@ class OperationRecorder(TorchFunctionMode):
         is_differentiable = False
         for tensor in (result,) if isinstance(result, Tensor) else result if isinstance(result, (tuple, list)) else ():
             if isinstance(tensor, Tensor):
-                is_differentiable = is_differentiable or (tensor.requires_grad and not tensor.is_leaf)
+                is_initialised = tensor.is_leaf and any(tensor is operand for operand in written)
+                is_differentiable = is_differentiable or (tensor.requires_grad and not is_initialised)
                 if all(tensor is not operand for operand, _, _ in operands):
                     self._own[id(tensor)] = weakref.ref(tensor)
                     written.append(tensor)

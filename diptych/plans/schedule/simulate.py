@@ -50,7 +50,7 @@ class Simulation:
     makespan: float
     """Time from the first start to the last end."""
     bubble: tuple[float, ...]
-    """Idle time of each rank within the makespan."""
+    """Time within the makespan in which each rank does not compute."""
     span: tuple[float, ...]
     """Time of each rank from its first start to its last end."""
     peak_in_flight: tuple[int, ...]

@@ -1,0 +1,80 @@
+"""Test that retired words of the glossary in CONTRIBUTING.md stay out of code, documentation and notebooks."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("diptych", "kernels", "reference_torch", "jax_impl", "parity", "benchmarks", "docs", "examples", "notebooks")
+FILES = ("README.md", "CONTRIBUTING.md", "Makefile", "pyproject.toml")
+RETIRED = {
+    "door": r"\bdoors?\b",
+    "there and back": r"\bthere and back\b",
+    "twin": r"\btwins?\b",
+    "rooms": r"\brooms\b",
+    "house": r"\bhouse\b",
+    "drill": r"drill",
+    "ticks": r"\bticks?\b",
+    "last places": r"\blast places\b",
+    "to the last bit": r"\bto the last bit\b",
+    "handed on": r"\bhand(s|ed)? on\b",
+    "nobody waits": r"\bnobody waits\b",
+    "proved equal": r"\bproved equal\b",
+    "keep all": r"\bKEEP_ALL\b",
+    "responses": r"\bresponses\b",
+    "course": r"\bcourse *[=.]",
+    "told": r"\btold *=|\{told",
+    "lies on": r"\blies on\b",
+    "idle time": r"\bidle time\b",
+    "not passed on whole": r"\bpassed on whole\b",
+    "weighs": r"\bweighs\b",
+}
+ALLOWED = {
+    ("door", "jax_impl/pipeline/step.py"): "a public argument that others use",
+    ("door", "docs/pipeline.md"): "that argument",
+    ("door", "docs/api.md"): "that argument",
+    ("door", "benchmarks/jobs/pipeline_jax.py"): "that argument",
+}
+
+
+def texts() -> list[tuple[str, str]]:
+    """Return the path and the text of every file; of a notebook, its cells without their outputs."""
+    paths = [
+        path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".ipynb")
+    ]
+    found = []
+    for path in [*paths, *(ROOT / name for name in FILES)]:
+        name = path.relative_to(ROOT).as_posix()
+        text = path.read_text()
+        if name.startswith("docs/history/"):
+            continue
+        if path.suffix == ".ipynb":
+            text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+        if name == "CONTRIBUTING.md":
+            text = text.partition("## Glossary")[0]
+        found.append((name, text))
+    return found
+
+
+@pytest.fixture(scope="module")
+def everything():
+    return texts()
+
+
+def uses(word: str, text: str) -> list[str]:
+    """Return the lines of a text that use a retired word."""
+    return [line.strip()[:100] for line in text.splitlines() if re.search(RETIRED[word], line, re.IGNORECASE)]
+
+
+@pytest.mark.parametrize("word", RETIRED)
+def test_a_retired_word_is_not_used(word, everything):
+    assert len(everything) > 200
+    found = {name: uses(word, text) for name, text in everything if (word, name) not in ALLOWED}
+    assert not {name: lines for name, lines in found.items() if lines}
+
+
+@pytest.mark.parametrize(("word", "name"), ALLOWED)
+def test_an_exception_is_still_needed(word, name, everything):
+    assert uses(word, dict(everything)[name])
