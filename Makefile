@@ -1,15 +1,19 @@
-# make demo      train one model in both backends, side by side
-# make test      what CI runs                     make check     lint, types, fast tests
-# make test-all  everything, notebooks included   make bench     list the benchmarks; NAME=... runs one
-# make install   only the environment             make clean     remove what was made
-# make composition     compositions of all features beside the plain model, in both backends: 15 minutes
-# make fuzz FUZZ_MINUTES=30  random programs of what users write, held against the plain program, as long as given
-# make faults         training runs broken on purpose, and what came of each
-# make test-page        the page of a plan in a headless Chromium, which has to be there: apt-get install chromium
-# make test-gpu         kernels compiled and run        make bench-gpu  and measured; both need one GPU
+# make demo          train one model in both backends, side by side
+# make check         lint, types and fast tests
+# make test          what CI runs
+# make test-all      all tests, including notebooks and packaging
+# make bench         list the benchmarks; NAME=... runs one
+# make fuzz          random programs, compared with the plain program; FUZZ_MINUTES=30 sets the time
+# make composition   random compositions of all features, compared with the plain model: 15 minutes
+# make faults        fault-injection tests: training runs that are broken on purpose
+# make test-page     the page of a plan in a headless Chromium (apt-get install chromium)
+# make test-gpu      compile and run the kernels; needs one GPU
+# make bench-gpu     measure the kernels; needs one GPU
+# make install       create the environment
+# make clean         remove what the other targets created
 #
-# The first target that needs it makes .venv. TORCH=cuda takes the CUDA build of PyTorch and the JAX
-# GPU plugin; PYTHON names another interpreter (3.11 or later).
+# The first target that needs the environment creates .venv. TORCH=cuda installs the CUDA build of PyTorch and the JAX
+# GPU plugin. PYTHON names another interpreter (3.11 or later).
 
 PYTHON ?= python3
 TORCH ?= $(if $(wildcard .venv/installed-cuda),cuda,cpu)
@@ -18,7 +22,7 @@ TORCH_VERSION := 2.13.0
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 VENV := .venv
-# One stamp a variant: asking for the other one installs it.
+# One stamp for each variant, so that another TORCH installs the other one.
 INSTALLED := $(VENV)/installed-$(TORCH)
 # Other projects that only make test-all imports.
 PEERS := $(VENV)/installed-peers
@@ -26,7 +30,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 PYTEST := $(BIN)/python -m pytest
 
-# Busy BLAS threads on few cores slow each other down many times over.
+# On few cores, several BLAS threads slow each other down.
 export OMP_NUM_THREADS := 1
 # Compiled XLA programs are kept between test runs.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
@@ -41,11 +45,11 @@ CONSTRAINTS := constraints.txt
 EXTRA :=
 INSTALL_TORCH := $(PIP) install -q --no-index --no-deps torch==$(TORCH_VERSION) 2>/dev/null \
 	|| $(PIP) install -q --no-deps --index-url $(TORCH_CPU_INDEX) torch==$(TORCH_VERSION)
-# Without what it needs on a GPU: jax-triton compiles kernels by one small library in it, on any machine.
+# Without its dependencies: jax-triton needs only one small library of the plugin to compile kernels, on any machine.
 INSTALL_PLUGIN := $(PIP) install -q --no-deps -c $(CONSTRAINTS) jax-cuda13-plugin
 endif
 
-# On a machine that has everything already: make test-gpu GPU_PYTHON=python3
+# On a machine with everything installed: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
 GPU_INSTALLED := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
 ON_GPU := PYTHONPATH=.:kernels JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON)

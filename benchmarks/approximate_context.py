@@ -86,7 +86,7 @@ def run_rule(text: Text, way: dict[str, Any]) -> tuple[np.ndarray, list[np.ndarr
 
 
 def measure(pool: RankPool, text: Text) -> list[dict[str, Any]]:
-    """A row for every way."""
+    """Return one row for each approximation."""
     _, k, v, g, beta = text.arrays()
     bounds = rank_bounds(k, v, g, beta, np.array([0, RANKS * PER_RANK], np.int32), RANKS)
     exact_states, exact = together(pool.run("benchmarks.approximate_context:run_rule", text, {}))
@@ -123,7 +123,7 @@ def together(ranks: list) -> tuple[np.ndarray, list[np.ndarray]]:
 
 
 def norms(states: np.ndarray) -> np.ndarray:
-    """Frobenius norms. [R, HV]"""
+    """Return Frobenius norms. [R, HV]."""
     return np.sqrt((states**2).sum((-1, -2)))
 
 

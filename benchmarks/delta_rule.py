@@ -60,7 +60,7 @@ def torch_step(rule: str, form: str, length: int, **options: Any) -> Step:
 
 
 def einsum_step(rule: str, length: int) -> Step:
-    """The recurrence in PyTorch, a loop over unbound tokens, products by torch.einsum."""
+    """Return a step of the PyTorch recurrence: a loop over unbound tokens, with products by torch.einsum."""
     inputs = [torch.from_numpy(x).requires_grad_() for x in arrays(rule, length)]
     cotangent = torch.from_numpy(arrays(rule, length)[2])
 
@@ -141,7 +141,7 @@ def growth(console: Console) -> list[dict[str, Any]]:
 
 
 def kept_bytes() -> list[dict[str, Any]]:
-    """What PyTorch keeps for backward: as it is, and by autodiff through the chunked forward."""
+    """Return the bytes that PyTorch saves for backward: by the rule's own backward, and by autograd."""
 
     def saved(rule: str, **options: Any) -> int:
         storages: dict[int, int] = {}

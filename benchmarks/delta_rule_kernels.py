@@ -120,7 +120,7 @@ def kernel_rows(
 
 
 def tables_in(inputs: tuple[torch.Tensor, ...], recorded: ahead.Recorded) -> tuple[torch.Tensor, ...]:
-    """The inputs with tables of one sequence, in parts, in place of random integers; decays no larger than 1."""
+    """Replace random integers by tables of one sequence in parts, and limit decays to at most 1."""
     of = recorded.sizes["of"]
     starts = torch.arange(of.chunks) * of.chunk_size
     chunks = torch.stack([starts, (starts + of.chunk_size).clamp(max=of.tokens)], -1)
@@ -162,7 +162,7 @@ def operation_rows(tokens: int, heads: int, width: int, device: str) -> list[dic
 
 
 def pre_process_shares(kernels: list[dict[str, Any]], operations: list[dict[str, Any]]) -> dict[str, float]:
-    """What a rank among others scans before it knows the state it begins with, beside its forward."""
+    """Return the cost of the scan before a context rank knows its initial state, relative to its forward."""
     maps = {"kda": "scan.scan_forward (maps)", "gdn": "scan.scan_forward (one decay, maps)"}
     forward = {row["operation"]: row["microseconds"]["kernels"] for row in operations if row["direction"] == "forward"}
     times = {row["kernel"]: row["microseconds"] for row in kernels if row["backend"] == "torch"}

@@ -168,7 +168,7 @@ def measure_real(console: Console) -> list[dict[str, Any]]:
 
 
 def best_named(case: Case) -> Schedule:
-    """The shortest of those with a name that fit."""
+    """Return the shortest named schedule that fits the memory limit."""
     found = []
     for schedule in named_schedules(case.ranks, case.microbatches, case.stages_per_rank, case.placement):
         simulation = simulate(schedule, case.costs)
@@ -178,7 +178,7 @@ def best_named(case: Case) -> Schedule:
 
 
 def generated(case: Case) -> Schedule:
-    """The one made for the costs."""
+    """Return the schedule generated for the costs."""
     sizes = case.ranks, case.microbatches, case.stages_per_rank
     return generate_schedule(*sizes, case.costs, case.memory_limit, case.placement).schedule
 
@@ -197,7 +197,7 @@ def config_of(case: Case, path: str) -> TransformerConfig:
 
 
 def row_of(case: Case, schedule: Schedule, times: list[float]) -> dict[str, Any]:
-    """What was measured of one table, beside its makespan."""
+    """Return the measured times of one schedule and its predicted makespan."""
     simulation = simulate(schedule, case.costs)
     return {
         "case": case.name,
@@ -213,7 +213,7 @@ def row_of(case: Case, schedule: Schedule, times: list[float]) -> dict[str, Any]
 
 
 def show(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
-    """A table."""
+    """Print the rows as a table."""
     title += f": {rows[0]['ranks']} ranks, {rows[0]['microbatches']} microbatches"
     table = Table(box=None, title=title, title_justify="left")
     headings = ["costs", "schedule", "kept at most", "predicted s", "median s", "over"]

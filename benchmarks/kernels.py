@@ -205,7 +205,7 @@ def operation_rows(tokens: int, width: int, device: str) -> list[dict[str, Any]]
 def compared(
     name: str, contestants: dict[str, Callable], arrays: list[torch.Tensor], device: str
 ) -> list[dict[str, Any]]:
-    """An operation forward, and forward with backward, of each; the first, ``kernels``, beside the others."""
+    """Measure an operation, forward alone and with backward, for ``kernels`` and for the others."""
     timed = {who: directions(function, arrays, device) for who, function in contestants.items()}
     rows = []
     for direction in ("forward", "forward and backward"):

@@ -26,7 +26,7 @@ def recorded_launches(delta_rule: bool = False) -> dict[str, ahead.Recorded]:
 
 
 def resources(delta_rule: bool = False) -> Used:
-    """What they use, by kernel and compute capability."""
+    """Return the resources of every kernel, by compute capability."""
     recorded = recorded_launches(delta_rule)
     pairs = [(name, capability) for name in recorded for capability in ahead.TARGETS]
     used: Used = {name: {} for name in recorded}
@@ -68,7 +68,7 @@ def _table(used: Used, size: str, heading: str, cells: dict[str, str], recorded:
 
 
 def printed(page: str, begin: str) -> str:
-    """The table in the page that begins so."""
+    """Return the table of a page that begins with these words."""
     start = page.index(begin) + len(begin)
     return page[start : page.index(END, start)]
 

@@ -35,6 +35,7 @@ RESULT = Path("benchmarks/results/mhc-cpu.json")
 
 
 def main() -> None:
+    """Measure, print and write the results."""
     torch.set_num_threads(1)
     console, corpus, train = Console(), load_corpus(DataConfig()), TrainConfig()
     hyper = TransformerConfig(hidden_size=128, num_layers=2, num_attention_heads=4, enable_hyper_connections=True)
@@ -111,6 +112,7 @@ def profile_step(trainer, config: TransformerConfig, train: TrainConfig, steps: 
 
 
 def show(console: Console, config, train, medians: dict, ratios: dict, profile: list[dict]) -> None:
+    """Print the medians, the ratios and the profile."""
     seen = environment()
     console.print(f"{seen['machine']}; pinned to {seen['xla_cores']} core, torch threads {seen['torch_threads']}")
     console.print(

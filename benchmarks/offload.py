@@ -86,7 +86,7 @@ class Step:
         self.manager.offload_all_layers()
 
     def forward(self) -> torch.Tensor:
-        """The loss."""
+        """Return the loss."""
         self.manager.expect(rank_uses(CONFIG, 1))
         return self.model(self.tokens[:, :-1], self.tokens[:, 1:])
 
@@ -96,7 +96,7 @@ class Step:
         self.manager.step(self.optimizer)
 
     def __call__(self) -> float:
-        """A whole training step; its seconds."""
+        """Run a training step and return its seconds."""
         _synchronize()
         begin = time.perf_counter()
         self.optimizer.zero_grad()
@@ -164,13 +164,13 @@ def measure(way: str, ahead: int | None, **offload: Any) -> Row:
 
 
 def plan_of(manager: TensorOffloadManager) -> OffloadPlan:
-    """What the manager is to do in a step."""
+    """Return the manager's plan of a step."""
     uses = rank_uses(CONFIG, 1) + [Use("S", layer) for layer in rank_layers(CONFIG)]
     return plan_offload(uses, manager.storages(), manager.num_prefetch_layers)
 
 
 def slow_link() -> list[dict[str, Any]]:
-    """Steps over a link on which a layer takes as long as its forward, beside the time that the plan predicts."""
+    """Measure steps over a link that needs as long for a layer as its forward, and the predicted time."""
     plain = Step()
     plain()
     whole = statistics.median(plain() for _ in range(3))
@@ -192,7 +192,7 @@ def slow_link() -> list[dict[str, Any]]:
 
 
 def show(console: Console, rows: list[Row], slow: list[dict[str, Any]]) -> None:
-    """The tables."""
+    """Print the tables."""
     table = Table(
         box=None, title=f"one step on {DEVICE}: {CONFIG.num_layers} layers, D={CONFIG.hidden_size}, B={BATCH}"
     )

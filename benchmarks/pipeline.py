@@ -127,7 +127,7 @@ def measure_times(pool: RankPool, console: Console) -> list[dict]:
 
 
 def measure_jax_times() -> list[dict]:
-    """The same of JAX, beside what slots in lock-step take."""
+    """Measure JAX pipelines, and the predicted time of lock-step slots."""
     ways = [(case, "canonical") for case in CASES] + [(case, "fused") for case in CASES if case.name in FUSED]
     seconds = time_apart(
         [Sleeping(case.config, MICROBATCHES, case.costs, slots) for case, slots in ways], STEPS * ROUNDS
@@ -139,7 +139,7 @@ def measure_jax_times() -> list[dict]:
 
 
 def row_of(executor: str, case: Case, predicted: float, times: list[float]) -> dict[str, Any]:
-    """What was measured of one schedule, beside its makespan."""
+    """Return the measured times of one schedule and its predicted makespan."""
     return {
         "executor": executor,
         "schedule": case.name,

@@ -10,6 +10,8 @@ from torch import nn
 
 
 class PlainGPT(nn.Module):
+    """A hand-written GPT without hyper-connections."""
+
     def __init__(self, width: int, layers: int, heads: int, inner: int, length: int, attention: str) -> None:
         super().__init__()
         self.width, self.heads, self.attention = width, heads, attention
@@ -34,10 +36,12 @@ class PlainGPT(nn.Module):
         self.register_buffer("bias", torch.full((length, length), -torch.inf).triu(1))
 
     def rotate(self, x):
+        """Apply rotary positions to x [B, T, H, D]."""
         a, b = x.chunk(2, -1)
         return torch.cat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], -1)
 
     def forward(self, tokens, targets):
+        """Return the mean loss."""
         batch, length = tokens.shape
         x = F.embedding(tokens, self.embedding)
         parameters = iter(self.layers)
@@ -68,6 +72,7 @@ class PlainTrainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=train.lr, betas=betas, fused=True)
 
     def train_step(self, step: int) -> float:
+        """Run a training step and return its loss."""
         batch = self.corpus.batch(step, *self.shape)
         tokens, targets = (torch.from_numpy(x).long() for x in (batch.tokens, batch.targets))
         loss = self.model(tokens, targets)

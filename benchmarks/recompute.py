@@ -90,7 +90,7 @@ class Way:
 
 
 def checkpointed(context_fn: Callable | None) -> GPTModel:
-    """The model whose layers run inside torch.utils.checkpoint."""
+    """Return the model whose layers run inside torch.utils.checkpoint."""
     model = GPTModel(CONFIG)
     extra = {} if context_fn is None else {"context_fn": context_fn}
     for layer in model.decoder.layers.values():
@@ -165,7 +165,7 @@ def summarise(ways: dict[str, Way]) -> list[dict]:
 
 
 def show(console: Console, rows: list[dict]) -> None:
-    """The table, and whether the targets are met."""
+    """Print the table, and whether the targets are met."""
     table = Table(box=None)
     table.add_column("way of recomputing", no_wrap=True)
     for heading in ("saved MiB", "peak MiB", "step s", "saved", "peak", "time", "predicted / measured"):

@@ -107,7 +107,7 @@ def measure(config: TransformerConfig, batch: int, num_microbatches: int, steps:
 
 
 def split(schedule: Schedule) -> Schedule:
-    """The same table with every backward in two parts, one after the other."""
+    """Return the schedule with every backward split into I and then W."""
     actions = tuple(
         tuple(
             part

@@ -136,7 +136,7 @@ def measure_jax(console: Console) -> tuple[dict[str, float], dict[str, list[floa
 
 
 def row_of(case: Case, machine: Machine, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """A case's times."""
+    """Return the times of a case."""
     measured, predicted = median(seconds[case.name]), case.predicted(machine)
     return {
         "case": case.name,
@@ -148,7 +148,7 @@ def row_of(case: Case, machine: Machine, seconds: dict[str, list[float]]) -> dic
 
 
 def summary(rows: list[dict]) -> dict[str, float]:
-    """The middle and the extremes of the ratios, and how many pairs are in order."""
+    """Return the median and the extremes of the ratios, and the share of pairs in the right order."""
     ratios = sorted(row["ratio"] for row in rows)
     apart = right = 0
     for one, other in combinations(rows, 2):
@@ -166,7 +166,7 @@ def summary(rows: list[dict]) -> dict[str, float]:
 
 
 def show(console: Console, results: dict) -> None:
-    """A table, and the rates."""
+    """Print the table and the rates."""
     table = Table(box=None, title="seconds of a step: predicted, measured, ratio", title_justify="left")
     table.add_column("case")
     for backend in ("torch", "jax"):

@@ -107,7 +107,7 @@ def show(console: Console, order: list[dict[str, Any]], steps: list[dict[str, An
 
 
 def planned(backend: str, size: int) -> float:
-    """A pipelined step's time, of the work alone."""
+    """Return the time of the computation in a pipelined step."""
     if backend == "jax":
         return num_lockstep_slots(size, MICROBATCHES) / MICROBATCHES
     return makespan(size, MICROBATCHES, MODEL.num_layers) / makespan(1, MICROBATCHES, MODEL.num_layers)

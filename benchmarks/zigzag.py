@@ -109,7 +109,7 @@ def measure(pool: RankPool, load: Load) -> dict[str, Any]:
 
 
 def show(console: Console, rows: list[dict[str, Any]]) -> None:
-    """A table."""
+    """Print the rows as a table."""
     table = Table(title=f"softmax attention, H={HEADS}, G={GROUPS}, d={WIDTH}, float32, forward and backward")
     headings = ("ranks", "tokens", "fused", "GFLOP contiguous", "zigzag", "ratio", "ms contiguous", "zigzag", "ratio")
     for heading in headings:

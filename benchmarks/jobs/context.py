@@ -30,7 +30,7 @@ class Load(NamedTuple):
     """Of log decays, which are then between 0.1 and 2 a token."""
 
     def arrays(self, rank: int = 0, size: int = 1) -> list[np.ndarray]:
-        """A rank's q, k, v, g and beta, as a trained layer's might be: unit keys, decays of 0.1 to 2 a token."""
+        """Return q, k, v, g and beta of a rank, with unit keys and decays of 0.1 to 2 per token."""
         parts = []
         for place in range(rank * 8 // size, (rank + 1) * 8 // size):  # an eighth at a time: the same for 1 to 8 ranks
             draw, length = np.random.default_rng(place), self.length // 8
@@ -55,12 +55,12 @@ class Part:
         return build_cp_context(self.offsets, dist.group.WORLD if self.size > 1 else None, **travel)
 
     def step(self, context: FLACPContext | None) -> tuple[torch.Tensor, ...]:
-        """Outputs, and gradients of all inputs under cotangents v; without a context of the part alone."""
+        """Return outputs, and gradients of all inputs under cotangents v; without a context, of the part alone."""
         o = self.forward(context)
         return o.detach(), *self.backward(o)
 
     def forward(self, context: FLACPContext | None) -> torch.Tensor:
-        """Outputs."""
+        """Return the outputs."""
         return chunk_kda(*self.inputs, cp_context=context)[0]
 
     def backward(self, o: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -85,7 +85,7 @@ def time_steps(load: Load, exchanges: tuple[str, ...], turns: int) -> dict[str, 
 
 
 def results(load: Load, travel: dict[str, Any], dtype: str = "float32") -> list[np.ndarray]:
-    """Outputs and gradients of this rank's part."""
+    """Return outputs and gradients of this rank's part."""
     part = Part(load, getattr(torch, dtype))
     return [x.numpy() for x in part.step(part.context(**travel))]
 

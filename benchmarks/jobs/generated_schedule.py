@@ -1,5 +1,6 @@
-"""What the ranks of benchmarks/generated_schedule.py and benchmarks/stage_costs.py run: any table over stages that
-sleep, each as long as its costs say; and the actions of real stages, timed one by one.
+"""The jobs of the ranks of benchmarks/generated_schedule.py and benchmarks/stage_costs.py.
+
+They run any schedule over stages that sleep as long as their costs state, and time each action of real stages.
 """
 
 import time
@@ -154,7 +155,7 @@ def time_messages(shape: tuple[int, ...], dtype: str, rounds: int) -> list[float
 
 
 def write_table(folder: Path | str, name: str, text: str) -> str:
-    """A table as a file; its path."""
+    """Write a table to a file and return its path."""
     path = Path(folder) / f"{name}.csv"
     path.write_text(text)
     return str(path)

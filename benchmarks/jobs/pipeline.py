@@ -35,16 +35,18 @@ PEERS = {
 
 
 class Slept(torch.autograd.Function):
-    """The identity; sleeps on the way there and on the way back."""
+    """The identity, which sleeps in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        """Return a copy of x after ``forward`` seconds."""
         ctx.backward_time = backward
         time.sleep(forward)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient after ``backward`` seconds."""
         time.sleep(ctx.backward_time)
         return gradients[0], None, None
 
@@ -63,7 +65,7 @@ class SleepingStage(nn.Module):
         self.input_tensor: Tensor | None = None
 
     def slow_weight(self) -> Tensor:
-        """The weight; getting its gradient takes its time."""
+        """Return the weight, whose gradient takes the time of W."""
         raise NotImplementedError
 
     def set_input_tensor(self, input_tensor: Tensor) -> None:
@@ -89,7 +91,7 @@ class OurStage(SleepingStage):
             time.sleep(self.weight_time)
 
     def slow_weight(self) -> Tensor:
-        """A leaf: a split backward notes the gradients of no others down."""
+        """Return a leaf, because a split backward records the gradients of leaves alone."""
         return self.weight
 
 
@@ -171,7 +173,7 @@ def time_ours(config: TransformerConfig, num_microbatches: int, costs: Costs, de
 
 
 def time_peer(name: str, stages_per_rank: int, num_microbatches: int, costs: Costs, steps: int) -> list[float]:
-    """The same stages through torch.distributed.pipelining."""
+    """Return the seconds of the same stages in torch.distributed.pipelining."""
     rank, size = dist.get_rank(), dist.get_world_size()
     count, example = size * stages_per_rank, torch.ones(1, 1, WIDTH)
     placement = "v" if name in V_SCHEDULES else "loop"

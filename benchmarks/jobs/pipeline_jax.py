@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def lines(memory: dict, seconds: dict, split: dict):
-    """The same in words."""
+    """Yield the results in words."""
     for name, sizes in memory.items():
         listed = ", ".join(f"{size / MIB:.2f}" for size in sizes)
         counts = ", ".join(map(str, COUNTS))
@@ -57,7 +57,7 @@ def lines(memory: dict, seconds: dict, split: dict):
 
 
 def made(m: int, **options: Any) -> tuple[Any, StagedParameters, tuple[np.ndarray, np.ndarray]]:
-    """A step, its parameters, and a batch of m microbatches of one sequence."""
+    """Return a step, its parameters, and a batch of m microbatches of one sequence."""
     model = GPTModel(undivided(CONFIG))
     step = make_pipeline_step(model, CONFIG, **options)
     tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (m, 1, CONFIG.seq_length)).astype(np.int32)
@@ -71,7 +71,7 @@ def step_bytes(m: int, keep: str) -> int:
 
 
 def differentiated_bytes(m: int) -> int:
-    """The same, where JAX differentiates the pipeline's forward."""
+    """Return the temporary bytes if JAX differentiates the pipeline's forward."""
     step, staged, batch = made(m, door="shard_map", forward_only=True)
     gradient = jax.jit(jax.grad(lambda staged: step(staged, *batch).mean()))
     return gradient.lower(staged).compile().memory_analysis().temp_size_in_bytes

@@ -73,7 +73,7 @@ def time_sleeping(case: Sleeping, steps: int) -> list[float]:
 
 @contextmanager
 def _stages_sleep(schedule: Schedule, costs: Costs) -> Iterator[None]:
-    """What is traced meanwhile sleeps in every F, B, I and W, before its rank sends what it made."""
+    """Make programs traced in this context sleep in every F, B, I and W, before the rank sends its result."""
     import jax
     import jax.numpy as jnp
     from jax import Array
@@ -81,7 +81,7 @@ def _stages_sleep(schedule: Schedule, costs: Costs) -> Iterator[None]:
     from jax_impl.pipeline.executor import _Done, _Run
 
     def slept(x: Array, kind: Kind, stage: Array) -> Array:
-        """The same, later."""
+        """Return x after a sleep."""
         times = [costs.time(Action(kind, number, 0)) for number in range(schedule.num_stages)]
 
         def sleep(seconds: np.ndarray, one: np.ndarray) -> np.ndarray:

@@ -66,7 +66,7 @@ def torch_steps(config: TransformerConfig, train: TrainConfig, steps: int, toget
 
 
 def jax_steps(config: TransformerConfig, train: TrainConfig, steps: int) -> list[float]:
-    """The same on the only device."""
+    """Return the seconds of steps in JAX on one device."""
     from jax_impl.train import Trainer
 
     trainer = Trainer(config, train, random_corpus())

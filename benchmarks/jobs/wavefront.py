@@ -101,7 +101,7 @@ def torch_steps(
 def jax_steps(
     model: TransformerConfig, train: TrainConfig, exchanges: tuple[str, ...], size: int, turns: int
 ) -> dict[str, list[float]]:
-    """The same on so many devices of this process; alone: all devices at once, each with tokens of its own."""
+    """Return the seconds of steps in JAX; with ``alone``, every device has its own tokens."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", size)

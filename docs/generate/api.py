@@ -85,7 +85,7 @@ class Entry(NamedTuple):
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the page."""
     parts = [HEAD, "## Decided once\n\n"]
     for name in SHARED:
         entries = entries_of(importlib.import_module(name))
@@ -95,13 +95,13 @@ def page() -> str:
         sides = [entries_of(importlib.import_module(_module(package, module))) for package in BACKENDS.values()]
         title = " and ".join(f"`{_module(package, module)}`" for package in BACKENDS.values())
         names = list(dict.fromkeys(name for side in sides for name in side))
-        rows = (_twin_row(name, *(side.get(name) for side in sides)) for name in names)
+        rows = (_mirrored_row(name, *(side.get(name) for side in sides)) for name in names)
         parts.append(_table(f"### {title}", ("name", *BACKENDS, "what it is"), rows))
     return "".join(parts).rstrip("\n") + "\n"
 
 
 def entries_of(module: ModuleType) -> dict[str, Entry]:
-    """A module's public names, methods included, in order."""
+    """Return the public names of a module, including methods, in order."""
     listed = getattr(module, "__all__", None)
     found: dict[str, Entry] = {}
     for name in _defined(module) if listed is None else listed:
@@ -139,7 +139,7 @@ def _methods(cls: type) -> Iterator[tuple[str, Entry]]:
 
 
 def _arguments(value: Any, bound: bool = False) -> str:
-    """What stands in the brackets, without types; of a class, what makes one."""
+    """Return the arguments without types; of a class, those of its constructor."""
     if inspect.isclass(value):
         if issubclass(value, BaseException):
             return "message"
@@ -169,7 +169,7 @@ def _default(value: Any) -> str:
 
 
 def _sentence(docs: str) -> str:
-    """The first one, on one line."""
+    """Return the first sentence on one line."""
     paragraph = " ".join(inspect.cleandoc(docs).split("\n\n")[0].split())
     end = re.search(r"(?<!e\.g)\.(?= [A-Z])", paragraph)
     return (paragraph if end is None else paragraph[: end.end()]).replace("|", "\\|").replace("``", "`")
@@ -177,7 +177,7 @@ def _sentence(docs: str) -> str:
 
 @cache
 def _docs_of_constants(name: str) -> dict[str, str]:
-    """The string below each assignment of a module, by what is assigned."""
+    """Return the string below each assignment of a module, by the assigned name."""
     nodes = ast.parse(inspect.getsource(importlib.import_module(name))).body
     found = {}
     for node, below in pairwise(nodes):
@@ -189,7 +189,7 @@ def _docs_of_constants(name: str) -> dict[str, str]:
 
 
 def _constant_docs(module: ModuleType, name: str) -> str:
-    """What is said of a constant where it is assigned, in this module or the one it is imported from."""
+    """Return the docstring of a constant from the module that assigns it."""
     for node in ast.parse(inspect.getsource(module)).body:
         if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
             return _docs_of_constants(str(node.module)).get(name, "")
@@ -204,8 +204,8 @@ def _row(name: str, entry: Entry) -> tuple[str, ...]:
     return _code(name, entry.arguments), entry.sentence
 
 
-def _twin_row(name: str, torch: Entry | None, jax: Entry | None) -> tuple[str, ...]:
-    """A name with what either backend's takes."""
+def _mirrored_row(name: str, torch: Entry | None, jax: Entry | None) -> tuple[str, ...]:
+    """Return the row of a name with the arguments in both backends."""
     sides = [
         ABSENT if side is None else "a value" if side.arguments is None else f"`({side.arguments})`"
         for side in (torch, jax)

@@ -66,7 +66,7 @@ LINE = 0.205
 
 
 def box(axes: Axes, x: float, y: float, width: float, height: float, color: str, title: str) -> None:
-    """A module with its name."""
+    """Draw a package with its name."""
     shape = FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.08", fc=color, ec=INK, lw=0.9)
     axes.add_patch(shape)
     axes.text(x + 0.12, y + height - 0.11, title, va="top", size=10, weight="bold", color=INK)
@@ -93,7 +93,7 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], **st
 
 
 def draw_modules(axes: Axes) -> None:
-    """The packages, what is used above who uses it."""
+    """Draw the packages, each above those that import it."""
     box(axes, 0.1, 4.6, 10.8, 1.3, PLANS, "plans/   what is decided before a tensor exists (numpy only)")
     for number, lines in enumerate(PLANS_FILES):
         files(axes, 0.22 + 3.6 * number, 5.5, lines, 1.4)

@@ -27,13 +27,13 @@ class Layer(nn.Module):
 
 
 def build() -> nn.Sequential:
-    """The same network every time."""
+    """Return a network with fixed initial values."""
     torch.manual_seed(0)
     return nn.Sequential(*(Layer() for _ in range(LAYERS))).to(DEVICE)
 
 
 def train(model: nn.Sequential) -> list[float]:
-    """The losses of a few steps; with the process's manager, if there is one."""
+    """Return the losses of a few steps, with the default manager of the process if there is one."""
     manager = get_offload_manager()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
