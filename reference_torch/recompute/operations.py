@@ -36,6 +36,8 @@ _NUMPY_TYPES = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32}
     | {torch.float64, torch.complex64, torch.complex128}
 )
+_ASYNCHRONOUS = (torch.distributed.Work,) if torch.distributed.is_available() else ()
+"""Results of collectives that may write their tensors after they have returned."""
 LARGEST_CHECKED = 2**14
 """Elements of a NumPy array that are compared; of a larger array, so many are sampled."""
 
@@ -136,10 +138,11 @@ class OperationRecorder(TorchFunctionMode):
         self._running = func, constants
         result = func(*args, **kwargs)
         self._running = None
+        is_asynchronous = isinstance(result, _ASYNCHRONOUS)
         sources: list[Outside | Operation | None] = []
         written = []
         for operand, version, is_outside in operands:
-            is_written = version is None or operand._version != version
+            is_written = version is None or is_asynchronous or operand._version != version
             if is_written:
                 written.append(operand)
             if not is_outside:

@@ -318,3 +318,52 @@ def test_a_call_with_a_func_transform_is_refused_by_name():
 
     with pytest.raises(RecomputeUsageError, match=r"call.*without torch\.func transforms"):
         results(call, recompute=True)
+
+
+class Arriving(torch.distributed.Work):
+    """A collective whose thread writes the result either before the function returns or later, in wait()."""
+
+    def __init__(self, write, is_late):
+        super().__init__()
+        self.write = write
+        if not is_late:
+            self.wait()
+
+    def wait(self, timeout=None):
+        write, self.write = self.write, lambda: None
+        with torch._C.DisableTorchFunction():  # a thread has no modes
+            write()
+        return True
+
+
+def gather(parts, part, is_late, async_op=True):
+    if torch.overrides.has_torch_function((part,)):
+        return torch.overrides.handle_torch_function(gather, (part,), parts, part, is_late, async_op=async_op)
+    return Arriving(lambda: [out.copy_(part) for out in parts], next(is_late))
+
+
+class Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, is_late):
+        part = torch.empty_like(x)
+        gather([part], x, is_late).wait()
+        return part
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+@pytest.mark.parametrize("is_late", [[False, True], [True, False]], ids=["late in forward", "late in replay"])
+def test_a_collective_may_finish_before_or_after_its_function_returns(is_late):
+    torch.manual_seed(0)
+    is_late = iter(is_late)
+    x = torch.randn(3, 4, requires_grad=True)
+    saved = CheckpointWithoutOutput()
+    hidden = saved.checkpoint(lambda x: Gathered.apply(x, is_late).exp() * x, x)
+    loss = hidden.square().sum()
+    saved.discard_output_and_register_recompute(loss)
+    loss.backward()
+    expected = x.detach().clone().requires_grad_()
+    (expected.exp() * expected).square().sum().backward()
+    assert torch.allclose(x.grad, expected.grad, rtol=1e-5)
