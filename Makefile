@@ -5,6 +5,7 @@
 # make bench         list the benchmarks; NAME=... runs one
 # make fuzz          random programs, compared with the plain program; FUZZ_MINUTES=30 sets the time
 # make composition   random compositions of all features, compared with the plain model: 15 minutes
+# make docs          build the site of README, docs and notebooks in build/site
 # make faults        fault-injection tests: training runs that are broken on purpose
 # make test-page     the page of a plan in a headless Chromium (apt-get install chromium)
 # make test-gpu      compile and run the kernels; needs one GPU
@@ -26,6 +27,8 @@ VENV := .venv
 INSTALLED := $(VENV)/installed-$(TORCH)
 # Other projects that only make test-all imports.
 PEERS := $(VENV)/installed-peers
+# What builds the documentation's site.
+SITE := $(VENV)/installed-site
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 PYTEST := $(BIN)/python -m pytest
@@ -54,7 +57,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_INSTALLED := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
 ON_GPU := PYTHONPATH=.:kernels JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON)
 
-.PHONY: install demo check test test-all test-gpu test-page bench bench-gpu composition faults fuzz clean
+.PHONY: install demo check test test-all docs test-gpu test-page bench bench-gpu composition faults fuzz clean
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@echo "making $(VENV): about a minute, 2 GB"
@@ -66,6 +69,10 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 
 $(PEERS): $(INSTALLED)
 	$(PIP) install -q -c $(CONSTRAINTS) -e '.[peers]'
+	@touch $@
+
+$(SITE): $(INSTALLED)
+	$(PIP) install -q -c $(CONSTRAINTS) -e '.[site]'
 	@touch $@
 
 install: $(INSTALLED)
@@ -84,7 +91,7 @@ test: $(INSTALLED)
 	$(BIN)/pyright
 	$(PYTEST) -n 2 -m "not slow"
 
-test-all: $(PEERS)
+test-all: $(PEERS) docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
@@ -93,6 +100,10 @@ test-all: $(PEERS)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks $(NAME)
+
+docs: $(SITE)
+	$(BIN)/sphinx-build -q -W --keep-going -c docs/generate/site . build/site
+	@echo "build/site/README.html"
 
 FUZZ_MINUTES ?= 10
 fuzz: $(INSTALLED)
