@@ -174,7 +174,7 @@ def test_the_picture_is_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(architecture, "PICTURE", tmp_path / "architecture.png")
     architecture.main()
     assert (tmp_path / "architecture.png").read_bytes()[:4] == b"\x89PNG"
-    for line in architecture.ROOMS:
+    for line in architecture.MODULES:
         assert (
             means_something(line[0] if line[0].endswith("/") else f"{line[0]}.py", BACKENDS) or line[0] == "recompute"
         )

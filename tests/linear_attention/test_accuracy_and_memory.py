@@ -87,8 +87,8 @@ def size_of(tensors) -> int:
 def test_torch_saves_its_arguments_and_a_state_a_segment():
     case = make_case(length=1200, key=4, width=3, gate=True)
     shapes = [case.arrays[name].shape for name in SAVED[:-2]]
-    states = [(1, 2, 4, 3), (2, 2, 4, 3)]  # the initial one of one sequence, and of the second and third segment
-    assert [tuple(x.shape) for x in saved_by_torch(case)] == [*shapes, *states]
+    initial, begins = (1, 2, 4, 3), (2, 2, 4, 3)  # of one sequence; of the second and third segment
+    assert [tuple(x.shape) for x in saved_by_torch(case)] == [initial, *shapes, begins]
 
 
 def test_jax_saves_its_arguments_and_a_state_a_segment():

@@ -127,17 +127,22 @@ def features(program: Program) -> Iterable[str]:
     yield from (name for name, has in hard.items() if has)
 
 
-def check(program: Program) -> Outcome:
-    """Run a program, and look at how it ended: once more with patience where ranks were slower than a short clock."""
+def check(program: Program, expected: str = "") -> Outcome:
+    """Run a program and check its end; if ranks were slower than a short clock, run it again with a longer one.
+
+    Args:
+        program: the run.
+        expected: pattern of what the launcher must say.
+    """
     try:
-        return _check(program)
+        return _check(program, expected)
     except Wrong:
         if not program.waits:
             raise
-        return _check(program, patience=5.0)
+        return _check(program, expected, patience=5.0)
 
 
-def _check(program: Program, patience: float = 1.0) -> Outcome:
+def _check(program: Program, expected: str, patience: float = 1.0) -> Outcome:
     files = _open_files()
     with tempfile.TemporaryDirectory() as folder:
         with _said(folder) as said, _Striker(program) as striker:
@@ -159,7 +164,10 @@ def _check(program: Program, patience: float = 1.0) -> Outcome:
         raise Wrong(f"the launcher took {seconds:.1f} s: {told}")
     if _open_files() > files:
         raise Wrong(f"open files grew from {files} to {_open_files()}")
-    return _judged(program, code, told, striker.struck)
+    outcome = _judged(program, code, told, striker.struck)
+    if not re.search(expected, outcome.detail):
+        raise Wrong(f"expected {expected!r} in what the launcher said: {outcome.detail}")
+    return outcome
 
 
 def _judged(program: Program, code: int, told: str, struck: bool) -> Outcome:
