@@ -29,6 +29,22 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+def as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that reads only its arguments, so that modes of torch.overrides see it as one operation.
+
+    Recompute records every operation that such a mode sees, which costs microseconds for each.
+    """
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        if torch.overrides.has_torch_function(tensors):
+            return torch.overrides.handle_torch_function(called, tensors, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return called
+
+
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     """Return a context without autocast, for any device type, including those without autocast support."""
     if torch.amp.is_autocast_available(device):

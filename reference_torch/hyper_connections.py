@@ -26,11 +26,13 @@ from torch import Tensor, nn
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model import operations
 from diptych.plans.model.parameters import SINKHORN_FLOOR, hyper_connection_spec
+from reference_torch.autograd import as_one_operation
 from reference_torch.operands import at_least_float32, given_operand, operand
 from reference_torch.ops import DropoutState, add_bias, check_state, dropout, kernel_backend, parameter
 from reference_torch.recompute import MHCBlockRecomputeManager, name_value
 
 
+@as_one_operation
 def sinkhorn(
     logits: Float[Tensor, "*b s s"], iterations: int = 20, last: str = "row", impl: str = "auto"
 ) -> Float[Tensor, "*b s s"]:
@@ -100,6 +102,7 @@ def _iterates(logits: Tensor, iterations: int, first_axis: int):
         yield matrix, total
 
 
+@as_one_operation
 def compute_mappings(
     x: Float[Tensor, "b t s d"],
     phi: Float[Tensor, "sd c"],
@@ -157,6 +160,7 @@ def compute_mappings(
     )
 
 
+@as_one_operation
 def aggregate(x: Float[Tensor, "b t s d"], h_pre: Float[Tensor, "b t s"], impl: str = "auto") -> Float[Tensor, "b t d"]:
     """Return the input of a sublayer: aggregated = sum over s of h_pre[s] * x[s].
 
@@ -175,6 +179,7 @@ def aggregate(x: Float[Tensor, "b t s d"], h_pre: Float[Tensor, "b t s"], impl: 
     return name_value(torch.bmm(weights, x.flatten(0, 1)).view(batch, length, -1), "aggregated")
 
 
+@as_one_operation
 def apply_h_res(
     h_res: Float[Tensor, "b t s s"], residual: Float[Tensor, "b t s d"], impl: str = "auto"
 ) -> Float[Tensor, "b t s d"]:
@@ -194,6 +199,7 @@ def apply_h_res(
     return name_value(mixed.view_as(residual), "mixed")
 
 
+@as_one_operation
 def apply_h_post(
     x: Float[Tensor, "b t d"], bias: Float[Tensor, " d"] | None, h_post: Float[Tensor, "b t s"], impl: str = "auto"
 ) -> Float[Tensor, "b t s d"]:

@@ -21,7 +21,7 @@ from diptych.plans.model.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, TILE_ROWS
 from reference_torch.attention import causal_attention as causal_attention
 from reference_torch.attention import fused_attention as fused_attention
 from reference_torch.attention import masked_attention as masked_attention
-from reference_torch.autograd import is_transformed, without_autocast
+from reference_torch.autograd import as_one_operation, is_transformed, without_autocast
 from reference_torch.operands import at_least_float32, given_operand, operand
 
 MASK_32 = 0xFFFFFFFF
@@ -229,6 +229,7 @@ def linear(
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
+@as_one_operation
 def rms_norm(x: Float[Tensor, "*b d"], weight: Float[Tensor, " d"], epsilon: float) -> Float[Tensor, "*b d"]:
     """Return ``x / sqrt(mean(x**2) + epsilon) * weight``, with the mean over the last axis.
 
@@ -238,6 +239,7 @@ def rms_norm(x: Float[Tensor, "*b d"], weight: Float[Tensor, " d"], epsilon: flo
     return F.rms_norm(at_least_float32(x), weight.shape, weight, epsilon).to(x.dtype)
 
 
+@as_one_operation
 def short_convolution(
     x: Float[Tensor, "b t c"], weight: Float[Tensor, "c w"], before: Int[Tensor, "*b t"]
 ) -> Float[Tensor, "b t c"]:
@@ -281,6 +283,7 @@ class _ShortConvolution(torch.autograd.Function):
             return *torch.autograd.grad(mixed, leaves, grad, create_graph=create_graph), None
 
 
+@as_one_operation
 def rotary_embedding(
     x: Float[Tensor, "b t h d"], positions: Int[Tensor, " t"], base: float
 ) -> Float[Tensor, "b t h d"]:
@@ -322,6 +325,7 @@ def kernel_backend(impl: str, x: Tensor) -> Any | None:
     return torch_ops
 
 
+@as_one_operation
 def gelu(x: Float[Tensor, "*b f"], impl: str = "auto") -> Float[Tensor, "*b f"]:
     """Return ``x * Phi(x)``, with the exact normal distribution function Phi.
 
@@ -337,6 +341,7 @@ def gelu(x: Float[Tensor, "*b f"], impl: str = "auto") -> Float[Tensor, "*b f"]:
     return F.gelu(x, approximate="none")
 
 
+@as_one_operation
 def swiglu(x: Float[Tensor, "*b f2"], impl: str = "auto") -> Float[Tensor, "*b f"]:
     """Return ``silu(gate) * value``.
 

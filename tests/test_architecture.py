@@ -36,7 +36,7 @@ MODULES = {
     "operands": set(),
     "attention": {"operands", "recompute"},
     "ops": {"attention", "autograd", "operands", "recompute"},
-    "hyper_connections": {"operands", "ops", "recompute"},
+    "hyper_connections": {"autograd", "operands", "ops", "recompute"},
     "pending_sends": set(),
     "carry": set(),
     "context_parallel": {"autograd", "pending_sends", "groups", "carry", "ops", "recompute"},
