@@ -1,5 +1,23 @@
-"""Where the two backends meet: the only package that imports both.
+"""Comparison of two implementations, one in PyTorch and one in JAX: of this project, or any other.
 
-Runs them side by side, measures how far apart they are, and reports it. The ``diptych`` command
-lives here.
+The names load on first use. The ``diptych`` command is in ``parity.cli``.
 """
+
+import importlib
+from typing import Any
+
+_MODULES = {
+    "compare_functions": "functions",
+    "compare_modules": "modules",
+    "suggest_names": "modules",
+    "Report": "functions",
+    "DifferenceError": "functions",
+}
+
+__all__ = ["compare_functions", "compare_modules", "suggest_names", "Report", "DifferenceError"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {__all__}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
