@@ -10,11 +10,13 @@ _MODULES = {
     "compare_functions": "functions",
     "compare_modules": "modules",
     "suggest_names": "modules",
+    "locate": "locate",
+    "Location": "locate",
     "Report": "functions",
     "DifferenceError": "functions",
 }
 
-__all__ = ["compare_functions", "compare_modules", "suggest_names", "Report", "DifferenceError"]
+__all__ = ["compare_functions", "compare_modules", "suggest_names", "locate", "Location", "Report", "DifferenceError"]
 
 
 def __getattr__(name: str) -> Any:

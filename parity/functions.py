@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from parity.implementations import Inputs, JaxImplementation, Run, TorchImplementation, Values, make_inputs
+from parity.implementations import CallInputs, JaxImplementation, Run, TorchImplementation, Values, make_inputs
 from parity.inspection import Narrowing, NarrowingRecorder, longest_reduction, narrowest_in_jaxpr
 from parity.pytrees import DTYPES, Leaves, is_floating, rounded, widened
 from parity.rounding import DIFFERENT, DRAWS, EPSILON, EQUAL, ROUNDING, Difference, distance, judge, perturbed
@@ -194,7 +194,7 @@ class Pair:
 
     torch: TorchImplementation
     jax: JaxImplementation
-    call: Inputs
+    call: CallInputs
     translate: Callable[[Leaves], Leaves] | None = None
     """Return JAX's parameters (or their gradients) for PyTorch's; None: each side has parameters of its own."""
     notes: list[str] = field(default_factory=list)
@@ -204,8 +204,24 @@ class Pair:
         theirs = self.jax.parameters if self.translate is None else self.jax.parameters | self.translate(parameters)
         return Values(inputs, parameters), Values(inputs, theirs)
 
-    def compare(self, dtypes: Sequence[str], *, gradients: bool, seed: int, title: str = "") -> Report:
-        """Compare in each dtype; see compare_functions."""
+    def compare(
+        self,
+        dtypes: Sequence[str],
+        *,
+        gradients: bool,
+        seed: int,
+        title: str = "",
+        cotangents: Leaves | None = None,
+    ) -> Report:
+        """Compare in each dtype.
+
+        Args:
+            dtypes: as in compare_functions.
+            gradients: as in compare_functions.
+            seed: as in compare_functions.
+            title: title of the report.
+            cotangents: cotangents of outputs by name, in place of random ones.
+        """
         unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
         if unknown or not dtypes:
             raise ValueError(f"dtypes: expected some of {', '.join(DTYPES)}, got {', '.join(unknown) or 'none'}")
@@ -214,7 +230,10 @@ class Pair:
         program = self.jax.program(both[1])
         length = longest_reduction(program)
         narrow = self._narrowing(both[0]), narrowest_in_jaxpr(program)
-        cotangents = self._cotangents(both, seed) if gradients else None
+        drawn = self.cotangents(both, seed) if gradients else None
+        cotangents = (
+            drawn if drawn is None or cotangents is None else {n: cotangents.get(n, c) for n, c in drawn.items()}
+        )
         rows = [row for dtype in dtypes for row in self._in_dtype(dtype, both, cotangents, seed, length, narrow)]
         order = {OUTPUT_ROW: 0, INPUT_ROW: 1, PARAMETER_ROW: 2}
         return Report(tuple(sorted(rows, key=lambda row: order[row.kind])), tuple(self.notes), title)
@@ -225,7 +244,7 @@ class Pair:
             self.torch.run(values, "float64", None)
         return recorder.narrowest
 
-    def _cotangents(self, both: tuple[Values, Values], seed: int) -> Leaves:
+    def cotangents(self, both: tuple[Values, Values], seed: int) -> Leaves:
         """Return random cotangents of all floating outputs, after comparing the outputs' names, shapes and kinds."""
         ours, theirs = self._runs("float64", both, None)
         if ours.outputs.keys() != theirs.outputs.keys():

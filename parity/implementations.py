@@ -53,6 +53,19 @@ class Inputs(NamedTuple):
         return positional, {name: filled[name] for name in self.keyword} | self.static
 
 
+class CallInputs(Protocol):
+    """Anything that has the arrays of a call, and makes its arguments from others."""
+
+    @property
+    def arrays(self) -> Leaves:
+        """All arrays by name."""
+        ...
+
+    def with_arrays(self, arrays: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Return the positional and the keyword arguments with other arrays."""
+        ...
+
+
 def make_inputs(inputs: Any, static: Mapping[str, Any] | None = None) -> Inputs:
     """Return inputs given as a mapping (passed by name), as a list or tuple (by position), or as one array.
 
@@ -116,6 +129,11 @@ class Implementation(Protocol):
         ...
 
 
+def _selected(found: dict[str, Any], names: Mapping[str, str] | None) -> dict[str, Any]:
+    """Return the outputs that have a new name, under that name; all if there are no new names."""
+    return found if names is None else {new: found[old] for old, new in names.items()}
+
+
 def _check_outputs(found: Mapping[str, Any], label: str) -> None:
     """Raise a ValueError if an output is no array, or there is none."""
     for name, value in found.items():
@@ -129,17 +147,16 @@ def _check_outputs(found: Mapping[str, Any], label: str) -> None:
 
 
 @contextlib.contextmanager
-def _named_errors(label: str, function: Any, call: Inputs) -> Iterator[None]:
+def _named_errors(label: str, function: Any, call: CallInputs) -> Iterator[None]:
     """Explain a TypeError about arguments in terms of the inputs."""
     try:
         yield
     except TypeError as error:
         if "argument" not in str(error):
             raise
-        given = [str(place) for place in range(len(call.positional))] + list(call.keyword) + list(call.static)
         raise ValueError(
-            f"{label} function {_name(function)}: expected to accept the inputs {', '.join(given)}, got: {error}; pass "
-            "inputs as a list to give them by position, or wrap the function"
+            f"{label} function {_name(function)}: expected to accept the inputs {', '.join(call.arrays)}, got: {error}; "
+            "pass inputs as a list to give them by position, or wrap the function"
         ) from error
 
 
@@ -154,13 +171,21 @@ class TorchImplementation:
         function: receives tensors; a module is copied.
         call: its inputs.
         device: device of the tensors.
+        outputs: names under which outputs are returned; others are left out. None: all, under their own names.
     """
 
     label = "PyTorch"
 
-    def __init__(self, function: Callable, call: Inputs, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self,
+        function: Callable,
+        call: CallInputs,
+        device: str | torch.device = "cpu",
+        outputs: Mapping[str, str] | None = None,
+    ) -> None:
         self.function = function
         self._call = call
+        self._names = outputs
         self._device = device
         self._copies: dict[str, nn.Module] = {}
         self.parameters: Leaves = {}
@@ -184,7 +209,7 @@ class TorchImplementation:
         positional, keyword = self._call.with_arrays(inputs)
         with _default_dtype(dtype), torch.set_grad_enabled(cotangents is not None):
             with _named_errors(self.label, self.function, self._call):
-                found = named_leaves(function(*positional, **keyword), OUTPUT)
+                found = _selected(named_leaves(function(*positional, **keyword), OUTPUT), self._names)
             _check_outputs(found, self.label)
             of_inputs: Leaves = {}
             of_parameters: Leaves = {}
@@ -251,11 +276,19 @@ def _default_dtype(dtype: str) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+Observe = Callable[[Any, Callable[[], Any]], Any]
+"""Receives a module and a function that calls it; it returns what that returns."""
+
+
+def _unobserved(module: Any, call: Callable[[], Any]) -> Any:
+    return call()
+
+
 class _JaxProgram(NamedTuple):
     """A JAX callable in one form: a function of parameters and inputs."""
 
     apply: Callable[..., Any]
-    """Receives the floating parameters by name, then the arguments; returns outputs."""
+    """Receives an observer, the floating parameters by name, then the arguments; returns outputs."""
     parameters: dict[str, Any]
     """Floating parameters and other variables by name."""
     trainable: frozenset[str]
@@ -268,13 +301,15 @@ class JaxImplementation:
         function: a function of arrays; an nnx.Module; a linen module and its variables as a tuple; a function and its
             parameters as a tuple, called with the parameters first; or a callable pytree, as in Equinox.
         call: its inputs.
+        outputs: as in TorchImplementation.
     """
 
     label = "JAX"
 
-    def __init__(self, function: Any, call: Inputs) -> None:
+    def __init__(self, function: Any, call: CallInputs, outputs: Mapping[str, str] | None = None) -> None:
         self.function = function
         self._call = call
+        self._names = outputs
         self._programs: dict[str, _JaxProgram] = {}
         program = self._program("float32")
         self.parameters = {name: widened(to_numpy(value)) for name, value in program.parameters.items()}
@@ -290,11 +325,11 @@ class JaxImplementation:
     def run(self, values: Values, dtype: str, cotangents: Leaves | None) -> Run:
         """See Implementation.run."""
         with jax.enable_x64(dtype == "float64"):
-            varied, fixed = self._split(values, dtype)
+            varied, fixed = self.split(values, dtype)
             gradient = cotangents is not None
             if (dtype, gradient) not in self._runs:
                 self._runs[dtype, gradient] = jax.jit(
-                    partial(self._differentiated if gradient else self._outputs, dtype)
+                    partial(self._differentiated if gradient else self.outputs, dtype)
                 )
             if cotangents is None:
                 outputs, gradients = self._runs[dtype, gradient](varied, fixed), {}
@@ -307,7 +342,7 @@ class JaxImplementation:
             arrays = {name: widened(np.asarray(value)) for name, value in outputs.items()}
             return Run(arrays, by_kind["inputs"], by_kind["parameters"], floating)
 
-    def _split(self, values: Values, dtype: str) -> tuple[dict, dict]:
+    def split(self, values: Values, dtype: str) -> tuple[dict, dict]:
         """Return the arrays that get a gradient and the others, by their kind and name."""
         varied, fixed = {}, {}
         for kind, arrays, trainable in (
@@ -322,16 +357,26 @@ class JaxImplementation:
     def program(self, values: Values) -> Any:
         """Return the jaxpr of forward in float64."""
         with jax.enable_x64(True):
-            return jax.make_jaxpr(partial(self._outputs, "float64"))(*self._split(values, "float64"))
+            return jax.make_jaxpr(partial(self.outputs, "float64"))(*self.split(values, "float64"))
 
-    def _outputs(self, dtype: str, varied: Mapping, fixed: Mapping) -> dict[str, jax.Array]:
-        """Return all outputs by name."""
+    def outputs(
+        self, dtype: str, varied: Mapping, fixed: Mapping, observe: Observe = _unobserved
+    ) -> dict[str, jax.Array]:
+        """Return all outputs by name.
+
+        Args:
+            dtype: dtype in which the callable runs.
+            varied: arrays that get a gradient, as split returns them.
+            fixed: the other arrays.
+            observe: receives the module and a function that calls it; it returns what that returns.
+        """
         values = {**varied, **fixed}
         inputs = {name: value for (kind, name), value in values.items() if kind == "inputs"}
         parameters = {name: value for (kind, name), value in values.items() if kind == "parameters"}
         positional, keyword = self._call.with_arrays(inputs)
         with _named_errors(self.label, self.function, self._call):
-            found = named_leaves(self._program(dtype).apply(parameters, *positional, **keyword), OUTPUT)
+            found = named_leaves(self._program(dtype).apply(observe, parameters, *positional, **keyword), OUTPUT)
+        found = _selected(found, self._names)
         _check_outputs(found, self.label)
         return {name: jnp.asarray(value) for name, value in found.items()}
 
@@ -343,7 +388,7 @@ class JaxImplementation:
         """
 
         def floating(varied: Mapping) -> tuple[dict, dict]:
-            outputs = self._outputs(dtype, varied, fixed)
+            outputs = self.outputs(dtype, varied, fixed)
             return {n: v for n, v in outputs.items() if jnp.issubdtype(v.dtype, jnp.inexact)}, outputs
 
         found, pullback, outputs = jax.vjp(floating, dict(varied), has_aux=True)
@@ -386,7 +431,7 @@ def _program(function: Any, dtype: str) -> _JaxProgram:
             f"callable pytree, got {type(function).__name__}"
         )
     if jax.tree.structure(function) == jax.tree.structure(0):
-        return _JaxProgram(lambda values, *args, **kwargs: function(*args, **kwargs), {}, frozenset())
+        return _JaxProgram(lambda observe, values, *args, **kwargs: function(*args, **kwargs), {}, frozenset())
     return _pytree_program(lambda module, *args, **kwargs: module(*args, **kwargs), function)
 
 
@@ -413,11 +458,12 @@ def _nnx_program(module: nnx.Module) -> _JaxProgram:
     names = {".".join(map(str, path)): path for path in flat}
     floating = {name: path for name, path in names.items() if jnp.issubdtype(flat[path][...].dtype, jnp.inexact)}
 
-    def apply(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def apply(observe: Observe, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         filled = dict(flat)
         for name, path in floating.items():
             filled[path] = flat[path].replace(values[name])
-        return nnx.merge(graph, nnx.from_flat_state(filled))(*args, **kwargs)
+        merged = nnx.merge(graph, nnx.from_flat_state(filled))
+        return observe(merged, lambda: merged(*args, **kwargs))
 
     parameters = {name: flat[path][...] for name, path in floating.items()}
     trainable = frozenset(name for name, path in floating.items() if isinstance(flat[path], nnx.Param))
@@ -442,9 +488,10 @@ def _pytree_program(apply: Callable, tree: Any, trained: str | None = None) -> _
     leaves = [leaf for _, leaf in paths]
     floating = [is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
 
-    def filled(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def filled(observe: Observe, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         new = [values[n] if has else leaf for n, leaf, has in zip(names, leaves, floating, strict=True)]
-        return apply(jax.tree.unflatten(structure, new), *args, **kwargs)
+        tree = jax.tree.unflatten(structure, new)
+        return observe(tree, lambda: apply(tree, *args, **kwargs))
 
     parameters = {name: leaf for name, leaf, has in zip(names, leaves, floating, strict=True) if has}
     return _JaxProgram(filled, parameters, trainable & parameters.keys())
