@@ -110,7 +110,8 @@ def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
     """
     if a.shape != b.shape:
         raise ValueError(f"b: expected the shape of a, {a.shape}, got {b.shape}")
-    a, b = a.astype(np.float64), b.astype(np.float64)
+    a = a.astype(np.float64)
+    b = b.astype(np.float64)
     scale = np.maximum(np.linalg.norm(a), np.linalg.norm(b))
     if not np.isfinite(scale):
         return float("inf")

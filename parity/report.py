@@ -43,7 +43,9 @@ class LiveComparison:
     """
 
     def __init__(self, console: Console, total: int, interval: int) -> None:
-        self.console, self.total, self.interval = console, total, interval
+        self.console = console
+        self.total = total
+        self.interval = interval
         self._recent: list[StepPair] = []
         self._rows: list[tuple[str, ...]] = []
         self._progress = Progress(

@@ -75,7 +75,8 @@ def simulate_offload(
     def copy(layer: int) -> float:
         nonlocal link, transfer
         lasts = latency + sum(storages[layer].values()) / bandwidth
-        link, transfer = max(link, now) + lasts, transfer + lasts
+        link = max(link, now) + lasts
+        transfer += lasts
         return link
 
     for step in plan.steps:

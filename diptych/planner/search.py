@@ -292,7 +292,8 @@ class _Predictions:
         reach stage 0, or the rank has weight gradients left. The bound is the largest of these sums over all ranks,
         plus the sum of gradients and the update.
         """
-        config, times = candidate.config, self._stage_times(candidate)
+        config = candidate.config
+        times = self._stage_times(candidate)
         costs = costs_of(config, times, candidate.micro_batch_size, self._machine)
         passes, weights, first = ([0.0] * config.pipeline_model_parallel_size for _ in range(3))
         leads = [(0.0, 0.0)]  # by stage: seconds of the stages before it, forward and input gradient, with messages
@@ -319,7 +320,8 @@ class _Predictions:
 
     def found(self, candidate: Configuration, memory: RankMemory) -> Found:
         """Return the predicted seconds of a step and their shares."""
-        config, times = candidate.config, self._stage_times(candidate)
+        config = candidate.config
+        times = self._stage_times(candidate)
         costs = costs_of(config, times, candidate.micro_batch_size, self._machine)
         simulation = simulate(schedule_for(config, candidate.num_microbatches), costs)
         waits = waits_of_wavefront(config, candidate.micro_batch_size, times, self._machine)

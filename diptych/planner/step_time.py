@@ -122,7 +122,8 @@ class StageTimes:
         alike = tuple(map(config.layer, block.layers))
         key = alike, block.kind, block.modules, batch, config.context_parallel_size, config.cp_exchange
         if key not in self._found:
-            builder, layers = stage_builder(config, batch), {}
+            builder = stage_builder(config, batch)
+            layers = {}
             x = builder.hidden()
             for number in block.layers:
                 layers[number], x = builder.layer(number, x)
@@ -249,7 +250,8 @@ def _gradient_times(nodes: Sequence[Node], machine: Machine) -> tuple[float, flo
     """Return the seconds of the operations' I and W."""
     inputs = weights = 0.0
     for node in nodes:
-        kept, gradients = sum(value.size for value in node.keeps), _moved(node)
+        kept = sum(value.size for value in node.keeps)
+        gradients = _moved(node)
         if node.is_linear:  # one product for the input's gradient, one for the weight's
             inputs += machine.seconds(node.flops, gradients + node.parameters)
             weights += machine.seconds(node.flops, kept + gradients // 2 + node.parameters)
@@ -263,7 +265,8 @@ class _Timed(Simulation):
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()
-        self._machine, self._is_backward = machine, False
+        self._machine = machine
+        self._is_backward = False
         self.forward = self.replayed = 0.0
 
     def _backward(self, nodes: list[Node]) -> None:

@@ -70,8 +70,10 @@ def wire_traffic(
         num_microbatches: microbatches of a step on each replica.
         data_parallel_size: replicas.
     """
-    p, cp = config.pipeline_model_parallel_size, config.context_parallel_size
-    copies, stages = cp * data_parallel_size, num_stages(config)
+    p = config.pipeline_model_parallel_size
+    cp = config.context_parallel_size
+    copies = cp * data_parallel_size
+    stages = num_stages(config)
 
     def rank_of(stage: int) -> int:
         return get_stage_place(config, stage).pp_rank
@@ -136,7 +138,8 @@ def layer_exchanges(
     if config.cp_exchange == PIPELINED:
         yield from _handed_on(config, layer, batch)
         return
-    size, item = config.context_parallel_size, ITEM_SIZES[config.compute_dtype]
+    size = config.context_parallel_size
+    item = ITEM_SIZES[config.compute_dtype]
     part = batch * config.seq_length // size
     if config.layer(layer).mixer == "attention":
         own = 2 * part * config.query_groups * config.head_dim * item
@@ -153,7 +156,8 @@ def layer_exchanges(
     cost = exchange_cost(config.cp_exchange, size, heads, key, value, _state_item(config), *approximate)
     one = cost.payload_bytes * (size - 1 if config.cp_exchange == "all_gather" else 1)
     hops = cost.rounds if config.cp_exchange == "ring" and config.cp_truncate_ranks is None else 1
-    algorithm, times = f"{config.cp_exchange} by {size}", 2 + replays_mixer
+    algorithm = f"{config.cp_exchange} by {size}"
+    times = 2 + replays_mixer
     yield Exchange("states and gradients", algorithm, one, cost.wire_bytes, times, cost.rounds, hops)
     token = (2 * key_heads * key + heads * value) * item
     halo = halo_sizes(part, config.linear_conv_kernel_dim)
@@ -165,7 +169,8 @@ def layer_exchanges(
 
 def _handed_on(config: TransformerConfig, layer: int, batch: int) -> Iterator[Exchange]:
     """Yield the messages of the pipelined exchange, for sequences that span ranks; recomputation repeats none."""
-    size, item = config.context_parallel_size, ITEM_SIZES[config.compute_dtype]
+    size = config.context_parallel_size
+    item = ITEM_SIZES[config.compute_dtype]
     part = batch * config.seq_length // size
     before = tokens_before(size, part, config.seq_length)
     goes_on = sum(tokens > 0 for tokens in before)

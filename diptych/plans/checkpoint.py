@@ -257,7 +257,8 @@ def read_alike(path: Path | str, settings: Mapping[str, Any], tell: Callable[[st
         check_settings(checkpoint, settings)
         found = f"step {checkpoint.step}, checksum {checkpoint.checksum[:12]}"
     except Exception as error:  # whatever it is: the other processes wait to be told
-        failure, found = error, str(error) or repr(error)
+        failure = error
+        found = str(error) or repr(error)
     said = tell(found)
     if len(set(said)) > 1:
         ranks = {text: [rank for rank, other in enumerate(said) if other == text] for text in dict.fromkeys(said)}
@@ -291,7 +292,8 @@ def check_ranks_alike(settings: Mapping[str, Any], tell: Callable[[str], Sequenc
     try:
         first, theirs = (json.loads(said[rank][64:]) for rank in (0, other))
     except ValueError:  # cut off
-        first, theirs = {"settings": "one record"}, {"settings": "another"}
+        first = {"settings": "one record"}
+        theirs = {"settings": "another"}
     differing = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
     raise ValueError(
         "; ".join(

@@ -20,7 +20,9 @@ from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.text_files import one_line, parse_json
 
 FORMAT_VERSION = 1
-MODEL, FIRST_MOMENT, SECOND_MOMENT = "model.", "first_moment.", "second_moment."
+MODEL = "model."
+FIRST_MOMENT = "first_moment."
+SECOND_MOMENT = "second_moment."
 """Prefixes of arrays, each before a parameter's canonical name."""
 LONGEST_RECORD = 1_000_000
 """Maximum number of characters of a record; a typical record has about 2,000."""
@@ -139,7 +141,8 @@ def check_numbers(arrays: Mapping[str, np.ndarray]) -> None:
 def _check_data(data: Mapping[str, Any]) -> None:
     # Earlier versions did not record training_bytes.
     _check_keys("settings of data", data, {"corpus_digest", "data_seed"}, ("reset_attention_mask", "training_bytes"))
-    digest, seed = data["corpus_digest"], data["data_seed"]
+    digest = data["corpus_digest"]
+    seed = data["data_seed"]
     for name, right in (
         ("corpus_digest", isinstance(digest, str) and re.fullmatch("[0-9a-f]{16}", digest) is not None),
         ("data_seed", _is_integer(seed) and 0 <= seed < 2**32),

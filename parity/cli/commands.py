@@ -153,7 +153,8 @@ class Train(TrainingRun):
         self._check_coordinator()
 
     def _check_coordinator(self) -> None:
-        address, given = self.coordinator_address, (self.num_processes, self.process_id)
+        address = self.coordinator_address
+        given = (self.num_processes, self.process_id)
         if self.backend == "torch" and (address, *given) != (None,) * 3:
             raise ValueError(
                 "coordinator_address, num_processes, process_id: expected none with backend 'torch', whose processes "

@@ -53,7 +53,8 @@ Settings can be given in a TOML file: diptych train --config run.toml; flags ove
 @functools.cache
 def flags_of(command: type) -> dict[str, Any]:
     """Return the settings of a command by field name, with their types."""
-    hints, found = get_type_hints(command), {}
+    hints = get_type_hints(command)
+    found = {}
     for each in fields(command):
         if each.name in GROUPS:
             found |= flags_of(GROUPS[each.name])

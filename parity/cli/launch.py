@@ -49,8 +49,10 @@ def check_processes(command: Train) -> None:
     Raises:
         ValueError: they do not fit; the message names the setting.
     """
-    n, what = command.model.model_parallel_size, "processes"
-    size, remedy = command.ranks_here, f"give --nproc {n}, or start a multiple of {n} by torchrun"
+    n = command.model.model_parallel_size
+    what = "processes"
+    size = command.ranks_here
+    remedy = f"give --nproc {n}, or start a multiple of {n} by torchrun"
     if command.backend == "jax":
         if is_one_of_several():
             raise ValueError(
@@ -59,7 +61,8 @@ def check_processes(command: Train) -> None:
             )
         if command.coordinator_address == "auto":
             return  # the number of processes is known after joining
-        size, what = size * (command.num_processes or 1), "devices"
+        size *= command.num_processes or 1
+        what = "devices"
         remedy = f"give an --nproc that makes it a multiple of {n}"
     elif is_one_of_several():
         size = int(os.environ["WORLD_SIZE"])
@@ -87,7 +90,8 @@ def join_processes(device_type: str, timeout: float):
     import torch.distributed as dist
 
     end_with_parent()
-    limit, device = datetime.timedelta(seconds=timeout), torch.device("cpu")
+    limit = datetime.timedelta(seconds=timeout)
+    device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -132,7 +136,8 @@ def join_devices(command: Train):
             heartbeat_timeout_seconds=math.ceil(min(command.model.pipeline_timeout, LONGEST_SILENCE)),
         )
         return make_mesh(command.model)
-    devices, wanted = jax.devices(), command.ranks_here
+    devices = jax.devices()
+    wanted = command.ranks_here
     if len(devices) < wanted:
         raise ValueError(f"nproc: expected at most the {len(devices)} devices JAX has, got {wanted}")
     return make_mesh(command.model, devices[:wanted])

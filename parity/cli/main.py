@@ -214,7 +214,8 @@ def _plan(command: Plan, console: Console) -> int:
     if command.ranks is not None:
         print_search(console, command)
         return 0
-    model, shape = command.model, (command.micro_batch_size, command.num_microbatches)
+    model = command.model
+    shape = (command.micro_batch_size, command.num_microbatches)
     page = PageRequest(model, *shape, command.data_parallel_size, command.machine) if command.html else None
     check_shared(command.micro_batch_size, model.seq_length, model.context_parallel_size)
     console.print(mesh_words(model, command.data_parallel_size), highlight=False)
@@ -301,7 +302,8 @@ def _check_output(folder: Path, names: tuple[str, ...]) -> None:
 
 
 def _print_setting(run: TrainingRun, corpus, console: Console) -> None:
-    model, train = run.model, run.train
+    model = run.model
+    train = run.train
     mhc = f"mHC with {model.num_residual_streams} streams" if model.enable_hyper_connections else "no mHC"
     console.print(
         f"{model.num_layers} layers, D={model.hidden_size}, {model.num_attention_heads} heads, {mhc}, "

@@ -80,7 +80,8 @@ class _Rank:
     """
 
     def __init__(self, number: int, command: list[str], environment: dict[str, str]) -> None:
-        self.number, self.joined = number, False
+        self.number = number
+        self.joined = False
         self.stopped_at: float | None = None
         self.code: int | None = None
         self._said, reports = os.pipe()
@@ -170,10 +171,14 @@ class _Watch:
     """A supervisor that polls the ranks until all have ended or a clock has expired."""
 
     def __init__(self, ranks: Sequence[_Rank], join_timeout: float, silence: float, signals: Sequence[int]) -> None:
-        self._ranks, self._join_timeout, self._silence = ranks, join_timeout, silence
-        self._signals, self._begin = signals, time.monotonic()
+        self._ranks = ranks
+        self._join_timeout = join_timeout
+        self._silence = silence
+        self._signals = signals
+        self._begin = time.monotonic()
         self._failed: list[_Rank] = []
-        self._end, self._outlasted = float("inf"), float("inf")
+        self._end = float("inf")
+        self._outlasted = float("inf")
 
     def wait(self) -> int:
         """Wait for the end of the run, print messages about failed ranks, and return the exit code."""

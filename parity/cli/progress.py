@@ -34,13 +34,16 @@ def training_progress(
     results = []
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("train", total=total, loss="-", speed="-", note="")
-        noted, said = "", 0
+        noted = ""
+        said = 0
         for result in steps:
             results.append(result)
-            loss, speed = f"{result.loss:.4f}", f"{result.tokens / result.seconds:,.0f}"
+            loss = f"{result.loss:.4f}"
+            speed = f"{result.tokens / result.seconds:,.0f}"
             is_due = result.step % interval == 0 or result.step == total - 1
             if is_due:
-                noted, said = note(len(results) - said), len(results)
+                noted = note(len(results) - said)
+                said = len(results)
             progress.update(task, advance=1, loss=loss, speed=speed, note=noted)
             if is_due and not console.is_terminal:
                 norm = f"grad norm {result.grad_norm:.3f}"

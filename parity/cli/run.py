@@ -185,11 +185,13 @@ class _OffloadNote:
     """A note on the bytes that offload moves per step, for the progress display."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._before = trainer, trainer.offload_statistics
+        self._trainer = trainer
+        self._before = trainer.offload_statistics
 
     def __call__(self, steps: int) -> str:
         """Return the note for the steps since the last call."""
-        before, now = self._before, self._trainer.offload_statistics
+        before = self._before
+        now = self._trainer.offload_statistics
         self._before = now
         if before is None or now is None:
             return ""
@@ -314,7 +316,8 @@ def _wrong_entry(line: Any) -> str:
     """Return a description of the entry that no run writes, or the empty string."""
     if not isinstance(line, dict):
         return one_line(line)
-    step, backend = line.get("step"), line.get("backend")
+    step = line.get("step")
+    backend = line.get("backend")
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= 2**32:
         return f"step {one_line(step)}"
     if not isinstance(backend, str):

@@ -170,18 +170,21 @@ def _search(pipeline: Pipeline, at_least: float, budget: Budget) -> Orders:
 
     schedules = named_schedules(pipeline.p, pipeline.m, pipeline.v, pipeline.placement)
     named = [orders for orders in map(pipeline.orders_of, schedules) if pipeline.all_fit(orders)]
-    listed, most = [], budget.left / 2
+    listed = []
+    most = budget.left / 2
     for rule in rules(pipeline):
         listed.append(list_orders(pipeline, rule).orders)
         budget.left -= sum(map(len, listed[-1]))
         if budget.left < most:
             break
     starts = [min(group, key=grade) for group in (named, listed) if group]
-    best, share = min(starts, key=grade), budget.left * 0.8 / (len(starts) * len(SEEDS))
+    best = min(starts, key=grade)
+    share = budget.left * 0.8 / (len(starts) * len(SEEDS))
     for start, seed in product(starts, SEEDS):
         if _timing(pipeline, best).makespan > enough:
             best = min(best, shorten(pipeline, start, Budget(share), seed, enough), key=grade)
-    limit, rest = _timing(pipeline, best).makespan * (1.0 + SAME), Budget(budget.left * 0.2)
+    limit = _timing(pipeline, best).makespan * (1.0 + SAME)
+    rest = Budget(budget.left * 0.2)
     return join(pipeline, lower_peaks(pipeline, best, rest, limit), rest, limit)
 
 

@@ -74,16 +74,22 @@ class _Listing:
     """The state of list scheduling, event by event."""
 
     def __init__(self, pipeline: Pipeline, rule: Rule) -> None:
-        self._p, self._rule = pipeline, rule
-        stages, ranks = range(pipeline.num_stages), range(pipeline.p)
+        self._p = pipeline
+        self._rule = rule
+        stages = range(pipeline.num_stages)
+        ranks = range(pipeline.p)
         # By stage: how many microbatches have started F; I or B; I; and W.
-        self._forwards, self._backwards = [0 for _ in stages], [0 for _ in stages]
-        self._splits, self._weights = [0 for _ in stages], [0 for _ in stages]
+        self._forwards = [0 for _ in stages]
+        self._backwards = [0 for _ in stages]
+        self._splits = [0 for _ in stages]
+        self._weights = [0 for _ in stages]
         # By stage: known arrival times of the inputs of F and of the backward.
         self._entered: list[list[float]] = [[] for _ in stages]
         self._returned: list[list[float]] = [[] for _ in stages]
-        self._entered[0], self._returned[-1] = [0.0] * pipeline.m, [0.0] * pipeline.m
-        self._size, self._free = [0.0 for _ in ranks], [0.0 for _ in ranks]
+        self._entered[0] = [0.0] * pipeline.m
+        self._returned[-1] = [0.0] * pipeline.m
+        self._size = [0.0 for _ in ranks]
+        self._free = [0.0 for _ in ranks]
         self._listed = Listed([[] for _ in ranks], [[] for _ in ranks])
         self._events = [(0.0, rank) for rank in ranks]
 
@@ -100,7 +106,8 @@ class _Listing:
     def _choose(self, rank: int, now: float) -> None:
         """Start the action that the rule prefers, or try again at the next arrival."""
         chosen: tuple[tuple[float, ...], int, int] | None = None
-        arrives, lacks_room = FOREVER, False
+        arrives = FOREVER
+        lacks_room = False
         for stage in self._p.own[rank]:
             for kind, at in ((I, self._backward_at(stage)), (F, self._forward_at(stage))):
                 if at > now:
@@ -126,18 +133,21 @@ class _Listing:
 
     def _forward_at(self, stage: int) -> float:
         """Return when the next forward can start; FOREVER if that is unknown or enough microbatches are in flight."""
-        count, arrivals = self._forwards[stage], self._entered[stage]
+        count = self._forwards[stage]
+        arrivals = self._entered[stage]
         if count >= len(arrivals) or count - self._backwards[stage] >= self._rule.most[stage]:
             return FOREVER
         return arrivals[count]
 
     def _backward_at(self, stage: int) -> float:
-        count, arrivals = self._backwards[stage], self._returned[stage]
+        count = self._backwards[stage]
+        arrivals = self._returned[stage]
         return arrivals[count] if count < min(self._forwards[stage], len(arrivals)) else FOREVER
 
     def _has_room(self, rank: int, stage: int) -> bool:
         """Return True if a forward fits and all microbatches in flight can be finished after it, oldest first."""
-        p, own = self._p, self._p.own[rank]
+        p = self._p
+        own = self._p.own[rank]
         if not p.fits(rank, self._size[rank] + p.kept[stage]):
             return False
         if len(own) == 1:

@@ -44,7 +44,9 @@ class Pipeline:
         memory_limits: Sequence[float],
         placement: Placement = "loop",
     ) -> None:
-        self.p, self.m, self.v = pp_size, num_microbatches, stages_per_rank
+        self.p = pp_size
+        self.m = num_microbatches
+        self.v = stages_per_rank
         self.placement: Placement = placement
         self.memory_limits = memory_limits
         self.num_stages = pp_size * stages_per_rank
@@ -76,7 +78,9 @@ class Pipeline:
 
     def way(self) -> tuple[list[float], list[float], float]:
         """Return, for one microbatch alone, when each stage starts F, when it starts I, and when the last I ends."""
-        heads, backs, time = [], [0.0] * self.num_stages, 0.0
+        heads = []
+        backs = [0.0] * self.num_stages
+        time = 0.0
         for stage in range(self.num_stages):
             heads.append(time)
             time += self.forward[stage] + self.link[stage]
@@ -87,9 +91,11 @@ class Pipeline:
 
     def sizes(self, order: Sequence[int]) -> list[float]:
         """Return the bytes that a rank has saved while each of its actions runs; they depend on its own order only."""
-        found, size = [], 0.0
+        found = []
+        size = 0.0
         for action in order:
-            stage, kind = action >> 2, action & 3
+            stage = action >> 2
+            kind = action & 3
             if kind == F:
                 size += self.kept[stage]
             found.append(size)
@@ -124,7 +130,8 @@ class Pipeline:
 
     def schedule_of(self, orders: Orders, name: str) -> Schedule:
         """Return the schedule of encoded orders."""
-        forwards, backwards = [0] * self.num_stages, [0] * self.num_stages
+        forwards = [0] * self.num_stages
+        backwards = [0] * self.num_stages
         split: list[list[int]] = [[] for _ in range(self.num_stages)]  # microbatches between I and W
         ranks = []
         for order in orders:
@@ -135,7 +142,8 @@ class Pipeline:
                     microbatch = split[stage].pop(0)
                 else:
                     counts = forwards if kind == F else backwards
-                    microbatch, counts[stage] = counts[stage], counts[stage] + 1
+                    microbatch = counts[stage]
+                    counts[stage] += 1
                     if kind == I:
                         split[stage].append(microbatch)
                 actions.append(Action(cast("Kind", KINDS[kind]), stage, microbatch))
@@ -159,34 +167,44 @@ class Timing(NamedTuple):
 
 def run(pipeline: Pipeline, orders: Orders) -> Timing | None:
     """Simulate orders: each action starts as soon as its inputs have arrived; return None for a deadlock."""
-    stages, last = range(pipeline.num_stages), pipeline.num_stages - 1
-    link, lasts = pipeline.link, pipeline.lasts
+    stages = range(pipeline.num_stages)
+    last = pipeline.num_stages - 1
+    link = pipeline.link
+    lasts = pipeline.lasts
     forward_ends: list[list[float]] = [[] for _ in stages]
     backward_ends: list[list[float]] = [[] for _ in stages]
     forwards: list[list[int]] = [[] for _ in stages]
     backwards: list[list[int]] = [[] for _ in stages]
     split = [0] * len(stages)  # microbatches between I and W
-    places, ends = [0] * len(orders), [0.0] * len(orders)
+    places = [0] * len(orders)
+    ends = [0.0] * len(orders)
     starts: list[list[float]] = [[] for _ in orders]
     moved = True
     while moved:
         moved = False
         for rank, order in enumerate(orders):
-            place, time, begun = places[rank], ends[rank], starts[rank]
+            place = places[rank]
+            time = ends[rank]
+            begun = starts[rank]
             before = place
             while place < len(order):
                 action = order[place]
-                stage, kind = action >> 2, action & 3
+                stage = action >> 2
+                kind = action & 3
                 if kind == W:
                     if not split[stage]:
                         break
                     split[stage] -= 1
                 else:
                     if kind == F:
-                        own, source, wire = forward_ends[stage], stage - 1, link[stage - 1]
+                        own = forward_ends[stage]
+                        source = stage - 1
+                        wire = link[stage - 1]
                         needed = forward_ends[source] if stage else None
                     else:
-                        own, source, wire = backward_ends[stage], stage + 1, link[stage]
+                        own = backward_ends[stage]
+                        source = stage + 1
+                        wire = link[stage]
                         needed = backward_ends[source] if stage < last else None
                         if len(own) >= len(forward_ends[stage]):
                             break
@@ -202,7 +220,9 @@ def run(pipeline: Pipeline, orders: Orders) -> Timing | None:
                 time += lasts[action]
                 place += 1
             if place > before:
-                places[rank], ends[rank], moved = place, time, True
+                places[rank] = place
+                ends[rank] = time
+                moved = True
     if any(place < len(order) for place, order in zip(places, orders, strict=True)):
         return None
     return Timing(max(ends), ends, starts, forwards, backwards)

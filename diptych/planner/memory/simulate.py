@@ -38,7 +38,8 @@ class Region:
         """
         written = [value for node in self.nodes for value in node.writes]
         needed = {id(v): v for node in self.nodes for v in [*node.reads, *node.keeps]}
-        own, later = {id(v) for v in written}, {id(v) for v in read_later}
+        own = {id(v) for v in written}
+        later = {id(v) for v in read_later}
         self.inputs = [v for i, v in needed.items() if i not in own and not v.is_view]
         self.outputs = [v for v in written if id(v) in later]
         if keeps_output and self.outputs:
@@ -71,7 +72,8 @@ class Simulation:
         self, first: list[Node], layers: dict[int, Layer], blocks: Iterable[RecomputeBlock], last: list[Node]
     ) -> None:
         """Simulate forward over all operations, then backward."""
-        nodes, blocks = [*first], [*blocks]
+        nodes = [*first]
+        blocks = [*blocks]
         discards: dict[int, list[Region]] = {}
         if any(block.kind == "full" for block in blocks):
             positions = Value("positions", self._position_bytes)
@@ -96,7 +98,9 @@ class Simulation:
         last: list[Node],
     ) -> None:
         """Append a block's operations; record its regions, and the operation after which their outputs are freed."""
-        start, regions, ends = len(nodes), [], []
+        start = len(nodes)
+        regions = []
+        ends = []
         for number in block.layers:
             ends += [len(nodes) + end for end in layers[number].sublayer_ends]
             for place, node in enumerate(layers[number].nodes):

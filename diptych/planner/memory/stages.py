@@ -82,7 +82,8 @@ def predict_stages(config: TransformerConfig, batch: int, length: int | None = N
 
 def _what_lies_on(config: TransformerConfig, stage: int) -> Hashable:
     """Return all that a stage's memory depends on beside the configuration."""
-    layers, place = _layers(config, stage), get_stage_place(config, stage)
+    layers = _layers(config, stage)
+    place = get_stage_place(config, stage)
     blocks = [(b.kind, len(b.layers), b.modules) for b in recompute_blocks(config, *place)]
     return stage == 0, stage == num_stages(config) - 1, *map(config.layer, layers), *blocks
 
@@ -106,7 +107,8 @@ class _StageBuilder(GraphBuilder):
         self.cp_size = config.context_parallel_size
         self.length_of_all = length
         if self.cp_size > 1:  # sequences are concatenated
-            batch, length = 1, batch * length // self.cp_size
+            length = batch * length // self.cp_size
+            batch = 1
         super().__init__(undivided(config), batch, length)
         self.multiplied: list[Value] = []
         self.gradients = 0
@@ -120,8 +122,11 @@ class _StageBuilder(GraphBuilder):
         if self.cp_size == 1:
             super()._core_attention(nodes, inputs, attended)
             return
-        config, region = self.config, ("core_attn",)
-        layout, (q, *own), found = config.cp_attention_layout, inputs, attended
+        config = self.config
+        region = ("core_attn",)
+        layout = config.cp_attention_layout
+        (q, *own) = inputs
+        found = attended
         pairs = max(score_pairs(layout, rank, self.cp_size, self.tokens) for rank in range(self.cp_size))
         keys = self.cp_size * self.tokens
         if config.cp_exchange == PIPELINED:  # keys of other ranks belong to the rank's first sequence only
@@ -132,7 +137,8 @@ class _StageBuilder(GraphBuilder):
         allowed = Value("which token sees which", pairs * (self.item if config.use_flash_attn else 1))
         nodes += [Node([value], [all_], [], region) for value, all_ in zip(own, (k, v), strict=True)]
         if layout == "zigzag":
-            q, found = Value("queries of two half-parts", q.size), Value("their outputs", attended.size)
+            q = Value("queries of two half-parts", q.size)
+            found = Value("their outputs", attended.size)
             nodes.append(Node([inputs[0]], [q], [], region))
         if config.use_flash_attn:  # the mask is added to the scores, as floating-point numbers
             statistics = self.coefficient("attention statistics", config.num_attention_heads)
@@ -141,10 +147,8 @@ class _StageBuilder(GraphBuilder):
             nodes.append(Node([q, k, v], writes, kept, region, flops=2 * flops, flops_again=flops))
         else:
             count = config.num_attention_heads * pairs
-            softmax, weights = (
-                Value("attention weights", count * self.wide),
-                Value("attention_weights", count * self.item),
-            )
+            softmax = Value("attention weights", count * self.wide)
+            weights = Value("attention_weights", count * self.item)
             nodes += [
                 Node([q, k], [allowed, softmax], [q, k, allowed, softmax], region, flops=flops),
                 Node([softmax, v], [weights, found], [weights, v], region, flops=flops),  # as that product reads them

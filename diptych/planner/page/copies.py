@@ -82,7 +82,8 @@ def copies_of_schedule(
     if not (config.enable_tensor_offload or config.enable_activation_offload):
         return None
     tokens = batch * config.seq_length // config.context_parallel_size
-    seconds, storages = use_seconds(config, tokens, machine.compute_rate), layer_storages(config)
+    seconds = use_seconds(config, tokens, machine.compute_rate)
+    storages = layer_storages(config)
     found: dict[str, Any] = {
         "tokens": tokens,
         "hidingTokens": hiding_tokens(config, machine.link_bandwidth, machine.compute_rate),
@@ -128,7 +129,9 @@ def place_copies(
         storages: bytes of every storage of each layer.
         bandwidth: bandwidth of the link, bytes per second.
     """
-    found, link, changed = [], 0.0, set()
+    found = []
+    link = 0.0
+    changed = set()
     for number, (step, span) in enumerate(zip(plan.steps, spans, strict=True)):
         for layer in step.fetches:
             begin = max(link, span.begin)

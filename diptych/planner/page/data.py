@@ -85,9 +85,11 @@ def describe_plan(request: PageRequest) -> dict[str, Any]:
     Raises:
         ValueError: the schedule does not allow so many microbatches.
     """
-    config, times = request.config, StageTimes(request.machine)
+    config = request.config
+    times = StageTimes(request.machine)
     chosen = _describe(request, config, times)
-    drawn, refused = [chosen], []
+    drawn = [chosen]
+    refused = []
     if config.pipeline_model_parallel_size > 1 and request.pieces <= WITH_OTHERS:
         for name in SCHEDULES:
             if name == chosen["name"]:
@@ -119,15 +121,19 @@ def kept_over_time(actions: Sequence[Action], stages: Sequence[StageMemory], spl
         stages: bytes that a microbatch saves on each stage.
         splits_backward: True if backward is split into I and W.
     """
-    found, kept, waiting = Kept([], []), 0, 0
+    found = Kept([], [])
+    kept = 0
+    waiting = 0
     for kind, stage, _ in actions:
-        saved, part = stages[stage].saved, stages[stage].weight_gradients * splits_backward
+        saved = stages[stage].saved
+        part = stages[stage].weight_gradients * splits_backward
         if kind == "F":
             kept += saved
         elif kind == "W":
             waiting -= part
         else:
-            kept, waiting = kept - saved, waiting + part * (kind == "I")
+            kept -= saved
+            waiting += part * (kind == "I")
         found.kept.append(kept)
         found.waiting.append(waiting)
     return found
@@ -135,10 +141,13 @@ def kept_over_time(actions: Sequence[Action], stages: Sequence[StageMemory], spl
 
 def _describe(request: PageRequest, config: TransformerConfig, times: StageTimes) -> dict[str, Any]:
     """Return the data of one schedule of the model."""
-    batch, count, machine = request.micro_batch_size, request.num_microbatches, request.machine
+    batch = request.micro_batch_size
+    count = request.num_microbatches
+    machine = request.machine
     stage_times = times.of(config, batch)
     plan = plan_pipeline(config, batch, count, roofline=times)
-    schedule, simulation = plan.schedule, plan.simulation
+    schedule = plan.schedule
+    simulation = plan.simulation
     gradients, update = after_backward(config, batch, count, request.data_parallel_size, machine)
     memory = predict_stages(config, batch)
     everything = predict_stages(without_recompute(config), batch)
@@ -183,7 +192,9 @@ def _describe(request: PageRequest, config: TransformerConfig, times: StageTimes
 
 def _actions(plan: PipelinePlan, memory: Sequence[StageMemory]) -> tuple[dict[str, Any], list[Kept]]:
     """Return all actions as columns, and the saved bytes of every rank."""
-    schedule, starts, costs = plan.schedule, plan.simulation.starts, plan.costs
+    schedule = plan.schedule
+    starts = plan.simulation.starts
+    costs = plan.costs
     order = [action for actions in schedule.actions for action in actions]
     number = {action: place for place, action in enumerate(order)}
     kept = [kept_over_time(actions, memory, schedule.splits_backward) for actions in schedule.actions]
@@ -240,7 +251,8 @@ def last_input(schedule: Schedule, costs: Costs, starts: dict[Action, float], ac
 
 def _ranks(plan: PipelinePlan, memory: Sequence[StageMemory], kept: Sequence[Kept]) -> list[dict[str, Any]]:
     """Return bubble and memory of every rank, and the time of its peak."""
-    schedule, simulation = plan.schedule, plan.simulation
+    schedule = plan.schedule
+    simulation = plan.simulation
     found = []
     for rank, sizes in enumerate(rank_memories(plan.config, schedule, memory)):
         together = [a + b for a, b in zip(*kept[rank], strict=True)]
@@ -259,7 +271,8 @@ def _ranks(plan: PipelinePlan, memory: Sequence[StageMemory], kept: Sequence[Kep
 
 
 def _title(chosen: dict[str, Any]) -> str:
-    count, ranks = chosen["microbatches"], chosen["ranksCount"]
+    count = chosen["microbatches"]
+    ranks = chosen["ranksCount"]
     microbatches = f"{count:,} microbatch{'es' * (count != 1)}"
     if ranks == 1:
         return f"{microbatches} on one rank"
@@ -269,7 +282,8 @@ def _title(chosen: dict[str, Any]) -> str:
 
 def _words(request: PageRequest) -> list[list[str]]:
     """Describe the configuration, as pairs of a name and a text."""
-    config, machine = request.config, request.machine
+    config = request.config
+    machine = request.machine
     mhc = f", hyper-connections of {config.num_residual_streams} streams" if config.enable_hyper_connections else ""
     schedule = schedule_for(config, request.num_microbatches).name
     virtual = f", {config.virtual_pipeline_model_parallel_size} virtual stages a rank"

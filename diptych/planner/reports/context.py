@@ -24,7 +24,8 @@ def print_context(console: Console, config: TransformerConfig, micro_batch_size:
 
 
 def _ranks(config: TransformerConfig, batch: int) -> Table:
-    size, length = config.context_parallel_size, config.seq_length
+    size = config.context_parallel_size
+    length = config.seq_length
     tokens = np.zeros((batch, length), np.int32)
     offsets = end_to_end(tokens, tokens, np.arange(batch)).cu_seqlens
     part = batch * length // size
@@ -38,7 +39,8 @@ def _ranks(config: TransformerConfig, batch: int) -> Table:
     rows = []
     for rank in range(size):
         local = local_sequences(offsets, rank, part)
-        first, count = int(local.first_sequence), int(local.num_sequences)
+        first = int(local.first_sequence)
+        count = int(local.num_sequences)
         rows.append(
             (
                 str(rank),
@@ -88,7 +90,8 @@ def _left_out(config: TransformerConfig) -> tuple[int | None, int | None]:
 def _others(config: TransformerConfig, batch: int, attention: int, linear: int) -> str:
     """Return sentences on the messages of convolutions and of attention."""
     itemsize = 2 if config.bf16 else 8 if config.params_dtype == "float64" else 4
-    (key_heads, heads, key, value), size = config.linear_heads, config.context_parallel_size
+    (key_heads, heads, key, value) = config.linear_heads
+    size = config.context_parallel_size
     said = []
     if config.pipeline_model_parallel_size == 1:
         said.append(
@@ -111,7 +114,8 @@ def _others(config: TransformerConfig, batch: int, attention: int, linear: int) 
 
 def _handed_on(config: TransformerConfig, batch: int) -> str:
     """Return sentences on the messages of the pipelined exchange."""
-    size, said = config.context_parallel_size, []
+    size = config.context_parallel_size
+    said = []
     for mixer in sorted(config.mixers):
         layer = next(number for number in range(config.num_layers) if config.layer(number).mixer == mixer)
         for exchange in layer_exchanges(config, layer, batch):
@@ -126,7 +130,8 @@ def _handed_on(config: TransformerConfig, batch: int) -> str:
 
 def _scores(config: TransformerConfig, part: int, itemsize: int) -> str:
     """Return sentences on the attention scores that a rank computes, and on the cost of moving queries."""
-    size, layout = config.context_parallel_size, config.cp_attention_layout
+    size = config.context_parallel_size
+    layout = config.cp_attention_layout
     pairs = {name: max(score_pairs(name, rank, size, part) for rank in range(size)) for name in ATTENTION_LAYOUTS}
     said = f"Its layout is {layout}: a rank computes scores of {pairs[layout]:,} pairs of query and key"
     if layout == "contiguous":

@@ -55,8 +55,10 @@ def print_generated(console: Console, command: PlanRequest, path: Path) -> Trans
     Raises:
         ValueError: the costs cannot be read, or the memory limit is below the need of one microbatch.
     """
-    config, m = command.model, command.num_microbatches
-    costs, standing = stage_costs(command, config), standing_bytes(config)
+    config = command.model
+    m = command.num_microbatches
+    costs = stage_costs(command, config)
+    standing = standing_bytes(config)
     limit = None if command.memory_limit is None else parse_bytes("memory_limit", command.memory_limit)
     found = generate_schedule(
         config.pipeline_model_parallel_size,
@@ -134,7 +136,8 @@ def stage_costs(command: PlanRequest, config: TransformerConfig) -> Costs:
 
 def _memory_limits(config: TransformerConfig, costs: Costs, standing: Sequence[int], limit: int) -> list[float]:
     """Return the bytes that the limit leaves on every rank for values saved for backward."""
-    p, placement = config.pipeline_model_parallel_size, config.placement
+    p = config.pipeline_model_parallel_size
+    placement = config.placement
     home = [place_of(stage, p, placement).pp_rank for stage in range(num_stages(config))]
     for rank, size in enumerate(standing):
         kept = sum(costs.of("activation_bytes", stage) for stage, here in enumerate(home) if here == rank)
@@ -155,14 +158,16 @@ def _named(command: PlanRequest) -> tuple[list[Planned], dict[str, str]]:
 
     If times are predicted, schedules with other stages have times of their own; measured times cannot serve them.
     """
-    found, refused = [], {}
+    found = []
+    refused = {}
     stages = num_stages(command.model)
     for name in SCHEDULES[1:]:
         try:
             config = with_schedule(command.model, name)
             if command.stage_costs is not None and num_stages(config) != stages:
                 raise ValueError(f"costs are for {stages} stages, the schedule has {num_stages(config)}")
-            schedule, costs = schedule_for(config, command.num_microbatches), stage_costs(command, config)
+            schedule = schedule_for(config, command.num_microbatches)
+            costs = stage_costs(command, config)
             simulation = simulate(schedule, costs)
             found.append(Planned(schedule, costs, simulation, _largest(simulation, standing_bytes(config))))
         except ValueError as error:
@@ -175,7 +180,8 @@ def _stage_table(made: Planned) -> Table:
     headings = ("rank", "stage", "F, ms", "I, ms", "W, ms", "kept for backward, MiB", "from I to W, MiB")
     for heading in headings:
         table.add_column(heading, justify="right")
-    schedule, costs = made.schedule, made.costs
+    schedule = made.schedule
+    costs = made.costs
     rows = []
     for rank in range(schedule.pp_size):
         for stage in (stage for stage in range(schedule.num_stages) if schedule.rank_of(stage) == rank):
@@ -192,7 +198,8 @@ def _comparison(made: Planned, named: Sequence[Planned], limit: int | None) -> T
     for heading in ("", "makespan, s", "relative", "in JAX, s", "idle", "rank that holds most, MiB", ""):
         table.add_column(heading, justify="right" if heading else "left")
     for each in (made, *named):
-        schedule, simulation = each.schedule, each.simulation
+        schedule = each.schedule
+        simulation = each.simulation
         note = "over memory_limit" if limit is not None and each.largest > limit else ""
         table.add_row(
             f"{schedule.name}, v={schedule.stages_per_rank}" if schedule.stages_per_rank > 1 else schedule.name,

@@ -25,7 +25,8 @@ def print_plan(console: Console, config: TransformerConfig, batch: int) -> None:
     """Print the recompute blocks and the memory of a training step, term by term, with and without recompute."""
     blocks = recompute_blocks(config)
     console.print(f"blocks: {block_words(config)}")
-    plan, full = predict_memory(config, batch), predict_memory(without_recompute(config), batch)
+    plan = predict_memory(config, batch)
+    full = predict_memory(without_recompute(config), batch)
     table = Table(box=None, title=f"PyTorch, {batch} sequences of {config.seq_length} tokens", title_justify="left")
     table.add_column("saved for backward")
     columns = [full] if all(block.kind == "none" for block in blocks) else [full, plan]
@@ -58,7 +59,8 @@ def _higher_peak(config: TransformerConfig, ratio: float) -> str:
 
 def _rows(columns: list[MemoryPrediction]) -> list[tuple]:
     """Return rows of a name and its bytes in each column, largest first; small terms are added up."""
-    rows, rest = [], [0] * len(columns)
+    rows = []
+    rest = [0] * len(columns)
     for name in columns[0].kept:
         sizes = [column.kept.get(name, 0) for column in columns]
         if max(sizes) < SMALL_SHARE * columns[0].saved:

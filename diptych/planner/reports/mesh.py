@@ -99,7 +99,8 @@ def _wire_table(config: TransformerConfig, batch: int, count: int, replicas: int
         place = "every" if min(by_rank) == most else _range_words([r for r, size in enumerate(by_rank) if size == most])
         table.add_row(name, algorithm, f"{most / UNITS[unit]:,.1f}", place, f"{total / UNITS[unit]:,.1f}")
     table.add_section()
-    most, all_ = max(together), sum(term.total for term in traffic)
+    most = max(together)
+    all_ = sum(term.total for term in traffic)
     sizes = [f"{size / UNITS[unit]:,.1f}" for size in (most, all_)]
     table.add_row("sum, at most", "", sizes[0], str(together.index(most)), sizes[1])
     return table

@@ -19,9 +19,11 @@ def print_offload(console: Console, command: PlanRequest) -> None:
     The rank is the first of those with the most layers, because other ranks of a pipeline may have none. In a pipeline,
     JAX has a column of its own: its copies do not extend from one action into the next.
     """
-    config, asked = command.model, command.model.tensor_offload_num_prefetch_layers
+    config = command.model
+    asked = command.model.tensor_offload_num_prefetch_layers
     tokens = command.micro_batch_size * config.seq_length // config.context_parallel_size
-    bandwidth, rate = command.link_bandwidth * 1e9, command.compute_rate * 1e12
+    bandwidth = command.link_bandwidth * 1e9
+    rate = command.compute_rate * 1e12
     storages = layer_storages(config)
     rank = max(range(config.pipeline_model_parallel_size), key=lambda rank: len(rank_layers(config, rank)))
     layers = rank_layers(config, rank)

@@ -76,7 +76,8 @@ def plan_pipeline(
         ValueError: the schedule does not allow so many microbatches; or costs are for another number of stages or all
             0.
     """
-    schedule, stages = schedule_for(config, num_microbatches), range(num_stages(config))
+    schedule = schedule_for(config, num_microbatches)
+    stages = range(num_stages(config))
     if costs is None and roofline is not None:
         costs = roofline.costs(config, micro_batch_size)
     if costs is None:
@@ -113,7 +114,8 @@ def other_schedules(
     Schedules with another number of stages divide the layers again, with the same options; given costs do not fit them.
     Arguments as in plan_pipeline.
     """
-    config, num_microbatches = plan.config, plan.schedule.num_microbatches
+    config = plan.config
+    num_microbatches = plan.schedule.num_microbatches
     found = []
     for name in SCHEDULES:
         if name == plan.schedule.name:
@@ -258,7 +260,8 @@ def shortened(row: str, width: int) -> str:
     if len(row) <= width:
         return row
     entries = row.split(",")
-    start, end = [], []
+    start = []
+    end = []
     while entries:
         grown = [*start, entries[0]], [entries[-1], *end]
         side = 0 if len(",".join(start)) <= len(",".join(end)) else 1
@@ -272,8 +275,11 @@ def shortened(row: str, width: int) -> str:
 
 def warmup(plan: PipelinePlan, rank: int) -> int:
     """Return the number of forwards that a rank runs before it alternates between forward and backward."""
-    schedule, group = plan.schedule, plan.config.microbatch_group_size_per_vp_stage
-    p, m, v = schedule.pp_size, schedule.num_microbatches, schedule.stages_per_rank
+    schedule = plan.schedule
+    group = plan.config.microbatch_group_size_per_vp_stage
+    p = schedule.pp_size
+    m = schedule.num_microbatches
+    v = schedule.stages_per_rank
     if schedule.name in ("none", "gpipe"):
         return 0 if schedule.name == "none" else m
     if schedule.name in ("1f1b", "interleaved", "zb-h1"):
@@ -284,9 +290,11 @@ def warmup(plan: PipelinePlan, rank: int) -> int:
 
 def _stage_table(plan: PipelinePlan) -> Table:
     """Return a table of the layers of every stage, and of the bytes that a microbatch saves there."""
-    config, schedule = plan.config, plan.schedule
+    config = plan.config
+    schedule = plan.schedule
     table = Table(box=None, title="stages", title_justify="left")
-    virtual, split = schedule.stages_per_rank > 1, schedule.splits_backward
+    virtual = schedule.stages_per_rank > 1
+    split = schedule.splits_backward
     headings = ["rank", *(["virtual stage"] if virtual else []), "stage", "holds", "saved for backward, MiB"]
     for heading in [*headings, *(["from I to W, MiB"] if split else [])]:
         table.add_column(heading, justify="left" if heading == "holds" else "right")
@@ -325,7 +333,8 @@ def held_words(config: TransformerConfig, stage: int) -> str:
 
 def _rank_table(plan: PipelinePlan, unit: Unit) -> Table:
     """Return a table of warm-up, bubble and memory of every rank."""
-    schedule, simulation = plan.schedule, plan.simulation
+    schedule = plan.schedule
+    simulation = plan.simulation
     name = " ms" if unit.name == "ms" else ""
     table = Table(
         box=None, title=f"ranks; makespan {simulation.makespan * unit.scale:{PRECISION}}{name}", title_justify="left"
@@ -363,7 +372,8 @@ def _comparison(plan: PipelinePlan, others: Sequence[OtherSchedule], unit: Unit)
     for name, other, _ in (OtherSchedule(plan.schedule.name, plan, ""), *others):
         if other is None:
             continue
-        simulation, schedule = other.simulation, other.schedule
+        simulation = other.simulation
+        schedule = other.schedule
         note = "chosen" if other is plan else "one rank" if name == "none" else ""
         table.add_row(
             f"{name}, v={schedule.stages_per_rank}" if schedule.stages_per_rank > 1 else name,

@@ -142,11 +142,13 @@ def check_arguments(options: DeltaRuleOptions, arrays: Mapping[str, ArrayInfo | 
         if arrays[name] is None:
             raise ValueError(f"{name}: expected an array, got None")
     given = {name: array for name, array in arrays.items() if array is not None}
-    q, v = given["q"], given["v"]
+    q = given["q"]
+    v = given["v"]
     for name, info, letters in (("q", q, "[B, T, H, K]"), ("v", v, "[B, T, HV, V]")):
         if len(info.shape) != 4 or 0 in info.shape:
             raise ValueError(f"{name}: expected shape {letters} without empty axes, got {list(info.shape)}")
-    (batch, length, heads, key), value_heads = q.shape, v.shape[2]
+    (batch, length, heads, key) = q.shape
+    value_heads = v.shape[2]
     if value_heads % heads:
         raise ValueError(f"v: expected a multiple of q's {heads} heads, got {value_heads}")
     decay = (batch, length, value_heads, key) if options.per_channel else (batch, length, value_heads)
@@ -254,7 +256,8 @@ def chunk_tables(cu_seqlens: Any, chunk_size: int, chunks: int | None = None, xp
         chunks: as many as there are to be, if it must be known before the offsets are; see ``most_chunks``.
         xp: the module to compute with, numpy or jax.numpy.
     """
-    starts, stops = cu_seqlens[:-1], cu_seqlens[1:]
+    starts = cu_seqlens[:-1]
+    stops = cu_seqlens[1:]
     ends = xp.cumsum(-((starts - stops) // chunk_size))
     number = xp.arange(int(ends[-1]) if chunks is None else chunks)
     sequence = xp.minimum(xp.searchsorted(ends, number, side="right"), len(starts) - 1)

@@ -222,7 +222,8 @@ def check_attention(q: Operand, k: Operand, v: Operand, mask: Operand | None, na
         if x.dtype != q.dtype:
             raise ValueError(f"{letter}: expected {q.dtype}, as q is, got {x.dtype}")
     batch, length, heads, width = q.shape
-    tokens, groups = k.shape[1] if keys else length, k.shape[2]
+    tokens = k.shape[1] if keys else length
+    groups = k.shape[2]
     check_shape("k", k.shape, (batch, tokens, groups, width))
     check_shape("v", v.shape, (batch, tokens, groups, width))
     if not groups or heads % groups:

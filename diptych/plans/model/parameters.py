@@ -84,7 +84,8 @@ def delta_rule_specs(config: TransformerConfig, mixer: str) -> dict[str, dict[st
     kda's decay, one a channel, and its output gate come through a bottleneck as wide as a value head.
     """
     heads, value_heads, key, value = config.linear_heads
-    width, channels = config.hidden_size, 2 * heads * key + value_heads * value
+    width = config.hidden_size
+    channels = 2 * heads * key + value_heads * value
     specs = {
         "linear_qkv": linear_spec(config, channels, width),
         "conv1d": {
@@ -191,7 +192,8 @@ def _walk(
         yield from prefixed("embedding", embedding_spec(config))
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     for number in range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank)):
-        prefix, layer = f"decoder.layers.{number}", config.layer(number)
+        prefix = f"decoder.layers.{number}"
+        layer = config.layer(number)
         if layer.self_attention_hyper_connection:
             yield from prefixed(f"{prefix}.self_attention_hyper_connection", hyper_connection_spec(config))
         yield from prefixed(f"{prefix}.input_layernorm", norm_spec(config))

@@ -36,14 +36,19 @@ def philox_4x32(key: tuple[int, int], counter: tuple) -> np.ndarray:
     Returns:
         [4, ...] uint32.
     """
-    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    low = np.uint64(0xFFFFFFFF)
+    half = np.uint64(32)
     c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(c, np.uint64) for c in counter))
     k0, k1 = key
     for _ in range(ROUNDS):
-        product0, product2 = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])
-        c0, c1 = (product2 >> half) ^ c1 ^ np.uint64(k0), product2 & low
-        c2, c3 = (product0 >> half) ^ c3 ^ np.uint64(k1), product0 & low
-        k0, k1 = (k0 + KEY_STEPS[0]) & 0xFFFFFFFF, (k1 + KEY_STEPS[1]) & 0xFFFFFFFF
+        product0 = c0 * np.uint64(MULTIPLIERS[0])
+        product2 = c2 * np.uint64(MULTIPLIERS[1])
+        c0 = (product2 >> half) ^ c1 ^ np.uint64(k0)
+        c1 = product2 & low
+        c2 = (product0 >> half) ^ c3 ^ np.uint64(k1)
+        c3 = product0 & low
+        k0 = (k0 + KEY_STEPS[0]) & 0xFFFFFFFF
+        k1 = (k1 + KEY_STEPS[1]) & 0xFFFFFFFF
     return np.stack([c0, c1, c2, c3]).astype(np.uint32)
 
 

@@ -103,7 +103,8 @@ def _trimmed(actions: Iterable[Action], m: int) -> list[Action]:
 
 
 def _zb_v_rank(rank: int, p: int, m: int) -> list[Action]:
-    first, second = 0, 1
+    first = 0
+    second = 1
     rows = _Writer(rank, p)
     for _ in range(2 * (p - rank) - 1):
         rows.add("F", first)
@@ -129,7 +130,8 @@ def _zb_v_rank(rank: int, p: int, m: int) -> list[Action]:
 
 
 def _dualpipe_v_rank(rank: int, p: int, m: int) -> list[Action]:
-    first, second = 0, 1
+    first = 0
+    second = 1
     rows = _Writer(rank, p)
     rest = p - 1 - rank
     for _ in range(2 * rest):
