@@ -56,7 +56,7 @@ def test_a_directory_named_like_a_checkpoint_is_told_before_a_step_is_spent(corp
     (run / "step_00000002.safetensors").mkdir(parents=True)
     assert diptych(f"train {SMALL} --data-path {corpus} --save {run}") == 2
     captured = capsys.readouterr()
-    assert "save: expected files alone to be named like" in captured.err
+    assert "save: expected only files with names like" in captured.err
     assert "rename it" in captured.err
     assert "step      0" not in captured.out
     assert list_checkpoints(run) == []

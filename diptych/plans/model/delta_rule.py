@@ -251,10 +251,11 @@ def chunk_tables(cu_seqlens: Any, chunk_size: int, chunks: int | None = None, xp
     """Return the tables of packed sequences; only the last chunk of a sequence may be shorter.
 
     Args:
-        cu_seqlens: where sequences begin, and at last the end. [N + 1] int32
-        chunk_size: tokens of a chunk.
-        chunks: as many as there are to be, if it must be known before the offsets are; see ``most_chunks``.
-        xp: the module to compute with, numpy or jax.numpy.
+        cu_seqlens: start offsets of the sequences, and the total length. [N + 1] int32
+        chunk_size: tokens per chunk.
+        chunks: number of chunks in the result, at least the actual number (see ``most_chunks``), if the offsets are
+            traced; None: the actual number.
+        xp: array module, numpy or jax.numpy.
     """
     starts = cu_seqlens[:-1]
     stops = cu_seqlens[1:]
@@ -294,11 +295,12 @@ def cut_into_chunks(cu_seqlens: Any, length: int, chunk_size: int, chunks: int |
     """Cut packed sequences into chunks.
 
     Args:
-        cu_seqlens: where sequences begin, and at last the end. [N + 1] int32
-        length: tokens of all.
-        chunk_size: tokens of a chunk.
-        chunks: as many as there are to be, if it must be known before the offsets are; see ``most_chunks``.
-        xp: the module to compute with, numpy or jax.numpy.
+        cu_seqlens: start offsets of the sequences, and the total length. [N + 1] int32
+        length: total number T of tokens.
+        chunk_size: tokens per chunk.
+        chunks: number of chunks in the result, at least the actual number (see ``most_chunks``), if the offsets are
+            traced; None: the actual number.
+        xp: array module, numpy or jax.numpy.
     """
     counts = -((cu_seqlens[:-1] - cu_seqlens[1:]) // chunk_size)
     stops = xp.cumsum(counts)

@@ -1,11 +1,11 @@
 """Counter-based random numbers: Philox-4x32-10, the numpy reference.
 
-A counter-based generator has no state: the same key and counter give the same four 32-bit words
-anywhere, in any order. Dropout masks therefore do not depend on how a batch is cut into
+A counter-based generator has no state: equal keys and counters give equal 32-bit words on every device and in any
+order. Dropout masks therefore do not depend on how a batch is cut into
 microbatches, pipeline stages or sequence shards, and a recomputed region sees its first mask again.
 
 Reference: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. The backends' own
-versions (``ops.philox_4x32``) are tested bit-equal to this one, and this one to the paper's vectors.
+versions (``ops.philox_4x32``) are tested to be bitwise equal to this one, and this one to the paper's vectors.
 """
 
 import math
@@ -17,7 +17,7 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 
 TILE_ROWS = 128
-"""Rows of a dropout mask PyTorch makes at a time, so that the generator's 64-bit words stay in cache."""
+"""Rows of a dropout mask that PyTorch computes at once, so that the generator's 64-bit words stay in cache."""
 
 SAMPLE_SITE = 0xFFFFFFFE
 """Second key word of sampled text."""
