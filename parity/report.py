@@ -140,7 +140,7 @@ def print_summary(console: Console, comparison: Comparison, most: int = 8) -> No
         + (f" (small ones relative to {floor:.0%} of the whole)" if (floor := GRADIENT_FLOOR[comparison.dtype]) else "")
     )
     if comparison.memory is not None:
-        console.print(_memory_words(comparison.memory))
+        console.print(_describe_memory(comparison.memory))
     console.print(
         "validation loss, nats per token: "
         + ", ".join(f"{backend} {loss:.6f}" for backend, loss in comparison.validation.items())
@@ -153,7 +153,7 @@ def print_summary(console: Console, comparison: Comparison, most: int = 8) -> No
         console.print("[green]equal within tolerance[/green]")
 
 
-def _memory_words(memory: MeasuredMemory) -> str:
+def _describe_memory(memory: MeasuredMemory) -> str:
     return (
         f"memory in PyTorch, predicted and measured, MiB: kept for backward {memory.predicted_saved / MIB:.1f} and "
         f"{memory.saved / MIB:.1f}, peak {memory.predicted_peak / MIB:.1f} and {memory.peak / MIB:.1f}"

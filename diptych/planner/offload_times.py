@@ -10,7 +10,7 @@ from diptych.plans.offload.moves import OffloadPlan, layer_storages
 from diptych.plans.offload.uses import Use
 
 
-def hiding_tokens(config: TransformerConfig, bandwidth: float, rate: float) -> float:
+def min_tokens_for_overlap(config: TransformerConfig, bandwidth: float, rate: float) -> float:
     """Return the smallest number of tokens in a microbatch at which copies overlap fully with computation.
 
     A forward multiplies and adds once per parameter and token, a backward twice; so copies that take no longer than

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from diptych.planner.memory.ranks import RankMemory, moved_bytes, rank_memories
 from diptych.planner.memory.stages import StageMemory, predict_stages
-from diptych.planner.step_time import Machine, StageTime, StageTimes, after_backward, costs_of, waits_of_wavefront
+from diptych.planner.step_time import Machine, StageTime, StageTimes, after_backward, costs_of, wavefront_delay
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.sequences import check_shared
 from diptych.plans.mesh import undivided
@@ -324,7 +324,7 @@ class _Predictions:
         times = self._stage_times(candidate)
         costs = costs_of(config, times, candidate.micro_batch_size, self._machine)
         simulation = simulate(schedule_for(config, candidate.num_microbatches), costs)
-        waits = waits_of_wavefront(config, candidate.micro_batch_size, times, self._machine)
+        waits = wavefront_delay(config, candidate.micro_batch_size, times, self._machine)
         simulation = replace(simulation, makespan=simulation.makespan + waits)
         gradients, update = self._after_backward(candidate)
         copies = max(0.0, self._copies(candidate) - simulation.makespan - update)

@@ -185,13 +185,13 @@ def step_time(
     stages = StageTimes(machine).of(config, micro_batch_size)
     schedule = schedule_for(config, num_microbatches)
     simulation = simulate(schedule, costs_of(config, stages, micro_batch_size, machine))
-    waits = waits_of_wavefront(config, micro_batch_size, stages, machine)
+    waits = wavefront_delay(config, micro_batch_size, stages, machine)
     simulation = replace(simulation, makespan=simulation.makespan + waits)
     gradients, update = after_backward(config, micro_batch_size, num_microbatches, data_parallel_size, machine)
     return StepTime(simulation.makespan + gradients + update, simulation, stages, gradients, update)
 
 
-def waits_of_wavefront(config: TransformerConfig, batch: int, stages: Sequence[StageTime], machine: Machine) -> float:
+def wavefront_delay(config: TransformerConfig, batch: int, stages: Sequence[StageTime], machine: Machine) -> float:
     """Return the seconds that the pipelined exchange adds to a step, because its last rank starts behind its first.
 
     It is the delay along the longest row of context ranks that share a sequence, forward and backward; 0 with any other
@@ -250,13 +250,13 @@ def _gradient_times(nodes: Sequence[Node], machine: Machine) -> tuple[float, flo
     """Return the seconds of the operations' I and W."""
     inputs = weights = 0.0
     for node in nodes:
-        kept = sum(value.size for value in node.keeps)
+        kept = sum(value.size for value in node.saves)
         gradients = _moved(node)
         if node.is_linear:  # one product for the input's gradient, one for the weight's
             inputs += machine.seconds(node.flops, gradients + node.parameters)
             weights += machine.seconds(node.flops, kept + gradients // 2 + node.parameters)
         else:
-            inputs += machine.seconds(2 * node.flops + node.flops_again, kept + gradients + node.parameters)
+            inputs += machine.seconds(2 * node.flops + node.recomputed_flops, kept + gradients + node.parameters)
     return inputs, weights
 
 

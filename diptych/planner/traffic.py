@@ -136,7 +136,7 @@ def layer_exchanges(
         replays_mixer: True if backward recomputes attention or the delta rule, and repeats its exchange.
     """
     if config.cp_exchange == PIPELINED:
-        yield from _handed_on(config, layer, batch)
+        yield from _pipelined_messages(config, layer, batch)
         return
     size = config.context_parallel_size
     item = ITEM_SIZES[config.compute_dtype]
@@ -167,7 +167,7 @@ def layer_exchanges(
     yield Exchange("tokens of convolutions", "point to point", one, total, 2 + replays_layer)
 
 
-def _handed_on(config: TransformerConfig, layer: int, batch: int) -> Iterator[Exchange]:
+def _pipelined_messages(config: TransformerConfig, layer: int, batch: int) -> Iterator[Exchange]:
     """Yield the messages of the pipelined exchange, for sequences that span ranks; recomputation repeats none."""
     size = config.context_parallel_size
     item = ITEM_SIZES[config.compute_dtype]

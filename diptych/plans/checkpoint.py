@@ -98,8 +98,8 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Pat
 
     Raises:
         ValueError: ``keep`` is below 1.
-        CheckpointError: the folder is not writable or has a checkpoint of a later step, the disk is full, or a number is
-            not finite. Earlier checkpoints remain.
+        CheckpointError: the folder is not writable or has a checkpoint of a later step, the disk is full, or an
+            element is not finite. Earlier checkpoints remain.
     """
     if keep < 1:
         raise ValueError(f"keep: expected at least 1, got {keep}")
@@ -173,7 +173,9 @@ def check_names(folder: Path) -> None:
     """
     for path in folder.glob("step_*.safetensors"):
         if _step_of(path) is not None and not path.is_file():
-            raise CheckpointError(f"save: expected only files with names like {path}, got another kind of entry; rename it")
+            raise CheckpointError(
+                f"save: expected only files with names like {path}, got another kind of entry; rename it"
+            )
 
 
 def read_checkpoint(path: Path | str) -> Checkpoint:
@@ -248,7 +250,9 @@ def _check_latest(folder: Path, step: int) -> None:
         )
 
 
-def read_on_all_ranks(path: Path | str, settings: Mapping[str, Any], gather_texts: Callable[[str], Sequence[str]]) -> Checkpoint:
+def read_on_all_ranks(
+    path: Path | str, settings: Mapping[str, Any], gather_texts: Callable[[str], Sequence[str]]
+) -> Checkpoint:
     """Read the checkpoint of a run on all its processes and check that it is the same one.
 
     Machines may have separate disks under one path, with different newest checkpoints.

@@ -9,7 +9,7 @@ import math
 import os
 import time
 
-from diptych.plans.mesh import model_parallel_words
+from diptych.plans.mesh import replica_settings
 from diptych.plans.schedule.messages import PipelineError
 from diptych.plans.training import check_trainable
 from parity.cli.commands import Train
@@ -68,7 +68,7 @@ def check_processes(command: Train) -> None:
         size = int(os.environ["WORLD_SIZE"])
     if size % n:
         raise ValueError(
-            f"nproc: expected a multiple of {model_parallel_words(command.model)}={n} {what}, got {size}; {remedy}"
+            f"nproc: expected a multiple of {replica_settings(command.model)}={n} {what}, got {size}; {remedy}"
         )
     check_trainable(command.model, command.train, size // n)
 

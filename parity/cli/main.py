@@ -21,8 +21,8 @@ from diptych.planner.page import PageRequest, write_page
 from diptych.planner.reports.console import print_written
 from diptych.planner.reports.context import print_context
 from diptych.planner.reports.generate import print_generated
-from diptych.planner.reports.memory import block_words, print_plan
-from diptych.planner.reports.mesh import mesh_words, print_mesh
+from diptych.planner.reports.memory import describe_blocks, print_plan
+from diptych.planner.reports.mesh import describe_mesh, print_mesh
 from diptych.planner.reports.offload import print_offload
 from diptych.planner.reports.schedule import print_schedule
 from diptych.planner.reports.search import print_search
@@ -218,7 +218,7 @@ def _plan(command: Plan, console: Console) -> int:
     shape = (command.micro_batch_size, command.num_microbatches)
     page = PageRequest(model, *shape, command.data_parallel_size, command.machine) if command.html else None
     check_shared(command.micro_batch_size, model.seq_length, model.context_parallel_size)
-    console.print(mesh_words(model, command.data_parallel_size), highlight=False)
+    console.print(describe_mesh(model, command.data_parallel_size), highlight=False)
     if command.generate_schedule is not None:
         model = print_generated(console, command, command.generate_schedule)
     elif model.pipeline_model_parallel_size > 1:
@@ -310,5 +310,5 @@ def _print_setting(run: TrainingRun, corpus, console: Console) -> None:
         f"{model.compute_dtype}; T={model.seq_length}, batch {train.global_batch_size}, {train.train_iters} steps"
     )
     if any("recompute" in name and value for name, value in vars(model).items()):
-        console.print(f"recompute, blocks: {block_words(model)}")
+        console.print(f"recompute, blocks: {describe_blocks(model)}")
     console.print(f"corpus: {corpus.name}, {len(corpus.training):,} bytes (digest {corpus.digest})", markup=False)

@@ -195,7 +195,7 @@ class _Watch:
             if self._ranks[0].code == REFUSED:  # rank 0 has printed the error that all ranks have
                 return REFUSED
             if not left or now >= self._end or self._is_late(left, now):
-                return self._told(left)
+                return self._report_failures(left)
             time.sleep(POLL_INTERVAL)
 
     def _is_late(self, left: Sequence[_Rank], now: float) -> bool:
@@ -222,7 +222,7 @@ class _Watch:
             return True
         return False
 
-    def _told(self, left: Sequence[_Rank]) -> int:
+    def _report_failures(self, left: Sequence[_Rank]) -> int:
         """Print which ranks failed, and the fate of ranks that print nothing themselves; return the exit code."""
         first = self._failed[0] if self._failed else None
         for rank in self._ranks:

@@ -152,7 +152,7 @@ def _memory_limits(limit: float | Sequence[float] | None, p: int) -> list[float]
 def _check_memory_limits(pipeline: Pipeline) -> None:
     """Check that one microbatch fits: its last stage on a rank runs while all its others there are saved."""
     for rank, own in enumerate(pipeline.own):
-        needed = sum(pipeline.kept[stage] for stage in own)
+        needed = sum(pipeline.saved[stage] for stage in own)
         if not pipeline.fits(rank, needed):
             raise ValueError(
                 f"memory_limit: expected at least {needed:g} bytes on rank {rank}, which one microbatch keeps there, "

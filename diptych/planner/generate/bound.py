@@ -27,7 +27,7 @@ def lower_bound(pipeline: Pipeline) -> float:
         bounds.append(lead_in + passes + max(weights, lead_out))
         if 0.0 < limit < float("inf"):
             area = sum(
-                p.kept[s] * (backs[s] + p.inputs[s] - heads[s]) + min(p.kept[s], p.waiting[s]) * p.weights[s]
+                p.saved[s] * (backs[s] + p.inputs[s] - heads[s]) + min(p.saved[s], p.pending[s]) * p.weights[s]
                 for s in own
             )
             bounds.append(heads[first] + p.m * area / limit)
@@ -38,8 +38,8 @@ def _most_forwards(p: Pipeline, rank: int) -> float:
     """Return the time of the forwards, counted fractionally, that a rank has memory for before its first backward."""
     time = 0.0
     left = p.memory_limits[rank]
-    for stage in sorted(p.own[rank], key=lambda s: p.kept[s] / p.forward[s] if p.forward[s] else float("inf")):
-        count = min(float(p.m), left / p.kept[stage]) if p.kept[stage] else float(p.m)
+    for stage in sorted(p.own[rank], key=lambda s: p.saved[s] / p.forward[s] if p.forward[s] else float("inf")):
+        count = min(float(p.m), left / p.saved[stage]) if p.saved[stage] else float(p.m)
         time += count * p.forward[stage]
-        left -= count * p.kept[stage]
+        left -= count * p.saved[stage]
     return time

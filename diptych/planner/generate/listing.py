@@ -148,20 +148,20 @@ class _Listing:
         """Return True if a forward fits and all microbatches in flight can be finished after it, oldest first."""
         p = self._p
         own = self._p.own[rank]
-        if not p.fits(rank, self._size[rank] + p.kept[stage]):
+        if not p.fits(rank, self._size[rank] + p.saved[stage]):
             return False
         if len(own) == 1:
             return True
-        left = p.memory_limits[rank] * (1.0 + ROUNDING) - self._size[rank] - p.kept[stage]
-        left += sum((self._splits[s] - self._weights[s]) * p.waiting[s] for s in own)
+        left = p.memory_limits[rank] * (1.0 + ROUNDING) - self._size[rank] - p.saved[stage]
+        left += sum((self._splits[s] - self._weights[s]) * p.pending[s] for s in own)
         begun = [self._forwards[s] + (s == stage) for s in own]
         for microbatch in range(min(self._backwards[s] for s in own), begun[0]):
             claimed = held = 0.0
             for s, count in zip(own, begun, strict=True):
                 if microbatch >= count:
-                    claimed += p.kept[s]
+                    claimed += p.saved[s]
                 elif microbatch >= self._backwards[s]:
-                    held += p.kept[s]
+                    held += p.saved[s]
             if claimed > left:
                 return False
             left += held
@@ -169,21 +169,21 @@ class _Listing:
 
     def _begin(self, rank: int, now: float, kind: int, stage: int) -> None:
         p = self._p
-        if kind == I and not p.fits(rank, self._size[rank] + p.waiting[stage] - p.kept[stage]):
+        if kind == I and not p.fits(rank, self._size[rank] + p.pending[stage] - p.saved[stage]):
             kind = B  # what W would need does not fit
         end = now + p.lasts[4 * stage + kind]
         if kind == F:
             self._forwards[stage] += 1
-            self._size[rank] += p.kept[stage]
+            self._size[rank] += p.saved[stage]
             if stage + 1 < p.num_stages:
                 self._arrive(self._entered, stage + 1, end + p.link[stage])
         elif kind == W:
             self._weights[stage] += 1
-            self._size[rank] -= p.waiting[stage]
+            self._size[rank] -= p.pending[stage]
         else:
             self._backwards[stage] += 1
             self._splits[stage] += kind == I
-            self._size[rank] -= p.kept[stage] - (p.waiting[stage] if kind == I else 0.0)
+            self._size[rank] -= p.saved[stage] - (p.pending[stage] if kind == I else 0.0)
             if stage:
                 self._arrive(self._returned, stage - 1, end + p.link[stage - 1])
         self._listed.orders[rank].append(4 * stage + kind)

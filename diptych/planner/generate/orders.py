@@ -53,7 +53,7 @@ class Pipeline:
         stages = range(self.num_stages)
         self.home = [place_of(stage, pp_size, placement).pp_rank for stage in stages]
         self.own = [[stage for stage in stages if self.home[stage] == rank] for rank in range(pp_size)]
-        self.forward, self.inputs, self.weights, self.kept, self.waiting = (
+        self.forward, self.inputs, self.weights, self.saved, self.pending = (
             [float(costs.of(name, stage)) for stage in stages]
             for name in (
                 "forward",
@@ -97,14 +97,14 @@ class Pipeline:
             stage = action >> 2
             kind = action & 3
             if kind == F:
-                size += self.kept[stage]
+                size += self.saved[stage]
             found.append(size)
             if kind == B:
-                size -= self.kept[stage]
+                size -= self.saved[stage]
             elif kind == I:
-                size -= self.kept[stage] - self.waiting[stage]
+                size -= self.saved[stage] - self.pending[stage]
             elif kind == W:
-                size -= self.waiting[stage]
+                size -= self.pending[stage]
         return found
 
     def peak(self, order: Sequence[int]) -> float:
@@ -198,14 +198,12 @@ def run(pipeline: Pipeline, orders: Orders) -> Timing | None:
                 else:
                     if kind == F:
                         own = forward_ends[stage]
-                        source = stage - 1
                         wire = link[stage - 1]
-                        needed = forward_ends[source] if stage else None
+                        needed = forward_ends[stage - 1] if stage else None
                     else:
                         own = backward_ends[stage]
-                        source = stage + 1
                         wire = link[stage]
-                        needed = backward_ends[source] if stage < last else None
+                        needed = backward_ends[stage + 1] if stage < last else None
                         if len(own) >= len(forward_ends[stage]):
                             break
                     if needed is not None:

@@ -293,7 +293,9 @@ class GraphBuilder:
         forward, backward = rule_scratch(shape)
         writes = [attended, finals, *kept[3:]]
         flops = chunks * self.batch * value_heads * chunk_flops(shape.chunk, key, value)
-        rule = Node(inputs, writes, kept, ("core_attn",), parameters, forward, backward, flops=flops, flops_again=flops)
+        rule = Node(
+            inputs, writes, kept, ("core_attn",), parameters, forward, backward, flops=flops, recomputed_flops=flops
+        )
         nodes.append(rule)
         return attended
 
@@ -318,7 +320,7 @@ class GraphBuilder:
             writes = [attended, statistics]
             tile = self._attention_tile()
             scratch = 2 * tile + attended.size
-            nodes.append(Node(inputs, writes, kept, region, 0, tile, scratch, flops=2 * flops, flops_again=flops))
+            nodes.append(Node(inputs, writes, kept, region, 0, tile, scratch, flops=2 * flops, recomputed_flops=flops))
             return
         operands = [*inputs]
         count = config.num_attention_heads

@@ -60,7 +60,7 @@ def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, leng
     end = builder.head(x) if stage == num_stages(config) - 1 else [sent]
     memory.run(begin, layers, recompute_blocks(config, *get_stage_place(config, stage)), end)
     waiting = {id(value): value.size for value in builder.multiplied}
-    return StageMemory(sum(memory.kept.values()), sum(waiting.values()) + builder.gradients)
+    return StageMemory(sum(memory.saved_by_name.values()), sum(waiting.values()) + builder.gradients)
 
 
 def stage_builder(config: TransformerConfig, batch: int, length: int | None = None) -> GraphBuilder:
@@ -73,14 +73,14 @@ def predict_stages(config: TransformerConfig, batch: int, length: int | None = N
     found: dict[Hashable, StageMemory] = {}
     stages = []
     for stage in range(num_stages(config)):
-        key = _what_lies_on(config, stage)
+        key = _memory_key(config, stage)
         if key not in found:
             found[key] = predict_stage_memory(config, stage, batch, length)
         stages.append(found[key])
     return stages
 
 
-def _what_lies_on(config: TransformerConfig, stage: int) -> Hashable:
+def _memory_key(config: TransformerConfig, stage: int) -> Hashable:
     """Return all that a stage's memory depends on beside the configuration."""
     layers = _layers(config, stage)
     place = get_stage_place(config, stage)
@@ -125,7 +125,7 @@ class _StageBuilder(GraphBuilder):
         config = self.config
         region = ("core_attn",)
         layout = config.cp_attention_layout
-        (q, *own) = inputs
+        q, *own = inputs
         found = attended
         pairs = max(score_pairs(layout, rank, self.cp_size, self.tokens) for rank in range(self.cp_size))
         keys = self.cp_size * self.tokens
@@ -144,7 +144,7 @@ class _StageBuilder(GraphBuilder):
             statistics = self.coefficient("attention statistics", config.num_attention_heads)
             kept = [q, k, v, found, statistics, allowed]
             writes = [found, statistics, allowed]
-            nodes.append(Node([q, k, v], writes, kept, region, flops=2 * flops, flops_again=flops))
+            nodes.append(Node([q, k, v], writes, kept, region, flops=2 * flops, recomputed_flops=flops))
         else:
             count = config.num_attention_heads * pairs
             softmax = Value("attention weights", count * self.wide)
@@ -166,10 +166,10 @@ class _StageBuilder(GraphBuilder):
             transition_output = self.coefficient("transition_output", heads * key)
             kept = [transition_output, Value("states and transitions", states)]
             nodes[-1].writes += [outputs, *kept]  # outputs are completed with the saved values, then dropped
-            nodes[-1].keeps += kept
+            nodes[-1].saves += kept
             size = chunk_size(self.length)
             columns = chunk_flops(size, key, value + key) - chunk_flops(size, key, value)  # the map's
             more = -(-self.length // size) * self.batch * heads * columns
             nodes[-1].flops += more
-            nodes[-1].flops_again += more
+            nodes[-1].recomputed_flops += more
         return attended

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from diptych.planner.offload_times import hiding_tokens, simulate_offload, use_seconds
+from diptych.planner.offload_times import min_tokens_for_overlap, simulate_offload, use_seconds
 from diptych.planner.step_time import Machine
 from diptych.plans.config import TransformerConfig
 from diptych.plans.offload import (
@@ -86,7 +86,7 @@ def copies_of_schedule(
     storages = layer_storages(config)
     found: dict[str, Any] = {
         "tokens": tokens,
-        "hidingTokens": hiding_tokens(config, machine.link_bandwidth, machine.compute_rate),
+        "hidingTokens": min_tokens_for_overlap(config, machine.link_bandwidth, machine.compute_rate),
         "ahead": config.tensor_offload_num_prefetch_layers,
         "parameters": config.enable_tensor_offload,
         "activations": config.enable_activation_offload,

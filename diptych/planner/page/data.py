@@ -12,8 +12,8 @@ from diptych.planner.memory.ranks import rank_memories
 from diptych.planner.memory.stages import StageMemory, predict_stages
 from diptych.planner.page.copies import copies_of_schedule
 from diptych.planner.reports.memory import without_recompute
-from diptych.planner.reports.mesh import UNITS, memory_unit, mesh_words
-from diptych.planner.reports.schedule import PipelinePlan, held_words, plan_pipeline, with_schedule
+from diptych.planner.reports.mesh import UNITS, describe_mesh, memory_unit
+from diptych.planner.reports.schedule import PipelinePlan, describe_stage, plan_pipeline, with_schedule
 from diptych.planner.step_time import Machine, StageTimes, after_backward
 from diptych.planner.traffic import message_bytes
 from diptych.plans.config import TransformerConfig
@@ -113,7 +113,7 @@ def describe_plan(request: PageRequest) -> dict[str, Any]:
     }
 
 
-def kept_over_time(actions: Sequence[Action], stages: Sequence[StageMemory], splits_backward: bool) -> Kept:
+def saved_over_time(actions: Sequence[Action], stages: Sequence[StageMemory], splits_backward: bool) -> Kept:
     """Return the saved bytes on a rank after each of its actions.
 
     Args:
@@ -156,10 +156,10 @@ def _describe(request: PageRequest, config: TransformerConfig, times: StageTimes
         {
             "rank": schedule.rank_of(stage),
             "virtual": get_stage_place(config, stage).vp_stage,
-            "holds": held_words(config, stage),
+            "holds": describe_stage(config, stage),
             "first": get_transformer_layer_offset(config, *get_stage_place(config, stage)),
             "layers": layers_by_stage(config)[stage],
-            "again": recomputed_words(config, stage),
+            "again": describe_recomputation(config, stage),
             **dict(zip(("F", "I", "W", "recomputed", "exchanged"), stage_times[stage], strict=True)),
             "saved": memory[stage].saved,
             "waiting": memory[stage].weight_gradients * schedule.splits_backward,
@@ -197,7 +197,7 @@ def _actions(plan: PipelinePlan, memory: Sequence[StageMemory]) -> tuple[dict[st
     costs = plan.costs
     order = [action for actions in schedule.actions for action in actions]
     number = {action: place for place, action in enumerate(order)}
-    kept = [kept_over_time(actions, memory, schedule.splits_backward) for actions in schedule.actions]
+    kept = [saved_over_time(actions, memory, schedule.splits_backward) for actions in schedule.actions]
     columns = {
         "rank": [rank for rank, actions in enumerate(schedule.actions) for _ in actions],
         "kind": "".join(action.kind for action in order),
@@ -213,7 +213,7 @@ def _actions(plan: PipelinePlan, memory: Sequence[StageMemory]) -> tuple[dict[st
     return columns, kept
 
 
-def recomputed_words(config: TransformerConfig, stage: int) -> str:
+def describe_recomputation(config: TransformerConfig, stage: int) -> str:
     """Describe which modules of which layers of a stage are recomputed, and the block lengths."""
     runs: list[tuple[tuple[int, str], list[int]]] = []
     for block in recompute_blocks(config, *get_stage_place(config, stage)):
@@ -290,7 +290,7 @@ def _words(request: PageRequest) -> list[list[str]]:
     words = [
         ["model", f"{config.num_layers:,} layers ({config.layer_pattern}) of width {config.hidden_size:,}{mhc}"],
         ["data types", f"parameters {config.params_dtype}, activations {config.compute_dtype}"],
-        ["mesh", mesh_words(config, request.data_parallel_size)],
+        ["mesh", describe_mesh(config, request.data_parallel_size)],
         ["schedule", schedule + virtual * ((config.virtual_pipeline_model_parallel_size or 1) > 1)],
         [
             "step",

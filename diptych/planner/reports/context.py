@@ -8,7 +8,7 @@ from diptych.planner.reports.mesh import add_rows
 from diptych.planner.traffic import layer_exchanges
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import CP_EXCHANGES, PIPELINED, exchange_cost
-from diptych.plans.context.sequences import end_to_end, local_sequences
+from diptych.plans.context.sequences import concatenate_sequences, local_sequences
 from diptych.plans.context.zigzag import ATTENTION_LAYOUTS, move_cost, score_pairs
 
 KIB = 2**10
@@ -27,7 +27,7 @@ def _ranks(config: TransformerConfig, batch: int) -> Table:
     size = config.context_parallel_size
     length = config.seq_length
     tokens = np.zeros((batch, length), np.int32)
-    offsets = end_to_end(tokens, tokens, np.arange(batch)).cu_seqlens
+    offsets = concatenate_sequences(tokens, tokens, np.arange(batch)).cu_seqlens
     part = batch * length // size
     table = Table(
         box=None,
@@ -98,7 +98,7 @@ def _others(config: TransformerConfig, batch: int, attention: int, linear: int) 
             f"The bytes saved for backward above are for a rank with all tokens; for one of {size} ranks see below."
         )
     if config.cp_exchange == PIPELINED:
-        return " ".join([*said, _handed_on(config, batch)])
+        return " ".join([*said, _describe_pipelined_messages(config, batch)])
     if linear:
         halo = (config.linear_conv_kernel_dim - 1) * (2 * key_heads * key + heads * value) * itemsize
         said.append(f"A gdn or kda layer's convolutions receive {halo / KIB:,.1f} KiB from earlier ranks.")
@@ -112,7 +112,7 @@ def _others(config: TransformerConfig, batch: int, attention: int, linear: int) 
     return " ".join(said)
 
 
-def _handed_on(config: TransformerConfig, batch: int) -> str:
+def _describe_pipelined_messages(config: TransformerConfig, batch: int) -> str:
     """Return sentences on the messages of the pipelined exchange."""
     size = config.context_parallel_size
     said = []

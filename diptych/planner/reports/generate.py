@@ -58,19 +58,18 @@ def print_generated(console: Console, command: PlanRequest, path: Path) -> Trans
     config = command.model
     m = command.num_microbatches
     costs = stage_costs(command, config)
-    standing = standing_bytes(config)
     limit = None if command.memory_limit is None else parse_bytes("memory_limit", command.memory_limit)
     found = generate_schedule(
         config.pipeline_model_parallel_size,
         m,
         config.virtual_pipeline_model_parallel_size or 1,
         costs,
-        None if limit is None else _memory_limits(config, costs, standing, limit),
+        None if limit is None else _memory_limits(config, costs, standing_bytes(config), limit),
         config.placement,
         command.generate_effort,
     )
     path.write_text(schedule_to_csv(found.schedule))
-    made = Planned(found.schedule, costs, found.simulation, _largest(found.simulation, standing))
+    made = Planned(found.schedule, costs, found.simulation, _largest(found.simulation, standing_bytes(config)))
     named, refused = _named(command)
     source = "predicted" if command.stage_costs is None else f"of {escape(str(command.stage_costs))}"
     console.print(

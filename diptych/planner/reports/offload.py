@@ -6,7 +6,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from diptych.planner.offload_times import hiding_tokens, simulate_offload, use_seconds
+from diptych.planner.offload_times import min_tokens_for_overlap, simulate_offload, use_seconds
 from diptych.planner.request import PlanRequest
 from diptych.plans.offload import Use, join_plans, layer_storages, plan_actions, plan_offload, rank_layers, rank_uses
 
@@ -59,7 +59,7 @@ def print_offload(console: Console, command: PlanRequest) -> None:
             *in_jax,
         )
     console.print(table)
-    console.print(_criterion(storages, layers, tokens, hiding_tokens(config, bandwidth, rate)))
+    console.print(_criterion(storages, layers, tokens, min_tokens_for_overlap(config, bandwidth, rate)))
 
 
 def _criterion(storages: Mapping[int, Mapping[str, int]], layers: list[int], tokens: int, needed: float) -> str:

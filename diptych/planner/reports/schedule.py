@@ -11,8 +11,8 @@ from rich.table import Table
 
 from diptych.planner.memory.stages import predict_stages
 from diptych.planner.reports.console import print_written
-from diptych.planner.reports.memory import block_words
-from diptych.planner.reports.mesh import add_rows, places_shown
+from diptych.planner.reports.memory import describe_blocks
+from diptych.planner.reports.mesh import add_rows, printed_rows
 from diptych.planner.step_time import Machine, StageTimes
 from diptych.planner.timeline import draw_timelines, timeline_of
 from diptych.plans.config import TransformerConfig
@@ -189,7 +189,7 @@ def print_schedule(
     _print_blocks(console, config)
     console.print("\nactions in the format of torch.distributed.pipelining (stage, kind, microbatch)")
     rows = schedule_rows(schedule)
-    for rank in places_shown(schedule.pp_size):
+    for rank in printed_rows(schedule.pp_size):
         if rank is None:
             console.print("...")
             continue
@@ -203,7 +203,7 @@ def print_schedule(
     for name, other, reason in others:
         if other is None:
             console.print(f"{name} does not fit: {reason}", highlight=False, markup=False)
-    console.print(f"time: {unit.words}. Memory: saved for backward, without temporary buffers.")
+    console.print(f"time: {unit.description}. Memory: saved for backward, without temporary buffers.")
     console.print(IN_JAX)
     if picture is not None:
         drawn = [plan, *(other.plan for other in others if other.plan is not None and other.name != "none")]
@@ -215,7 +215,7 @@ class Unit(NamedTuple):
     """The unit of printed times."""
 
     name: str
-    words: str
+    description: str
     """Description of the cost model, printed below a table."""
     scale: float = 1.0
     """Factor from the simulation's times to this unit."""
@@ -228,11 +228,11 @@ def unit_of(costs: Costs | None, roofline: StageTimes | None) -> Unit:
     if roofline is None:
         return Unit("a layer's forward is 1", "in forwards of one layer; I and W each take as long as F")
     return Unit(
-        "ms", f"milliseconds of a roofline with {machine_words(roofline.machine)}, as on the page (--html)", 1e3
+        "ms", f"milliseconds of a roofline with {describe_machine(roofline.machine)}, as on the page (--html)", 1e3
     )
 
 
-def machine_words(machine: Machine) -> str:
+def describe_machine(machine: Machine) -> str:
     """Describe the rates that a schedule's times depend on."""
     return (
         f"{machine.compute_rate / 1e12:g} TFLOP/s, {machine.memory_bandwidth / 1e9:g} GB/s of memory and "
@@ -304,21 +304,21 @@ def _stage_table(plan: PipelinePlan) -> Table:
             place = [str(rank), *([str(stage // schedule.pp_size)] if virtual else []), str(stage)]
             sizes = [plan.costs.of("activation_bytes", stage), plan.costs.of("weight_gradient_bytes", stage)]
             shown = [f"{size / MIB:,.1f}" for size in sizes[: 1 + split]]
-            rows.append([*place, held_words(config, stage), *shown])
+            rows.append([*place, describe_stage(config, stage), *shown])
     add_rows(table, rows)
     return table
 
 
 def _print_blocks(console: Console, config: TransformerConfig) -> None:
     """Print the recompute blocks of the stages; equal stages are printed once."""
-    words = [block_words(config, stage) for stage in range(num_stages(config))]
+    words = [describe_blocks(config, stage) for stage in range(num_stages(config))]
     for what, run in groupby(range(len(words)), words.__getitem__):
         first, *rest = run
         stages = f"stages {first} to {rest[-1]}" if rest else f"stage {first}"
         console.print(f"blocks, {stages}: {what or 'no layer'}", highlight=False)
 
 
-def held_words(config: TransformerConfig, stage: int) -> str:
+def describe_stage(config: TransformerConfig, stage: int) -> str:
     """Describe the embedding, layers and head of a stage."""
     count = layers_by_stage(config)[stage]
     first = get_transformer_layer_offset(config, *get_stage_place(config, stage))

@@ -268,7 +268,7 @@ def check_shared(sequences: int, length: int, size: int) -> None:
         )
 
 
-class EndToEnd(NamedTuple):
+class ConcatenatedBatch(NamedTuple):
     """Concatenated sequences of a batch; rank r of R takes the tokens r L / R .. (r + 1) L / R."""
 
     tokens: Any
@@ -283,7 +283,9 @@ class EndToEnd(NamedTuple):
     """Start offsets of the sequences or documents, and the total length. [..., N + 1] int32"""
 
 
-def end_to_end(tokens: Any, targets: Any, samples: Any, document_starts: Any = None, xp: Any = np) -> EndToEnd:
+def concatenate_sequences(
+    tokens: Any, targets: Any, samples: Any, document_starts: Any = None, xp: Any = np
+) -> ConcatenatedBatch:
     """Concatenate the sequences of each batch.
 
     Args:
@@ -297,7 +299,7 @@ def end_to_end(tokens: Any, targets: Any, samples: Any, document_starts: Any = N
     starts = xp.zeros((*lead, batch, 1), xp.int32) if document_starts is None else document_starts
     starts = (starts + xp.arange(0, batch * length, length, dtype=xp.int32)[:, None]).reshape(*lead, -1)
     end = xp.full((*lead, 1), batch * length, xp.int32)
-    return EndToEnd(
+    return ConcatenatedBatch(
         tokens=tokens.reshape(*lead, 1, -1),
         targets=targets.reshape(*lead, 1, -1),
         samples=xp.repeat(samples, length, axis=-1)[..., None, :],

@@ -23,7 +23,7 @@ class Operand(NamedTuple):
     dtype: str
 
 
-def refuse_operand(name: str, came: str) -> ValueError:
+def operand_error(name: str, came: str) -> ValueError:
     """Return the error for an argument that is not an array of the backend's framework.
 
     Args:
