@@ -1,5 +1,5 @@
-"""Where the two backends meet: the only package that imports both.
+"""Comparison of the two backends, and the ``diptych`` command.
 
-Runs them side by side, measures how far apart they are, and reports it. The ``diptych`` command
-lives here.
+This is the only package that imports both backends. It trains them side by side, measures their differences, and
+reports them.
 """

@@ -1,10 +1,10 @@
 """Measurement of the drift between the backends: by layer, by operation, by training step.
 
-Two programs that round in different places drift apart. To see if rounding is the only cause, both backends are given
-equal inputs, and each is compared with the other and with float64 as the reference.
+Two programs that round at different operations drift apart. To test whether rounding is the only cause, both backends
+receive equal inputs, and each result is compared with the other and with a float64 reference.
 
-Parameters are given in float32 and widened if the model computes in float64, so all dtypes start from equal values. For
-float64, jax_enable_x64 has to be on.
+Parameters are passed in float32 and widened if the model computes in float64, so all dtypes start from equal values.
+float64 requires jax_enable_x64.
 """
 
 import importlib
@@ -55,7 +55,7 @@ OperationPair = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 def computing_in(config: TransformerConfig, dtype: str) -> TransformerConfig:
-    """Return the same model, computing in one of EPSILON's dtypes.
+    """Return the configuration of the same model with another compute dtype, one of EPSILON's.
 
     Raises:
         ValueError: the dtype is unknown.
@@ -153,7 +153,7 @@ class Trajectory(NamedTuple):
 
 
 def trajectory(trainer: Trainer, parameters: Parameters, corpus: Corpus, steps: int) -> Trajectory:
-    """Train from the first step and record the trajectory; a trainer can be used again and compiles once.
+    """Train from the first step and record the trajectory; a reused trainer compiles only once.
 
     Args:
         trainer: trainer of either backend, on one process.
@@ -191,7 +191,7 @@ def state_of(trainer: Trainer) -> dict[str, dict[str, np.ndarray]]:
 
 
 def flat(arrays: Parameters) -> np.ndarray:
-    """Return all entries concatenated, in the order of the names, in float64."""
+    """Return the elements of all arrays, concatenated in the order of the names, in float64."""
     return np.concatenate([arrays[name].ravel().astype(np.float64) for name in sorted(arrays)])
 
 
@@ -330,7 +330,7 @@ def _sinkhorn_logits(
 
 
 def adamw(train: TrainConfig, step: int) -> OperationPair:
-    """Return AdamW's update of one matrix at a step in both backends, as their trainers set it up.
+    """Return AdamW's update of one matrix at a step in both backends, with the settings of their trainers.
 
     Both take gradient, parameter, first and second moment, and return the new parameter.
     """

@@ -161,7 +161,7 @@ def _describe_memory(memory: MeasuredMemory) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return the machine and the versions, for reports."""
+    """Return the machine and the versions of the libraries, for reports."""
     import torch
 
     return {
@@ -207,7 +207,7 @@ def write_json(
 
 
 def finite_json(value: Any) -> Any:
-    """Return the value with numbers that JSON lacks as text: "nan", "inf", "-inf"."""
+    """Return the value with non-finite numbers, which JSON lacks, replaced by the texts "nan", "inf" and "-inf"."""
     if isinstance(value, dict):
         return {key: finite_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

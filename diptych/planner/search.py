@@ -130,7 +130,7 @@ def search(
     """Return the fastest configurations that fit into memory, none of which is both slower and larger than another.
 
     Args:
-        config: the model; its parallel sizes, schedule, recompute and offload settings are what is searched.
+        config: the model; its parallel sizes, schedule, recompute and offload settings are searched.
         ranks: ranks of the whole mesh.
         memory_limit: bytes per rank.
         global_batch_size: sequences of one step.
@@ -140,7 +140,7 @@ def search(
         progress: wraps the iterable of configurations, given also their number, to show progress.
 
     Returns:
-        The configurations, fastest first, and counts of what was tried.
+        The configurations, fastest first, and counts of the accepted, refused and too large ones.
 
     Raises:
         ValueError: sizes below 1, an unknown schedule, or no accepted configuration.
@@ -366,6 +366,7 @@ class _Predictions:
         return self._memories[key]
 
     def _after_backward(self, candidate: Configuration) -> tuple[float, float]:
+        """Return the seconds of the gradient sum and of the update."""
         key = *self._key(candidate)[:4], candidate.data_parallel_size
         if key not in self._after:
             self._after[key] = after_backward(

@@ -119,8 +119,9 @@ class StageTimes:
         return costs_of(config, self.of(config, batch), batch, self.machine)
 
     def _block(self, config: TransformerConfig, block: RecomputeBlock, batch: int) -> StageTime:
-        alike = tuple(map(config.layer, block.layers))
-        key = alike, block.kind, block.modules, batch, config.context_parallel_size, config.cp_exchange
+        """Return the times of a recompute block's layers; equal blocks are computed once."""
+        layer_settings = tuple(map(config.layer, block.layers))
+        key = layer_settings, block.kind, block.modules, batch, config.context_parallel_size, config.cp_exchange
         if key not in self._found:
             builder = stage_builder(config, batch)
             layers = {}
@@ -192,7 +193,7 @@ def step_time(
 
 
 def wavefront_delay(config: TransformerConfig, batch: int, stages: Sequence[StageTime], machine: Machine) -> float:
-    """Return the seconds that the pipelined exchange adds to a step, because its last rank starts behind its first.
+    """Return the seconds that the pipelined exchange adds to a step because the last rank starts after the first.
 
     It is the delay along the longest row of context ranks that share a sequence, forward and backward; 0 with any other
     exchange. See diptych.plans.schedule.wavefront.

@@ -1,10 +1,11 @@
 """Bytes that ranks send each other in one training step, term by term.
 
-The mesh is replicas x context ranks x pipeline ranks. Counted are the tensors that PyTorch ranks send. Message headers
-and sums of scalars (losses, norms, token counts) are left out.
+The mesh is replicas x context ranks x pipeline ranks. The terms count the tensors that PyTorch ranks send, without
+message headers and sums of scalars (losses, norms, token counts).
 
-Libraries choose the algorithms of collectives; the one that sends least is assumed. An all-reduce over n ranks is a
-ring in which each rank sends 2 (n - 1) / n of its bytes; in an all-gather over n ranks, each rank sends n - 1 parts.
+Communication libraries choose the algorithms of collectives; the terms assume the one with the fewest sent bytes. An
+all-reduce over n ranks is a ring in which each rank sends 2 (n - 1) / n of its bytes; in an all-gather over n ranks,
+each rank sends n - 1 parts.
 """
 
 import math

@@ -152,7 +152,7 @@ def check_unused(folder: Path, begun: bool = False) -> None:
     Raises:
         CheckpointError: the folder has checkpoints or metrics.
     """
-    remedy = "give --resume to go on with that run, or another folder"
+    remedy = "give --resume to continue that run, or another folder"
     if found := list_checkpoints(folder):
         raise CheckpointError(f"save: expected a folder without checkpoints for a new run, got {found[-1]}; {remedy}")
     metrics = folder / METRICS

@@ -139,6 +139,7 @@ def check_numbers(arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _check_data(data: Mapping[str, Any]) -> None:
+    """Reject invalid settings of the data."""
     # Earlier versions did not record training_bytes.
     _check_keys("settings of data", data, {"corpus_digest", "data_seed"}, ("reset_attention_mask", "training_bytes"))
     digest = data["corpus_digest"]
@@ -154,6 +155,7 @@ def _check_data(data: Mapping[str, Any]) -> None:
 
 
 def _check_arrays(model: TransformerConfig, arrays: Mapping[str, StoredArray]) -> None:
+    """Reject missing or surplus arrays, and arrays of another shape or type than the model's."""
     specs = parameter_specs(model)
     prefixes = (MODEL, FIRST_MOMENT, SECOND_MOMENT)
     expected = {prefix + name: spec.shape for prefix in prefixes for name, spec in specs.items()}

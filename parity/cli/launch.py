@@ -1,7 +1,7 @@
-"""The processes of a training run, started by torchrun or by parity.cli.processes.
+"""The processes of a training run, which torchrun or parity.cli.processes has started.
 
-A process finds its place among several in torchrun's environment variables: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
-and MASTER_PORT.
+A process reads its rank and the address of the others from torchrun's environment variables: RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 """
 
 import datetime
@@ -16,13 +16,13 @@ from parity.cli.commands import Train
 from parity.cli.processes import CHILD, end_with_parent, report_joined
 
 REPORT_SECONDS = 10.0
-"""Seconds that the first process has to print an error that all processes have, before another prints it."""
+"""Seconds that the first process has to print an error common to all processes before another process prints it."""
 LONGEST_SILENCE = 100.0
 """Seconds after which a process of jax.distributed counts as dead, unless pipeline_timeout is shorter."""
 
 
 def is_one_of_several() -> bool:
-    """Return True if this process was started as one of several."""
+    """Return True if this process is one of several processes of a run."""
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
@@ -32,10 +32,10 @@ def rank() -> int:
 
 
 def reports_errors() -> bool:
-    """Return True if this process prints an error that all processes have; one process per machine does.
+    """Return True if this process prints an error common to all processes.
 
-    Torchrun and start_processes end all processes when that one has ended. The others wait here until it has printed;
-    a process that is not ended by then has an error of its own.
+    One process per machine prints it. Torchrun and start_processes end all processes when that process has ended. The
+    others wait in this function until it has printed; a process that still runs afterwards has an error of its own.
     """
     if not is_one_of_several() or int(os.environ.get("LOCAL_RANK", "0")) == 0:
         return True
@@ -44,10 +44,10 @@ def reports_errors() -> bool:
 
 
 def check_processes(command: Train) -> None:
-    """Check the number of processes and the batch against the model, before any process is started.
+    """Check that the number of processes and the batch fit the model, before any process is started.
 
     Raises:
-        ValueError: they do not fit; the message names the setting.
+        ValueError: the number of processes or the batch does not fit; the message names the setting.
     """
     n = command.model.model_parallel_size
     what = "processes"
@@ -113,7 +113,9 @@ def join_processes(device_type: str, timeout: float):
 
 
 def join_devices(command: Train):
-    """Join JAX's processes and return the mesh of the run's devices; must be called before JAX is used.
+    """Join JAX's processes and return the mesh of the run's devices.
+
+    It must be called before any use of JAX.
 
     Returns:
         The mesh, or None for a single device.
@@ -139,5 +141,5 @@ def join_devices(command: Train):
     devices = jax.devices()
     wanted = command.ranks_here
     if len(devices) < wanted:
-        raise ValueError(f"nproc: expected at most the {len(devices)} devices JAX has, got {wanted}")
+        raise ValueError(f"nproc: expected at most the {len(devices)} devices of JAX, got {wanted}; lower --nproc")
     return make_mesh(command.model, devices[:wanted])

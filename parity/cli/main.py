@@ -144,6 +144,7 @@ def _demands(run: TrainingRun) -> tuple[str, int, int, str]:
 
 
 def _compare(command: Compare, console: Console) -> int:
+    """Run ``diptych compare`` and return the exit code."""
     check_trainable(command.model, command.train)
     for backend in PACKAGES:
         _load_backend(backend, *_demands(command))
@@ -174,6 +175,7 @@ def _compare(command: Compare, console: Console) -> int:
 
 
 def _train(command: Train, console: Console) -> int:
+    """Run ``diptych train`` and return the exit code."""
     dtype, threads, _, impl = _demands(command)
     module = _load_backend(command.backend, dtype, threads, command.ranks_here, impl)
     place = _place(command)
@@ -208,6 +210,7 @@ def _place(command: Train) -> dict[str, Any]:
 
 
 def _plan(command: Plan, console: Console) -> int:
+    """Run ``diptych plan`` and return the exit code."""
     for output in (command.picture, command.html, command.write_schedule, command.generate_schedule):
         if output is not None:
             _check_output(output.parent, (output.name,))
@@ -241,6 +244,7 @@ def _plan(command: Plan, console: Console) -> int:
 
 
 def _sample(command: Sample, console: Console) -> int:
+    """Run ``diptych sample`` and return the exit code."""
     config = recorded_model(read_checkpoint(command.checkpoint).settings)
     _load_backend(command.backend, config.params_dtype)
     package = PACKAGES[command.backend]
@@ -302,6 +306,7 @@ def _check_output(folder: Path, names: tuple[str, ...]) -> None:
 
 
 def _print_setting(run: TrainingRun, corpus, console: Console) -> None:
+    """Print the model, the training settings and the corpus."""
     model = run.model
     train = run.train
     mhc = f"mHC with {model.num_residual_streams} streams" if model.enable_hyper_connections else "no mHC"

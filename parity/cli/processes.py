@@ -1,12 +1,12 @@
 """Start and supervision of the processes of one run on this machine.
 
 A rank can be killed or stopped at any time. In every case the launcher ends in time, names the rank, and leaves no
-process behind. Four clocks ensure that:
+process behind. Four time limits ensure this:
 
     GRACE             from the first failed rank until ranks that have not ended by themselves are killed
     join_timeout      from the start until every rank has reported that it has joined the others (report_joined)
     silence           time that a rank may be stopped (SIGSTOP), or continue after another rank has ended without error
-    pipeline_timeout  of a message: ranks that wait for a rank that is gone or stopped end by themselves
+    pipeline_timeout  time that a rank waits for a message from an ended or stopped rank before it ends by itself
 """
 
 import contextlib
@@ -230,7 +230,7 @@ class _Watch:
                 before = "" if rank.joined else " before it had joined the others"
                 _say(
                     f"rank {rank.number} was ended by {signal.Signals(-rank.code).name}{before}; if nobody sent that, "
-                    "look for a lack of memory (dmesg) or a fault in a library, and go on with --resume"
+                    "look for a lack of memory (dmesg) or a fault in a library, and continue with --resume"
                 )
         for rank in left:
             state = "" if rank.stopped_at is None else " (it had been stopped by a signal)"

@@ -145,10 +145,10 @@ def run_training(
         reason = f"stopped by {interruption.cause or 'another process'} after step {trainer.steps_taken - 1}"
         console.print(reason)
         if output_failure(sys.stdout) is not None:  # the line above was not printed
-            saved = "nothing was saved" if plan.folder is None else "go on with --resume"
+            saved = "nothing was saved" if plan.folder is None else "continue with --resume"
             print(f"diptych: {reason}; {saved}", file=sys.stderr)
     elif trainer.steps_taken < end:
-        console.print(f"stopped after step {trainer.steps_taken - 1} of {end} as asked; go on with --resume")
+        console.print(f"stopped after step {trainer.steps_taken - 1} of {end} as asked; continue with --resume")
     else:
         loss = trainer.validation_loss()
         metrics.write({"step": trainer.steps_taken, "validation_loss": loss})
@@ -202,6 +202,7 @@ class _OffloadNote:
 def _steps(
     trainer: Trainer, stop: int, plan: SavePlan, metrics: "Metrics", interruption: Interruption
 ) -> Iterator[StepResult]:
+    """Yield the results of training steps; write metrics and checkpoints when they are due."""
     evaluate = trainer.train_config.eval_interval
     for step in range(trainer.steps_taken, stop):
         result = trainer.train_step(step)
@@ -295,7 +296,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     if not path.is_file():
-        raise ValueError(f"metrics: expected a file, got {path}, which is none")
+        raise ValueError(f"metrics: expected a file, got {path}, which is not one; rename it")
     try:
         content = path.read_bytes().removeprefix(BYTE_ORDER_MARK)
     except OSError as error:

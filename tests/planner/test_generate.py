@@ -331,7 +331,7 @@ def test_eight_ranks_and_many_microbatches_take_seconds():
         ({"memory_limit": math.nan}, "memory_limit: expected at least 0 bytes, got nan"),
         (
             {"memory_limit": [2.0, 0.5]},
-            r"memory_limit: expected at least 1 bytes on rank 1, which one microbatch keeps there, got 0\.5; give more",
+            r"memory_limit: expected at least 1 bytes on rank 1, which one microbatch saves there, got 0\.5; give more",
         ),
     ],
 )

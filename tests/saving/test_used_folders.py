@@ -30,7 +30,7 @@ def test_a_new_run_in_a_used_folder_is_refused_and_loses_nothing(backend, corpus
     assert diptych(f"{train} --lr 0.002 --exit-step 4") == 2
     error = capsys.readouterr().err
     assert f"save: expected a folder without checkpoints for a new run, got {run}/step_00000008.safetensors" in error
-    assert "give --resume to go on with that run, or another folder" in error
+    assert "give --resume to continue that run, or another folder" in error
     assert content_of(run) == before
     for path in list_checkpoints(run):
         path.unlink()

@@ -125,6 +125,7 @@ def check_costs(costs: Costs, num_stages: int) -> None:
 
 
 def _check_sizes(p: int, m: int, v: int, placement: Placement, effort: float) -> None:
+    """Reject invalid sizes, placement or effort of generate_schedule."""
     for name, value in (("pp_size", p), ("num_microbatches", m), ("stages_per_rank", v)):
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
@@ -150,12 +151,12 @@ def _memory_limits(limit: float | Sequence[float] | None, p: int) -> list[float]
 
 
 def _check_memory_limits(pipeline: Pipeline) -> None:
-    """Check that one microbatch fits: its last stage on a rank runs while all its others there are saved."""
+    """Check that one microbatch fits on every rank, with the saved bytes of all its stages on that rank."""
     for rank, own in enumerate(pipeline.own):
         needed = sum(pipeline.saved[stage] for stage in own)
         if not pipeline.fits(rank, needed):
             raise ValueError(
-                f"memory_limit: expected at least {needed:g} bytes on rank {rank}, which one microbatch keeps there, "
+                f"memory_limit: expected at least {needed:g} bytes on rank {rank}, which one microbatch saves there, "
                 f"got {pipeline.memory_limits[rank]:g}; give more, or make microbatches smaller"
             )
 

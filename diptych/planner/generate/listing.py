@@ -1,4 +1,4 @@
-"""List scheduling: a rank that is free starts the action that its rule prefers among those that can start.
+"""List scheduling: a free rank starts the action that its rule prefers among those that can start.
 
 A rule makes three choices: the order of the forwards and input gradients that have arrived; how many microbatches a
 stage may have in flight beyond those that keep it busy; and the time of W, on which no other rank waits. W runs either
@@ -8,7 +8,7 @@ half a period after I. A rank without memory for a forward runs W at once.
 The schedule is deadlock-free under any memory limit that fits one microbatch. A forward starts only if the microbatches
 in flight can still be finished afterwards, one after the other, oldest first: the rank's free memory, and what older
 microbatches will free, suffices for the forwards that each microbatch still has to run on the rank. The oldest
-microbatch is then never blocked: its forwards fit once waiting Ws have run, and its backward needs no memory (where I
+microbatch is then never blocked: its forwards fit once pending Ws have run, and its backward needs no memory (where I
 does not fit, the full backward B replaces it).
 
 Reference: the oldest-first rule is Dijkstra's banker's algorithm with one order for all ranks.
@@ -168,6 +168,7 @@ class _Listing:
         return True
 
     def _begin(self, rank: int, now: float, kind: int, stage: int) -> None:
+        """Start an action: count it, change the saved bytes, and announce the arrival of its result."""
         p = self._p
         if kind == I and not p.fits(rank, self._size[rank] + p.pending[stage] - p.saved[stage]):
             kind = B  # what W would need does not fit

@@ -187,6 +187,7 @@ def join(pipeline: Pipeline, orders: Orders, budget: Budget, limit: float) -> Or
 
 
 def _joined(orders: Orders, pairs: set[tuple[int, int]]) -> Orders:
+    """Return orders in which each given I and the W behind it, located by rank and place of I, are one B."""
     found: Orders = []
     for rank, order in enumerate(orders):
         actions: list[int] = []

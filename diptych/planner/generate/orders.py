@@ -1,8 +1,8 @@
 """Orders of actions as lists of integers, which the search for a schedule changes and simulates.
 
-Microbatches are equal. So the k-th F of a stage may be numbered microbatch k, and so may its k-th backward: such a
-renumbering of a schedule needs no more time and no more memory. What remains of an action is its kind and its stage,
-here ``4 * stage + kind``. The k-th W of a stage belongs to the k-th I.
+Microbatches are equal. The k-th F of a stage can therefore be numbered microbatch k, and so can its k-th backward: such
+a renumbering of a schedule needs no more time and no more memory. An action is then identified by its kind and stage,
+encoded as ``4 * stage + kind``. The k-th W of a stage belongs to the k-th I.
 
 ``run`` is diptych.plans.schedule.simulate's simulation for such lists; a test compares the two action by action.
 """
@@ -90,7 +90,7 @@ class Pipeline:
         return heads, backs, time
 
     def sizes(self, order: Sequence[int]) -> list[float]:
-        """Return the bytes that a rank has saved while each of its actions runs; they depend on its own order only."""
+        """Return the bytes that a rank has saved during each of its actions, given the order of its actions."""
         found = []
         size = 0.0
         for action in order:

@@ -117,6 +117,7 @@ class GraphBuilder:
         return x, x, None
 
     def _hyper_connection(self, nodes: list[Node], x: Value, name: str) -> tuple[Value, Value, Value]:
+        """Append a hyper-connection's read of the streams; return its output, the mixed streams and h_post."""
         streams = self.streams
         region = ("mixed",)
         count = streams * (streams + 2)
@@ -149,6 +150,7 @@ class GraphBuilder:
         return aggregated, mixed, h_post
 
     def _write(self, nodes: list[Node], output: Value, mixed: Value, h_post: Value | None) -> Value:
+        """Append the addition of a sublayer's output to the residual, and return the new residual."""
         x = self.hidden()
         region = ("residual_streams",)
         dropout = self.config.hidden_dropout > 0
@@ -222,6 +224,7 @@ class GraphBuilder:
         return 2 * self.tokens * weight_bytes // ITEM_SIZES[self.config.params_dtype]
 
     def _attention(self, nodes: list[Node], normed: Value, name: str) -> Value:
+        """Append softmax attention with its linear maps, and return its output."""
         config = self.config
         heads = config.num_attention_heads
         groups = config.query_groups
@@ -311,6 +314,7 @@ class GraphBuilder:
         return self._biased(nodes, y, name, ())
 
     def _core_attention(self, nodes: list[Node], inputs: list[Value], attended: Value) -> None:
+        """Append softmax attention of given queries, keys and values."""
         config = self.config
         region = ("core_attn",)
         flops = 2 * self.tokens * self.length * config.num_attention_heads * config.head_dim
@@ -353,6 +357,7 @@ class GraphBuilder:
         return min(queries, self.length) * min(512, self.length) * (self.wide + rounded)
 
     def _mlp(self, nodes: list[Node], normed: Value, name: str, layer: LayerConfig) -> Value:
+        """Append the MLP, and return its output."""
         inner = layer.ffn_hidden_size
         region = ("mlp_output",)
         within = (*region, "activation")

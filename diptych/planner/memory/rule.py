@@ -105,7 +105,7 @@ def rule_scratch(shape: RuleShape) -> tuple[int, int]:
     """Return the peak of a segment's temporary bytes in forward and in backward.
 
     Args:
-        shape: sizes of the call; its sequences are whole.
+        shape: sizes of the call, with complete sequences.
     """
     chunks = -(-shape.length // shape.chunk)
     step = max(1, SEGMENT_SIZE // shape.chunk)

@@ -133,6 +133,7 @@ class Simulation:
                 discards.setdefault(end - 1, []).append(region)
 
     def _forward(self, nodes: list[Node], discards: dict[int, list[Region]]) -> None:
+        """Simulate the allocations of forward."""
         last_read = {id(v): i for i, node in enumerate(nodes) for v in [*node.reads, *node.saves, *node.alive]}
         opened: set[int] = set()
         for index, node in enumerate(nodes):
@@ -151,6 +152,7 @@ class Simulation:
                     self._drop(value)
 
     def _backward(self, nodes: list[Node]) -> None:
+        """Simulate the allocations of backward, with replays of recomputed regions."""
         gradients: dict[int, int] = {}
         for node in reversed(nodes):
             region = self._region_of.get(id(node))

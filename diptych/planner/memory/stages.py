@@ -81,7 +81,7 @@ def predict_stages(config: TransformerConfig, batch: int, length: int | None = N
 
 
 def _memory_key(config: TransformerConfig, stage: int) -> Hashable:
-    """Return all that a stage's memory depends on beside the configuration."""
+    """Return the properties of a stage that determine its memory, as a cache key; equal keys give equal memory."""
     layers = _layers(config, stage)
     place = get_stage_place(config, stage)
     blocks = [(b.kind, len(b.layers), b.modules) for b in recompute_blocks(config, *place)]
@@ -119,6 +119,7 @@ class _StageBuilder(GraphBuilder):
         return super()._linear(x, y, name, region)
 
     def _core_attention(self, nodes: list[Node], inputs: list[Value], attended: Value) -> None:
+        """Append softmax attention over the keys and values of all context ranks."""
         if self.cp_size == 1:
             super()._core_attention(nodes, inputs, attended)
             return
@@ -157,6 +158,7 @@ class _StageBuilder(GraphBuilder):
             nodes.append(Node([found], [attended], [], region))
 
     def _rule(self, nodes: list[Node], inputs: list[Value], parameters: int) -> Value:
+        """Append the delta rule, with its transition columns if context ranks exchange states."""
         attended = super()._rule(nodes, inputs, parameters)
         if self.cp_size > 1 and self.config.cp_exchange != PIPELINED:
             _, heads, key, value = self.config.linear_heads

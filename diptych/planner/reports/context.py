@@ -24,6 +24,7 @@ def print_context(console: Console, config: TransformerConfig, micro_batch_size:
 
 
 def _ranks(config: TransformerConfig, batch: int) -> Table:
+    """Return a table of the tokens and sequences of every context rank."""
     size = config.context_parallel_size
     length = config.seq_length
     tokens = np.zeros((batch, length), np.int32)
@@ -55,6 +56,7 @@ def _ranks(config: TransformerConfig, batch: int) -> Table:
 
 
 def _exchanges(config: TransformerConfig, layers: list[int]) -> Table:
+    """Return a table of the cost of every state exchange."""
     _, heads, key, value = config.linear_heads
     itemsize = 2 if config.cp_wire_dtype else 8 if config.params_dtype == "float64" else 4
     ranks, rank = _left_out(config)

@@ -175,6 +175,7 @@ def _named(command: PlanRequest) -> tuple[list[Planned], dict[str, str]]:
 
 
 def _stage_table(made: Planned) -> Table:
+    """Return a table of the costs of every stage."""
     table = Table(box=None, title="stages, one microbatch", title_justify="left")
     headings = ("rank", "stage", "F, ms", "I, ms", "W, ms", "kept for backward, MiB", "from I to W, MiB")
     for heading in headings:

@@ -75,6 +75,7 @@ def _gathered(config: TransformerConfig) -> str:
 
 
 def _memory_table(ranks: Sequence[RankMemory]) -> Table:
+    """Return a table of the memory of every pipeline rank, term by term."""
     terms = ["parameters", "gradients", "moments", "activations", "waiting", "total", "on_host"]
     terms = [name for name in terms if name not in ("waiting", "on_host") or any(getattr(r, name) for r in ranks)]
     headings = {"waiting": "from I to W", "on_host": "also on host"}
@@ -88,6 +89,7 @@ def _memory_table(ranks: Sequence[RankMemory]) -> Table:
 
 
 def _wire_table(config: TransformerConfig, batch: int, count: int, replicas: int) -> Table:
+    """Return a table of the traffic of one step, term by term."""
     traffic = wire_traffic(config, batch, count, replicas)
     together = [sum(each) for each in zip(*(term.by_rank for term in traffic), strict=True)]
     unit = memory_unit(max(together))

@@ -98,7 +98,7 @@ class FLACPContext:
 
     @property
     def goes_through(self) -> Any:
-        """True if the part is inside one sequence, so that the next rank's state depends on the state received here.
+        """True if the part is inside one sequence, so that the state sent to the next rank depends on the received one.
 
         Otherwise the sent state does not depend on the received one. The received state, which may not be finite, is
         then omitted rather than multiplied by 0.

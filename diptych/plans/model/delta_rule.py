@@ -194,6 +194,7 @@ def _check_cu_seqlens(cu_seqlens: ArrayInfo, batch: int, length: int) -> int:
 
 
 def _check_dtypes(given: Mapping[str, ArrayInfo]) -> None:
+    """Reject inconsistent types of the arguments."""
     wanted = given["q"].dtype
     if wanted not in ("float16", "bfloat16", "float32", "float64"):
         raise ValueError(f"q: expected float16, bfloat16, float32 or float64, got {wanted}")
@@ -215,6 +216,7 @@ def _check_dtypes(given: Mapping[str, ArrayInfo]) -> None:
 
 
 def _check_gate(options: DeltaRuleOptions, given: Mapping[str, ArrayInfo]) -> None:
+    """Reject gate parameters that do not match use_gate_in_kernel."""
     if options.use_gate_in_kernel and "A_log" not in given:
         raise ValueError("A_log: expected an array [HV] with use_gate_in_kernel, got None")
     for name in ("A_log", "dt_bias"):

@@ -149,7 +149,7 @@ def hyper_connection_spec(config: TransformerConfig) -> dict[str, ParameterSpec]
 
 
 def embedding_spec(config: TransformerConfig) -> dict[str, ParameterSpec]:
-    """Return the parameters of the token embedding, which are also those of the output layer."""
+    """Return the parameters of the token embedding or of an untied output layer."""
     return {"weight": ParameterSpec((config.vocab_size, config.hidden_size), std=config.init_method_std)}
 
 
@@ -184,6 +184,8 @@ def _walk(
     vp_stage: int | None,
     pp_rank: int | None,
 ) -> Iterator[tuple[str, ParameterSpec]]:
+    """Yield name and specification of every parameter of a stage, in model order."""
+
     def prefixed(prefix: str, specs: dict[str, ParameterSpec]) -> Iterator[tuple[str, ParameterSpec]]:
         return ((f"{prefix}.{name}", spec) for name, spec in specs.items())
 

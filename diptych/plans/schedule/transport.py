@@ -120,6 +120,7 @@ class _Run:
         return steps[position] if position < len(steps) else None
 
     def _can_go(self, rank: int, step: Action | Message) -> bool:
+        """Return True if a rank can complete its next step."""
         if isinstance(step, Action):
             return self._have[rank].issuperset(dependencies(self._schedule, step))
         if step.direction == "RECV" and self._in_order:

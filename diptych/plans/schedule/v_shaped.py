@@ -103,6 +103,7 @@ def _trimmed(actions: Iterable[Action], m: int) -> list[Action]:
 
 
 def _zb_v_rank(rank: int, p: int, m: int) -> list[Action]:
+    """Return a rank's actions of zb-v, phase by phase."""
     first = 0
     second = 1
     rows = _Writer(rank, p)
@@ -130,6 +131,7 @@ def _zb_v_rank(rank: int, p: int, m: int) -> list[Action]:
 
 
 def _dualpipe_v_rank(rank: int, p: int, m: int) -> list[Action]:
+    """Return a rank's actions of dualpipe-v, phase by phase."""
     first = 0
     second = 1
     rows = _Writer(rank, p)
