@@ -74,9 +74,9 @@ def simulate_offload(
 
     def copy(layer: int) -> float:
         nonlocal link, transfer
-        lasts = latency + sum(storages[layer].values()) / bandwidth
-        link = max(link, now) + lasts
-        transfer += lasts
+        duration = latency + sum(storages[layer].values()) / bandwidth
+        link = max(link, now) + duration
+        transfer += duration
         return link
 
     for step in plan.steps:

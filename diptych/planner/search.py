@@ -191,11 +191,11 @@ def _add_constraints(
 
 def _undominated(found: list[Found]) -> list[Found]:
     """Return the configurations that no other beats in time and memory, fastest first; of equal ones, the first."""
-    kept: list[Found] = []
+    undominated: list[Found] = []
     for each in sorted(found, key=lambda each: (each.seconds, each.memory.total)):
-        if not kept or each.memory.total < kept[-1].memory.total:
-            kept.append(each)
-    return kept
+        if not undominated or each.memory.total < undominated[-1].memory.total:
+            undominated.append(each)
+    return undominated
 
 
 def _check_request(ranks: int, memory_limit: int, count: int, schedules: tuple[str, ...]) -> None:
@@ -314,7 +314,7 @@ class _Predictions:
 
     def memory(self, candidate: Configuration) -> RankMemory:
         """Return the memory of the rank that needs most."""
-        stages = self._kept(candidate)
+        stages = self._stage_memories(candidate)
         ranks = rank_memories(candidate.config, schedule_for(candidate.config, candidate.num_microbatches), stages)
         return max(ranks, key=lambda rank: rank.total)
 
@@ -359,7 +359,7 @@ class _Predictions:
             self._times[key] = self._stages.of(candidate.config, candidate.micro_batch_size)
         return self._times[key]
 
-    def _kept(self, candidate: Configuration) -> list[StageMemory]:
+    def _stage_memories(self, candidate: Configuration) -> list[StageMemory]:
         key = self._key(candidate)
         if key not in self._memories:
             self._memories[key] = predict_stages(candidate.config, candidate.micro_batch_size)

@@ -142,12 +142,13 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (_step_of(path), path.name))
 
 
-def check_unused(folder: Path, begun: bool = False) -> None:
+def check_unused(folder: Path, overwrites_metrics: bool = False) -> None:
     """Reject a folder in which a new run would overwrite the files of an earlier run.
 
     Args:
         folder: folder for checkpoints and metrics; it may be missing.
-        begun: True if metrics without a checkpoint are from an earlier start of this run and may be overwritten.
+        overwrites_metrics: True if metrics without a checkpoint are from an earlier start of this run and may be
+            overwritten.
 
     Raises:
         CheckpointError: the folder has checkpoints or metrics.
@@ -156,7 +157,7 @@ def check_unused(folder: Path, begun: bool = False) -> None:
     if found := list_checkpoints(folder):
         raise CheckpointError(f"save: expected a folder without checkpoints for a new run, got {found[-1]}; {remedy}")
     metrics = folder / METRICS
-    if metrics.exists() and not begun and not (metrics.is_file() and metrics.stat().st_size == 0):
+    if metrics.exists() and not overwrites_metrics and not (metrics.is_file() and metrics.stat().st_size == 0):
         raise CheckpointError(
             f"save: expected a folder without metrics for a new run, got {metrics}; remove it or give another folder, "
             "or give --resume-if-saved for a run that was ended before its first checkpoint"

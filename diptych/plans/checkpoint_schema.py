@@ -115,13 +115,13 @@ def check_record(record: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -
             if not all(isinstance(item, str | int | float | None) for item in _items(value)):
                 raise SchemaError(f"{name} {one_line(value)}, where text, a number, true, false or null was expected")
     _check_data(settings["data"])
-    train = _made("train", lambda: TrainConfig(**settings["train"]))
+    train = _construct("train", lambda: TrainConfig(**settings["train"]))
     if not _is_integer(step) or not 0 <= step <= train.train_iters:
         raise SchemaError(f"step {one_line(step)}, where one from 0 to train_iters={train.train_iters} was expected")
     layers = settings["model"].get("num_layers")
     if not _is_integer(layers) or layers > len(arrays):  # before anything is done a layer at a time
         raise SchemaError(f"num_layers {one_line(layers)}, with {len(arrays)} arrays in all")
-    _check_arrays(_made("model", lambda: recorded_model(settings)), arrays)
+    _check_arrays(_construct("model", lambda: recorded_model(settings)), arrays)
 
 
 def check_numbers(arrays: Mapping[str, np.ndarray]) -> None:
@@ -169,7 +169,7 @@ def _check_arrays(model: TransformerConfig, arrays: Mapping[str, StoredArray]) -
             raise SchemaError(f"{found} in {name}, where {wanted.type} {list(shape)} was expected")
 
 
-def _made(part: str, make: Callable[[], Any]) -> Any:
+def _construct(part: str, make: Callable[[], Any]) -> Any:
     """Return a configuration from recorded settings, with every error turned into a SchemaError."""
     try:
         return make()

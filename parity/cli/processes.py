@@ -84,9 +84,9 @@ class _Rank:
         self.joined = False
         self.stopped_at: float | None = None
         self.code: int | None = None
-        self._said, reports = os.pipe()
+        self._reports, reports = os.pipe()
         lifeline, self._lifeline = os.pipe()
-        os.set_blocking(self._said, False)
+        os.set_blocking(self._reports, False)
         own = {"RANK": str(number), "LOCAL_RANK": str(number), JOINED: str(reports)}
         self.pid = _start(command, {**environment, **own}, lifeline, reports)
         os.close(reports)
@@ -96,7 +96,7 @@ class _Rank:
         """Record if the process has joined, is stopped, or has ended."""
         if not self.joined:
             with contextlib.suppress(BlockingIOError):
-                self.joined = bool(os.read(self._said, 1))
+                self.joined = bool(os.read(self._reports, 1))
         while self.code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             if not pid:
@@ -120,7 +120,7 @@ class _Rank:
             os.kill(self.pid, signal.SIGKILL)  # it may not lead its process group yet
             self._ended(os.waitpid(self.pid, 0)[1])
         os.close(self._lifeline)
-        os.close(self._said)
+        os.close(self._reports)
 
     def _ended(self, status: int) -> None:
         self.code = os.waitstatus_to_exitcode(status)
@@ -178,7 +178,7 @@ class _Watch:
         self._begin = time.monotonic()
         self._failed: list[_Rank] = []
         self._end = float("inf")
-        self._outlasted = float("inf")
+        self._silence_end = float("inf")
 
     def wait(self) -> int:
         """Wait for the end of the run, print messages about failed ranks, and return the exit code."""
@@ -190,7 +190,7 @@ class _Watch:
                     self._failed.append(rank)
                     self._end = min(self._end, now + GRACE)
                 if rank.code == 0:
-                    self._outlasted = min(self._outlasted, now + self._silence)
+                    self._silence_end = min(self._silence_end, now + self._silence)
             left = [rank for rank in self._ranks if rank.code is None]
             if self._ranks[0].code == REFUSED:  # rank 0 has printed the error that all ranks have
                 return REFUSED
@@ -214,7 +214,7 @@ class _Watch:
                 "in time (kill -CONT), or raise pipeline_timeout"
             )
             return True
-        if now >= self._outlasted:
+        if now >= self._silence_end:
             _say(
                 f"{_named(left)} still ran {self._silence:g} s after another rank had ended; look at what it waits "
                 "for, or raise pipeline_timeout"
@@ -259,16 +259,16 @@ def _say(text: str) -> None:
 @contextlib.contextmanager
 def _forwarded(ranks: Sequence[_Rank]) -> Iterator[list[int]]:
     """Forward SIGINT and SIGTERM to every process instead of ending this one; yield the received signals."""
-    came: list[int] = []
+    received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
-        came.append(number)
+        received.append(number)
         for rank in ranks:
             rank.send(number)
 
     previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield came
+        yield received
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -79,7 +79,7 @@ class SavePlan:
     """Steps between checkpoints; 0: only at the end."""
     exit_step: int | None
     """Number of steps of the whole run after which it stops, as if interrupted; None: no early stop."""
-    begun: bool = False
+    overwrites_metrics: bool = False
     """True if metrics in a folder without checkpoints are from an earlier start of this run and may be overwritten."""
 
 
@@ -169,7 +169,7 @@ def _check_folder(trainer: Trainer, plan: SavePlan, resume: bool) -> None:
         if plan.folder is not None:
             check_names(plan.folder)
         if plan.folder is not None and not resume:
-            check_unused(plan.folder, plan.begun)
+            check_unused(plan.folder, plan.overwrites_metrics)
         if plan.folder is not None and trainer.reports:
             read_metrics(plan.folder / METRICS)  # the run rewrites them after it has resumed
     except ValueError as error:

@@ -42,7 +42,7 @@ class Generated(NamedTuple):
 
     schedule: Schedule
     simulation: Simulation
-    at_least: float
+    makespan_bound: float
     """Lower bound of the makespan of any schedule, in the unit of the costs."""
 
 
@@ -76,10 +76,10 @@ def generate_schedule(
     memory_limits = _memory_limits(memory_limit, pp_size)
     pipeline = Pipeline(pp_size, num_microbatches, stages_per_rank, costs, memory_limits, placement)
     _check_memory_limits(pipeline)
-    at_least = lower_bound(pipeline)
-    best = _search(pipeline, at_least, Budget(effort * UNIT))
+    makespan_bound = lower_bound(pipeline)
+    best = _search(pipeline, makespan_bound, Budget(effort * UNIT))
     schedule = pipeline.schedule_of(best, GENERATED)
-    return Generated(schedule, simulate(schedule, costs), at_least)
+    return Generated(schedule, simulate(schedule, costs), makespan_bound)
 
 
 def named_schedules(
@@ -161,13 +161,13 @@ def _check_memory_limits(pipeline: Pipeline) -> None:
             )
 
 
-def _search(pipeline: Pipeline, at_least: float, budget: Budget) -> Orders:
+def _search(pipeline: Pipeline, makespan_bound: float, budget: Budget) -> Orders:
     """Return the best orders among named schedules, listed schedules, and those improved by moves."""
-    enough = at_least * (1.0 + SAME)
+    enough = makespan_bound * (1.0 + SAME)
 
     def grade(orders: Orders) -> tuple[float, float, float]:
         """Return the sort key of orders; the smallest is best."""
-        return round(_timing(pipeline, orders).makespan / at_least, 12), *heaviest(pipeline.peaks(orders))
+        return round(_timing(pipeline, orders).makespan / makespan_bound, 12), *heaviest(pipeline.peaks(orders))
 
     schedules = named_schedules(pipeline.p, pipeline.m, pipeline.v, pipeline.placement)
     named = [orders for orders in map(pipeline.orders_of, schedules) if pipeline.all_fit(orders)]

@@ -15,7 +15,7 @@ def lower_bound(pipeline: Pipeline) -> float:
     lead_in is the time until r's first I, minus the forwards that fit into r's memory before it.
     """
     p = pipeline
-    heads, backs, last_end = p.way()
+    heads, backs, last_end = p.single_microbatch_times()
     bounds = [max(backs[s] + p.whole[s] for s in range(p.num_stages))]
     for rank, own in enumerate(p.own):
         first = own[0]

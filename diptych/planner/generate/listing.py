@@ -42,7 +42,7 @@ def rules(pipeline: Pipeline) -> Iterator[Rule]:
     """Yield all rules, those that save least for backward first."""
     p = pipeline
     period = max(p.work(rank) for rank in range(p.p))
-    heads, backs, _ = p.way()
+    heads, backs, _ = p.single_microbatch_times()
     planned = {F: heads, I: backs, W: [time + period / 2 for time in backs]}
     needed = [max(1.0, -((heads[s] - backs[s] - p.inputs[s]) // period)) for s in range(p.num_stages)]
     priorities: tuple[Priority, ...] = (
@@ -154,10 +154,10 @@ class _Listing:
             return True
         left = p.memory_limits[rank] * (1.0 + ROUNDING) - self._size[rank] - p.saved[stage]
         left += sum((self._splits[s] - self._weights[s]) * p.pending[s] for s in own)
-        begun = [self._forwards[s] + (s == stage) for s in own]
-        for microbatch in range(min(self._backwards[s] for s in own), begun[0]):
+        forwards = [self._forwards[s] + (s == stage) for s in own]
+        for microbatch in range(min(self._backwards[s] for s in own), forwards[0]):
             claimed = held = 0.0
-            for s, count in zip(own, begun, strict=True):
+            for s, count in zip(own, forwards, strict=True):
                 if microbatch >= count:
                     claimed += p.saved[s]
                 elif microbatch >= self._backwards[s]:
@@ -172,7 +172,7 @@ class _Listing:
         p = self._p
         if kind == I and not p.fits(rank, self._size[rank] + p.pending[stage] - p.saved[stage]):
             kind = B  # what W would need does not fit
-        end = now + p.lasts[4 * stage + kind]
+        end = now + p.durations[4 * stage + kind]
         if kind == F:
             self._forwards[stage] += 1
             self._size[rank] += p.saved[stage]

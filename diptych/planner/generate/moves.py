@@ -112,7 +112,7 @@ def critical_pairs(pipeline: Pipeline, orders: Orders, timing: Timing) -> list[t
     while True:
         starts = timing.starts[rank]
         order = orders[rank]
-        if place and starts[place - 1] + pipeline.lasts[order[place - 1]] == starts[place]:
+        if place and starts[place - 1] + pipeline.durations[order[place - 1]] == starts[place]:
             place -= 1
             found.append((rank, place))
             continue

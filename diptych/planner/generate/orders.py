@@ -67,7 +67,7 @@ class Pipeline:
         # Time from the end of an action on stage s to its result's arrival on s + 1, or from s + 1 to s.
         between = zip(self.home, [*self.home[1:], self.home[-1]], strict=True)
         self.link = [costs.communication if here != there else 0.0 for here, there in between]
-        self.lasts = [
+        self.durations = [
             time for s in stages for time in (self.forward[s], self.whole[s], self.inputs[s], self.weights[s])
         ]
         """Durations, by encoded action."""
@@ -76,7 +76,7 @@ class Pipeline:
         """Return the time of all actions of a rank for one microbatch."""
         return sum(self.forward[stage] + self.whole[stage] for stage in self.own[rank])
 
-    def way(self) -> tuple[list[float], list[float], float]:
+    def single_microbatch_times(self) -> tuple[list[float], list[float], float]:
         """Return, for one microbatch alone, when each stage starts F, when it starts I, and when the last I ends."""
         heads = []
         backs = [0.0] * self.num_stages
@@ -170,7 +170,7 @@ def run(pipeline: Pipeline, orders: Orders) -> Timing | None:
     stages = range(pipeline.num_stages)
     last = pipeline.num_stages - 1
     link = pipeline.link
-    lasts = pipeline.lasts
+    durations = pipeline.durations
     forward_ends: list[list[float]] = [[] for _ in stages]
     backward_ends: list[list[float]] = [[] for _ in stages]
     forwards: list[list[int]] = [[] for _ in stages]
@@ -185,7 +185,7 @@ def run(pipeline: Pipeline, orders: Orders) -> Timing | None:
         for rank, order in enumerate(orders):
             place = places[rank]
             time = ends[rank]
-            begun = starts[rank]
+            rank_starts = starts[rank]
             before = place
             while place < len(order):
                 action = order[place]
@@ -211,11 +211,11 @@ def run(pipeline: Pipeline, orders: Orders) -> Timing | None:
                             break
                         time = max(time, needed[len(own)] + wire)
                     (forwards if kind == F else backwards)[stage].append(place)
-                    own.append(time + lasts[action])
+                    own.append(time + durations[action])
                     if kind == I:
                         split[stage] += 1
-                begun.append(time)
-                time += lasts[action]
+                rank_starts.append(time)
+                time += durations[action]
                 place += 1
             if place > before:
                 places[rank] = place

@@ -58,15 +58,15 @@ def rank_memories(config: TransformerConfig, schedule: Schedule, stages: Sequenc
     found = []
     for rank, actions in enumerate(schedule.actions):
         own = sum(size for stage, size in enumerate(sizes) if schedule.rank_of(stage) == rank)
-        away = 0
-        there = 0
+        on_host = 0
+        resident = 0
         if config.enable_tensor_offload:
-            away = sum(layers[layer] for layer in rank_layers(config, rank))
+            on_host = sum(layers[layer] for layer in rank_layers(config, rank))
             order = _layer_order(config, rank, actions)
             ahead = config.tensor_offload_num_prefetch_layers
-            there = offload_use(order, layers, ahead).peak
-        kept, waiting = _peak(actions, stages, schedule.splits_backward)
-        found.append(RankMemory(own - away + there, own, 2 * own, kept, waiting, away))
+            resident = offload_use(order, layers, ahead).peak
+        activations, waiting = _peak(actions, stages, schedule.splits_backward)
+        found.append(RankMemory(own - on_host + resident, own, 2 * own, activations, waiting, on_host))
     return found
 
 
@@ -149,18 +149,18 @@ def _layer_order(config: TransformerConfig, rank: int, actions: Iterable[Action]
 
 def _peak(actions: Iterable[Action], stages: Sequence[StageMemory], splits_backward: bool) -> tuple[int, int]:
     """Return the bytes saved by forwards and those waiting for W, when their sum is largest."""
-    kept = waiting = 0
+    activations = waiting = 0
     most = (0, 0)
     for kind, stage, _ in actions:
         saved = stages[stage].saved
         part = stages[stage].weight_gradients * splits_backward
         if kind == "F":
-            kept += saved
-            most = max(most, (kept, waiting), key=sum)
+            activations += saved
+            most = max(most, (activations, waiting), key=sum)
         elif kind == "W":
             waiting -= part
         else:
-            kept -= saved
+            activations -= saved
             waiting += part * (kind == "I")
-            most = max(most, (kept, waiting), key=sum)
+            most = max(most, (activations, waiting), key=sum)
     return most

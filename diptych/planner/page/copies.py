@@ -166,10 +166,10 @@ def _columns(plan: OffloadPlan, copies: list[Copy], end: float) -> dict[str, Any
     }
 
 
-def _spans(begin: float, lasts: float, weights: list[float]) -> list[Span]:
+def _spans(begin: float, duration: float, weights: list[float]) -> list[Span]:
     """Divide an interval in proportion to weights."""
     whole = sum(weights) or 1.0
-    ends = accumulate((lasts * weight / whole for weight in weights), initial=begin)
+    ends = accumulate((duration * weight / whole for weight in weights), initial=begin)
     return [Span(*pair) for pair in pairwise(ends)]
 
 

@@ -69,13 +69,13 @@ def _exchanges(config: TransformerConfig, layers: list[int]) -> Table:
     )
     for heading in ("exchange", "rounds", "sent by one rank, KiB", "received by all, KiB", "all layers, KiB"):
         table.add_column(heading, justify="left" if heading == "exchange" else "right")
-    ways: list[tuple[str, str, tuple]] = [
+    variants: list[tuple[str, str, tuple]] = [
         (f"{exchange}{' *' if exchange == config.cp_exchange and not approximate else ''}", exchange, ())
         for exchange in CP_EXCHANGES
     ]
     if approximate:
-        ways.append((f"{config.cp_exchange}, {approximate} *", config.cp_exchange, _left_out(config)))
-    for name, exchange, left_out in ways:
+        variants.append((f"{config.cp_exchange}, {approximate} *", config.cp_exchange, _left_out(config)))
+    for name, exchange, left_out in variants:
         cost = exchange_cost(exchange, config.context_parallel_size, heads, key, value, itemsize, *left_out)
         table.add_row(
             name,
@@ -94,36 +94,36 @@ def _others(config: TransformerConfig, batch: int, attention: int, linear: int) 
     itemsize = 2 if config.bf16 else 8 if config.params_dtype == "float64" else 4
     (key_heads, heads, key, value) = config.linear_heads
     size = config.context_parallel_size
-    said = []
+    sentences = []
     if config.pipeline_model_parallel_size == 1:
-        said.append(
+        sentences.append(
             f"The bytes saved for backward above are for a rank with all tokens; for one of {size} ranks see below."
         )
     if config.cp_exchange == PIPELINED:
-        return " ".join([*said, _describe_pipelined_messages(config, batch)])
+        return " ".join([*sentences, _describe_pipelined_messages(config, batch)])
     if linear:
         halo = (config.linear_conv_kernel_dim - 1) * (2 * key_heads * key + heads * value) * itemsize
-        said.append(f"A gdn or kda layer's convolutions receive {halo / KIB:,.1f} KiB from earlier ranks.")
+        sentences.append(f"A gdn or kda layer's convolutions receive {halo / KIB:,.1f} KiB from earlier ranks.")
     if attention:
         whole = batch * config.seq_length * 2 * config.query_groups * config.head_dim * itemsize
-        said.append(
+        sentences.append(
             f"An attention layer gathers keys and values, {whole / size / KIB:,.1f} KiB of every rank to every rank, "
             f"{(size - 1) * whole / KIB:,.1f} KiB in total."
         )
-        said.append(_scores(config, batch * config.seq_length // size, itemsize))
-    return " ".join(said)
+        sentences.append(_scores(config, batch * config.seq_length // size, itemsize))
+    return " ".join(sentences)
 
 
 def _describe_pipelined_messages(config: TransformerConfig, batch: int) -> str:
     """Return sentences on the messages of the pipelined exchange."""
     size = config.context_parallel_size
-    said = []
+    sentences = []
     for mixer in sorted(config.mixers):
         layer = next(number for number in range(config.num_layers) if config.layer(number).mixer == mixer)
         for exchange in layer_exchanges(config, layer, batch):
-            said.append(f"{exchange.name} of {mixer} layers up to {exchange.one / KIB:,.1f} KiB each")
+            sentences.append(f"{exchange.name} of {mixer} layers up to {exchange.one / KIB:,.1f} KiB each")
     return (
-        f"A rank sends forward, and receives as much backward: {'; '.join(said)}. The last of {size} ranks starts "
+        f"A rank sends forward, and receives as much backward: {'; '.join(sentences)}. The last of {size} ranks starts "
         f"{size - 1} layers after the first, in JAX {size - 1} microbatches. The first has up to {size} microbatches "
         "in flight, in JAX each rank has all. The bytes below are upper bounds: the first rank's microbatches with the "
         "last rank's keys."
@@ -135,11 +135,11 @@ def _scores(config: TransformerConfig, part: int, itemsize: int) -> str:
     size = config.context_parallel_size
     layout = config.cp_attention_layout
     pairs = {name: max(score_pairs(name, rank, size, part) for rank in range(size)) for name in ATTENTION_LAYOUTS}
-    said = f"Its layout is {layout}: a rank computes scores of {pairs[layout]:,} pairs of query and key"
+    sentences = f"Its layout is {layout}: a rank computes scores of {pairs[layout]:,} pairs of query and key"
     if layout == "contiguous":
-        return f"{said}, zigzag {pairs['zigzag']:,}."
+        return f"{sentences}, zigzag {pairs['zigzag']:,}."
     moved = move_cost(size, part, config.num_attention_heads, config.head_dim, itemsize)
     return (
-        f"{said}, contiguous {pairs['contiguous']:,}; moving queries and outputs, a rank sends up to "
+        f"{sentences}, contiguous {pairs['contiguous']:,}; moving queries and outputs, a rank sends up to "
         f"{moved.payload_bytes / KIB:,.1f} KiB, all {moved.wire_bytes / KIB:,.1f} KiB, and as much again backward."
     )

@@ -84,9 +84,9 @@ def print_generated(console: Console, command: PlanRequest, path: Path) -> Trans
     for name, reason in refused.items():
         console.print(f"{name} does not fit: {reason}", highlight=False, markup=False)
     console.print(IN_JAX)
-    over = made.simulation.makespan / found.at_least - 1.0
+    over = made.simulation.makespan / found.makespan_bound - 1.0
     console.print(
-        f"{GENERATED}: makespan {made.simulation.makespan:.5g} s, at least {found.at_least:.5g} s: {over:.1%} "
+        f"{GENERATED}: makespan {made.simulation.makespan:.5g} s, at least {found.makespan_bound:.5g} s: {over:.1%} "
         "above a lower bound for all schedules of these stages",
         highlight=False,
     )

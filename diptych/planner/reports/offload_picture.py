@@ -84,7 +84,7 @@ def draw_offload(
 def _used(trace: Sequence[str]) -> list[tuple[int, int]]:
     """Return place and layer of every use in a trace."""
     uses = [event for event in trace if event[0] in KINDS]
-    strange = [event for event in trace if event[0] not in (*KINDS, "+", "-")]
-    if strange:
-        raise ValueError(f"trace: expected events as +3, F3, -3, got {strange[0]!r}")
+    unknown = [event for event in trace if event[0] not in (*KINDS, "+", "-")]
+    if unknown:
+        raise ValueError(f"trace: expected events as +3, F3, -3, got {unknown[0]!r}")
     return [(place, int(event[1:])) for place, event in enumerate(uses)]

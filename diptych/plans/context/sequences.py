@@ -176,7 +176,7 @@ def check_kinds(cu_seqlens: Any, cu_seqlens_cpu: Any, kinds: type | tuple[type, 
     if cu_seqlens_cpu is not None:
         wanted, came = ((x.dtype, tuple(x.shape)) for x in (cu_seqlens, cu_seqlens_cpu))
         if wanted != came:
-            raise ValueError(f"cu_seqlens_cpu: expected what cu_seqlens is, {wanted[0]} of {wanted[1]}, got {came}")
+            raise ValueError(f"cu_seqlens_cpu: expected {wanted[0]} of shape {wanted[1]}, as cu_seqlens, got {came}")
 
 
 def check_part(context: Any, shape: tuple[int, ...], cu_seqlens: np.ndarray | None = None, name: str = "q") -> None:

@@ -23,14 +23,14 @@ class Operand(NamedTuple):
     dtype: str
 
 
-def operand_error(name: str, came: str) -> ValueError:
+def operand_error(name: str, found: str) -> ValueError:
     """Return the error for an argument that is not an array of the backend's framework.
 
     Args:
         name: name of the argument.
-        came: description of the given value, e.g. the name of its class.
+        found: description of the given value, e.g. the name of its class.
     """
-    return ValueError(f"{name}: expected a dense array of the backend's framework, got {came}")
+    return ValueError(f"{name}: expected a dense array of the backend's framework, got {found}")
 
 
 def check_floating(**operands: Operand | None) -> None:

@@ -194,11 +194,11 @@ def _place_weights(block: Block, stages: tuple[int, int]) -> None:
     taken = {slot % PERIOD for (_, stage), slot in block.items() if stage in stages}
     left = [slot for slot in range(PERIOD) if slot not in taken]
     assert len(left) == 2, "the four passes of a rank are in different slots of a period"
-    begun = [block["I", stage] + 1 for stage in stages]
+    free_from = [block["I", stage] + 1 for stage in stages]
     waits = [
-        [(slot - begin) % PERIOD for slot, begin in zip(order, begun, strict=True)] for order in permutations(left)
+        [(slot - begin) % PERIOD for slot, begin in zip(order, free_from, strict=True)] for order in permutations(left)
     ]
-    for stage, begin, wait in zip(stages, begun, min(waits, key=sum), strict=True):
+    for stage, begin, wait in zip(stages, free_from, min(waits, key=sum), strict=True):
         block["W", stage] = begin + wait
 
 
