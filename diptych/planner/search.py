@@ -209,7 +209,8 @@ def _check_request(ranks: int, memory_limit: int, count: int, schedules: tuple[s
 def _constraint(found: Found, faster: Found | None) -> str:
     """Return the reason why a configuration is not faster.
 
-    It is memory if a faster configuration was too large; else the largest share of its time beside operations.
+    The reason is memory if a faster configuration was too large, and otherwise the largest share of its time besides
+    operations.
     """
     if faster is not None and faster.seconds < found.seconds:
         needed = faster.memory.total / 2**20

@@ -148,7 +148,7 @@ def lower_peaks(pipeline: Pipeline, orders: Orders, budget: Budget, limit: float
 
 
 def _lower(pipeline: Pipeline, order: list[int]) -> list[list[int]]:
-    """Return orders without the first peak: its action goes behind the next backward or W, or the next W before it."""
+    """Return orders without the first peak: move its action behind the next backward or W, or the next W before it."""
 
     def peaks(changed: list[int]) -> tuple[float, int]:
         sizes = pipeline.sizes(changed)

@@ -31,12 +31,12 @@ MOST_PIECES = 16_384
 """Largest number of stages times microbatches for which a page is written."""
 
 
-class Kept(NamedTuple):
+class SavedBytes(NamedTuple):
     """Saved bytes on a rank after each of its actions, in its order."""
 
-    kept: list[int]
+    saved: list[int]
     """Saved for backward: from the start of F to the end of B or I."""
-    waiting: list[int]
+    pending: list[int]
     """Saved for weight gradients: from the end of I to the end of W."""
 
 
@@ -113,7 +113,7 @@ def describe_plan(request: PageRequest) -> dict[str, Any]:
     }
 
 
-def saved_over_time(actions: Sequence[Action], stages: Sequence[StageMemory], splits_backward: bool) -> Kept:
+def saved_over_time(actions: Sequence[Action], stages: Sequence[StageMemory], splits_backward: bool) -> SavedBytes:
     """Return the saved bytes on a rank after each of its actions.
 
     Args:
@@ -121,21 +121,21 @@ def saved_over_time(actions: Sequence[Action], stages: Sequence[StageMemory], sp
         stages: bytes that a microbatch saves on each stage.
         splits_backward: True if backward is split into I and W.
     """
-    found = Kept([], [])
-    kept = 0
-    waiting = 0
+    found = SavedBytes([], [])
+    activations = 0
+    pending = 0
     for kind, stage, _ in actions:
         saved = stages[stage].saved
         part = stages[stage].weight_gradients * splits_backward
         if kind == "F":
-            kept += saved
+            activations += saved
         elif kind == "W":
-            waiting -= part
+            pending -= part
         else:
-            kept -= saved
-            waiting += part * (kind == "I")
-        found.kept.append(kept)
-        found.waiting.append(waiting)
+            activations -= saved
+            pending += part * (kind == "I")
+        found.saved.append(activations)
+        found.pending.append(pending)
     return found
 
 
@@ -167,7 +167,7 @@ def _describe(request: PageRequest, config: TransformerConfig, times: StageTimes
         }
         for stage in range(schedule.num_stages)
     ]
-    actions, kept = _actions(plan, memory)
+    actions, saved = _actions(plan, memory)
     return {
         "name": schedule.name,
         "ranksCount": schedule.pp_size,
@@ -181,7 +181,7 @@ def _describe(request: PageRequest, config: TransformerConfig, times: StageTimes
         "stages": stages,
         "ranks": [
             {**rank, "totalWithout": whole.total}
-            for rank, whole in zip(_ranks(plan, memory, kept), unsaved, strict=True)
+            for rank, whole in zip(_ranks(plan, memory, saved), unsaved, strict=True)
         ],
         "actions": actions,
         "copies": copies_of_schedule(
@@ -190,14 +190,14 @@ def _describe(request: PageRequest, config: TransformerConfig, times: StageTimes
     }
 
 
-def _actions(plan: PipelinePlan, memory: Sequence[StageMemory]) -> tuple[dict[str, Any], list[Kept]]:
+def _actions(plan: PipelinePlan, memory: Sequence[StageMemory]) -> tuple[dict[str, Any], list[SavedBytes]]:
     """Return all actions as columns, and the saved bytes of every rank."""
     schedule = plan.schedule
     starts = plan.simulation.starts
     costs = plan.costs
     order = [action for actions in schedule.actions for action in actions]
     number = {action: place for place, action in enumerate(order)}
-    kept = [saved_over_time(actions, memory, schedule.splits_backward) for actions in schedule.actions]
+    saved = [saved_over_time(actions, memory, schedule.splits_backward) for actions in schedule.actions]
     columns = {
         "rank": [rank for rank, actions in enumerate(schedule.actions) for _ in actions],
         "kind": "".join(action.kind for action in order),
@@ -207,10 +207,10 @@ def _actions(plan: PipelinePlan, memory: Sequence[StageMemory]) -> tuple[dict[st
         "input": [
             -1 if (last := last_input(schedule, costs, starts, action)) is None else number[last] for action in order
         ],
-        "kept": [size for each in kept for size in each.kept],
-        "waiting": [size for each in kept for size in each.waiting],
+        "kept": [size for each in saved for size in each.saved],
+        "waiting": [size for each in saved for size in each.pending],
     }
-    return columns, kept
+    return columns, saved
 
 
 def describe_recomputation(config: TransformerConfig, stage: int) -> str:
@@ -249,13 +249,13 @@ def last_input(schedule: Schedule, costs: Costs, starts: dict[Action, float], ac
     return max(dependencies(schedule, action), key=arrival, default=None)
 
 
-def _ranks(plan: PipelinePlan, memory: Sequence[StageMemory], kept: Sequence[Kept]) -> list[dict[str, Any]]:
+def _ranks(plan: PipelinePlan, memory: Sequence[StageMemory], saved: Sequence[SavedBytes]) -> list[dict[str, Any]]:
     """Return bubble and memory of every rank, and the time of its peak."""
     schedule = plan.schedule
     simulation = plan.simulation
     found = []
     for rank, sizes in enumerate(rank_memories(plan.config, schedule, memory)):
-        together = [a + b for a, b in zip(*kept[rank], strict=True)]
+        together = [a + b for a, b in zip(*saved[rank], strict=True)]
         place = together.index(max(together))
         action = schedule.actions[rank][place]
         time = simulation.starts[action] + (0.0 if action.kind == "F" else plan.costs.time(action))

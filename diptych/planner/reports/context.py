@@ -135,11 +135,11 @@ def _scores(config: TransformerConfig, part: int, itemsize: int) -> str:
     size = config.context_parallel_size
     layout = config.cp_attention_layout
     pairs = {name: max(score_pairs(name, rank, size, part) for rank in range(size)) for name in ATTENTION_LAYOUTS}
-    sentences = f"Its layout is {layout}: a rank computes scores of {pairs[layout]:,} pairs of query and key"
+    sentence = f"Its layout is {layout}: a rank computes scores of {pairs[layout]:,} pairs of query and key"
     if layout == "contiguous":
-        return f"{sentences}, zigzag {pairs['zigzag']:,}."
+        return f"{sentence}, zigzag {pairs['zigzag']:,}."
     moved = move_cost(size, part, config.num_attention_heads, config.head_dim, itemsize)
     return (
-        f"{sentences}, contiguous {pairs['contiguous']:,}; moving queries and outputs, a rank sends up to "
+        f"{sentence}, contiguous {pairs['contiguous']:,}; moving queries and outputs, a rank sends up to "
         f"{moved.payload_bytes / KIB:,.1f} KiB, all {moved.wire_bytes / KIB:,.1f} KiB, and as much again backward."
     )
