@@ -1,5 +1,5 @@
-"""Comparison of the two backends, and the ``diptych`` command.
+"""Where the two backends meet: the only package that imports both.
 
-This is the only package that imports both backends. It trains them side by side, measures their differences, and
-reports them.
+Runs them side by side, measures how far apart they are, and reports it. The ``diptych`` command
+lives here.
 """
