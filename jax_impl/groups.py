@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from diptych.plans.checkpoint import CheckpointError
 from diptych.plans.config import TransformerConfig
-from diptych.plans.mesh import MESH_AXES, mesh_shape, model_parallel_words
+from diptych.plans.mesh import MESH_AXES, mesh_shape, replica_settings
 
 LONGEST = 4096
 """The maximal number of bytes of a text; the rest is cut off."""
@@ -32,7 +32,7 @@ def make_mesh(config: TransformerConfig, devices: Sequence[Any] | None = None) -
     n = config.model_parallel_size
     if len(devices) % n:
         raise ValueError(
-            f"{model_parallel_words(config)}: expected a divisor of the {len(devices)} devices given, got {n}; give a "
+            f"{replica_settings(config)}: expected a divisor of the {len(devices)} devices given, got {n}; give a "
             f"multiple of {n}"
         )
     if len(devices) == 1:

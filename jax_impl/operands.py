@@ -21,7 +21,7 @@ def operand(name: str, x: Any) -> Operand:
         ValueError: x is no dense array of the framework.
     """
     if not isinstance(x, Array):
-        raise operations.refuse_operand(name, type(x).__name__)
+        raise operations.operand_error(name, type(x).__name__)
     return Operand(tuple(x.shape), str(x.dtype))
 
 

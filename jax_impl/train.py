@@ -21,7 +21,13 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from diptych.plans.checkpoint import Checkpoint, check_ranks_alike, read_alike, run_settings, write_checkpoint
+from diptych.plans.checkpoint import (
+    Checkpoint,
+    check_settings_on_all_ranks,
+    read_on_all_ranks,
+    run_settings,
+    write_checkpoint,
+)
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.mesh import undivided
 from diptych.plans.model.data import Batch, Corpus
@@ -72,7 +78,7 @@ class Trainer:
         self.steps_taken = 0
         self._replicas = 1 if mesh is None else mesh.shape.get("dp", 1)
         check_trainable(config, train_config, self._replicas)
-        check_ranks_alike(self._settings(), said_on_all_ranks)
+        check_settings_on_all_ranks(self._settings(), said_on_all_ranks)
         whole = GPTModel(undivided(config) if config.model_parallel_size > 1 else config)
         self._graph, params = nnx.split(whole, nnx.Param)
         count = microbatches(train_config, self._replicas)[1]
@@ -240,7 +246,7 @@ class Trainer:
             CheckpointError: the checkpoint is damaged or has other settings, which the message names; or processes
                 found different checkpoints.
         """
-        checkpoint = read_alike(path, self._settings(), said_on_all_ranks)
+        checkpoint = read_on_all_ranks(path, self._settings(), said_on_all_ranks)
         params, self._optimizer_state = import_arrays(
             self._joined(self._params), self._moments(self._joined), checkpoint.arrays, checkpoint.step
         )

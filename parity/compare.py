@@ -110,7 +110,8 @@ def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
     """
     if a.shape != b.shape:
         raise ValueError(f"b: expected the shape of a, {a.shape}, got {b.shape}")
-    a, b = a.astype(np.float64), b.astype(np.float64)
+    a = a.astype(np.float64)
+    b = b.astype(np.float64)
     scale = np.maximum(np.linalg.norm(a), np.linalg.norm(b))
     if not np.isfinite(scale):
         return float("inf")
@@ -126,16 +127,17 @@ def compare(
     gradient_tolerance: float | None = None,
     on_step: Callable[[StepPair], None] = lambda pair: None,
 ) -> Comparison:
-    """Train both backends from equal parameters, and compare every step's loss, and gradients before and after.
+    """Train both backends from equal parameters and compare the loss of every step, and gradients before and after.
 
-    Both run a step at the same time and share the cores, so the times of a step are no measure of either backend.
+    Both backends run a step at the same time and share the cores, so step times do not measure either backend.
 
     Args:
         config: the model.
         train_config: training settings.
         corpus: training data.
-        loss_tolerance: None: that of parity.tolerances for the model's dtype.
-        gradient_tolerance: None: that of parity.tolerances for the model's dtype.
+        loss_tolerance: largest accepted difference of losses; None: that of parity.tolerances for the model's dtype.
+        gradient_tolerance: largest accepted relative difference of gradients; None: that of parity.tolerances for the
+            model's dtype.
         on_step: called after each step.
 
     Raises:
@@ -182,7 +184,7 @@ def compare_gradients(
 
 
 def gradient_norms(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> tuple[dict[str, float], float]:
-    """Return the 2-norm of each gradient and of all together; each is the larger of both sides."""
+    """Return the 2-norms of each gradient and of all gradients together; each is the larger of both backends'."""
 
     def norm(gradient: np.ndarray) -> float:
         return float(np.linalg.norm(gradient.astype(np.float64)))

@@ -1,10 +1,10 @@
 """Measurement of the drift between the backends: by layer, by operation, by training step.
 
-Two programs that round in different places drift apart. To see if rounding is the only cause, both backends are given
-equal inputs, and each is compared with the other and with float64 as the reference.
+Two programs that round at different operations drift apart. To test whether rounding is the only cause, both backends
+receive equal inputs, and each result is compared with the other and with a float64 reference.
 
-Parameters are given in float32 and widened if the model computes in float64, so all dtypes start from equal values. For
-float64, jax_enable_x64 has to be on.
+Parameters are passed in float32 and widened if the model computes in float64, so all dtypes start from equal values.
+float64 requires jax_enable_x64.
 """
 
 import importlib
@@ -55,7 +55,7 @@ OperationPair = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 def computing_in(config: TransformerConfig, dtype: str) -> TransformerConfig:
-    """Return the same model, computing in one of EPSILON's dtypes.
+    """Return the configuration of the same model with another compute dtype, one of EPSILON's.
 
     Raises:
         ValueError: the dtype is unknown.
@@ -123,8 +123,10 @@ def layer_values(
 
 def _layer_values(backend: str, model: Any, tokens: Any) -> list[Any]:
     """Return the activations of either backend's model; modules and functions of both have equal names."""
-    ops, connection = _module(backend, "ops"), _module(backend, "hyper_connections").HyperConnectionModule
-    config, hidden_states = model.config, model.embedding(tokens)
+    ops = _module(backend, "ops")
+    connection = _module(backend, "hyper_connections").HyperConnectionModule
+    config = model.config
+    hidden_states = model.embedding(tokens)
     if config.bf16:
         hidden_states = hidden_states.bfloat16() if backend == "torch" else hidden_states.astype(jnp.bfloat16)
     if config.enable_hyper_connections:
@@ -151,7 +153,7 @@ class Trajectory(NamedTuple):
 
 
 def trajectory(trainer: Trainer, parameters: Parameters, corpus: Corpus, steps: int) -> Trajectory:
-    """Train from the first step and record the trajectory; a trainer can be used again and compiles once.
+    """Train from the first step and record the trajectory; a reused trainer compiles only once.
 
     Args:
         trainer: trainer of either backend, on one process.
@@ -167,7 +169,8 @@ def trajectory(trainer: Trainer, parameters: Parameters, corpus: Corpus, steps: 
     settings = run_settings(trainer.config, trainer.train_config, corpus)
     with TemporaryDirectory() as folder:
         trainer.resume(write_checkpoint(Path(folder), Checkpoint(0, arrays, settings)))
-    seen, losses = [], []
+    seen = []
+    losses = []
     for step in range(steps):
         losses.append(trainer.train_step(step).loss)
         seen.append(flat(trainer.parameters()))
@@ -188,7 +191,7 @@ def state_of(trainer: Trainer) -> dict[str, dict[str, np.ndarray]]:
 
 
 def flat(arrays: Parameters) -> np.ndarray:
-    """Return all entries concatenated, in the order of the names, in float64."""
+    """Return the elements of all arrays, concatenated in the order of the names, in float64."""
     return np.concatenate([arrays[name].ravel().astype(np.float64) for name in sorted(arrays)])
 
 
@@ -252,7 +255,8 @@ def operation_errors(trainer: reference_torch.train.Trainer, batch: Batch) -> li
     Raises:
         ValueError: the model has no hyper-connections.
     """
-    config, values = trainer.config, trainer.parameters()
+    config = trainer.config
+    values = trainer.parameters()
     if not config.enable_hyper_connections:
         raise ValueError("trainer: expected a model with hyper-connections, got none; set enable_hyper_connections")
     errors: list[OperationError] = []
@@ -266,7 +270,8 @@ def operation_errors(trainer: reference_torch.train.Trainer, batch: Batch) -> li
     streams = layer_values("torch", config, values, batch.tokens)[config.num_layers - 1]
     written = _mixer(run, config, values, layer, streams)
     mean = _run_torch(lambda x: x.mean(-2), [written])[0]
-    product, norm = operation_pair("ops.linear"), operation_pair("ops.rms_norm", epsilon=config.layernorm_epsilon)
+    product = operation_pair("ops.linear")
+    norm = operation_pair("ops.rms_norm", epsilon=config.layernorm_epsilon)
     normed = _run_torch(norm[0], [mean, values[f"{layer}.pre_mlp_layernorm.weight"]])[0]
     inner = run("product, MLP in", product, normed, values[f"{layer}.mlp.linear_fc1.weight"])
     activated = run("activation", operation_pair(f"ops.{config.layer(config.num_layers - 1).activation}"), inner)
@@ -299,10 +304,13 @@ def _mixer(
         "product, q k v", operation_pair("ops.linear"), normed, values[f"{layer}.self_attention.linear_qkv.weight"]
     )
     qkv = qkv.reshape(*qkv.shape[:2], -1, config.head_dim)
-    heads, groups = config.num_attention_heads, config.query_groups
+    heads = config.num_attention_heads
+    groups = config.query_groups
     q, k, v = np.split(qkv, (heads, heads + groups), axis=2)
-    rotary, positions = operation_pair("ops.rotary_embedding", base=config.rotary_base), np.arange(q.shape[1])
-    q, k = run("rotary", rotary, q, positions), _run_torch(rotary[0], [k, positions])[0]
+    rotary = operation_pair("ops.rotary_embedding", base=config.rotary_base)
+    positions = np.arange(q.shape[1])
+    q = run("rotary", rotary, q, positions)
+    k = _run_torch(rotary[0], [k, positions])[0]
     attended = run("attention", operation_pair("ops.causal_attention"), q, k, v)
     attended = attended.reshape(*attended.shape[:2], -1)
     projection = values[f"{layer}.self_attention.linear_proj.weight"]
@@ -322,14 +330,16 @@ def _sinkhorn_logits(
 
 
 def adamw(train: TrainConfig, step: int) -> OperationPair:
-    """Return AdamW's update of one matrix at a step in both backends, as their trainers set it up.
+    """Return AdamW's update of one matrix at a step in both backends, with the settings of their trainers.
 
     Both take gradient, parameter, first and second moment, and return the new parameter.
     """
-    rate, betas = learning_rate(train, step), (train.adam_beta1, train.adam_beta2)
+    rate = learning_rate(train, step)
+    betas = (train.adam_beta1, train.adam_beta2)
 
     def in_torch(gradient: torch.Tensor, parameter: torch.Tensor, *moments: torch.Tensor) -> torch.Tensor:
-        parameter, (first, second) = parameter.clone(), (moment.clone() for moment in moments)
+        parameter = parameter.clone()
+        first, second = (moment.clone() for moment in moments)
         optimizer = torch.optim.AdamW([parameter], rate, betas, train.adam_eps, train.weight_decay, fused=True)
         optimizer.state[parameter] = {"step": torch.tensor(float(step)), "exp_avg": first, "exp_avg_sq": second}
         parameter.grad = gradient
@@ -337,7 +347,8 @@ def adamw(train: TrainConfig, step: int) -> OperationPair:
         return parameter
 
     def in_jax(gradient: jax.Array, parameter: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
-        adam, decay = optax.scale_by_adam(*betas, train.adam_eps), optax.add_decayed_weights(train.weight_decay)
+        adam = optax.scale_by_adam(*betas, train.adam_eps)
+        decay = optax.add_decayed_weights(train.weight_decay)
         optimizer = optax.chain(adam, decay)
         state = optax.tree_utils.tree_set(optimizer.init(parameter), count=jnp.int32(step), mu=first, nu=second)
         update = jnp.asarray(optimizer.update(gradient, state, parameter)[0])

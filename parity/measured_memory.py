@@ -19,7 +19,10 @@ class MeasuredMemory(NamedTuple):
 
 
 def measure_torch(config: TransformerConfig, batch: Batch) -> MeasuredMemory:
-    """Run one step of PyTorch's model on a batch and measure its memory, counting every allocation."""
+    """Run one step of the PyTorch model on a batch and return its predicted and measured memory.
+
+    The measurement counts every allocation.
+    """
     import torch
 
     from reference_torch.recompute import measure_memory

@@ -17,7 +17,7 @@ from reference_torch.train import Trainer
 
 
 class RankTrainer:
-    """A Trainer on each of ``model_parallel_size`` gloo ranks, with the Trainer's methods.
+    """A trainer on each of ``model_parallel_size`` gloo ranks, with the methods of Trainer.
 
     Raises:
         RankError: a rank failed; the message has the output of all ranks.
@@ -36,37 +36,37 @@ class RankTrainer:
         self._pool.close()
 
     def train_step(self, step: int) -> StepResult:
-        """See Trainer."""
+        """Run one optimizer step on all ranks; see Trainer.train_step."""
         return self._call("train_step", step)
 
     def loss_and_gradients(self, batch: Batch, step: int = 0) -> tuple[float, dict[str, np.ndarray]]:
-        """See Trainer."""
+        """Return the loss and all gradients of a batch; see Trainer.loss_and_gradients."""
         return self._call("loss_and_gradients", batch, step)
 
     @property
     def offload_statistics(self) -> dict[str, Any] | None:
-        """Statistics of all ranks together; see Trainer and total_statistics."""
+        """Offload statistics of all ranks, combined by total_statistics; None without offload."""
         ranks = self._pool.call("__getattribute__", "offload_statistics")
         return None if ranks[0] is None else total_statistics(ranks)
 
     def validation_loss(self) -> float:
-        """See Trainer."""
+        """Return the mean loss of the validation split; see Trainer.validation_loss."""
         return self._call("validation_loss")
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """See Trainer."""
+        """Return all parameters by canonical name; see Trainer.parameters."""
         return self._call("parameters")
 
     def set_parameters(self, values: Mapping[str, np.ndarray]) -> None:
-        """See Trainer."""
+        """Set all parameters by canonical name; see Trainer.set_parameters."""
         self._call("set_parameters", values)
 
     def save(self, folder: Path, keep: int = 2) -> Path:
-        """See Trainer."""
+        """Write a checkpoint and return its path; see Trainer.save."""
         return self._call("save", folder, keep)
 
     def resume(self, path: Path) -> int:
-        """See Trainer."""
+        """Resume from a checkpoint and return its step; see Trainer.resume."""
         return self._call("resume", path)
 
     def _call(self, method: str, *arguments: Any) -> Any:
@@ -74,7 +74,7 @@ class RankTrainer:
 
 
 def make_trainer(config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) -> Trainer:
-    """Return this rank's trainer; called on every rank of the pool."""
+    """Return the trainer of this rank; RankTrainer calls this function on every rank of its pool."""
     return Trainer(config, train_config, corpus, device="cpu", mesh=make_mesh(config))
 
 

@@ -43,7 +43,9 @@ class LiveComparison:
     """
 
     def __init__(self, console: Console, total: int, interval: int) -> None:
-        self.console, self.total, self.interval = console, total, interval
+        self.console = console
+        self.total = total
+        self.interval = interval
         self._recent: list[StepPair] = []
         self._rows: list[tuple[str, ...]] = []
         self._progress = Progress(
@@ -138,7 +140,7 @@ def print_summary(console: Console, comparison: Comparison, most: int = 8) -> No
         + (f" (small ones relative to {floor:.0%} of the whole)" if (floor := GRADIENT_FLOOR[comparison.dtype]) else "")
     )
     if comparison.memory is not None:
-        console.print(_memory_words(comparison.memory))
+        console.print(_describe_memory(comparison.memory))
     console.print(
         "validation loss, nats per token: "
         + ", ".join(f"{backend} {loss:.6f}" for backend, loss in comparison.validation.items())
@@ -151,7 +153,7 @@ def print_summary(console: Console, comparison: Comparison, most: int = 8) -> No
         console.print("[green]equal within tolerance[/green]")
 
 
-def _memory_words(memory: MeasuredMemory) -> str:
+def _describe_memory(memory: MeasuredMemory) -> str:
     return (
         f"memory in PyTorch, predicted and measured, MiB: kept for backward {memory.predicted_saved / MIB:.1f} and "
         f"{memory.saved / MIB:.1f}, peak {memory.predicted_peak / MIB:.1f} and {memory.peak / MIB:.1f}"
@@ -159,7 +161,7 @@ def _memory_words(memory: MeasuredMemory) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return the machine and the versions, for reports."""
+    """Return the machine and the versions of the libraries, for reports."""
     import torch
 
     return {
@@ -205,7 +207,7 @@ def write_json(
 
 
 def finite_json(value: Any) -> Any:
-    """Return the value with numbers that JSON lacks as text: "nan", "inf", "-inf"."""
+    """Return the value with non-finite numbers, which JSON lacks, replaced by the texts "nan", "inf" and "-inf"."""
     if isinstance(value, dict):
         return {key: finite_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

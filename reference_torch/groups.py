@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from diptych.plans.config import TransformerConfig
-from diptych.plans.mesh import MESH_AXES, mesh_shape, model_parallel_words
+from diptych.plans.mesh import MESH_AXES, mesh_shape, replica_settings
 from diptych.plans.schedule.messages import PipelineError
 from diptych.plans.schedule.partition import get_stage_place, num_stages
 
@@ -125,7 +125,7 @@ def check_world_size(config: TransformerConfig, size: int) -> None:
     n = config.model_parallel_size
     if size % n:
         raise ValueError(
-            f"{model_parallel_words(config)}: expected a divisor of the {size} processes there are, got {n}; start a "
+            f"{replica_settings(config)}: expected a divisor of the {size} processes there are, got {n}; start a "
             f"multiple of {n} (diptych train --nproc {n}, or torchrun --nproc-per-node {n})"
         )
 

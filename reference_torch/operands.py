@@ -21,9 +21,9 @@ def operand(name: str, x: Any) -> Operand:
         ValueError: x is no dense array of the framework.
     """
     if not isinstance(x, Tensor):
-        raise operations.refuse_operand(name, type(x).__name__)
+        raise operations.operand_error(name, type(x).__name__)
     if x.layout is not torch.strided:
-        raise operations.refuse_operand(name, str(x.layout).removeprefix("torch."))
+        raise operations.operand_error(name, str(x.layout).removeprefix("torch."))
     return Operand(tuple(x.shape), str(x.dtype).removeprefix("torch."))
 
 

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import PIPELINED, exchange_options
-from diptych.plans.context.sequences import end_to_end
+from diptych.plans.context.sequences import concatenate_sequences
 from diptych.plans.model.data import Batch
 from reference_torch.context_parallel import build_cp_context
 from reference_torch.context_parallel.wavefront import WHAT, finish
@@ -146,7 +146,7 @@ def _part(batch: Batch, first: int, model: PipelineStage, cp: ProcessGroup) -> t
     if model.config.cp_exchange == PIPELINED and not torch.is_grad_enabled():
         finish(cp)  # without a backward, this rank could run ahead of all others
     tokens, targets, starts = batch
-    laid = end_to_end(tokens, targets, np.arange(first, first + len(tokens)), starts)
+    laid = concatenate_sequences(tokens, targets, np.arange(first, first + len(tokens)), starts)
     cu_seqlens = torch.from_numpy(laid.cu_seqlens)
     kernel = model.config.linear_conv_kernel_dim
     options = exchange_options(model.config)

@@ -23,8 +23,8 @@ from diptych.plans.checkpoint import (
     MODEL,
     SECOND_MOMENT,
     Checkpoint,
-    check_ranks_alike,
-    read_alike,
+    check_settings_on_all_ranks,
+    read_on_all_ranks,
     run_settings,
     write_checkpoint,
 )
@@ -95,7 +95,7 @@ class Trainer:
             )
         check_mesh(config, mesh)
         self._groups = make_groups(config, mesh)
-        check_ranks_alike(self._settings(), self._gather_texts)
+        check_settings_on_all_ranks(self._settings(), self._gather_texts)
         check_trainable(config, train_config, self._groups.dp_size)
         self._messages = None if self._groups.pp is None else P2PCommunicator(self._groups.pp, config, self.device)
         built = get_model(lambda **ends: model_provider(config, **ends).to(self.device), config, self._groups.pp_rank)
@@ -248,7 +248,7 @@ class Trainer:
             CheckpointError: the checkpoint is damaged or has other settings, which the message names; or processes
                 found different checkpoints.
         """
-        checkpoint = read_alike(path, self._settings(), self._gather_texts)
+        checkpoint = read_on_all_ranks(path, self._settings(), self._gather_texts)
         import_arrays(self.stages, self._optimizer, self._own(checkpoint.arrays), checkpoint.step)
         self.steps_taken = checkpoint.step
         return checkpoint.step

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from diptych.plans.checkpoint import check_ranks_alike, run_settings
+from diptych.plans.checkpoint import check_settings_on_all_ranks, run_settings
 from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
 from diptych.plans.model.data import load_corpus
 from reference_torch.rank_pool import RankError, RankPool
@@ -59,11 +59,11 @@ def test_what_was_cut_off_is_compared_too():
     flat = {name: value for part in settings.values() for name, value in part.items()}
     others = json.dumps({**flat, "seed": 9})
     other = hashlib.sha256(others.encode()).hexdigest() + others
-    check_ranks_alike(settings, lambda text: [text[:100], text[:100]])
+    check_settings_on_all_ranks(settings, lambda text: [text[:100], text[:100]])
     with pytest.raises(
         ValueError, match="settings: expected 'one record' on every rank, as on rank 0, got 'another' on rank 1"
     ):
-        check_ranks_alike(settings, lambda text: [text[:100], other[:100]])
+        check_settings_on_all_ranks(settings, lambda text: [text[:100], other[:100]])
 
 
 def test_a_changed_validation_fraction_is_another_run(tmp_path):

@@ -10,7 +10,7 @@ from diptych.plans.offload.moves import OffloadPlan, layer_storages
 from diptych.plans.offload.uses import Use
 
 
-def hiding_tokens(config: TransformerConfig, bandwidth: float, rate: float) -> float:
+def min_tokens_for_overlap(config: TransformerConfig, bandwidth: float, rate: float) -> float:
     """Return the smallest number of tokens in a microbatch at which copies overlap fully with computation.
 
     A forward multiplies and adds once per parameter and token, a backward twice; so copies that take no longer than
@@ -74,8 +74,9 @@ def simulate_offload(
 
     def copy(layer: int) -> float:
         nonlocal link, transfer
-        lasts = latency + sum(storages[layer].values()) / bandwidth
-        link, transfer = max(link, now) + lasts, transfer + lasts
+        duration = latency + sum(storages[layer].values()) / bandwidth
+        link = max(link, now) + duration
+        transfer += duration
         return link
 
     for step in plan.steps:

@@ -10,7 +10,8 @@ from diptych.planner.step_time import Machine
 from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.placement import ScheduleName
 
-LEAST_RATE, MOST_RATE = 1e-6, 1e9
+LEAST_RATE = 1e-6
+MOST_RATE = 1e9
 """Accepted machine rates, in the units of the flags: beyond these limits times overflow or become 0."""
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from diptych.planner.memory.ranks import RankMemory, moved_bytes, rank_memories
 from diptych.planner.memory.stages import StageMemory, predict_stages
-from diptych.planner.step_time import Machine, StageTime, StageTimes, after_backward, costs_of, waits_of_wavefront
+from diptych.planner.step_time import Machine, StageTime, StageTimes, after_backward, costs_of, wavefront_delay
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.sequences import check_shared
 from diptych.plans.mesh import undivided
@@ -130,7 +130,7 @@ def search(
     """Return the fastest configurations that fit into memory, none of which is both slower and larger than another.
 
     Args:
-        config: the model; its parallel sizes, schedule, recompute and offload settings are what is searched.
+        config: the model; its parallel sizes, schedule, recompute and offload settings are searched.
         ranks: ranks of the whole mesh.
         memory_limit: bytes per rank.
         global_batch_size: sequences of one step.
@@ -140,7 +140,7 @@ def search(
         progress: wraps the iterable of configurations, given also their number, to show progress.
 
     Returns:
-        The configurations, fastest first, and counts of what was tried.
+        The configurations, fastest first, and counts of the accepted, refused and too large ones.
 
     Raises:
         ValueError: sizes below 1, an unknown schedule, or no accepted configuration.
@@ -191,11 +191,11 @@ def _add_constraints(
 
 def _undominated(found: list[Found]) -> list[Found]:
     """Return the configurations that no other beats in time and memory, fastest first; of equal ones, the first."""
-    kept: list[Found] = []
+    undominated: list[Found] = []
     for each in sorted(found, key=lambda each: (each.seconds, each.memory.total)):
-        if not kept or each.memory.total < kept[-1].memory.total:
-            kept.append(each)
-    return kept
+        if not undominated or each.memory.total < undominated[-1].memory.total:
+            undominated.append(each)
+    return undominated
 
 
 def _check_request(ranks: int, memory_limit: int, count: int, schedules: tuple[str, ...]) -> None:
@@ -209,7 +209,8 @@ def _check_request(ranks: int, memory_limit: int, count: int, schedules: tuple[s
 def _constraint(found: Found, faster: Found | None) -> str:
     """Return the reason why a configuration is not faster.
 
-    It is memory if a faster configuration was too large; else the largest share of its time beside operations.
+    The reason is memory if a faster configuration was too large, and otherwise the largest share of its time besides
+    operations.
     """
     if faster is not None and faster.seconds < found.seconds:
         needed = faster.memory.total / 2**20
@@ -292,7 +293,8 @@ class _Predictions:
         reach stage 0, or the rank has weight gradients left. The bound is the largest of these sums over all ranks,
         plus the sum of gradients and the update.
         """
-        config, times = candidate.config, self._stage_times(candidate)
+        config = candidate.config
+        times = self._stage_times(candidate)
         costs = costs_of(config, times, candidate.micro_batch_size, self._machine)
         passes, weights, first = ([0.0] * config.pipeline_model_parallel_size for _ in range(3))
         leads = [(0.0, 0.0)]  # by stage: seconds of the stages before it, forward and input gradient, with messages
@@ -313,16 +315,17 @@ class _Predictions:
 
     def memory(self, candidate: Configuration) -> RankMemory:
         """Return the memory of the rank that needs most."""
-        stages = self._kept(candidate)
+        stages = self._stage_memories(candidate)
         ranks = rank_memories(candidate.config, schedule_for(candidate.config, candidate.num_microbatches), stages)
         return max(ranks, key=lambda rank: rank.total)
 
     def found(self, candidate: Configuration, memory: RankMemory) -> Found:
         """Return the predicted seconds of a step and their shares."""
-        config, times = candidate.config, self._stage_times(candidate)
+        config = candidate.config
+        times = self._stage_times(candidate)
         costs = costs_of(config, times, candidate.micro_batch_size, self._machine)
         simulation = simulate(schedule_for(config, candidate.num_microbatches), costs)
-        waits = waits_of_wavefront(config, candidate.micro_batch_size, times, self._machine)
+        waits = wavefront_delay(config, candidate.micro_batch_size, times, self._machine)
         simulation = replace(simulation, makespan=simulation.makespan + waits)
         gradients, update = self._after_backward(candidate)
         copies = max(0.0, self._copies(candidate) - simulation.makespan - update)
@@ -357,13 +360,14 @@ class _Predictions:
             self._times[key] = self._stages.of(candidate.config, candidate.micro_batch_size)
         return self._times[key]
 
-    def _kept(self, candidate: Configuration) -> list[StageMemory]:
+    def _stage_memories(self, candidate: Configuration) -> list[StageMemory]:
         key = self._key(candidate)
         if key not in self._memories:
             self._memories[key] = predict_stages(candidate.config, candidate.micro_batch_size)
         return self._memories[key]
 
     def _after_backward(self, candidate: Configuration) -> tuple[float, float]:
+        """Return the seconds of the gradient sum and of the update."""
         key = *self._key(candidate)[:4], candidate.data_parallel_size
         if key not in self._after:
             self._after[key] = after_backward(

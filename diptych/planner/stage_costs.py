@@ -26,9 +26,11 @@ TIMES = {
     "weight_gradient_seconds": "weight_gradient",
 }
 BYTES = {"activation_bytes": "activation_bytes", "weight_gradient_bytes": "weight_gradient_bytes"}
-SMALLEST, LARGEST = 1e-15, 1e15
+SMALLEST = 1e-15
+LARGEST = 1e15
 """Accepted seconds or bytes, beside 0: within these limits sums and quotients of all costs are finite."""
-LINK, ABOUT = "communication_seconds", "about"
+LINK = "communication_seconds"
+ABOUT = "about"
 
 
 class StageCosts(NamedTuple):

@@ -119,10 +119,12 @@ class StageTimes:
         return costs_of(config, self.of(config, batch), batch, self.machine)
 
     def _block(self, config: TransformerConfig, block: RecomputeBlock, batch: int) -> StageTime:
-        alike = tuple(map(config.layer, block.layers))
-        key = alike, block.kind, block.modules, batch, config.context_parallel_size, config.cp_exchange
+        """Return the times of a recompute block's layers; equal blocks are computed once."""
+        layer_settings = tuple(map(config.layer, block.layers))
+        key = layer_settings, block.kind, block.modules, batch, config.context_parallel_size, config.cp_exchange
         if key not in self._found:
-            builder, layers = stage_builder(config, batch), {}
+            builder = stage_builder(config, batch)
+            layers = {}
             x = builder.hidden()
             for number in block.layers:
                 layers[number], x = builder.layer(number, x)
@@ -184,14 +186,14 @@ def step_time(
     stages = StageTimes(machine).of(config, micro_batch_size)
     schedule = schedule_for(config, num_microbatches)
     simulation = simulate(schedule, costs_of(config, stages, micro_batch_size, machine))
-    waits = waits_of_wavefront(config, micro_batch_size, stages, machine)
+    waits = wavefront_delay(config, micro_batch_size, stages, machine)
     simulation = replace(simulation, makespan=simulation.makespan + waits)
     gradients, update = after_backward(config, micro_batch_size, num_microbatches, data_parallel_size, machine)
     return StepTime(simulation.makespan + gradients + update, simulation, stages, gradients, update)
 
 
-def waits_of_wavefront(config: TransformerConfig, batch: int, stages: Sequence[StageTime], machine: Machine) -> float:
-    """Return the seconds that the pipelined exchange adds to a step, because its last rank starts behind its first.
+def wavefront_delay(config: TransformerConfig, batch: int, stages: Sequence[StageTime], machine: Machine) -> float:
+    """Return the seconds that the pipelined exchange adds to a step because the last rank starts after the first.
 
     It is the delay along the longest row of context ranks that share a sequence, forward and backward; 0 with any other
     exchange. See diptych.plans.schedule.wavefront.
@@ -249,12 +251,13 @@ def _gradient_times(nodes: Sequence[Node], machine: Machine) -> tuple[float, flo
     """Return the seconds of the operations' I and W."""
     inputs = weights = 0.0
     for node in nodes:
-        kept, gradients = sum(value.size for value in node.keeps), _moved(node)
+        kept = sum(value.size for value in node.saves)
+        gradients = _moved(node)
         if node.is_linear:  # one product for the input's gradient, one for the weight's
             inputs += machine.seconds(node.flops, gradients + node.parameters)
             weights += machine.seconds(node.flops, kept + gradients // 2 + node.parameters)
         else:
-            inputs += machine.seconds(2 * node.flops + node.flops_again, kept + gradients + node.parameters)
+            inputs += machine.seconds(2 * node.flops + node.recomputed_flops, kept + gradients + node.parameters)
     return inputs, weights
 
 
@@ -263,7 +266,8 @@ class _Timed(Simulation):
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()
-        self._machine, self._is_backward = machine, False
+        self._machine = machine
+        self._is_backward = False
         self.forward = self.replayed = 0.0
 
     def _backward(self, nodes: list[Node]) -> None:

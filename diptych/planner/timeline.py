@@ -24,16 +24,24 @@ SHADES = {
     "W": ("#dcc268", "#f2df9d"),
 }
 """Colours of a rank's first and last virtual stage, if it has several: lightness (CIE L*) 5 below and above."""
-IDLE, INK = "#f1f1f1", "#222222"
+IDLE = "#f1f1f1"
+INK = "#222222"
 
-WIDTH, LEFT, RIGHT = 11.0, 0.62, 0.12
-ROW, TITLE, LEGEND, BOTTOM, TALLEST = 0.25, 0.34, 0.22, 0.48, 18.0
+WIDTH = 11.0
+LEFT = 0.62
+RIGHT = 0.12
+ROW = 0.25
+TITLE = 0.34
+LEGEND = 0.22
+BOTTOM = 0.48
+TALLEST = 18.0
 """Inches: figure width and side margins; a rank's row, a title, the legend, the time axis, the tallest figure."""
 CELL = 0.88
 """Height of a cell as a share of its row."""
 DIGIT = 0.64
 """Width of a digit as a share of its height."""
-SMALLEST, LARGEST = 4.5, 8.0
+SMALLEST = 4.5
+LARGEST = 8.0
 """Smallest and largest font of the numbers in cells, points; narrower cells have no number."""
 DPI = 160
 
@@ -94,7 +102,8 @@ def draw_timeline(
     if isinstance(target, (str, Path)):
         draw_timelines([timeline], target)
         return
-    position, size = target.get_position(), target.figure.get_size_inches()  # pyright: ignore[reportAttributeAccessIssue]
+    position = target.get_position()
+    size = target.figure.get_size_inches()  # pyright: ignore[reportAttributeAccessIssue]
     _draw(target, timeline, timeline.end, 72 * position.width * size[0], 72 * position.height * size[1])
 
 
@@ -122,7 +131,9 @@ def draw_timelines(
     height = LEGEND + BOTTOM + TITLE * len(timelines) + row * rows
     figure = Figure(figsize=(WIDTH, height))
     figure.set_layout_engine("none")
-    end, top, width = max(timeline.end for timeline in timelines), LEGEND, WIDTH - LEFT - RIGHT
+    end = max(timeline.end for timeline in timelines)
+    top = LEGEND
+    width = WIDTH - LEFT - RIGHT
     for place, timeline in enumerate(timelines):
         tall = row * timeline.schedule.pp_size
         top += TITLE
@@ -178,8 +189,10 @@ def _draw_cells(axes: "Axes", timeline: Timeline, line: float) -> None:
     schedule = timeline.schedule
     shapes: dict[tuple[str, int], list[list[tuple[float, float]]]] = {}
     for action, (start, duration) in timeline.bars.items():
-        rank, vp_stage = schedule.rank_of(action.stage), action.stage // schedule.pp_size
-        x, y = (start, start + duration), (rank - CELL / 2, rank + CELL / 2)
+        rank = schedule.rank_of(action.stage)
+        vp_stage = action.stage // schedule.pp_size
+        x = (start, start + duration)
+        y = (rank - CELL / 2, rank + CELL / 2)
         corners = [(x[0], y[0]), (x[1], y[0]), (x[1], y[1]), (x[0], y[1])]
         shapes.setdefault((action.kind, vp_stage), []).append(corners)
     for (kind, vp_stage), corners in sorted(shapes.items()):

@@ -1,10 +1,11 @@
 """Bytes that ranks send each other in one training step, term by term.
 
-The mesh is replicas x context ranks x pipeline ranks. Counted are the tensors that PyTorch ranks send. Message headers
-and sums of scalars (losses, norms, token counts) are left out.
+The mesh is replicas x context ranks x pipeline ranks. The terms count the tensors that PyTorch ranks send, without
+message headers and sums of scalars (losses, norms, token counts).
 
-Libraries choose the algorithms of collectives; the one that sends least is assumed. An all-reduce over n ranks is a
-ring in which each rank sends 2 (n - 1) / n of its bytes; in an all-gather over n ranks, each rank sends n - 1 parts.
+Communication libraries choose the algorithms of collectives; the terms assume the one with the fewest sent bytes. An
+all-reduce over n ranks is a ring in which each rank sends 2 (n - 1) / n of its bytes; in an all-gather over n ranks,
+each rank sends n - 1 parts.
 """
 
 import math
@@ -70,8 +71,10 @@ def wire_traffic(
         num_microbatches: microbatches of a step on each replica.
         data_parallel_size: replicas.
     """
-    p, cp = config.pipeline_model_parallel_size, config.context_parallel_size
-    copies, stages = cp * data_parallel_size, num_stages(config)
+    p = config.pipeline_model_parallel_size
+    cp = config.context_parallel_size
+    copies = cp * data_parallel_size
+    stages = num_stages(config)
 
     def rank_of(stage: int) -> int:
         return get_stage_place(config, stage).pp_rank
@@ -134,9 +137,10 @@ def layer_exchanges(
         replays_mixer: True if backward recomputes attention or the delta rule, and repeats its exchange.
     """
     if config.cp_exchange == PIPELINED:
-        yield from _handed_on(config, layer, batch)
+        yield from _pipelined_messages(config, layer, batch)
         return
-    size, item = config.context_parallel_size, ITEM_SIZES[config.compute_dtype]
+    size = config.context_parallel_size
+    item = ITEM_SIZES[config.compute_dtype]
     part = batch * config.seq_length // size
     if config.layer(layer).mixer == "attention":
         own = 2 * part * config.query_groups * config.head_dim * item
@@ -153,7 +157,8 @@ def layer_exchanges(
     cost = exchange_cost(config.cp_exchange, size, heads, key, value, _state_item(config), *approximate)
     one = cost.payload_bytes * (size - 1 if config.cp_exchange == "all_gather" else 1)
     hops = cost.rounds if config.cp_exchange == "ring" and config.cp_truncate_ranks is None else 1
-    algorithm, times = f"{config.cp_exchange} by {size}", 2 + replays_mixer
+    algorithm = f"{config.cp_exchange} by {size}"
+    times = 2 + replays_mixer
     yield Exchange("states and gradients", algorithm, one, cost.wire_bytes, times, cost.rounds, hops)
     token = (2 * key_heads * key + heads * value) * item
     halo = halo_sizes(part, config.linear_conv_kernel_dim)
@@ -163,9 +168,10 @@ def layer_exchanges(
     yield Exchange("tokens of convolutions", "point to point", one, total, 2 + replays_layer)
 
 
-def _handed_on(config: TransformerConfig, layer: int, batch: int) -> Iterator[Exchange]:
+def _pipelined_messages(config: TransformerConfig, layer: int, batch: int) -> Iterator[Exchange]:
     """Yield the messages of the pipelined exchange, for sequences that span ranks; recomputation repeats none."""
-    size, item = config.context_parallel_size, ITEM_SIZES[config.compute_dtype]
+    size = config.context_parallel_size
+    item = ITEM_SIZES[config.compute_dtype]
     part = batch * config.seq_length // size
     before = tokens_before(size, part, config.seq_length)
     goes_on = sum(tokens > 0 for tokens in before)

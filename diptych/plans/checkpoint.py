@@ -88,13 +88,18 @@ def run_settings(model: TransformerConfig, train: TrainConfig, corpus: Corpus) -
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
     """Write a checkpoint and remove all but the newest ``keep``.
 
+    Args:
+        folder: folder of the run's checkpoints; created if it does not exist.
+        checkpoint: the state to write.
+        keep: number of checkpoints that remain in the folder, including this one.
+
     Returns:
-        Its path.
+        The path of the checkpoint.
 
     Raises:
         ValueError: ``keep`` is below 1.
-        CheckpointError: the folder cannot be written to, holds a later step, of which this is not the successor, or the
-            disk is full; or a number is not finite, so that the file could not be read. Earlier checkpoints stay.
+        CheckpointError: the folder is not writable or has a checkpoint of a later step, the disk is full, or an
+            element is not finite. Earlier checkpoints remain.
     """
     if keep < 1:
         raise ValueError(f"keep: expected at least 1, got {keep}")
@@ -132,26 +137,27 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Pat
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """List the folder's checkpoints, by their steps, oldest first."""
+    """Return the paths of the folder's checkpoints, sorted by step."""
     found = [path for path in folder.glob("step_*.safetensors") if _step_of(path) is not None and path.is_file()]
     return sorted(found, key=lambda path: (_step_of(path), path.name))
 
 
-def check_unused(folder: Path, begun: bool = False) -> None:
-    """Refuse a folder in which a new run would overwrite what an earlier one has left.
+def check_unused(folder: Path, overwrites_metrics: bool = False) -> None:
+    """Reject a folder in which a new run would overwrite the files of an earlier run.
 
     Args:
-        folder: for checkpoints and metrics; it need not exist.
-        begun: metrics without a checkpoint are of this run, which was ended before its first one.
+        folder: folder for checkpoints and metrics; it may be missing.
+        overwrites_metrics: True if metrics without a checkpoint are from an earlier start of this run and may be
+            overwritten.
 
     Raises:
-        CheckpointError: it holds checkpoints, or metrics; or a directory has the name of a checkpoint.
+        CheckpointError: the folder has checkpoints or metrics.
     """
-    remedy = "give --resume to go on with that run, or another folder"
+    remedy = "give --resume to continue that run, or another folder"
     if found := list_checkpoints(folder):
         raise CheckpointError(f"save: expected a folder without checkpoints for a new run, got {found[-1]}; {remedy}")
     metrics = folder / METRICS
-    if metrics.exists() and not begun and not (metrics.is_file() and metrics.stat().st_size == 0):
+    if metrics.exists() and not overwrites_metrics and not (metrics.is_file() and metrics.stat().st_size == 0):
         raise CheckpointError(
             f"save: expected a folder without metrics for a new run, got {metrics}; remove it or give another folder, "
             "or give --resume-if-saved for a run that was ended before its first checkpoint"
@@ -159,24 +165,31 @@ def check_unused(folder: Path, begun: bool = False) -> None:
 
 
 def check_names(folder: Path) -> None:
-    """Refuse a folder where what is no file has the name of a checkpoint, before a step is spent that cannot be saved.
+    """Reject a folder in which an entry that is not a file has the name of a checkpoint.
+
+    Such an entry cannot be replaced by a checkpoint, so the run would lose the steps before its first save.
 
     Raises:
-        CheckpointError: naming it.
+        CheckpointError: there is such an entry; the message names it.
     """
     for path in folder.glob("step_*.safetensors"):
         if _step_of(path) is not None and not path.is_file():
-            raise CheckpointError(f"save: expected files alone to be named like {path}, got what is none; rename it")
+            raise CheckpointError(
+                f"save: expected only files with names like {path}, got another kind of entry; rename it"
+            )
 
 
 def read_checkpoint(path: Path | str) -> Checkpoint:
-    """Read and verify a checkpoint: a file, or the newest of a folder.
+    """Read and verify a checkpoint.
 
-    The record is checked before an array is read, and no array is read that is not the model's; see
+    The record is validated before any array is read, and only arrays of the recorded model are read; see
     diptych.plans.checkpoint_schema.
 
+    Args:
+        path: a checkpoint, or a folder, whose newest checkpoint is read.
+
     Raises:
-        CheckpointError: there is none; it is damaged, impossible, or of a later format.
+        CheckpointError: there is no checkpoint, or it is damaged, violates the schema, or has a later format.
     """
     path = Path(path)
     if path.is_dir():
@@ -205,7 +218,7 @@ def read_checkpoint(path: Path | str) -> Checkpoint:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the record of a file and its arrays, which are read when the record has been found right."""
+    """Return the record and the arrays of a file; the arrays are read only if the record is valid."""
     with safe_open(path, "np") as file:
         record = parse_record((file.metadata() or {}).get(RECORD))
         version = record.get("format")
@@ -223,13 +236,13 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def _step_of(path: Path) -> int | None:
-    """Return the step in a checkpoint's name, or None for another name."""
+    """Return the step in the name of a checkpoint; None if the name is not that of a checkpoint."""
     found = re.fullmatch(r"step_([0-9]{8,})\.safetensors", path.name)
     return None if found is None else int(found[1])
 
 
 def _check_latest(folder: Path, step: int) -> None:
-    """Refuse to write a step beside later ones, which would be taken for the run's newest."""
+    """Reject a step if the folder has later ones, because a resumed run would read the latest."""
     found = list_checkpoints(folder)
     if found and (_step_of(found[-1]) or 0) > step:
         raise CheckpointError(
@@ -238,29 +251,32 @@ def _check_latest(folder: Path, step: int) -> None:
         )
 
 
-def read_alike(path: Path | str, settings: Mapping[str, Any], tell: Callable[[str], Sequence[str]]) -> Checkpoint:
-    """Read the checkpoint of a run on all its processes, which have to find the same one.
+def read_on_all_ranks(
+    path: Path | str, settings: Mapping[str, Any], gather_texts: Callable[[str], Sequence[str]]
+) -> Checkpoint:
+    """Read the checkpoint of a run on all its processes and check that it is the same one.
 
-    A folder may lie on each machine's own disk, and its newest checkpoint differ; ranks would go on from both.
+    Machines may have separate disks under one path, with different newest checkpoints.
 
     Args:
-        path: as read_checkpoint takes it.
-        settings: of the run; see check_settings.
-        tell: gives every process what all of them said, in order of their ranks.
+        path: see read_checkpoint.
+        settings: settings of the run; see check_settings.
+        gather_texts: function that gathers one text from every process, in the order of the ranks.
 
     Raises:
-        CheckpointError: on every process alike: one of them cannot read it, or found another than the rest.
+        CheckpointError: a process cannot read the checkpoint, or read another one; raised on every process.
     """
     checkpoint = failure = None
     try:
         checkpoint = read_checkpoint(path)
         check_settings(checkpoint, settings)
         found = f"step {checkpoint.step}, checksum {checkpoint.checksum[:12]}"
-    except Exception as error:  # whatever it is: the other processes wait to be told
-        failure, found = error, str(error) or repr(error)
-    said = tell(found)
-    if len(set(said)) > 1:
-        ranks = {text: [rank for rank, other in enumerate(said) if other == text] for text in dict.fromkeys(said)}
+    except Exception as error:  # of any type: the other processes wait in gather_texts
+        failure = error
+        found = str(error) or repr(error)
+    texts = gather_texts(found)
+    if len(set(texts)) > 1:
+        ranks = {text: [rank for rank, other in enumerate(texts) if other == text] for text in dict.fromkeys(texts)}
         raise CheckpointError(
             f"checkpoint: expected the same one of {path} on every process, got "
             + "; ".join(f"on rank {', '.join(map(str, of))}: {text}" for text, of in ranks.items())
@@ -268,30 +284,33 @@ def read_alike(path: Path | str, settings: Mapping[str, Any], tell: Callable[[st
         )
     if failure is not None:
         raise failure
-    assert checkpoint is not None, "what was not read has a reason"
+    assert checkpoint is not None, "read_checkpoint returns a checkpoint or raises"
     return checkpoint
 
 
-def check_ranks_alike(settings: Mapping[str, Any], tell: Callable[[str], Sequence[str]]) -> None:
-    """Refuse processes that would train together on other data, or under other settings, than the first one.
+def check_settings_on_all_ranks(settings: Mapping[str, Any], gather_texts: Callable[[str], Sequence[str]]) -> None:
+    """Reject a run whose processes have different settings or data.
 
     Args:
-        settings: this process's, from run_settings.
-        tell: gives every process what all of them said, in order of their ranks; what is long may be cut off.
+        settings: settings of this process, the result of run_settings.
+        gather_texts: function that gathers one text from every process, in the order of the ranks; it may truncate long
+            texts.
 
     Raises:
-        ValueError: on every process alike, naming each differing field and its value on both ranks.
+        ValueError: the settings differ; raised on every process. The message names each differing field and its values
+            on rank 0 and on the first rank that differs.
     """
     flat = {name: value for part in ("data", "train", "model") for name, value in settings[part].items()}
     text = json.dumps(flat)
-    said = tell(hashlib.sha256(text.encode()).hexdigest() + text)
-    other = next((rank for rank, theirs in enumerate(said) if theirs != said[0]), None)
+    texts = gather_texts(hashlib.sha256(text.encode()).hexdigest() + text)
+    other = next((rank for rank, theirs in enumerate(texts) if theirs != texts[0]), None)
     if other is None:
         return
     try:
-        first, theirs = (json.loads(said[rank][64:]) for rank in (0, other))
-    except ValueError:  # cut off
-        first, theirs = {"settings": "one record"}, {"settings": "another"}
+        first, theirs = (json.loads(texts[rank][64:]) for rank in (0, other))
+    except ValueError:  # gather_texts truncated a text
+        first = {"settings": "one record"}
+        theirs = {"settings": "another"}
     differing = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
     raise ValueError(
         "; ".join(
@@ -304,10 +323,11 @@ def check_ranks_alike(settings: Mapping[str, Any], tell: Callable[[str], Sequenc
 
 
 def check_settings(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
-    """Refuse to go on with a run under other settings.
+    """Reject settings that differ from those of the run that wrote a checkpoint.
 
     Raises:
-        CheckpointError: naming every differing field, its value in the checkpoint and now.
+        CheckpointError: settings differ; the message names every differing field, its value in the checkpoint and its
+            given value.
     """
     differing = [
         f"{field} {checkpoint.settings.get(part, {}).get(field)!r} there, {values.get(field)!r} here"
@@ -322,7 +342,7 @@ def check_settings(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
 
 
 def split_arrays(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    """Return the arrays with a prefix, by canonical name."""
+    """Return the arrays whose names have a prefix, by name without the prefix."""
     return {name[len(prefix) :]: array for name, array in arrays.items() if name.startswith(prefix)}
 
 
@@ -336,7 +356,7 @@ def _checksum(arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> st
 
 
 def _write_through(path: Path, content: bytes) -> None:
-    """Write a file and wait until the disk has it."""
+    """Write a file and wait until it is on disk."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -344,7 +364,7 @@ def _write_through(path: Path, content: bytes) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Wait until the disk has the folder's new names."""
+    """Wait until renamed files of a folder are on disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

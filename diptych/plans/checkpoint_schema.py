@@ -20,7 +20,9 @@ from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.text_files import one_line, parse_json
 
 FORMAT_VERSION = 1
-MODEL, FIRST_MOMENT, SECOND_MOMENT = "model.", "first_moment.", "second_moment."
+MODEL = "model."
+FIRST_MOMENT = "first_moment."
+SECOND_MOMENT = "second_moment."
 """Prefixes of arrays, each before a parameter's canonical name."""
 LONGEST_RECORD = 1_000_000
 """Maximum number of characters of a record; a typical record has about 2,000."""
@@ -113,13 +115,13 @@ def check_record(record: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -
             if not all(isinstance(item, str | int | float | None) for item in _items(value)):
                 raise SchemaError(f"{name} {one_line(value)}, where text, a number, true, false or null was expected")
     _check_data(settings["data"])
-    train = _made("train", lambda: TrainConfig(**settings["train"]))
+    train = _construct("train", lambda: TrainConfig(**settings["train"]))
     if not _is_integer(step) or not 0 <= step <= train.train_iters:
         raise SchemaError(f"step {one_line(step)}, where one from 0 to train_iters={train.train_iters} was expected")
     layers = settings["model"].get("num_layers")
     if not _is_integer(layers) or layers > len(arrays):  # before anything is done a layer at a time
         raise SchemaError(f"num_layers {one_line(layers)}, with {len(arrays)} arrays in all")
-    _check_arrays(_made("model", lambda: recorded_model(settings)), arrays)
+    _check_arrays(_construct("model", lambda: recorded_model(settings)), arrays)
 
 
 def check_numbers(arrays: Mapping[str, np.ndarray]) -> None:
@@ -137,9 +139,11 @@ def check_numbers(arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _check_data(data: Mapping[str, Any]) -> None:
+    """Reject invalid settings of the data."""
     # Earlier versions did not record training_bytes.
     _check_keys("settings of data", data, {"corpus_digest", "data_seed"}, ("reset_attention_mask", "training_bytes"))
-    digest, seed = data["corpus_digest"], data["data_seed"]
+    digest = data["corpus_digest"]
+    seed = data["data_seed"]
     for name, right in (
         ("corpus_digest", isinstance(digest, str) and re.fullmatch("[0-9a-f]{16}", digest) is not None),
         ("data_seed", _is_integer(seed) and 0 <= seed < 2**32),
@@ -151,6 +155,7 @@ def _check_data(data: Mapping[str, Any]) -> None:
 
 
 def _check_arrays(model: TransformerConfig, arrays: Mapping[str, StoredArray]) -> None:
+    """Reject missing or surplus arrays, and arrays of another shape or type than the model's."""
     specs = parameter_specs(model)
     prefixes = (MODEL, FIRST_MOMENT, SECOND_MOMENT)
     expected = {prefix + name: spec.shape for prefix in prefixes for name, spec in specs.items()}
@@ -164,7 +169,7 @@ def _check_arrays(model: TransformerConfig, arrays: Mapping[str, StoredArray]) -
             raise SchemaError(f"{found} in {name}, where {wanted.type} {list(shape)} was expected")
 
 
-def _made(part: str, make: Callable[[], Any]) -> Any:
+def _construct(part: str, make: Callable[[], Any]) -> Any:
     """Return a configuration from recorded settings, with every error turned into a SchemaError."""
     try:
         return make()

@@ -41,7 +41,7 @@ def undivided(config: TransformerConfig) -> TransformerConfig:
     )
 
 
-def model_parallel_words(config: TransformerConfig) -> str:
+def replica_settings(config: TransformerConfig) -> str:
     """Return the settings whose product is the number of ranks of a replica, as text for error messages."""
     names = ("context_parallel_size", "pipeline_model_parallel_size")
     return " * ".join(name for name in names if getattr(config, name) > 1) or names[-1]

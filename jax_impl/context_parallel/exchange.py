@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
-from diptych.plans.context.exchange import check_together, scan_steps
+from diptych.plans.context.exchange import check_joint_exchange, scan_steps
 from diptych.plans.context.sequences import FLACPContext
 from jax_impl.context_parallel.approximate import LowRank, low_rank, state_of_nearest
 
@@ -72,7 +72,7 @@ def exchange_over(
     transition: Array | LowRank, state: Array, ranks: Ranks, reach: Reach, reverse: bool = False
 ) -> Array:
     """Run exchange_states without a context; with all_gather the transition may be a LowRank."""
-    check_together(ranks.exchange)
+    check_joint_exchange(ranks.exchange)
     if ranks.size == 1:
         return jnp.zeros_like(state)
     rank = lax.axis_index(ranks.group)

@@ -56,8 +56,8 @@ class StagedParameters(NamedTuple):
 class Batch(NamedTuple):
     """The inputs of a step.
 
-    With context parallelism, the sequences are concatenated (diptych.plans.context.sequences.EndToEnd), and tokens,
-    targets and samples are [m, 1, L / R].
+    With context parallelism, the sequences are concatenated (diptych.plans.context.sequences.ConcatenatedBatch), and
+    tokens, targets and samples are [m, 1, L / R].
     """
 
     tokens: Array

@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import PIPELINED
-from diptych.plans.context.sequences import check_shared, end_to_end
-from diptych.plans.mesh import model_parallel_words, undivided
+from diptych.plans.context.sequences import check_shared, concatenate_sequences
+from diptych.plans.mesh import replica_settings, undivided
 from diptych.plans.model.documents import check_document_starts
 from diptych.plans.model.implementation import callback_threads, uses_kernels
 from diptych.plans.model.parameters import parameter_specs
@@ -213,7 +213,7 @@ class PipelineStep:
         check_shared(b // parts, length, self.mesh.shape[CONTEXT_AXIS])
         given = batch.tokens, batch.targets, batch.samples, batch.document_starts
         divided = jax.tree.map(lambda x: x.reshape(m, parts, b // parts, *x.shape[2:]), given)
-        laid = end_to_end(*divided, xp=np if isinstance(batch.tokens, np.ndarray) else jnp)
+        laid = concatenate_sequences(*divided, xp=np if isinstance(batch.tokens, np.ndarray) else jnp)
         tokens, targets, samples = (x[:, :, 0] for x in laid[:3])
         return Batch(tokens, targets, samples, batch.step, None, laid.positions, laid.cu_seqlens)
 
@@ -280,7 +280,7 @@ def _mesh(config: TransformerConfig, mesh: Mesh | None, door: str) -> Mesh:
         devices = jax.devices()
         if len(devices) < n:
             raise ValueError(
-                f"{model_parallel_words(config)}: expected at most the {len(devices)} devices JAX has, got {n}; on a "
+                f"{replica_settings(config)}: expected at most the {len(devices)} devices JAX has, got {n}; on a "
                 f"CPU call jax.config.update('jax_num_cpu_devices', {n}) before JAX is used"
             )
         if shared == 1:

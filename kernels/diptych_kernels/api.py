@@ -16,7 +16,7 @@ from diptych.plans.model.operations import (
     check_rate,
     check_same_type,
     check_word,
-    refuse_operand,
+    operand_error,
 )
 from diptych_kernels import autodiff_rules as operations
 from diptych_kernels.autodiff_rules import Array, Operation, Sinkhorn, dtype_name
@@ -82,7 +82,7 @@ class Functions(ABC):
         for name, x in arrays.items():
             kind = None if x is None else self.array_kind(x)
             if kind is not None:
-                raise refuse_operand(name, kind)
+                raise operand_error(name, kind)
         return {name: None if x is None else Operand(tuple(x.shape), dtype_name(x)) for name, x in arrays.items()}
 
     def _check(self, **arrays: Array | None) -> None:

@@ -17,7 +17,7 @@ from diptych.plans.schedule.csv import read_schedule
 
 
 class UnreadableScheduleError(Exception):
-    """The file of a schedule cannot be read, or its table is not a valid schedule."""
+    """An error for a schedule file that cannot be read or does not contain a valid schedule."""
 
 
 def _read_schedule(words: list[str]) -> Schedule:
@@ -29,7 +29,7 @@ def _read_schedule(words: list[str]) -> Schedule:
 
 @dataclass(frozen=True)
 class ModelFlags(TransformerConfig):
-    """The model's settings as flags; the schedule's file is given by its path and read once, while parsing."""
+    """The settings of the model as flags; the schedule file is a path and is read once, during parsing."""
 
     pipeline_schedule_file: Annotated[
         Schedule | None,
@@ -45,7 +45,7 @@ class ModelFlags(TransformerConfig):
 
 
 def with_configuration(command: Any) -> Any:
-    """Return a command whose model is a plain TransformerConfig."""
+    """Return the command with its ModelFlags replaced by a TransformerConfig."""
     model = getattr(command, "model", None)
     return replace(command, model=TransformerConfig(**vars(model))) if isinstance(model, ModelFlags) else command
 
@@ -55,12 +55,12 @@ def _demo_model() -> ModelFlags:
 
 
 LONGEST_TIMEOUT = 1e9
-"""Seconds: the longest time-out that timers accept."""
+"""Longest time-out that timers accept, in seconds."""
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """The settings that all training commands share."""
+    """The common settings of all training commands."""
 
     model: tyro.conf.OmitArgPrefixes[ModelFlags] = field(default_factory=_demo_model)
     train: tyro.conf.OmitArgPrefixes[TrainConfig] = field(default_factory=TrainConfig)
@@ -153,7 +153,9 @@ class Train(TrainingRun):
         self._check_coordinator()
 
     def _check_coordinator(self) -> None:
-        address, given = self.coordinator_address, (self.num_processes, self.process_id)
+        """Reject incomplete or unsupported settings of JAX's coordinator."""
+        address = self.coordinator_address
+        given = (self.num_processes, self.process_id)
         if self.backend == "torch" and (address, *given) != (None,) * 3:
             raise ValueError(
                 "coordinator_address, num_processes, process_id: expected none with backend 'torch', whose processes "

@@ -11,17 +11,17 @@ FLAG = "--config"
 
 
 def with_config_file(arguments: list[str]) -> list[str]:
-    """Replace ``--config FILE`` by the file's settings, placed so that flags given beside it win.
+    """Replace ``--config FILE`` by the settings of the file; explicit flags override them.
 
-    A key is a flag's name, with underscores or hyphens; tables only group: ``[model] hidden_size = 64`` and
-    ``hidden-size = 64`` say the same.
+    A key is the name of a flag, with underscores or hyphens. Tables only group keys: ``[model] hidden_size = 64`` and
+    ``hidden-size = 64`` are equivalent.
 
     Args:
         arguments: subcommand and flags.
 
     Raises:
-        ValueError: no file is named, it cannot be read, has a setting twice (in two tables, or with underscores and
-            with hyphens), or a value is not text, number, truth value or a list.
+        ValueError: no file is given, the file cannot be read or has a setting twice (in two tables, or with underscores
+            and with hyphens), or a value is not a string, number, boolean or a list of them.
     """
     if FLAG not in arguments:
         return arguments
@@ -48,7 +48,7 @@ def with_config_file(arguments: list[str]) -> list[str]:
 
 
 def _settings(table: dict[str, Any], tables: str = "") -> Iterator[tuple[str, str, Any]]:
-    """List the settings of a table and of the tables in it: key, place in the file, and value."""
+    """Yield key, location in the file and value of every setting of a table and its nested tables."""
     for key, value in table.items():
         place = f"{tables}{key}"
         if isinstance(value, dict):
@@ -58,10 +58,10 @@ def _settings(table: dict[str, Any], tables: str = "") -> Iterator[tuple[str, st
 
 
 def _flag(key: str, place: str, value: Any) -> list[str]:
-    """Write a setting as the command line has it.
+    """Return a setting as command-line arguments.
 
     Raises:
-        ValueError: the command line cannot say it.
+        ValueError: the value has no form on the command line.
     """
     name = key.replace("_", "-")
     if isinstance(value, bool):

@@ -11,11 +11,11 @@ NAMES = {"torch": "PyTorch", "jax": "JAX"}
 
 
 def write_curves(runs: Sequence[Path], path: Path) -> None:
-    """Draw runs into one picture; a run's colour follows the backend that took each step.
+    """Draw the curves of runs into one picture; the colour of a step shows the backend that trained it.
 
     Args:
-        runs: folders that hold a metrics.jsonl.
-        path: picture to write.
+        runs: folders with a metrics.jsonl.
+        path: image file to write.
 
     Raises:
         ValueError: a folder has no metrics.

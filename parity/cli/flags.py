@@ -53,7 +53,8 @@ Settings can be given in a TOML file: diptych train --config run.toml; flags ove
 @functools.cache
 def flags_of(command: type) -> dict[str, Any]:
     """Return the settings of a command by field name, with their types."""
-    hints, found = get_type_hints(command), {}
+    hints = get_type_hints(command)
+    found = {}
     for each in fields(command):
         if each.name in GROUPS:
             found |= flags_of(GROUPS[each.name])
@@ -123,8 +124,8 @@ def _all_settings() -> dict[str, Any]:
 def _check_names(command: str | None, arguments: list[str]) -> None:
     """Check the names of command and flags; the error for an unknown name suggests a similar one."""
     if arguments and command is None and not arguments[0].startswith("-"):
-        meant = _meant(arguments[0], list(COMMANDS))
-        raise ValueError(f"expected a command, one of {', '.join(COMMANDS)}, got {arguments[0]!r}{meant}")
+        suggestion = _suggestion(arguments[0], list(COMMANDS))
+        raise ValueError(f"expected a command, one of {', '.join(COMMANDS)}, got {arguments[0]!r}{suggestion}")
     if command is None:
         return
     known = {*_spellings(flags_of(COMMANDS[command])), "--help", "-h"}
@@ -133,10 +134,12 @@ def _check_names(command: str | None, arguments: list[str]) -> None:
         if not re.match(r"--?[A-Za-z]", name) or name in known or name.lower() in ("-inf", "-nan", "-infinity"):
             continue
         others = [each for each, kind in COMMANDS.items() if name in _spellings(flags_of(kind))]
-        meant = f"; it is a flag of diptych {' and '.join(others)}" if others else _meant(name, sorted(known - {"-h"}))
+        suggestion = (
+            f"; it is a flag of diptych {' and '.join(others)}" if others else _suggestion(name, sorted(known - {"-h"}))
+        )
         raise ValueError(
-            f"{name}: expected a flag of diptych {command}, got an unknown one{meant} (diptych {command} --help lists "
-            "all)"
+            f"{name}: expected a flag of diptych {command}, got an unknown one{suggestion} (diptych {command} --help "
+            "lists all)"
         )
 
 
@@ -147,7 +150,7 @@ def _spellings(settings: dict[str, Any]) -> Iterator[str]:
             yield f"--no-{flag(name)[2:]}"
 
 
-def _meant(name: str, known: list[str]) -> str:
+def _suggestion(name: str, known: list[str]) -> str:
     """Return a suggestion for an unknown name."""
     found = difflib.get_close_matches(name, known, n=1, cutoff=0.6) or [each for each in known if each.startswith(name)]
     return f"; did you mean {found[0]}?" if found else ""

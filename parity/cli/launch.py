@@ -1,7 +1,7 @@
-"""The processes of a training run, started by torchrun or by parity.cli.processes.
+"""The processes of a training run, which torchrun or parity.cli.processes has started.
 
-A process finds its place among several in torchrun's environment variables: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
-and MASTER_PORT.
+A process reads its rank and the address of the others from torchrun's environment variables: RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 """
 
 import datetime
@@ -9,20 +9,20 @@ import math
 import os
 import time
 
-from diptych.plans.mesh import model_parallel_words
+from diptych.plans.mesh import replica_settings
 from diptych.plans.schedule.messages import PipelineError
 from diptych.plans.training import check_trainable
 from parity.cli.commands import Train
 from parity.cli.processes import CHILD, end_with_parent, report_joined
 
 REPORT_SECONDS = 10.0
-"""Seconds that the first process has to print an error that all processes have, before another prints it."""
+"""Seconds that the first process has to print an error common to all processes before another process prints it."""
 LONGEST_SILENCE = 100.0
 """Seconds after which a process of jax.distributed counts as dead, unless pipeline_timeout is shorter."""
 
 
 def is_one_of_several() -> bool:
-    """Return True if this process was started as one of several."""
+    """Return True if this process is one of several processes of a run."""
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
@@ -32,10 +32,10 @@ def rank() -> int:
 
 
 def reports_errors() -> bool:
-    """Return True if this process prints an error that all processes have; one process per machine does.
+    """Return True if this process prints an error common to all processes.
 
-    Torchrun and start_processes end all processes when that one has ended. The others wait here until it has printed;
-    a process that is not ended by then has an error of its own.
+    One process per machine prints it. Torchrun and start_processes end all processes when that process has ended. The
+    others wait in this function until it has printed; a process that still runs afterwards has an error of its own.
     """
     if not is_one_of_several() or int(os.environ.get("LOCAL_RANK", "0")) == 0:
         return True
@@ -44,13 +44,15 @@ def reports_errors() -> bool:
 
 
 def check_processes(command: Train) -> None:
-    """Check the number of processes and the batch against the model, before any process is started.
+    """Check that the number of processes and the batch fit the model, before any process is started.
 
     Raises:
-        ValueError: they do not fit; the message names the setting.
+        ValueError: the number of processes or the batch does not fit; the message names the setting.
     """
-    n, what = command.model.model_parallel_size, "processes"
-    size, remedy = command.ranks_here, f"give --nproc {n}, or start a multiple of {n} by torchrun"
+    n = command.model.model_parallel_size
+    what = "processes"
+    size = command.ranks_here
+    remedy = f"give --nproc {n}, or start a multiple of {n} by torchrun"
     if command.backend == "jax":
         if is_one_of_several():
             raise ValueError(
@@ -59,13 +61,14 @@ def check_processes(command: Train) -> None:
             )
         if command.coordinator_address == "auto":
             return  # the number of processes is known after joining
-        size, what = size * (command.num_processes or 1), "devices"
+        size *= command.num_processes or 1
+        what = "devices"
         remedy = f"give an --nproc that makes it a multiple of {n}"
     elif is_one_of_several():
         size = int(os.environ["WORLD_SIZE"])
     if size % n:
         raise ValueError(
-            f"nproc: expected a multiple of {model_parallel_words(command.model)}={n} {what}, got {size}; {remedy}"
+            f"nproc: expected a multiple of {replica_settings(command.model)}={n} {what}, got {size}; {remedy}"
         )
     check_trainable(command.model, command.train, size // n)
 
@@ -87,7 +90,8 @@ def join_processes(device_type: str, timeout: float):
     import torch.distributed as dist
 
     end_with_parent()
-    limit, device = datetime.timedelta(seconds=timeout), torch.device("cpu")
+    limit = datetime.timedelta(seconds=timeout)
+    device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -109,7 +113,9 @@ def join_processes(device_type: str, timeout: float):
 
 
 def join_devices(command: Train):
-    """Join JAX's processes and return the mesh of the run's devices; must be called before JAX is used.
+    """Join JAX's processes and return the mesh of the run's devices.
+
+    It must be called before any use of JAX.
 
     Returns:
         The mesh, or None for a single device.
@@ -132,7 +138,8 @@ def join_devices(command: Train):
             heartbeat_timeout_seconds=math.ceil(min(command.model.pipeline_timeout, LONGEST_SILENCE)),
         )
         return make_mesh(command.model)
-    devices, wanted = jax.devices(), command.ranks_here
+    devices = jax.devices()
+    wanted = command.ranks_here
     if len(devices) < wanted:
-        raise ValueError(f"nproc: expected at most the {len(devices)} devices JAX has, got {wanted}")
+        raise ValueError(f"nproc: expected at most the {len(devices)} devices of JAX, got {wanted}; lower --nproc")
     return make_mesh(command.model, devices[:wanted])

@@ -21,8 +21,8 @@ from diptych.planner.page import PageRequest, write_page
 from diptych.planner.reports.console import print_written
 from diptych.planner.reports.context import print_context
 from diptych.planner.reports.generate import print_generated
-from diptych.planner.reports.memory import block_words, print_plan
-from diptych.planner.reports.mesh import mesh_words, print_mesh
+from diptych.planner.reports.memory import describe_blocks, print_plan
+from diptych.planner.reports.mesh import describe_mesh, print_mesh
 from diptych.planner.reports.offload import print_offload
 from diptych.planner.reports.schedule import print_schedule
 from diptych.planner.reports.search import print_search
@@ -144,6 +144,7 @@ def _demands(run: TrainingRun) -> tuple[str, int, int, str]:
 
 
 def _compare(command: Compare, console: Console) -> int:
+    """Run ``diptych compare`` and return the exit code."""
     check_trainable(command.model, command.train)
     for backend in PACKAGES:
         _load_backend(backend, *_demands(command))
@@ -174,6 +175,7 @@ def _compare(command: Compare, console: Console) -> int:
 
 
 def _train(command: Train, console: Console) -> int:
+    """Run ``diptych train`` and return the exit code."""
     dtype, threads, _, impl = _demands(command)
     module = _load_backend(command.backend, dtype, threads, command.ranks_here, impl)
     place = _place(command)
@@ -208,16 +210,18 @@ def _place(command: Train) -> dict[str, Any]:
 
 
 def _plan(command: Plan, console: Console) -> int:
+    """Run ``diptych plan`` and return the exit code."""
     for output in (command.picture, command.html, command.write_schedule, command.generate_schedule):
         if output is not None:
             _check_output(output.parent, (output.name,))
     if command.ranks is not None:
         print_search(console, command)
         return 0
-    model, shape = command.model, (command.micro_batch_size, command.num_microbatches)
+    model = command.model
+    shape = (command.micro_batch_size, command.num_microbatches)
     page = PageRequest(model, *shape, command.data_parallel_size, command.machine) if command.html else None
     check_shared(command.micro_batch_size, model.seq_length, model.context_parallel_size)
-    console.print(mesh_words(model, command.data_parallel_size), highlight=False)
+    console.print(describe_mesh(model, command.data_parallel_size), highlight=False)
     if command.generate_schedule is not None:
         model = print_generated(console, command, command.generate_schedule)
     elif model.pipeline_model_parallel_size > 1:
@@ -240,6 +244,7 @@ def _plan(command: Plan, console: Console) -> int:
 
 
 def _sample(command: Sample, console: Console) -> int:
+    """Run ``diptych sample`` and return the exit code."""
     config = recorded_model(read_checkpoint(command.checkpoint).settings)
     _load_backend(command.backend, config.params_dtype)
     package = PACKAGES[command.backend]
@@ -301,12 +306,14 @@ def _check_output(folder: Path, names: tuple[str, ...]) -> None:
 
 
 def _print_setting(run: TrainingRun, corpus, console: Console) -> None:
-    model, train = run.model, run.train
+    """Print the model, the training settings and the corpus."""
+    model = run.model
+    train = run.train
     mhc = f"mHC with {model.num_residual_streams} streams" if model.enable_hyper_connections else "no mHC"
     console.print(
         f"{model.num_layers} layers, D={model.hidden_size}, {model.num_attention_heads} heads, {mhc}, "
         f"{model.compute_dtype}; T={model.seq_length}, batch {train.global_batch_size}, {train.train_iters} steps"
     )
     if any("recompute" in name and value for name, value in vars(model).items()):
-        console.print(f"recompute, blocks: {block_words(model)}")
+        console.print(f"recompute, blocks: {describe_blocks(model)}")
     console.print(f"corpus: {corpus.name}, {len(corpus.training):,} bytes (digest {corpus.digest})", markup=False)

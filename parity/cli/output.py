@@ -73,12 +73,12 @@ def standard_output() -> Iterator[StandardOutput]:
 
 
 def output_failure(stream: Any) -> OSError | None:
-    """Return why a stream no longer writes; None where it does, or cannot tell."""
+    """Return the error of a failed write to a stream; None if no write failed or the stream does not record it."""
     return stream.failure if isinstance(stream, StandardOutput) else None
 
 
 def _open_descriptors() -> None:
-    """Open the standard descriptors that were closed: the next file would get their numbers, and what is written there.
+    """Open standard descriptors that are closed, because the next opened file would get their numbers and their output.
 
     Standard input, output and error have numbers 0 to 2, and a new descriptor gets the lowest number that is free.
     """

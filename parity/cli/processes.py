@@ -1,12 +1,12 @@
 """Start and supervision of the processes of one run on this machine.
 
 A rank can be killed or stopped at any time. In every case the launcher ends in time, names the rank, and leaves no
-process behind. Four clocks ensure that:
+process behind. Four time limits ensure this:
 
     GRACE             from the first failed rank until ranks that have not ended by themselves are killed
     join_timeout      from the start until every rank has reported that it has joined the others (report_joined)
     silence           time that a rank may be stopped (SIGSTOP), or continue after another rank has ended without error
-    pipeline_timeout  of a message: ranks that wait for a rank that is gone or stopped end by themselves
+    pipeline_timeout  time that a rank waits for a message from an ended or stopped rank before it ends by itself
 """
 
 import contextlib
@@ -80,12 +80,13 @@ class _Rank:
     """
 
     def __init__(self, number: int, command: list[str], environment: dict[str, str]) -> None:
-        self.number, self.joined = number, False
+        self.number = number
+        self.joined = False
         self.stopped_at: float | None = None
         self.code: int | None = None
-        self._said, reports = os.pipe()
+        self._reports, reports = os.pipe()
         lifeline, self._lifeline = os.pipe()
-        os.set_blocking(self._said, False)
+        os.set_blocking(self._reports, False)
         own = {"RANK": str(number), "LOCAL_RANK": str(number), JOINED: str(reports)}
         self.pid = _start(command, {**environment, **own}, lifeline, reports)
         os.close(reports)
@@ -95,7 +96,7 @@ class _Rank:
         """Record if the process has joined, is stopped, or has ended."""
         if not self.joined:
             with contextlib.suppress(BlockingIOError):
-                self.joined = bool(os.read(self._said, 1))
+                self.joined = bool(os.read(self._reports, 1))
         while self.code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             if not pid:
@@ -119,7 +120,7 @@ class _Rank:
             os.kill(self.pid, signal.SIGKILL)  # it may not lead its process group yet
             self._ended(os.waitpid(self.pid, 0)[1])
         os.close(self._lifeline)
-        os.close(self._said)
+        os.close(self._reports)
 
     def _ended(self, status: int) -> None:
         self.code = os.waitstatus_to_exitcode(status)
@@ -170,10 +171,14 @@ class _Watch:
     """A supervisor that polls the ranks until all have ended or a clock has expired."""
 
     def __init__(self, ranks: Sequence[_Rank], join_timeout: float, silence: float, signals: Sequence[int]) -> None:
-        self._ranks, self._join_timeout, self._silence = ranks, join_timeout, silence
-        self._signals, self._begin = signals, time.monotonic()
+        self._ranks = ranks
+        self._join_timeout = join_timeout
+        self._silence = silence
+        self._signals = signals
+        self._begin = time.monotonic()
         self._failed: list[_Rank] = []
-        self._end, self._outlasted = float("inf"), float("inf")
+        self._end = float("inf")
+        self._silence_end = float("inf")
 
     def wait(self) -> int:
         """Wait for the end of the run, print messages about failed ranks, and return the exit code."""
@@ -185,12 +190,12 @@ class _Watch:
                     self._failed.append(rank)
                     self._end = min(self._end, now + GRACE)
                 if rank.code == 0:
-                    self._outlasted = min(self._outlasted, now + self._silence)
+                    self._silence_end = min(self._silence_end, now + self._silence)
             left = [rank for rank in self._ranks if rank.code is None]
             if self._ranks[0].code == REFUSED:  # rank 0 has printed the error that all ranks have
                 return REFUSED
             if not left or now >= self._end or self._is_late(left, now):
-                return self._told(left)
+                return self._report_failures(left)
             time.sleep(POLL_INTERVAL)
 
     def _is_late(self, left: Sequence[_Rank], now: float) -> bool:
@@ -209,7 +214,7 @@ class _Watch:
                 "in time (kill -CONT), or raise pipeline_timeout"
             )
             return True
-        if now >= self._outlasted:
+        if now >= self._silence_end:
             _say(
                 f"{_named(left)} still ran {self._silence:g} s after another rank had ended; look at what it waits "
                 "for, or raise pipeline_timeout"
@@ -217,7 +222,7 @@ class _Watch:
             return True
         return False
 
-    def _told(self, left: Sequence[_Rank]) -> int:
+    def _report_failures(self, left: Sequence[_Rank]) -> int:
         """Print which ranks failed, and the fate of ranks that print nothing themselves; return the exit code."""
         first = self._failed[0] if self._failed else None
         for rank in self._ranks:
@@ -225,7 +230,7 @@ class _Watch:
                 before = "" if rank.joined else " before it had joined the others"
                 _say(
                     f"rank {rank.number} was ended by {signal.Signals(-rank.code).name}{before}; if nobody sent that, "
-                    "look for a lack of memory (dmesg) or a fault in a library, and go on with --resume"
+                    "look for a lack of memory (dmesg) or a fault in a library, and continue with --resume"
                 )
         for rank in left:
             state = "" if rank.stopped_at is None else " (it had been stopped by a signal)"
@@ -254,16 +259,16 @@ def _say(text: str) -> None:
 @contextlib.contextmanager
 def _forwarded(ranks: Sequence[_Rank]) -> Iterator[list[int]]:
     """Forward SIGINT and SIGTERM to every process instead of ending this one; yield the received signals."""
-    came: list[int] = []
+    received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
-        came.append(number)
+        received.append(number)
         for rank in ranks:
             rank.send(number)
 
     previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield came
+        yield received
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

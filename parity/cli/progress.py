@@ -34,15 +34,18 @@ def training_progress(
     results = []
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("train", total=total, loss="-", speed="-", note="")
-        noted, said = "", 0
+        last_note = ""
+        num_noted = 0
         for result in steps:
             results.append(result)
-            loss, speed = f"{result.loss:.4f}", f"{result.tokens / result.seconds:,.0f}"
+            loss = f"{result.loss:.4f}"
+            speed = f"{result.tokens / result.seconds:,.0f}"
             is_due = result.step % interval == 0 or result.step == total - 1
             if is_due:
-                noted, said = note(len(results) - said), len(results)
-            progress.update(task, advance=1, loss=loss, speed=speed, note=noted)
+                last_note = note(len(results) - num_noted)
+                num_noted = len(results)
+            progress.update(task, advance=1, loss=loss, speed=speed, note=last_note)
             if is_due and not console.is_terminal:
                 norm = f"grad norm {result.grad_norm:.3f}"
-                console.print(f"step {result.step:>6}  loss {loss}  {norm}  {speed} tok/s{noted}")
+                console.print(f"step {result.step:>6}  loss {loss}  {norm}  {speed} tok/s{last_note}")
     return results

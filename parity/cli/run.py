@@ -79,7 +79,7 @@ class SavePlan:
     """Steps between checkpoints; 0: only at the end."""
     exit_step: int | None
     """Number of steps of the whole run after which it stops, as if interrupted; None: no early stop."""
-    begun: bool = False
+    overwrites_metrics: bool = False
     """True if metrics in a folder without checkpoints are from an earlier start of this run and may be overwritten."""
 
 
@@ -145,10 +145,10 @@ def run_training(
         reason = f"stopped by {interruption.cause or 'another process'} after step {trainer.steps_taken - 1}"
         console.print(reason)
         if output_failure(sys.stdout) is not None:  # the line above was not printed
-            saved = "nothing was saved" if plan.folder is None else "go on with --resume"
+            saved = "nothing was saved" if plan.folder is None else "continue with --resume"
             print(f"diptych: {reason}; {saved}", file=sys.stderr)
     elif trainer.steps_taken < end:
-        console.print(f"stopped after step {trainer.steps_taken - 1} of {end} as asked; go on with --resume")
+        console.print(f"stopped after step {trainer.steps_taken - 1} of {end} as asked; continue with --resume")
     else:
         loss = trainer.validation_loss()
         metrics.write({"step": trainer.steps_taken, "validation_loss": loss})
@@ -169,7 +169,7 @@ def _check_folder(trainer: Trainer, plan: SavePlan, resume: bool) -> None:
         if plan.folder is not None:
             check_names(plan.folder)
         if plan.folder is not None and not resume:
-            check_unused(plan.folder, plan.begun)
+            check_unused(plan.folder, plan.overwrites_metrics)
         if plan.folder is not None and trainer.reports:
             read_metrics(plan.folder / METRICS)  # the run rewrites them after it has resumed
     except ValueError as error:
@@ -185,11 +185,13 @@ class _OffloadNote:
     """A note on the bytes that offload moves per step, for the progress display."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._before = trainer, trainer.offload_statistics
+        self._trainer = trainer
+        self._before = trainer.offload_statistics
 
     def __call__(self, steps: int) -> str:
         """Return the note for the steps since the last call."""
-        before, now = self._before, self._trainer.offload_statistics
+        before = self._before
+        now = self._trainer.offload_statistics
         self._before = now
         if before is None or now is None:
             return ""
@@ -200,6 +202,7 @@ class _OffloadNote:
 def _steps(
     trainer: Trainer, stop: int, plan: SavePlan, metrics: "Metrics", interruption: Interruption
 ) -> Iterator[StepResult]:
+    """Yield the results of training steps; write metrics and checkpoints when they are due."""
     evaluate = trainer.train_config.eval_interval
     for step in range(trainer.steps_taken, stop):
         result = trainer.train_step(step)
@@ -293,7 +296,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     if not path.is_file():
-        raise ValueError(f"metrics: expected a file, got {path}, which is none")
+        raise ValueError(f"metrics: expected a file, got {path}, which is not one; rename it")
     try:
         content = path.read_bytes().removeprefix(BYTE_ORDER_MARK)
     except OSError as error:
@@ -314,7 +317,8 @@ def _wrong_entry(line: Any) -> str:
     """Return a description of the entry that no run writes, or the empty string."""
     if not isinstance(line, dict):
         return one_line(line)
-    step, backend = line.get("step"), line.get("backend")
+    step = line.get("step")
+    backend = line.get("backend")
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= 2**32:
         return f"step {one_line(step)}"
     if not isinstance(backend, str):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from diptych.plans.context.exchange import check_together, scan_steps
+from diptych.plans.context.exchange import check_joint_exchange, scan_steps
 from diptych.plans.context.sequences import FLACPContext
 from reference_torch.autograd import differentiable_once
 from reference_torch.context_parallel.approximate import (
@@ -42,7 +42,7 @@ def exchange_states(
     Returns:
         S, 0 on the first rank. [HV, K, V]
     """
-    check_together(context.cp_exchange)
+    check_joint_exchange(context.cp_exchange)
     place = context.size - 1 - context.rank if reverse else context.rank
     if context.size == 1:
         return torch.zeros_like(state)

@@ -145,7 +145,7 @@ def test_c8_truncation_is_within_its_bound(stream, ranks):
     exact = begun(maps, stream.size, lambda rank: 0)
     for (transition, *_), largest in zip(maps, bounds.transition, strict=True):
         assert (np.linalg.norm(transition, 2, axis=(-2, -1)) <= largest * (1 + SLACK) + SLACK).all()
-    assert (norms(exact) <= bounds.begun * (1 + SLACK) + SLACK).all()
+    assert (norms(exact) <= bounds.initial * (1 + SLACK) + SLACK).all()
     near = begun(maps, stream.size, lambda rank: max(0, rank - ranks))
     bound = truncation_bounds(bounds, ranks)
     assert (norms(exact - near) <= bound * (1 + SLACK) + SLACK).all()

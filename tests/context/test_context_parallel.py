@@ -236,7 +236,7 @@ def test_c9_contexts_of_anything_else_are_refused():
     with pytest.raises(ValueError, match="cu_seqlens_cpu: expected a tensor, got list"):
         build(offsets, None, None, [0, 48])
     with pytest.raises(
-        ValueError, match=r"cu_seqlens_cpu: expected what cu_seqlens is, torch.int32 of \(2,\), got .*int64"
+        ValueError, match=r"cu_seqlens_cpu: expected torch.int32 of shape \(2,\), as cu_seqlens, got .*int64"
     ):
         build(offsets, None, None, offsets.long())
     with pytest.raises(ValueError, match=r"group: expected a process group of torch.distributed, or None, got 'cp'"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from diptych.plans.config import TrainConfig, TransformerConfig
-from diptych.plans.context.sequences import end_to_end
+from diptych.plans.context.sequences import concatenate_sequences
 from diptych.plans.model.data import Corpus
 from diptych.plans.training import check_trainable
 from jax_impl import ops
@@ -191,13 +191,13 @@ def test_a_checkpoint_is_of_any_number_of_ranks(tmp_path):
 def test_sequences_lie_end_to_end():
     tokens = np.arange(24).reshape(2, 2, 6)
     starts = np.array([[[0, 4], [0, 6]], [[0, 1], [0, 2]]], np.int32)
-    laid = end_to_end(tokens, -tokens, np.array([[3, 4], [5, 6]]), starts)
+    laid = concatenate_sequences(tokens, -tokens, np.array([[3, 4], [5, 6]]), starts)
     np.testing.assert_array_equal(laid.tokens, [[np.arange(12)], [np.arange(12, 24)]])
     np.testing.assert_array_equal(laid.targets, -laid.tokens)
     np.testing.assert_array_equal(laid.samples, [[[3] * 6 + [4] * 6], [[5] * 6 + [6] * 6]])
     np.testing.assert_array_equal(laid.positions, [*range(6), *range(6)])
     np.testing.assert_array_equal(laid.cu_seqlens, [[0, 4, 6, 12, 12], [0, 1, 6, 8, 12]])
-    whole = end_to_end(tokens[0], tokens[0], np.arange(2))
+    whole = concatenate_sequences(tokens[0], tokens[0], np.arange(2))
     np.testing.assert_array_equal(whole.cu_seqlens, [0, 6, 12])
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.planner.offload_times import hiding_tokens, simulate_offload, use_seconds
+from diptych.planner.offload_times import min_tokens_for_overlap, simulate_offload, use_seconds
 from diptych.planner.reports.offload_picture import draw_offload
 from diptych.plans.config import TransformerConfig
 from diptych.plans.offload import (
@@ -205,7 +205,7 @@ def test_tokens_that_hide_a_layer_are_where_copy_and_forward_are_equal():
     config = TransformerConfig(hidden_size=64, num_layers=2, num_attention_heads=2, layer_pattern=pattern)
     storages = layer_storages(config)
     assert sum(storages[0].values()) == 4 * (2 * 64 + 4 * 64 * 64 + 3 * 64 * 176)
-    tokens = hiding_tokens(config, bandwidth=3e9, rate=1e12)
+    tokens = min_tokens_for_overlap(config, bandwidth=3e9, rate=1e12)
     for layer, sizes in storages.items():
         assert use_seconds(config, int(tokens), 1e12)(Use("F", layer)) == pytest.approx(
             sum(sizes.values()) / 3e9, rel=0.01

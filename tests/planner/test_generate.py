@@ -105,7 +105,7 @@ def test_it_runs_fits_and_is_behind_no_name(task):
     assert found.simulation == simulate(schedule, costs)
     limits = rooms(task)
     assert all(peak <= room * SAME for peak, room in zip(found.simulation.peak_bytes, limits, strict=True))
-    assert found.at_least <= found.simulation.makespan * SAME
+    assert found.makespan_bound <= found.simulation.makespan * SAME
     sizes = [task[name] for name in ("pp_size", "num_microbatches", "stages_per_rank", "placement")]
     for named in named_schedules(*sizes):
         course = simulate(named, costs)
@@ -237,7 +237,7 @@ def test_it_is_the_best_of_all_tables_of_two_ranks(case, m):
         assert found.simulation.makespan <= shortest * SAME, "a whole backward may need less memory than I and W"
     else:
         assert found.simulation.makespan == pytest.approx(shortest, rel=1e-9)
-    assert found.at_least <= min(shortest, found.simulation.makespan) * SAME
+    assert found.makespan_bound <= min(shortest, found.simulation.makespan) * SAME
 
 
 @pytest.mark.parametrize("case", range(len(TRIED)))
@@ -331,7 +331,7 @@ def test_eight_ranks_and_many_microbatches_take_seconds():
         ({"memory_limit": math.nan}, "memory_limit: expected at least 0 bytes, got nan"),
         (
             {"memory_limit": [2.0, 0.5]},
-            r"memory_limit: expected at least 1 bytes on rank 1, which one microbatch keeps there, got 0\.5; give more",
+            r"memory_limit: expected at least 1 bytes on rank 1, which one microbatch saves there, got 0\.5; give more",
         ),
     ],
 )

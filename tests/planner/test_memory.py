@@ -70,7 +70,7 @@ def test_prediction_within_two_percent(variant, mode):
     assert prediction.saved == pytest.approx(saved, rel=0.02)
     assert prediction.peak == pytest.approx(peak, rel=0.02)
     for name, value in report.items():
-        assert prediction.kept[name] == value.bytes, name
+        assert prediction.saved_by_name[name] == value.bytes, name
 
 
 KINDS = {
@@ -127,9 +127,9 @@ def test_the_rule_over_several_segments_and_short_sequences_within_two_percent(k
 
 def test_kept_terms_add_up_and_grow_with_the_batch():
     one, two = (predict_memory(CONFIG, batch) for batch in (1, 2))
-    assert one.saved == sum(one.kept.values())
-    assert {n: 2 * v for n, v in one.kept.items() if n not in ("rotary angles", "loss")} == {
-        n: v for n, v in two.kept.items() if n not in ("rotary angles", "loss")
+    assert one.saved == sum(one.saved_by_name.values())
+    assert {n: 2 * v for n, v in one.saved_by_name.items() if n not in ("rotary angles", "loss")} == {
+        n: v for n, v in two.saved_by_name.items() if n not in ("rotary angles", "loss")
     }
 
 
@@ -146,6 +146,6 @@ def test_predicts_what_no_machine_here_could_run():
     )
     none = predict_memory(config, 1)
     mhc = predict_memory(replace(config, recompute_granularity="selective", recompute_modules=("mhc", "layernorm")), 1)
-    assert none.kept["residual_streams"] == 64 * 4096 * 4 * 4096 * 2
-    assert mhc.kept["residual_streams"] == 7 * 4096 * 4 * 4096 * 2
+    assert none.saved_by_name["residual_streams"] == 64 * 4096 * 4 * 4096 * 2
+    assert mhc.saved_by_name["residual_streams"] == 7 * 4096 * 4 * 4096 * 2
     assert none.saved > 40e9

@@ -11,8 +11,8 @@ from diptych.planner.memory.ranks import rank_memories
 from diptych.planner.memory.stages import predict_stages
 from diptych.planner.page import PageRequest, describe_plan, page_html
 from diptych.planner.page.copies import Span, place_copies
-from diptych.planner.page.data import recomputed_words
-from diptych.planner.reports.memory import block_words
+from diptych.planner.page.data import describe_recomputation
+from diptych.planner.reports.memory import describe_blocks
 from diptych.planner.reports.schedule import plan_pipeline
 from diptych.planner.step_time import step_time
 from diptych.plans.config import TransformerConfig
@@ -128,7 +128,7 @@ def test_what_is_recomputed_is_said_of_the_stage_it_is_on():
         "layers 3 to 6, whole, 2 at a time",
         "layer 7, whole",
     ]
-    assert [block_words(UNEVEN, stage) for stage in range(4)] == [
+    assert [describe_blocks(UNEVEN, stage) for stage in range(4)] == [
         "1 of 1 layer: whole layers",
         "1 of 2 layers: whole layers",
         "2 of 2 layers: whole layers",
@@ -136,7 +136,7 @@ def test_what_is_recomputed_is_said_of_the_stage_it_is_on():
     ]
     block = replace(UNEVEN, recompute_method="block", recompute_num_layers=1, recompute_activation_function=True)
     assert (
-        recomputed_words(replace(block, pipeline_model_parallel_layout=None), 0)
+        describe_recomputation(replace(block, pipeline_model_parallel_layout=None), 0)
         == "layer 0, whole; layer 1, activation"
     )
 

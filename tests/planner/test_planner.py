@@ -12,7 +12,7 @@ from rich.console import Console
 from diptych.planner.memory import activation_recompute_saving, predict_memory
 from diptych.planner.memory.ranks import moved_bytes, offload_use, parameter_bytes, rank_memories
 from diptych.planner.memory.stages import predict_stage_memory, predict_stages
-from diptych.planner.reports.mesh import join_alike, mesh_words, places_shown, print_mesh
+from diptych.planner.reports.mesh import describe_mesh, join_equal_ranks, print_mesh, printed_rows
 from diptych.planner.reports.schedule import plan_pipeline
 from diptych.planner.traffic import wire_traffic
 from diptych.plans.checkpoint import Checkpoint, check_settings, run_settings
@@ -295,7 +295,7 @@ def test_four_thousand_ranks_are_planned_quickly_and_shown_briefly(capsys):
     ],
 )
 def test_the_mesh_in_words(settings, replicas, words):
-    assert mesh_words(replace(TINY, **settings), replicas) == words
+    assert describe_mesh(replace(TINY, **settings), replicas) == words
 
 
 def test_printed_bytes_are_the_plans():
@@ -315,12 +315,12 @@ def test_printed_bytes_are_the_plans():
 
 def test_rows_that_are_alike_are_one():
     cells = [["a"], ["b"], ["b"], ["b"], ["a"]]
-    assert join_alike(cells) == [("0", "a"), ("1 to 3", "b"), ("4", "a")]
+    assert join_equal_ranks(cells) == [("0", "a"), ("1 to 3", "b"), ("4", "a")]
 
 
 @pytest.mark.parametrize("count", [1, 16, 17, 18, 64, 1000])
 def test_long_tables_show_first_some_and_last_rows(count):
-    shown = places_shown(count)
+    shown = printed_rows(count)
     places = [place for place in shown if place is not None]
     assert places == sorted(set(places))
     assert (places == [*range(count)]) == (None not in shown) == (count <= 16)

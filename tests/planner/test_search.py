@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from diptych.planner.request import parse_bytes
 from diptych.planner.search import RECOMPUTE, Configuration, Outcome, _configurations, _Predictions, search
-from diptych.planner.step_time import Machine, StageTimes, costs_of, step_time, waits_of_wavefront
+from diptych.planner.step_time import Machine, StageTimes, costs_of, step_time, wavefront_delay
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.mesh import undivided
 from diptych.plans.model.delta_rule import chunk_flops
@@ -287,7 +287,7 @@ def test_pipelined_ranks_wait_and_look_only_where_sequences_go_on():
         stages = StageTimes(machine).of(config, batch)
         linear, _ = products(config, batch * MODEL.seq_length // 4)
         layer = sum(stages[0][:3]) / MODEL.num_layers
-        waits[batch] = waits_of_wavefront(config, batch, stages, machine) / layer
+        waits[batch] = wavefront_delay(config, batch, stages, machine) / layer
         part = batch * MODEL.seq_length // 4
         scores[batch] = (stages[0].forward * 1e9 - linear) / (4 * part * MODEL.hidden_size * MODEL.num_layers)
     assert waits == pytest.approx({1: 3.0, 2: 1.0, 4: 0.0})

@@ -65,7 +65,7 @@ def test_a_line_that_no_run_writes_is_named(text, told, corpus, tmp_path, capsys
 
 def test_a_folder_named_like_the_metrics(tmp_path):
     (tmp_path / METRICS).mkdir()
-    with pytest.raises(ValueError, match=r"metrics: expected a file, got .*, which is none"):
+    with pytest.raises(ValueError, match=r"metrics: expected a file, got .*, which is not one; rename it"):
         read_metrics(tmp_path / METRICS)
 
 

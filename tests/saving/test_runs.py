@@ -31,7 +31,7 @@ def test_a_run_crosses_the_backends_from_the_command_line(corpus, tmp_path, caps
     run, whole = tmp_path / "run", tmp_path / "whole"
     train = f"train {SMALL} --eval-interval 10 --data-path {corpus}"
     assert diptych(f"{train} --backend torch --exit-step 15 --save", run) == 0
-    assert "stopped after step 14 of 40 as asked; go on with --resume" in capsys.readouterr().out
+    assert "stopped after step 14 of 40 as asked; continue with --resume" in capsys.readouterr().out
     assert diptych(f"{train} --backend jax --resume --save", run) == 0
     assert "resumed at step 15" in capsys.readouterr().out
     assert diptych(f"{train} --backend torch --save", whole) == 0

@@ -30,7 +30,7 @@ def test_a_new_run_in_a_used_folder_is_refused_and_loses_nothing(backend, corpus
     assert diptych(f"{train} --lr 0.002 --exit-step 4") == 2
     error = capsys.readouterr().err
     assert f"save: expected a folder without checkpoints for a new run, got {run}/step_00000008.safetensors" in error
-    assert "give --resume to go on with that run, or another folder" in error
+    assert "give --resume to continue that run, or another folder" in error
     assert content_of(run) == before
     for path in list_checkpoints(run):
         path.unlink()
@@ -56,7 +56,7 @@ def test_a_directory_named_like_a_checkpoint_is_told_before_a_step_is_spent(corp
     (run / "step_00000002.safetensors").mkdir(parents=True)
     assert diptych(f"train {SMALL} --data-path {corpus} --save {run}") == 2
     captured = capsys.readouterr()
-    assert "save: expected files alone to be named like" in captured.err
+    assert "save: expected only files with names like" in captured.err
     assert "rename it" in captured.err
     assert "step      0" not in captured.out
     assert list_checkpoints(run) == []

@@ -42,7 +42,7 @@ class Generated(NamedTuple):
 
     schedule: Schedule
     simulation: Simulation
-    at_least: float
+    makespan_bound: float
     """Lower bound of the makespan of any schedule, in the unit of the costs."""
 
 
@@ -76,10 +76,10 @@ def generate_schedule(
     memory_limits = _memory_limits(memory_limit, pp_size)
     pipeline = Pipeline(pp_size, num_microbatches, stages_per_rank, costs, memory_limits, placement)
     _check_memory_limits(pipeline)
-    at_least = lower_bound(pipeline)
-    best = _search(pipeline, at_least, Budget(effort * UNIT))
+    makespan_bound = lower_bound(pipeline)
+    best = _search(pipeline, makespan_bound, Budget(effort * UNIT))
     schedule = pipeline.schedule_of(best, GENERATED)
-    return Generated(schedule, simulate(schedule, costs), at_least)
+    return Generated(schedule, simulate(schedule, costs), makespan_bound)
 
 
 def named_schedules(
@@ -125,6 +125,7 @@ def check_costs(costs: Costs, num_stages: int) -> None:
 
 
 def _check_sizes(p: int, m: int, v: int, placement: Placement, effort: float) -> None:
+    """Reject invalid sizes, placement or effort of generate_schedule."""
     for name, value in (("pp_size", p), ("num_microbatches", m), ("stages_per_rank", v)):
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
@@ -150,38 +151,41 @@ def _memory_limits(limit: float | Sequence[float] | None, p: int) -> list[float]
 
 
 def _check_memory_limits(pipeline: Pipeline) -> None:
-    """Check that one microbatch fits: its last stage on a rank runs while all its others there are saved."""
+    """Check that one microbatch fits on every rank, with the saved bytes of all its stages on that rank."""
     for rank, own in enumerate(pipeline.own):
-        needed = sum(pipeline.kept[stage] for stage in own)
+        needed = sum(pipeline.saved[stage] for stage in own)
         if not pipeline.fits(rank, needed):
             raise ValueError(
-                f"memory_limit: expected at least {needed:g} bytes on rank {rank}, which one microbatch keeps there, "
+                f"memory_limit: expected at least {needed:g} bytes on rank {rank}, which one microbatch saves there, "
                 f"got {pipeline.memory_limits[rank]:g}; give more, or make microbatches smaller"
             )
 
 
-def _search(pipeline: Pipeline, at_least: float, budget: Budget) -> Orders:
+def _search(pipeline: Pipeline, makespan_bound: float, budget: Budget) -> Orders:
     """Return the best orders among named schedules, listed schedules, and those improved by moves."""
-    enough = at_least * (1.0 + SAME)
+    enough = makespan_bound * (1.0 + SAME)
 
     def grade(orders: Orders) -> tuple[float, float, float]:
         """Return the sort key of orders; the smallest is best."""
-        return round(_timing(pipeline, orders).makespan / at_least, 12), *heaviest(pipeline.peaks(orders))
+        return round(_timing(pipeline, orders).makespan / makespan_bound, 12), *heaviest(pipeline.peaks(orders))
 
     schedules = named_schedules(pipeline.p, pipeline.m, pipeline.v, pipeline.placement)
     named = [orders for orders in map(pipeline.orders_of, schedules) if pipeline.all_fit(orders)]
-    listed, most = [], budget.left / 2
+    listed = []
+    most = budget.left / 2
     for rule in rules(pipeline):
         listed.append(list_orders(pipeline, rule).orders)
         budget.left -= sum(map(len, listed[-1]))
         if budget.left < most:
             break
     starts = [min(group, key=grade) for group in (named, listed) if group]
-    best, share = min(starts, key=grade), budget.left * 0.8 / (len(starts) * len(SEEDS))
+    best = min(starts, key=grade)
+    share = budget.left * 0.8 / (len(starts) * len(SEEDS))
     for start, seed in product(starts, SEEDS):
         if _timing(pipeline, best).makespan > enough:
             best = min(best, shorten(pipeline, start, Budget(share), seed, enough), key=grade)
-    limit, rest = _timing(pipeline, best).makespan * (1.0 + SAME), Budget(budget.left * 0.2)
+    limit = _timing(pipeline, best).makespan * (1.0 + SAME)
+    rest = Budget(budget.left * 0.2)
     return join(pipeline, lower_peaks(pipeline, best, rest, limit), rest, limit)
 
 

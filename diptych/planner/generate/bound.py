@@ -15,10 +15,11 @@ def lower_bound(pipeline: Pipeline) -> float:
     lead_in is the time until r's first I, minus the forwards that fit into r's memory before it.
     """
     p = pipeline
-    heads, backs, last_end = p.way()
+    heads, backs, last_end = p.single_microbatch_times()
     bounds = [max(backs[s] + p.whole[s] for s in range(p.num_stages))]
     for rank, own in enumerate(p.own):
-        first, limit = own[0], p.memory_limits[rank]
+        first = own[0]
+        limit = p.memory_limits[rank]
         passes = p.m * sum(p.forward[s] + p.inputs[s] for s in own)
         weights = p.m * sum(p.weights[s] for s in own)
         lead_in = max(heads[first], min(backs[s] for s in own) - _most_forwards(p, rank))
@@ -26,7 +27,7 @@ def lower_bound(pipeline: Pipeline) -> float:
         bounds.append(lead_in + passes + max(weights, lead_out))
         if 0.0 < limit < float("inf"):
             area = sum(
-                p.kept[s] * (backs[s] + p.inputs[s] - heads[s]) + min(p.kept[s], p.waiting[s]) * p.weights[s]
+                p.saved[s] * (backs[s] + p.inputs[s] - heads[s]) + min(p.saved[s], p.pending[s]) * p.weights[s]
                 for s in own
             )
             bounds.append(heads[first] + p.m * area / limit)
@@ -35,8 +36,10 @@ def lower_bound(pipeline: Pipeline) -> float:
 
 def _most_forwards(p: Pipeline, rank: int) -> float:
     """Return the time of the forwards, counted fractionally, that a rank has memory for before its first backward."""
-    time, left = 0.0, p.memory_limits[rank]
-    for stage in sorted(p.own[rank], key=lambda s: p.kept[s] / p.forward[s] if p.forward[s] else float("inf")):
-        count = min(float(p.m), left / p.kept[stage]) if p.kept[stage] else float(p.m)
-        time, left = time + count * p.forward[stage], left - count * p.kept[stage]
+    time = 0.0
+    left = p.memory_limits[rank]
+    for stage in sorted(p.own[rank], key=lambda s: p.saved[s] / p.forward[s] if p.forward[s] else float("inf")):
+        count = min(float(p.m), left / p.saved[stage]) if p.saved[stage] else float(p.m)
+        time += count * p.forward[stage]
+        left -= count * p.saved[stage]
     return time

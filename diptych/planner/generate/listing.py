@@ -1,4 +1,4 @@
-"""List scheduling: a rank that is free starts the action that its rule prefers among those that can start.
+"""List scheduling: a free rank starts the action that its rule prefers among those that can start.
 
 A rule makes three choices: the order of the forwards and input gradients that have arrived; how many microbatches a
 stage may have in flight beyond those that keep it busy; and the time of W, on which no other rank waits. W runs either
@@ -8,7 +8,7 @@ half a period after I. A rank without memory for a forward runs W at once.
 The schedule is deadlock-free under any memory limit that fits one microbatch. A forward starts only if the microbatches
 in flight can still be finished afterwards, one after the other, oldest first: the rank's free memory, and what older
 microbatches will free, suffices for the forwards that each microbatch still has to run on the rank. The oldest
-microbatch is then never blocked: its forwards fit once waiting Ws have run, and its backward needs no memory (where I
+microbatch is then never blocked: its forwards fit once pending Ws have run, and its backward needs no memory (where I
 does not fit, the full backward B replaces it).
 
 Reference: the oldest-first rule is Dijkstra's banker's algorithm with one order for all ranks.
@@ -42,7 +42,7 @@ def rules(pipeline: Pipeline) -> Iterator[Rule]:
     """Yield all rules, those that save least for backward first."""
     p = pipeline
     period = max(p.work(rank) for rank in range(p.p))
-    heads, backs, _ = p.way()
+    heads, backs, _ = p.single_microbatch_times()
     planned = {F: heads, I: backs, W: [time + period / 2 for time in backs]}
     needed = [max(1.0, -((heads[s] - backs[s] - p.inputs[s]) // period)) for s in range(p.num_stages)]
     priorities: tuple[Priority, ...] = (
@@ -74,16 +74,22 @@ class _Listing:
     """The state of list scheduling, event by event."""
 
     def __init__(self, pipeline: Pipeline, rule: Rule) -> None:
-        self._p, self._rule = pipeline, rule
-        stages, ranks = range(pipeline.num_stages), range(pipeline.p)
+        self._p = pipeline
+        self._rule = rule
+        stages = range(pipeline.num_stages)
+        ranks = range(pipeline.p)
         # By stage: how many microbatches have started F; I or B; I; and W.
-        self._forwards, self._backwards = [0 for _ in stages], [0 for _ in stages]
-        self._splits, self._weights = [0 for _ in stages], [0 for _ in stages]
+        self._forwards = [0 for _ in stages]
+        self._backwards = [0 for _ in stages]
+        self._splits = [0 for _ in stages]
+        self._weights = [0 for _ in stages]
         # By stage: known arrival times of the inputs of F and of the backward.
         self._entered: list[list[float]] = [[] for _ in stages]
         self._returned: list[list[float]] = [[] for _ in stages]
-        self._entered[0], self._returned[-1] = [0.0] * pipeline.m, [0.0] * pipeline.m
-        self._size, self._free = [0.0 for _ in ranks], [0.0 for _ in ranks]
+        self._entered[0] = [0.0] * pipeline.m
+        self._returned[-1] = [0.0] * pipeline.m
+        self._size = [0.0 for _ in ranks]
+        self._free = [0.0 for _ in ranks]
         self._listed = Listed([[] for _ in ranks], [[] for _ in ranks])
         self._events = [(0.0, rank) for rank in ranks]
 
@@ -100,7 +106,8 @@ class _Listing:
     def _choose(self, rank: int, now: float) -> None:
         """Start the action that the rule prefers, or try again at the next arrival."""
         chosen: tuple[tuple[float, ...], int, int] | None = None
-        arrives, lacks_room = FOREVER, False
+        arrives = FOREVER
+        lacks_room = False
         for stage in self._p.own[rank]:
             for kind, at in ((I, self._backward_at(stage)), (F, self._forward_at(stage))):
                 if at > now:
@@ -126,54 +133,58 @@ class _Listing:
 
     def _forward_at(self, stage: int) -> float:
         """Return when the next forward can start; FOREVER if that is unknown or enough microbatches are in flight."""
-        count, arrivals = self._forwards[stage], self._entered[stage]
+        count = self._forwards[stage]
+        arrivals = self._entered[stage]
         if count >= len(arrivals) or count - self._backwards[stage] >= self._rule.most[stage]:
             return FOREVER
         return arrivals[count]
 
     def _backward_at(self, stage: int) -> float:
-        count, arrivals = self._backwards[stage], self._returned[stage]
+        count = self._backwards[stage]
+        arrivals = self._returned[stage]
         return arrivals[count] if count < min(self._forwards[stage], len(arrivals)) else FOREVER
 
     def _has_room(self, rank: int, stage: int) -> bool:
         """Return True if a forward fits and all microbatches in flight can be finished after it, oldest first."""
-        p, own = self._p, self._p.own[rank]
-        if not p.fits(rank, self._size[rank] + p.kept[stage]):
+        p = self._p
+        own = self._p.own[rank]
+        if not p.fits(rank, self._size[rank] + p.saved[stage]):
             return False
         if len(own) == 1:
             return True
-        left = p.memory_limits[rank] * (1.0 + ROUNDING) - self._size[rank] - p.kept[stage]
-        left += sum((self._splits[s] - self._weights[s]) * p.waiting[s] for s in own)
-        begun = [self._forwards[s] + (s == stage) for s in own]
-        for microbatch in range(min(self._backwards[s] for s in own), begun[0]):
+        left = p.memory_limits[rank] * (1.0 + ROUNDING) - self._size[rank] - p.saved[stage]
+        left += sum((self._splits[s] - self._weights[s]) * p.pending[s] for s in own)
+        forwards = [self._forwards[s] + (s == stage) for s in own]
+        for microbatch in range(min(self._backwards[s] for s in own), forwards[0]):
             claimed = held = 0.0
-            for s, count in zip(own, begun, strict=True):
+            for s, count in zip(own, forwards, strict=True):
                 if microbatch >= count:
-                    claimed += p.kept[s]
+                    claimed += p.saved[s]
                 elif microbatch >= self._backwards[s]:
-                    held += p.kept[s]
+                    held += p.saved[s]
             if claimed > left:
                 return False
             left += held
         return True
 
     def _begin(self, rank: int, now: float, kind: int, stage: int) -> None:
+        """Start an action: count it, change the saved bytes, and announce the arrival of its result."""
         p = self._p
-        if kind == I and not p.fits(rank, self._size[rank] + p.waiting[stage] - p.kept[stage]):
+        if kind == I and not p.fits(rank, self._size[rank] + p.pending[stage] - p.saved[stage]):
             kind = B  # what W would need does not fit
-        end = now + p.lasts[4 * stage + kind]
+        end = now + p.durations[4 * stage + kind]
         if kind == F:
             self._forwards[stage] += 1
-            self._size[rank] += p.kept[stage]
+            self._size[rank] += p.saved[stage]
             if stage + 1 < p.num_stages:
                 self._arrive(self._entered, stage + 1, end + p.link[stage])
         elif kind == W:
             self._weights[stage] += 1
-            self._size[rank] -= p.waiting[stage]
+            self._size[rank] -= p.pending[stage]
         else:
             self._backwards[stage] += 1
             self._splits[stage] += kind == I
-            self._size[rank] -= p.kept[stage] - (p.waiting[stage] if kind == I else 0.0)
+            self._size[rank] -= p.saved[stage] - (p.pending[stage] if kind == I else 0.0)
             if stage:
                 self._arrive(self._returned, stage - 1, end + p.link[stage - 1])
         self._listed.orders[rank].append(4 * stage + kind)

@@ -56,12 +56,17 @@ def shorten(pipeline: Pipeline, orders: Orders, budget: Budget, seed: int, bound
     timing = budget.run(pipeline, current)
     assert timing is not None, "orders run"
     peaks = pipeline.peaks(current)
-    best, shortest, least = current, timing.makespan, heaviest(peaks)
-    recent, pairs, count = [shortest] * MEMORY, critical_pairs(pipeline, current, timing), 0
+    best = current
+    shortest = timing.makespan
+    least = heaviest(peaks)
+    recent = [shortest] * MEMORY
+    pairs = critical_pairs(pipeline, current, timing)
+    count = 0
     while budget.left > 0 and shortest > bound and pairs:
         count += 1
         rank, place = random.choice(pairs)
-        moved, far = [*current[rank]], random.choice(PLACES)
+        moved = [*current[rank]]
+        far = random.choice(PLACES)
         if random.random() < 0.5:
             moved.insert(max(0, place + 1 - far), moved.pop(place + 1))
         else:
@@ -73,10 +78,14 @@ def shorten(pipeline: Pipeline, orders: Orders, budget: Budget, seed: int, bound
         changed = [*current[:rank], moved, *current[rank + 1 :]]
         found = budget.run(pipeline, changed)
         if found is not None and found.makespan <= max(timing.makespan, recent[count % MEMORY]):
-            current, timing, peaks[rank] = changed, found, peak
+            current = changed
+            timing = found
+            peaks[rank] = peak
             pairs = critical_pairs(pipeline, current, timing)
             if (timing.makespan, heaviest(peaks)) < (shortest, least):
-                best, shortest, least = current, timing.makespan, heaviest(peaks)
+                best = current
+                shortest = timing.makespan
+                least = heaviest(peaks)
         recent[count % MEMORY] = timing.makespan
     return best
 
@@ -101,8 +110,9 @@ def critical_pairs(pipeline: Pipeline, orders: Orders, timing: Timing) -> list[t
     rank = timing.ends.index(timing.makespan)
     place = len(orders[rank]) - 1
     while True:
-        starts, order = timing.starts[rank], orders[rank]
-        if place and starts[place - 1] + pipeline.lasts[order[place - 1]] == starts[place]:
+        starts = timing.starts[rank]
+        order = orders[rank]
+        if place and starts[place - 1] + pipeline.durations[order[place - 1]] == starts[place]:
             place -= 1
             found.append((rank, place))
             continue
@@ -110,7 +120,8 @@ def critical_pairs(pipeline: Pipeline, orders: Orders, timing: Timing) -> list[t
             return found
         stage, microbatch = numbers[rank][place]
         passes, other = (timing.forwards, stage - 1) if order[place] & 3 == F else (timing.backwards, stage + 1)
-        rank, place = pipeline.home[other], passes[other][microbatch]
+        rank = pipeline.home[other]
+        place = passes[other][microbatch]
 
 
 def lower_peaks(pipeline: Pipeline, orders: Orders, budget: Budget, limit: float) -> Orders:
@@ -137,7 +148,7 @@ def lower_peaks(pipeline: Pipeline, orders: Orders, budget: Budget, limit: float
 
 
 def _lower(pipeline: Pipeline, order: list[int]) -> list[list[int]]:
-    """Return orders without the first peak: its action goes behind the next backward or W, or the next W before it."""
+    """Return orders without the first peak: move its action behind the next backward or W, or the next W before it."""
 
     def peaks(changed: list[int]) -> tuple[float, int]:
         sizes = pipeline.sizes(changed)
@@ -176,6 +187,7 @@ def join(pipeline: Pipeline, orders: Orders, budget: Budget, limit: float) -> Or
 
 
 def _joined(orders: Orders, pairs: set[tuple[int, int]]) -> Orders:
+    """Return orders in which each given I and the W behind it, located by rank and place of I, are one B."""
     found: Orders = []
     for rank, order in enumerate(orders):
         actions: list[int] = []

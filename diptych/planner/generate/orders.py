@@ -1,8 +1,8 @@
 """Orders of actions as lists of integers, which the search for a schedule changes and simulates.
 
-Microbatches are equal. So the k-th F of a stage may be numbered microbatch k, and so may its k-th backward: such a
-renumbering of a schedule needs no more time and no more memory. What remains of an action is its kind and its stage,
-here ``4 * stage + kind``. The k-th W of a stage belongs to the k-th I.
+Microbatches are equal. The k-th F of a stage can therefore be numbered microbatch k, and so can its k-th backward: such
+a renumbering of a schedule needs no more time and no more memory. An action is then identified by its kind and stage,
+encoded as ``4 * stage + kind``. The k-th W of a stage belongs to the k-th I.
 
 ``run`` is diptych.plans.schedule.simulate's simulation for such lists; a test compares the two action by action.
 """
@@ -44,14 +44,16 @@ class Pipeline:
         memory_limits: Sequence[float],
         placement: Placement = "loop",
     ) -> None:
-        self.p, self.m, self.v = pp_size, num_microbatches, stages_per_rank
+        self.p = pp_size
+        self.m = num_microbatches
+        self.v = stages_per_rank
         self.placement: Placement = placement
         self.memory_limits = memory_limits
         self.num_stages = pp_size * stages_per_rank
         stages = range(self.num_stages)
         self.home = [place_of(stage, pp_size, placement).pp_rank for stage in stages]
         self.own = [[stage for stage in stages if self.home[stage] == rank] for rank in range(pp_size)]
-        self.forward, self.inputs, self.weights, self.kept, self.waiting = (
+        self.forward, self.inputs, self.weights, self.saved, self.pending = (
             [float(costs.of(name, stage)) for stage in stages]
             for name in (
                 "forward",
@@ -65,7 +67,7 @@ class Pipeline:
         # Time from the end of an action on stage s to its result's arrival on s + 1, or from s + 1 to s.
         between = zip(self.home, [*self.home[1:], self.home[-1]], strict=True)
         self.link = [costs.communication if here != there else 0.0 for here, there in between]
-        self.lasts = [
+        self.durations = [
             time for s in stages for time in (self.forward[s], self.whole[s], self.inputs[s], self.weights[s])
         ]
         """Durations, by encoded action."""
@@ -74,9 +76,11 @@ class Pipeline:
         """Return the time of all actions of a rank for one microbatch."""
         return sum(self.forward[stage] + self.whole[stage] for stage in self.own[rank])
 
-    def way(self) -> tuple[list[float], list[float], float]:
+    def single_microbatch_times(self) -> tuple[list[float], list[float], float]:
         """Return, for one microbatch alone, when each stage starts F, when it starts I, and when the last I ends."""
-        heads, backs, time = [], [0.0] * self.num_stages, 0.0
+        heads = []
+        backs = [0.0] * self.num_stages
+        time = 0.0
         for stage in range(self.num_stages):
             heads.append(time)
             time += self.forward[stage] + self.link[stage]
@@ -86,19 +90,21 @@ class Pipeline:
         return heads, backs, time
 
     def sizes(self, order: Sequence[int]) -> list[float]:
-        """Return the bytes that a rank has saved while each of its actions runs; they depend on its own order only."""
-        found, size = [], 0.0
+        """Return the bytes that a rank has saved during each of its actions, given the order of its actions."""
+        found = []
+        size = 0.0
         for action in order:
-            stage, kind = action >> 2, action & 3
+            stage = action >> 2
+            kind = action & 3
             if kind == F:
-                size += self.kept[stage]
+                size += self.saved[stage]
             found.append(size)
             if kind == B:
-                size -= self.kept[stage]
+                size -= self.saved[stage]
             elif kind == I:
-                size -= self.kept[stage] - self.waiting[stage]
+                size -= self.saved[stage] - self.pending[stage]
             elif kind == W:
-                size -= self.waiting[stage]
+                size -= self.pending[stage]
         return found
 
     def peak(self, order: Sequence[int]) -> float:
@@ -124,7 +130,8 @@ class Pipeline:
 
     def schedule_of(self, orders: Orders, name: str) -> Schedule:
         """Return the schedule of encoded orders."""
-        forwards, backwards = [0] * self.num_stages, [0] * self.num_stages
+        forwards = [0] * self.num_stages
+        backwards = [0] * self.num_stages
         split: list[list[int]] = [[] for _ in range(self.num_stages)]  # microbatches between I and W
         ranks = []
         for order in orders:
@@ -135,7 +142,8 @@ class Pipeline:
                     microbatch = split[stage].pop(0)
                 else:
                     counts = forwards if kind == F else backwards
-                    microbatch, counts[stage] = counts[stage], counts[stage] + 1
+                    microbatch = counts[stage]
+                    counts[stage] += 1
                     if kind == I:
                         split[stage].append(microbatch)
                 actions.append(Action(cast("Kind", KINDS[kind]), stage, microbatch))
@@ -159,35 +167,43 @@ class Timing(NamedTuple):
 
 def run(pipeline: Pipeline, orders: Orders) -> Timing | None:
     """Simulate orders: each action starts as soon as its inputs have arrived; return None for a deadlock."""
-    stages, last = range(pipeline.num_stages), pipeline.num_stages - 1
-    link, lasts = pipeline.link, pipeline.lasts
+    stages = range(pipeline.num_stages)
+    last = pipeline.num_stages - 1
+    link = pipeline.link
+    durations = pipeline.durations
     forward_ends: list[list[float]] = [[] for _ in stages]
     backward_ends: list[list[float]] = [[] for _ in stages]
     forwards: list[list[int]] = [[] for _ in stages]
     backwards: list[list[int]] = [[] for _ in stages]
     split = [0] * len(stages)  # microbatches between I and W
-    places, ends = [0] * len(orders), [0.0] * len(orders)
+    places = [0] * len(orders)
+    ends = [0.0] * len(orders)
     starts: list[list[float]] = [[] for _ in orders]
     moved = True
     while moved:
         moved = False
         for rank, order in enumerate(orders):
-            place, time, begun = places[rank], ends[rank], starts[rank]
+            place = places[rank]
+            time = ends[rank]
+            rank_starts = starts[rank]
             before = place
             while place < len(order):
                 action = order[place]
-                stage, kind = action >> 2, action & 3
+                stage = action >> 2
+                kind = action & 3
                 if kind == W:
                     if not split[stage]:
                         break
                     split[stage] -= 1
                 else:
                     if kind == F:
-                        own, source, wire = forward_ends[stage], stage - 1, link[stage - 1]
-                        needed = forward_ends[source] if stage else None
+                        own = forward_ends[stage]
+                        wire = link[stage - 1]
+                        needed = forward_ends[stage - 1] if stage else None
                     else:
-                        own, source, wire = backward_ends[stage], stage + 1, link[stage]
-                        needed = backward_ends[source] if stage < last else None
+                        own = backward_ends[stage]
+                        wire = link[stage]
+                        needed = backward_ends[stage + 1] if stage < last else None
                         if len(own) >= len(forward_ends[stage]):
                             break
                     if needed is not None:
@@ -195,14 +211,16 @@ def run(pipeline: Pipeline, orders: Orders) -> Timing | None:
                             break
                         time = max(time, needed[len(own)] + wire)
                     (forwards if kind == F else backwards)[stage].append(place)
-                    own.append(time + lasts[action])
+                    own.append(time + durations[action])
                     if kind == I:
                         split[stage] += 1
-                begun.append(time)
-                time += lasts[action]
+                rank_starts.append(time)
+                time += durations[action]
                 place += 1
             if place > before:
-                places[rank], ends[rank], moved = place, time, True
+                places[rank] = place
+                ends[rank] = time
+                moved = True
     if any(place < len(order) for place, order in zip(places, orders, strict=True)):
         return None
     return Timing(max(ends), ends, starts, forwards, backwards)

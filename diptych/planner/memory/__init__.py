@@ -15,7 +15,7 @@ __all__ = ["MemoryPrediction", "predict_memory", "activation_recompute_saving"]
 class MemoryPrediction(NamedTuple):
     """Bytes of one forward and backward pass in PyTorch, above parameters and batch."""
 
-    kept: dict[str, int]
+    saved_by_name: dict[str, int]
     """Saved for backward, by name of the value: diptych.plans.recompute.VALUES, and intermediate values."""
     saved: int
     """Sum of all values saved for backward."""
@@ -35,5 +35,5 @@ def predict_memory(config: TransformerConfig, batch: int, length: int | None = N
     first, layers, last = build(config, batch, length)
     simulation = Simulation(length)
     simulation.run(first, layers, recompute_blocks(config), last)
-    kept: Counter[str] = simulation.kept
+    kept: Counter[str] = simulation.saved_by_name
     return MemoryPrediction(dict(kept.most_common()), sum(kept.values()), simulation.peak)

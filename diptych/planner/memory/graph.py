@@ -23,7 +23,9 @@ class GraphBuilder:
     """
 
     def __init__(self, config: TransformerConfig, batch: int, length: int) -> None:
-        self.config, self.batch, self.length = config, batch, length
+        self.config = config
+        self.batch = batch
+        self.length = length
         self.tokens = batch * length
         self.item = ITEM_SIZES[config.compute_dtype]
         self.wide = max(self.item, 4)
@@ -47,7 +49,8 @@ class GraphBuilder:
 
     def embedding(self) -> tuple[list[Node], Value]:
         """Return the operations from token ids to hidden states, and their output."""
-        embedded, table = self.activation("embedded", self.config.hidden_size), self.weights["embedding.weight"]
+        embedded = self.activation("embedded", self.config.hidden_size)
+        table = self.weights["embedding.weight"]
         is_summed = not self.config.untie_embeddings_and_output_weights and self.item == self.wide
         shared = table if is_summed else 0  # the sum of the head's gradient and the embedding's
         nodes = [Node([], [embedded], parameters=table, backward_scratch=shared)]
@@ -59,7 +62,8 @@ class GraphBuilder:
 
     def head(self, x: Value) -> list[Node]:
         """Return the operations from hidden states to the loss."""
-        config, nodes = self.config, []
+        config = self.config
+        nodes = []
         if config.enable_hyper_connections:
             mean = self.activation("contracted", config.hidden_size)
             nodes.append(Node([x], [mean]))
@@ -70,16 +74,19 @@ class GraphBuilder:
         name = "output_layer" if config.untie_embeddings_and_output_weights else "embedding"
         nodes += self._linear(normed, logits, name, ())
         logits = self._cast(nodes, logits, self.wide, ())
-        probabilities, loss = self.coefficient("log_probabilities", config.vocab_size), Value("loss", self.wide)
+        probabilities = self.coefficient("log_probabilities", config.vocab_size)
+        loss = Value("loss", self.wide)
         nodes.append(Node([logits], [probabilities], [probabilities]))
         nodes.append(Node([probabilities], [loss]))
         return nodes
 
     def layer(self, number: int, x: Value) -> tuple[Layer, Value]:
         """Return one layer and its output."""
-        layer, prefix = self.config.layer(number), f"decoder.layers.{number}"
+        layer = self.config.layer(number)
+        prefix = f"decoder.layers.{number}"
         nodes: list[Node] = []
-        ends, layer_input = [], x
+        ends = []
+        layer_input = x
         sublayers = (
             ("self_attention", "input_layernorm", layer.self_attention_hyper_connection),
             ("mlp", "pre_mlp_layernorm", layer.mlp_hyper_connection),
@@ -110,10 +117,14 @@ class GraphBuilder:
         return x, x, None
 
     def _hyper_connection(self, nodes: list[Node], x: Value, name: str) -> tuple[Value, Value, Value]:
-        streams, region = self.streams, ("mixed",)
-        count, square = streams * (streams + 2), streams * streams
+        """Append a hyper-connection's read of the streams; return its output, the mixed streams and h_post."""
+        streams = self.streams
+        region = ("mixed",)
+        count = streams * (streams + 2)
+        square = streams * streams
         statistics, projected, scaled = (self.coefficient("mhc internals", w) for w in (2, count, count))
-        h, sigmoids = self.coefficient("mhc internals", count), self.coefficient("mhc internals", 2 * streams)
+        h = self.coefficient("mhc internals", count)
+        sigmoids = self.coefficient("mhc internals", 2 * streams)
         h_pre, h_post, h_res = (
             self.coefficient(n, w) for n, w in (("h_pre", streams), ("h_post", streams), ("h_res", square))
         )
@@ -139,7 +150,10 @@ class GraphBuilder:
         return aggregated, mixed, h_post
 
     def _write(self, nodes: list[Node], output: Value, mixed: Value, h_post: Value | None) -> Value:
-        x, region, dropout = self.hidden(), ("residual_streams",), self.config.hidden_dropout > 0
+        """Append the addition of a sublayer's output to the residual, and return the new residual."""
+        x = self.hidden()
+        region = ("residual_streams",)
+        dropout = self.config.hidden_dropout > 0
         h_post = None if h_post is None else self._cast(nodes, h_post, self.item, region)
         if h_post is None:
             source = output
@@ -149,7 +163,8 @@ class GraphBuilder:
                 nodes.append(Node([output], [source], [], region, 0, scratch, scratch))
             nodes.append(Node([source, mixed], [x], [], region))
         elif dropout:
-            expanded, dropped = Value("expanded", x.size), Value("dropped out", x.size)
+            expanded = Value("expanded", x.size)
+            dropped = Value("dropped out", x.size)
             nodes.append(Node([output, h_post], [expanded], [output, h_post], region, backward_scratch=2 * x.size))
             scratch = self._dropout_scratch(expanded)
             nodes.append(Node([expanded], [dropped], [], region, 0, scratch, scratch))
@@ -196,7 +211,8 @@ class GraphBuilder:
 
     def _linear(self, x: Value, y: Value, name: str, region: tuple[str, ...]) -> list[Node]:
         weight = self.weights[f"{name}.weight"]
-        parameters, flops = weight + self.weights.get(f"{name}.bias", 0), self._product(weight)
+        parameters = weight + self.weights.get(f"{name}.bias", 0)
+        flops = self._product(weight)
         if self.item == self.wide:
             return [Node([x], [y], [x], region, parameters, flops=flops, is_linear=True)]
         rounded = Value("weights in bfloat16", weight // 2)
@@ -208,15 +224,19 @@ class GraphBuilder:
         return 2 * self.tokens * weight_bytes // ITEM_SIZES[self.config.params_dtype]
 
     def _attention(self, nodes: list[Node], normed: Value, name: str) -> Value:
+        """Append softmax attention with its linear maps, and return its output."""
         config = self.config
-        heads, groups, width = config.num_attention_heads, config.query_groups, config.head_dim
+        heads = config.num_attention_heads
+        groups = config.query_groups
+        width = config.head_dim
         qkv = self.activation("qkv", (heads + 2 * groups) * width)
         nodes += self._linear(normed, qkv, f"{name}.linear_qkv", ())
         turned = [self.activation(n, w * width) for n, w in (("q", heads), ("k", groups))]
         for value in turned:
             angles = Value("rotary angles", self.length * width * self.item)  # cosines and sines
             nodes.append(Node([qkv], [value, angles], [angles], (), 0, value.size, value.size))
-        v, attended = self.activation("v", groups * width), self.activation("core_attn", heads * width)
+        v = self.activation("v", groups * width)
+        attended = self.activation("core_attn", heads * width)
         nodes.append(Node([qkv], [v]))
         self._core_attention(nodes, [*turned, v], attended)
         output = self.activation("attention_output", config.hidden_size)
@@ -226,9 +246,11 @@ class GraphBuilder:
     def _delta_rule(self, nodes: list[Node], normed: Value, name: str) -> Value:
         """Append a gdn or kda layer; its short convolution and its delta rule are one operation each."""
         heads, value_heads, key, value = self.config.linear_heads
-        channels, is_kda = 2 * heads * key + value_heads * value, f"{name}.linear_decay_up.weight" in self.weights
+        channels = 2 * heads * key + value_heads * value
+        is_kda = f"{name}.linear_decay_up.weight" in self.weights
         qkv = self._mapped(nodes, normed, "qkv", channels, f"{name}.linear_qkv")
-        conv, ages = self.activation("short_conv", channels), Value("tokens before", 8 * self.length)
+        conv = self.activation("short_conv", channels)
+        ages = Value("tokens before", 8 * self.length)
         parameters = self.weights[f"{name}.conv1d.weight"]
         rounded = [] if self.item == self.wide else [Value("weights in bfloat16", parameters // 2)]
         own = [ages, *rounded]
@@ -254,7 +276,8 @@ class GraphBuilder:
         gate = self._mapped(
             nodes, gate, "gate", attended.size // self.item // self.tokens, f"{name}.linear_gate{'_up' * is_kda}"
         )
-        opened, product = Value("gate", attended.size), Value("gated", attended.size)
+        opened = Value("gate", attended.size)
+        product = Value("gated", attended.size)
         nodes.append(Node([gate], [opened], [opened if is_kda else gate]))
         nodes.append(Node([normed_out, opened], [product], [normed_out, opened]))
         return self._mapped(nodes, product, "attention_output", self.config.hidden_size, f"{name}.linear_proj")
@@ -265,13 +288,17 @@ class GraphBuilder:
         kind = "kda" if parameters else "gdn"
         shape = RuleShape(kind, self.batch, self.length, heads, value_heads, key, value, self.item, self.wide)
         state = self.batch * value_heads * key * value * self.wide
-        attended, finals = self.activation("core_attn", value_heads * value), Value("states", state)
-        chunks, step = -(-self.length // shape.chunk), max(1, SEGMENT_SIZE // shape.chunk)
+        attended = self.activation("core_attn", value_heads * value)
+        finals = Value("states", state)
+        chunks = -(-self.length // shape.chunk)
+        step = max(1, SEGMENT_SIZE // shape.chunk)
         kept = [*inputs, Value("states", (-(-chunks // step) - 1) * state)]
         forward, backward = rule_scratch(shape)
         writes = [attended, finals, *kept[3:]]
         flops = chunks * self.batch * value_heads * chunk_flops(shape.chunk, key, value)
-        rule = Node(inputs, writes, kept, ("core_attn",), parameters, forward, backward, flops=flops, flops_again=flops)
+        rule = Node(
+            inputs, writes, kept, ("core_attn",), parameters, forward, backward, flops=flops, recomputed_flops=flops
+        )
         nodes.append(rule)
         return attended
 
@@ -287,7 +314,9 @@ class GraphBuilder:
         return self._biased(nodes, y, name, ())
 
     def _core_attention(self, nodes: list[Node], inputs: list[Value], attended: Value) -> None:
-        config, region = self.config, ("core_attn",)
+        """Append softmax attention of given queries, keys and values."""
+        config = self.config
+        region = ("core_attn",)
         flops = 2 * self.tokens * self.length * config.num_attention_heads * config.head_dim
         if config.use_flash_attn:
             statistics = self.coefficient("attention statistics", config.num_attention_heads)
@@ -295,9 +324,10 @@ class GraphBuilder:
             writes = [attended, statistics]
             tile = self._attention_tile()
             scratch = 2 * tile + attended.size
-            nodes.append(Node(inputs, writes, kept, region, 0, tile, scratch, flops=2 * flops, flops_again=flops))
+            nodes.append(Node(inputs, writes, kept, region, 0, tile, scratch, flops=2 * flops, recomputed_flops=flops))
             return
-        operands, count = [*inputs], config.num_attention_heads
+        operands = [*inputs]
+        count = config.num_attention_heads
         for place, source in enumerate(inputs):
             is_merged = self.batch == 1 and (place == 1 or (place == 0 and config.query_groups == count))
             if not is_merged:  # batch and heads become one dimension, which takes a copy
@@ -305,7 +335,8 @@ class GraphBuilder:
                 nodes.append(Node([source], [operands[place]], [], region))
         q, k, v = operands
         square = self.batch * config.num_attention_heads * self.length**2
-        scores, weights = Value("scores", square * self.item), Value("attention_weights", square * self.item)
+        scores = Value("scores", square * self.item)
+        weights = Value("attention_weights", square * self.item)
         mixed = Value("attention mixed", attended.size)
         scratch = self.length**2 * (self.item + 1)
         nodes.append(Node([q, k], [scores], [q, k], region, forward_scratch=scratch, flops=flops))
@@ -326,11 +357,14 @@ class GraphBuilder:
         return min(queries, self.length) * min(512, self.length) * (self.wide + rounded)
 
     def _mlp(self, nodes: list[Node], normed: Value, name: str, layer: LayerConfig) -> Value:
-        inner, region = layer.ffn_hidden_size, ("mlp_output",)
+        """Append the MLP, and return its output."""
+        inner = layer.ffn_hidden_size
+        region = ("mlp_output",)
         within = (*region, "activation")
         activated = self.activation("activation", inner)
         if layer.activation == "swiglu":
-            fc1, silu = self.activation("fc1", 2 * inner), self.activation("silu of the gate", inner)
+            fc1 = self.activation("fc1", 2 * inner)
+            silu = self.activation("silu of the gate", inner)
             nodes += self._linear(normed, fc1, f"{name}.linear_fc1", region)
             halves = [Value("half of fc1", silu.size, is_view=True) for _ in range(2)]
             nodes.append(Node([fc1], halves, [], region))

@@ -21,21 +21,21 @@ class Node:
 
     reads: list[Value]
     writes: list[Value]
-    keeps: list[Value] = field(default_factory=list)
+    saves: list[Value] = field(default_factory=list)
     """Values saved for backward."""
     region: tuple[str, ...] = ()
     """Names of the recomputed values whose replay includes this operation, outermost first."""
     parameters: int = 0
     """Bytes of the parameter gradients that it computes."""
     forward_scratch: int = 0
-    """Bytes that forward allocates beside reads and writes."""
+    """Bytes that forward allocates beside its reads and writes."""
     backward_scratch: int = 0
-    """Bytes that backward allocates beside keeps and gradients."""
+    """Bytes that backward allocates beside the saved values and gradients."""
     alive: list[Value] = field(default_factory=list)
     """Values that a variable of the caller keeps alive during this operation's forward."""
     flops: int = 0
     """Floating-point operations of its products, in forward."""
-    flops_again: int = 0
+    recomputed_flops: int = 0
     """Part of flops that its backward recomputes, beside two products for each product of forward."""
     is_linear: bool = False
     """True for a linear map, whose weight gradient a split backward leaves to W; others compute it in I."""

@@ -58,13 +58,15 @@ def rank_memories(config: TransformerConfig, schedule: Schedule, stages: Sequenc
     found = []
     for rank, actions in enumerate(schedule.actions):
         own = sum(size for stage, size in enumerate(sizes) if schedule.rank_of(stage) == rank)
-        away, there = 0, 0
+        on_host = 0
+        resident = 0
         if config.enable_tensor_offload:
-            away = sum(layers[layer] for layer in rank_layers(config, rank))
-            order, ahead = _layer_order(config, rank, actions), config.tensor_offload_num_prefetch_layers
-            there = offload_use(order, layers, ahead).peak
-        kept, waiting = _peak(actions, stages, schedule.splits_backward)
-        found.append(RankMemory(own - away + there, own, 2 * own, kept, waiting, away))
+            on_host = sum(layers[layer] for layer in rank_layers(config, rank))
+            order = _layer_order(config, rank, actions)
+            ahead = config.tensor_offload_num_prefetch_layers
+            resident = offload_use(order, layers, ahead).peak
+        activations, waiting = _peak(actions, stages, schedule.splits_backward)
+        found.append(RankMemory(own - on_host + resident, own, 2 * own, activations, waiting, on_host))
     return found
 
 
@@ -124,7 +126,8 @@ def offload_use(order: Sequence[int], sizes: Mapping[int, int], num_prefetch_lay
 
 def moved_bytes(config: TransformerConfig, schedule: Schedule) -> list[int]:
     """Return the bytes that offload of parameters copies per step on every pipeline rank, in both directions."""
-    layers, ahead = _layer_sizes(undivided(config)), config.tensor_offload_num_prefetch_layers
+    layers = _layer_sizes(undivided(config))
+    ahead = config.tensor_offload_num_prefetch_layers
     return [
         offload_use(_layer_order(config, rank, actions), layers, ahead).moved
         for rank, actions in enumerate(schedule.actions)
@@ -135,7 +138,8 @@ def _layer_order(config: TransformerConfig, rank: int, actions: Iterable[Action]
     """Return the layers of a rank in the order of their uses in a step, including the optimizer's."""
     uses: dict[tuple[int, bool], list[int]] = {}
     for vp_stage in range(config.virtual_pipeline_model_parallel_size or 1):
-        layers, blocks = stage_layers(config, vp_stage, rank), recompute_blocks(config, vp_stage, rank)
+        layers = stage_layers(config, vp_stage, rank)
+        blocks = recompute_blocks(config, vp_stage, rank)
         stage = get_stage(config, vp_stage, rank)
         for forward in (True, False):
             uses[stage, forward] = [use.layer for use in pass_uses(layers, not forward, blocks, forward)]
@@ -145,16 +149,18 @@ def _layer_order(config: TransformerConfig, rank: int, actions: Iterable[Action]
 
 def _peak(actions: Iterable[Action], stages: Sequence[StageMemory], splits_backward: bool) -> tuple[int, int]:
     """Return the bytes saved by forwards and those waiting for W, when their sum is largest."""
-    kept = waiting = 0
+    activations = waiting = 0
     most = (0, 0)
     for kind, stage, _ in actions:
-        saved, part = stages[stage].saved, stages[stage].weight_gradients * splits_backward
+        saved = stages[stage].saved
+        part = stages[stage].weight_gradients * splits_backward
         if kind == "F":
-            kept += saved
-            most = max(most, (kept, waiting), key=sum)
+            activations += saved
+            most = max(most, (activations, waiting), key=sum)
         elif kind == "W":
             waiting -= part
         else:
-            kept, waiting = kept - saved, waiting + part * (kind == "I")
-            most = max(most, (kept, waiting), key=sum)
+            activations -= saved
+            waiting += part * (kind == "I")
+            most = max(most, (activations, waiting), key=sum)
     return most

@@ -105,10 +105,12 @@ def rule_scratch(shape: RuleShape) -> tuple[int, int]:
     """Return the peak of a segment's temporary bytes in forward and in backward.
 
     Args:
-        shape: sizes of the call; its sequences are whole.
+        shape: sizes of the call, with complete sequences.
     """
-    chunks, step = -(-shape.length // shape.chunk), max(1, SEGMENT_SIZE // shape.chunk)
-    full, last = min(chunks, step), chunks - (chunks - 1) // step * step
+    chunks = -(-shape.length // shape.chunk)
+    step = max(1, SEGMENT_SIZE // shape.chunk)
+    full = min(chunks, step)
+    last = chunks - (chunks - 1) // step * step
     runs = [(last, 0), (full, last)][: 1 + (chunks > step)] + [(full, full)] * (chunks > 2 * step)
     most = 0.0
     for place, (own, left) in enumerate(runs):

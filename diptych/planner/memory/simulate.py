@@ -34,11 +34,12 @@ class Region:
 
         Args:
             read_later: values that operations outside the region read.
-            keeps_output: True if the last value written is not discarded, as the output of a block.
+            keeps_output: True if the last written value is not discarded because it is the output of a block.
         """
         written = [value for node in self.nodes for value in node.writes]
-        needed = {id(v): v for node in self.nodes for v in [*node.reads, *node.keeps]}
-        own, later = {id(v) for v in written}, {id(v) for v in read_later}
+        needed = {id(v): v for node in self.nodes for v in [*node.reads, *node.saves]}
+        own = {id(v) for v in written}
+        later = {id(v) for v in read_later}
         self.inputs = [v for i, v in needed.items() if i not in own and not v.is_view]
         self.outputs = [v for v in written if id(v) in later]
         if keeps_output and self.outputs:
@@ -54,13 +55,13 @@ class Simulation:
     Attributes:
         held: bytes allocated now.
         peak: largest number of bytes allocated so far.
-        kept: bytes saved for backward by name, after forward.
+        saved_by_name: bytes saved for backward by name, after forward.
     """
 
     def __init__(self, length: int = 0) -> None:
         self._position_bytes = 8 * length
         self.held = self.peak = 0
-        self.kept: Counter[str] = Counter()
+        self.saved_by_name: Counter[str] = Counter()
         self._present: dict[int, Value] = {}
         self._holders: Counter[int] = Counter()
         self._values: dict[int, Value] = {}
@@ -71,7 +72,8 @@ class Simulation:
         self, first: list[Node], layers: dict[int, Layer], blocks: Iterable[RecomputeBlock], last: list[Node]
     ) -> None:
         """Simulate forward over all operations, then backward."""
-        nodes, blocks = [*first], [*blocks]
+        nodes = [*first]
+        blocks = [*blocks]
         discards: dict[int, list[Region]] = {}
         if any(block.kind == "full" for block in blocks):
             positions = Value("positions", self._position_bytes)
@@ -84,7 +86,7 @@ class Simulation:
         nodes += last
         self._forward(nodes, discards)
         for value in self._present.values():
-            self.kept[value.name] += value.size
+            self.saved_by_name[value.name] += value.size
         self._backward(nodes)
 
     def _plan(
@@ -96,7 +98,9 @@ class Simulation:
         last: list[Node],
     ) -> None:
         """Append a block's operations; record its regions, and the operation after which their outputs are freed."""
-        start, regions, ends = len(nodes), [], []
+        start = len(nodes)
+        regions = []
+        ends = []
         for number in block.layers:
             ends += [len(nodes) + end for end in layers[number].sublayer_ends]
             for place, node in enumerate(layers[number].nodes):
@@ -116,7 +120,7 @@ class Simulation:
             others = [node for node in [*nodes[start:], *outside] if id(node) not in inside]
             is_last = region.nodes[-1] is nodes[-1]
             region.close([v for node in others for v in node.reads], keeps_output=is_last)
-            if not region.outputs and not any(node.keeps for node in region.nodes):
+            if not region.outputs and not any(node.saves for node in region.nodes):
                 for node in region.nodes:  # nothing to discard: PyTorch does not recompute such a region
                     del self._region_of[id(node)]
                 continue
@@ -129,17 +133,18 @@ class Simulation:
                 discards.setdefault(end - 1, []).append(region)
 
     def _forward(self, nodes: list[Node], discards: dict[int, list[Region]]) -> None:
-        last_read = {id(v): i for i, node in enumerate(nodes) for v in [*node.reads, *node.keeps, *node.alive]}
+        """Simulate the allocations of forward."""
+        last_read = {id(v): i for i, node in enumerate(nodes) for v in [*node.reads, *node.saves, *node.alive]}
         opened: set[int] = set()
         for index, node in enumerate(nodes):
             self._make(node)
             region = self._region_of.get(id(node))
             if region is None:
-                self._hold(node.keeps)
+                self._hold(node.saves)
             elif id(region) not in opened:
                 opened.add(id(region))
                 self._hold(region.inputs)
-            for value in [*node.reads, *node.writes, *node.keeps, *node.alive]:
+            for value in [*node.reads, *node.writes, *node.saves, *node.alive]:
                 if last_read.get(id(value), -1) <= index and not self._holders[id(value)] and value.name != "loss":
                     self._drop(value)
             for discarded in discards.get(index, []):
@@ -147,12 +152,13 @@ class Simulation:
                     self._drop(value)
 
     def _backward(self, nodes: list[Node]) -> None:
+        """Simulate the allocations of backward, with replays of recomputed regions."""
         gradients: dict[int, int] = {}
         for node in reversed(nodes):
             region = self._region_of.get(id(node))
             if region is None:
-                self._restore(node.keeps)
-            elif node.keeps and not region.is_replayed:
+                self._restore(node.saves)
+            elif node.saves and not region.is_replayed:
                 self._replay(region)
             # The gradient of a rounded weight is widened once backward has released its saved values.
             is_rounded = node.is_linear and node.backward_scratch > 0
@@ -166,11 +172,11 @@ class Simulation:
                     self._allocate(value.size)
             self._allocate(node.backward_scratch + new)
             if is_rounded:
-                self._release(node.keeps)
+                self._release(node.saves)
                 self._allocate(node.parameters)
             self._free(node.backward_scratch + new)
             if not is_rounded:
-                self._release(node.keeps)
+                self._release(node.saves)
             for value in node.writes:
                 self._free(gradients.pop(id(value), 0))
             if region is not None and node is region.nodes[0]:
@@ -182,13 +188,13 @@ class Simulation:
         region.is_replayed = True
         nodes = region.nodes
         if region.is_whole:  # torch.utils.checkpoint stops before the last operation that saves a value
-            nodes = nodes[: max(index for index, node in enumerate(nodes) if node.keeps)]
-        kept = {id(v) for node in region.nodes for v in node.keeps}
+            nodes = nodes[: max(index for index, node in enumerate(nodes) if node.saves)]
+        kept = {id(v) for node in region.nodes for v in node.saves}
         wanted = {id(v) for v in region.outputs if self._holders[id(v)]}
-        last_read = {id(v): i for i, node in enumerate(region.nodes) for v in [*node.reads, *node.keeps, *node.alive]}
+        last_read = {id(v): i for i, node in enumerate(region.nodes) for v in [*node.reads, *node.saves, *node.alive]}
         for index, node in enumerate(nodes):
             self._make(node)
-            for value in [*node.reads, *node.writes, *node.keeps, *node.alive]:
+            for value in [*node.reads, *node.writes, *node.saves, *node.alive]:
                 is_own = self._maker.get(id(value)) is region and id(value) not in kept | wanted
                 if is_own and last_read.get(id(value), -1) <= index:
                     self._drop(value)
@@ -196,7 +202,7 @@ class Simulation:
             if id(value) not in kept | wanted:
                 self._drop(value)
         for node in region.nodes:
-            self._hold(node.keeps)
+            self._hold(node.saves)
 
     def _restore(self, values: Iterable[Value]) -> None:
         for value in values:

@@ -60,7 +60,7 @@ def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, leng
     end = builder.head(x) if stage == num_stages(config) - 1 else [sent]
     memory.run(begin, layers, recompute_blocks(config, *get_stage_place(config, stage)), end)
     waiting = {id(value): value.size for value in builder.multiplied}
-    return StageMemory(sum(memory.kept.values()), sum(waiting.values()) + builder.gradients)
+    return StageMemory(sum(memory.saved_by_name.values()), sum(waiting.values()) + builder.gradients)
 
 
 def stage_builder(config: TransformerConfig, batch: int, length: int | None = None) -> GraphBuilder:
@@ -73,16 +73,17 @@ def predict_stages(config: TransformerConfig, batch: int, length: int | None = N
     found: dict[Hashable, StageMemory] = {}
     stages = []
     for stage in range(num_stages(config)):
-        key = _what_lies_on(config, stage)
+        key = _memory_key(config, stage)
         if key not in found:
             found[key] = predict_stage_memory(config, stage, batch, length)
         stages.append(found[key])
     return stages
 
 
-def _what_lies_on(config: TransformerConfig, stage: int) -> Hashable:
-    """Return all that a stage's memory depends on beside the configuration."""
-    layers, place = _layers(config, stage), get_stage_place(config, stage)
+def _memory_key(config: TransformerConfig, stage: int) -> Hashable:
+    """Return the properties of a stage that determine its memory, as a cache key; equal keys give equal memory."""
+    layers = _layers(config, stage)
+    place = get_stage_place(config, stage)
     blocks = [(b.kind, len(b.layers), b.modules) for b in recompute_blocks(config, *place)]
     return stage == 0, stage == num_stages(config) - 1, *map(config.layer, layers), *blocks
 
@@ -106,7 +107,8 @@ class _StageBuilder(GraphBuilder):
         self.cp_size = config.context_parallel_size
         self.length_of_all = length
         if self.cp_size > 1:  # sequences are concatenated
-            batch, length = 1, batch * length // self.cp_size
+            length = batch * length // self.cp_size
+            batch = 1
         super().__init__(undivided(config), batch, length)
         self.multiplied: list[Value] = []
         self.gradients = 0
@@ -117,11 +119,15 @@ class _StageBuilder(GraphBuilder):
         return super()._linear(x, y, name, region)
 
     def _core_attention(self, nodes: list[Node], inputs: list[Value], attended: Value) -> None:
+        """Append softmax attention over the keys and values of all context ranks."""
         if self.cp_size == 1:
             super()._core_attention(nodes, inputs, attended)
             return
-        config, region = self.config, ("core_attn",)
-        layout, (q, *own), found = config.cp_attention_layout, inputs, attended
+        config = self.config
+        region = ("core_attn",)
+        layout = config.cp_attention_layout
+        q, *own = inputs
+        found = attended
         pairs = max(score_pairs(layout, rank, self.cp_size, self.tokens) for rank in range(self.cp_size))
         keys = self.cp_size * self.tokens
         if config.cp_exchange == PIPELINED:  # keys of other ranks belong to the rank's first sequence only
@@ -132,19 +138,18 @@ class _StageBuilder(GraphBuilder):
         allowed = Value("which token sees which", pairs * (self.item if config.use_flash_attn else 1))
         nodes += [Node([value], [all_], [], region) for value, all_ in zip(own, (k, v), strict=True)]
         if layout == "zigzag":
-            q, found = Value("queries of two half-parts", q.size), Value("their outputs", attended.size)
+            q = Value("queries of two half-parts", q.size)
+            found = Value("their outputs", attended.size)
             nodes.append(Node([inputs[0]], [q], [], region))
         if config.use_flash_attn:  # the mask is added to the scores, as floating-point numbers
             statistics = self.coefficient("attention statistics", config.num_attention_heads)
             kept = [q, k, v, found, statistics, allowed]
             writes = [found, statistics, allowed]
-            nodes.append(Node([q, k, v], writes, kept, region, flops=2 * flops, flops_again=flops))
+            nodes.append(Node([q, k, v], writes, kept, region, flops=2 * flops, recomputed_flops=flops))
         else:
             count = config.num_attention_heads * pairs
-            softmax, weights = (
-                Value("attention weights", count * self.wide),
-                Value("attention_weights", count * self.item),
-            )
+            softmax = Value("attention weights", count * self.wide)
+            weights = Value("attention_weights", count * self.item)
             nodes += [
                 Node([q, k], [allowed, softmax], [q, k, allowed, softmax], region, flops=flops),
                 Node([softmax, v], [weights, found], [weights, v], region, flops=flops),  # as that product reads them
@@ -153,6 +158,7 @@ class _StageBuilder(GraphBuilder):
             nodes.append(Node([found], [attended], [], region))
 
     def _rule(self, nodes: list[Node], inputs: list[Value], parameters: int) -> Value:
+        """Append the delta rule, with its transition columns if context ranks exchange states."""
         attended = super()._rule(nodes, inputs, parameters)
         if self.cp_size > 1 and self.config.cp_exchange != PIPELINED:
             _, heads, key, value = self.config.linear_heads
@@ -162,10 +168,10 @@ class _StageBuilder(GraphBuilder):
             transition_output = self.coefficient("transition_output", heads * key)
             kept = [transition_output, Value("states and transitions", states)]
             nodes[-1].writes += [outputs, *kept]  # outputs are completed with the saved values, then dropped
-            nodes[-1].keeps += kept
+            nodes[-1].saves += kept
             size = chunk_size(self.length)
             columns = chunk_flops(size, key, value + key) - chunk_flops(size, key, value)  # the map's
             more = -(-self.length // size) * self.batch * heads * columns
             nodes[-1].flops += more
-            nodes[-1].flops_again += more
+            nodes[-1].recomputed_flops += more
         return attended

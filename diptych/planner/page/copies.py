@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from diptych.planner.offload_times import hiding_tokens, simulate_offload, use_seconds
+from diptych.planner.offload_times import min_tokens_for_overlap, simulate_offload, use_seconds
 from diptych.planner.step_time import Machine
 from diptych.plans.config import TransformerConfig
 from diptych.plans.offload import (
@@ -82,10 +82,11 @@ def copies_of_schedule(
     if not (config.enable_tensor_offload or config.enable_activation_offload):
         return None
     tokens = batch * config.seq_length // config.context_parallel_size
-    seconds, storages = use_seconds(config, tokens, machine.compute_rate), layer_storages(config)
+    seconds = use_seconds(config, tokens, machine.compute_rate)
+    storages = layer_storages(config)
     found: dict[str, Any] = {
         "tokens": tokens,
-        "hidingTokens": hiding_tokens(config, machine.link_bandwidth, machine.compute_rate),
+        "hidingTokens": min_tokens_for_overlap(config, machine.link_bandwidth, machine.compute_rate),
         "ahead": config.tensor_offload_num_prefetch_layers,
         "parameters": config.enable_tensor_offload,
         "activations": config.enable_activation_offload,
@@ -128,7 +129,9 @@ def place_copies(
         storages: bytes of every storage of each layer.
         bandwidth: bandwidth of the link, bytes per second.
     """
-    found, link, changed = [], 0.0, set()
+    found = []
+    link = 0.0
+    changed = set()
     for number, (step, span) in enumerate(zip(plan.steps, spans, strict=True)):
         for layer in step.fetches:
             begin = max(link, span.begin)
@@ -163,10 +166,10 @@ def _columns(plan: OffloadPlan, copies: list[Copy], end: float) -> dict[str, Any
     }
 
 
-def _spans(begin: float, lasts: float, weights: list[float]) -> list[Span]:
+def _spans(begin: float, duration: float, weights: list[float]) -> list[Span]:
     """Divide an interval in proportion to weights."""
     whole = sum(weights) or 1.0
-    ends = accumulate((lasts * weight / whole for weight in weights), initial=begin)
+    ends = accumulate((duration * weight / whole for weight in weights), initial=begin)
     return [Span(*pair) for pair in pairwise(ends)]
 
 

@@ -12,8 +12,8 @@ from diptych.planner.memory.ranks import rank_memories
 from diptych.planner.memory.stages import StageMemory, predict_stages
 from diptych.planner.page.copies import copies_of_schedule
 from diptych.planner.reports.memory import without_recompute
-from diptych.planner.reports.mesh import UNITS, memory_unit, mesh_words
-from diptych.planner.reports.schedule import PipelinePlan, held_words, plan_pipeline, with_schedule
+from diptych.planner.reports.mesh import UNITS, describe_mesh, memory_unit
+from diptych.planner.reports.schedule import PipelinePlan, describe_stage, plan_pipeline, with_schedule
 from diptych.planner.step_time import Machine, StageTimes, after_backward
 from diptych.planner.traffic import message_bytes
 from diptych.plans.config import TransformerConfig
@@ -31,12 +31,12 @@ MOST_PIECES = 16_384
 """Largest number of stages times microbatches for which a page is written."""
 
 
-class Kept(NamedTuple):
+class SavedBytes(NamedTuple):
     """Saved bytes on a rank after each of its actions, in its order."""
 
-    kept: list[int]
+    saved: list[int]
     """Saved for backward: from the start of F to the end of B or I."""
-    waiting: list[int]
+    pending: list[int]
     """Saved for weight gradients: from the end of I to the end of W."""
 
 
@@ -85,9 +85,11 @@ def describe_plan(request: PageRequest) -> dict[str, Any]:
     Raises:
         ValueError: the schedule does not allow so many microbatches.
     """
-    config, times = request.config, StageTimes(request.machine)
+    config = request.config
+    times = StageTimes(request.machine)
     chosen = _describe(request, config, times)
-    drawn, refused = [chosen], []
+    drawn = [chosen]
+    refused = []
     if config.pipeline_model_parallel_size > 1 and request.pieces <= WITH_OTHERS:
         for name in SCHEDULES:
             if name == chosen["name"]:
@@ -111,7 +113,7 @@ def describe_plan(request: PageRequest) -> dict[str, Any]:
     }
 
 
-def kept_over_time(actions: Sequence[Action], stages: Sequence[StageMemory], splits_backward: bool) -> Kept:
+def saved_over_time(actions: Sequence[Action], stages: Sequence[StageMemory], splits_backward: bool) -> SavedBytes:
     """Return the saved bytes on a rank after each of its actions.
 
     Args:
@@ -119,26 +121,33 @@ def kept_over_time(actions: Sequence[Action], stages: Sequence[StageMemory], spl
         stages: bytes that a microbatch saves on each stage.
         splits_backward: True if backward is split into I and W.
     """
-    found, kept, waiting = Kept([], []), 0, 0
+    found = SavedBytes([], [])
+    activations = 0
+    pending = 0
     for kind, stage, _ in actions:
-        saved, part = stages[stage].saved, stages[stage].weight_gradients * splits_backward
+        saved = stages[stage].saved
+        part = stages[stage].weight_gradients * splits_backward
         if kind == "F":
-            kept += saved
+            activations += saved
         elif kind == "W":
-            waiting -= part
+            pending -= part
         else:
-            kept, waiting = kept - saved, waiting + part * (kind == "I")
-        found.kept.append(kept)
-        found.waiting.append(waiting)
+            activations -= saved
+            pending += part * (kind == "I")
+        found.saved.append(activations)
+        found.pending.append(pending)
     return found
 
 
 def _describe(request: PageRequest, config: TransformerConfig, times: StageTimes) -> dict[str, Any]:
     """Return the data of one schedule of the model."""
-    batch, count, machine = request.micro_batch_size, request.num_microbatches, request.machine
+    batch = request.micro_batch_size
+    count = request.num_microbatches
+    machine = request.machine
     stage_times = times.of(config, batch)
     plan = plan_pipeline(config, batch, count, roofline=times)
-    schedule, simulation = plan.schedule, plan.simulation
+    schedule = plan.schedule
+    simulation = plan.simulation
     gradients, update = after_backward(config, batch, count, request.data_parallel_size, machine)
     memory = predict_stages(config, batch)
     everything = predict_stages(without_recompute(config), batch)
@@ -147,10 +156,10 @@ def _describe(request: PageRequest, config: TransformerConfig, times: StageTimes
         {
             "rank": schedule.rank_of(stage),
             "virtual": get_stage_place(config, stage).vp_stage,
-            "holds": held_words(config, stage),
+            "holds": describe_stage(config, stage),
             "first": get_transformer_layer_offset(config, *get_stage_place(config, stage)),
             "layers": layers_by_stage(config)[stage],
-            "again": recomputed_words(config, stage),
+            "again": describe_recomputation(config, stage),
             **dict(zip(("F", "I", "W", "recomputed", "exchanged"), stage_times[stage], strict=True)),
             "saved": memory[stage].saved,
             "waiting": memory[stage].weight_gradients * schedule.splits_backward,
@@ -158,7 +167,7 @@ def _describe(request: PageRequest, config: TransformerConfig, times: StageTimes
         }
         for stage in range(schedule.num_stages)
     ]
-    actions, kept = _actions(plan, memory)
+    actions, saved = _actions(plan, memory)
     return {
         "name": schedule.name,
         "ranksCount": schedule.pp_size,
@@ -172,7 +181,7 @@ def _describe(request: PageRequest, config: TransformerConfig, times: StageTimes
         "stages": stages,
         "ranks": [
             {**rank, "totalWithout": whole.total}
-            for rank, whole in zip(_ranks(plan, memory, kept), unsaved, strict=True)
+            for rank, whole in zip(_ranks(plan, memory, saved), unsaved, strict=True)
         ],
         "actions": actions,
         "copies": copies_of_schedule(
@@ -181,12 +190,14 @@ def _describe(request: PageRequest, config: TransformerConfig, times: StageTimes
     }
 
 
-def _actions(plan: PipelinePlan, memory: Sequence[StageMemory]) -> tuple[dict[str, Any], list[Kept]]:
+def _actions(plan: PipelinePlan, memory: Sequence[StageMemory]) -> tuple[dict[str, Any], list[SavedBytes]]:
     """Return all actions as columns, and the saved bytes of every rank."""
-    schedule, starts, costs = plan.schedule, plan.simulation.starts, plan.costs
+    schedule = plan.schedule
+    starts = plan.simulation.starts
+    costs = plan.costs
     order = [action for actions in schedule.actions for action in actions]
     number = {action: place for place, action in enumerate(order)}
-    kept = [kept_over_time(actions, memory, schedule.splits_backward) for actions in schedule.actions]
+    saved = [saved_over_time(actions, memory, schedule.splits_backward) for actions in schedule.actions]
     columns = {
         "rank": [rank for rank, actions in enumerate(schedule.actions) for _ in actions],
         "kind": "".join(action.kind for action in order),
@@ -196,13 +207,13 @@ def _actions(plan: PipelinePlan, memory: Sequence[StageMemory]) -> tuple[dict[st
         "input": [
             -1 if (last := last_input(schedule, costs, starts, action)) is None else number[last] for action in order
         ],
-        "kept": [size for each in kept for size in each.kept],
-        "waiting": [size for each in kept for size in each.waiting],
+        "kept": [size for each in saved for size in each.saved],
+        "waiting": [size for each in saved for size in each.pending],
     }
-    return columns, kept
+    return columns, saved
 
 
-def recomputed_words(config: TransformerConfig, stage: int) -> str:
+def describe_recomputation(config: TransformerConfig, stage: int) -> str:
     """Describe which modules of which layers of a stage are recomputed, and the block lengths."""
     runs: list[tuple[tuple[int, str], list[int]]] = []
     for block in recompute_blocks(config, *get_stage_place(config, stage)):
@@ -238,12 +249,13 @@ def last_input(schedule: Schedule, costs: Costs, starts: dict[Action, float], ac
     return max(dependencies(schedule, action), key=arrival, default=None)
 
 
-def _ranks(plan: PipelinePlan, memory: Sequence[StageMemory], kept: Sequence[Kept]) -> list[dict[str, Any]]:
+def _ranks(plan: PipelinePlan, memory: Sequence[StageMemory], saved: Sequence[SavedBytes]) -> list[dict[str, Any]]:
     """Return bubble and memory of every rank, and the time of its peak."""
-    schedule, simulation = plan.schedule, plan.simulation
+    schedule = plan.schedule
+    simulation = plan.simulation
     found = []
     for rank, sizes in enumerate(rank_memories(plan.config, schedule, memory)):
-        together = [a + b for a, b in zip(*kept[rank], strict=True)]
+        together = [a + b for a, b in zip(*saved[rank], strict=True)]
         place = together.index(max(together))
         action = schedule.actions[rank][place]
         time = simulation.starts[action] + (0.0 if action.kind == "F" else plan.costs.time(action))
@@ -259,7 +271,8 @@ def _ranks(plan: PipelinePlan, memory: Sequence[StageMemory], kept: Sequence[Kep
 
 
 def _title(chosen: dict[str, Any]) -> str:
-    count, ranks = chosen["microbatches"], chosen["ranksCount"]
+    count = chosen["microbatches"]
+    ranks = chosen["ranksCount"]
     microbatches = f"{count:,} microbatch{'es' * (count != 1)}"
     if ranks == 1:
         return f"{microbatches} on one rank"
@@ -269,14 +282,15 @@ def _title(chosen: dict[str, Any]) -> str:
 
 def _words(request: PageRequest) -> list[list[str]]:
     """Describe the configuration, as pairs of a name and a text."""
-    config, machine = request.config, request.machine
+    config = request.config
+    machine = request.machine
     mhc = f", hyper-connections of {config.num_residual_streams} streams" if config.enable_hyper_connections else ""
     schedule = schedule_for(config, request.num_microbatches).name
     virtual = f", {config.virtual_pipeline_model_parallel_size} virtual stages a rank"
     words = [
         ["model", f"{config.num_layers:,} layers ({config.layer_pattern}) of width {config.hidden_size:,}{mhc}"],
         ["data types", f"parameters {config.params_dtype}, activations {config.compute_dtype}"],
-        ["mesh", mesh_words(config, request.data_parallel_size)],
+        ["mesh", describe_mesh(config, request.data_parallel_size)],
         ["schedule", schedule + virtual * ((config.virtual_pipeline_model_parallel_size or 1) > 1)],
         [
             "step",

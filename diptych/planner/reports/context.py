@@ -8,7 +8,7 @@ from diptych.planner.reports.mesh import add_rows
 from diptych.planner.traffic import layer_exchanges
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import CP_EXCHANGES, PIPELINED, exchange_cost
-from diptych.plans.context.sequences import end_to_end, local_sequences
+from diptych.plans.context.sequences import concatenate_sequences, local_sequences
 from diptych.plans.context.zigzag import ATTENTION_LAYOUTS, move_cost, score_pairs
 
 KIB = 2**10
@@ -24,9 +24,11 @@ def print_context(console: Console, config: TransformerConfig, micro_batch_size:
 
 
 def _ranks(config: TransformerConfig, batch: int) -> Table:
-    size, length = config.context_parallel_size, config.seq_length
+    """Return a table of the tokens and sequences of every context rank."""
+    size = config.context_parallel_size
+    length = config.seq_length
     tokens = np.zeros((batch, length), np.int32)
-    offsets = end_to_end(tokens, tokens, np.arange(batch)).cu_seqlens
+    offsets = concatenate_sequences(tokens, tokens, np.arange(batch)).cu_seqlens
     part = batch * length // size
     table = Table(
         box=None,
@@ -38,7 +40,8 @@ def _ranks(config: TransformerConfig, batch: int) -> Table:
     rows = []
     for rank in range(size):
         local = local_sequences(offsets, rank, part)
-        first, count = int(local.first_sequence), int(local.num_sequences)
+        first = int(local.first_sequence)
+        count = int(local.num_sequences)
         rows.append(
             (
                 str(rank),
@@ -53,6 +56,7 @@ def _ranks(config: TransformerConfig, batch: int) -> Table:
 
 
 def _exchanges(config: TransformerConfig, layers: list[int]) -> Table:
+    """Return a table of the cost of every state exchange."""
     _, heads, key, value = config.linear_heads
     itemsize = 2 if config.cp_wire_dtype else 8 if config.params_dtype == "float64" else 4
     ranks, rank = _left_out(config)
@@ -65,13 +69,13 @@ def _exchanges(config: TransformerConfig, layers: list[int]) -> Table:
     )
     for heading in ("exchange", "rounds", "sent by one rank, KiB", "received by all, KiB", "all layers, KiB"):
         table.add_column(heading, justify="left" if heading == "exchange" else "right")
-    ways: list[tuple[str, str, tuple]] = [
+    variants: list[tuple[str, str, tuple]] = [
         (f"{exchange}{' *' if exchange == config.cp_exchange and not approximate else ''}", exchange, ())
         for exchange in CP_EXCHANGES
     ]
     if approximate:
-        ways.append((f"{config.cp_exchange}, {approximate} *", config.cp_exchange, _left_out(config)))
-    for name, exchange, left_out in ways:
+        variants.append((f"{config.cp_exchange}, {approximate} *", config.cp_exchange, _left_out(config)))
+    for name, exchange, left_out in variants:
         cost = exchange_cost(exchange, config.context_parallel_size, heads, key, value, itemsize, *left_out)
         table.add_row(
             name,
@@ -88,36 +92,38 @@ def _left_out(config: TransformerConfig) -> tuple[int | None, int | None]:
 def _others(config: TransformerConfig, batch: int, attention: int, linear: int) -> str:
     """Return sentences on the messages of convolutions and of attention."""
     itemsize = 2 if config.bf16 else 8 if config.params_dtype == "float64" else 4
-    (key_heads, heads, key, value), size = config.linear_heads, config.context_parallel_size
-    said = []
+    (key_heads, heads, key, value) = config.linear_heads
+    size = config.context_parallel_size
+    sentences = []
     if config.pipeline_model_parallel_size == 1:
-        said.append(
+        sentences.append(
             f"The bytes saved for backward above are for a rank with all tokens; for one of {size} ranks see below."
         )
     if config.cp_exchange == PIPELINED:
-        return " ".join([*said, _handed_on(config, batch)])
+        return " ".join([*sentences, _describe_pipelined_messages(config, batch)])
     if linear:
         halo = (config.linear_conv_kernel_dim - 1) * (2 * key_heads * key + heads * value) * itemsize
-        said.append(f"A gdn or kda layer's convolutions receive {halo / KIB:,.1f} KiB from earlier ranks.")
+        sentences.append(f"A gdn or kda layer's convolutions receive {halo / KIB:,.1f} KiB from earlier ranks.")
     if attention:
         whole = batch * config.seq_length * 2 * config.query_groups * config.head_dim * itemsize
-        said.append(
+        sentences.append(
             f"An attention layer gathers keys and values, {whole / size / KIB:,.1f} KiB of every rank to every rank, "
             f"{(size - 1) * whole / KIB:,.1f} KiB in total."
         )
-        said.append(_scores(config, batch * config.seq_length // size, itemsize))
-    return " ".join(said)
+        sentences.append(_scores(config, batch * config.seq_length // size, itemsize))
+    return " ".join(sentences)
 
 
-def _handed_on(config: TransformerConfig, batch: int) -> str:
+def _describe_pipelined_messages(config: TransformerConfig, batch: int) -> str:
     """Return sentences on the messages of the pipelined exchange."""
-    size, said = config.context_parallel_size, []
+    size = config.context_parallel_size
+    sentences = []
     for mixer in sorted(config.mixers):
         layer = next(number for number in range(config.num_layers) if config.layer(number).mixer == mixer)
         for exchange in layer_exchanges(config, layer, batch):
-            said.append(f"{exchange.name} of {mixer} layers up to {exchange.one / KIB:,.1f} KiB each")
+            sentences.append(f"{exchange.name} of {mixer} layers up to {exchange.one / KIB:,.1f} KiB each")
     return (
-        f"A rank sends forward, and receives as much backward: {'; '.join(said)}. The last of {size} ranks starts "
+        f"A rank sends forward, and receives as much backward: {'; '.join(sentences)}. The last of {size} ranks starts "
         f"{size - 1} layers after the first, in JAX {size - 1} microbatches. The first has up to {size} microbatches "
         "in flight, in JAX each rank has all. The bytes below are upper bounds: the first rank's microbatches with the "
         "last rank's keys."
@@ -126,13 +132,14 @@ def _handed_on(config: TransformerConfig, batch: int) -> str:
 
 def _scores(config: TransformerConfig, part: int, itemsize: int) -> str:
     """Return sentences on the attention scores that a rank computes, and on the cost of moving queries."""
-    size, layout = config.context_parallel_size, config.cp_attention_layout
+    size = config.context_parallel_size
+    layout = config.cp_attention_layout
     pairs = {name: max(score_pairs(name, rank, size, part) for rank in range(size)) for name in ATTENTION_LAYOUTS}
-    said = f"Its layout is {layout}: a rank computes scores of {pairs[layout]:,} pairs of query and key"
+    sentence = f"Its layout is {layout}: a rank computes scores of {pairs[layout]:,} pairs of query and key"
     if layout == "contiguous":
-        return f"{said}, zigzag {pairs['zigzag']:,}."
+        return f"{sentence}, zigzag {pairs['zigzag']:,}."
     moved = move_cost(size, part, config.num_attention_heads, config.head_dim, itemsize)
     return (
-        f"{said}, contiguous {pairs['contiguous']:,}; moving queries and outputs, a rank sends up to "
+        f"{sentence}, contiguous {pairs['contiguous']:,}; moving queries and outputs, a rank sends up to "
         f"{moved.payload_bytes / KIB:,.1f} KiB, all {moved.wire_bytes / KIB:,.1f} KiB, and as much again backward."
     )

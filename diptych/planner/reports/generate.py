@@ -55,20 +55,21 @@ def print_generated(console: Console, command: PlanRequest, path: Path) -> Trans
     Raises:
         ValueError: the costs cannot be read, or the memory limit is below the need of one microbatch.
     """
-    config, m = command.model, command.num_microbatches
-    costs, standing = stage_costs(command, config), standing_bytes(config)
+    config = command.model
+    m = command.num_microbatches
+    costs = stage_costs(command, config)
     limit = None if command.memory_limit is None else parse_bytes("memory_limit", command.memory_limit)
     found = generate_schedule(
         config.pipeline_model_parallel_size,
         m,
         config.virtual_pipeline_model_parallel_size or 1,
         costs,
-        None if limit is None else _memory_limits(config, costs, standing, limit),
+        None if limit is None else _memory_limits(config, costs, standing_bytes(config), limit),
         config.placement,
         command.generate_effort,
     )
     path.write_text(schedule_to_csv(found.schedule))
-    made = Planned(found.schedule, costs, found.simulation, _largest(found.simulation, standing))
+    made = Planned(found.schedule, costs, found.simulation, _largest(found.simulation, standing_bytes(config)))
     named, refused = _named(command)
     source = "predicted" if command.stage_costs is None else f"of {escape(str(command.stage_costs))}"
     console.print(
@@ -83,9 +84,9 @@ def print_generated(console: Console, command: PlanRequest, path: Path) -> Trans
     for name, reason in refused.items():
         console.print(f"{name} does not fit: {reason}", highlight=False, markup=False)
     console.print(IN_JAX)
-    over = made.simulation.makespan / found.at_least - 1.0
+    over = made.simulation.makespan / found.makespan_bound - 1.0
     console.print(
-        f"{GENERATED}: makespan {made.simulation.makespan:.5g} s, at least {found.at_least:.5g} s: {over:.1%} "
+        f"{GENERATED}: makespan {made.simulation.makespan:.5g} s, at least {found.makespan_bound:.5g} s: {over:.1%} "
         "above a lower bound for all schedules of these stages",
         highlight=False,
     )
@@ -134,7 +135,8 @@ def stage_costs(command: PlanRequest, config: TransformerConfig) -> Costs:
 
 def _memory_limits(config: TransformerConfig, costs: Costs, standing: Sequence[int], limit: int) -> list[float]:
     """Return the bytes that the limit leaves on every rank for values saved for backward."""
-    p, placement = config.pipeline_model_parallel_size, config.placement
+    p = config.pipeline_model_parallel_size
+    placement = config.placement
     home = [place_of(stage, p, placement).pp_rank for stage in range(num_stages(config))]
     for rank, size in enumerate(standing):
         kept = sum(costs.of("activation_bytes", stage) for stage, here in enumerate(home) if here == rank)
@@ -155,14 +157,16 @@ def _named(command: PlanRequest) -> tuple[list[Planned], dict[str, str]]:
 
     If times are predicted, schedules with other stages have times of their own; measured times cannot serve them.
     """
-    found, refused = [], {}
+    found = []
+    refused = {}
     stages = num_stages(command.model)
     for name in SCHEDULES[1:]:
         try:
             config = with_schedule(command.model, name)
             if command.stage_costs is not None and num_stages(config) != stages:
                 raise ValueError(f"costs are for {stages} stages, the schedule has {num_stages(config)}")
-            schedule, costs = schedule_for(config, command.num_microbatches), stage_costs(command, config)
+            schedule = schedule_for(config, command.num_microbatches)
+            costs = stage_costs(command, config)
             simulation = simulate(schedule, costs)
             found.append(Planned(schedule, costs, simulation, _largest(simulation, standing_bytes(config))))
         except ValueError as error:
@@ -171,11 +175,13 @@ def _named(command: PlanRequest) -> tuple[list[Planned], dict[str, str]]:
 
 
 def _stage_table(made: Planned) -> Table:
+    """Return a table of the costs of every stage."""
     table = Table(box=None, title="stages, one microbatch", title_justify="left")
     headings = ("rank", "stage", "F, ms", "I, ms", "W, ms", "kept for backward, MiB", "from I to W, MiB")
     for heading in headings:
         table.add_column(heading, justify="right")
-    schedule, costs = made.schedule, made.costs
+    schedule = made.schedule
+    costs = made.costs
     rows = []
     for rank in range(schedule.pp_size):
         for stage in (stage for stage in range(schedule.num_stages) if schedule.rank_of(stage) == rank):
@@ -192,7 +198,8 @@ def _comparison(made: Planned, named: Sequence[Planned], limit: int | None) -> T
     for heading in ("", "makespan, s", "relative", "in JAX, s", "idle", "rank that holds most, MiB", ""):
         table.add_column(heading, justify="right" if heading else "left")
     for each in (made, *named):
-        schedule, simulation = each.schedule, each.simulation
+        schedule = each.schedule
+        simulation = each.simulation
         note = "over memory_limit" if limit is not None and each.largest > limit else ""
         table.add_row(
             f"{schedule.name}, v={schedule.stages_per_rank}" if schedule.stages_per_rank > 1 else schedule.name,

@@ -24,8 +24,9 @@ def without_recompute(config: TransformerConfig) -> TransformerConfig:
 def print_plan(console: Console, config: TransformerConfig, batch: int) -> None:
     """Print the recompute blocks and the memory of a training step, term by term, with and without recompute."""
     blocks = recompute_blocks(config)
-    console.print(f"blocks: {block_words(config)}")
-    plan, full = predict_memory(config, batch), predict_memory(without_recompute(config), batch)
+    console.print(f"blocks: {describe_blocks(config)}")
+    plan = predict_memory(config, batch)
+    full = predict_memory(without_recompute(config), batch)
     table = Table(box=None, title=f"PyTorch, {batch} sequences of {config.seq_length} tokens", title_justify="left")
     table.add_column("saved for backward")
     columns = [full] if all(block.kind == "none" for block in blocks) else [full, plan]
@@ -58,9 +59,10 @@ def _higher_peak(config: TransformerConfig, ratio: float) -> str:
 
 def _rows(columns: list[MemoryPrediction]) -> list[tuple]:
     """Return rows of a name and its bytes in each column, largest first; small terms are added up."""
-    rows, rest = [], [0] * len(columns)
-    for name in columns[0].kept:
-        sizes = [column.kept.get(name, 0) for column in columns]
+    rows = []
+    rest = [0] * len(columns)
+    for name in columns[0].saved_by_name:
+        sizes = [column.saved_by_name.get(name, 0) for column in columns]
         if max(sizes) < SMALL_SHARE * columns[0].saved:
             rest = [a + b for a, b in zip(rest, sizes, strict=True)]
         else:
@@ -68,7 +70,7 @@ def _rows(columns: list[MemoryPrediction]) -> list[tuple]:
     return [*rows, ("smaller terms", *rest)]
 
 
-def block_words(config: TransformerConfig, stage: int = 0) -> str:
+def describe_blocks(config: TransformerConfig, stage: int = 0) -> str:
     """Describe the recompute blocks of a stage; consecutive equal blocks are joined."""
     words: list[list] = []
     for block in recompute_blocks(config, *get_stage_place(config, stage)):

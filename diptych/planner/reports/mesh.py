@@ -17,7 +17,7 @@ MOST_ROWS = 16
 """Largest number of printed rows; longer tables show the first, some middle and the last rows."""
 
 
-def mesh_words(config: TransformerConfig, data_parallel_size: int) -> str:
+def describe_mesh(config: TransformerConfig, data_parallel_size: int) -> str:
     """Describe the number of ranks and their arrangement."""
     sizes = (
         (data_parallel_size, "replica"),
@@ -75,6 +75,7 @@ def _gathered(config: TransformerConfig) -> str:
 
 
 def _memory_table(ranks: Sequence[RankMemory]) -> Table:
+    """Return a table of the memory of every pipeline rank, term by term."""
     terms = ["parameters", "gradients", "moments", "activations", "waiting", "total", "on_host"]
     terms = [name for name in terms if name not in ("waiting", "on_host") or any(getattr(r, name) for r in ranks)]
     headings = {"waiting": "from I to W", "on_host": "also on host"}
@@ -83,11 +84,12 @@ def _memory_table(ranks: Sequence[RankMemory]) -> Table:
     for heading in ("pipeline rank", *(headings.get(name, name) for name in terms)):
         table.add_column(heading, justify="right")
     cells = [[f"{getattr(rank, name) / UNITS[unit]:,.1f}" for name in terms] for rank in ranks]
-    add_rows(table, join_alike(cells))
+    add_rows(table, join_equal_ranks(cells))
     return table
 
 
 def _wire_table(config: TransformerConfig, batch: int, count: int, replicas: int) -> Table:
+    """Return a table of the traffic of one step, term by term."""
     traffic = wire_traffic(config, batch, count, replicas)
     together = [sum(each) for each in zip(*(term.by_rank for term in traffic), strict=True)]
     unit = memory_unit(max(together))
@@ -96,10 +98,13 @@ def _wire_table(config: TransformerConfig, batch: int, count: int, replicas: int
         table.add_column(heading, justify="left" if heading in ("", "algorithm") else "right", no_wrap=True)
     for name, algorithm, by_rank, total in traffic:
         most = max(by_rank)
-        place = "every" if min(by_rank) == most else _range_words([r for r, size in enumerate(by_rank) if size == most])
+        place = (
+            "every" if min(by_rank) == most else _describe_range([r for r, size in enumerate(by_rank) if size == most])
+        )
         table.add_row(name, algorithm, f"{most / UNITS[unit]:,.1f}", place, f"{total / UNITS[unit]:,.1f}")
     table.add_section()
-    most, all_ = max(together), sum(term.total for term in traffic)
+    most = max(together)
+    all_ = sum(term.total for term in traffic)
     sizes = [f"{size / UNITS[unit]:,.1f}" for size in (most, all_)]
     table.add_row("sum, at most", "", sizes[0], str(together.index(most)), sizes[1])
     return table
@@ -110,14 +115,14 @@ def memory_unit(largest: int) -> str:
     return "GiB" if largest >= 10 * UNITS["GiB"] else "MiB"
 
 
-def _range_words(numbers: Sequence[int]) -> str:
+def _describe_range(numbers: Sequence[int]) -> str:
     """Describe sorted numbers as at most two ranges."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda each: each[1] - each[0])]
     words = [f"{run[0]}" if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
     return ", ".join(words if len(words) <= 2 else [words[0], "..."])
 
 
-def join_alike(cells: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
+def join_equal_ranks(cells: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
     """Return table rows in which consecutive ranks with equal cells are joined, as ``3 to 60``."""
     rows = []
     for row, run in groupby(enumerate(cells), lambda each: tuple(each[1])):
@@ -126,7 +131,7 @@ def join_alike(cells: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
     return rows
 
 
-def places_shown(count: int) -> list[int | None]:
+def printed_rows(count: int) -> list[int | None]:
     """Return the rows to print: all, or the first five, two middle and the last five; None marks a gap."""
     if count <= MOST_ROWS:
         return [*range(count)]
@@ -139,5 +144,5 @@ def places_shown(count: int) -> list[int | None]:
 
 def add_rows(table: Table, rows: Sequence[Sequence[str]]) -> None:
     """Add all rows of a short table, or some rows of a long one with dots between them."""
-    for place in places_shown(len(rows)):
+    for place in printed_rows(len(rows)):
         table.add_row(*("..." if place is None else cell for cell in rows[place or 0]))

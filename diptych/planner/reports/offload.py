@@ -6,7 +6,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from diptych.planner.offload_times import hiding_tokens, simulate_offload, use_seconds
+from diptych.planner.offload_times import min_tokens_for_overlap, simulate_offload, use_seconds
 from diptych.planner.request import PlanRequest
 from diptych.plans.offload import Use, join_plans, layer_storages, plan_actions, plan_offload, rank_layers, rank_uses
 
@@ -19,9 +19,11 @@ def print_offload(console: Console, command: PlanRequest) -> None:
     The rank is the first of those with the most layers, because other ranks of a pipeline may have none. In a pipeline,
     JAX has a column of its own: its copies do not extend from one action into the next.
     """
-    config, asked = command.model, command.model.tensor_offload_num_prefetch_layers
+    config = command.model
+    asked = command.model.tensor_offload_num_prefetch_layers
     tokens = command.micro_batch_size * config.seq_length // config.context_parallel_size
-    bandwidth, rate = command.link_bandwidth * 1e9, command.compute_rate * 1e12
+    bandwidth = command.link_bandwidth * 1e9
+    rate = command.compute_rate * 1e12
     storages = layer_storages(config)
     rank = max(range(config.pipeline_model_parallel_size), key=lambda rank: len(rank_layers(config, rank)))
     layers = rank_layers(config, rank)
@@ -57,7 +59,7 @@ def print_offload(console: Console, command: PlanRequest) -> None:
             *in_jax,
         )
     console.print(table)
-    console.print(_criterion(storages, layers, tokens, hiding_tokens(config, bandwidth, rate)))
+    console.print(_criterion(storages, layers, tokens, min_tokens_for_overlap(config, bandwidth, rate)))
 
 
 def _criterion(storages: Mapping[int, Mapping[str, int]], layers: list[int], tokens: int, needed: float) -> str:

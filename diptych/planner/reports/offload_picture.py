@@ -13,7 +13,9 @@ from diptych.plans.offload import OffloadPlan
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-HERE, UPDATE, REPLAY = "#cfe3f1", "#7a9a3a", "#b0413e"
+HERE = "#cfe3f1"
+UPDATE = "#7a9a3a"
+REPLAY = "#b0413e"
 KINDS = {
     "F": ("forward", COLORS["F"]),
     "R": ("replay", REPLAY),
@@ -45,7 +47,8 @@ def draw_offload(
     axes = figure.add_subplot()
     here: set[int] = set()
     for place, step in enumerate(plan.steps):
-        arriving, leaving = set(step.fetches), set(step.evictions)
+        arriving = set(step.fetches)
+        leaving = set(step.evictions)
         here |= arriving
         for layer in layers:
             color = HERE if layer in here else IDLE
@@ -81,7 +84,7 @@ def draw_offload(
 def _used(trace: Sequence[str]) -> list[tuple[int, int]]:
     """Return place and layer of every use in a trace."""
     uses = [event for event in trace if event[0] in KINDS]
-    strange = [event for event in trace if event[0] not in (*KINDS, "+", "-")]
-    if strange:
-        raise ValueError(f"trace: expected events as +3, F3, -3, got {strange[0]!r}")
+    unknown = [event for event in trace if event[0] not in (*KINDS, "+", "-")]
+    if unknown:
+        raise ValueError(f"trace: expected events as +3, F3, -3, got {unknown[0]!r}")
     return [(place, int(event[1:])) for place, event in enumerate(uses)]

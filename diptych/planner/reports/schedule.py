@@ -11,8 +11,8 @@ from rich.table import Table
 
 from diptych.planner.memory.stages import predict_stages
 from diptych.planner.reports.console import print_written
-from diptych.planner.reports.memory import block_words
-from diptych.planner.reports.mesh import add_rows, places_shown
+from diptych.planner.reports.memory import describe_blocks
+from diptych.planner.reports.mesh import add_rows, printed_rows
 from diptych.planner.step_time import Machine, StageTimes
 from diptych.planner.timeline import draw_timelines, timeline_of
 from diptych.plans.config import TransformerConfig
@@ -76,7 +76,8 @@ def plan_pipeline(
         ValueError: the schedule does not allow so many microbatches; or costs are for another number of stages or all
             0.
     """
-    schedule, stages = schedule_for(config, num_microbatches), range(num_stages(config))
+    schedule = schedule_for(config, num_microbatches)
+    stages = range(num_stages(config))
     if costs is None and roofline is not None:
         costs = roofline.costs(config, micro_batch_size)
     if costs is None:
@@ -113,7 +114,8 @@ def other_schedules(
     Schedules with another number of stages divide the layers again, with the same options; given costs do not fit them.
     Arguments as in plan_pipeline.
     """
-    config, num_microbatches = plan.config, plan.schedule.num_microbatches
+    config = plan.config
+    num_microbatches = plan.schedule.num_microbatches
     found = []
     for name in SCHEDULES:
         if name == plan.schedule.name:
@@ -187,7 +189,7 @@ def print_schedule(
     _print_blocks(console, config)
     console.print("\nactions in the format of torch.distributed.pipelining (stage, kind, microbatch)")
     rows = schedule_rows(schedule)
-    for rank in places_shown(schedule.pp_size):
+    for rank in printed_rows(schedule.pp_size):
         if rank is None:
             console.print("...")
             continue
@@ -201,7 +203,7 @@ def print_schedule(
     for name, other, reason in others:
         if other is None:
             console.print(f"{name} does not fit: {reason}", highlight=False, markup=False)
-    console.print(f"time: {unit.words}. Memory: saved for backward, without temporary buffers.")
+    console.print(f"time: {unit.description}. Memory: saved for backward, without temporary buffers.")
     console.print(IN_JAX)
     if picture is not None:
         drawn = [plan, *(other.plan for other in others if other.plan is not None and other.name != "none")]
@@ -213,7 +215,7 @@ class Unit(NamedTuple):
     """The unit of printed times."""
 
     name: str
-    words: str
+    description: str
     """Description of the cost model, printed below a table."""
     scale: float = 1.0
     """Factor from the simulation's times to this unit."""
@@ -226,11 +228,11 @@ def unit_of(costs: Costs | None, roofline: StageTimes | None) -> Unit:
     if roofline is None:
         return Unit("a layer's forward is 1", "in forwards of one layer; I and W each take as long as F")
     return Unit(
-        "ms", f"milliseconds of a roofline with {machine_words(roofline.machine)}, as on the page (--html)", 1e3
+        "ms", f"milliseconds of a roofline with {describe_machine(roofline.machine)}, as on the page (--html)", 1e3
     )
 
 
-def machine_words(machine: Machine) -> str:
+def describe_machine(machine: Machine) -> str:
     """Describe the rates that a schedule's times depend on."""
     return (
         f"{machine.compute_rate / 1e12:g} TFLOP/s, {machine.memory_bandwidth / 1e9:g} GB/s of memory and "
@@ -258,7 +260,8 @@ def shortened(row: str, width: int) -> str:
     if len(row) <= width:
         return row
     entries = row.split(",")
-    start, end = [], []
+    start = []
+    end = []
     while entries:
         grown = [*start, entries[0]], [entries[-1], *end]
         side = 0 if len(",".join(start)) <= len(",".join(end)) else 1
@@ -272,8 +275,11 @@ def shortened(row: str, width: int) -> str:
 
 def warmup(plan: PipelinePlan, rank: int) -> int:
     """Return the number of forwards that a rank runs before it alternates between forward and backward."""
-    schedule, group = plan.schedule, plan.config.microbatch_group_size_per_vp_stage
-    p, m, v = schedule.pp_size, schedule.num_microbatches, schedule.stages_per_rank
+    schedule = plan.schedule
+    group = plan.config.microbatch_group_size_per_vp_stage
+    p = schedule.pp_size
+    m = schedule.num_microbatches
+    v = schedule.stages_per_rank
     if schedule.name in ("none", "gpipe"):
         return 0 if schedule.name == "none" else m
     if schedule.name in ("1f1b", "interleaved", "zb-h1"):
@@ -284,9 +290,11 @@ def warmup(plan: PipelinePlan, rank: int) -> int:
 
 def _stage_table(plan: PipelinePlan) -> Table:
     """Return a table of the layers of every stage, and of the bytes that a microbatch saves there."""
-    config, schedule = plan.config, plan.schedule
+    config = plan.config
+    schedule = plan.schedule
     table = Table(box=None, title="stages", title_justify="left")
-    virtual, split = schedule.stages_per_rank > 1, schedule.splits_backward
+    virtual = schedule.stages_per_rank > 1
+    split = schedule.splits_backward
     headings = ["rank", *(["virtual stage"] if virtual else []), "stage", "holds", "saved for backward, MiB"]
     for heading in [*headings, *(["from I to W, MiB"] if split else [])]:
         table.add_column(heading, justify="left" if heading == "holds" else "right")
@@ -296,21 +304,21 @@ def _stage_table(plan: PipelinePlan) -> Table:
             place = [str(rank), *([str(stage // schedule.pp_size)] if virtual else []), str(stage)]
             sizes = [plan.costs.of("activation_bytes", stage), plan.costs.of("weight_gradient_bytes", stage)]
             shown = [f"{size / MIB:,.1f}" for size in sizes[: 1 + split]]
-            rows.append([*place, held_words(config, stage), *shown])
+            rows.append([*place, describe_stage(config, stage), *shown])
     add_rows(table, rows)
     return table
 
 
 def _print_blocks(console: Console, config: TransformerConfig) -> None:
     """Print the recompute blocks of the stages; equal stages are printed once."""
-    words = [block_words(config, stage) for stage in range(num_stages(config))]
+    words = [describe_blocks(config, stage) for stage in range(num_stages(config))]
     for what, run in groupby(range(len(words)), words.__getitem__):
         first, *rest = run
         stages = f"stages {first} to {rest[-1]}" if rest else f"stage {first}"
         console.print(f"blocks, {stages}: {what or 'no layer'}", highlight=False)
 
 
-def held_words(config: TransformerConfig, stage: int) -> str:
+def describe_stage(config: TransformerConfig, stage: int) -> str:
     """Describe the embedding, layers and head of a stage."""
     count = layers_by_stage(config)[stage]
     first = get_transformer_layer_offset(config, *get_stage_place(config, stage))
@@ -325,7 +333,8 @@ def held_words(config: TransformerConfig, stage: int) -> str:
 
 def _rank_table(plan: PipelinePlan, unit: Unit) -> Table:
     """Return a table of warm-up, bubble and memory of every rank."""
-    schedule, simulation = plan.schedule, plan.simulation
+    schedule = plan.schedule
+    simulation = plan.simulation
     name = " ms" if unit.name == "ms" else ""
     table = Table(
         box=None, title=f"ranks; makespan {simulation.makespan * unit.scale:{PRECISION}}{name}", title_justify="left"
@@ -363,7 +372,8 @@ def _comparison(plan: PipelinePlan, others: Sequence[OtherSchedule], unit: Unit)
     for name, other, _ in (OtherSchedule(plan.schedule.name, plan, ""), *others):
         if other is None:
             continue
-        simulation, schedule = other.simulation, other.schedule
+        simulation = other.simulation
+        schedule = other.schedule
         note = "chosen" if other is plan else "one rank" if name == "none" else ""
         table.add_row(
             f"{name}, v={schedule.stages_per_rank}" if schedule.stages_per_rank > 1 else name,

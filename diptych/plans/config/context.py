@@ -11,7 +11,8 @@ def _needs(field: str, exchange: str) -> Rule:
     """Build the rule that an approximation requires its one state exchange."""
 
     def fault(config: Any) -> str:
-        value, came = getattr(config, field), config.cp_exchange
+        value = getattr(config, field)
+        came = config.cp_exchange
         return f"{field}: expected None unless cp_exchange is {exchange!r}, got {value} with {came!r}"
 
     return Rule(f"{field} needs {exchange}", lambda c: getattr(c, field) is None or c.cp_exchange == exchange, fault)

@@ -18,7 +18,7 @@ _SPLITS = (
 """Settings that make the partition uneven."""
 
 
-def _split_asked(config) -> list[str]:
+def _split_settings(config) -> list[str]:
     return [f"{name}={getattr(config, name)}" for name in _SPLITS if getattr(config, name)]
 
 
@@ -107,7 +107,7 @@ def _fault_of(schedule: Schedule) -> str:
     return ""
 
 
-def _ends_asked(config) -> list[str]:
+def _end_settings(config) -> list[str]:
     """Return the settings that give the first or last rank its own number of layers."""
     return [f"{name}={getattr(config, name)}" for name in _SPLITS[:2] if getattr(config, name) is not None]
 
@@ -149,14 +149,14 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "uneven splits need a pipeline",
-        lambda c: c.pipeline_model_parallel_size > 1 or not _split_asked(c),
-        lambda c: f"{_split_asked(c)[0]}: expected a pipeline to split, got pipeline_model_parallel_size=1",
+        lambda c: c.pipeline_model_parallel_size > 1 or not _split_settings(c),
+        lambda c: f"{_split_settings(c)[0]}: expected a pipeline to split, got pipeline_model_parallel_size=1",
     ),
     Rule(
         "a layout excludes other split settings",
-        lambda c: c.pipeline_model_parallel_layout is None or not _split_asked(c),
+        lambda c: c.pipeline_model_parallel_layout is None or not _split_settings(c),
         lambda c: (
-            f"pipeline_model_parallel_layout: expected None with {', '.join(_split_asked(c))}, got "
+            f"pipeline_model_parallel_layout: expected None with {', '.join(_split_settings(c))}, got "
             f"{c.pipeline_model_parallel_layout!r}; a layout places every layer"
         ),
     ),
@@ -170,7 +170,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
         ),
         lambda c: (
             "account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split: expected False if that "
-            f"stage's number of layers is given, got {', '.join(_split_asked(c))}"
+            f"stage's number of layers is given, got {', '.join(_split_settings(c))}"
         ),
     ),
     Rule(
@@ -180,10 +180,10 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "V-shaped placement has both ends on one rank",
-        lambda c: c.placement == "loop" or not _ends_asked(c),
+        lambda c: c.placement == "loop" or not _end_settings(c),
         lambda c: (
-            f"{_ends_asked(c)[0].split('=')[0]}: expected None with schedule {c.schedule_name!r}, where the first "
-            f"rank holds the first and the last stage, got {', '.join(_ends_asked(c))}; list the stages in "
+            f"{_end_settings(c)[0].split('=')[0]}: expected None with schedule {c.schedule_name!r}, where the first "
+            f"rank holds the first and the last stage, got {', '.join(_end_settings(c))}; list the stages in "
             "pipeline_model_parallel_layout"
         ),
     ),

@@ -11,7 +11,7 @@ SELECTIVE_FLAGS = ("recompute_hyper_connections", "recompute_pre_mlp_layernorm",
 """Flags that select one module each."""
 
 
-def _asked(config) -> list[str]:
+def _selections(config) -> list[str]:
     """Return the settings that select a module, as the user wrote them."""
     names = [f"recompute_modules={tuple(config.recompute_modules)}"] if config.recompute_modules else []
     return names + [name for name in SELECTIVE_FLAGS if getattr(config, name)]
@@ -56,15 +56,15 @@ RECOMPUTE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "modules need selective",
-        lambda c: c.recompute_granularity == "selective" or not _asked(c),
+        lambda c: c.recompute_granularity == "selective" or not _selections(c),
         lambda c: (
-            f"recompute_granularity: expected 'selective' with {', '.join(_asked(c))}, got "
+            f"recompute_granularity: expected 'selective' with {', '.join(_selections(c))}, got "
             f"{c.recompute_granularity!r}; full recompute already covers every module"
         ),
     ),
     Rule(
         "selective needs modules",
-        lambda c: c.recompute_granularity != "selective" or bool(_asked(c)) or c.recompute_activation_function,
+        lambda c: c.recompute_granularity != "selective" or bool(_selections(c)) or c.recompute_activation_function,
         lambda c: f"recompute_modules: expected at least one of {MODULE_NAMES} with selective recompute, got none",
     ),
     Rule(

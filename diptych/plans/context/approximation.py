@@ -29,7 +29,7 @@ from diptych.plans.context.sequences import local_sequences
 class RankBounds(NamedTuple):
     """Upper bounds on the state and the transition of every rank."""
 
-    begun: np.ndarray
+    initial: np.ndarray
     """Bound on the norm of a rank's initial state. [R, HV]"""
     transition: np.ndarray
     """Bound on the norm of the transition M that a rank sends; 0 if it sends none. [R, HV]"""
@@ -96,7 +96,7 @@ def rank_bounds(k: Any, v: Any, g: Any, beta: Any, cu_seqlens: Any, size: int, i
     values = np.linalg.norm(v[0], axis=-1)
     unit = k / np.where(lengths > 0, lengths, 1.0)[..., None]
     tokens = _Tokens(beta[0] * lengths**2, unit, beta[0] * values**2, beta[0] * lengths * values, g)
-    begun = np.zeros((size, heads))
+    initial = np.zeros((size, heads))
     transition = np.zeros((size, heads))
     beside = np.zeros((size, heads, k.shape[-1]))
     for rank in range(size - 1):
@@ -108,13 +108,13 @@ def rank_bounds(k: Any, v: Any, g: Any, beta: Any, cu_seqlens: Any, size: int, i
         own = _Tokens(*(x[begin:end] for x in tokens))
         norm = np.zeros(heads)
         if last == 0 and int(local.pre_num_ranks) > 0:
-            norm = begun[rank]
+            norm = initial[rank]
             transition[rank] = own.transition()
             beside[rank] = own.beside_diagonal()
         elif initial_state is not None:
             norm = np.linalg.norm(np.asarray(initial_state)[int(local.first_sequence) + last], axis=(-2, -1))
-        begun[rank + 1] = own.grow(norm)
-    return RankBounds(begun, transition, beside)
+        initial[rank + 1] = own.grow(norm)
+    return RankBounds(initial, transition, beside)
 
 
 def truncation_bounds(bounds: RankBounds, truncate_ranks: int) -> np.ndarray:
@@ -124,10 +124,10 @@ def truncation_bounds(bounds: RankBounds, truncate_ranks: int) -> np.ndarray:
         bounds: result of rank_bounds.
         truncate_ranks: number of following ranks that a state reaches.
     """
-    error = np.zeros_like(bounds.begun)
+    error = np.zeros_like(bounds.initial)
     for rank in range(truncate_ranks + 1, len(error)):
         first = rank - truncate_ranks
-        error[rank] = bounds.begun[first] * bounds.transition[first:rank].prod(0)
+        error[rank] = bounds.initial[first] * bounds.transition[first:rank].prod(0)
     return error
 
 
@@ -145,9 +145,9 @@ def low_rank_bounds(bounds: RankBounds, transition_rank: int) -> np.ndarray:
         bounds: result of rank_bounds.
         transition_rank: rank of the low-rank part of a sent transition.
     """
-    error = np.zeros_like(bounds.begun)
+    error = np.zeros_like(bounds.initial)
     transition_error = low_rank_errors(bounds, transition_rank)
     for rank in range(1, len(error)):
         sent = bounds.transition[rank - 1] + transition_error[rank - 1]
-        error[rank] = sent * error[rank - 1] + transition_error[rank - 1] * bounds.begun[rank - 1]
+        error[rank] = sent * error[rank - 1] + transition_error[rank - 1] * bounds.initial[rank - 1]
     return error

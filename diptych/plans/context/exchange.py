@@ -73,7 +73,7 @@ def check_exchange(
             )
 
 
-def check_together(cp_exchange: str) -> None:
+def check_joint_exchange(cp_exchange: str) -> None:
     """Reject a joint exchange of transitions with cp_exchange "pipelined".
 
     Raises:

@@ -98,7 +98,7 @@ class FLACPContext:
 
     @property
     def goes_through(self) -> Any:
-        """True if the part is inside one sequence, so that the next rank's state depends on the state received here.
+        """True if the part is inside one sequence, so that the state sent to the next rank depends on the received one.
 
         Otherwise the sent state does not depend on the received one. The received state, which may not be finite, is
         then omitted rather than multiplied by 0.
@@ -176,7 +176,7 @@ def check_kinds(cu_seqlens: Any, cu_seqlens_cpu: Any, kinds: type | tuple[type, 
     if cu_seqlens_cpu is not None:
         wanted, came = ((x.dtype, tuple(x.shape)) for x in (cu_seqlens, cu_seqlens_cpu))
         if wanted != came:
-            raise ValueError(f"cu_seqlens_cpu: expected what cu_seqlens is, {wanted[0]} of {wanted[1]}, got {came}")
+            raise ValueError(f"cu_seqlens_cpu: expected {wanted[0]} of shape {wanted[1]}, as cu_seqlens, got {came}")
 
 
 def check_part(context: Any, shape: tuple[int, ...], cu_seqlens: np.ndarray | None = None, name: str = "q") -> None:
@@ -268,7 +268,7 @@ def check_shared(sequences: int, length: int, size: int) -> None:
         )
 
 
-class EndToEnd(NamedTuple):
+class ConcatenatedBatch(NamedTuple):
     """Concatenated sequences of a batch; rank r of R takes the tokens r L / R .. (r + 1) L / R."""
 
     tokens: Any
@@ -283,7 +283,9 @@ class EndToEnd(NamedTuple):
     """Start offsets of the sequences or documents, and the total length. [..., N + 1] int32"""
 
 
-def end_to_end(tokens: Any, targets: Any, samples: Any, document_starts: Any = None, xp: Any = np) -> EndToEnd:
+def concatenate_sequences(
+    tokens: Any, targets: Any, samples: Any, document_starts: Any = None, xp: Any = np
+) -> ConcatenatedBatch:
     """Concatenate the sequences of each batch.
 
     Args:
@@ -297,7 +299,7 @@ def end_to_end(tokens: Any, targets: Any, samples: Any, document_starts: Any = N
     starts = xp.zeros((*lead, batch, 1), xp.int32) if document_starts is None else document_starts
     starts = (starts + xp.arange(0, batch * length, length, dtype=xp.int32)[:, None]).reshape(*lead, -1)
     end = xp.full((*lead, 1), batch * length, xp.int32)
-    return EndToEnd(
+    return ConcatenatedBatch(
         tokens=tokens.reshape(*lead, 1, -1),
         targets=targets.reshape(*lead, 1, -1),
         samples=xp.repeat(samples, length, axis=-1)[..., None, :],

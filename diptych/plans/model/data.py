@@ -122,6 +122,7 @@ class Corpus:
         return self._cut(self.validation, self.validation_documents, starts, seq_length)
 
     def _cut(self, data: np.ndarray, documents: np.ndarray | None, starts: np.ndarray, seq_length: int) -> Batch:
+        """Return the batch of the sequences with the given start positions."""
         window = data[starts[:, None] + np.arange(seq_length + 1)].astype(np.int32)
         tokens = np.ascontiguousarray(window[:, :-1])
         targets = np.ascontiguousarray(window[:, 1:])

@@ -142,11 +142,13 @@ def check_arguments(options: DeltaRuleOptions, arrays: Mapping[str, ArrayInfo | 
         if arrays[name] is None:
             raise ValueError(f"{name}: expected an array, got None")
     given = {name: array for name, array in arrays.items() if array is not None}
-    q, v = given["q"], given["v"]
+    q = given["q"]
+    v = given["v"]
     for name, info, letters in (("q", q, "[B, T, H, K]"), ("v", v, "[B, T, HV, V]")):
         if len(info.shape) != 4 or 0 in info.shape:
             raise ValueError(f"{name}: expected shape {letters} without empty axes, got {list(info.shape)}")
-    (batch, length, heads, key), value_heads = q.shape, v.shape[2]
+    (batch, length, heads, key) = q.shape
+    value_heads = v.shape[2]
     if value_heads % heads:
         raise ValueError(f"v: expected a multiple of q's {heads} heads, got {value_heads}")
     decay = (batch, length, value_heads, key) if options.per_channel else (batch, length, value_heads)
@@ -192,6 +194,7 @@ def _check_cu_seqlens(cu_seqlens: ArrayInfo, batch: int, length: int) -> int:
 
 
 def _check_dtypes(given: Mapping[str, ArrayInfo]) -> None:
+    """Reject inconsistent types of the arguments."""
     wanted = given["q"].dtype
     if wanted not in ("float16", "bfloat16", "float32", "float64"):
         raise ValueError(f"q: expected float16, bfloat16, float32 or float64, got {wanted}")
@@ -213,6 +216,7 @@ def _check_dtypes(given: Mapping[str, ArrayInfo]) -> None:
 
 
 def _check_gate(options: DeltaRuleOptions, given: Mapping[str, ArrayInfo]) -> None:
+    """Reject gate parameters that do not match use_gate_in_kernel."""
     if options.use_gate_in_kernel and "A_log" not in given:
         raise ValueError("A_log: expected an array [HV] with use_gate_in_kernel, got None")
     for name in ("A_log", "dt_bias"):
@@ -249,12 +253,14 @@ def chunk_tables(cu_seqlens: Any, chunk_size: int, chunks: int | None = None, xp
     """Return the tables of packed sequences; only the last chunk of a sequence may be shorter.
 
     Args:
-        cu_seqlens: where sequences begin, and at last the end. [N + 1] int32
-        chunk_size: tokens of a chunk.
-        chunks: as many as there are to be, if it must be known before the offsets are; see ``most_chunks``.
-        xp: the module to compute with, numpy or jax.numpy.
+        cu_seqlens: start offsets of the sequences, and the total length. [N + 1] int32
+        chunk_size: tokens per chunk.
+        chunks: number of chunks in the result, at least the actual number (see ``most_chunks``), if the offsets are
+            traced; None: the actual number.
+        xp: array module, numpy or jax.numpy.
     """
-    starts, stops = cu_seqlens[:-1], cu_seqlens[1:]
+    starts = cu_seqlens[:-1]
+    stops = cu_seqlens[1:]
     ends = xp.cumsum(-((starts - stops) // chunk_size))
     number = xp.arange(int(ends[-1]) if chunks is None else chunks)
     sequence = xp.minimum(xp.searchsorted(ends, number, side="right"), len(starts) - 1)
@@ -291,11 +297,12 @@ def cut_into_chunks(cu_seqlens: Any, length: int, chunk_size: int, chunks: int |
     """Cut packed sequences into chunks.
 
     Args:
-        cu_seqlens: where sequences begin, and at last the end. [N + 1] int32
-        length: tokens of all.
-        chunk_size: tokens of a chunk.
-        chunks: as many as there are to be, if it must be known before the offsets are; see ``most_chunks``.
-        xp: the module to compute with, numpy or jax.numpy.
+        cu_seqlens: start offsets of the sequences, and the total length. [N + 1] int32
+        length: total number T of tokens.
+        chunk_size: tokens per chunk.
+        chunks: number of chunks in the result, at least the actual number (see ``most_chunks``), if the offsets are
+            traced; None: the actual number.
+        xp: array module, numpy or jax.numpy.
     """
     counts = -((cu_seqlens[:-1] - cu_seqlens[1:]) // chunk_size)
     stops = xp.cumsum(counts)

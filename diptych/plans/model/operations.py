@@ -17,30 +17,30 @@ Shape = tuple[int, ...]
 
 
 class Operand(NamedTuple):
-    """The shape and the type of an array, the latter by the name that numpy gives it."""
+    """The shape of an array and numpy's name of its type."""
 
     shape: Shape
     dtype: str
 
 
-def refuse_operand(name: str, came: str) -> ValueError:
-    """Return the error for what is no array of the backend.
+def operand_error(name: str, found: str) -> ValueError:
+    """Return the error for an argument that is not an array of the backend's framework.
 
     Args:
-        name: of the argument.
-        came: what it is instead, e.g. the name of its class.
+        name: name of the argument.
+        found: description of the given value, e.g. the name of its class.
     """
-    return ValueError(f"{name}: expected a dense array of the backend's framework, got {came}")
+    return ValueError(f"{name}: expected a dense array of the backend's framework, got {found}")
 
 
 def check_floating(**operands: Operand | None) -> None:
-    """Reject arrays of a type that nothing is computed with.
+    """Reject arrays whose type is not one of FLOATING.
 
     Args:
-        operands: by the name of the argument; None for one that was not given.
+        operands: arrays by argument name; None for an argument that was not given.
 
     Raises:
-        ValueError: names the argument, what was expected, what came.
+        ValueError: a type is not supported; the message names the argument.
     """
     for name, x in operands.items():
         if x is not None and x.dtype not in FLOATING:
@@ -48,26 +48,26 @@ def check_floating(**operands: Operand | None) -> None:
 
 
 def check_integers(**operands: Operand) -> None:
-    """Reject arrays that do not hold integers; booleans do not."""
+    """Reject arrays that do not contain integers; booleans are not integers."""
     for name, x in operands.items():
         if x.dtype not in INTEGERS:
             raise ValueError(f"{name}: expected integers, got {x.dtype}")
 
 
 def check_least_axes(name: str, shape: Shape, least: int) -> None:
-    """Reject an array with fewer axes."""
+    """Reject an array with fewer than ``least`` axes."""
     if len(shape) < least:
         raise ValueError(f"{name}: expected at least {least} axes, got shape {tuple(shape)}")
 
 
 def check_axes(name: str, shape: Shape, letters: str) -> None:
-    """Reject an array with another number of axes than letters, e.g. ``"BTSD"``."""
+    """Reject an array that does not have one axis per letter of e.g. ``"BTSD"``."""
     if len(shape) != len(letters):
         raise ValueError(f"{name}: expected shape [{', '.join(letters)}], got {tuple(shape)}")
 
 
 def check_shape(name: str, shape: Shape, expected: Shape) -> None:
-    """Reject another shape."""
+    """Reject a shape that differs from the expected one."""
     if tuple(shape) != tuple(expected):
         raise ValueError(f"{name}: expected shape {tuple(expected)}, got {tuple(shape)}")
 
@@ -81,28 +81,28 @@ def _is_number(value: Any) -> bool:
 
 
 def check_rate(rate: Any) -> None:
-    """Reject an invalid rate of dropout."""
+    """Reject a dropout rate outside [0, 1)."""
     if not _is_number(rate) or not 0.0 <= rate < 1.0:
         raise ValueError(f"rate: expected a number in [0, 1), got {rate!r}")
 
 
 def check_epsilon(epsilon: Any) -> None:
-    """Reject what cannot be added to a mean square."""
+    """Reject an epsilon that is not a finite number of at least 0."""
     if not _is_number(epsilon) or not (math.isfinite(epsilon) and epsilon >= 0):
         raise ValueError(f"epsilon: expected a finite number of at least 0, got {epsilon!r}")
 
 
 def check_word(name: str, value: Any) -> None:
-    """Reject a number that is no 32-bit word of Philox's key or counter.
+    """Reject a value that is not an unsigned 32-bit word of Philox's key or counter.
 
-    Words are what every implementation takes; a larger number would be cut off by some and not by others.
+    Implementations would differ on larger numbers, because some truncate them.
     """
     if not _is_integer(value) or not 0 <= value < 2**32:
         raise ValueError(f"{name}: expected an integer in [0, 2**32), got {value!r}")
 
 
 def check_iterations(iterations: Any, last: Any) -> None:
-    """Reject settings that Sinkhorn's iteration does not have."""
+    """Reject fewer than one Sinkhorn iteration, and a last normalization other than ``row`` or ``column``."""
     if not _is_integer(iterations):
         raise ValueError(f"iterations: expected an integer, got {iterations!r}")
     if iterations < 1:
@@ -112,7 +112,7 @@ def check_iterations(iterations: Any, last: Any) -> None:
 
 
 def check_matrices(logits: Operand) -> None:
-    """Reject an invalid batch of square matrices [..., S, S]."""
+    """Reject logits that are not a batch of square matrices [..., S, S]."""
     check_floating(logits=logits)
     check_least_axes("logits", logits.shape, 2)
     check_shape("logits", logits.shape, (*logits.shape[:-1], logits.shape[-2]))
@@ -121,11 +121,11 @@ def check_matrices(logits: Operand) -> None:
 
 
 def check_dropout_rows(shape: Shape, **rows: Operand) -> None:
-    """Reject rows of a dropout state that are not those of an array.
+    """Reject row numbers of a dropout state that do not match an array.
 
     Args:
-        shape: of the array's leading axes, [B, T].
-        rows: ``row_low`` and ``row_high``.
+        shape: leading axes of the array, [B, T].
+        rows: row numbers of the state, ``row_low`` and ``row_high``. [B, T]
     """
     for name, x in rows.items():
         check_shape(f"state.{name}", x.shape, shape)
@@ -133,14 +133,14 @@ def check_dropout_rows(shape: Shape, **rows: Operand) -> None:
 
 
 def check_dropout(x: Operand, rate: Any) -> None:
-    """Reject what no dropout mask can be made for."""
+    """Reject an array or rate for which no dropout mask can be drawn."""
     check_floating(x=x)
     check_least_axes("x", x.shape, 2)
     check_rate(rate)
 
 
 def check_rows(samples: Operand, positions: Operand, seq_length: Any) -> None:
-    """Reject what rows of a batch cannot be numbered by: see ops.dropout_state."""
+    """Reject sample numbers, positions or a sequence length that ops.dropout_state cannot number rows by."""
     check_integers(samples=samples, positions=positions)
     check_axes("positions", positions.shape, "T")
     if len(samples.shape) not in (1, 2):
@@ -151,12 +151,12 @@ def check_rows(samples: Operand, positions: Operand, seq_length: Any) -> None:
 
 
 def check_bias(x: Operand, bias: Operand | None, width: int | None = None) -> None:
-    """Reject a bias that is not one number a column.
+    """Reject a bias that does not have one element per column.
 
     Args:
-        x: what it is added to, or what the result is made of.
-        bias: None: there is none.
-        width: columns of the result; None: those of x.
+        x: array to which the bias is added, or input of the linear map. [..., D]
+        bias: the bias; None: no bias. [width]
+        width: columns of the result; None: D.
     """
     check_floating(x=x, bias=bias)
     check_least_axes("x", x.shape, 1)
@@ -165,7 +165,7 @@ def check_bias(x: Operand, bias: Operand | None, width: int | None = None) -> No
 
 
 def check_linear(x: Operand, weight: Operand, bias: Operand | None) -> None:
-    """Reject an invalid linear map of the last axis."""
+    """Reject a weight [O, I] or bias [O] that does not fit a linear map of the last axis of x."""
     check_floating(x=x, weight=weight, bias=bias)
     check_least_axes("x", x.shape, 1)
     check_axes("weight", weight.shape, "OI")
@@ -174,7 +174,7 @@ def check_linear(x: Operand, weight: Operand, bias: Operand | None) -> None:
 
 
 def check_norm(x: Operand, weight: Operand, epsilon: Any) -> None:
-    """Reject what cannot be normalised over the last axis."""
+    """Reject arguments of an RMSNorm over the last axis that do not fit each other."""
     check_floating(x=x, weight=weight)
     check_least_axes("x", x.shape, 1)
     check_shape("weight", weight.shape, x.shape[-1:])
@@ -182,7 +182,7 @@ def check_norm(x: Operand, weight: Operand, epsilon: Any) -> None:
 
 
 def check_convolution(x: Operand, weight: Operand, before: Operand) -> None:
-    """Reject an invalid convolution of channels over tokens."""
+    """Reject arguments of a causal convolution of x [B, T, C] with weight [C, W] that do not fit each other."""
     check_floating(x=x, weight=weight)
     check_axes("x", x.shape, "BTC")
     check_axes("weight", weight.shape, "CW")
@@ -193,7 +193,7 @@ def check_convolution(x: Operand, weight: Operand, before: Operand) -> None:
 
 
 def check_rotary(x: Operand, positions: Operand, base: Any) -> None:
-    """Reject what cannot be turned by positions."""
+    """Reject arguments of the rotary embedding: x [B, T, H, d] with odd d, positions not [T], or an invalid base."""
     check_floating(x=x)
     check_axes("x", x.shape, "BTHd")
     if x.shape[-1] % 2:
@@ -206,7 +206,7 @@ def check_rotary(x: Operand, positions: Operand, base: Any) -> None:
 
 
 def check_attention(q: Operand, k: Operand, v: Operand, mask: Operand | None, name: str, keys: bool = False) -> None:
-    """Reject queries, keys and values that do not belong together.
+    """Reject queries, keys, values or a mask that do not fit each other.
 
     Args:
         q: queries. [B, T, H, d]
@@ -222,7 +222,8 @@ def check_attention(q: Operand, k: Operand, v: Operand, mask: Operand | None, na
         if x.dtype != q.dtype:
             raise ValueError(f"{letter}: expected {q.dtype}, as q is, got {x.dtype}")
     batch, length, heads, width = q.shape
-    tokens, groups = k.shape[1] if keys else length, k.shape[2]
+    tokens = k.shape[1] if keys else length
+    groups = k.shape[2]
     check_shape("k", k.shape, (batch, tokens, groups, width))
     check_shape("v", v.shape, (batch, tokens, groups, width))
     if not groups or heads % groups:
@@ -234,20 +235,20 @@ def check_attention(q: Operand, k: Operand, v: Operand, mask: Operand | None, na
 
 
 def check_gate(x: Operand) -> None:
-    """Reject an invalid gate and value side by side."""
+    """Reject an array that does not contain gate and value side by side on its last axis."""
     check_activation(x)
     if x.shape[-1] % 2:
         raise ValueError(f"x: expected gate and value side by side, an even width, got {x.shape[-1]}")
 
 
 def check_activation(x: Operand) -> None:
-    """Reject what no activation is computed of."""
+    """Reject an array on which an activation function cannot be computed."""
     check_floating(x=x)
     check_least_axes("x", x.shape, 1)
 
 
 def check_targets(logits: Operand, targets: Operand) -> None:
-    """Reject targets that are not one token id for each row of logits."""
+    """Reject targets that do not have one token id for each row of logits [B, T, V]."""
     check_floating(logits=logits)
     check_axes("logits", logits.shape, "BTV")
     check_shape("targets", targets.shape, logits.shape[:-1])
@@ -255,10 +256,15 @@ def check_targets(logits: Operand, targets: Operand) -> None:
 
 
 def check_token_ids(least: int, most: int, vocabulary: int) -> None:
-    """Reject token ids that there are not, of the least and the greatest.
+    """Reject token ids outside [0, vocabulary).
+
+    Args:
+        least: smallest token id.
+        most: largest token id.
+        vocabulary: number of token ids.
 
     Raises:
-        IndexError: names the argument, what was expected, what came.
+        IndexError: a token id is out of range; the message names it.
     """
     for found in (least, most):
         if not 0 <= found < vocabulary:
@@ -266,7 +272,7 @@ def check_token_ids(least: int, most: int, vocabulary: int) -> None:
 
 
 def check_streams(name: str, x: Operand) -> tuple[int, int, int, int]:
-    """Reject what are no residual streams [B, T, S, D]; return the sizes."""
+    """Return the sizes B, T, S and D of residual streams; reject an array of another shape or type."""
     check_floating(**{name: x})
     check_axes(name, x.shape, "BTSD")
     batch, length, streams, width = x.shape
@@ -274,7 +280,7 @@ def check_streams(name: str, x: Operand) -> tuple[int, int, int, int]:
 
 
 def check_mappings(x: Operand, phi: Operand, alpha: Operand, bias: Operand, epsilon: Any) -> None:
-    """Reject parameters that are not those of the streams' coefficients."""
+    """Reject parameters of a hyper-connection that do not fit the residual streams x [B, T, S, D]."""
     _, _, streams, width = check_streams("x", x)
     check_floating(phi=phi, alpha=alpha, bias=bias)
     columns = streams * (streams + 2)
@@ -285,21 +291,21 @@ def check_mappings(x: Operand, phi: Operand, alpha: Operand, bias: Operand, epsi
 
 
 def check_aggregate(x: Operand, h_pre: Operand) -> None:
-    """Reject coefficients that are not those of the streams."""
+    """Reject coefficients h_pre that do not have the shape [B, T, S] of the residual streams x."""
     check_streams("x", x)
     check_floating(h_pre=h_pre)
     check_shape("h_pre", h_pre.shape, x.shape[:-1])
 
 
 def check_mix(h_res: Operand, residual: Operand) -> None:
-    """Reject matrices that are not those of the streams."""
+    """Reject matrices h_res that do not have the shape [B, T, S, S] of the residual streams."""
     *_, streams, _ = check_streams("residual", residual)
     check_floating(h_res=h_res)
     check_shape("h_res", h_res.shape, (*residual.shape[:-1], streams))
 
 
 def check_expanded(x: Operand, bias: Operand | None, h_post: Operand) -> None:
-    """Reject what cannot be written to streams."""
+    """Reject an output x [B, T, D], bias [D] and coefficients h_post [B, T, S] that do not fit each other."""
     check_floating(x=x, bias=bias, h_post=h_post)
     check_axes("x", x.shape, "BTD")
     check_axes("h_post", h_post.shape, "BTS")
@@ -310,7 +316,7 @@ def check_expanded(x: Operand, bias: Operand | None, h_post: Operand) -> None:
 def check_written(
     residual: Operand, h_res: Operand | None, x: Operand, bias: Operand | None, h_post: Operand, rate: Any
 ) -> None:
-    """Reject what does not make the next streams together."""
+    """Reject arguments of the write to the residual streams that do not fit each other."""
     *lead, streams, width = check_streams("residual", residual)
     check_expanded(x, bias, h_post)
     check_shape("x", x.shape, (*lead, width))
@@ -321,6 +327,6 @@ def check_written(
 
 
 def check_same_type(name: str, dtype: str, other: str, expected: str) -> None:
-    """Reject an array of another type than the one it is added to."""
+    """Reject an array whose type differs from that of the array to which it is added."""
     if dtype != expected:
         raise ValueError(f"{name}: expected the type of {other}, {expected}, got {dtype}; cast one of them")

@@ -1,4 +1,4 @@
-"""Names, shapes and initial values of every parameter: one decision for both backends.
+"""Names, shapes and initial values of all parameters, shared by both backends.
 
 A parameter has one canonical name in PyTorch, JAX and files, and its initial value depends on seed, name and shape
 only. Layers are numbered over the whole model, so a pipeline stage has the same initial values as the full model.
@@ -55,7 +55,7 @@ def rotary_frequencies(head_dim: int, base: float) -> np.ndarray:
 def linear_spec(
     config: TransformerConfig, out_features: int, in_features: int, *, is_output: bool = False
 ) -> dict[str, ParameterSpec]:
-    """Parameters of a linear map ``y = x @ weight.T + bias``.
+    """Return the parameters of a linear map ``y = x @ weight.T + bias``.
 
     ``is_output`` marks a projection back onto the residual, whose standard deviation is divided by
     sqrt(2 num_layers) so that the residual's variance does not grow with depth.
@@ -68,7 +68,7 @@ def linear_spec(
 
 
 def attention_specs(config: TransformerConfig) -> dict[str, dict[str, ParameterSpec]]:
-    """Linear maps of causal self-attention."""
+    """Return the parameters of the linear maps of causal self-attention, by submodule."""
     queries = config.num_attention_heads * config.head_dim
     keys_values = 2 * config.query_groups * config.head_dim
     return {
@@ -78,13 +78,14 @@ def attention_specs(config: TransformerConfig) -> dict[str, dict[str, ParameterS
 
 
 def delta_rule_specs(config: TransformerConfig, mixer: str) -> dict[str, dict[str, ParameterSpec]]:
-    """Linear maps and other parameters of a gdn or kda layer.
+    """Return the parameters of a gdn or kda mixer, by submodule.
 
     The short convolution's channels are those of q, k and v, in this order; a weight's last tap is the token's own.
-    kda's decay, one a channel, and its output gate come through a bottleneck as wide as a value head.
+    kda computes one decay per channel, and its output gate, through a bottleneck of the width of a value head.
     """
     heads, value_heads, key, value = config.linear_heads
-    width, channels = config.hidden_size, 2 * heads * key + value_heads * value
+    width = config.hidden_size
+    channels = 2 * heads * key + value_heads * value
     specs = {
         "linear_qkv": linear_spec(config, channels, width),
         "conv1d": {
@@ -116,13 +117,13 @@ def delta_rule_specs(config: TransformerConfig, mixer: str) -> dict[str, dict[st
 
 
 def mixer_specs(config: TransformerConfig, layer_number: int) -> dict[str, dict[str, ParameterSpec]]:
-    """Parameters of a layer's mixer, by submodule."""
+    """Return the parameters of a layer's mixer, by submodule."""
     mixer = config.layer(layer_number).mixer
     return attention_specs(config) if mixer == "attention" else delta_rule_specs(config, mixer)
 
 
 def mlp_specs(config: TransformerConfig, layer_number: int) -> dict[str, dict[str, ParameterSpec]]:
-    """Linear maps of the MLP; swiglu's first map gives gate and value side by side."""
+    """Return the parameters of the MLP, by submodule; swiglu's first map returns gate and value side by side."""
     layer = config.layer(layer_number)
     inner = layer.ffn_hidden_size * (2 if layer.activation == "swiglu" else 1)
     return {
@@ -132,12 +133,12 @@ def mlp_specs(config: TransformerConfig, layer_number: int) -> dict[str, dict[st
 
 
 def norm_spec(config: TransformerConfig) -> dict[str, ParameterSpec]:
-    """Parameters of an RMSNorm."""
+    """Return the parameters of an RMSNorm."""
     return {"weight": ParameterSpec((config.hidden_size,), mean=1.0)}
 
 
 def hyper_connection_spec(config: TransformerConfig) -> dict[str, ParameterSpec]:
-    """Parameters of one hyper-connection: projection, three gains, bias."""
+    """Return the parameters of one hyper-connection: projection, three gains, bias."""
     streams = config.num_residual_streams
     coefficients = streams * streams + 2 * streams
     return {
@@ -148,7 +149,7 @@ def hyper_connection_spec(config: TransformerConfig) -> dict[str, ParameterSpec]
 
 
 def embedding_spec(config: TransformerConfig) -> dict[str, ParameterSpec]:
-    """Parameters of the token embedding, and of the output layer."""
+    """Return the parameters of the token embedding or of an untied output layer."""
     return {"weight": ParameterSpec((config.vocab_size, config.hidden_size), std=config.init_method_std)}
 
 
@@ -159,7 +160,7 @@ def parameter_specs(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> dict[str, ParameterSpec]:
-    """Every parameter of a stage (by default of the whole model), by canonical name, in model order."""
+    """Return the parameters of a stage (by default the whole model), by canonical name, in model order."""
     return dict(_walk(config, pre_process, post_process, vp_stage, pp_rank))
 
 
@@ -183,6 +184,8 @@ def _walk(
     vp_stage: int | None,
     pp_rank: int | None,
 ) -> Iterator[tuple[str, ParameterSpec]]:
+    """Yield name and specification of every parameter of a stage, in model order."""
+
     def prefixed(prefix: str, specs: dict[str, ParameterSpec]) -> Iterator[tuple[str, ParameterSpec]]:
         return ((f"{prefix}.{name}", spec) for name, spec in specs.items())
 
@@ -191,7 +194,8 @@ def _walk(
         yield from prefixed("embedding", embedding_spec(config))
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     for number in range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank)):
-        prefix, layer = f"decoder.layers.{number}", config.layer(number)
+        prefix = f"decoder.layers.{number}"
+        layer = config.layer(number)
         if layer.self_attention_hyper_connection:
             yield from prefixed(f"{prefix}.self_attention_hyper_connection", hyper_connection_spec(config))
         yield from prefixed(f"{prefix}.input_layernorm", norm_spec(config))

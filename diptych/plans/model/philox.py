@@ -1,11 +1,11 @@
 """Counter-based random numbers: Philox-4x32-10, the numpy reference.
 
-A counter-based generator has no state: the same key and counter give the same four 32-bit words
-anywhere, in any order. Dropout masks therefore do not depend on how a batch is cut into
+A counter-based generator has no state: equal keys and counters give equal 32-bit words on every device and in any
+order. Dropout masks therefore do not depend on how a batch is cut into
 microbatches, pipeline stages or sequence shards, and a recomputed region sees its first mask again.
 
 Reference: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. The backends' own
-versions (``ops.philox_4x32``) are tested bit-equal to this one, and this one to the paper's vectors.
+versions (``ops.philox_4x32``) are tested to be bitwise equal to this one, and this one to the paper's vectors.
 """
 
 import math
@@ -17,7 +17,7 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 
 TILE_ROWS = 128
-"""Rows of a dropout mask PyTorch makes at a time, so that the generator's 64-bit words stay in cache."""
+"""Rows of a dropout mask that PyTorch computes at once, so that the generator's 64-bit words stay in cache."""
 
 SAMPLE_SITE = 0xFFFFFFFE
 """Second key word of sampled text."""
@@ -36,14 +36,19 @@ def philox_4x32(key: tuple[int, int], counter: tuple) -> np.ndarray:
     Returns:
         [4, ...] uint32.
     """
-    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    low = np.uint64(0xFFFFFFFF)
+    half = np.uint64(32)
     c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(c, np.uint64) for c in counter))
     k0, k1 = key
     for _ in range(ROUNDS):
-        product0, product2 = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])
-        c0, c1 = (product2 >> half) ^ c1 ^ np.uint64(k0), product2 & low
-        c2, c3 = (product0 >> half) ^ c3 ^ np.uint64(k1), product0 & low
-        k0, k1 = (k0 + KEY_STEPS[0]) & 0xFFFFFFFF, (k1 + KEY_STEPS[1]) & 0xFFFFFFFF
+        product0 = c0 * np.uint64(MULTIPLIERS[0])
+        product2 = c2 * np.uint64(MULTIPLIERS[1])
+        c0 = (product2 >> half) ^ c1 ^ np.uint64(k0)
+        c1 = product2 & low
+        c2 = (product0 >> half) ^ c3 ^ np.uint64(k1)
+        c3 = product0 & low
+        k0 = (k0 + KEY_STEPS[0]) & 0xFFFFFFFF
+        k1 = (k1 + KEY_STEPS[1]) & 0xFFFFFFFF
     return np.stack([c0, c1, c2, c3]).astype(np.uint32)
 
 

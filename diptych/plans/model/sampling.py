@@ -106,9 +106,11 @@ def check_inputs(
         return
     for name, value in of_whole_sequences.items():
         if value is not None:
-            raise ValueError(f"{name}: expected None with a cache, which reads on in one text, got one")
+            raise ValueError(
+                f"{name}: expected None with a cache, which continues each text from its last token, got an array"
+            )
     if batch != texts:
-        raise ValueError(f"cache: expected one of {batch} texts, as inputs are, got one of {texts}")
+        raise ValueError(f"cache: expected a cache of {batch} texts, the batch size of inputs, got one of {texts}")
     if read + length > seq_length:
         raise ValueError(
             f"inputs: expected at most {seq_length - read} tokens after the {read} in the cache, with "

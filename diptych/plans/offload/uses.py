@@ -131,7 +131,8 @@ def expected_uses(
             yield from (Use("R", layer) for layer in some[some.index(last.layer) + 1 :])
             last = Use("B", owner)
             yield last
-    kind, place = last.kind, layers.index(last.layer)
+    kind = last.kind
+    place = layers.index(last.layer)
     after = [Use("F", layer) for layer in layers]
     if kind == "S":
         yield from (Use("S", layer) for layer in layers[place + 1 :])

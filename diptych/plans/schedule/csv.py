@@ -98,6 +98,7 @@ def _check_numbers(actions: list[Action]) -> None:
 
 
 def _actions(cells: Iterable[str], rank: int) -> Iterable[Action]:
+    """Yield the actions in the cells of one row."""
     for place, cell in enumerate(cells):
         pair = _PAIR.fullmatch(cell.strip())
         for part in pair[1].split(";") if pair else [cell]:

@@ -96,7 +96,8 @@ class LockstepTable:
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """Return the actions of each rank in order, reconstructed from the table."""
-        rows, schedule = self.rows, self.schedule
+        rows = self.rows
+        schedule = self.schedule
         columns: tuple[tuple[Kind, np.ndarray, np.ndarray], ...] = (
             ("F", rows.forward_stage, rows.forward_microbatch),
             ("B", rows.backward_stage, rows.backward_microbatch),

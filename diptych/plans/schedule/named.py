@@ -322,9 +322,11 @@ def _interleaved_zero_bubble(rank: int, p: int, m: int, v: int) -> list[Action]:
 
 
 def _interleaved(rank: int, p: int, m: int, v: int, g: int) -> list[Action]:
+    """Return a rank's actions of interleaved."""
     table = get_schedule_table(m, v, g)
     order = convert_schedule_table_to_order(num_warmup_microbatches(rank, p, m, v, g), v, table)
-    forwards, backwards = iter(table), iter(table)
+    forwards = iter(table)
+    backwards = iter(table)
     actions = []
     for number in order:
         microbatch, chunk = next(forwards) if number > 0 else next(backwards)

@@ -141,7 +141,8 @@ def check_stage_ends(
 
 def _units_by_rank(split: PipelineSplit, total: int) -> list[int]:
     """Return the layers of every rank, including embedding and loss if they count as layers."""
-    p, v = split.pp_size, split.stages_per_rank
+    p = split.pp_size
+    v = split.stages_per_rank
     given = {
         rank: (name, count)
         for rank, name, count in (

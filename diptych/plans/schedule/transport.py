@@ -48,7 +48,9 @@ class _Run:
     """
 
     def __init__(self, schedule: Schedule, program: Program, semantics: Semantics) -> None:
-        self._schedule, self._program, self._semantics = schedule, program, semantics
+        self._schedule = schedule
+        self._program = program
+        self._semantics = semantics
         self._position = [0] * len(program)
         self._have: list[set[Action]] = [set() for _ in program]
         self._sent: Counter[tuple[int, Message]] = Counter()
@@ -118,6 +120,7 @@ class _Run:
         return steps[position] if position < len(steps) else None
 
     def _can_go(self, rank: int, step: Action | Message) -> bool:
+        """Return True if a rank can complete its next step."""
         if isinstance(step, Action):
             return self._have[rank].issuperset(dependencies(self._schedule, step))
         if step.direction == "RECV" and self._in_order:

@@ -103,7 +103,9 @@ def _trimmed(actions: Iterable[Action], m: int) -> list[Action]:
 
 
 def _zb_v_rank(rank: int, p: int, m: int) -> list[Action]:
-    first, second = 0, 1
+    """Return a rank's actions of zb-v, phase by phase."""
+    first = 0
+    second = 1
     rows = _Writer(rank, p)
     for _ in range(2 * (p - rank) - 1):
         rows.add("F", first)
@@ -129,7 +131,9 @@ def _zb_v_rank(rank: int, p: int, m: int) -> list[Action]:
 
 
 def _dualpipe_v_rank(rank: int, p: int, m: int) -> list[Action]:
-    first, second = 0, 1
+    """Return a rank's actions of dualpipe-v, phase by phase."""
+    first = 0
+    second = 1
     rows = _Writer(rank, p)
     rest = p - 1 - rank
     for _ in range(2 * rest):
@@ -190,11 +194,11 @@ def _place_weights(block: Block, stages: tuple[int, int]) -> None:
     taken = {slot % PERIOD for (_, stage), slot in block.items() if stage in stages}
     left = [slot for slot in range(PERIOD) if slot not in taken]
     assert len(left) == 2, "the four passes of a rank are in different slots of a period"
-    begun = [block["I", stage] + 1 for stage in stages]
+    free_from = [block["I", stage] + 1 for stage in stages]
     waits = [
-        [(slot - begin) % PERIOD for slot, begin in zip(order, begun, strict=True)] for order in permutations(left)
+        [(slot - begin) % PERIOD for slot, begin in zip(order, free_from, strict=True)] for order in permutations(left)
     ]
-    for stage, begin, wait in zip(stages, begun, min(waits, key=sum), strict=True):
+    for stage, begin, wait in zip(stages, free_from, min(waits, key=sum), strict=True):
         block["W", stage] = begin + wait
 
 

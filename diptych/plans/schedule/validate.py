@@ -38,7 +38,8 @@ def _check_actions(schedule: Schedule) -> None:
     if lists != schedule.pp_size:
         raise ScheduleError(f"actions: expected a list for each of {schedule.pp_size} ranks, got {lists}")
     kinds = _kinds(schedule)
-    stages, microbatches = range(schedule.num_stages), range(schedule.num_microbatches)
+    stages = range(schedule.num_stages)
+    microbatches = range(schedule.num_microbatches)
     expected = {Action(kind, stage, i) for kind in kinds for stage in stages for i in microbatches}
     for rank, actions in enumerate(schedule.actions):
         for action, count in Counter(actions).items():

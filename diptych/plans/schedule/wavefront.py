@@ -1,8 +1,8 @@
 """Wavefront order of cp_exchange "pipelined": microbatches pass over context-parallel ranks as over pipeline stages.
 
 For every layer, a rank needs the recurrent state, the last few tokens, and the keys and values of the previous rank. It
-waits for these, computes the layer, and sends its own to the next rank at once. Ranks compute concurrently because they
-work at different positions, so no state transitions are built or composed:
+receives them, computes the layer, and immediately sends its own to the next rank. Ranks compute concurrently because
+they work at different positions, so no state transitions are built or composed:
 
     PyTorch     a rank is one layer behind the previous rank; backward runs from the last rank to the first
     JAX         rank r computes microbatch t - r in lock-step slot t; backward runs from the last rank to the first;
