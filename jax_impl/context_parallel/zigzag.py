@@ -15,7 +15,7 @@ from jaxtyping import Float
 
 from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.context.zigzag import block_pairs, half_begin, half_lengths, half_moves
-from diptych_kernels.mesh_axes import varying_alike
+from diptych_kernels.mesh_axes import match_varying_axes
 from jax_impl.context_parallel.exchange import permute, ranks_of
 from jax_impl.ops import at_least_float32
 
@@ -47,7 +47,7 @@ def zigzag_attention(
     keys, values = (jnp.pad(x, padding)[0] for x in (k, v))
     blocks = jnp.asarray([block_pairs(rank, context.size) for rank in range(context.size)], jnp.int32)[context.rank]
     attend: Any = _attended
-    o = attend(length, *varying_alike((halves, keys, values, blocks, context.all_cu_seqlens)))
+    o = attend(length, *match_varying_axes((halves, keys, values, blocks, context.all_cu_seqlens)))
     o = o.reshape(2, 1, first, *q.shape[2:])
     return jnp.concatenate([_move(o[0], context, 0, back=True), _move(o[1, :, :second], context, 1, back=True)], axis=1)
 
@@ -119,7 +119,7 @@ def _attended_forward(
 
     rows = halves.shape[:-1]
     start = jnp.zeros(halves.shape, wide), jnp.full(rows, jnp.finfo(wide).min, wide), jnp.zeros(rows, wide)
-    (o, top, total), _ = lax.scan(add, tuple(varying_alike((*start, blocks, halves))[:3]), blocks)
+    (o, top, total), _ = lax.scan(add, tuple(match_varying_axes((*start, blocks, halves))[:3]), blocks)
     total = jnp.where(total > 0, total, 1)  # the sum is 0 for queries that are padding
     o = (o / total[..., None]).astype(values.dtype)
     return o, (halves, keys, values, blocks, cu_seqlens, o, top + jnp.log(total))
@@ -147,7 +147,7 @@ def _attended_backward(length: int, saved: tuple[Array, ...], d_o: Array) -> tup
         d_v = product("tgrs,tgrd->sgd", weights.astype(own.dtype), own)
         return (d_halves, _added(d_keys, d_k, begin), _added(d_values, d_v, begin)), None
 
-    start = varying_alike((*(jnp.zeros(x.shape, wide) for x in inputs), blocks, *inputs, d_o))[:3]
+    start = match_varying_axes((*(jnp.zeros(x.shape, wide) for x in inputs), blocks, *inputs, d_o))[:3]
     found, _ = lax.scan(add, tuple(start), blocks)
     return *(d.astype(x.dtype) for d, x in zip(found, inputs, strict=True)), None, None
 

@@ -79,15 +79,15 @@ class KernelRanks(NamedTuple):
     ranks: Ranks
     value: int
 
-    def pass_on(self, maps: Array, roles: Array) -> Array:
+    def exchange_forward(self, maps: Array, roles: Array) -> Array:
         """Implement Ranks."""
-        return exchange_over(*self._passed_on(maps, roles), self.ranks, _reach(roles))
+        return exchange_over(*self._sent_map(maps, roles), self.ranks, _reach(roles))
 
-    def pass_back(self, maps: Array, d_found: Array, roles: Array) -> Array:
+    def exchange_backward(self, maps: Array, d_received: Array, roles: Array) -> Array:
         """Implement Ranks."""
-        transition, _ = self._passed_on(maps, roles)
-        d_found = jnp.where(roles[0] > 0, d_found, 0)
-        return exchange_over(transition.mT, d_found, self.ranks, _reach(roles), reverse=True)
+        transition, _ = self._sent_map(maps, roles)
+        d_received = jnp.where(roles[0] > 0, d_received, 0)
+        return exchange_over(transition.mT, d_received, self.ranks, _reach(roles), reverse=True)
 
     def with_first(self, states: Array, first: Array | None, roles: Array) -> Array:
         """Implement Ranks."""
@@ -97,7 +97,7 @@ class KernelRanks(NamedTuple):
         """Implement Ranks."""
         return states.at[roles[2]].set(jnp.where(roles[1] > 0, 0 if last is None else last, states[roles[2]]))
 
-    def _passed_on(self, maps: Array, roles: Array) -> tuple[Array, Array]:
+    def _sent_map(self, maps: Array, roles: Array) -> tuple[Array, Array]:
         """Return M and H that this rank sends, with zeros for the parts that it does not send."""
         state = maps[0, ..., : self.value]
         transition = maps[0, ..., self.value :]

@@ -21,7 +21,7 @@ from jax import Array
 from jax.core import Tracer
 
 from diptych.plans.model.delta_rule import SEGMENT_SIZE, Chunking, DeltaRuleOptions, cut_into_chunks, most_chunks
-from diptych_kernels.mesh_axes import varying_alike
+from diptych_kernels.mesh_axes import match_varying_axes
 from jax_impl.delta_rule.gates import gated
 from jax_impl.delta_rule.intra import ChunkTerms, chunk_terms
 from jax_impl.delta_rule.scan import Sequences, States, outputs, scan_chunks, scan_chunks_backward, sequences_of
@@ -87,7 +87,7 @@ def chunked(
     layout = Layout(options, segments, not is_traced and bool(np.all(cuts.filled)), num_transition_columns, sequences)
     initial = None if initial_state is None else initial_state.reshape(sequences, batch * heads, key, width)
     cuts = jax.tree.map(jnp.asarray, cuts)
-    initial, *arrays = varying_alike((initial, *arguments))
+    initial, *arrays = match_varying_axes((initial, *arguments))
     compute: Any = _replayed if recompute else _saved
     o, finals = compute(layout, Arguments(*arrays), initial, cuts)
     return o if num_transition_columns else o.astype(arguments.v.dtype), finals.reshape(-1, heads, key, width)
@@ -144,7 +144,7 @@ def _before(sequences: int, initial: Array | None, shape: tuple[int, ...], like:
     dtype = jnp.promote_types(like[0].dtype, jnp.float32)
     one = jnp.zeros(shape, dtype)
     ends = jnp.zeros((sequences, *shape), dtype) if initial is None else initial
-    return States(*varying_alike((one, ends, *like))[:2])
+    return States(*match_varying_axes((one, ends, *like))[:2])
 
 
 def _state_shape(layout: Layout, arguments: Arguments) -> tuple[int, int, int]:
@@ -214,7 +214,7 @@ def _replayed_backward(layout: Layout, residuals: Any, gradients: tuple[Array, A
     inputs = (tokens, _split(layout, d_output, cuts), begins, *_by_segment(layout, cuts))
     gate = arguments[5:]  # its gradients are sums over all tokens, in at least float32
     zeros = [None if x is None else jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in gate]
-    *zeros, _ = varying_alike((*zeros, arguments.q))
+    *zeros, _ = match_varying_axes((*zeros, arguments.q))
     carry = States(first, d_finals), tuple(zeros)
     (d_states, d_gate), d_tokens = _scan(layout, segment, carry, inputs, reverse=True)
     (d_arguments,) = join(list(d_tokens))

@@ -23,7 +23,7 @@ from jax import Array
 from jaxtyping import Float
 
 from diptych.plans.model.delta_rule import SUBCHUNK_SIZE
-from diptych_kernels.mesh_axes import varying_alike
+from diptych_kernels.mesh_axes import match_varying_axes
 
 
 class ChunkTerms(NamedTuple):
@@ -91,7 +91,7 @@ def _inverse(a: Float[Array, "n r c c"]) -> Float[Array, "n r c c"]:
     Two blocks at a time are merged: [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]. On a CPU,
     jax.lax.linalg.triangular_solve can deadlock in a large program (jaxlib 0.10.2, two threads).
     """
-    found = varying_alike((jnp.ones((*a.shape[:-1], 1, 1), a.dtype), a))[0]
+    found = match_varying_axes((jnp.ones((*a.shape[:-1], 1, 1), a.dtype), a))[0]
     size = 1
     while size < a.shape[-1]:
         pairs = a.reshape(*a.shape[:-2], a.shape[-1] // (2 * size), 2, size, -1, 2, size)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Integer
 
-from diptych_kernels.mesh_axes import varying_alike
+from diptych_kernels.mesh_axes import match_varying_axes
 
 
 def recurrent(
@@ -35,7 +35,7 @@ def recurrent(
     width = v.shape[-1]
     sequences = batch if offsets is None else len(offsets) - 1
     before = jnp.zeros((sequences, heads, key, width), q.dtype) if initial is None else initial
-    before, q, k, v, g, beta = varying_alike((before, q, k, v, g, beta))
+    before, q, k, v, g, beta = match_varying_axes((before, q, k, v, g, beta))
     tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta))
     rows = jnp.arange(batch)[None].repeat(length, 0)  # index of the state that each token changes
     if offsets is not None:

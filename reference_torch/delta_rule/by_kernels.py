@@ -63,16 +63,16 @@ class KernelRanks:
         self.context = context
         self.value = value
 
-    def pass_on(self, maps: Tensor, roles: None) -> Tensor:
+    def exchange_forward(self, maps: Tensor, roles: None) -> Tensor:
         """Implement Ranks."""
         del roles
-        return exchange_states(*self._passed_on(maps), self.context)
+        return exchange_states(*self._sent_map(maps), self.context)
 
-    def pass_back(self, maps: Tensor, d_found: Tensor, roles: None) -> Tensor:
+    def exchange_backward(self, maps: Tensor, d_received: Tensor, roles: None) -> Tensor:
         """Implement Ranks."""
         del roles
-        d_found = torch.zeros_like(d_found) if self.context.is_first_rank else d_found
-        return exchange_states(self._passed_on(maps)[0].mT, d_found, self.context, reverse=True)
+        d_received = torch.zeros_like(d_received) if self.context.is_first_rank else d_received
+        return exchange_states(self._sent_map(maps)[0].mT, d_received, self.context, reverse=True)
 
     def with_first(self, states: Tensor, first: Tensor | None, roles: None) -> Tensor:
         """Implement Ranks."""
@@ -88,7 +88,7 @@ class KernelRanks:
             return states
         return torch.cat([states[:-1], torch.zeros_like(states[-1:]) if last is None else last[None]])
 
-    def _passed_on(self, maps: Tensor) -> tuple[Tensor, Tensor]:
+    def _sent_map(self, maps: Tensor) -> tuple[Tensor, Tensor]:
         """Return M and H that this rank sends, with zeros for the parts that it does not send."""
         state = maps[0, ..., : self.value]
         transition = maps[0, ..., self.value :]

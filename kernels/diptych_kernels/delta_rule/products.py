@@ -305,7 +305,8 @@ def solve(
 @triton.jit
 def _scaled_tile(p_a, p_beta, row, column, length, HV: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr):
     """Load a tile of diag(beta) A_kk below the diagonal."""
-    o_i, o_j = tl.arange(0, TILE) + row * TILE, tl.arange(0, TILE) + column * TILE
+    o_i = tl.arange(0, TILE) + row * TILE
+    o_j = tl.arange(0, TILE) + column * TILE
     b_beta = tl.load(p_beta + o_i * HV, mask=o_i < length, other=0.0).to(ACC)
     return tl.load(p_a + o_i[:, None] * C + o_j[None, :]) * b_beta[:, None]
 
@@ -325,5 +326,7 @@ def _invert_tile(p_a, p_beta, length, HV: tl.constexpr, ACC: tl.constexpr, C: tl
 
 @triton.jit
 def _store_tile(p_out, row, column, b_x, C: tl.constexpr):
-    o_i, o_j = tl.arange(0, TILE) + row * TILE, tl.arange(0, TILE) + column * TILE
+    """Store a tile of the inverse at a row and column of tiles."""
+    o_i = tl.arange(0, TILE) + row * TILE
+    o_j = tl.arange(0, TILE) + column * TILE
     tl.store(p_out + o_i[:, None] * C + o_j[None, :], b_x)
