@@ -36,7 +36,7 @@ from diptych.plans.training import (
     learning_rate,
     microbatches,
 )
-from jax_impl.groups import on_first_rank, said_on_all_ranks
+from jax_impl.groups import gather_texts, on_first_rank
 from jax_impl.offload import Layers, OffloadedStep
 from jax_impl.pipeline import OffloadedPipeline, PipelineStep, make_pipeline_step
 from jax_impl.saving import export_arrays, export_parameters, import_arrays, import_parameters
@@ -72,7 +72,7 @@ class Trainer:
         self.steps_taken = 0
         self._replicas = 1 if mesh is None else mesh.shape.get("dp", 1)
         check_trainable(config, train_config, self._replicas)
-        check_ranks_alike(self._settings(), said_on_all_ranks)
+        check_ranks_alike(self._settings(), gather_texts)
         whole = GPTModel(undivided(config) if config.model_parallel_size > 1 else config)
         self._graph, params = nnx.split(whole, nnx.Param)
         count = microbatches(train_config, self._replicas)[1]
@@ -240,7 +240,7 @@ class Trainer:
             CheckpointError: the checkpoint is damaged or has other settings, which the message names; or processes
                 found different checkpoints.
         """
-        checkpoint = read_alike(path, self._settings(), said_on_all_ranks)
+        checkpoint = read_alike(path, self._settings(), gather_texts)
         params, self._optimizer_state = import_arrays(
             self._joined(self._params), self._moments(self._joined), checkpoint.arrays, checkpoint.step
         )

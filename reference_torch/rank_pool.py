@@ -120,17 +120,17 @@ class RankPool:
     def _collect(self, timeout: float) -> list[Any]:
         answers: dict[int, Any] = {}
         errors: dict[int, str] = {}
-        waiting = {rank.jobs: number for number, rank in enumerate(self._ranks)}
+        pending = {rank.jobs: number for number, rank in enumerate(self._ranks)}
         end = time.monotonic() + timeout
-        while waiting and (ready := wait([*waiting], max(0.0, end - time.monotonic()))):
+        while pending and (ready := wait([*pending], max(0.0, end - time.monotonic()))):
             for connection in ready:
-                number = waiting.pop(connection)  # pyright: ignore[reportArgumentType]
+                number = pending.pop(connection)  # pyright: ignore[reportArgumentType]
                 answered, value = self._ranks[number].answer()
                 (answers if answered else errors)[number] = value
                 if not answered:  # the others may wait for this rank forever
                     end = min(end, time.monotonic() + GRACE)
-        if errors or waiting:
-            for number in waiting.values():
+        if errors or pending:
+            for number in pending.values():
                 errors[number] = f"rank {number}: no answer" + ("" if len(errors) else f" in {timeout:g} s")
             raise RankError("\n".join(errors[number] for number in sorted(errors)))
         return [answers[number] for number in range(self.size)]
@@ -157,6 +157,7 @@ class _Rank:
             return False, f"rank {self.number}: died with exit code {self.process.exitcode}"
 
     def end(self) -> None:
+        """Kill the process."""
         self.process.kill()
         self.process.join()
         self.process.close()
@@ -201,6 +202,7 @@ def _serve(rank: int, size: int, store: str, jobs: Connection, life: Connection,
 
 
 def _end_with_parent(life: Connection) -> None:
+    """End this process when the pipe to the parent breaks."""
     try:
         life.recv()
     except EOFError:

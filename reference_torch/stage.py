@@ -152,8 +152,8 @@ def _part(batch: Batch, first: int, model: PipelineStage, cp: ProcessGroup) -> t
     options = exchange_options(model.config)
     context = build_cp_context(cu_seqlens.to(model.device), cp, kernel, cu_seqlens, **options)
     context = replace(context, timeout=model.config.pipeline_timeout)
-    if context.handing is not None:
-        context.handing.keeps = _messages_to_keep(model.config)
+    if context.messages is not None:
+        context.messages.replayed_kinds = _messages_to_keep(model.config)
     parts = (np.array_split(x, context.size, axis=-1)[context.rank] for x in laid[:4])
     inputs, answers, samples, positions = (torch.from_numpy(x.copy()).to(model.device) for x in parts)
     return inputs, answers, {"samples": samples, "positions": positions, "cp_context": context}

@@ -47,9 +47,9 @@ from reference_torch.groups import (
     ProcessGroups,
     axis_size,
     gather,
+    gather_texts,
     make_groups,
     on_first_rank,
-    said_on_all_ranks,
     sum_over,
 )
 from reference_torch.p2p import P2PCommunicator
@@ -255,7 +255,7 @@ class Trainer:
 
     def _gather_texts(self, text: str) -> list[str]:
         """Return the texts of all processes, in the order of their ranks."""
-        return said_on_all_ranks(text, self._groups)
+        return gather_texts(text, self._groups)
 
     def _settings(self) -> dict[str, Any]:
         return run_settings(self.config, self.train_config, self.corpus)
@@ -306,7 +306,7 @@ class Trainer:
 
     def _sum_over_all(self, value: Tensor, what: str) -> Tensor:
         """Return the sum of a value over all processes; ``what`` names it in error messages."""
-        for group in (self._groups.pp, self._groups.alike):
+        for group in (self._groups.pp, self._groups.with_same_stages):
             value = sum_over(value, group, what, self.config.pipeline_timeout)
         return value
 

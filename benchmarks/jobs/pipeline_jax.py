@@ -109,14 +109,14 @@ def split_cost(keep: str) -> float:
     def flops(function: Callable, *arguments: Any) -> float:
         return jax.jit(function).lower(*arguments).compile().cost_analysis()["flops"]
 
-    def input_gradients(task: Task, x: Any, kept: Any, gradient: Any) -> tuple:
-        result = split.backward(program, task, x, kept, gradient)
-        return result.gradients, result.input_gradient, result.weights
+    def input_gradients(task: Task, x: Any, residuals: Any, gradient: Any) -> tuple:
+        result = split.backward(program, task, x, residuals, gradient)
+        return result.gradients, result.input_gradient, result.weight_operands
 
     zeros = partial(jax.tree.map, lambda like: jnp.zeros(like.shape, like.dtype))
-    both = flops(lambda t, x, k, g: whole.backward(program, t, x, k, g)[:2], task, x, zeros(whole.kept), x)
-    inputs = flops(input_gradients, task, x, zeros(split.kept), x)
-    weights = flops(lambda w: split.weight_gradients(program, w), zeros(split.weights))
+    both = flops(lambda t, x, k, g: whole.backward(program, t, x, k, g)[:2], task, x, zeros(whole.residual_shapes), x)
+    inputs = flops(input_gradients, task, x, zeros(split.residual_shapes), x)
+    weights = flops(lambda w: split.weight_gradients(program, w), zeros(split.weight_operand_shapes))
     return (inputs + weights) / both
 
 

@@ -14,7 +14,7 @@ from diptych.plans.context.exchange import OPTIONS
 from diptych.plans.context.sequences import FLACPContext, check_kinds, check_sequences, local_sequences
 
 KNOWN = ("group", "cu_seqlens_cpu", "size", "part_length", "conv1d_kernel_size", *OPTIONS)
-KNOWN += ("overlap", "by_groups", "timeout", "layer", "handing")
+KNOWN += ("overlap", "by_groups", "timeout", "layer", "messages")
 """Static fields of a context; the other fields are arrays, whose values differ between ranks."""
 
 jax.tree_util.register_dataclass(
@@ -54,7 +54,8 @@ def build_cp_context(
     known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     values = None if isinstance(known, Tracer) else np.asarray(known)
     try:
-        size, rank = lax.axis_size(group), lax.axis_index(group)
+        size = lax.axis_size(group)
+        rank = lax.axis_index(group)
     except (NameError, TypeError):
         raise ValueError(f"group: expected an axis of the shard_map or pmap around, got {group!r}") from None
     given = cp_exchange, cp_wire_dtype, cp_truncate_ranks, cp_transition_rank, cp_attention_layout

@@ -42,7 +42,7 @@ def zigzag_attention(
     first, second = half_lengths(q.shape[1])
     groups, width = k.shape[2:]
     padding = [(0, 0), (0, first - second), (0, 0), (0, 0)]  # to halves of equal length
-    moved = [_move(half, context, place, back=False) for place, half in enumerate((q[:, :first], q[:, first:]))]
+    moved = [_move(half, context, index, back=False) for index, half in enumerate((q[:, :first], q[:, first:]))]
     halves = jnp.concatenate([moved[0], jnp.pad(moved[1], padding)]).reshape(2, first, groups, -1, width)
     keys, values = (jnp.pad(x, padding)[0] for x in (k, v))
     blocks = jnp.asarray([block_pairs(rank, context.size) for rank in range(context.size)], jnp.int32)[context.rank]
@@ -52,9 +52,9 @@ def zigzag_attention(
     return jnp.concatenate([_move(o[0], context, 0, back=True), _move(o[1, :, :second], context, 1, back=True)], axis=1)
 
 
-def _move(half: Array, context: FLACPContext, place: int, back: bool) -> Array:
-    """Move the first (place 0) or second (1) halves of all parts to the ranks that compute them, or back."""
-    return permute(half, ranks_of(context)._replace(wire_dtype=None), half_moves(context.size, place, back))
+def _move(half: Array, context: FLACPContext, index: int, back: bool) -> Array:
+    """Move the first (index 0) or second (1) halves of all parts to the ranks that compute them, or back."""
+    return permute(half, ranks_of(context)._replace(wire_dtype=None), half_moves(context.size, index, back))
 
 
 class _Block(NamedTuple):
@@ -76,12 +76,12 @@ def _block(pair: Array, length: int, halves: Array, keys: Array, values: Array, 
     query, key = pair
     begin = half_begin(key, length)
     size = halves.shape[1]
-    place = (half_begin(query, length) + jnp.arange(size))[:, None]
-    key_place = begin + jnp.arange(size)
-    first = cu_seqlens[jnp.searchsorted(cu_seqlens, place, side="right") - 1]
+    queries = (half_begin(query, length) + jnp.arange(size))[:, None]
+    key_positions = begin + jnp.arange(size)
+    first = cu_seqlens[jnp.searchsorted(cu_seqlens, queries, side="right") - 1]
     k, v = (lax.dynamic_slice_in_dim(x, begin, size) for x in (keys, values))
-    within = key_place < half_begin(key + 1, length)  # excludes the padding of a shorter half
-    return _Block(halves[query % 2], k, v, (key_place >= first) & (key_place <= place) & within)
+    within = key_positions < half_begin(key + 1, length)  # excludes the padding of a shorter half
+    return _Block(halves[query % 2], k, v, (key_positions >= first) & (key_positions <= queries) & within)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -106,16 +106,16 @@ def _attended_forward(
 
     def add(carry: tuple[Array, ...], pair: Array) -> tuple[tuple[Array, ...], None]:
         block = _block(pair, length, halves, keys, values, cu_seqlens)
-        place = pair[0] % 2
-        o, top, total = (x[place] for x in carry)
+        half = pair[0] % 2
+        o, top, total = (x[half] for x in carry)
         allowed = block.allowed[:, None, None]
         scores = jnp.where(allowed, block.scores(), jnp.finfo(wide).min)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.where(allowed, jnp.exp(scores - new_top[..., None]), 0)
         scale = jnp.exp(top - new_top)
         added = jnp.einsum("tgrs,sgd->tgrd", weights.astype(values.dtype), block.v, preferred_element_type=wide)
-        found = o * scale[..., None] + added, new_top, total * scale + weights.sum(-1)
-        return tuple(x.at[place].set(y) for x, y in zip(carry, found, strict=True)), None
+        updated = o * scale[..., None] + added, new_top, total * scale + weights.sum(-1)
+        return tuple(x.at[half].set(y) for x, y in zip(carry, updated, strict=True)), None
 
     rows = halves.shape[:-1]
     start = jnp.zeros(halves.shape, wide), jnp.full(rows, jnp.finfo(wide).min, wide), jnp.zeros(rows, wide)
@@ -130,26 +130,26 @@ def _attended_backward(length: int, saved: tuple[Array, ...], d_o: Array) -> tup
     inputs = halves, keys, values
     wide = logsumexp.dtype
     width = d_o.shape[-1]
-    through = (o.astype(wide) * d_o.astype(wide)).sum(-1)
+    out_dot_gradient = (o.astype(wide) * d_o.astype(wide)).sum(-1)
 
     def add(carry: tuple[Array, ...], pair: Array) -> tuple[tuple[Array, ...], None]:
         d_halves, d_keys, d_values = carry
         block = _block(pair, length, halves, keys, values, cu_seqlens)
-        place = pair[0] % 2
+        half = pair[0] % 2
         begin = half_begin(pair[1], length)
-        own = d_o[place]
-        weights = jnp.where(block.allowed[:, None, None], jnp.exp(block.scores() - logsumexp[place][..., None]), 0)
-        d_weights = at_least_float32(jnp.einsum("tgrd,sgd->tgrs", own, block.v))
-        d_scores = (weights * (d_weights - through[place][..., None]) * width**-0.5).astype(own.dtype)
+        d_out = d_o[half]
+        weights = jnp.where(block.allowed[:, None, None], jnp.exp(block.scores() - logsumexp[half][..., None]), 0)
+        d_weights = at_least_float32(jnp.einsum("tgrd,sgd->tgrs", d_out, block.v))
+        d_scores = (weights * (d_weights - out_dot_gradient[half][..., None]) * width**-0.5).astype(d_out.dtype)
         product = partial(jnp.einsum, preferred_element_type=wide)
-        d_halves = d_halves.at[place].add(product("tgrs,sgd->tgrd", d_scores, block.k))
+        d_halves = d_halves.at[half].add(product("tgrs,sgd->tgrd", d_scores, block.k))
         d_k = product("tgrs,tgrd->sgd", d_scores, block.q)
-        d_v = product("tgrs,tgrd->sgd", weights.astype(own.dtype), own)
+        d_v = product("tgrs,tgrd->sgd", weights.astype(d_out.dtype), d_out)
         return (d_halves, _added(d_keys, d_k, begin), _added(d_values, d_v, begin)), None
 
     start = match_varying_axes((*(jnp.zeros(x.shape, wide) for x in inputs), blocks, *inputs, d_o))[:3]
-    found, _ = lax.scan(add, tuple(start), blocks)
-    return *(d.astype(x.dtype) for d, x in zip(found, inputs, strict=True)), None, None
+    gradients, _ = lax.scan(add, tuple(start), blocks)
+    return *(d.astype(x.dtype) for d, x in zip(gradients, inputs, strict=True)), None, None
 
 
 def _added(whole: Array, block: Array, begin: Array) -> Array:

@@ -15,7 +15,7 @@ from diptych.plans.model.delta_rule import (
     check_arguments,
     refuse_unknown_keywords,
 )
-from jax_impl.context_parallel import Crossing, complete, with_transition_columns
+from jax_impl.context_parallel import StateExchange, complete, with_transition_columns
 from jax_impl.context_parallel.states import run_pipelined
 from jax_impl.context_parallel.wavefront import is_pipelined
 from jax_impl.delta_rule.by_kernels import chunked_by_kernels
@@ -247,7 +247,7 @@ def _over_ranks(
         num_transition_columns=key,
     )
     o, finals = complete(
-        o[..., :value], o[..., value:], finals, Crossing(context, value, _log_decay(arguments, options, context))
+        o[..., :value], o[..., value:], finals, StateExchange(context, value, _log_decay(arguments, options, context))
     )
     return o.astype(v.dtype), finals
 

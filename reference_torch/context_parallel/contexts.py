@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from diptych.plans.context.exchange import OPTIONS, PIPELINED
 from diptych.plans.context.sequences import FLACPContext, check_kinds, check_sequences, local_sequences
-from reference_torch.context_parallel.wavefront import Handing
+from reference_torch.context_parallel.wavefront import MicrobatchMessages
 
 
 def build_cp_context(
@@ -70,7 +70,7 @@ def build_cp_context(
         conv1d_kernel_size=conv1d_kernel_size,
         pre_num_conv_tokens=conv1d_kernel_size and min(conv1d_kernel_size - 1, int(local.pre_num_tokens)),
         **exchange,
-        handing=Handing(group) if cp_exchange == PIPELINED else None,
+        messages=MicrobatchMessages(group) if cp_exchange == PIPELINED else None,
         all_cu_seqlens=cu_seqlens,
     )
 

@@ -16,7 +16,7 @@ from diptych.plans.model.delta_rule import (
     refuse_unknown_keywords,
 )
 from reference_torch.autograd import is_transformed, refuse_transformed, without_autocast
-from reference_torch.context_parallel import Crossing, complete, with_transition_columns
+from reference_torch.context_parallel import StateExchange, complete, with_transition_columns
 from reference_torch.context_parallel.states import run_pipelined
 from reference_torch.context_parallel.wavefront import is_pipelined
 from reference_torch.delta_rule.by_kernels import chunked_by_kernels
@@ -258,8 +258,8 @@ def _chunked_eagerly(
 
     with without_autocast(q.device.type):  # the arguments determine the types
         if context is not None and is_pipelined(context):  # run then treats the part as whole sequences
-            beside = next((x for x in (*arguments, initial) if x is not None and x.requires_grad), q)
-            o, finals = run_pipelined(initial, _state_like(arguments), context, run, beside)
+            anchor = next((x for x in (*arguments, initial) if x is not None and x.requires_grad), q)
+            o, finals = run_pipelined(initial, _state_like(arguments), context, run, anchor)
         else:
             o, finals = run(initial, context)
     return o, finals if output_final_state else None
@@ -285,7 +285,7 @@ def _over_ranks(
     v = arguments.v
     like = _state_like(arguments)
     _, key, value = like.shape
-    crossing = Crossing(context, value, _log_decay(arguments, options, context))
+    exchange = StateExchange(context, value, _log_decay(arguments, options, context))
     found = chunked(
         arguments,
         with_transition_columns(initial, context, like),
@@ -293,9 +293,9 @@ def _over_ranks(
         context.cu_seqlens_cpu,
         recompute,
         0 if context.is_first_rank else key,
-        crossing,
+        exchange,
     )
-    o, finals = complete(*found, crossing)
+    o, finals = complete(*found, exchange)
     return o.to(v.dtype), finals
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from diptych.plans.model.delta_rule import SEGMENT_SIZE, Chunking, DeltaRuleOptions, cut_into_chunks
 from reference_torch.autograd import differentiable_once
-from reference_torch.context_parallel import Crossing
+from reference_torch.context_parallel import StateExchange
 from reference_torch.delta_rule.gates import gated
 from reference_torch.delta_rule.intra import ChunkTerms, chunk_terms
 from reference_torch.delta_rule.scan import Scanned, outputs, scan_chunks, scan_chunks_backward
@@ -159,14 +159,14 @@ def chunked(
     cu_seqlens: np.ndarray | None,
     recompute: bool,
     num_transition_columns: int = 0,
-    crossing: Crossing | None = None,
+    exchange: StateExchange | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return outputs, their transition columns (None if there are none), and final states.
 
     arguments, options and cu_seqlens are the checked arguments of chunk_kda (api.py). initial_state holds the states of
     the first sequences; further sequences begin with 0. Only the first sequence has transition columns (see the
     docstring of this file); the states of other sequences are padded with zeros, and outputs then have the type of
-    states. crossing begins its exchange before the last outputs are computed.
+    states. ``exchange`` begins before the last outputs are computed.
     """
     batch, length, heads, width = arguments.v.shape
     key = arguments.q.shape[-1]
@@ -179,10 +179,10 @@ def chunked(
     layout = Layout(options, segments, num_transition_columns, shape)
     initial = None if initial_state is None else initial_state.reshape(-1, *shape[1:])
     if recompute:
-        o, transition_output, finals = _Replayed.apply(layout, crossing, initial, *arguments)
+        o, transition_output, finals = _Replayed.apply(layout, exchange, initial, *arguments)
     else:
         terms = [term for part in segments for term in part.terms(part.own_arguments(arguments), options)]
-        *found, finals = _SavedScan.apply(layout, crossing, initial, *terms)
+        *found, finals = _SavedScan.apply(layout, exchange, initial, *terms)
         found = [part.to_tokens(x, batch) for part, x in zip(segments, found, strict=True)]
         o = torch.cat([x[..., :width] for x in found], 1)
         transition_output = found[0][..., width:] if num_transition_columns else None
@@ -203,12 +203,12 @@ class _SavedScan(torch.autograd.Function):
     """The scan without recomputation: it saves terms and states, and autograd saves the inputs of the terms."""
 
     @staticmethod
-    def forward(ctx, layout: Layout, crossing, initial, *terms):
+    def forward(ctx, layout: Layout, exchange, initial, *terms):
         each = [ChunkTerms(*terms[place : place + _TERMS]) for place in range(0, len(terms), _TERMS)]
         states = layout.initial_states(initial, each[0].u)
         scans = [scan_chunks(own, part.owners, states) for own, part in zip(each, layout.segments, strict=True)]
-        if crossing is not None:
-            crossing.begin(_stacked(states, len(states)))
+        if exchange is not None:
+            exchange.begin(_stacked(states, len(states)))
         ctx.save_for_backward(*terms, *(x for scanned in scans for x in scanned))
         ctx.layout = layout
         ctx.given = 0 if initial is None else len(initial)
@@ -239,7 +239,7 @@ class _Replayed(torch.autograd.Function):
     """The rule with recomputation: it saves the arguments and one state per segment."""
 
     @staticmethod
-    def forward(ctx, layout: Layout, crossing, initial, *inputs):
+    def forward(ctx, layout: Layout, exchange, initial, *inputs):
         arguments = Arguments(*inputs)
         v = arguments.v
         states = layout.initial_states(initial, v)
@@ -256,9 +256,9 @@ class _Replayed(torch.autograd.Function):
             begins.append(states[segment.owners[0]])
             terms = segment.terms(segment.own_arguments(arguments), layout.options)
             scanned = scan_chunks(terms, segment.owners, states)
-            if crossing is not None and segment is layout.segments[-1]:
-                crossing.begin(_stacked(states, len(states)))
-                crossing.meanwhile = partial(_prepare, ctx)
+            if exchange is not None and segment is layout.segments[-1]:
+                exchange.begin(_stacked(states, len(states)))
+                exchange.overlapped_work = partial(_prepare, ctx)
             found = segment.to_tokens(outputs(terms, scanned), len(v))
             segment.own(o).copy_(found[..., : v.shape[-1]])
             if transition_output is not None and segment.num_transition_columns:

@@ -235,7 +235,7 @@ class ActivationOffload:
         memory = saved.memory
         memory.check_unchanged(saved.place)
         self._statistics.note_copies("in", [memory.fetch()])
-        with self._statistics.waiting(self._link.device):
+        with self._statistics.measure_wait(self._link.device):
             storage = memory.arrive()
         empty: Any = torch.empty(0, dtype=saved.dtype, device=self._link.device)
         return empty.set_(storage, saved.offset, saved.shape, saved.stride)

@@ -49,7 +49,7 @@ class OffloadedLayer:
         self._is_replayed = False
         self.observer: LayerObserver | None = None
         self.parameters = list(module.parameters())
-        self.kept: list[str] = []
+        self.retained: list[str] = []
         """Names of the tensors that stay on the device, with the reason."""
         self.memories: list[OffloadedMemory] = []
         self._handles: list[RemovableHandle] = []
@@ -57,9 +57,9 @@ class OffloadedLayer:
         self._memory_of: dict[int, OffloadedMemory] = {}
         for address, (storage, tensors) in self._by_storage().items() if moves else ():
             memory = known.get(address)
-            reason = _reason_to_keep(storage, list(tensors.values())) if memory is None else None
+            reason = _reason_to_retain(storage, list(tensors.values())) if memory is None else None
             if reason is not None:
-                self.kept.append(f"{next(iter(tensors))}: {reason}")
+                self.retained.append(f"{next(iter(tensors))}: {reason}")
                 continue
             if memory is None:
                 name = f"{next(iter(tensors))} of layer {layer_id}"
@@ -218,10 +218,10 @@ class OffloadedLayer:
         found: dict[int, tuple[UntypedStorage, dict[str, Tensor]]] = {}
         for name, tensor in chain(self.module.named_parameters(), self.module.named_buffers()):
             if type(tensor) not in (Tensor, nn.Parameter, OffloadedParameter, OffloadedTensor):
-                self.kept.append(f"{name}: a tensor subclass, {type(tensor).__name__}")
+                self.retained.append(f"{name}: a tensor subclass, {type(tensor).__name__}")
                 continue
             if tensor.is_inference():
-                self.kept.append(f"{name}: a tensor of inference mode, whose changes are not counted")
+                self.retained.append(f"{name}: a tensor of inference mode, whose changes are not counted")
                 continue
             with torch._C.DisableTorchFunctionSubclass():
                 storage = tensor.untyped_storage()
@@ -241,7 +241,7 @@ def _for_each(memories: Iterable[OffloadedMemory], act: Callable[[OffloadedMemor
         raise errors[0]
 
 
-def _reason_to_keep(storage: UntypedStorage, tensors: list[Tensor]) -> str | None:
+def _reason_to_retain(storage: UntypedStorage, tensors: list[Tensor]) -> str | None:
     """Return why a memory must stay on the device, or None if it may move."""
     if storage.nbytes() == 0:
         return "no memory"

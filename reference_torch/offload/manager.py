@@ -240,8 +240,8 @@ class TensorOffloadManager:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Counters of copies and waits, and under ``kept`` the memories that stay on the device with the reason."""
-        return self.statistics.as_dict() | {"kept": self._residency.reasons_to_stay()}
+        """Counters of copies and waits, and under ``retained`` the memories that stay on the device with the reason."""
+        return self.statistics.as_dict() | {"retained": self._residency.reasons_to_retain()}
 
     def print_stats(self) -> None:
         """Print the counters of copies and waits."""

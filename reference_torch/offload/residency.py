@@ -107,9 +107,9 @@ class Residency:
         """Return the layers that have a memory."""
         return [number for number, layer in self.layers.items() if memory in layer.memories]
 
-    def reasons_to_stay(self) -> dict[str, str]:
+    def reasons_to_retain(self) -> dict[str, str]:
         """Return why memories stay on the device, by the name of the memory."""
-        stay = [(number, *reason.split(": ", 1)) for number, layer in self.layers.items() for reason in layer.kept]
+        stay = [(number, *reason.split(": ", 1)) for number, layer in self.layers.items() for reason in layer.retained]
         since = {f"{name} of layer {number}": reason for number, name, reason in stay}
         return since | {memory.name: IN_USE for memory in self._held.values()}
 
@@ -127,7 +127,7 @@ class Residency:
         """Wait for the copies of a layer to the device."""
         layer = self.layers[layer_id]
         if self.link is not None and not layer.is_on_device:
-            with self.statistics.waiting(self.link.device):
+            with self.statistics.measure_wait(self.link.device):
                 layer.arrive()
 
     def evict(self, layer_id: int) -> None:

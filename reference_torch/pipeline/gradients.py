@@ -79,7 +79,7 @@ def finalize_model_grads(
     if config.calculate_per_token_loss:
         device = next((parameter.device for model in models for parameter in model.parameters()), num_tokens.device)
         divisor = num_tokens.to(device, copy=True)
-        for group in (groups.pp, groups.alike):
+        for group in (groups.pp, groups.with_same_stages):
             _sum_over(divisor, group, "the number of tokens", timeout)
         divisor.clamp_(min=1)
     if isinstance(divisor, Tensor) or divisor != 1.0:

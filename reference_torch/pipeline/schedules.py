@@ -249,7 +249,7 @@ def _run(
             )
     groups = groups or ProcessGroups()
     own_communicator = _make_communicator(config, groups, models) if communicator is None else None
-    sums = GradientSums(groups.alike, config.pipeline_timeout, models)
+    sums = GradientSums(groups.with_same_stages, config.pipeline_timeout, models)
     inputs = StepInputs(forward_step_func, iterators, models, config, shapes, collect_non_loss_data)
     executor = Executor(schedule, inputs, communicator or own_communicator, sums, trace)
     earlier = [] if forward_only else set_aside(models)
