@@ -151,8 +151,8 @@ class _Execution:
         self._autodiff = StageAutodiff(stages.programs, task, self._payload, keep, self._splits)
         hidden_like = jax.ShapeDtypeStruct(self._payload.shape, self._payload.dtype)
         self._likes = dict.fromkeys(("output", "input_gradient"), hidden_like)
-        self._likes["residuals"] = self._autodiff.residual_shapes
-        self._likes["weight_operands"] = self._autodiff.weight_operand_shapes
+        operands = self._autodiff.weight_operand_shapes
+        self._likes |= {"residuals": self._autodiff.residual_shapes, "weight_operands": operands}
 
     def start(self) -> _State:
         """Return the initial state: buffers and sums of zeros."""
