@@ -25,7 +25,7 @@ from jax_impl.forward_context import ForwardContext
 from jax_impl.hyper_connections import DeferredMix, HyperConnectionModule
 from jax_impl.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from jax_impl.modules import Linear, RMSNorm
-from jax_impl.offload import fetched, offloads_layers, run_offloaded
+from jax_impl.offload import copy_to_device, offloads_layers, run_offloaded
 from jax_impl.ops import (
     DropoutState,
     add_bias,
@@ -253,7 +253,7 @@ class TransformerBlock(nnx.Module):
         if context.cache is not None:  # nothing is saved for backward
             for number in sorted(map(int, self.layers)):
                 layer = self.layers[str(number)]
-                layer = fetched(layer) if offloads_layers(self.config) else layer
+                layer = copy_to_device(layer) if offloads_layers(self.config) else layer
                 hidden_states = layer(hidden_states, context)
         elif offloads_layers(self.config):
             hidden_states = self._run_offloaded(hidden_states, context)

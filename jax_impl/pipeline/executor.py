@@ -309,7 +309,7 @@ class _Execution:
 
     def _task(self, stage: Array, microbatch: Array) -> Task:
         """Return the arguments of a stage for a microbatch."""
-        vp_stages = jnp.asarray([vp_stage for _, vp_stage in self._stages.places], jnp.int32)
+        vp_stages = jnp.asarray([vp_stage for _, vp_stage in self._stages.placement], jnp.int32)
         first_layers = jnp.asarray(self._stages.first_layers, jnp.int32)
         return Task(self._params, self._batch.microbatch(microbatch), vp_stages[stage], first_layers[stage])
 

@@ -25,7 +25,7 @@ from jax import Array
 
 from diptych.plans.recompute import RecomputeBlock
 from diptych.plans.schedule.lockstep import Keep
-from jax_impl.offload import is_on_host, lone_pass, without_offload
+from jax_impl.offload import is_on_host, single_pass, without_offload
 from jax_impl.ops import _LinearTaps
 from jax_impl.pipeline.stages import Batch, Program, StagedParameters
 from jax_impl.recompute import VaryingLeaf, recompute_policy, varying_leaves, with_leaves
@@ -91,7 +91,7 @@ class StageAutodiff:
     def forward(self, program: Program, task: Task, x: Array) -> tuple[Array, Packed]:
         """Return the output (or the loss) of a stage and the values saved for backward."""
         if self._keep == "inputs":
-            return program(program.take(task.params, task.vp_stage), x, task.batch, task.first_layer), {}
+            return program(program.select_parameters(task.params, task.vp_stage), x, task.batch, task.first_layer), {}
         y, pull_back = self._pull_back(program, task, x)
         leaves = jax.tree.leaves(pull_back)
         return y, _pack([leaves[leaf.places[0]] for leaf in self._residual_leaves[program]], self.residual_shapes)
@@ -125,7 +125,7 @@ class StageAutodiff:
 
         Parameters on the host are represented by zeros on the device, whose gradients are those of the parameters.
         """
-        parameters = program.take(task.params, task.vp_stage)
+        parameters = program.select_parameters(task.params, task.vp_stage)
         taps = jax.tree.map(lambda like: _zeros(like, x), self._taps[program])
         on_host = {name: value for name, value in parameters.items() if is_on_host(value)}
         differentiated = {
@@ -162,7 +162,7 @@ class StageAutodiff:
             if number is not None:
                 by_layer[number].append(gradients[name])
         replays = self._keep == "inputs"
-        context = lone_pass(program.config, program.blocks, turns=replays)
+        context = single_pass(program.config, program.blocks, includes_backward=replays)
         return context._replace(gradients=by_layer, activations={}, named=not replays).active()
 
     def _find_residuals(self, program: Program, task: Task, x: Array) -> list[VaryingLeaf]:
@@ -181,8 +181,8 @@ def _tap_shapes(program: Program, task: Task, x: Array) -> dict[str, tuple]:
 
     def run(task: Task, x: Array) -> Array:
         nonlocal taps
-        parameters = jax.device_put(program.take(task.params, task.vp_stage), jax.memory.Space.Device)
-        taps = _LinearTaps({name: value for name, value in parameters.items() if not program.looks_up(name)})
+        parameters = jax.device_put(program.select_parameters(task.params, task.vp_stage), jax.memory.Space.Device)
+        taps = _LinearTaps({name: value for name, value in parameters.items() if not program.is_embedding(name)})
         with taps, without_offload():
             return program(parameters, x, task.batch, task.first_layer)
 

@@ -161,6 +161,7 @@ _CYCLES = 1.5e9
 
 
 def _as_bytes(storage: UntypedStorage) -> Tensor:
+    """Return a storage as a tensor of bytes."""
     with torch.inference_mode(False):  # the thread cannot write an inference tensor
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore
 

@@ -37,9 +37,9 @@ class CheckpointWithoutOutput:
 
     An output is not discarded if the call does not own its memory: an input, a parameter, a view of either, a tensor
     stored elsewhere, a tensor subclass, or a tensor that needs no gradient. :attr:`retained` lists these outputs with
-    the reason. An output also stays if, at the discard, a holder exists that cannot restore it before reading: a view, or
-    an operation under other saved-tensor hooks. With gradients disabled, or a module in eval mode, the call is a plain
-    call.
+    the reason. An output also stays if, at the discard, a holder exists that cannot restore it before reading: a view,
+    or an operation under other saved-tensor hooks. With gradients disabled, or a module in eval mode, the call is a
+    plain call.
 
     Args:
         name: name in error messages; None: the name of the function.
