@@ -39,6 +39,7 @@ def causal_attention(
 
 
 def _check_attention(q: Any, k: Any, v: Any, mask: Any) -> None:
+    """Check the arguments of an attention function; see diptych.plans.model.operations.check_attention."""
     given = operand("q", q), operand("k", k), operand("v", v), given_operand("attention_mask", mask)
     operations.check_attention(*given, name="attention_mask")
 
@@ -66,6 +67,7 @@ def fused_attention(
 def _attention(
     q: Array, k: Array, v: Array, attention_mask: Array | None, named: Callable[[Array, str], Array]
 ) -> Array:
+    """Return softmax(q k^T / sqrt(d)) v over the allowed keys."""
     batch, length, heads, width = q.shape
     groups = k.shape[2]
     q = named(q.reshape(batch, length, groups, heads // groups, width), "q")

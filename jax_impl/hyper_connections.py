@@ -65,16 +65,19 @@ def sinkhorn(
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _sinkhorn(logits: Array, iterations: int, first_axis: int) -> Array:  # [S, S, ...]
+    """Run Sinkhorn on logits [S, S, ...], whose backward recomputes the iterates."""
     matrix = _floored_softmax(logits, first_axis)
     matrix, _ = jax.lax.scan(partial(_normalise_twice, first_axis), matrix, length=iterations - 1)
     return matrix / matrix.sum(1 - first_axis, keepdims=True)
 
 
 def _sinkhorn_forward(logits: Array, iterations: int, first_axis: int) -> tuple[Array, Array]:
+    """Run Sinkhorn, and save only the logits."""
     return _sinkhorn(logits, iterations, first_axis), logits
 
 
 def _sinkhorn_backward(iterations: int, first_axis: int, logits: Array, grad: Array) -> tuple[Array]:
+    """Recompute the iterates, and differentiate each normalisation."""
     softmax = _floored_softmax(logits, first_axis)
     matrix, iterates = jax.lax.scan(partial(_normalise_twice, first_axis), softmax, length=iterations - 1)
     total = matrix.sum(1 - first_axis, keepdims=True)

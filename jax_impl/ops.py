@@ -85,6 +85,7 @@ def philox_4x32(key: tuple, counter: tuple) -> tuple[Array, Array, Array, Array]
 def _philox_rounds(
     c0: Array, c1: Array, c2: Array, c3: Array, k0: Array, k1: Array, *, rounds: int
 ) -> tuple[Array, Array, Array, Array]:
+    """Run the rounds of Philox on words of 32 bits."""
     for _ in range(rounds):
         high0, low0 = _multiply_high_low(c0, MULTIPLIERS[0])
         high2, low2 = _multiply_high_low(c2, MULTIPLIERS[1])
@@ -218,6 +219,7 @@ def linear(
 
 
 def _product(x: Array, weight: Array) -> Array:
+    """Return x @ weight.T in the type of x."""
     return x @ weight.T.astype(x.dtype)
 
 
@@ -262,14 +264,17 @@ _TAPS: ContextVar[_LinearTaps | None] = ContextVar("linear taps", default=None)
 
 @jax.custom_vjp
 def _tapped_product(x: Array, weight: Array, input_tap: Array, output_tap: Array) -> Array:
+    """Return x @ weight.T, with the operands of the weight gradient as gradients of the taps; see _LinearTaps."""
     return _product(x, weight)
 
 
 def _tapped_forward(x: Array, weight: Array, *taps: Array) -> tuple[Array, tuple[Array, Array]]:
+    """Return the product, and save its operands."""
     return _product(x, weight), (x, weight)
 
 
 def _tapped_backward(saved: tuple[Array, Array], grad: Array) -> tuple[Array, None, Array, Array]:
+    """Return the gradient of x, and x and the output gradient as gradients of the taps."""
     x, weight = saved
     return grad @ weight.astype(x.dtype), None, x, grad
 

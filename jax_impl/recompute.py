@@ -198,6 +198,7 @@ _LISTENER: ContextVar[Callable[[Array, str], Array] | None] = ContextVar("listen
 
 @contextlib.contextmanager
 def _listening(listener: Callable[[Array, str], Array]) -> Iterator[None]:
+    """Return a context in which name_value passes every value through ``listener``."""
     before = _LISTENER.set(listener)
     try:
         yield
@@ -254,6 +255,7 @@ def _substitute(computed: Array, saved: Array) -> Array:
 
 @_substitute.defjvp
 def _substitute_derivative(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Return the saved value, and the tangent of the recomputed one."""
     return primals[1], tangents[0]
 
 

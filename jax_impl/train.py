@@ -250,6 +250,7 @@ class Trainer:
         return checkpoint.step
 
     def _settings(self) -> dict[str, Any]:
+        """Return the settings that a checkpoint records and that all processes must share."""
         return run_settings(self.config, self.train_config, self.corpus)
 
     def _accumulate_gradients(self, params: nnx.State, batch: Batch, step: Array) -> tuple[Array, nnx.State, Layers]:
@@ -282,6 +283,7 @@ class Trainer:
         training: bool = True,
         first: int | Array = 0,
     ) -> Array:
+        """Return the mean loss of a batch; ``first`` is the number of its first sequence within the global batch."""
         model = nnx.merge(self._graph, params)
         tokens, targets, starts = jax.tree.map(jnp.asarray, batch)
         samples = first + jnp.arange(len(tokens))
@@ -290,6 +292,7 @@ class Trainer:
     def _update_step(
         self, params: nnx.State, optimizer_state: optax.OptState, batch: Batch, step: Array, rate: Array
     ) -> tuple[nnx.State, optax.OptState, Array, Array]:
+        """Return new parameters, new optimizer state, the loss, and the norm of the gradients before clipping."""
         loss, gradients, resident = self._accumulate_gradients(params, batch, step)
         params, optimizer_state, norm = self._apply_gradients(params, optimizer_state, loss, gradients, rate, resident)
         return params, optimizer_state, loss, norm
@@ -303,6 +306,11 @@ class Trainer:
         rate: Array,
         resident: Layers | None = None,
     ) -> tuple[Parameters, optax.OptState, Array]:
+        """Clip the gradients and update the parameters, unless loss or norm is not finite.
+
+        Returns:
+            New parameters, new optimizer state, and the norm of the gradients before clipping.
+        """
         norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradients)))
         if self.train_config.clip_grad > 0.0:
             scale = jnp.minimum(1.0, self.train_config.clip_grad / (norm + CLIP_EPSILON))

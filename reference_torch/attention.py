@@ -60,6 +60,7 @@ def causal_attention(
 
 
 def _check_attention(q: Any, k: Any, v: Any, mask: Any) -> None:
+    """Check the arguments of an attention function; see diptych.plans.model.operations.check_attention."""
     given = operand("q", q), operand("k", k), operand("v", v), given_operand("attention_mask", mask)
     operations.check_attention(*given, name="attention_mask")
 

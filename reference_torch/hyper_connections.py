@@ -63,6 +63,8 @@ def sinkhorn(
 
 
 class _Sinkhorn(torch.autograd.Function):
+    """Sinkhorn on logits [S, S, ...], which saves only the logits; backward recomputes the iterates."""
+
     generate_vmap_rule = True
 
     @staticmethod
@@ -329,6 +331,7 @@ class HyperConnectionModule(nn.Module):
         return aggregated, DeferredMix(h_res, hidden_states), h_post
 
     def _aggregate_mappings(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return aggregated [B, T, D], h_res [B, T, S, S] and h_post [B, T, S] of the streams x [B, T, S, D]."""
         h_pre, h_post, h_res = self.compute_mappings(x)
         return self.aggregate(x, h_pre), h_res, h_post
 

@@ -185,6 +185,7 @@ def _versions(arguments: tuple[Any, ...]) -> list[int]:
 
 
 def _dropped(x: Tensor, row_low: Tensor, row_high: Tensor, rate: float, *words: int) -> Tensor:
+    """Zero the elements of x whose random word is below the threshold, and scale the others."""
     width = math.prod(x.shape[2:])
     threshold = dropout_threshold(rate)
     keep = torch.empty(row_low.numel(), width + -width % 4, dtype=torch.bool, device=row_low.device)
@@ -256,6 +257,7 @@ def short_convolution(
 
 
 def _convolved(x: Tensor, weight: Tensor, before: Tensor) -> Tensor:
+    """Compute the convolution and SiLU of short_convolution by shifted copies of x."""
     mixed = x * weight[:, -1]
     for back in range(1, min(weight.shape[1], x.shape[1])):
         earlier = F.pad(x[:, :-back], (0, 0, back, 0))

@@ -98,6 +98,7 @@ class RankPool:
             self._folder = None
 
     def _send(self, job: tuple[str, str, tuple], timeout: float | None) -> list[Any]:
+        """Send a job to every rank and return the answers; after an error, end all ranks."""
         try:
             if not self._ranks:
                 self._start()
@@ -110,6 +111,7 @@ class RankPool:
             raise
 
     def _start(self) -> None:
+        """Start all ranks and wait until they have joined the process group."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(self._preload))
         self._folder = tempfile.TemporaryDirectory()
@@ -118,6 +120,7 @@ class RankPool:
         self._collect(self.timeout)
 
     def _collect(self, timeout: float) -> list[Any]:
+        """Return the answers of all ranks, or raise a RankError with the errors of all ranks."""
         answers: dict[int, Any] = {}
         errors: dict[int, str] = {}
         pending = {rank.jobs: number for number, rank in enumerate(self._ranks)}

@@ -258,6 +258,7 @@ class Trainer:
         return gather_texts(text, self._groups)
 
     def _settings(self) -> dict[str, Any]:
+        """Return the settings that a checkpoint records and that all processes must share."""
         return run_settings(self.config, self.train_config, self.corpus)
 
     def _accumulate_gradients(self, step: int) -> Tensor:

@@ -197,6 +197,7 @@ class TransformerLayer(nn.Module):
         return hidden_states
 
     def _mlp_output(self, normed: Tensor, recompute: BlockRecomputation) -> Tensor:
+        """Return the output of the MLP with its bias, [B, T, D]."""
         return name_value(add_bias(*self.mlp(normed, recompute)), "mlp_output")
 
     def _read(

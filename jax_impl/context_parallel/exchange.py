@@ -193,6 +193,7 @@ Saved = tuple[Array | LowRank, Array, Array | None, Reach]
 def _exchanged_forward(
     transition: Array, state: Array, log_decay: Array | None, reach: Reach, ranks: Ranks
 ) -> tuple[Array, Saved]:
+    """Exchange states, and save what the gradients need."""
     sent: Array | LowRank = transition
     if ranks.transition_rank is not None and log_decay is not None:
         sent = low_rank(transition, log_decay, ranks.transition_rank)
@@ -201,6 +202,7 @@ def _exchanged_forward(
 
 
 def _exchanged_backward(ranks: Ranks, saved: Saved, d_initial: Array) -> tuple[Array, Array, Array | None, None]:
+    """Exchange gradients in reverse; see _exchanged."""
     sent, initial, log_decay, reach = saved
     d_state = exchange_over(sent.mT, d_initial, ranks, reach, reverse=True)
     return d_state @ initial.mT, d_state, None if log_decay is None else jnp.zeros_like(log_decay), None

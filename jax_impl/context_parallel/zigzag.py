@@ -102,6 +102,7 @@ def _attended(length: int, halves: Array, keys: Array, values: Array, blocks: Ar
 def _attended_forward(
     length: int, halves: Array, keys: Array, values: Array, blocks: Array, cu_seqlens: Array
 ) -> tuple[Array, tuple[Array, ...]]:
+    """Compute the attention block by block with an online softmax; see _attended."""
     wide = jnp.promote_types(halves.dtype, jnp.float32)
 
     def add(carry: tuple[Array, ...], pair: Array) -> tuple[tuple[Array, ...], None]:
@@ -126,6 +127,7 @@ def _attended_forward(
 
 
 def _attended_backward(length: int, saved: tuple[Array, ...], d_o: Array) -> tuple[Array | None, ...]:
+    """Recompute the weights of each block from m + log l, and add its gradients (arXiv 2205.14135, algorithm 4)."""
     halves, keys, values, blocks, cu_seqlens, o, logsumexp = saved
     inputs = halves, keys, values
     wide = logsumexp.dtype

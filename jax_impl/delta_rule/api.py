@@ -165,6 +165,7 @@ def chunk_gated_delta_rule(
 
 
 def _check(arguments: Arguments, initial: Array | None, cu_seqlens: Any, options: DeltaRuleOptions) -> None:
+    """Check all arguments."""
     given = arguments._asdict() | {"initial_state": initial, "cu_seqlens": cu_seqlens}
     infos = {name: _info(name, x) for name, x in given.items()}
     check_arguments(options, infos)
@@ -174,6 +175,7 @@ def _check(arguments: Arguments, initial: Array | None, cu_seqlens: Any, options
 
 
 def _info(name: str, x: Array | np.ndarray | None) -> ArrayInfo | None:
+    """Return shape, type and values of an argument for check_arguments, or None; reject what is not an array."""
     if x is None:
         return None
     if not isinstance(x, Array | np.ndarray):
@@ -188,6 +190,7 @@ def _recurrent(
     options: DeltaRuleOptions,
     output_final_state: bool,
 ) -> tuple[Array, Array | None]:
+    """Check the arguments and run the recurrence token by token."""
     _check(arguments, initial, cu_seqlens, options)
     o, finals = recurrent(*gated(*arguments, options), initial, None if cu_seqlens is None else jnp.asarray(cu_seqlens))
     return o.astype(arguments.v.dtype), finals if output_final_state else None
@@ -203,6 +206,7 @@ def _chunked(
     context: FLACPContext | None,
     impl: str,
 ) -> tuple[Array, Array | None]:
+    """Check the arguments, and run the rule in chunks by the kernels, by JAX, or over the ranks of a context."""
     if context is not None:
         check_part(context, tuple(getattr(arguments.q, "shape", ())))
         if cu_seqlens is not None and cu_seqlens is not context.cu_seqlens:

@@ -42,6 +42,7 @@ def chunked_by_kernels(
 
 
 def _tables(cu_seqlens: Array | np.ndarray | None, rows: int, length: int, size: int) -> ChunkTables:
+    """Return the table of chunks; its length is an upper bound if the offsets are traced."""
     if isinstance(cu_seqlens, Tracer):
         return chunk_tables(cu_seqlens, size, most_chunks(length, len(cu_seqlens) - 1, size), jnp)
     return chunk_tables(np.arange(rows + 1) * length if cu_seqlens is None else np.asarray(cu_seqlens), size)
@@ -105,4 +106,5 @@ class KernelRanks(NamedTuple):
 
 
 def _reach(roles: Array) -> Reach:
+    """Return the Reach that the roles contain."""
     return Reach(roles[3], roles[4], roles[5] > 0)

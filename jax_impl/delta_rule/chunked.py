@@ -107,6 +107,7 @@ def _split(layout: Layout, x: Array, cuts: Chunking) -> Array:
 
 
 def _split_all(layout: Layout, arguments: Arguments, cuts: Chunking) -> list[Array]:
+    """Split q, k, v, g and beta into segments; see _split."""
     return [_split(layout, x, cuts) for x in arguments[:5]]
 
 
@@ -148,6 +149,7 @@ def _before(sequences: int, initial: Array | None, shape: tuple[int, ...], like:
 
 
 def _state_shape(layout: Layout, arguments: Arguments) -> tuple[int, int, int]:
+    """Return the shape of a state with its transition columns: [B * HV, K, V + transition columns]."""
     batch, _, heads, width = arguments.v.shape
     return batch * heads, arguments.q.shape[-1], width + layout.num_transition_columns
 
@@ -181,6 +183,8 @@ def _replayed(layout: Layout, arguments: Arguments, initial: Array | None, cuts:
 
 
 def _replayed_forward(layout: Layout, arguments: Arguments, initial: Array | None, cuts: Chunking) -> tuple[Any, Any]:
+    """Run all segments, and save the arguments and the state before each segment."""
+
     def segment(states: States, inputs: tuple) -> tuple[States, tuple[Array, Array]]:
         tokens, sequences, filled = inputs
         terms = _terms(layout, _with_gate(tokens, arguments), filled)
@@ -195,6 +199,7 @@ def _replayed_forward(layout: Layout, arguments: Arguments, initial: Array | Non
 
 
 def _replayed_backward(layout: Layout, residuals: Any, gradients: tuple[Array, Array]) -> tuple[Any, ...]:
+    """Replay the segments from the last to the first, and return the gradients of the arguments."""
     arguments, initial, begins, cuts = residuals
     d_output, d_finals = gradients
 
@@ -241,12 +246,14 @@ def _saved_scan(count: int, terms: ChunkTerms, initial: Array | None, sequences:
 
 
 def _saved_scan_forward(count: int, terms: ChunkTerms, initial: Array | None, sequences: Sequences) -> tuple[Any, Any]:
+    """Run the scan, and save its terms, states and errors."""
     shape = terms.w.shape[1], terms.w.shape[-1], terms.u.shape[-1]
     scanned, states = scan_chunks(terms, sequences, initial, _before(count, initial, shape, terms))
     return (outputs(terms, scanned), states.ends), (terms, initial, scanned, sequences)
 
 
 def _saved_scan_backward(count: int, residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
+    """Return the gradients of the terms and of the initial states."""
     terms, initial, scanned, sequences = residuals
     d_output, d_finals = gradients
     d_states = States(jnp.zeros_like(d_finals[0]), d_finals)

@@ -103,11 +103,13 @@ def _inverse(a: Float[Array, "n r c c"]) -> Float[Array, "n r c c"]:
 
 
 def _inverse_forward(a: Array) -> tuple[Array, Array]:
+    """Compute the inverse, and save it."""
     inverse = _inverse(a)
     return inverse, inverse
 
 
 def _inverse_backward(inverse: Array, grad: Array) -> tuple[Array]:
+    """Return the gradient of a: the strictly lower triangle of -inverse^T grad inverse^T."""
     return (-jnp.tril(inverse.mT @ grad @ inverse.mT, -1),)
 
 

@@ -95,6 +95,7 @@ class LayerRule:
         ]
 
     def _pull_back(self, run: Run, layer: Layer, x: Array, named: list[Array]) -> tuple[Array, Callable]:
+        """Return the output of a layer and its pull-back, from named values if the layer is recomputed."""
         if self._recomputed:
             return run_from_saved(run, self._dropped, named, layer, x)
         return jax.vjp(run, layer, x)

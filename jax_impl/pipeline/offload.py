@@ -106,6 +106,7 @@ class OffloadedPipeline:
         return result
 
     def _plan_update(self, layers: Any) -> OffloadPlan:
+        """Return the moves of the optimizer's update of these layers."""
         sizes = {layer: self._sizes[slot] for slot, layer in enumerate(layers)}
         uses = [Use("S", layer) for layer in layers]
         return plan_offload(uses, sizes, self._step.config.tensor_offload_num_prefetch_layers, then=())
@@ -118,6 +119,7 @@ def slots_of(staged: StagedParameters) -> list[tuple[int, int, int] | None]:
 
 
 def _is_staged(item: Any) -> bool:
+    """Return True if an item of the optimizer state has the structure of the parameters."""
     return isinstance(item, StagedParameters)
 
 

@@ -134,6 +134,7 @@ class Program:
             return self._run(parameters, x, batch, first_layer)
 
     def _run(self, parameters: Mapping[str, Array], x: Array, batch: Batch, first_layer: Array) -> Array:
+        """Run the model of the stage; see __call__."""
         model = nnx.merge(self.graph, jax.tree.unflatten(self.structure, [parameters[name] for name in self.names]))
         if not self.numbered:
             for offset, number in enumerate(self.numbers):

@@ -171,6 +171,7 @@ class PipelineStep:
         return self.table(num_microbatches).actions()
 
     def _local(self, params: StagedParameters, batch: Batch) -> tuple[Array, StagedParameters]:
+        """Run the pipeline on one device: the lock-step slots, or the wavefront over context ranks."""
         table = self.table(len(batch.tokens))
         self.moved = Moved()
         axes = tuple(self.mesh.axis_names)
@@ -321,6 +322,7 @@ def _check_threads(config: TransformerConfig, mesh: Mesh) -> None:
 
 
 def _check_options(model: nnx.Module, config: TransformerConfig, door: str, keep: str, slots: str) -> None:
+    """Raise a ValueError if an option is unknown or not supported, or the model is not the undivided model."""
     for name, value, choices in (("door", door, DOORS), ("slots", slots, SLOTS), ("keep", keep, KEEPS)):
         if value not in choices:
             raise ValueError(f"{name}: expected one of {choices}, got {value!r}")

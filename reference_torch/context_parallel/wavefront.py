@@ -197,6 +197,7 @@ def _send(kind: str, part: Tensor, context: FLACPContext, reverse: bool) -> None
 def _receive(
     kind: str, context: FLACPContext, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, reverse: bool
 ) -> Tensor:
+    """Receive from the previous rank, or from the next rank if reverse, and return the tensor in its own type."""
     received = torch.empty(shape, dtype=_wire_dtype(kind, dtype, context), device=device)
     peer = _peer(context, -1, reverse)
     name = f"{_name(kind, context, reverse)}, {list(shape)}, from context rank {peer}"

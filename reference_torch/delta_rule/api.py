@@ -196,6 +196,7 @@ def _values_of(cu_seqlens: Tensor) -> np.ndarray:
 
 
 def _info(name: str, x: Tensor | None) -> ArrayInfo | None:
+    """Return shape and type of an argument for check_arguments, or None; reject what is not a tensor."""
     if x is None:
         return None
     if not isinstance(x, Tensor):
@@ -210,6 +211,7 @@ def _recurrent(
     options: DeltaRuleOptions,
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor | None]:
+    """Check the arguments and run the recurrence token by token."""
     on_host = _check(arguments, initial, cu_seqlens, options)
     with without_autocast(arguments.q.device.type):  # the arguments determine the types
         inputs = gated(*arguments, options)
@@ -238,6 +240,7 @@ def _chunked_eagerly(
     context: FLACPContext | None,
     impl: str,
 ) -> tuple[Tensor, Tensor | None]:
+    """Check the arguments, and run the rule in chunks by the kernels, by PyTorch, or over the ranks of a context."""
     name = "chunk_kda" if options.per_channel else "chunk_gated_delta_rule"
     refuse_transformed(name, f"call {name.replace('chunk', 'recurrent')}, or torch.autograd", *arguments, initial)
     q = arguments.q

@@ -307,6 +307,7 @@ class _SavedValues(NamedTuple):
 
 
 def _unpack_saved(ctx: Any) -> _SavedValues:
+    """Return the values that _Replayed saved for backward."""
     initial, *saved = ctx.saved_tensors
     count = len(Arguments._fields)
     return _SavedValues(initial, Arguments(*saved[:count]), [state for stack in saved[count:] for state in stack])

@@ -297,12 +297,14 @@ class MHCBlockRecomputeManager:
 
     @outside_compiled_graphs
     def _unified_recompute_hook(self, grad: Tensor) -> None:
+        """Restore the outputs of all checkpoints when the gradient of the hook tensor arrives."""
         checkpoints = self.checkpoints
         self.checkpoints = []  # the hook may fire twice
         for ckpt in checkpoints:
             ckpt.recompute()
 
     def _check_unfinished(self) -> None:
+        """Raise a RecomputeUsageError if the manager has discarded its outputs."""
         if self._finished:
             raise RecomputeUsageError(
                 "manager: expected one that has not yet discarded its outputs, got a used one; make a manager for each "
@@ -407,6 +409,7 @@ class _Pack:
 
 @outside_compiled_graphs
 def _unpack(saved: _Saved) -> Tensor:
+    """Return a saved value, after its slot is restored and its version is checked."""
     if saved.unpack is not None:
         return saved.unpack(saved.tensor)
     if saved.slot is not None:
@@ -443,6 +446,7 @@ def _restore_readers_on_first_use(hook_tensor: Tensor, first: Region) -> None:
 
 
 def _hook_saved(value: Any, pack: _Pack) -> None:
+    """Register the hooks of lazy_restore on a saved value, unless it has hooks or is None."""
     try:
         value.register_hooks(pack, _unpack)
     except RuntimeError as error:
@@ -451,10 +455,12 @@ def _hook_saved(value: Any, pack: _Pack) -> None:
 
 
 def _check_hook_tensor(hook_tensor: Tensor) -> None:
+    """Raise a TypeError if the hook tensor is not a tensor."""
     if not isinstance(hook_tensor, Tensor):
         raise TypeError(f"hook_tensor: expected a tensor computed from the output, got {type(hook_tensor).__name__}")
 
 
 def _is_evaluating(fn: Callable) -> bool:
+    """Return True if a function is a module in eval mode or a method of one."""
     module = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
     return isinstance(module, nn.Module) and not module.training

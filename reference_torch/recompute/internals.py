@@ -73,6 +73,7 @@ def version_watch(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an empty tensor, shared by all callers."""
     return torch.empty(0, dtype=dtype, device=device)
 
 
