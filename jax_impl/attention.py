@@ -40,8 +40,8 @@ def causal_attention(
 
 def _check_attention(q: Any, k: Any, v: Any, mask: Any) -> None:
     """Check the arguments of an attention function; see diptych.plans.model.operations.check_attention."""
-    given = operand("q", q), operand("k", k), operand("v", v), given_operand("attention_mask", mask)
-    operations.check_attention(*given, name="attention_mask")
+    operands = operand("q", q), operand("k", k), operand("v", v), given_operand("attention_mask", mask)
+    operations.check_attention(*operands, name="attention_mask")
 
 
 def fused_attention(
@@ -105,8 +105,8 @@ def masked_attention(
     Returns:
         [B, T, H, d]
     """
-    given = operand("q", q), operand("k", k), operand("v", v), operand("allowed", allowed)
-    operations.check_attention(*given, name="allowed", keys=True)
+    operands = operand("q", q), operand("k", k), operand("v", v), operand("allowed", allowed)
+    operations.check_attention(*operands, name="allowed", keys=True)
     if fused:
         return jax.checkpoint(masked_attention)(q, k, v, allowed)
     groups, width = k.shape[2:]

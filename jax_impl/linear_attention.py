@@ -18,7 +18,7 @@ from jaxtyping import Float
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.model.parameters import ParameterSpec, delta_rule_specs
-from jax_impl.cache import DecodingCache, DeltaRuleState, with_tail
+from jax_impl.cache import DecodingCache, DeltaRuleState, prepend_tail
 from jax_impl.context_parallel import cp_short_convolution
 from jax_impl.delta_rule import (
     chunk_gated_delta_rule,
@@ -137,7 +137,7 @@ class _DeltaRuleMixer(nnx.Module):
         """Run the rule over the next tokens of the cached sequences, and update the cache."""
         past = cache.layers[self.layer_number]
         assert isinstance(past, DeltaRuleState), "the cache was made for another layer pattern"
-        joined, tail = with_tail(projected, past)
+        joined, tail = prepend_tail(projected, past)
         qkv = self.conv1d(joined)[:, -projected.shape[1] :]
         arrays = (*self._heads(qkv), decays, beta)
         by_token = projected.shape[1] == 1

@@ -74,9 +74,9 @@ def philox_4x32(key: tuple, counter: tuple) -> tuple[Array, Array, Array, Array]
 
     Reference: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
-    for place, word in enumerate((*key, *counter)):
+    for index, word in enumerate((*key, *counter)):
         if not isinstance(word, Array | np.ndarray):
-            operations.check_word(f"key[{place}]" if place < 2 else f"counter[{place - 2}]", word)
+            operations.check_word(f"key[{index}]" if index < 2 else f"counter[{index - 2}]", word)
     words = [jnp.asarray(word).astype(jnp.uint32) for word in (*counter, *key)]
     return _philox_rounds(*words, rounds=ROUNDS)
 

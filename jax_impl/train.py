@@ -73,16 +73,18 @@ class Trainer:
         self._replicas = 1 if mesh is None else mesh.shape.get("dp", 1)
         check_trainable(config, train_config, self._replicas)
         check_ranks_alike(self._settings(), gather_texts)
-        whole = GPTModel(undivided(config) if config.model_parallel_size > 1 else config)
-        self._graph, params = nnx.split(whole, nnx.Param)
+        undivided_model = GPTModel(undivided(config) if config.model_parallel_size > 1 else config)
+        self._graph, params = nnx.split(undivided_model, nnx.Param)
         count = microbatches(train_config, self._replicas)[1]
         self._pipeline: PipelineStep | None = None
         self._forwards: PipelineStep | None = None
         if config.model_parallel_size > 1 or mesh is not None:
             one_axis = (mesh is None or len(mesh.axis_names) == 1) and config.context_parallel_size == 1
             backend = "pmap" if one_axis and not config.enable_tensor_offload else "shard_map"
-            self._pipeline = make_pipeline_step(whole, config, mesh, backend)
-            self._forwards = make_pipeline_step(whole, config, mesh, backend, training=False, forward_only=True)
+            self._pipeline = make_pipeline_step(undivided_model, config, mesh, backend)
+            self._forwards = make_pipeline_step(
+                undivided_model, config, mesh, backend, training=False, forward_only=True
+            )
         self._optimizer = optax.chain(
             optax.scale_by_adam(train_config.adam_beta1, train_config.adam_beta2, train_config.adam_eps),
             optax.add_decayed_weights(train_config.weight_decay, mask=self._decays),

@@ -47,11 +47,11 @@ def refuse_transformed(name: str, remedy: str, *tensors: Any) -> None:
     Raises:
         NotImplementedError: torch.func transforms an argument, or it has a tangent of forward-mode differentiation.
     """
-    given = [x for x in tensors if isinstance(x, torch.Tensor)]
+    plain_tensors = [x for x in tensors if isinstance(x, torch.Tensor)]
     has_tangent = torch.autograd.forward_ad._current_level >= 0 and any(
-        torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in given
+        torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in plain_tensors
     )
-    if has_tangent or is_transformed(*given):
+    if has_tangent or is_transformed(*plain_tensors):
         raise NotImplementedError(
             f"{name}: expected tensors that no transformation of torch.func (vmap, grad, jvp, ...) and no forward-mode "
             f"differentiation is applied to, got one; {remedy}"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.model.parameters import ParameterSpec, delta_rule_specs
-from reference_torch.cache import DecodingCache, DeltaRuleState, with_tail
+from reference_torch.cache import DecodingCache, DeltaRuleState, prepend_tail
 from reference_torch.context_parallel import cp_short_convolution
 from reference_torch.delta_rule import (
     chunk_gated_delta_rule,
@@ -150,7 +150,7 @@ class _DeltaRuleMixer(nn.Module):
         """Run the rule over the next tokens of the cached sequences, and update the cache."""
         past = cache.layers[self.layer_number]
         assert isinstance(past, DeltaRuleState), "the cache was made for another layer pattern"
-        joined, tail = with_tail(projected, past)
+        joined, tail = prepend_tail(projected, past)
         qkv = self.conv1d(joined)[:, -projected.shape[1] :]
         arrays = (*self._heads(qkv), decays, beta)
         by_token = projected.shape[1] == 1

@@ -56,9 +56,9 @@ def philox_4x32(key: tuple[int, int], counter: tuple) -> tuple[Tensor, Tensor, T
 
     Reference: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
-    for place, word in enumerate((*key, *counter)):
+    for index, word in enumerate((*key, *counter)):
         if not isinstance(word, Tensor):
-            operations.check_word(f"key[{place}]" if place < 2 else f"counter[{place - 2}]", word)
+            operations.check_word(f"key[{index}]" if index < 2 else f"counter[{index - 2}]", word)
     return _philox_rounds(key, tuple(torch.as_tensor(word, dtype=torch.int64) & MASK_32 for word in counter))
 
 

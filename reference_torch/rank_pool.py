@@ -17,7 +17,7 @@ import traceback
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-GRACE = 2.0
+GRACE_SECONDS = 2.0
 """Seconds that the other ranks have to answer after the first error."""
 
 
@@ -131,7 +131,7 @@ class RankPool:
                 answered, value = self._ranks[number].answer()
                 (answers if answered else errors)[number] = value
                 if not answered:  # the others may wait for this rank forever
-                    end = min(end, time.monotonic() + GRACE)
+                    end = min(end, time.monotonic() + GRACE_SECONDS)
         if errors or pending:
             for number in pending.values():
                 errors[number] = f"rank {number}: no answer" + ("" if len(errors) else f" in {timeout:g} s")
@@ -144,11 +144,13 @@ class _Rank:
 
     def __init__(self, context: Any, rank: int, size: int, store: str, timeout: float) -> None:
         self.number = rank
-        self.jobs, theirs = context.Pipe()
+        self.jobs, child_end = context.Pipe()
         watched, self._life = context.Pipe(duplex=False)
-        self.process = context.Process(target=_serve, args=(rank, size, store, theirs, watched, timeout), daemon=True)
+        self.process = context.Process(
+            target=_serve, args=(rank, size, store, child_end, watched, timeout), daemon=True
+        )
         self.process.start()
-        theirs.close()
+        child_end.close()
         watched.close()
 
     def answer(self) -> tuple[bool, Any]:
@@ -156,7 +158,7 @@ class _Rank:
         try:
             return self.jobs.recv()
         except (EOFError, ConnectionResetError):
-            self.process.join(GRACE)
+            self.process.join(GRACE_SECONDS)
             return False, f"rank {self.number}: died with exit code {self.process.exitcode}"
 
     def end(self) -> None:

@@ -58,8 +58,8 @@ def build_cp_context(
         rank = lax.axis_index(group)
     except (NameError, TypeError):
         raise ValueError(f"group: expected an axis of the shard_map or pmap around, got {group!r}") from None
-    given = cp_exchange, cp_wire_dtype, cp_truncate_ranks, cp_transition_rank, cp_attention_layout
-    exchange: dict[str, Any] = dict(zip(OPTIONS, given, strict=True))
+    option_values = cp_exchange, cp_wire_dtype, cp_truncate_ranks, cp_transition_rank, cp_attention_layout
+    exchange: dict[str, Any] = dict(zip(OPTIONS, option_values, strict=True))
     check_sequences(values, known.dtype.name, size, conv1d_kernel_size, **exchange)
     all_cu_seqlens = jnp.asarray(known)
     part: Any = all_cu_seqlens[-1] // size if values is None else int(values[-1]) // size

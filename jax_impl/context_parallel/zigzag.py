@@ -80,8 +80,8 @@ def _block(pair: Array, length: int, halves: Array, keys: Array, values: Array, 
     key_positions = begin + jnp.arange(size)
     first = cu_seqlens[jnp.searchsorted(cu_seqlens, queries, side="right") - 1]
     k, v = (lax.dynamic_slice_in_dim(x, begin, size) for x in (keys, values))
-    within = key_positions < half_begin(key + 1, length)  # excludes the padding of a shorter half
-    return _Block(halves[query % 2], k, v, (key_positions >= first) & (key_positions <= queries) & within)
+    inside = key_positions < half_begin(key + 1, length)  # excludes the padding of a shorter half
+    return _Block(halves[query % 2], k, v, (key_positions >= first) & (key_positions <= queries) & inside)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -154,10 +154,10 @@ def _attended_backward(length: int, saved: tuple[Array, ...], d_o: Array) -> tup
     return *(d.astype(x.dtype) for d, x in zip(gradients, inputs, strict=True)), None, None
 
 
-def _added(whole: Array, block: Array, begin: Array) -> Array:
+def _added(array: Array, block: Array, begin: Array) -> Array:
     """Add a block to an array at position begin."""
-    before = lax.dynamic_slice_in_dim(whole, begin, len(block))
-    return lax.dynamic_update_slice_in_dim(whole, before + block, begin, 0)
+    before = lax.dynamic_slice_in_dim(array, begin, len(block))
+    return lax.dynamic_update_slice_in_dim(array, before + block, begin, 0)
 
 
 _attended.defvjp(_attended_forward, _attended_backward)

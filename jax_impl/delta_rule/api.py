@@ -20,7 +20,7 @@ from jax_impl.context_parallel.states import run_pipelined
 from jax_impl.context_parallel.wavefront import is_pipelined
 from jax_impl.delta_rule.by_kernels import chunked_by_kernels
 from jax_impl.delta_rule.chunked import Arguments, chunked
-from jax_impl.delta_rule.gates import gated, prepared
+from jax_impl.delta_rule.gates import apply_norm_and_gate, recurrence_inputs
 from jax_impl.delta_rule.recurrent import recurrent
 from jax_impl.ops import kernel_backend
 
@@ -166,8 +166,8 @@ def chunk_gated_delta_rule(
 
 def _check(arguments: Arguments, initial: Array | None, cu_seqlens: Any, options: DeltaRuleOptions) -> None:
     """Check all arguments."""
-    given = arguments._asdict() | {"initial_state": initial, "cu_seqlens": cu_seqlens}
-    infos = {name: _info(name, x) for name, x in given.items()}
+    checked = arguments._asdict() | {"initial_state": initial, "cu_seqlens": cu_seqlens}
+    infos = {name: _info(name, x) for name, x in checked.items()}
     check_arguments(options, infos)
     offsets = infos["cu_seqlens"]
     if offsets is not None and not isinstance(cu_seqlens, Tracer):
@@ -192,7 +192,9 @@ def _recurrent(
 ) -> tuple[Array, Array | None]:
     """Check the arguments and run the recurrence token by token."""
     _check(arguments, initial, cu_seqlens, options)
-    o, finals = recurrent(*gated(*arguments, options), initial, None if cu_seqlens is None else jnp.asarray(cu_seqlens))
+    o, finals = recurrent(
+        *recurrence_inputs(*arguments, options), initial, None if cu_seqlens is None else jnp.asarray(cu_seqlens)
+    )
     return o.astype(arguments.v.dtype), finals if output_final_state else None
 
 
@@ -268,5 +270,7 @@ def _log_decay(arguments: Arguments, options: DeltaRuleOptions, context: FLACPCo
     if context.cp_transition_rank is None:
         return None
     q, k, _, g, _, A_log, dt_bias = arguments
-    total = prepared(q, k, g, A_log, dt_bias, options)[2][0].sum(0, dtype=jnp.promote_types(q.dtype, jnp.float32))
+    total = apply_norm_and_gate(q, k, g, A_log, dt_bias, options)[2][0].sum(
+        0, dtype=jnp.promote_types(q.dtype, jnp.float32)
+    )
     return lax.stop_gradient(total if total.ndim == 2 else total[:, None])

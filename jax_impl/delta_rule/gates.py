@@ -66,7 +66,7 @@ def kda_gate(
     return lower_bound * jax.nn.sigmoid(rate * g)
 
 
-def prepared(
+def apply_norm_and_gate(
     q: Array,
     k: Array,
     g: Array,
@@ -84,7 +84,7 @@ def prepared(
     return q, k, g
 
 
-def gated(
+def recurrence_inputs(
     q: Array,
     k: Array,
     v: Array,
@@ -101,7 +101,7 @@ def gated(
     """
     scale = options.scale_of(q.shape[-1])
     q, k, v, g, beta = (at_least_float32(x) for x in (q, k, v, g, beta))
-    q, k, g = prepared(q, k, g, A_log, dt_bias, options)
+    q, k, g = apply_norm_and_gate(q, k, g, A_log, dt_bias, options)
     group = v.shape[2] // q.shape[2]
     q, k = (jnp.repeat(x, group, 2) if group > 1 else x for x in (q * scale, k))
     return q, k, v, g if options.per_channel else g[..., None], beta[..., None]

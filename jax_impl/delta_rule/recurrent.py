@@ -41,12 +41,12 @@ def recurrent(
     if offsets is not None:
         rows = jnp.searchsorted(offsets, jnp.arange(length), side="right")[:, None] - 1
 
-    def one(states: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
+    def run_token(states: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
         q, k, v, g, beta, row = token
         output, after = step(q, k, v, g, beta, states[row])
         return states.at[row].set(after), output
 
-    finals, outputs = jax.lax.scan(one, before, (*tokens, rows))
+    finals, outputs = jax.lax.scan(run_token, before, (*tokens, rows))
     return jnp.moveaxis(outputs, 0, 1), finals
 
 

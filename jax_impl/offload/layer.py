@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from diptych.plans.recompute import RecomputeBlock
-from jax_impl.recompute import places_read, run_from_saved, run_saving, varying_leaves, with_leaves
+from jax_impl.recompute import arguments_read, run_from_saved, run_saving, varying_leaves, with_leaves
 
 Layer = list[Any]
 """The arrays whose gradients are computed: each parameter of a layer, or its taps, whose gradients are the factors of
@@ -63,7 +63,7 @@ class LayerRule:
             return pull_back(grad), None if self._last else y
 
         if "read" not in self._analysis:
-            read = places_read(replay, layer, x, named, y)
+            read = arguments_read(replay, layer, x, named, y)
             self._analysis["read"] = read[len(jax.tree.leaves(layer)) + 1 : -1]
             self._analysis["named"] = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in named]
         values = [value for value, is_read in zip(named, self._analysis["read"], strict=True) if is_read]
@@ -109,8 +109,8 @@ class LayerRule:
         if "leaves" not in self._analysis:
             varies = jax.tree.map(lambda _: False, layer), True, [True] * len(named)
             self._analysis["leaves"] = varying_leaves(leaves_of, (layer, x, named), varies)
-        found = jax.tree.leaves(pull_back)
-        return [found[leaf.places[0]] for leaf in self._analysis["leaves"]]
+        leaves = jax.tree.leaves(pull_back)
+        return [leaves[leaf.indices[0]] for leaf in self._analysis["leaves"]]
 
 
 def _zeros(like: jax.ShapeDtypeStruct, varies_like: Array | None) -> Array:

@@ -72,16 +72,16 @@ def run_offloaded(
     arrays = {index: leaf for index, leaf in enumerate(input_leaves) if isinstance(leaf, Array)}
 
     def run(number: int, arrays: dict[int, Array], layer: list[Array], hidden_states: Array) -> Array:
-        whole = jax.tree.unflatten(structure, [arrays.get(index, leaf) for index, leaf in enumerate(input_leaves)])
-        return layer_fn(number, jax.tree.unflatten(structures[number], layer), hidden_states, whole)
+        all_inputs = jax.tree.unflatten(structure, [arrays.get(index, leaf) for index, leaf in enumerate(input_leaves)])
+        return layer_fn(number, jax.tree.unflatten(structures[number], layer), hidden_states, all_inputs)
 
     blocks = recompute_blocks(config, vp_stage, pp_rank)
     context = active_pass() or single_pass(config, blocks)
     stack = _Stack(run, config, blocks, context)
-    through = jax.custom_vjp(stack.infer)
-    through.defvjp(stack.forward, stack.backward)
+    run_stack = jax.custom_vjp(stack.infer)
+    run_stack.defvjp(stack.forward, stack.backward)
     on_device = context.on_device if config.enable_tensor_offload else leaves
-    return through(leaves, on_device, _Taps(context.gradients or {}, context.resident), hidden_states, arrays)
+    return run_stack(leaves, on_device, _Taps(context.gradients or {}, context.resident), hidden_states, arrays)
 
 
 def single_pass(config: TransformerConfig, blocks: Sequence[RecomputeBlock], includes_backward: bool = True) -> Pass:

@@ -82,11 +82,11 @@ class OffloadedStep:
         steps = self.plan.steps or unmoved(uses)
         length = (len(steps) - len(layers)) // num_microbatches
         passes = [steps[k * length : (k + 1) * length] for k in range(num_microbatches)]
-        begin, every = _split_first_pass(passes)
+        begin, looped_steps = _split_first_pass(passes)
         self._begin = begin
-        self._pass = (every[: len(layers)], every[len(layers) :])
+        self._pass = (looped_steps[: len(layers)], looped_steps[len(layers) :])
         self._update = steps[num_microbatches * length :]
-        self._resident = _layers_after(every, begin)
+        self._resident = _layers_after(looped_steps, begin)
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -134,9 +134,9 @@ class OffloadedStep:
         context = Pass(*self._pass, on_device, activations=self._saved, moved=self._moved, trace=trace)
         if not self.moves_parameters:
             with context.active(), self._check_moved(trace):
-                found = jax.value_and_grad(loss_fn)(params, *args, **kwargs)
+                result = jax.value_and_grad(loss_fn)(params, *args, **kwargs)
             self._record_passes(trace)
-            return found, on_device
+            return result, on_device
         parts = self._parameters.split(params)
         zeros = self._parameters.split(jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params)).layers
         resident = {number: zeros[number] for number in self._resident}
@@ -146,9 +146,9 @@ class OffloadedStep:
                 return loss_fn(self._parameters.join(Parts(rest, parts.layers)), *args, **kwargs)
 
         with self._check_moved(trace):
-            loss, found = jax.value_and_grad(run, argnums=(0, 1, 2))(parts.rest, zeros, resident)
+            loss, gradients = jax.value_and_grad(run, argnums=(0, 1, 2))(parts.rest, zeros, resident)
         self._record_passes(trace)
-        return (loss, self._parameters.join(Parts(*found[:2]))), found[2]
+        return (loss, self._parameters.join(Parts(*gradients[:2]))), gradients[2]
 
     def update(
         self, update_function: UpdateFunction, params: Any, state: Any, gradients: Any, on_device: Layers
@@ -245,20 +245,20 @@ def _split_first_pass(passes: Sequence[tuple[Step, ...]]) -> tuple[tuple[int, ..
         return (), passes[0]
     passes = [tuple(s._replace(use=s.use._replace(microbatch=0)) for s in one) for one in passes]
     first, *others = passes[0]
-    every = passes[1]
-    begin = tuple(layer for layer in first.fetches if layer not in every[0].fetches)
-    looped = first._replace(fetches=every[0].fetches), *others
-    assert all(one == every for one in (looped, *passes[1:])), (
+    looped_steps = passes[1]
+    begin = tuple(layer for layer in first.fetches if layer not in looped_steps[0].fetches)
+    first_looped = first._replace(fetches=looped_steps[0].fetches), *others
+    assert all(one == looped_steps for one in (first_looped, *passes[1:])), (
         "the plan moves other layers in one microbatch than in another"
     )
-    return begin, every
+    return begin, looped_steps
 
 
 def _layers_after(steps: Sequence[Step], on_device: Iterable[int]) -> tuple[int, ...]:
     """Return the layers on the device after some steps, given those before."""
-    found = dict.fromkeys(on_device)
+    layers = dict.fromkeys(on_device)
     for step in steps:
-        found |= dict.fromkeys(step.fetches)
+        layers |= dict.fromkeys(step.fetches)
         for layer in step.evictions:
-            del found[layer]
-    return tuple(found)
+            del layers[layer]
+    return tuple(layers)

@@ -101,14 +101,14 @@ class OffloadedParameters:
 
         update_part = partial(self._update_part, update_function, items, structure)
         places = list(parts.rest)
-        rest, found = update_part(
+        rest, new_items = update_part(
             [*parts.rest.values()],
             [*grads.rest.values()],
             {index: [*m.rest.values()] for index, m in moments.items()},
             is_layer=False,
         )
         device = Device(parts.layers, on_device, trace)
-        new = {index: Parts(dict(zip(places, found[index], strict=True)), {}) for index in moments}
+        new = {index: Parts(dict(zip(places, new_items[index], strict=True)), {}) for index in moments}
         before: tuple[list[Array], dict[int, list[Array]]] = [], {}
         last = -1
         for step in steps:
@@ -125,7 +125,7 @@ class OffloadedParameters:
                 new[index].layers[last] = values
             device.end(step, changed=True)
         assert not device.on_device, f"the plan ends with {[*device.on_device]} on the device"
-        joined = [self.join(new[index]) if index in new else item for index, item in enumerate(found)]
+        joined = [self.join(new[index]) if index in new else item for index, item in enumerate(new_items)]
         parameters = Parts(dict(zip(places, rest, strict=True)), device.host_layers)
         return self.join(parameters), structure.unflatten(joined)
 
@@ -152,7 +152,7 @@ class OffloadedParameters:
         """
         part = self._part_of(part, is_layer)
         grad = self._part_of(grad, is_layer)
-        whole = [self._part_of(own[p], is_layer) if p in own else item for p, item in enumerate(items)]
-        new, changed = update_function(part, structure.unflatten(whole), grad)
-        found = structure.flatten_up_to(changed)
-        return jax.tree.leaves(new), [jax.tree.leaves(x) if p in own else x for p, x in enumerate(found)]
+        all_items = [self._part_of(own[p], is_layer) if p in own else item for p, item in enumerate(items)]
+        new, changed = update_function(part, structure.unflatten(all_items), grad)
+        new_items = structure.flatten_up_to(changed)
+        return jax.tree.leaves(new), [jax.tree.leaves(x) if p in own else x for p, x in enumerate(new_items)]

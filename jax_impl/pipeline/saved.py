@@ -94,7 +94,7 @@ class StageAutodiff:
             return program(program.select_parameters(task.params, task.vp_stage), x, task.batch, task.first_layer), {}
         y, pull_back = self._pull_back(program, task, x)
         leaves = jax.tree.leaves(pull_back)
-        return y, _pack([leaves[leaf.places[0]] for leaf in self._residual_leaves[program]], self.residual_shapes)
+        return y, _pack([leaves[leaf.indices[0]] for leaf in self._residual_leaves[program]], self.residual_shapes)
 
     def backward(self, program: Program, task: Task, x: Array, residuals: Packed, gradient: Array) -> Backward:
         """Run a full backward (B), or the part for inputs (I) if backwards are split.

@@ -255,13 +255,13 @@ def measure(launch: Launch, inputs: Sequence[Any], repeats: int = 20, rounds: in
 
 def examples(launch: Launch, inputs: Sequence[Any]) -> list[Array]:
     """Return example inputs for a launch: random arrays, and tables that cover all tokens."""
-    named = [(place, x.shape, jnp.dtype(dtype_name(x))) for place, x in enumerate(inputs)]
+    named = [(index, x.shape, jnp.dtype(dtype_name(x))) for index, x in enumerate(inputs)]
     is_table = [len(shape) == 2 and jnp.issubdtype(dtype, jnp.integer) for _, shape, dtype in named]
     tokens = max((shape[0] for _, shape, _ in named if len(shape) in (2, 3)), default=0)
     size = int(dict(launch.constants).get("C", 1))
     return [
-        jnp.asarray(even_table(shape, tokens, size)) if table else _random(place, shape, dtype)
-        for table, (place, shape, dtype) in zip(is_table, named, strict=True)
+        jnp.asarray(even_table(shape, tokens, size)) if table else _random(index, shape, dtype)
+        for table, (index, shape, dtype) in zip(is_table, named, strict=True)
     ]
 
 

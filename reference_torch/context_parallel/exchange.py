@@ -150,8 +150,8 @@ def run_exchange(transition: Tensor, state: Tensor, log_decay: Tensor | None, co
     """
     if context.cp_truncate_ranks is not None and context.size > 1:
         rounds = min(context.cp_truncate_ranks, context.size - 1)
-        through = transition if context.goes_through else None
-        initials = states_of_nearest(through, state, rounds, lambda x: _shift(x, context, reverse=False))
+        transition_if_used = transition if context.goes_through else None
+        initials = states_of_nearest(transition_if_used, state, rounds, lambda x: _shift(x, context, reverse=False))
         return Exchanged(initials[-1], (transition,), tuple(initials[:-1]))
     if context.cp_transition_rank is None:
         return Exchanged(exchange_states(transition, state, context), (transition,), ())
@@ -176,8 +176,8 @@ def run_exchange_backward(
     first, *factors = exchanged.sent
     if context.cp_truncate_ranks is not None and context.size > 1:
         initials = [*exchanged.earlier_initials, exchanged.initial]
-        through = first if context.goes_through else None
-        return gradients_of_nearest(through, initials, d_initial, lambda x: _shift(x, context, reverse=True))
+        transition_if_used = first if context.goes_through else None
+        return gradients_of_nearest(transition_if_used, initials, d_initial, lambda x: _shift(x, context, reverse=True))
     sent = LowRank(first, *factors) if factors else first
     d_state = exchange_states(sent.mT, d_initial, context, reverse=True)
     return d_state @ exchanged.initial.mT, d_state

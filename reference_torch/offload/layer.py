@@ -221,7 +221,7 @@ class OffloadedLayer:
 
     def _by_storage(self) -> dict[int, tuple[UntypedStorage, dict[str, Tensor]]]:
         """Return the tensors by the address of their storage."""
-        found: dict[int, tuple[UntypedStorage, dict[str, Tensor]]] = {}
+        by_address: dict[int, tuple[UntypedStorage, dict[str, Tensor]]] = {}
         for name, tensor in chain(self.module.named_parameters(), self.module.named_buffers()):
             if type(tensor) not in (Tensor, nn.Parameter, OffloadedParameter, OffloadedTensor):
                 self.retained.append(f"{name}: a tensor subclass, {type(tensor).__name__}")
@@ -231,8 +231,8 @@ class OffloadedLayer:
                 continue
             with torch._C.DisableTorchFunctionSubclass():
                 storage = tensor.untyped_storage()
-            found.setdefault(storage._cdata, (storage, {}))[1][name] = tensor
-        return found
+            by_address.setdefault(storage._cdata, (storage, {}))[1][name] = tensor
+        return by_address
 
 
 def _for_each(memories: Iterable[OffloadedMemory], function: Callable[[OffloadedMemory], object]) -> None:

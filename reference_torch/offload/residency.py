@@ -216,7 +216,7 @@ def check_new(layer_id: int, module: nn.Module, layers: Mapping[int, OffloadedLa
     """
     if layer_id in layers:
         raise ValueError(f"layer_id: expected one not registered yet, got {layer_id!r} a second time")
-    theirs = {id(part): number for number, layer in layers.items() for part in layer.module.modules()}
+    layer_of_part = {id(part): number for number, layer in layers.items() for part in layer.module.modules()}
     for part in module.modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise ValueError(
@@ -224,15 +224,15 @@ def check_new(layer_id: int, module: nn.Module, layers: Mapping[int, OffloadedLa
                 "torch.jit.script made it"
             )
         number = registered_number(part)
-        if number is not None and id(part) not in theirs:
+        if number is not None and id(part) not in layer_of_part:
             raise ValueError(
                 f"module: expected one of no other manager, got {type(part).__name__}, which is in layer "
                 f"{number} of another; close() that one before"
             )
-        if id(part) in theirs:
+        if id(part) in layer_of_part:
             raise ValueError(
                 f"module: expected one not registered yet, got {type(part).__name__}, which is in layer "
-                f"{theirs[id(part)]}"
+                f"{layer_of_part[id(part)]}"
             )
 
 
@@ -268,6 +268,6 @@ def device_of(layer_id: int, module: nn.Module, expected_device: torch.device | 
     allowed = devices if expected_device is None else {expected_device}
     if any(device.type not in ("cpu", "cuda") for device in devices) or len(devices | allowed) > 1:
         expected = "one device, cpu or cuda" if expected_device is None else f"{expected_device}, as the other layers"
-        found = sorted(map(str, devices))
-        raise ValueError(f"layer {layer_id}: expected its parameters on {expected}, got {found}")
+        actual = sorted(map(str, devices))
+        raise ValueError(f"layer {layer_id}: expected its parameters on {expected}, got {actual}")
     return next(iter(devices | allowed), torch.device("cpu"))

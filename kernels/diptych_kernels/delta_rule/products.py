@@ -288,7 +288,7 @@ def solve(
         b_own = _invert_tile(
             p_a + row * (TILE * C + TILE), p_beta + row * TILE * HV, last - first - row * TILE, HV, ACC, C
         )
-        found = ()
+        inverted_row = ()
         for column in tl.static_range(row):
             b_sum = tl.zeros([TILE, TILE], ACC)
             for between in tl.static_range(column, row):
@@ -297,9 +297,9 @@ def solve(
                 b_sum = tl.dot(b_a, b_known, b_sum, input_precision=PRECISION, out_dtype=ACC)
             b_found = -tl.dot(b_own, b_sum, input_precision=PRECISION, out_dtype=ACC)
             _store_tile(p_out, row, column, b_found, C)
-            found = found + (b_found,)
+            inverted_row = inverted_row + (b_found,)
         _store_tile(p_out, row, row, b_own, C)
-        inverted = inverted + found + (b_own,)
+        inverted = inverted + inverted_row + (b_own,)
 
 
 @triton.jit
