@@ -32,8 +32,8 @@ def make_mesh(config: TransformerConfig, devices: Sequence[Any] | None = None) -
     n = config.model_parallel_size
     if len(devices) % n:
         raise ValueError(
-            f"{model_parallel_words(config)}: expected a divisor of the {len(devices)} devices given, got {n}; give a "
-            f"multiple of {n}"
+            f"{model_parallel_words(config)}: expected a divisor of the number of devices, {len(devices)}, got {n}; "
+            f"pass a multiple of {n}"
         )
     if len(devices) == 1:
         return None

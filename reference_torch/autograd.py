@@ -20,7 +20,7 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"{type(ctx).__name__}: expected to be differentiated once, got create_graph=True; leave it out, or "
-                "take a function of PyTorch's own operations, as recurrent_kda and recurrent_gated_delta_rule are"
+                "use a function of PyTorch's own operations, such as recurrent_kda or recurrent_gated_delta_rule"
             )
         device = next((gradient.device.type for gradient in gradients if gradient is not None), "cpu")
         with without_autocast(device):
@@ -53,8 +53,8 @@ def refuse_transformed(name: str, remedy: str, *tensors: Any) -> None:
     )
     if has_tangent or is_transformed(*plain_tensors):
         raise NotImplementedError(
-            f"{name}: expected tensors that no transformation of torch.func (vmap, grad, jvp, ...) and no forward-mode "
-            f"differentiation is applied to, got one; {remedy}"
+            f"{name}: expected tensors without transformations of torch.func (vmap, grad, jvp, ...) and without "
+            f"tangents of forward-mode differentiation, got a transformed one; {remedy}"
         )
 
 

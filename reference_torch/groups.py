@@ -125,7 +125,7 @@ def check_world_size(config: TransformerConfig, size: int) -> None:
     n = config.model_parallel_size
     if size % n:
         raise ValueError(
-            f"{model_parallel_words(config)}: expected a divisor of the {size} processes there are, got {n}; start a "
+            f"{model_parallel_words(config)}: expected a divisor of the number of processes, {size}, got {n}; start a "
             f"multiple of {n} (diptych train --nproc {n}, or torchrun --nproc-per-node {n})"
         )
 
@@ -167,7 +167,7 @@ def wait_for(work: dist.Work | None, what: str, timeout: float) -> None:
         raise PipelineError(
             f"rank {dist.get_rank()}: expected {what} within pipeline_timeout={timeout:g} s, and it did not come "
             f"({str(error).splitlines()[0]}); look at what the other ranks say, or raise pipeline_timeout "
-            "(of a cp_context of one's own, its field timeout)"
+            "(for a cp_context that you built, its field timeout)"
         ) from None
 
 

@@ -349,10 +349,10 @@ def check_mesh(config: TransformerConfig, mesh: DeviceMesh | None) -> None:
     """
     for axis, name in (("pp", "pipeline_model_parallel_size"), ("cp", "context_parallel_size")):
         size = axis_size(mesh, axis)
-        own_names = getattr(config, name)
-        if size != own_names:
+        expected_size = getattr(config, name)
+        if size != expected_size:
             raise ValueError(
-                f"mesh: expected {own_names} processes on axis {axis}, as many as {name}, got {size}; make it by "
+                f"mesh: expected {expected_size} processes on axis {axis}, as many as {name}, got {size}; make it by "
                 "reference_torch.groups.make_mesh in processes started by torchrun"
             )
 

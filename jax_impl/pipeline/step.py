@@ -302,7 +302,7 @@ def _mesh(config: TransformerConfig, mesh: Mesh | None, door: str) -> Mesh:
         )
     if door == "pmap" and mesh.axis_names != (PIPELINE_AXIS,):
         raise ValueError(
-            f"mesh: expected axis {PIPELINE_AXIS!r} alone with door 'pmap', got {dict(mesh.shape)}; take door "
+            f"mesh: expected axis {PIPELINE_AXIS!r} alone with door 'pmap', got {dict(mesh.shape)}; use door "
             "'shard_map'"
         )
     return mesh
@@ -317,7 +317,7 @@ def _check_threads(config: TransformerConfig, mesh: Mesh) -> None:
     if actual < needed:
         raise ValueError(
             f"impl: expected at least {needed} threads to interpret kernels on {mesh.size} devices, got {actual}; set "
-            f"the environment variable NPROC={needed} before JAX is used, or take impl='reference'"
+            f"the environment variable NPROC={needed} before JAX is used, or use impl='reference'"
         )
 
 
@@ -328,12 +328,13 @@ def _check_options(model: nnx.Module, config: TransformerConfig, door: str, keep
             raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
     if config.enable_tensor_offload and door == "pmap":
         raise ValueError(
-            "door: expected 'shard_map' with enable_tensor_offload, got 'pmap', which takes nothing from host memory"
+            "door: expected 'shard_map' with enable_tensor_offload, got 'pmap', which does not support arrays in host "
+            "memory"
         )
     if config.enable_activation_offload and keep == "inputs":
         raise ValueError(
-            "keep: expected 'residuals' with enable_activation_offload, got 'inputs', which keeps no activations; "
-            "leave one out"
+            "keep: expected 'residuals' with enable_activation_offload, got 'inputs', which saves no activations; "
+            "set only one of them"
         )
     state = nnx.split(model, nnx.Param)[1]
     actual = dict(zip(names_of(state), map(jnp.shape, jax.tree.leaves(state)), strict=True))

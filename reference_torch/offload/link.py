@@ -129,7 +129,7 @@ class Link:
             kind = "pinned " if self.pins else ""
             raise OffloadError(
                 f"offload: expected {nbytes} bytes of {kind}host memory, got: {str(error).splitlines()[0]}; "
-                "offload fewer layers, or take --no-tensor-offload-pin-memory"
+                "offload fewer layers, or use --no-tensor-offload-pin-memory"
             ) from error
 
     def copy(self, target: UntypedStorage, source: UntypedStorage) -> Copy:

@@ -60,7 +60,7 @@ def forward_step(
     if not isinstance(result, tuple) or len(result) != 2 or not callable(result[1]):
         raise ValueError(
             f"forward_step_func: expected (output, reducer), got {_describe(result)}; return the model's output and a "
-            "function that makes a loss of it"
+            "function that computes a loss from it"
         )
     output, reducer = result
     if not is_last_stage:
@@ -161,7 +161,7 @@ def check_output(output: Any, stage: int, shapes: Sequence[Shape], variable: boo
     if len(tensors) != len(shapes):
         raise ValueError(
             f"forward_step_func: expected stage {stage} to return {len(shapes)} tensors, got {len(tensors)}; return as "
-            "many as the next stage receives, or say otherwise by adjust_tensor_shapes_fn"
+            "many as the next stage receives, or change the shapes with adjust_tensor_shapes_fn"
         )
     for index, tensor in enumerate(tensors):
         if tensor.layout != torch.strided or tensor.dtype != dtype:
