@@ -330,7 +330,7 @@ def _begin(run: Callable[..., Any], *own: Tensor) -> Callable[[], Any]:
 
 
 def _tensors(result: Any) -> list[Tensor]:
-    """Yield the tensors of a nested tuple."""
+    """Return the tensors of a nested tuple."""
     return [result] if isinstance(result, Tensor) else [x for part in result for x in _tensors(part)]
 
 
