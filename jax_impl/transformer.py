@@ -1,8 +1,8 @@
 """The GPT model, or one pipeline stage of it: embedding, layers of (mixer, MLP), final norm, output head.
 
-Layers pass on ``hidden_states`` [B, T, D], or the residual streams [B, T, S, D] with hyper-connections. The layer
-pattern of the configuration gives each layer its mixer and settings, so layers can differ. Names of modules are the
-canonical names of parameters. Layers are keyed by their global number.
+Layers receive and return ``hidden_states`` [B, T, D], or the residual streams [B, T, S, D] with hyper-connections. The
+layer pattern of the configuration gives each layer its mixer and settings, so layers can differ. Names of modules are
+the canonical names of parameters. Layers are keyed by their global number.
 
 Reference: Vaswani et al., arXiv 1706.03762, in its pre-norm, rotary, gated form (Touvron et al., arXiv 2302.13971).
 """

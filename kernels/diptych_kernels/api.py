@@ -377,8 +377,8 @@ class Functions(ABC):
         parts = parts_of(len(tables.chunks), len(tables.sequences), value_heads, width) if tables.known else 1
         static = DeltaRule(len(g.shape) == 4, float(scale), chunk_size, recompute, parts, ranks)
         arrays = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v, g, beta)]
-        pieces = sequences if parts == 1 else self.integers(tables.cut(parts, chunk_size), q)
-        arrays += [initial, self.integers(tables.chunks, q), sequences, pieces]
+        part_sequences = sequences if parts == 1 else self.integers(tables.cut(parts, chunk_size), q)
+        arrays += [initial, self.integers(tables.chunks, q), sequences, part_sequences]
         if boundary is not None:
             arrays += boundary._replace(sequences=self.integers(boundary.sequences, q))
         o, final = self.apply(DELTA_RULE, static, *arrays)

@@ -122,7 +122,7 @@ class Inputs(NamedTuple):
         initial: initial states. [N, HV, K, V]
         chunks: half-open token range of every chunk. [NC, 2] int32
         sequences: half-open token range and first chunk of every sequence. [N, 3] int32
-        pieces: half-open token range and first chunk of every part of a sequence. [N * parts, 3] int32
+        part_sequences: half-open token range and first chunk of every part of a sequence. [N * parts, 3] int32
     """
 
     q: Array
@@ -133,7 +133,7 @@ class Inputs(NamedTuple):
     initial: Array
     chunks: Array
     sequences: Array
-    pieces: Array
+    part_sequences: Array
 
     def sizes(self, static: DeltaRule) -> dict[str, Any]:
         """Return the size arguments of the launches."""
@@ -229,7 +229,7 @@ def _split_into_parts(backend: Backend, static: DeltaRule, inputs: Inputs, terms
     Returns:
         The inputs with the parts as sequences, and the maps [H | M] of the parts [N * parts, HV, K, V + K].
     """
-    parts = inputs._replace(sequences=inputs.pieces)
+    parts = inputs._replace(sequences=inputs.part_sequences)
     *_, maps = _scan_forward(backend, static, parts, terms, maps=True, from_zero=True)
     sizes = inputs.sizes(static) | dict(parts=static.parts, back=False)
     (initial,) = backend(launch_configs.compose, sizes, maps, maps, inputs.initial)

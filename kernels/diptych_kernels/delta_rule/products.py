@@ -295,9 +295,9 @@ def solve(
                 b_a = _scaled_tile(p_a, p_beta, row, between, last - first, HV, ACC, C)
                 b_known = inverted[between * (between + 1) // 2 + column]
                 b_sum = tl.dot(b_a, b_known, b_sum, input_precision=PRECISION, out_dtype=ACC)
-            b_found = -tl.dot(b_own, b_sum, input_precision=PRECISION, out_dtype=ACC)
-            _store_tile(p_out, row, column, b_found, C)
-            inverted_row = inverted_row + (b_found,)
+            b_tile = -tl.dot(b_own, b_sum, input_precision=PRECISION, out_dtype=ACC)
+            _store_tile(p_out, row, column, b_tile, C)
+            inverted_row = inverted_row + (b_tile,)
         _store_tile(p_out, row, row, b_own, C)
         inverted = inverted + inverted_row + (b_own,)
 

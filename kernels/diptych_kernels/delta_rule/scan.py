@@ -102,9 +102,9 @@ def scan_forward(
     """
     ACC: tl.constexpr = final_ptr.dtype.element_ty
     NARROW: tl.constexpr = v_ptr.dtype.element_ty
-    sequence, head, piece, first, last, chunk = sequence_of(sequences_ptr, HV, SLICES)
+    sequence, head, slice_index, first, last, chunk = sequence_of(sequences_ptr, HV, SLICES)
     o_k = tl.arange(0, KP)
-    o_v = piece * BV + tl.arange(0, BV)
+    o_v = slice_index * BV + tl.arange(0, BV)
     o_c = tl.arange(0, C)
     p_state = o_k[:, None] * W + o_v[None, :]
     m_state = (o_k[:, None] < K) & (o_v[None, :] < W)
@@ -188,9 +188,9 @@ def scan_backward(
     """
     ACC: tl.constexpr = dinitial_ptr.dtype.element_ty
     NARROW: tl.constexpr = do_ptr.dtype.element_ty
-    sequence, head, piece, first, last, chunk = sequence_of(sequences_ptr, HV, SLICES)
+    sequence, head, slice_index, first, last, chunk = sequence_of(sequences_ptr, HV, SLICES)
     o_k = tl.arange(0, KP)
-    o_v = piece * BV + tl.arange(0, BV)
+    o_v = slice_index * BV + tl.arange(0, BV)
     o_c = tl.arange(0, C)
     p_state = o_k[:, None] * V + o_v[None, :]
     m_state = (o_k[:, None] < K) & (o_v[None, :] < V)
@@ -265,9 +265,9 @@ def compose(
     program = tl.program_id(0).to(tl.int64)
     sequence = program // (HV * SLICES)
     head = program // SLICES % HV
-    piece = program % SLICES
+    slice_index = program % SLICES
     o_k = tl.arange(0, KP)
-    o_v = piece * BV + tl.arange(0, BV)
+    o_v = slice_index * BV + tl.arange(0, BV)
     p_state = o_k[:, None] * V + o_v[None, :]
     mask = (o_k[:, None] < K) & (o_v[None, :] < V)
     b_s = tl.load(initial_ptr + (sequence * HV + head) * (K * V) + p_state, mask=mask, other=0.0)
@@ -279,10 +279,10 @@ def compose(
         b_s = tl.load(h_ptr + part * (K * HW) + o_k[:, None] * HW + o_v[None, :], mask=mask, other=0.0)
         for start in range(0, K, BK):
             o_j = start + tl.arange(0, BK)
-            b_some = tl.load(
+            b_states = tl.load(
                 p_s + o_j[:, None] * V + o_v[None, :], mask=(o_j[:, None] < K) & (o_v[None, :] < V), other=0.0
             )
             p_m = o_j[None, :] * (V + K) + o_k[:, None] if BACK else o_k[:, None] * (V + K) + o_j[None, :]
             m_m = (o_k[:, None] < K) & (o_j[None, :] < K)
             b_m = tl.load(maps_ptr + part * (K * (V + K)) + V + p_m, mask=m_m, other=0.0)
-            b_s = tl.dot(b_m, b_some, b_s, input_precision=PRECISION, out_dtype=ACC)
+            b_s = tl.dot(b_m, b_states, b_s, input_precision=PRECISION, out_dtype=ACC)
