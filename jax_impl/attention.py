@@ -33,6 +33,9 @@ def causal_attention(
 
     Returns:
         [B, T, H, d]
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
     """
     _check_attention(q, k, v, attention_mask)
     return _attention(q, k, v, attention_mask, named=name_value)

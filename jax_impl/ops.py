@@ -203,7 +203,15 @@ def dropout(x: Float[Array, "b t *rest"], rate: float, state: DropoutState, site
 
 
 def add_bias(x: Float[Array, "*b o"], bias: Float[Array, " o"] | None) -> Float[Array, "*b o"]:
-    """Return ``x + bias`` in the type of x, or x itself if bias is None."""
+    """Return ``x + bias`` in the type of x, or x itself if bias is None.
+
+    Args:
+        x: input. [..., O]
+        bias: bias; None: 0. [O]
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
+    """
     operations.check_bias(operand("x", x), given_operand("bias", bias))
     return x if bias is None else x + bias.astype(x.dtype)
 
@@ -211,7 +219,19 @@ def add_bias(x: Float[Array, "*b o"], bias: Float[Array, " o"] | None) -> Float[
 def linear(
     x: Float[Array, "*b i"], weight: Float[Array, "o i"], bias: Float[Array, " o"] | None = None
 ) -> Float[Array, "*b o"]:
-    """Return ``x @ weight.T + bias``, in the type of x."""
+    """Return ``x @ weight.T + bias``, in the type of x.
+
+    Args:
+        x: input. [..., I]
+        weight: weight. [O, I]
+        bias: bias; None: 0. [O]
+
+    Returns:
+        [..., O]
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
+    """
     operations.check_linear(operand("x", x), operand("weight", weight), given_operand("bias", bias))
     taps = _TAPS.get()
     product = _product if taps is None else taps.product
@@ -285,6 +305,17 @@ _tapped_product.defvjp(_tapped_forward, _tapped_backward)
 def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, " d"], epsilon: float) -> Float[Array, "*b d"]:
     """Return ``x / sqrt(mean(x**2) + epsilon) * weight``, with the mean over the last axis.
 
+    Args:
+        x: input. [..., D]
+        weight: gain. [D]
+        epsilon: added to the mean square; > 0.
+
+    Returns:
+        The normalised input, computed in at least float32, in the type of x. [..., D]
+
+    Raises:
+        ValueError: an argument has a wrong shape, type or value.
+
     Reference: Zhang and Sennrich, arXiv 1910.07467, eq. 4. Here epsilon is added under the root.
     """
     operations.check_norm(operand("x", x), operand("weight", weight), epsilon)
@@ -302,6 +333,12 @@ def short_convolution(
         x: input. [B, T, C]
         weight: coefficients of each channel; the last is that of the token itself. [C, W]
         before: number of tokens before each token in its sequence. [T] or [B, T] integer
+
+    Returns:
+        The convolved channels in the type of x. [B, T, C]
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
     """
     operations.check_convolution(operand("x", x), operand("weight", weight), operand("before", before))
 
@@ -322,6 +359,12 @@ def rotary_embedding(x: Float[Array, "b t h d"], positions: Int[Array, " t"], ba
         x: queries or keys; d is even. [B, T, H, d]
         positions: positions of the tokens within their sequence. [T] integer
         base: base of the wavelengths.
+
+    Returns:
+        The rotated queries or keys in the type of x. [B, T, H, d]
+
+    Raises:
+        ValueError: an argument has a wrong shape, type or value.
 
     Reference: Su et al., arXiv 2104.09864, eq. 15. Here the channels of a pair are d/2 apart (GPT-NeoX order).
     """
@@ -364,8 +407,14 @@ def gelu(x: Float[Array, "*b f"], impl: str = "auto") -> Float[Array, "*b f"]:
     """Return ``x * Phi(x)``, with the exact normal distribution function Phi.
 
     Args:
-        x: [..., F]
+        x: input. [..., F]
         impl: see diptych.plans.model.implementation.
+
+    Returns:
+        [..., F]
+
+    Raises:
+        ValueError: x has a wrong type, or impl is unknown.
 
     Reference: Hendrycks and Gimpel, arXiv 1606.08415.
     """
@@ -384,6 +433,9 @@ def swiglu(x: Float[Array, "*b f2"], impl: str = "auto") -> Float[Array, "*b f"]
 
     Returns:
         [..., F]
+
+    Raises:
+        ValueError: x has an odd width or a wrong type, or impl is unknown.
 
     Reference: Shazeer, arXiv 2002.05202, eq. 6.
     """

@@ -53,11 +53,7 @@ def build_cp_context(
     check_kinds(cu_seqlens, cu_seqlens_cpu, (Array, np.ndarray), "an array")
     known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     values = None if isinstance(known, Tracer) else np.asarray(known)
-    try:
-        size = lax.axis_size(group)
-        rank = lax.axis_index(group)
-    except (NameError, TypeError):
-        raise ValueError(f"group: expected an axis of the shard_map or pmap around, got {group!r}") from None
+    size, rank = _size_and_rank(group)
     option_values = cp_exchange, cp_wire_dtype, cp_truncate_ranks, cp_transition_rank, cp_attention_layout
     exchange: dict[str, Any] = dict(zip(OPTIONS, option_values, strict=True))
     check_sequences(values, known.dtype.name, size, conv1d_kernel_size, **exchange)
@@ -83,6 +79,18 @@ def build_cp_context(
         **exchange,
         all_cu_seqlens=all_cu_seqlens,
     )
+
+
+def _size_and_rank(group: str) -> tuple[int, Array]:
+    """Return the size of a mesh axis and the index of this rank.
+
+    Raises:
+        ValueError: no shard_map or pmap around this call has such an axis.
+    """
+    try:
+        return lax.axis_size(group), lax.axis_index(group)
+    except (NameError, TypeError):
+        raise ValueError(f"group: expected an axis of the shard_map or pmap around, got {group!r}") from None
 
 
 def compress_h0(h0: Float[Array, "n h k v"] | None, context: FLACPContext) -> Float[Array, "m h k v"] | None:

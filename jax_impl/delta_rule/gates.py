@@ -10,7 +10,15 @@ from jax_impl.ops import at_least_float32
 
 
 def l2norm(x: Float[Array, "*b k"], epsilon: float = L2_NORM_EPSILON) -> Float[Array, "*b k"]:
-    """Return ``x / sqrt(sum(x**2) + epsilon)``, with the sum over the last axis; zero stays zero."""
+    """Return ``x / sqrt(sum(x**2) + epsilon)``, with the sum over the last axis; zero stays zero.
+
+    Args:
+        x: queries or keys. [..., K]
+        epsilon: added to the sum of squares.
+
+    Returns:
+        The normalised rows, computed in at least float32, in the type of x. [..., K]
+    """
     wide = at_least_float32(x)
     return (wide * jax.lax.rsqrt(jnp.square(wide).sum(-1, keepdims=True) + epsilon)).astype(x.dtype)
 

@@ -13,7 +13,15 @@ SOFTPLUS_LINEAR = 40.0
 
 
 def l2norm(x: Float[Tensor, "*b k"], epsilon: float = L2_NORM_EPSILON) -> Float[Tensor, "*b k"]:
-    """Return ``x / sqrt(sum(x**2) + epsilon)``, with the sum over the last axis; zero stays zero."""
+    """Return ``x / sqrt(sum(x**2) + epsilon)``, with the sum over the last axis; zero stays zero.
+
+    Args:
+        x: queries or keys. [..., K]
+        epsilon: added to the sum of squares.
+
+    Returns:
+        The normalised rows, computed in at least float32, in the type of x. [..., K]
+    """
     wide = at_least_float32(x)
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + epsilon)).to(x.dtype)
 
