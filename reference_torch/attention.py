@@ -31,6 +31,9 @@ def causal_attention(
 
     Returns:
         [B, T, H, d]
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
     """
     _check_attention(q, k, v, attention_mask)
     batch, length, heads, width = q.shape
