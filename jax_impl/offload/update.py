@@ -47,7 +47,7 @@ class OffloadedParameters:
         self._is_parameter_tree = is_parameter_tree
         self._part_of = part_of
 
-    def index(self, params: Any) -> Any:
+    def place(self, params: Any) -> Any:
         """Return the parameters as a step expects them, with those of layers in pinned host memory."""
 
         def to_host(number: int | None, array: Array) -> Array:

@@ -82,9 +82,9 @@ class OffloadedPipeline:
         evaluation = plan_statistics(self._evaluations * replicas, arrays, Moved(), self.forwards_run)
         return total_statistics([training, evaluation])
 
-    def index(self, params: StagedParameters) -> StagedParameters:
+    def place(self, params: StagedParameters) -> StagedParameters:
         """Return the parameters as a step expects them, with those of layers in pinned host memory."""
-        return self._parameters.index(params) if self.moves_parameters else params
+        return self._parameters.place(params) if self.moves_parameters else params
 
     def update(
         self, update_function: UpdateFunction, params: Any, state: Any, gradients: Any, on_device: Any
