@@ -82,7 +82,7 @@ def run_rule(text: Text, way: dict[str, Any]) -> tuple[np.ndarray, list[np.ndarr
         gradients = torch.autograd.grad(o, inputs, inputs[2].detach())
     finally:
         exchange.run_exchange = plain
-    return found[0].found.detach().numpy(), [x.detach().numpy() for x in (o, *gradients)]
+    return found[0].initial.detach().numpy(), [x.detach().numpy() for x in (o, *gradients)]
 
 
 def measure(pool: RankPool, text: Text) -> list[dict[str, Any]]:
