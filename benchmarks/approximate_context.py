@@ -70,19 +70,19 @@ def run_rule(text: Text, way: dict[str, Any]) -> tuple[np.ndarray, list[np.ndarr
     part = slice(rank * PER_RANK, (rank + 1) * PER_RANK)
     inputs = [torch.from_numpy(x[:, part].copy()).requires_grad_() for x in text.arrays()]
     offsets = torch.tensor([0, RANKS * PER_RANK], dtype=torch.int32)
-    context, found, plain = build_cp_context(offsets, dist.group.WORLD, **way), [], exchange.pass_states
+    context, found, plain = build_cp_context(offsets, dist.group.WORLD, **way), [], exchange.run_exchange
 
-    def watched(*arguments: Any) -> exchange.Passed:
+    def watched(*arguments: Any) -> exchange.Exchanged:
         found.append(plain(*arguments))
         return found[-1]
 
-    exchange.pass_states = watched
+    exchange.run_exchange = watched
     try:
         o = chunk_kda(*inputs, cp_context=context)[0]
         gradients = torch.autograd.grad(o, inputs, inputs[2].detach())
     finally:
-        exchange.pass_states = plain
-    return found[0].found.detach().numpy(), [x.detach().numpy() for x in (o, *gradients)]
+        exchange.run_exchange = plain
+    return found[0].initial.detach().numpy(), [x.detach().numpy() for x in (o, *gradients)]
 
 
 def measure(pool: RankPool, text: Text) -> list[dict[str, Any]]:

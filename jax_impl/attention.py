@@ -33,14 +33,18 @@ def causal_attention(
 
     Returns:
         [B, T, H, d]
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
     """
     _check_attention(q, k, v, attention_mask)
     return _attention(q, k, v, attention_mask, named=name_value)
 
 
 def _check_attention(q: Any, k: Any, v: Any, mask: Any) -> None:
-    given = operand("q", q), operand("k", k), operand("v", v), given_operand("attention_mask", mask)
-    operations.check_attention(*given, name="attention_mask")
+    """Check the arguments of an attention function; see diptych.plans.model.operations.check_attention."""
+    operands = operand("q", q), operand("k", k), operand("v", v), given_operand("attention_mask", mask)
+    operations.check_attention(*operands, name="attention_mask")
 
 
 def fused_attention(
@@ -66,6 +70,7 @@ def fused_attention(
 def _attention(
     q: Array, k: Array, v: Array, attention_mask: Array | None, named: Callable[[Array, str], Array]
 ) -> Array:
+    """Return softmax(q k^T / sqrt(d)) v over the allowed keys."""
     batch, length, heads, width = q.shape
     groups = k.shape[2]
     q = named(q.reshape(batch, length, groups, heads // groups, width), "q")
@@ -103,8 +108,8 @@ def masked_attention(
     Returns:
         [B, T, H, d]
     """
-    given = operand("q", q), operand("k", k), operand("v", v), operand("allowed", allowed)
-    operations.check_attention(*given, name="allowed", keys=True)
+    operands = operand("q", q), operand("k", k), operand("v", v), operand("allowed", allowed)
+    operations.check_attention(*operands, name="allowed", keys=True)
     if fused:
         return jax.checkpoint(masked_attention)(q, k, v, allowed)
     groups, width = k.shape[2:]

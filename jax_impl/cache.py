@@ -70,7 +70,7 @@ def empty_cache(config: TransformerConfig, batch: int) -> DecodingCache:
     return DecodingCache(batch, 0, layers)
 
 
-def remembered_attention(
+def cached_attention(
     q: Float[Array, "b t h d"],
     k: Float[Array, "b t g d"],
     v: Float[Array, "b t g d"],
@@ -90,13 +90,13 @@ def remembered_attention(
         The output [B, T, H, d], and past with the next tokens.
     """
     past = AttentionState(
-        *(lax.dynamic_update_slice_in_dim(all_, new, read, axis=1) for all_, new in zip(past, (k, v), strict=True))
+        *(lax.dynamic_update_slice_in_dim(buffer, new, read, axis=1) for buffer, new in zip(past, (k, v), strict=True))
     )
     allowed = jnp.arange(past.k.shape[1]) <= read + jnp.arange(q.shape[1])[:, None]
     return masked_attention(q, past.k, past.v, allowed), past
 
 
-def with_tail(x: Float[Array, "b t c"], past: DeltaRuleState) -> tuple[Float[Array, "b s c"], Array]:
+def prepend_tail(x: Float[Array, "b t c"], past: DeltaRuleState) -> tuple[Float[Array, "b s c"], Array]:
     """Prepend the cached inputs of a short convolution to its inputs at the next tokens.
 
     Args:
@@ -111,7 +111,7 @@ def with_tail(x: Float[Array, "b t c"], past: DeltaRuleState) -> tuple[Float[Arr
     return joined, joined[:, joined.shape[1] - past.tail.shape[1] :]
 
 
-def known_length(cache: DecodingCache | None) -> int | None:
+def cached_length(cache: DecodingCache | None) -> int | None:
     """Return the number of tokens read, 0 if jax.jit traces the number, or None if there is no cache."""
     if cache is None:
         return None

@@ -30,16 +30,16 @@ class Carry:
 _CARRY: ContextVar[Carry | None] = ContextVar("messages between ranks", default=None)
 
 
-def relay(shape: tuple[int, ...], dtype: Any, own: Callable[[Array], tuple[Array, Any]]) -> Any:
+def relay(shape: tuple[int, ...], dtype: Any, compute: Callable[[Array], tuple[Array, Any]]) -> Any:
     """Receive the message of the previous rank and send the message that follows from it to the next rank.
 
     Args:
         shape: shape of both messages.
         dtype: dtype of both messages.
-        own: computes the message to send and a result from the received message.
+        compute: computes the message to send and a result from the received message.
 
     Returns:
-        The result of ``own``.
+        The result of ``compute``.
 
     Raises:
         ValueError: no loop collects the messages.
@@ -50,9 +50,9 @@ def relay(shape: tuple[int, ...], dtype: Any, own: Callable[[Array], tuple[Array
             "cp_exchange: expected another than 'pipelined' outside of jax_impl.context_parallel.over_microbatches, "
             "whose microbatches follow one another over ranks"
         )
-    place = carry.first + len(carry.sent)
-    sent, result = own(jnp.zeros(shape, dtype) if carry.received is None else carry.received[place])
-    assert (sent.shape, sent.dtype) == (shape, dtype), f"{place}: {sent.shape} {sent.dtype}, expected {shape} {dtype}"
+    index = carry.first + len(carry.sent)
+    sent, result = compute(jnp.zeros(shape, dtype) if carry.received is None else carry.received[index])
+    assert (sent.shape, sent.dtype) == (shape, dtype), f"{index}: {sent.shape} {sent.dtype}, expected {shape} {dtype}"
     carry.sent.append(sent)
     return result
 
@@ -91,7 +91,9 @@ def carried_through(
 
 
 def _with(run: Callable[..., Any], carry: Carry) -> Callable[..., tuple[Any, tuple[Array, ...]]]:
-    def given(*args: Any) -> tuple[Any, tuple[Array, ...]]:
+    """Return a function that runs ``run`` with the messages of ``carry`` and returns those that its layers send."""
+
+    def run_and_collect(*args: Any) -> tuple[Any, tuple[Array, ...]]:
         own = Carry(carry.received, carry.first)  # a new one for each trace
         before = _CARRY.set(own)
         try:
@@ -99,4 +101,4 @@ def _with(run: Callable[..., Any], carry: Carry) -> Callable[..., tuple[Any, tup
         finally:
             _CARRY.reset(before)
 
-    return given
+    return run_and_collect

@@ -56,4 +56,5 @@ class Decoder:
 
 @nnx.jit
 def _read_tokens(model: GPTModel, tokens: Array, cache: DecodingCache) -> tuple[Array, DecodingCache]:
+    """Return the logits after the tokens and the cache that includes them."""
     return model(tokens, cache=cache, training=False)[0, -1], cache

@@ -50,7 +50,7 @@ def pack_documents(document_starts: Array | None, inputs: Array, masked: bool) -
     return PackedDocuments(tokens - own, cu_seqlens, tokens >= own[..., None] if masked else None)
 
 
-def both_masks(
+def combine_masks(
     attention_mask: Bool[Array, "b t t"] | None, documents: PackedDocuments | None
 ) -> Bool[Array, "b t t"] | None:
     """Return the mask [B, T, T] that allows what both attention_mask and the documents allow; None allows all."""

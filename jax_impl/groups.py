@@ -11,7 +11,7 @@ from diptych.plans.checkpoint import CheckpointError
 from diptych.plans.config import TransformerConfig
 from diptych.plans.mesh import MESH_AXES, mesh_shape, replica_settings
 
-LONGEST = 4096
+MAX_TEXT_BYTES = 4096
 """The maximal number of bytes of a text; the rest is cut off."""
 
 
@@ -32,8 +32,8 @@ def make_mesh(config: TransformerConfig, devices: Sequence[Any] | None = None) -
     n = config.model_parallel_size
     if len(devices) % n:
         raise ValueError(
-            f"{replica_settings(config)}: expected a divisor of the {len(devices)} devices given, got {n}; give a "
-            f"multiple of {n}"
+            f"{replica_settings(config)}: expected a divisor of the number of devices, {len(devices)}, got {n}; "
+            f"pass a multiple of {n}"
         )
     if len(devices) == 1:
         return None
@@ -42,7 +42,7 @@ def make_mesh(config: TransformerConfig, devices: Sequence[Any] | None = None) -
     return Mesh(np.array(devices).reshape([*axes.values()]), tuple(axes))
 
 
-def said_on_all_ranks(text: str) -> list[str]:
+def gather_texts(text: str) -> list[str]:
     """Return the texts of all processes, in order of their ranks, on every process.
 
     Args:
@@ -52,8 +52,8 @@ def said_on_all_ranks(text: str) -> list[str]:
         return [text]
     from jax.experimental.multihost_utils import process_allgather
 
-    line = np.frombuffer(text.encode()[:LONGEST].ljust(LONGEST, b"\0"), np.uint8)
-    return [said.tobytes().rstrip(b"\0").decode(errors="replace") for said in process_allgather(line)]
+    line = np.frombuffer(text.encode()[:MAX_TEXT_BYTES].ljust(MAX_TEXT_BYTES, b"\0"), np.uint8)
+    return [text_bytes.tobytes().rstrip(b"\0").decode(errors="replace") for text_bytes in process_allgather(line)]
 
 
 def on_first_rank(write: Callable[[], str]) -> str:
@@ -73,7 +73,7 @@ def on_first_rank(write: Callable[[], str]) -> str:
             written = write()
         except Exception as error:  # any error: the other processes must not wait for a failed call
             failure = str(error) or repr(error)
-    written, failure = (said_on_all_ranks(text)[0] for text in (written, failure))
+    written, failure = (gather_texts(text)[0] for text in (written, failure))
     if failure:
         raise CheckpointError(failure)
     return written

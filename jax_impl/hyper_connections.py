@@ -65,16 +65,19 @@ def sinkhorn(
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _sinkhorn(logits: Array, iterations: int, first_axis: int) -> Array:  # [S, S, ...]
+    """Run Sinkhorn on logits [S, S, ...], whose backward recomputes the iterates."""
     matrix = _floored_softmax(logits, first_axis)
     matrix, _ = jax.lax.scan(partial(_normalise_twice, first_axis), matrix, length=iterations - 1)
     return matrix / matrix.sum(1 - first_axis, keepdims=True)
 
 
 def _sinkhorn_forward(logits: Array, iterations: int, first_axis: int) -> tuple[Array, Array]:
+    """Run Sinkhorn, and save only the logits."""
     return _sinkhorn(logits, iterations, first_axis), logits
 
 
 def _sinkhorn_backward(iterations: int, first_axis: int, logits: Array, grad: Array) -> tuple[Array]:
+    """Recompute the iterates, and differentiate each normalisation."""
     softmax = _floored_softmax(logits, first_axis)
     matrix, iterates = jax.lax.scan(partial(_normalise_twice, first_axis), softmax, length=iterations - 1)
     total = matrix.sum(1 - first_axis, keepdims=True)
@@ -139,6 +142,9 @@ def compute_mappings(
         h_pre [B, T, S] in (0, 1), h_post [B, T, S] in (0, 2), h_res [B, T, S, S] doubly stochastic; float32, or
         float64 for float64 streams.
 
+    Raises:
+        ValueError: an argument has a wrong shape, type or value.
+
     Reference: mHC, eqs. 5-8. Here the division by rms comes after the projection.
     """
     operations.check_iterations(iterations, last)
@@ -177,6 +183,12 @@ def aggregate(x: Float[Array, "b t s d"], h_pre: Float[Array, "b t s"], impl: st
         h_pre: weights of the streams. [B, T, S]
         impl: see diptych.plans.model.implementation.
 
+    Returns:
+        The weighted sum in the type of x. [B, T, D]
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
+
     Reference: mHC, eq. 3.
     """
     operations.check_aggregate(operand("x", x), operand("h_pre", h_pre))
@@ -194,6 +206,12 @@ def apply_h_res(
         h_res: mixing matrices. [B, T, S, S]
         residual: residual streams. [B, T, S, D]
         impl: see diptych.plans.model.implementation.
+
+    Returns:
+        The mixed streams in the type of residual. [B, T, S, D]
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
 
     Reference: mHC, eq. 3.
     """
@@ -213,6 +231,12 @@ def apply_h_post(
         bias: bias of the sublayer, [D], or None.
         h_post: weights of the streams. [B, T, S]
         impl: see diptych.plans.model.implementation.
+
+    Returns:
+        The expanded output in the type of x. [B, T, S, D]
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
 
     Reference: mHC, eq. 3.
     """
@@ -248,6 +272,12 @@ def write_streams(
         state: dropout state of the batch; None: no dropout.
         site: see ops.dropout.
         impl: see diptych.plans.model.implementation.
+
+    Returns:
+        The next residual streams in the type of residual. [B, T, S, D]
+
+    Raises:
+        ValueError: an argument has a wrong shape, type or value.
 
     Reference: mHC, eq. 3. Dropout on the expanded output is an addition of this project.
     """

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.model.parameters import ParameterSpec, delta_rule_specs
-from jax_impl.cache import DecodingCache, DeltaRuleState, with_tail
+from jax_impl.cache import DecodingCache, DeltaRuleState, prepend_tail
 from jax_impl.context_parallel import cp_short_convolution
 from jax_impl.delta_rule import (
     chunk_gated_delta_rule,
@@ -117,6 +117,7 @@ class _DeltaRuleMixer(nnx.Module):
         return self.linear_proj(normed.reshape(*normed.shape[:2], -1))
 
     def _heads(self, qkv: Array) -> tuple[Array, Array, Array]:
+        """Split the joint projection [B, T, C] into the heads of q, k and v, [B, T, heads, channels] each."""
         heads, value_heads, key, _ = self.config.linear_heads
         q, k, v = jnp.split(qkv, (heads * key, 2 * heads * key), axis=-1)
         return _by_head(q, heads), _by_head(k, heads), _by_head(v, value_heads)
@@ -136,7 +137,7 @@ class _DeltaRuleMixer(nnx.Module):
         """Run the rule over the next tokens of the cached sequences, and update the cache."""
         past = cache.layers[self.layer_number]
         assert isinstance(past, DeltaRuleState), "the cache was made for another layer pattern"
-        joined, tail = with_tail(projected, past)
+        joined, tail = prepend_tail(projected, past)
         qkv = self.conv1d(joined)[:, -projected.shape[1] :]
         arrays = (*self._heads(qkv), decays, beta)
         by_token = projected.shape[1] == 1
@@ -146,6 +147,7 @@ class _DeltaRuleMixer(nnx.Module):
         return attended
 
     def _make_projections(self, name: str, specs: dict[str, dict[str, ParameterSpec]]) -> None:
+        """Create the projections of the decays and of the output gate."""
         raise NotImplementedError
 
     def _decays(self, hidden_states: Array) -> Array:
@@ -171,21 +173,25 @@ class GatedDeltaNet(_DeltaRuleMixer):
     """
 
     def _make_projections(self, name: str, specs: dict[str, dict[str, ParameterSpec]]) -> None:
+        """Create the projections of the decays and of the output gate."""
         self.linear_decay = Linear(self.config, f"{name}.linear_decay", specs["linear_decay"])
         self.linear_gate = Linear(self.config, f"{name}.linear_gate", specs["linear_gate"])
 
     def _decays(self, hidden_states: Array) -> Array:
+        """Return the log decays of gdn_gate, [B, T, HV]."""
         return gdn_gate(
             _apply(self.linear_decay, hidden_states), self.decay_gate.A_log[...], self.decay_gate.dt_bias[...]
         )
 
     def _rule(self, *arrays: Array, by_token: bool = False, **options: Any) -> tuple[Array, Array | None]:
+        """Apply the gated delta rule of GDN; see _DeltaRuleMixer."""
         options["use_qk_l2norm_in_kernel"] = True
         if by_token:
             return recurrent_gated_delta_rule(*arrays, **options)
         return chunk_gated_delta_rule(*arrays, impl=self.config.impl, **options)
 
     def _output_gate(self, hidden_states: Array) -> Array:
+        """Return the SiLU gate, [B, T, HV * V]."""
         return jax.nn.silu(_apply(self.linear_gate, hidden_states))
 
 
@@ -199,6 +205,7 @@ class KimiDeltaAttention(_DeltaRuleMixer):
     """
 
     def _make_projections(self, name: str, specs: dict[str, dict[str, ParameterSpec]]) -> None:
+        """Create the projections of the decays and of the output gate."""
         self.linear_decay_down = Linear(self.config, f"{name}.linear_decay_down", specs["linear_decay_down"])
         self.linear_decay_up = Linear(self.config, f"{name}.linear_decay_up", specs["linear_decay_up"])
         self.linear_gate_down = Linear(self.config, f"{name}.linear_gate_down", specs["linear_gate_down"])
@@ -210,6 +217,7 @@ class KimiDeltaAttention(_DeltaRuleMixer):
         return _by_head(decays, self.config.linear_heads[1])
 
     def _rule(self, *arrays: Array, by_token: bool = False, **options: Any) -> tuple[Array, Array | None]:
+        """Apply Kimi delta attention; see _DeltaRuleMixer."""
         options |= dict(
             use_qk_l2norm_in_kernel=True,
             A_log=self.decay_gate.A_log[...],
@@ -220,12 +228,15 @@ class KimiDeltaAttention(_DeltaRuleMixer):
         return recurrent_kda(*arrays, **options) if by_token else chunk_kda(*arrays, impl=self.config.impl, **options)
 
     def _output_gate(self, hidden_states: Array) -> Array:
+        """Return the sigmoid gate, [B, T, HV * V]."""
         return jax.nn.sigmoid(_apply(self.linear_gate_up, _apply(self.linear_gate_down, hidden_states)))
 
 
 def _apply(linear_map: Linear, x: Array) -> Array:
+    """Apply a linear map and add its bias."""
     return add_bias(*linear_map(x))
 
 
 def _by_head(x: Array, heads: int) -> Array:
+    """Reshape [B, T, heads * channels] to [B, T, heads, channels]."""
     return x.reshape(*x.shape[:-1], heads, -1)

@@ -74,9 +74,9 @@ def philox_4x32(key: tuple, counter: tuple) -> tuple[Array, Array, Array, Array]
 
     Reference: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
-    for place, word in enumerate((*key, *counter)):
+    for index, word in enumerate((*key, *counter)):
         if not isinstance(word, Array | np.ndarray):
-            operations.check_word(f"key[{place}]" if place < 2 else f"counter[{place - 2}]", word)
+            operations.check_word(f"key[{index}]" if index < 2 else f"counter[{index - 2}]", word)
     words = [jnp.asarray(word).astype(jnp.uint32) for word in (*counter, *key)]
     return _philox_rounds(*words, rounds=ROUNDS)
 
@@ -85,6 +85,7 @@ def philox_4x32(key: tuple, counter: tuple) -> tuple[Array, Array, Array, Array]
 def _philox_rounds(
     c0: Array, c1: Array, c2: Array, c3: Array, k0: Array, k1: Array, *, rounds: int
 ) -> tuple[Array, Array, Array, Array]:
+    """Run the rounds of Philox on words of 32 bits."""
     for _ in range(rounds):
         high0, low0 = _multiply_high_low(c0, MULTIPLIERS[0])
         high2, low2 = _multiply_high_low(c2, MULTIPLIERS[1])
@@ -202,7 +203,15 @@ def dropout(x: Float[Array, "b t *rest"], rate: float, state: DropoutState, site
 
 
 def add_bias(x: Float[Array, "*b o"], bias: Float[Array, " o"] | None) -> Float[Array, "*b o"]:
-    """Return ``x + bias`` in the type of x, or x itself if bias is None."""
+    """Return ``x + bias`` in the type of x, or x itself if bias is None.
+
+    Args:
+        x: input. [..., O]
+        bias: bias; None: 0. [O]
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
+    """
     operations.check_bias(operand("x", x), given_operand("bias", bias))
     return x if bias is None else x + bias.astype(x.dtype)
 
@@ -210,7 +219,19 @@ def add_bias(x: Float[Array, "*b o"], bias: Float[Array, " o"] | None) -> Float[
 def linear(
     x: Float[Array, "*b i"], weight: Float[Array, "o i"], bias: Float[Array, " o"] | None = None
 ) -> Float[Array, "*b o"]:
-    """Return ``x @ weight.T + bias``, in the type of x."""
+    """Return ``x @ weight.T + bias``, in the type of x.
+
+    Args:
+        x: input. [..., I]
+        weight: weight. [O, I]
+        bias: bias; None: 0. [O]
+
+    Returns:
+        [..., O]
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
+    """
     operations.check_linear(operand("x", x), operand("weight", weight), given_operand("bias", bias))
     taps = _TAPS.get()
     product = _product if taps is None else taps.product
@@ -218,6 +239,7 @@ def linear(
 
 
 def _product(x: Array, weight: Array) -> Array:
+    """Return x @ weight.T in the type of x."""
     return x @ weight.T.astype(x.dtype)
 
 
@@ -262,14 +284,17 @@ _TAPS: ContextVar[_LinearTaps | None] = ContextVar("linear taps", default=None)
 
 @jax.custom_vjp
 def _tapped_product(x: Array, weight: Array, input_tap: Array, output_tap: Array) -> Array:
+    """Return x @ weight.T, with the operands of the weight gradient as gradients of the taps; see _LinearTaps."""
     return _product(x, weight)
 
 
 def _tapped_forward(x: Array, weight: Array, *taps: Array) -> tuple[Array, tuple[Array, Array]]:
+    """Return the product, and save its operands."""
     return _product(x, weight), (x, weight)
 
 
 def _tapped_backward(saved: tuple[Array, Array], grad: Array) -> tuple[Array, None, Array, Array]:
+    """Return the gradient of x, and x and the output gradient as gradients of the taps."""
     x, weight = saved
     return grad @ weight.astype(x.dtype), None, x, grad
 
@@ -279,6 +304,17 @@ _tapped_product.defvjp(_tapped_forward, _tapped_backward)
 
 def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, " d"], epsilon: float) -> Float[Array, "*b d"]:
     """Return ``x / sqrt(mean(x**2) + epsilon) * weight``, with the mean over the last axis.
+
+    Args:
+        x: input. [..., D]
+        weight: gain. [D]
+        epsilon: added to the mean square; > 0.
+
+    Returns:
+        The normalised input, computed in at least float32, in the type of x. [..., D]
+
+    Raises:
+        ValueError: an argument has a wrong shape, type or value.
 
     Reference: Zhang and Sennrich, arXiv 1910.07467, eq. 4. Here epsilon is added under the root.
     """
@@ -297,6 +333,12 @@ def short_convolution(
         x: input. [B, T, C]
         weight: coefficients of each channel; the last is that of the token itself. [C, W]
         before: number of tokens before each token in its sequence. [T] or [B, T] integer
+
+    Returns:
+        The convolved channels in the type of x. [B, T, C]
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
     """
     operations.check_convolution(operand("x", x), operand("weight", weight), operand("before", before))
 
@@ -317,6 +359,12 @@ def rotary_embedding(x: Float[Array, "b t h d"], positions: Int[Array, " t"], ba
         x: queries or keys; d is even. [B, T, H, d]
         positions: positions of the tokens within their sequence. [T] integer
         base: base of the wavelengths.
+
+    Returns:
+        The rotated queries or keys in the type of x. [B, T, H, d]
+
+    Raises:
+        ValueError: an argument has a wrong shape, type or value.
 
     Reference: Su et al., arXiv 2104.09864, eq. 15. Here the channels of a pair are d/2 apart (GPT-NeoX order).
     """
@@ -359,8 +407,14 @@ def gelu(x: Float[Array, "*b f"], impl: str = "auto") -> Float[Array, "*b f"]:
     """Return ``x * Phi(x)``, with the exact normal distribution function Phi.
 
     Args:
-        x: [..., F]
+        x: input. [..., F]
         impl: see diptych.plans.model.implementation.
+
+    Returns:
+        [..., F]
+
+    Raises:
+        ValueError: x has a wrong type, or impl is unknown.
 
     Reference: Hendrycks and Gimpel, arXiv 1606.08415.
     """
@@ -379,6 +433,9 @@ def swiglu(x: Float[Array, "*b f2"], impl: str = "auto") -> Float[Array, "*b f"]
 
     Returns:
         [..., F]
+
+    Raises:
+        ValueError: x has an odd width or a wrong type, or impl is unknown.
 
     Reference: Shazeer, arXiv 2002.05202, eq. 6.
     """

@@ -149,14 +149,14 @@ def _origins(program: Any, known: Mapping[Any, tuple[Any, str]]) -> dict[Any, tu
             passed = zip(equation.invars, equation.outvars, strict=True)
             origins |= {o: origins[i] for i, o in passed if not isinstance(i, Literal) and i in origins}
         for inner in jaxprs_in_params(equation.params):  # a call may return or name a value
-            given = equation.invars[1:] if kind == "cond" else equation.invars  # a branch does not receive the index
-            if len(inner.invars) == len(given) and len(inner.outvars) == len(equation.outvars):
-                origins |= _origins_of_call(equation, inner, given, origins)
+            operands = equation.invars[1:] if kind == "cond" else equation.invars  # a branch does not receive the index
+            if len(inner.invars) == len(operands) and len(inner.outvars) == len(equation.outvars):
+                origins |= _origins_of_call(equation, inner, operands, origins)
     return origins
 
 
 def _origins_of_call(
-    equation: Any, inner: Any, given: Sequence[Any], origins: Mapping[Any, tuple[Any, str]]
+    equation: Any, inner: Any, operands: Sequence[Any], origins: Mapping[Any, tuple[Any, str]]
 ) -> dict[Any, tuple[Any, str]]:
     """Return the origins of the results of a call, a branch or a loop.
 
@@ -165,12 +165,12 @@ def _origins_of_call(
     Args:
         equation: the call.
         inner: the jaxpr that it calls.
-        given: operands of the equation that become the inputs of the jaxpr.
+        operands: operands of the equation that become the inputs of the jaxpr.
         origins: origins of the variables outside the call.
     """
     kind = equation.primitive.name
     params = equation.params
-    inputs = list(zip(inner.invars, given, strict=True))
+    inputs = list(zip(inner.invars, operands, strict=True))
     first = 0
     stacked = len(equation.outvars)
     if kind == "scan":  # from these indices on, inputs are slices and results are stacked
@@ -178,17 +178,17 @@ def _origins_of_call(
         constants = params["num_consts"]
         first = constants + stacked
         inputs = inputs[:constants] + inputs[first:]  # a carry equals its operand only in the first iteration
-    within = _origins(inner, {i: origins[o] for i, o in inputs if not isinstance(o, Literal) and o in origins})
-    outside = {within[i][0] for i in inner.invars[first:] if i in within}
-    found = {}
+    inner_origins = _origins(inner, {i: origins[o] for i, o in inputs if not isinstance(o, Literal) and o in origins})
+    outside = {inner_origins[i][0] for i in inner.invars[first:] if i in inner_origins}
+    result = {}
     own = {}
-    for place, (o, i) in enumerate(zip(equation.outvars, inner.outvars, strict=True)):
-        if isinstance(i, Literal) or i not in within:
+    for index, (o, i) in enumerate(zip(equation.outvars, inner.outvars, strict=True)):
+        if isinstance(i, Literal) or i not in inner_origins:
             continue
-        variable, name = within[i]
-        is_new = place >= stacked or kind == "cond"
-        found[o] = own.setdefault(variable, (o, name)) if is_new and variable not in outside else within[i]
-    return found
+        variable, name = inner_origins[i]
+        is_new = index >= stacked or kind == "cond"
+        result[o] = own.setdefault(variable, (o, name)) if is_new and variable not in outside else inner_origins[i]
+    return result
 
 
 # Manual saving of named values, for callers that split forward and backward themselves.
@@ -198,6 +198,7 @@ _LISTENER: ContextVar[Callable[[Array, str], Array] | None] = ContextVar("listen
 
 @contextlib.contextmanager
 def _listening(listener: Callable[[Array, str], Array]) -> Iterator[None]:
+    """Return a context in which name_value passes every value through ``listener``."""
     before = _LISTENER.set(listener)
     try:
         yield
@@ -254,6 +255,7 @@ def _substitute(computed: Array, saved: Array) -> Array:
 
 @_substitute.defjvp
 def _substitute_derivative(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Return the saved value, and the tangent of the recomputed one."""
     return primals[1], tangents[0]
 
 
@@ -261,7 +263,7 @@ class VaryingLeaf(NamedTuple):
     """A result that depends on a varying argument."""
 
     like: jax.ShapeDtypeStruct
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     """Indices of the results that are equal to it."""
 
 
@@ -281,13 +283,13 @@ def varying_leaves(function: Callable[..., Sequence[Any]], args: Any, varies: An
     for equation in traced.eqns:
         if any(not isinstance(v, Literal) and v in varying for v in equation.invars):
             varying.update(equation.outvars)
-    places: dict[Any, list[int]] = {}
-    for place, variable in enumerate(traced.outvars):
+    indices: dict[Any, list[int]] = {}
+    for index, variable in enumerate(traced.outvars):
         if not isinstance(variable, Literal) and variable in varying:
-            places.setdefault(variable, []).append(place)
+            indices.setdefault(variable, []).append(index)
     return [
         VaryingLeaf(jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype), tuple(equal))
-        for variable, equal in places.items()
+        for variable, equal in indices.items()
     ]
 
 
@@ -299,14 +301,14 @@ def with_leaves(pull_back: Any, leaves: Sequence[VaryingLeaf], values: Sequence[
         leaves: its varying leaves, by varying_leaves.
         values: their new values, in the same order.
     """
-    found, structure = jax.tree.flatten(pull_back)
+    result, structure = jax.tree.flatten(pull_back)
     for leaf, value in zip(leaves, values, strict=True):
-        for place in leaf.places:
-            found[place] = value
-    return jax.tree.unflatten(structure, found)
+        for index in leaf.indices:
+            result[index] = value
+    return jax.tree.unflatten(structure, result)
 
 
-def places_read(function: Callable[..., Any], *args: Any) -> list[bool]:
+def arguments_read(function: Callable[..., Any], *args: Any) -> list[bool]:
     """Return, for each array of args, True if a result of ``function(*args)`` depends on it."""
     program = jax.make_jaxpr(function)(*args).jaxpr
     read = {v for v in program.outvars if not isinstance(v, Literal)}

@@ -42,7 +42,7 @@ from diptych.plans.training import (
     learning_rate,
     microbatches,
 )
-from jax_impl.groups import on_first_rank, said_on_all_ranks
+from jax_impl.groups import gather_texts, on_first_rank
 from jax_impl.offload import Layers, OffloadedStep
 from jax_impl.pipeline import OffloadedPipeline, PipelineStep, make_pipeline_step
 from jax_impl.saving import export_arrays, export_parameters, import_arrays, import_parameters
@@ -78,17 +78,19 @@ class Trainer:
         self.steps_taken = 0
         self._replicas = 1 if mesh is None else mesh.shape.get("dp", 1)
         check_trainable(config, train_config, self._replicas)
-        check_settings_on_all_ranks(self._settings(), said_on_all_ranks)
-        whole = GPTModel(undivided(config) if config.model_parallel_size > 1 else config)
-        self._graph, params = nnx.split(whole, nnx.Param)
+        check_settings_on_all_ranks(self._settings(), gather_texts)
+        undivided_model = GPTModel(undivided(config) if config.model_parallel_size > 1 else config)
+        self._graph, params = nnx.split(undivided_model, nnx.Param)
         count = microbatches(train_config, self._replicas)[1]
         self._pipeline: PipelineStep | None = None
         self._forwards: PipelineStep | None = None
         if config.model_parallel_size > 1 or mesh is not None:
             one_axis = (mesh is None or len(mesh.axis_names) == 1) and config.context_parallel_size == 1
             backend = "pmap" if one_axis and not config.enable_tensor_offload else "shard_map"
-            self._pipeline = make_pipeline_step(whole, config, mesh, backend)
-            self._forwards = make_pipeline_step(whole, config, mesh, backend, training=False, forward_only=True)
+            self._pipeline = make_pipeline_step(undivided_model, config, mesh, backend)
+            self._forwards = make_pipeline_step(
+                undivided_model, config, mesh, backend, training=False, forward_only=True
+            )
         self._optimizer = optax.chain(
             optax.scale_by_adam(train_config.adam_beta1, train_config.adam_beta2, train_config.adam_eps),
             optax.add_decayed_weights(train_config.weight_decay, mask=self._decays),
@@ -246,7 +248,7 @@ class Trainer:
             CheckpointError: the checkpoint is damaged or has other settings, which the message names; or processes
                 found different checkpoints.
         """
-        checkpoint = read_on_all_ranks(path, self._settings(), said_on_all_ranks)
+        checkpoint = read_on_all_ranks(path, self._settings(), gather_texts)
         params, self._optimizer_state = import_arrays(
             self._joined(self._params), self._moments(self._joined), checkpoint.arrays, checkpoint.step
         )
@@ -256,6 +258,7 @@ class Trainer:
         return checkpoint.step
 
     def _settings(self) -> dict[str, Any]:
+        """Return the settings that a checkpoint records and that all processes must share."""
         return run_settings(self.config, self.train_config, self.corpus)
 
     def _accumulate_gradients(self, params: nnx.State, batch: Batch, step: Array) -> tuple[Array, nnx.State, Layers]:
@@ -288,6 +291,7 @@ class Trainer:
         training: bool = True,
         first: int | Array = 0,
     ) -> Array:
+        """Return the mean loss of a batch; ``first`` is the number of its first sequence within the global batch."""
         model = nnx.merge(self._graph, params)
         tokens, targets, starts = jax.tree.map(jnp.asarray, batch)
         samples = first + jnp.arange(len(tokens))
@@ -296,6 +300,7 @@ class Trainer:
     def _update_step(
         self, params: nnx.State, optimizer_state: optax.OptState, batch: Batch, step: Array, rate: Array
     ) -> tuple[nnx.State, optax.OptState, Array, Array]:
+        """Return new parameters, new optimizer state, the loss, and the norm of the gradients before clipping."""
         loss, gradients, resident = self._accumulate_gradients(params, batch, step)
         params, optimizer_state, norm = self._apply_gradients(params, optimizer_state, loss, gradients, rate, resident)
         return params, optimizer_state, loss, norm
@@ -309,6 +314,11 @@ class Trainer:
         rate: Array,
         resident: Layers | None = None,
     ) -> tuple[Parameters, optax.OptState, Array]:
+        """Clip the gradients and update the parameters, unless loss or norm is not finite.
+
+        Returns:
+            New parameters, new optimizer state, and the norm of the gradients before clipping.
+        """
         norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradients)))
         if self.train_config.clip_grad > 0.0:
             scale = jnp.minimum(1.0, self.train_config.clip_grad / (norm + CLIP_EPSILON))

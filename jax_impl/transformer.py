@@ -1,8 +1,8 @@
 """The GPT model, or one pipeline stage of it: embedding, layers of (mixer, MLP), final norm, output head.
 
-Layers pass on ``hidden_states`` [B, T, D], or the residual streams [B, T, S, D] with hyper-connections. The layer
-pattern of the configuration gives each layer its mixer and settings, so layers can differ. Names of modules are the
-canonical names of parameters. Layers are keyed by their global number.
+Layers receive and return ``hidden_states`` [B, T, D], or the residual streams [B, T, S, D] with hyper-connections. The
+layer pattern of the configuration gives each layer its mixer and settings, so layers can differ. Names of modules are
+the canonical names of parameters. Layers are keyed by their global number.
 
 Reference: Vaswani et al., arXiv 1706.03762, in its pre-norm, rotary, gated form (Touvron et al., arXiv 2302.13971).
 """
@@ -18,14 +18,14 @@ from diptych.plans.model.parameters import attention_specs, embedding_spec, mlp_
 from diptych.plans.model.philox import attention_site, mlp_site
 from diptych.plans.model.sampling import check_inputs
 from diptych.plans.schedule.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
-from jax_impl.cache import AttentionState, DecodingCache, known_length, remembered_attention
+from jax_impl.cache import AttentionState, DecodingCache, cached_attention, cached_length
 from jax_impl.context_parallel import cp_attention
-from jax_impl.documents import both_masks, pack_documents
+from jax_impl.documents import combine_masks, pack_documents
 from jax_impl.forward_context import ForwardContext
 from jax_impl.hyper_connections import DeferredMix, HyperConnectionModule
 from jax_impl.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from jax_impl.modules import Linear, RMSNorm
-from jax_impl.offload import fetched, offloads_layers, run_offloaded
+from jax_impl.offload import copy_to_device, offloads_layers, run_offloaded
 from jax_impl.ops import (
     DropoutState,
     add_bias,
@@ -84,11 +84,13 @@ class SelfAttention(nnx.Module):
             v = name_value(v, "v")
             attended = name_value(cp_attention(q, k, v, context.sequences, self.config.use_flash_attn), "core_attn")
         elif context.cache is None:
-            attended = name_value(attend(q, k, v, both_masks(context.attention_mask, context.sequences)), "core_attn")
+            attended = name_value(
+                attend(q, k, v, combine_masks(context.attention_mask, context.sequences)), "core_attn"
+            )
         else:
             past = context.cache.layers[self.layer_number]
             assert isinstance(past, AttentionState), "the cache was made for another layer pattern"
-            attended, state = remembered_attention(q, k, v, past, context.cache.length)
+            attended, state = cached_attention(q, k, v, past, context.cache.length)
             context.cache.layers[self.layer_number] = state
         return self.linear_proj(attended.reshape(batch, length, -1))
 
@@ -253,7 +255,7 @@ class TransformerBlock(nnx.Module):
         if context.cache is not None:  # nothing is saved for backward
             for number in sorted(map(int, self.layers)):
                 layer = self.layers[str(number)]
-                layer = fetched(layer) if offloads_layers(self.config) else layer
+                layer = copy_to_device(layer) if offloads_layers(self.config) else layer
                 hidden_states = layer(hidden_states, context)
         elif offloads_layers(self.config):
             hidden_states = self._run_offloaded(hidden_states, context)
@@ -365,7 +367,7 @@ class GPTModel(nnx.Module):
         """
         batch, length = inputs.shape[:2]
         masks = {"attention_mask": attention_mask, "document_starts": document_starts}
-        cached = known_length(cache), None if cache is None else cache.batch
+        cached = cached_length(cache), None if cache is None else cache.batch
         check_inputs(self.config.seq_length, (batch, length), *cached, cp_context, positions, **masks)
         if positions is None:
             positions = jnp.add(jnp.arange(length), 0 if cache is None else cache.length)

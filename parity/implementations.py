@@ -155,7 +155,7 @@ def _named_errors(label: str, function: Any, call: CallInputs) -> Iterator[None]
         if "argument" not in str(error):
             raise
         raise ValueError(
-            f"{label} function {_name(function)}: expected to accept the inputs {', '.join(call.arrays)}, got: {error}; "
+            f"{label} function {_name(function)}: expected to accept inputs {', '.join(call.arrays)}, got: {error}; "
             "pass inputs as a list to give them by position, or wrap the function"
         ) from error
 

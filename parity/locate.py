@@ -318,9 +318,10 @@ class _Search:
     def _jax_submodule(self, path: str) -> Any:
         model: Any = self.pair.jax.function
         if isinstance(model, nnx.Module):
+            found: Any = model
             for part in filter(None, path.split(".")):
-                model = model[int(part)] if part.isdigit() else getattr(model, part)
-            return model
+                found = found[int(part)] if part.isdigit() else getattr(found, part)
+            return found
         variables = {}
         for collection, tree in model[1].items():
             for part in filter(None, path.split(".")):

@@ -31,6 +31,9 @@ def causal_attention(
 
     Returns:
         [B, T, H, d]
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
     """
     _check_attention(q, k, v, attention_mask)
     batch, length, heads, width = q.shape
@@ -60,8 +63,9 @@ def causal_attention(
 
 
 def _check_attention(q: Any, k: Any, v: Any, mask: Any) -> None:
-    given = operand("q", q), operand("k", k), operand("v", v), given_operand("attention_mask", mask)
-    operations.check_attention(*given, name="attention_mask")
+    """Check the arguments of an attention function; see diptych.plans.model.operations.check_attention."""
+    operands = operand("q", q), operand("k", k), operand("v", v), given_operand("attention_mask", mask)
+    operations.check_attention(*operands, name="attention_mask")
 
 
 def fused_attention(
@@ -110,8 +114,8 @@ def masked_attention(
     Returns:
         [B, T, H, d]
     """
-    given = operand("q", q), operand("k", k), operand("v", v), operand("allowed", allowed)
-    operations.check_attention(*given, name="allowed", keys=True)
+    operands = operand("q", q), operand("k", k), operand("v", v), operand("allowed", allowed)
+    operations.check_attention(*operands, name="allowed", keys=True)
     if fused:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         attended = F.scaled_dot_product_attention(q, k, v, allowed[None, None], enable_gqa=q.shape[1] != k.shape[1])

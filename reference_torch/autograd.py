@@ -20,7 +20,7 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"{type(ctx).__name__}: expected to be differentiated once, got create_graph=True; leave it out, or "
-                "take a function of PyTorch's own operations, as recurrent_kda and recurrent_gated_delta_rule are"
+                "use a function of PyTorch's own operations, such as recurrent_kda or recurrent_gated_delta_rule"
             )
         device = next((gradient.device.type for gradient in gradients if gradient is not None), "cpu")
         with without_autocast(device):
@@ -63,14 +63,14 @@ def refuse_transformed(name: str, remedy: str, *tensors: Any) -> None:
     Raises:
         NotImplementedError: torch.func transforms an argument, or it has a tangent of forward-mode differentiation.
     """
-    given = [x for x in tensors if isinstance(x, torch.Tensor)]
+    plain_tensors = [x for x in tensors if isinstance(x, torch.Tensor)]
     has_tangent = torch.autograd.forward_ad._current_level >= 0 and any(
-        torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in given
+        torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in plain_tensors
     )
-    if has_tangent or is_transformed(*given):
+    if has_tangent or is_transformed(*plain_tensors):
         raise NotImplementedError(
-            f"{name}: expected tensors that no transformation of torch.func (vmap, grad, jvp, ...) and no forward-mode "
-            f"differentiation is applied to, got one; {remedy}"
+            f"{name}: expected tensors without transformations of torch.func (vmap, grad, jvp, ...) and without "
+            f"tangents of forward-mode differentiation, got a transformed one; {remedy}"
         )
 
 

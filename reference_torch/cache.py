@@ -70,7 +70,7 @@ def empty_cache(config: TransformerConfig, batch: int, device: torch.device | st
     return DecodingCache(batch, 0, layers)
 
 
-def remembered_attention(
+def cached_attention(
     q: Float[Tensor, "b t h d"],
     k: Float[Tensor, "b t g d"],
     v: Float[Tensor, "b t g d"],
@@ -90,14 +90,14 @@ def remembered_attention(
         The output [B, T, H, d], and past with the next tokens.
     """
     length = q.shape[1]
-    for all_, new in zip(past, (k, v), strict=True):
-        all_[:, read : read + length] = new
+    for buffer, new in zip(past, (k, v), strict=True):
+        buffer[:, read : read + length] = new
     end = read + length
     allowed = torch.arange(end, device=q.device) <= torch.arange(read, end, device=q.device)[:, None]
     return masked_attention(q, past.k[:, :end], past.v[:, :end], allowed), past
 
 
-def with_tail(x: Float[Tensor, "b t c"], past: DeltaRuleState) -> tuple[Float[Tensor, "b s c"], Tensor]:
+def prepend_tail(x: Float[Tensor, "b t c"], past: DeltaRuleState) -> tuple[Float[Tensor, "b s c"], Tensor]:
     """Prepend the cached inputs of a short convolution to its inputs at the next tokens.
 
     Args:
@@ -112,6 +112,6 @@ def with_tail(x: Float[Tensor, "b t c"], past: DeltaRuleState) -> tuple[Float[Te
     return joined, joined[:, joined.shape[1] - past.tail.shape[1] :]
 
 
-def known_length(cache: DecodingCache | None) -> int | None:
+def cached_length(cache: DecodingCache | None) -> int | None:
     """Return the number of tokens read, or None if there is no cache."""
     return None if cache is None else cache.length

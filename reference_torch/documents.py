@@ -52,7 +52,7 @@ def pack_documents(document_starts: Tensor | None, inputs: Tensor, masked: bool)
     return PackedDocuments(tokens - own, cu_seqlens, tokens >= own[..., None] if masked else None)
 
 
-def both_masks(
+def combine_masks(
     attention_mask: Bool[Tensor, "b t t"] | None, documents: PackedDocuments | None
 ) -> Bool[Tensor, "b t t"] | None:
     """Return the mask [B, T, T] that allows what both attention_mask and the documents allow; None allows all."""

@@ -23,7 +23,7 @@ class ForwardContext(NamedTuple):
     """See ops.causal_attention. [B, T, T]"""
     sequences: PackedDocuments | FLACPContext | None = None
     """The documents in each sequence, or the context-parallel context of this rank. None: each sequence is one document
-    and is whole on this rank."""
+    and is complete on this rank."""
     cache: DecodingCache | None = None
     """State of the tokens before, changed in place; None: there are none."""
     recompute: BlockRecomputation = SAVE_ALL

@@ -57,7 +57,7 @@ class ProcessGroups(NamedTuple):
         return 1 if self.cp is None else self.cp.size()
 
     @property
-    def alike(self) -> ProcessGroup | None:
+    def with_same_stages(self) -> ProcessGroup | None:
         """Ranks with the same stages, over which gradients are summed."""
         return self.dp if self.cp is None else self.dp_cp
 
@@ -102,8 +102,8 @@ def axis_size(mesh: DeviceMesh | None, name: str) -> int:
 
 def _own_group(groups: list[list[int]]) -> ProcessGroup | None:
     """Create several groups on every rank and return the one that contains this rank, or None."""
-    made = [dist.new_group(ranks) for ranks in groups]
-    own = [group for ranks, group in zip(groups, made, strict=True) if dist.get_rank() in ranks]
+    created = [dist.new_group(ranks) for ranks in groups]
+    own = [group for ranks, group in zip(groups, created, strict=True) if dist.get_rank() in ranks]
     return cast("ProcessGroup", own[0]) if own else None
 
 
@@ -125,7 +125,7 @@ def check_world_size(config: TransformerConfig, size: int) -> None:
     n = config.model_parallel_size
     if size % n:
         raise ValueError(
-            f"{replica_settings(config)}: expected a divisor of the {size} processes there are, got {n}; start a "
+            f"{replica_settings(config)}: expected a divisor of the number of processes, {size}, got {n}; start a "
             f"multiple of {n} (diptych train --nproc {n}, or torchrun --nproc-per-node {n})"
         )
 
@@ -167,7 +167,7 @@ def wait_for(work: dist.Work | None, what: str, timeout: float) -> None:
         raise PipelineError(
             f"rank {dist.get_rank()}: expected {what} within pipeline_timeout={timeout:g} s, and it did not come "
             f"({str(error).splitlines()[0]}); look at what the other ranks say, or raise pipeline_timeout "
-            "(of a cp_context of one's own, its field timeout)"
+            "(for a cp_context that you built, its field timeout)"
         ) from None
 
 
@@ -186,7 +186,7 @@ def gather(mapping: dict[str, Any], group: ProcessGroup | None) -> dict[str, Any
     return {name: value for part in reversed(parts) for name, value in part.items()}
 
 
-def said_on_all_ranks(text: str, groups: ProcessGroups) -> list[str]:
+def gather_texts(text: str, groups: ProcessGroups) -> list[str]:
     """Return the texts of all processes, in order of their ranks, on every process.
 
     Args:
@@ -195,10 +195,10 @@ def said_on_all_ranks(text: str, groups: ProcessGroups) -> list[str]:
     """
     if groups == ProcessGroups():
         return [text]
-    said: list[Any] = [None] * world_size()
+    texts: list[Any] = [None] * world_size()
     with _named("what every rank has found"):
-        dist.all_gather_object(said, text)
-    return said
+        dist.all_gather_object(texts, text)
+    return texts
 
 
 def on_first_rank(write: Callable[[], Result], groups: ProcessGroups) -> Result:

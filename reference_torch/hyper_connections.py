@@ -65,6 +65,8 @@ def sinkhorn(
 
 
 class _Sinkhorn(torch.autograd.Function):
+    """Sinkhorn on logits [S, S, ...], which saves only the logits; backward recomputes the iterates."""
+
     generate_vmap_rule = True
 
     @staticmethod
@@ -130,6 +132,9 @@ def compute_mappings(
         h_pre [B, T, S] in (0, 1), h_post [B, T, S] in (0, 2), h_res [B, T, S, S] doubly stochastic; float32, or
         float64 for float64 streams.
 
+    Raises:
+        ValueError: an argument has a wrong shape, type or value.
+
     Reference: mHC, eqs. 5-8. Here the division by rms comes after the projection.
     """
     operations.check_iterations(iterations, last)
@@ -169,6 +174,12 @@ def aggregate(x: Float[Tensor, "b t s d"], h_pre: Float[Tensor, "b t s"], impl: 
         h_pre: weights of the streams. [B, T, S]
         impl: see diptych.plans.model.implementation.
 
+    Returns:
+        The weighted sum in the type of x. [B, T, D]
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
+
     Reference: mHC, eq. 3.
     """
     operations.check_aggregate(operand("x", x), operand("h_pre", h_pre))
@@ -190,6 +201,12 @@ def apply_h_res(
         residual: residual streams. [B, T, S, D]
         impl: see diptych.plans.model.implementation.
 
+    Returns:
+        The mixed streams in the type of residual. [B, T, S, D]
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
+
     Reference: mHC, eq. 3.
     """
     operations.check_mix(operand("h_res", h_res), operand("residual", residual))
@@ -210,6 +227,12 @@ def apply_h_post(
         bias: bias of the sublayer, [D], or None.
         h_post: weights of the streams. [B, T, S]
         impl: see diptych.plans.model.implementation.
+
+    Returns:
+        The expanded output in the type of x. [B, T, S, D]
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
 
     Reference: mHC, eq. 3.
     """
@@ -245,6 +268,12 @@ def write_streams(
         state: dropout state of the batch; None: no dropout.
         site: see ops.dropout.
         impl: see diptych.plans.model.implementation.
+
+    Returns:
+        The next residual streams in the type of residual. [B, T, S, D]
+
+    Raises:
+        ValueError: an argument has a wrong shape, type or value.
 
     Reference: mHC, eq. 3. Dropout on the expanded output is an addition of this project.
     """
@@ -335,6 +364,7 @@ class HyperConnectionModule(nn.Module):
         return aggregated, DeferredMix(h_res, hidden_states), h_post
 
     def _aggregate_mappings(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return aggregated [B, T, D], h_res [B, T, S, S] and h_post [B, T, S] of the streams x [B, T, S, D]."""
         h_pre, h_post, h_res = self.compute_mappings(x)
         return self.aggregate(x, h_pre), h_res, h_post
 

@@ -56,9 +56,9 @@ def philox_4x32(key: tuple[int, int], counter: tuple) -> tuple[Tensor, Tensor, T
 
     Reference: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
-    for place, word in enumerate((*key, *counter)):
+    for index, word in enumerate((*key, *counter)):
         if not isinstance(word, Tensor):
-            operations.check_word(f"key[{place}]" if place < 2 else f"counter[{place - 2}]", word)
+            operations.check_word(f"key[{index}]" if index < 2 else f"counter[{index - 2}]", word)
     return _philox_rounds(key, tuple(torch.as_tensor(word, dtype=torch.int64) & MASK_32 for word in counter))
 
 
@@ -185,6 +185,7 @@ def _versions(arguments: tuple[Any, ...]) -> list[int]:
 
 
 def _dropped(x: Tensor, row_low: Tensor, row_high: Tensor, rate: float, *words: int) -> Tensor:
+    """Zero the elements of x whose random word is below the threshold, and scale the others."""
     width = math.prod(x.shape[2:])
     threshold = dropout_threshold(rate)
     keep = torch.empty(row_low.numel(), width + -width % 4, dtype=torch.bool, device=row_low.device)
@@ -216,7 +217,15 @@ def _random_tiles(
 
 
 def add_bias(x: Float[Tensor, "*b o"], bias: Float[Tensor, " o"] | None) -> Float[Tensor, "*b o"]:
-    """Return ``x + bias`` in the type of x, or x itself if bias is None."""
+    """Return ``x + bias`` in the type of x, or x itself if bias is None.
+
+    Args:
+        x: input. [..., O]
+        bias: bias; None: 0. [O]
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
+    """
     operations.check_bias(operand("x", x), given_operand("bias", bias))
     return x if bias is None else x + bias.to(x.dtype)
 
@@ -224,7 +233,19 @@ def add_bias(x: Float[Tensor, "*b o"], bias: Float[Tensor, " o"] | None) -> Floa
 def linear(
     x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"], bias: Float[Tensor, " o"] | None = None
 ) -> Float[Tensor, "*b o"]:
-    """Return ``x @ weight.T + bias``, in the type of x."""
+    """Return ``x @ weight.T + bias``, in the type of x.
+
+    Args:
+        x: input. [..., I]
+        weight: weight. [O, I]
+        bias: bias; None: 0. [O]
+
+    Returns:
+        [..., O]
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
+    """
     operations.check_linear(operand("x", x), operand("weight", weight), given_operand("bias", bias))
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
@@ -232,6 +253,17 @@ def linear(
 @as_one_operation
 def rms_norm(x: Float[Tensor, "*b d"], weight: Float[Tensor, " d"], epsilon: float) -> Float[Tensor, "*b d"]:
     """Return ``x / sqrt(mean(x**2) + epsilon) * weight``, with the mean over the last axis.
+
+    Args:
+        x: input. [..., D]
+        weight: gain. [D]
+        epsilon: added to the mean square; > 0.
+
+    Returns:
+        The normalised input, computed in at least float32, in the type of x. [..., D]
+
+    Raises:
+        ValueError: an argument has a wrong shape, type or value.
 
     Reference: Zhang and Sennrich, arXiv 1910.07467, eq. 4. Here epsilon is added under the root.
     """
@@ -249,6 +281,12 @@ def short_convolution(
         x: input. [B, T, C]
         weight: coefficients of each channel; the last is that of the token itself. [C, W]
         before: number of tokens before each token in its sequence. [T] or [B, T] integer
+
+    Returns:
+        The convolved channels in the type of x. [B, T, C]
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
     """
     operations.check_convolution(operand("x", x), operand("weight", weight), operand("before", before))
     weight = weight.to(x.dtype)
@@ -258,6 +296,7 @@ def short_convolution(
 
 
 def _convolved(x: Tensor, weight: Tensor, before: Tensor) -> Tensor:
+    """Compute the convolution and SiLU of short_convolution by shifted copies of x."""
     mixed = x * weight[:, -1]
     for back in range(1, min(weight.shape[1], x.shape[1])):
         earlier = F.pad(x[:, :-back], (0, 0, back, 0))
@@ -293,6 +332,12 @@ def rotary_embedding(
         x: queries or keys; d is even. [B, T, H, d]
         positions: positions of the tokens within their sequence. [T] integer
         base: base of the wavelengths.
+
+    Returns:
+        The rotated queries or keys in the type of x. [B, T, H, d]
+
+    Raises:
+        ValueError: an argument has a wrong shape, type or value.
 
     Reference: Su et al., arXiv 2104.09864, eq. 15. Here the channels of a pair are d/2 apart (GPT-NeoX order).
     """
@@ -330,8 +375,14 @@ def gelu(x: Float[Tensor, "*b f"], impl: str = "auto") -> Float[Tensor, "*b f"]:
     """Return ``x * Phi(x)``, with the exact normal distribution function Phi.
 
     Args:
-        x: [..., F]
+        x: input. [..., F]
         impl: see diptych.plans.model.implementation.
+
+    Returns:
+        [..., F]
+
+    Raises:
+        ValueError: x has a wrong type, or impl is unknown.
 
     Reference: Hendrycks and Gimpel, arXiv 1606.08415.
     """
@@ -351,6 +402,9 @@ def swiglu(x: Float[Tensor, "*b f2"], impl: str = "auto") -> Float[Tensor, "*b f
 
     Returns:
         [..., F]
+
+    Raises:
+        ValueError: x has an odd width or a wrong type, or impl is unknown.
 
     Reference: Shazeer, arXiv 2002.05202, eq. 6.
     """

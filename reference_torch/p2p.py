@@ -30,9 +30,19 @@ from reference_torch.pending_sends import PendingSends, cause_of
 
 Shape = tuple[int, ...]
 
-STEPS, MESSAGES, SHAPES = 1 << 5, 1 << 14, 1 << 12
-"""Numbers of values in a tag of 31 bits. Step and message number wrap around only after all pending messages."""
-HEADER_LENGTH, MAX_DIMENSIONS, MAX_TENSORS = 16, 8, 8
+# A tag has 31 bits. Step and message number wrap around only after all pending messages.
+STEPS = 1 << 5
+"""Number of values of the step in a tag."""
+MESSAGES = 1 << 14
+"""Number of values of the message number in a tag."""
+SHAPES = 1 << 12
+"""Number of values of the checksum of name and shape in a tag."""
+HEADER_LENGTH = 16
+"""Elements of a header."""
+MAX_DIMENSIONS = 8
+"""Largest number of dimensions that a header can describe."""
+MAX_TENSORS = 8
+"""Largest number of tensors in a message."""
 
 
 class P2PCommunicator:
@@ -52,7 +62,7 @@ class P2PCommunicator:
         self.size = pp_group.size()
         self.step = -1
         self._ordered = dist.get_backend(pp_group) == "nccl"
-        self._announces = config.variable_seq_lengths or self._ordered
+        self._sends_headers = config.variable_seq_lengths or self._ordered
         self._numbers: dict[tuple[int, Action], int] = {}
         self._counted: dict[tuple[str, str], int] = {}
         self._posted: dict[Message, list[_Receive]] = {}
@@ -165,6 +175,7 @@ class P2PCommunicator:
         return None if is_first_stage else self._exchange("B", input_tensor_grads, "F", tensor_shapes)
 
     def _receive_next(self, kind: str, shapes: Sequence[Shape]) -> list[Tensor]:
+        """Receive the next message of a kind, F for activations or B for gradients."""
         message = self._next_message("RECV", kind)
         self.post_receive(message, shapes)
         return self.receive(message)
@@ -174,50 +185,55 @@ class P2PCommunicator:
         message = self._next_message("RECV", received)
         self._expect_all(message, shapes)
         self._send_all(self._next_message("SEND", sent), tensors)
-        arrived = self.receive(message)
+        tensors_received = self.receive(message)
         if not self.config.overlap_p2p_comm:
             self._senders.wait()
-        return arrived
+        return tensors_received
 
     def _next_message(self, direction: str, kind: str) -> Message:
+        """Return the next message of a direction and kind, counted per step, and assign its number."""
         number = self._counted.get((direction, kind), 0)
         self._counted[direction, kind] = number + 1
-        onward = (kind == "F") == (direction == "SEND")
+        is_to_next = (kind == "F") == (direction == "SEND")
         stage = self.rank if direction == "SEND" else self.rank + (1 if kind == "B" else -1)
         action = Action("F" if kind == "F" else "B", stage, number)
-        message = Message("SEND" if direction == "SEND" else "RECV", action, self.rank + (1 if onward else -1))
+        message = Message("SEND" if direction == "SEND" else "RECV", action, self.rank + (1 if is_to_next else -1))
         self._numbers[message.peer, action] = 2 * number + (kind == "B")
         return message
 
     def _expect_all(self, message: Message, shapes: Sequence[Shape]) -> None:
-        self._posted[message] = [self._expect(message, place, shape) for place, shape in enumerate(shapes)]
+        """Post the receives of all tensors of a message."""
+        self._posted[message] = [self._expect(message, index, shape) for index, shape in enumerate(shapes)]
 
-    def _expect(self, message: Message, place: int, shape: Shape) -> "_Receive":
+    def _expect(self, message: Message, index: int, shape: Shape) -> "_Receive":
+        """Post the receives of one tensor: its header if headers are sent, and its content if the shape is known."""
         dtype = getattr(torch, self.config.compute_dtype)
         header = content = None
-        if self._announces and not (self._ordered and self.config.variable_seq_lengths):
+        if self._sends_headers and not (self._ordered and self.config.variable_seq_lengths):
             # With NCCL, messages arrive in order, and the size of the previous content may not be known yet.
-            header = self._expect_header(message, place)
+            header = self._expect_header(message, index)
         if not self.config.variable_seq_lengths:
             buffer = torch.empty(shape, dtype=dtype, device=self.device)
-            content = self._post_one(message, place, buffer, shape), buffer
+            content = self._post_one(message, index, buffer, shape), buffer
         return _Receive(header, content, shape)
 
-    def _expect_header(self, message: Message, place: int) -> tuple[dist.Work, Tensor]:
+    def _expect_header(self, message: Message, index: int) -> tuple[dist.Work, Tensor]:
+        """Post the receive of the header of one tensor."""
         buffer = torch.empty(HEADER_LENGTH, dtype=torch.int64, device=self.device)
-        return self._post_one(message, place, buffer, "header"), buffer
+        return self._post_one(message, index, buffer, "header"), buffer
 
     def _complete(self, message: Message, receives: "list[_Receive] | None" = None) -> list[Tensor]:
         """Wait for the tensors of a message; without ``receives``, the message stays posted."""
         tensors = []
-        for place, receive in enumerate(self._posted[message] if receives is None else receives):
-            tensors.append(self._finish(message, place, receive))
+        for index, receive in enumerate(self._posted[message] if receives is None else receives):
+            tensors.append(self._finish(message, index, receive))
             receive.content = None, tensors[-1]
         return tensors
 
-    def _finish(self, message: Message, place: int, receive: "_Receive") -> Tensor:
+    def _finish(self, message: Message, index: int, receive: "_Receive") -> Tensor:
+        """Wait for one tensor, check its header, and return it."""
         if receive.content is None and receive.header is None:
-            receive.header = self._expect_header(message, place)
+            receive.header = self._expect_header(message, index)
         if receive.header is not None:
             work, header = receive.header
             self._wait(work, message, receive.shape)
@@ -225,7 +241,7 @@ class P2PCommunicator:
             receive.header = None
             if receive.content is None:
                 buffer = torch.empty(shape, dtype=getattr(torch, self.config.compute_dtype), device=self.device)
-                receive.content = self._post_one(message, place, buffer, shape), buffer
+                receive.content = self._post_one(message, index, buffer, shape), buffer
         assert receive.content is not None, "a receive has no buffer"
         work, buffer = receive.content
         if work is not None:
@@ -233,6 +249,7 @@ class P2PCommunicator:
         return buffer
 
     def _wait(self, work: dist.Work, message: Message, shape: Shape) -> None:
+        """Wait for a receive, or raise a PipelineError that names the message."""
         try:
             work.wait(datetime.timedelta(seconds=self.config.pipeline_timeout))
         except RuntimeError as error:
@@ -242,33 +259,36 @@ class P2PCommunicator:
                 f"look at what rank {message.peer} says, or raise pipeline_timeout"
             ) from None
 
-    def _post_one(self, message: Message, place: int, buffer: Tensor, shape: Shape | str) -> dist.Work:
+    def _post_one(self, message: Message, index: int, buffer: Tensor, shape: Shape | str) -> dist.Work:
+        """Start to receive a header or a content into a buffer."""
         group, peer = self._route(message)
         try:
-            work = dist.irecv(buffer, group=group, group_src=peer, tag=self._tag(message, place, shape))
+            work = dist.irecv(buffer, group=group, group_src=peer, tag=self._tag(message, index, shape))
         except RuntimeError as error:
             raise PipelineError(f"rank {self.rank}, step {self.step}: {message} failed: {cause_of(error)}") from None
         assert work is not None, "this rank is in its own pipeline"
         return work
 
     def _send_all(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """Check the tensors of a message and start to send them."""
         self._senders.check()
         if len(tensors) > MAX_TENSORS:
             raise ValueError(f"tensors: expected at most {MAX_TENSORS} in {message}, got {len(tensors)}")
-        for place, tensor in enumerate(tensors):
+        for index, tensor in enumerate(tensors):
             if tensor.dtype != getattr(torch, self.config.compute_dtype):
                 raise ValueError(
                     f"tensors: expected {self.config.compute_dtype} in {message}, got {tensor.dtype}; stages exchange "
                     "what the model computes in: cast the stage's output"
                 )
             content = tensor.detach().contiguous()
-            if self._announces:
-                self._send_one(message, place, self._header(message, content), "header")
-            self._send_one(message, place, content, tuple(content.shape))
+            if self._sends_headers:
+                self._send_one(message, index, self._header(message, content), "header")
+            self._send_one(message, index, content, tuple(content.shape))
 
-    def _send_one(self, message: Message, place: int, content: Tensor, shape: Shape | str) -> None:
+    def _send_one(self, message: Message, index: int, content: Tensor, shape: Shape | str) -> None:
+        """Start to send a header or a content."""
         group, peer = self._route(message)
-        tag = self._tag(message, place, shape)
+        tag = self._tag(message, index, shape)
         expected = f"rank {self.rank}, step {self.step}: expected {message} to be received"
 
         def post() -> dist.Work | None:
@@ -283,12 +303,14 @@ class P2PCommunicator:
         except RuntimeError as error:
             raise PipelineError(f"rank {self.rank}, step {self.step}: {message} failed: {cause_of(error)}") from None
 
-    def _tag(self, message: Message, place: int, shape: Shape | str) -> int:
-        number = self._numbers[message.peer, message.produced_by] * MAX_TENSORS + place
+    def _tag(self, message: Message, index: int, shape: Shape | str) -> int:
+        """Return the tag of one tensor, computed from the step, the message number, and a checksum of its shape."""
+        number = self._numbers[message.peer, message.produced_by] * MAX_TENSORS + index
         checksum = zlib.crc32(repr((str(message.produced_by), self.config.compute_dtype, shape)).encode())
         return ((self.step % STEPS) * MESSAGES + number % MESSAGES) * SHAPES + checksum % SHAPES
 
     def _header(self, message: Message, content: Tensor) -> Tensor:
+        """Return the header of a tensor: the numbers of its name, its number of dimensions, and its shape."""
         if content.dim() > MAX_DIMENSIONS:
             raise ValueError(f"tensors: expected at most {MAX_DIMENSIONS} dimensions, got shape {tuple(content.shape)}")
         shape = [*content.shape] + [-1] * (MAX_DIMENSIONS - content.dim())
@@ -301,13 +323,14 @@ class P2PCommunicator:
         return [zlib.crc32(b"diptych"), self.step, ord(kind), stage, microbatch, dtype, 0]
 
     def _check_header(self, message: Message, header: Tensor) -> Shape:
+        """Return the shape that a header contains, or raise a PipelineError if it names another message."""
         *name, dimensions = header[:8].tolist()
         if name != self._name(message):
             step, kind, stage, microbatch = name[1:5]
-            came = f"{Action(chr(kind), stage, microbatch)} of step {step}" if 0 < kind < 128 else "something else"  # pyright: ignore[reportArgumentType]
+            received = f"{Action(chr(kind), stage, microbatch)} of step {step}" if 0 < kind < 128 else "something else"  # pyright: ignore[reportArgumentType]
             raise PipelineError(
-                f"rank {self.rank}, step {self.step}: expected {message}, got {came}; a message before it was dropped, "
-                "duplicated, or made with other settings"
+                f"rank {self.rank}, step {self.step}: expected {message}, got {received}; a message before it was "
+                "dropped, duplicated, or made with other settings"
             )
         return tuple(header[8 : 8 + dimensions].tolist())
 
@@ -324,15 +347,15 @@ class P2PCommunicator:
 
         Every process of the job creates the groups of every pipeline in the same order, as new_group requires.
         """
-        own = dist.get_process_group_ranks(self._group)
+        own_ranks = dist.get_process_group_ranks(self._group)
         channels = {}
         pipelines: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(pipelines, own)
+        dist.all_gather_object(pipelines, own_ranks)
         pairs = [(a, (a + step) % self.size) for step in (1, -1) for a in range(self.size)]
         for ranks in sorted({tuple(ranks) for ranks in pipelines}):
             for pair in dict.fromkeys(pairs):
-                group = dist.new_group([ranks[place] for place in pair], group_desc=str(pair))
-                if list(ranks) == own and self.rank in pair:
+                group = dist.new_group([ranks[index] for index in pair], group_desc=str(pair))
+                if list(ranks) == own_ranks and self.rank in pair:
                     channels[pair] = group
         return channels
 

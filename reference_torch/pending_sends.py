@@ -77,6 +77,7 @@ class PendingSends:
             self._thread = None
 
     def _serve(self) -> None:
+        """Wait for the sends of the queue, in order, until it contains None."""
         while (entry := self._queue.get()) is not None:
             work, content, expected, timeout = entry
             try:

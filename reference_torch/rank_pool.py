@@ -17,7 +17,7 @@ import traceback
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-GRACE = 2.0
+GRACE_SECONDS = 2.0
 """Seconds that the other ranks have to answer after the first error."""
 
 
@@ -98,6 +98,7 @@ class RankPool:
             self._folder = None
 
     def _send(self, job: tuple[str, str, tuple], timeout: float | None) -> list[Any]:
+        """Send a job to every rank and return the answers; after an error, end all ranks."""
         try:
             if not self._ranks:
                 self._start()
@@ -110,6 +111,7 @@ class RankPool:
             raise
 
     def _start(self) -> None:
+        """Start all ranks and wait until they have joined the process group."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(self._preload))
         self._folder = tempfile.TemporaryDirectory()
@@ -118,19 +120,20 @@ class RankPool:
         self._collect(self.timeout)
 
     def _collect(self, timeout: float) -> list[Any]:
+        """Return the answers of all ranks, or raise a RankError with the errors of all ranks."""
         answers: dict[int, Any] = {}
         errors: dict[int, str] = {}
-        waiting = {rank.jobs: number for number, rank in enumerate(self._ranks)}
+        pending = {rank.jobs: number for number, rank in enumerate(self._ranks)}
         end = time.monotonic() + timeout
-        while waiting and (ready := wait([*waiting], max(0.0, end - time.monotonic()))):
+        while pending and (ready := wait([*pending], max(0.0, end - time.monotonic()))):
             for connection in ready:
-                number = waiting.pop(connection)  # pyright: ignore[reportArgumentType]
+                number = pending.pop(connection)  # pyright: ignore[reportArgumentType]
                 answered, value = self._ranks[number].answer()
                 (answers if answered else errors)[number] = value
                 if not answered:  # the others may wait for this rank forever
-                    end = min(end, time.monotonic() + GRACE)
-        if errors or waiting:
-            for number in waiting.values():
+                    end = min(end, time.monotonic() + GRACE_SECONDS)
+        if errors or pending:
+            for number in pending.values():
                 errors[number] = f"rank {number}: no answer" + ("" if len(errors) else f" in {timeout:g} s")
             raise RankError("\n".join(errors[number] for number in sorted(errors)))
         return [answers[number] for number in range(self.size)]
@@ -141,11 +144,13 @@ class _Rank:
 
     def __init__(self, context: Any, rank: int, size: int, store: str, timeout: float) -> None:
         self.number = rank
-        self.jobs, theirs = context.Pipe()
+        self.jobs, child_end = context.Pipe()
         watched, self._life = context.Pipe(duplex=False)
-        self.process = context.Process(target=_serve, args=(rank, size, store, theirs, watched, timeout), daemon=True)
+        self.process = context.Process(
+            target=_serve, args=(rank, size, store, child_end, watched, timeout), daemon=True
+        )
         self.process.start()
-        theirs.close()
+        child_end.close()
         watched.close()
 
     def answer(self) -> tuple[bool, Any]:
@@ -153,10 +158,11 @@ class _Rank:
         try:
             return self.jobs.recv()
         except (EOFError, ConnectionResetError):
-            self.process.join(GRACE)
+            self.process.join(GRACE_SECONDS)
             return False, f"rank {self.number}: died with exit code {self.process.exitcode}"
 
     def end(self) -> None:
+        """Kill the process."""
         self.process.kill()
         self.process.join()
         self.process.close()
@@ -201,6 +207,7 @@ def _serve(rank: int, size: int, store: str, jobs: Connection, life: Connection,
 
 
 def _end_with_parent(life: Connection) -> None:
+    """End this process when the pipe to the parent breaks."""
     try:
         life.recv()
     except EOFError:

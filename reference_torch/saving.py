@@ -110,6 +110,7 @@ def load_model(path: Path | str) -> GPTModel:
 
 
 def _named_parameters(model: Model) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of all stages with their canonical names."""
     for part in [model] if isinstance(model, nn.Module) else model:
         yield from part.named_parameters()
 
@@ -131,8 +132,10 @@ def _check_own_memory(model: Model, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _specs(model: Model) -> dict[str, ParameterSpec]:
+    """Return the shapes of all parameters, by canonical name."""
     return {name: ParameterSpec(tuple(parameter.shape)) for name, parameter in _named_parameters(model)}
 
 
 def _array(tensor: Tensor) -> np.ndarray:
+    """Return a copy of a tensor as a numpy array, from the host copy if its layer is offloaded."""
     return host_value(tensor).detach().cpu().numpy().copy()

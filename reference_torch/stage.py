@@ -14,7 +14,7 @@ from diptych.plans.context.exchange import PIPELINED, exchange_options
 from diptych.plans.context.sequences import concatenate_sequences
 from diptych.plans.model.data import Batch
 from reference_torch.context_parallel import build_cp_context
-from reference_torch.context_parallel.wavefront import WHAT, finish
+from reference_torch.context_parallel.wavefront import MESSAGE_KINDS, finish
 from reference_torch.offload import TensorOffloadManager
 from reference_torch.transformer import GPTModel
 
@@ -29,7 +29,7 @@ class Microbatch(NamedTuple):
     """Number of its first sequence within the global batch, for dropout."""
     training: bool
     cp: ProcessGroup | None = None
-    """Ranks that share its sequences; None: this rank has whole sequences."""
+    """Ranks that share its sequences; None: this rank has complete sequences."""
 
 
 class PipelineStage(GPTModel):
@@ -40,9 +40,9 @@ class PipelineStage(GPTModel):
     @property
     def device(self) -> torch.device:
         """Device of its parameters, or of its input if it has no parameters."""
-        place = next(self.parameters(), self.input_tensor)
-        assert place is not None, "a stage without parameters has an input"
-        return place.device
+        tensor = next(self.parameters(), self.input_tensor)
+        assert tensor is not None, "a stage without parameters has an input"
+        return tensor.device
 
     def set_input_tensor(self, input_tensor: Tensor) -> None:
         """Set the input of the next call, from the previous stage."""
@@ -112,48 +112,52 @@ def forward_step(
         model: the stage.
     """
     batch, step, first, training, cp = next(data_iterator)
-    inputs, answers, context = _whole(batch, first, model) if cp is None else _part(batch, first, model, cp)
-    output = model(inputs, answers, step=step, training=training, **context)
+    inputs, targets, context = (
+        _complete_sequences(batch, first, model) if cp is None else _sequence_part(batch, first, model, cp)
+    )
+    output = model(inputs, targets, step=step, training=training, **context)
 
     def reduce(loss: Tensor) -> tuple[Tensor, ...]:
         if model.config.calculate_per_token_loss:
-            return loss * answers.numel(), torch.tensor(answers.numel()), loss
+            return loss * targets.numel(), torch.tensor(targets.numel()), loss
         return loss, loss
 
     return output, reduce
 
 
-def _whole(batch: Batch, first: int, model: PipelineStage) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return tokens, targets and further arguments of the model for whole sequences."""
+def _complete_sequences(batch: Batch, first: int, model: PipelineStage) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Return tokens, targets and further arguments of the model for complete sequences."""
     tokens, targets, starts = batch
-    inputs, answers = (torch.from_numpy(ids).to(model.device) for ids in (tokens, targets))
+    inputs, targets = (torch.from_numpy(ids).to(model.device) for ids in (tokens, targets))
     samples = torch.arange(first, first + len(tokens), device=model.device)
     documents = None if starts is None else torch.from_numpy(starts)  # read on the host
-    return inputs, answers, {"samples": samples, "document_starts": documents}
+    return inputs, targets, {"samples": samples, "document_starts": documents}
 
 
-def _messages_to_keep(config: TransformerConfig) -> tuple[str, ...]:
-    """Return the kinds of messages that backward needs again, because it replays layers or their mixers."""
+def _replayed_kinds(config: TransformerConfig) -> tuple[str, ...]:
+    """Return the kinds of received messages that backward reads again, because it replays layers or their mixers."""
     if not torch.is_grad_enabled():
         return ()
     if config.recompute_granularity == "full":
-        return WHAT
+        return MESSAGE_KINDS
     return ("state", "keys and values") if "core_attn" in config.recompute_modules else ()
 
 
-def _part(batch: Batch, first: int, model: PipelineStage, cp: ProcessGroup) -> tuple[Tensor, Tensor, dict[str, Any]]:
+def _sequence_part(
+    batch: Batch, first: int, model: PipelineStage, cp: ProcessGroup
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Return tokens, targets and further arguments of the model for this rank's part of the sequences."""
     if model.config.cp_exchange == PIPELINED and not torch.is_grad_enabled():
         finish(cp)  # without a backward, this rank could run ahead of all others
     tokens, targets, starts = batch
-    laid = concatenate_sequences(tokens, targets, np.arange(first, first + len(tokens)), starts)
-    cu_seqlens = torch.from_numpy(laid.cu_seqlens)
+    concatenated = concatenate_sequences(tokens, targets, np.arange(first, first + len(tokens)), starts)
+    cu_seqlens = torch.from_numpy(concatenated.cu_seqlens)
     kernel = model.config.linear_conv_kernel_dim
     options = exchange_options(model.config)
     context = build_cp_context(cu_seqlens.to(model.device), cp, kernel, cu_seqlens, **options)
     context = replace(context, timeout=model.config.pipeline_timeout)
-    if context.handing is not None:
-        context.handing.keeps = _messages_to_keep(model.config)
-    parts = (np.array_split(x, context.size, axis=-1)[context.rank] for x in laid[:4])
-    inputs, answers, samples, positions = (torch.from_numpy(x.copy()).to(model.device) for x in parts)
-    return inputs, answers, {"samples": samples, "positions": positions, "cp_context": context}
+    if context.messages is not None:
+        context.messages.replayed_kinds = _replayed_kinds(model.config)
+    parts = (np.array_split(x, context.size, axis=-1)[context.rank] for x in concatenated[:4])
+    inputs, targets, samples, positions = (torch.from_numpy(x.copy()).to(model.device) for x in parts)
+    return inputs, targets, {"samples": samples, "positions": positions, "cp_context": context}

@@ -47,9 +47,9 @@ from reference_torch.groups import (
     ProcessGroups,
     axis_size,
     gather,
+    gather_texts,
     make_groups,
     on_first_rank,
-    said_on_all_ranks,
     sum_over,
 )
 from reference_torch.p2p import P2PCommunicator
@@ -196,7 +196,7 @@ class Trainer:
         with torch.no_grad():
             for index in range(train.eval_iters):
                 batch = self.corpus.validation_batch(index, train.global_batch_size, self.config.seq_length)
-                parts = self._microbatches(lambda size, first, whole=batch: whole.part(first, size), training=False)
+                parts = self._microbatches(lambda size, first, batch=batch: batch.part(first, size), training=False)
                 losses.append(self._run(parts, forward_only=True).item())
         loss = float(np.mean(losses))
         check_finite_validation(loss, self.steps_taken)
@@ -255,9 +255,10 @@ class Trainer:
 
     def _gather_texts(self, text: str) -> list[str]:
         """Return the texts of all processes, in the order of their ranks."""
-        return said_on_all_ranks(text, self._groups)
+        return gather_texts(text, self._groups)
 
     def _settings(self) -> dict[str, Any]:
+        """Return the settings that a checkpoint records and that all processes must share."""
         return run_settings(self.config, self.train_config, self.corpus)
 
     def _accumulate_gradients(self, step: int) -> Tensor:
@@ -306,7 +307,7 @@ class Trainer:
 
     def _sum_over_all(self, value: Tensor, what: str) -> Tensor:
         """Return the sum of a value over all processes; ``what`` names it in error messages."""
-        for group in (self._groups.pp, self._groups.alike):
+        for group in (self._groups.pp, self._groups.with_same_stages):
             value = sum_over(value, group, what, self.config.pipeline_timeout)
         return value
 
@@ -314,8 +315,8 @@ class Trainer:
         """Return the arrays of this rank's parameters; names are canonical, with or without a checkpoint prefix."""
         named = self._named_parameters()
         prefixes = ("", MODEL, FIRST_MOMENT, SECOND_MOMENT)
-        wanted = {prefix + name for name in named for prefix in prefixes}
-        return {name: array for name, array in arrays.items() if name in wanted}
+        own_names = {prefix + name for name in named for prefix in prefixes}
+        return {name: array for name, array in arrays.items() if name in own_names}
 
     def _named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters of this rank, by canonical name."""
@@ -331,8 +332,8 @@ class Trainer:
         if self._groups.pp is not None:
             norm = sum_over(norm**2, self._groups.pp, "the norm of the gradients", self.config.pipeline_timeout) ** 0.5
         if self.train_config.clip_grad > 0.0:
-            everything = [parameter for stage in self.stages for parameter in stage.parameters()]
-            torch.nn.utils.clip_grads_with_norm_(everything, self.train_config.clip_grad, norm)
+            all_parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
+            torch.nn.utils.clip_grads_with_norm_(all_parameters, self.train_config.clip_grad, norm)
         return norm
 
 
@@ -348,10 +349,10 @@ def check_mesh(config: TransformerConfig, mesh: DeviceMesh | None) -> None:
     """
     for axis, name in (("pp", "pipeline_model_parallel_size"), ("cp", "context_parallel_size")):
         size = axis_size(mesh, axis)
-        wanted = getattr(config, name)
-        if size != wanted:
+        expected_size = getattr(config, name)
+        if size != expected_size:
             raise ValueError(
-                f"mesh: expected {wanted} processes on axis {axis}, as many as {name}, got {size}; make it by "
+                f"mesh: expected {expected_size} processes on axis {axis}, as many as {name}, got {size}; make it by "
                 "reference_torch.groups.make_mesh in processes started by torchrun"
             )
 

@@ -1,8 +1,8 @@
 """The GPT model, or one pipeline stage of it: embedding, layers of (mixer, MLP), final norm, output head.
 
-Layers pass on ``hidden_states`` [B, T, D], or the residual streams [B, T, S, D] with hyper-connections. The layer
-pattern of the configuration gives each layer its mixer and settings, so layers can differ. Names of modules are the
-canonical names of parameters. Layers are keyed by their global number.
+Layers receive and return ``hidden_states`` [B, T, D], or the residual streams [B, T, S, D] with hyper-connections. The
+layer pattern of the configuration gives each layer its mixer and settings, so layers can differ. Names of modules are
+the canonical names of parameters. Layers are keyed by their global number.
 
 Reference: Vaswani et al., arXiv 1706.03762, in its pre-norm, rotary, gated form (Touvron et al., arXiv 2302.13971).
 """
@@ -20,9 +20,9 @@ from diptych.plans.model.philox import attention_site, mlp_site
 from diptych.plans.model.sampling import check_inputs
 from diptych.plans.recompute import RecomputeBlock, recompute_blocks
 from diptych.plans.schedule.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
-from reference_torch.cache import AttentionState, DecodingCache, known_length, remembered_attention
+from reference_torch.cache import AttentionState, DecodingCache, cached_attention, cached_length
 from reference_torch.context_parallel import cp_attention
-from reference_torch.documents import both_masks, pack_documents
+from reference_torch.documents import combine_masks, pack_documents
 from reference_torch.forward_context import ForwardContext
 from reference_torch.hyper_connections import DeferredMix, HyperConnectionModule
 from reference_torch.linear_attention import GatedDeltaNet, KimiDeltaAttention
@@ -90,12 +90,12 @@ class SelfAttention(nn.Module):
             attend = partial(cp_attention, context=cp_context, fused=self.config.use_flash_attn)
             attended = context.recompute("core_attn", attend, q, k, v)
         elif context.cache is None:
-            mask = both_masks(context.attention_mask, sequences)
+            mask = combine_masks(context.attention_mask, sequences)
             attended = context.recompute("core_attn", attend, q, k, v, mask)
         else:
             past = context.cache.layers[self.layer_number]
             assert isinstance(past, AttentionState), "the cache was made for another layer pattern"
-            attended, state = remembered_attention(q, k, v, past, context.cache.length)
+            attended, state = cached_attention(q, k, v, past, context.cache.length)
             context.cache.layers[self.layer_number] = state
         return self.linear_proj(name_value(attended, "core_attn").flatten(2))
 
@@ -197,6 +197,7 @@ class TransformerLayer(nn.Module):
         return hidden_states
 
     def _mlp_output(self, normed: Tensor, recompute: BlockRecomputation) -> Tensor:
+        """Return the output of the MLP with its bias, [B, T, D]."""
         return name_value(add_bias(*self.mlp(normed, recompute)), "mlp_output")
 
     def _read(
@@ -378,7 +379,7 @@ class GPTModel(nn.Module):
         """
         batch, length = inputs.shape[:2]
         masks = {"attention_mask": attention_mask, "document_starts": document_starts}
-        cached = known_length(cache), None if cache is None else cache.batch
+        cached = cached_length(cache), None if cache is None else cache.batch
         check_inputs(self.config.seq_length, (batch, length), *cached, cp_context, positions, **masks)
         if positions is None:
             positions = torch.arange(length, device=inputs.device) + (0 if cache is None else cache.length)

@@ -117,7 +117,7 @@ ALLOWED_DIFFERENCES = {
     "hyper_connections.HyperConnectionModule.read(mhc_recompute_manager)": _POLICY,
     "transformer.MLP.__call__(recompute)": _POLICY,
     "forward_context.ForwardContext.recompute": _POLICY,
-    "states.run_pipelined(beside)": "autograd gets to what came by way of an argument",
+    "states.run_pipelined(anchor)": "autograd reaches the received state through an argument",
     "cache.empty_cache(device)": "JAX places arrays by its own default device",
     "train.Trainer.__init__(device)": "JAX places arrays by its own default device",
     "train.check_mesh": "JAX's step checks its mesh itself",

@@ -47,9 +47,7 @@ def test_ranks_with_other_data_or_settings_do_not_train_together():
 
 def test_jax_asks_as_well(monkeypatch):
     train = room("jax", "train")
-    monkeypatch.setattr(
-        train, "said_on_all_ranks", lambda text: [text, text.replace('"data_seed": 0', '"data_seed": 1')]
-    )
+    monkeypatch.setattr(train, "gather_texts", lambda text: [text, text.replace('"data_seed": 0', '"data_seed": 1')])
     with pytest.raises(ValueError, match="data_seed: expected 0 on every rank, as on rank 0, got 1 on rank 1"):
         train.Trainer(MODEL, TRAIN, tiny_corpus())
 

@@ -20,7 +20,7 @@ from diptych.plans.mesh import undivided
 from diptych.plans.schedule.named import schedule_for
 from jax_impl.pipeline import make_pipeline_step
 from jax_impl.pipeline.saved import StageAutodiff, Task
-from jax_impl.pipeline.stages import Batch, StagedParameters, cut, names_of
+from jax_impl.pipeline.stages import Batch, StagedParameters, divide_model, names_of
 from jax_impl.transformer import GPTModel
 
 RANKS, COUNTS, ROUNDS = 4, (8, 16, 32, 64), 5
@@ -96,7 +96,7 @@ def step_seconds() -> dict[str, float]:
 
 def split_cost(keep: str) -> float:
     """Operations of I and W together, relative to B's, of a middle-sized stage as XLA counts them."""
-    stages = cut(GPTModel, WIDE, schedule_for(WIDE, 2), training=True)
+    stages = divide_model(GPTModel, WIDE, schedule_for(WIDE, 2), training=True)
     params = nnx.split(GPTModel(undivided(WIDE)), nnx.Param)[1]
     staged = stages.stack(dict(zip(names_of(params), jax.tree.leaves(params), strict=True)))
     rank = StagedParameters(jax.tree.map(lambda x: jnp.asarray(x[0]), staged.layers), staged.ends)
@@ -109,14 +109,14 @@ def split_cost(keep: str) -> float:
     def flops(function: Callable, *arguments: Any) -> float:
         return jax.jit(function).lower(*arguments).compile().cost_analysis()["flops"]
 
-    def input_gradients(task: Task, x: Any, kept: Any, gradient: Any) -> tuple:
-        result = split.backward(program, task, x, kept, gradient)
-        return result.gradients, result.input_gradient, result.weights
+    def input_gradients(task: Task, x: Any, residuals: Any, gradient: Any) -> tuple:
+        result = split.backward(program, task, x, residuals, gradient)
+        return result.gradients, result.input_gradient, result.weight_operands
 
     zeros = partial(jax.tree.map, lambda like: jnp.zeros(like.shape, like.dtype))
-    both = flops(lambda t, x, k, g: whole.backward(program, t, x, k, g)[:2], task, x, zeros(whole.kept), x)
-    inputs = flops(input_gradients, task, x, zeros(split.kept), x)
-    weights = flops(lambda w: split.weight_gradients(program, w), zeros(split.weights))
+    both = flops(lambda t, x, k, g: whole.backward(program, t, x, k, g)[:2], task, x, zeros(whole.residual_shapes), x)
+    inputs = flops(input_gradients, task, x, zeros(split.residual_shapes), x)
+    weights = flops(lambda w: split.weight_gradients(program, w), zeros(split.weight_operand_shapes))
     return (inputs + weights) / both
 
 

@@ -40,14 +40,14 @@ def time_apart(cases: Sequence[Sleeping], steps: int) -> list[list[float]]:
     ranks = max(case.config.pipeline_model_parallel_size for case in cases)
     # A rank that sleeps holds one of XLA's threads.
     environment = os.environ | {"NPROC": str(4 * ranks), "JAX_NUM_CPU_DEVICES": str(ranks), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "benchmarks.jobs.sleeping_jax"],
         input=pickle.dumps((cases, steps)),
         stdout=subprocess.PIPE,
         env=environment,
         check=True,
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def time_sleeping(case: Sleeping, steps: int) -> list[float]:
@@ -78,7 +78,7 @@ def _stages_sleep(schedule: Schedule, costs: Costs) -> Iterator[None]:
     import jax.numpy as jnp
     from jax import Array
 
-    from jax_impl.pipeline.executor import _Done, _Run
+    from jax_impl.pipeline.executor import _Execution, _SlotResult
 
     def slept(x: Array, kind: Kind, stage: Array) -> Array:
         """Return x after a sleep."""
@@ -91,22 +91,22 @@ def _stages_sleep(schedule: Schedule, costs: Costs) -> Iterator[None]:
         one = x.reshape(-1)[0]
         return x + jax.pure_callback(sleep, jax.ShapeDtypeStruct((), x.dtype), jnp.asarray(times)[stage], one)
 
-    plain = _Run._forward, _Run._backward, _Run._weight_gradients
+    plain = _Execution._forward, _Execution._backward, _Execution._weight_gradients
 
-    def forward(run: _Run, state: Any, row: Any, done: _Done) -> _Done:
-        done = plain[0](run, state, row, done)
-        return done._replace(output=slept(done.output, "F", row.forward_stage))
+    def forward(execution: _Execution, state: Any, row: Any, result: _SlotResult) -> _SlotResult:
+        result = plain[0](execution, state, row, result)
+        return result._replace(output=slept(result.output, "F", row.forward_stage))
 
-    def backward(run: _Run, state: Any, row: Any, done: _Done) -> _Done:
-        done = plain[1](run, state, row, done)
+    def backward(execution: _Execution, state: Any, row: Any, result: _SlotResult) -> _SlotResult:
+        result = plain[1](execution, state, row, result)
         kind: Kind = "I" if schedule.splits_backward else "B"  # of a whole one, W comes after it in the same slot
-        return done._replace(input_gradient=slept(done.input_gradient, kind, row.backward_stage))
+        return result._replace(input_gradient=slept(result.input_gradient, kind, row.backward_stage))
 
-    def weight_gradients(run: _Run, row: Any, weights: Any, done: _Done) -> _Done:
-        done = plain[2](run, row, weights, done)
-        return done._replace(output=slept(done.output, "W", row.weights_stage))
+    def weight_gradients(execution: _Execution, row: Any, weights: Any, result: _SlotResult) -> _SlotResult:
+        result = plain[2](execution, row, weights, result)
+        return result._replace(output=slept(result.output, "W", row.weights_stage))
 
-    with patch.multiple(_Run, _forward=forward, _backward=backward, _weight_gradients=weight_gradients):
+    with patch.multiple(_Execution, _forward=forward, _backward=backward, _weight_gradients=weight_gradients):
         yield
 
 

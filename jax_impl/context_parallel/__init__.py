@@ -3,14 +3,14 @@
 Delta rule: a rank runs its part of the sequences from a state of 0, and computes how an initial state S would change
 the outputs (by R S) and the final state (by M S); see delta_rule/chunked.py. A rank with initial state S sends M S + H
 to the next rank. These maps compose, so ranks exchange only M and H. Once a rank knows S, one product completes its
-outputs. The gradient of S needs the same exchange of M^T in the opposite direction: see ``exchange.pass_states``.
+outputs. The gradient of S needs the same exchange of M^T in the opposite direction: see ``exchange.run_exchange``.
 
 All functions run under jax.shard_map or jax.pmap: all ranks run one program, and differ only in values of arrays.
 Mirrors ``reference_torch/context_parallel/``. ``diptych/plans/context/sequences.py`` decides which tokens a rank holds.
 """
 
 from jax_impl.context_parallel.contexts import build_cp_context, compress_h0, expand_h0
-from jax_impl.context_parallel.exchange import Crossing, exchange_states
+from jax_impl.context_parallel.exchange import StateExchange, exchange_states
 from jax_impl.context_parallel.layers import cp_attention, cp_short_convolution
 from jax_impl.context_parallel.states import complete, with_transition_columns
 from jax_impl.context_parallel.wavefront import over_microbatches
@@ -20,7 +20,7 @@ __all__ = [
     "compress_h0",
     "expand_h0",
     "exchange_states",
-    "Crossing",
+    "StateExchange",
     "with_transition_columns",
     "complete",
     "cp_short_convolution",

@@ -62,18 +62,18 @@ def low_rank(transition: Float[Array, "h k k"], log_decay: Float[Array, "h g"], 
     decay = jnp.broadcast_to(jnp.exp(log_decay.astype(transition.dtype)), transition.shape[:-1])
     diagonals = jnp.stack([jnp.zeros_like(decay), decay])
     finite = jnp.isfinite(transition).all((-2, -1)) & jnp.isfinite(decay).all(-1)  # svd needs finite elements
-    beside = jnp.where(finite[:, None, None], transition - diagonals[..., None] * jnp.eye(transition.shape[-1]), 0)
+    remainder = jnp.where(finite[:, None, None], transition - diagonals[..., None] * jnp.eye(transition.shape[-1]), 0)
     diagonals = jnp.where(finite[:, None], diagonals, jnp.nan)
-    left, values, right = jnp.linalg.svd(beside)
-    dropped = values[..., rank:].max(-1) if rank < values.shape[-1] else values[..., -1] * 0
-    nearest = dropped.argmin(0)
+    left, values, right = jnp.linalg.svd(remainder)
+    error = values[..., rank:].max(-1) if rank < values.shape[-1] else values[..., -1] * 0
+    choice = error.argmin(0)
     heads = jnp.arange(len(transition))
-    left, values, right = (x[nearest, heads] for x in (left, values, right.mT))
-    return LowRank(diagonals[nearest, heads], left[..., :rank] * values[:, None, :rank], right[..., :rank])
+    left, values, right = (x[choice, heads] for x in (left, values, right.mT))
+    return LowRank(diagonals[choice, heads], left[..., :rank] * values[:, None, :rank], right[..., :rank])
 
 
 def state_of_nearest(
-    transition: Array, state: Array, goes_through: Array, rounds: int, pass_on: Callable[[Array], Array]
+    transition: Array, state: Array, goes_through: Array, rounds: int, send_next: Callable[[Array], Array]
 ) -> Array:
     """Return the initial state of this rank, computed from some previous ranks; it is differentiable.
 
@@ -82,12 +82,12 @@ def state_of_nearest(
         state: H. [HV, K, V]
         goes_through: True if the final state depends on the initial state. []
         rounds: number of previous ranks.
-        pass_on: sends a rank's array to the next rank, and returns the array of the previous rank (0 on the first).
+        send_next: sends a rank's array to the next rank, and returns the array of the previous rank (0 on the first).
 
     Returns:
         [HV, K, V]
     """
-    found = jnp.zeros_like(state)
+    initial = jnp.zeros_like(state)
     for _ in range(rounds):
-        found = pass_on(jnp.where(goes_through, transition @ found + state, state))
-    return found
+        initial = send_next(jnp.where(goes_through, transition @ initial + state, state))
+    return initial

@@ -14,7 +14,7 @@ from diptych.plans.context.exchange import OPTIONS
 from diptych.plans.context.sequences import FLACPContext, check_kinds, check_sequences, local_sequences
 
 KNOWN = ("group", "cu_seqlens_cpu", "size", "part_length", "conv1d_kernel_size", *OPTIONS)
-KNOWN += ("overlap", "by_groups", "timeout", "layer", "handing")
+KNOWN += ("overlap", "by_groups", "timeout", "layer", "messages")
 """Static fields of a context; the other fields are arrays, whose values differ between ranks."""
 
 jax.tree_util.register_dataclass(
@@ -53,12 +53,9 @@ def build_cp_context(
     check_kinds(cu_seqlens, cu_seqlens_cpu, (Array, np.ndarray), "an array")
     known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     values = None if isinstance(known, Tracer) else np.asarray(known)
-    try:
-        size, rank = lax.axis_size(group), lax.axis_index(group)
-    except (NameError, TypeError):
-        raise ValueError(f"group: expected an axis of the shard_map or pmap around, got {group!r}") from None
-    given = cp_exchange, cp_wire_dtype, cp_truncate_ranks, cp_transition_rank, cp_attention_layout
-    exchange: dict[str, Any] = dict(zip(OPTIONS, given, strict=True))
+    size, rank = _size_and_rank(group)
+    option_values = cp_exchange, cp_wire_dtype, cp_truncate_ranks, cp_transition_rank, cp_attention_layout
+    exchange: dict[str, Any] = dict(zip(OPTIONS, option_values, strict=True))
     check_sequences(values, known.dtype.name, size, conv1d_kernel_size, **exchange)
     all_cu_seqlens = jnp.asarray(known)
     part: Any = all_cu_seqlens[-1] // size if values is None else int(values[-1]) // size
@@ -82,6 +79,18 @@ def build_cp_context(
         **exchange,
         all_cu_seqlens=all_cu_seqlens,
     )
+
+
+def _size_and_rank(group: str) -> tuple[int, Array]:
+    """Return the size of a mesh axis and the index of this rank.
+
+    Raises:
+        ValueError: no shard_map or pmap around this call has such an axis.
+    """
+    try:
+        return lax.axis_size(group), lax.axis_index(group)
+    except (NameError, TypeError):
+        raise ValueError(f"group: expected an axis of the shard_map or pmap around, got {group!r}") from None
 
 
 def compress_h0(h0: Float[Array, "n h k v"] | None, context: FLACPContext) -> Float[Array, "m h k v"] | None:

@@ -76,57 +76,60 @@ def exchange_over(
     if ranks.size == 1:
         return jnp.zeros_like(state)
     rank = lax.axis_index(ranks.group)
-    run = {"all_gather": _gathered, "ring": _passed_on, "scan": _scanned}[ranks.exchange]
+    run = {"all_gather": _all_gather, "ring": _ring, "scan": _prefix_scan}[ranks.exchange]
     return run(transition, state, ranks, reach, ranks.size - 1 - rank if reverse else rank, reverse)
 
 
-def _gathered(
-    transition: Array | LowRank, state: Array, ranks: Ranks, reach: Reach, place: Array, reverse: bool
+def _all_gather(
+    transition: Array | LowRank, state: Array, ranks: Ranks, reach: Reach, position: Array, reverse: bool
 ) -> Array:
+    """Gather the maps of all ranks, and compose those before this rank."""
     is_narrow = isinstance(transition, LowRank)
-    packed = _everywhere(jnp.concatenate([state, transition.packed() if is_narrow else transition], axis=-1), ranks)
+    packed = _gather(jnp.concatenate([state, transition.packed() if is_narrow else transition], axis=-1), ranks)
     if reverse:
         packed = packed[::-1]
-    found = jnp.zeros_like(state)
+    initial = jnp.zeros_like(state)
     width = state.shape[-1]
-    first = place - (reach.after if reverse else reach.before)
-    for number in range(ranks.size - 1):
-        own = packed[number, ..., :width]
-        map_ = packed[number, ..., width:]
-        after = (LowRank.unpacked(map_).times(found) if is_narrow else map_ @ found) + own
-        after = jnp.where(number == first, own, after)  # the sequence begins on this rank
-        found = jnp.where((first <= number) & (number < place), after, found)
-    return found
+    first = position - (reach.after if reverse else reach.before)
+    for index in range(ranks.size - 1):
+        own = packed[index, ..., :width]
+        map_ = packed[index, ..., width:]
+        after = (LowRank.unpacked(map_).times(initial) if is_narrow else map_ @ initial) + own
+        after = jnp.where(index == first, own, after)  # the sequence begins on this rank
+        initial = jnp.where((first <= index) & (index < position), after, initial)
+    return initial
 
 
-def _passed_on(transition: Array, state: Array, ranks: Ranks, reach: Reach, place: Array, reverse: bool) -> Array:
-    found = jnp.zeros_like(state)
+def _ring(transition: Array, state: Array, ranks: Ranks, reach: Reach, position: Array, reverse: bool) -> Array:
+    """Receive the initial state from the previous rank, and send M S + H to the next rank, one rank after another."""
+    initial = jnp.zeros_like(state)
     for sender in range(ranks.size - 1):
-        after = jnp.where(reach.goes_through, transition @ found + state, state)
-        came = permute(after, ranks, _pairs([(sender, sender + 1)], ranks.size, reverse))
-        found = jnp.where(place == sender + 1, came, found)
-    return found
+        after = jnp.where(reach.goes_through, transition @ initial + state, state)
+        received = permute(after, ranks, _pairs([(sender, sender + 1)], ranks.size, reverse))
+        initial = jnp.where(position == sender + 1, received, initial)
+    return initial
 
 
-def _scanned(transition: Array, state: Array, ranks: Ranks, reach: Reach, place: Array, reverse: bool) -> Array:
-    for number, step in enumerate(scan_steps(ranks.size)):
+def _prefix_scan(transition: Array, state: Array, ranks: Ranks, reach: Reach, position: Array, reverse: bool) -> Array:
+    """Compose the maps in about log2(size) steps; the distance between sender and receiver doubles (Hillis-Steele)."""
+    for index, step in enumerate(scan_steps(ranks.size)):
         pairs = _pairs(step.pairs(ranks.size), ranks.size, reverse)
-        came = permute(state, ranks, pairs)
-        composed = came if step.is_last else permute(transition, ranks, pairs)
-        if number == 0:  # each rank sends its own map to the next rank; the first rank receives zeros
-            state = came
+        received = permute(state, ranks, pairs)
+        composed = received if step.is_last else permute(transition, ranks, pairs)
+        if index == 0:  # each rank sends its own map to the next rank; the first rank receives zeros
+            state = received
             transition = composed
             continue
-        receives = place >= step.distance + step.first_sender
+        receives = position >= step.distance + step.first_sender
         receives &= step.distance < (reach.after if reverse else reach.before)
-        state = jnp.where(receives, transition @ came + state, state)
+        state = jnp.where(receives, transition @ received + state, state)
         if not step.is_last:
             transition = jnp.where(receives, transition @ composed, transition)
     return state
 
 
 def _pairs(pairs: list[tuple[int, int]], size: int, reverse: bool) -> list[tuple[int, int]]:
-    """Return the ranks of senders and receivers from their places, counted from the first rank, or from the last."""
+    """Return the ranks of senders and receivers from their positions, counted from the first rank, or from the last."""
     return [(size - 1 - a, size - 1 - b) for a, b in pairs] if reverse else pairs
 
 
@@ -143,10 +146,10 @@ def permute(x: Array, ranks: Ranks, pairs: list[tuple[int, int]]) -> Array:
     senders = np.full(ranks.size, -1)
     senders[[receiver for _, receiver in pairs]] = [sender for sender, _ in pairs]
     sender = jnp.asarray(senders)[lax.axis_index(ranks.group)]
-    return jnp.where(sender < 0, 0, _everywhere(x, ranks)[sender])
+    return jnp.where(sender < 0, 0, _gather(x, ranks)[sender])
 
 
-def _everywhere(x: Array, ranks: Ranks) -> Array:
+def _gather(x: Array, ranks: Ranks) -> Array:
     """Gather the arrays of all ranks on every rank."""
     return lax.all_gather(_on_wire(x, ranks), ranks.group).astype(x.dtype)
 
@@ -156,7 +159,7 @@ def _on_wire(x: Array, ranks: Ranks) -> Array:
     return x if ranks.wire_dtype is None else x.astype(ranks.wire_dtype)
 
 
-def pass_states(transition: Array, state: Array, log_decay: Array | None, ranks: Ranks, reach: Reach) -> Array:
+def run_exchange(transition: Array, state: Array, log_decay: Array | None, ranks: Ranks, reach: Reach) -> Array:
     """Run exchange_states, or the approximation that the context selects.
 
     Args:
@@ -184,29 +187,31 @@ def _exchanged(transition: Array, state: Array, log_decay: Array | None, reach: 
 
 
 Saved = tuple[Array | LowRank, Array, Array | None, Reach]
-"""M as it was sent, the state that was found, the log decay (without gradient), and the rank's reach."""
+"""M as it was sent, the initial state of this rank, the log decay (without gradient), and the rank's reach."""
 
 
 def _exchanged_forward(
     transition: Array, state: Array, log_decay: Array | None, reach: Reach, ranks: Ranks
 ) -> tuple[Array, Saved]:
+    """Exchange states, and save what the gradients need."""
     sent: Array | LowRank = transition
     if ranks.transition_rank is not None and log_decay is not None:
         sent = low_rank(transition, log_decay, ranks.transition_rank)
-    found = exchange_over(sent, state, ranks, reach, reverse=False)
-    return found, (sent, found, log_decay, reach)
+    initial = exchange_over(sent, state, ranks, reach, reverse=False)
+    return initial, (sent, initial, log_decay, reach)
 
 
-def _exchanged_backward(ranks: Ranks, saved: Saved, d_found: Array) -> tuple[Array, Array, Array | None, None]:
-    sent, found, log_decay, reach = saved
-    passed_back = exchange_over(sent.mT, d_found, ranks, reach, reverse=True)
-    return passed_back @ found.mT, passed_back, None if log_decay is None else jnp.zeros_like(log_decay), None
+def _exchanged_backward(ranks: Ranks, saved: Saved, d_initial: Array) -> tuple[Array, Array, Array | None, None]:
+    """Exchange gradients in reverse; see _exchanged."""
+    sent, initial, log_decay, reach = saved
+    d_state = exchange_over(sent.mT, d_initial, ranks, reach, reverse=True)
+    return d_state @ initial.mT, d_state, None if log_decay is None else jnp.zeros_like(log_decay), None
 
 
 _exchanged.defvjp(_exchanged_forward, _exchanged_backward)
 
 
-class Crossing(NamedTuple):
+class StateExchange(NamedTuple):
     """The exchange of states of one call; XLA can overlap it with the computation of outputs."""
 
     context: FLACPContext

@@ -28,13 +28,13 @@ def cp_short_convolution(
     check_part(context, x.shape, name="x")
     check_taps(context, weight.shape[1])
     length = x.shape[1]
-    wanted = weight.shape[1] - 1
-    place, begin = _sequences(context, length)
-    if is_pipelined(context) and wanted:
-        joined = _joined_with_tokens(x, wanted)
+    num_earlier = weight.shape[1] - 1
+    positions, starts = _sequences(context, length)
+    if is_pipelined(context) and num_earlier:
+        joined = _prepend_tokens(x, num_earlier)
     else:
         joined = jnp.concatenate([*_halo(x, weight.shape[1], context), x], axis=1)
-    return short_convolution(joined, weight, jnp.pad(place - begin, (wanted, 0)))[:, wanted:]
+    return short_convolution(joined, weight, jnp.pad(positions - starts, (num_earlier, 0)))[:, num_earlier:]
 
 
 def cp_attention(
@@ -59,14 +59,14 @@ def cp_attention(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_part(context, x.shape, name=name)
     if is_pipelined(context):
-        k, v = _joined_with_earlier(k, v, context)
+        k, v = _prepend_keys_and_values(k, v, context)
     else:
         k, v = (lax.all_gather(x, context.group, axis=1, tiled=True) for x in (k, v))
     if context.cp_attention_layout == "zigzag":
         return zigzag_attention(q, k, v, context, fused)
-    place, begin = _sequences(context, q.shape[1])
+    positions, starts = _sequences(context, q.shape[1])
     keys = jnp.arange(k.shape[1])
-    return masked_attention(q, k, v, (keys >= begin[:, None]) & (keys <= place[:, None]), fused)
+    return masked_attention(q, k, v, (keys >= starts[:, None]) & (keys <= positions[:, None]), fused)
 
 
 def _halo(x: Array, taps: int, context: FLACPContext) -> list[Array]:
@@ -79,27 +79,27 @@ def _halo(x: Array, taps: int, context: FLACPContext) -> list[Array]:
     return halo
 
 
-def _joined_with_tokens(x: Array, wanted: int) -> Array:
+def _prepend_tokens(x: Array, num_earlier: int) -> Array:
     """Prepend the tokens before x, pipelined; they are ignored if the first sequence begins on this rank."""
 
-    def own(received: Array) -> tuple[Array, Array]:
+    def prepend(received: Array) -> tuple[Array, Array]:
         joined = jnp.concatenate([received, x], axis=1)
-        return joined[:, -wanted:], joined
+        return joined[:, -num_earlier:], joined
 
-    return relay((x.shape[0], wanted, *x.shape[2:]), x.dtype, own)
+    return relay((x.shape[0], num_earlier, *x.shape[2:]), x.dtype, prepend)
 
 
-def _joined_with_earlier(k: Array, v: Array, context: FLACPContext) -> tuple[Array, Array]:
+def _prepend_keys_and_values(k: Array, v: Array, context: FLACPContext) -> tuple[Array, Array]:
     """Return keys and values of this rank and earlier ones, pipelined, at their global positions; later ones are 0."""
     both = jnp.stack([k, v])
     length = k.shape[1]
 
-    def own(received: Array) -> tuple[Array, Array]:
+    def insert(received: Array) -> tuple[Array, Array]:
         joined = lax.dynamic_update_slice_in_dim(received, both, context.rank * length, axis=2)
         return joined, joined
 
     shape = (*both.shape[:2], length * context.size, *both.shape[3:])
-    k, v = relay(shape, both.dtype, own)
+    k, v = relay(shape, both.dtype, insert)
     return k, v
 
 
@@ -107,5 +107,5 @@ def _sequences(context: FLACPContext, length: int) -> tuple[Array, Array]:
     """Return the global position of each token of the part, and that of the first token of its sequence. [T] each."""
     tokens = jnp.arange(length)
     own = jnp.searchsorted(context.cu_seqlens[1:], tokens, side="right")
-    begin = context.cu_seqlens[own] - jnp.where(own == 0, context.pre_num_tokens, 0)
-    return tokens + context.rank * length, begin + context.rank * length
+    starts = context.cu_seqlens[own] - jnp.where(own == 0, context.pre_num_tokens, 0)
+    return tokens + context.rank * length, starts + context.rank * length

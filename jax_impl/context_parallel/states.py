@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 from diptych.plans.context.sequences import FLACPContext
 from jax_impl.carry import relay
-from jax_impl.context_parallel.exchange import Crossing, pass_states, ranks_of, reach_of
+from jax_impl.context_parallel.exchange import StateExchange, ranks_of, reach_of, run_exchange
 
 
 def with_transition_columns(initial_state: Array | None, context: FLACPContext, like: Array) -> Array:
@@ -58,20 +58,20 @@ def run_pipelined(
         states = jnp.zeros((len(context.cu_seqlens) - 1, *like.shape), like.dtype)
     wire = like.dtype if context.cp_wire_dtype is None else jnp.dtype(context.cp_wire_dtype)
 
-    def own(received: Array) -> tuple[Array, tuple[Array, Array]]:
+    def run_part(received: Array) -> tuple[Array, tuple[Array, Array]]:
         first = jnp.where(context.is_first_rank, states[0], received.astype(like.dtype))
         o, finals = run(states.at[0].set(first))
         state = jnp.where(sends, finals[last], 0)
         return state.astype(wire), (o, finals.at[last].set(jnp.where(sends, 0, finals[last])))
 
-    return relay(like.shape, wire, own)
+    return relay(like.shape, wire, run_part)
 
 
 def complete(
     o: Float[Array, "b t h v"],
     transition_output: Float[Array, "b u h k"] | None,
     finals: Float[Array, "n h k w"],
-    crossing: Crossing,
+    exchange: StateExchange,
 ) -> tuple[Float[Array, "b t h v"], Float[Array, "n h k v"]]:
     """Exchange states between ranks, and return the completed outputs and final states.
 
@@ -80,13 +80,13 @@ def complete(
         transition_output: transition columns R of the outputs of the first U tokens; None if no output depends on
             another rank. [1, U, HV, K]
         finals: final states H with transition columns M. [n, HV, K, V + K]
-        crossing: exchange of the call.
+        exchange: exchange of the call.
 
     Returns:
         Outputs [1, T, HV, V] and final states [n, HV, K, V]; the final state of a sequence that continues on the next
         rank is 0.
     """
-    context, value, log_decay = crossing
+    context, value, log_decay = exchange
     last = context.num_sequences - 1
     receives = ~context.is_first_rank
     sends = ~context.is_last_rank
@@ -94,7 +94,7 @@ def complete(
     transitions = finals[..., value:]
     transition = jnp.where(context.goes_through, transitions[0], 0)
     state = jnp.where(sends, states[last], 0)
-    received = pass_states(transition, state, log_decay, ranks_of(context), reach_of(context))
+    received = run_exchange(transition, state, log_decay, ranks_of(context), reach_of(context))
     if transition_output is not None:
         tokens = transition_output.shape[1]
         # Other sequences do not depend on the received state. It may not be finite, so 0 is selected, not multiplied.

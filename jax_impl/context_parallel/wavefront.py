@@ -47,7 +47,7 @@ def over_microbatches(
     """
     rank = lax.axis_index(axis)
     size = lax.axis_size(axis)
-    pairs = [(place, place + 1) for place in range(size - 1)]
+    pairs = [(sender, sender + 1) for sender in range(size - 1)]
     first = jnp.zeros((), jnp.int32)
     sent = jax.eval_shape(lambda: with_carry(run, None)(first)[1])
     begin = tuple(vary(jnp.zeros(x.shape, x.dtype), axes or (axis,)) for x in sent)

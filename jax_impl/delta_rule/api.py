@@ -15,12 +15,12 @@ from diptych.plans.model.delta_rule import (
     check_arguments,
     refuse_unknown_keywords,
 )
-from jax_impl.context_parallel import Crossing, complete, with_transition_columns
+from jax_impl.context_parallel import StateExchange, complete, with_transition_columns
 from jax_impl.context_parallel.states import run_pipelined
 from jax_impl.context_parallel.wavefront import is_pipelined
 from jax_impl.delta_rule.by_kernels import chunked_by_kernels
 from jax_impl.delta_rule.chunked import Arguments, chunked
-from jax_impl.delta_rule.gates import gated, prepared
+from jax_impl.delta_rule.gates import apply_norm_and_gate, recurrence_inputs
 from jax_impl.delta_rule.recurrent import recurrent
 from jax_impl.ops import kernel_backend
 
@@ -165,8 +165,9 @@ def chunk_gated_delta_rule(
 
 
 def _check(arguments: Arguments, initial: Array | None, cu_seqlens: Any, options: DeltaRuleOptions) -> None:
-    given = arguments._asdict() | {"initial_state": initial, "cu_seqlens": cu_seqlens}
-    infos = {name: _info(name, x) for name, x in given.items()}
+    """Check all arguments."""
+    checked = arguments._asdict() | {"initial_state": initial, "cu_seqlens": cu_seqlens}
+    infos = {name: _info(name, x) for name, x in checked.items()}
     check_arguments(options, infos)
     offsets = infos["cu_seqlens"]
     if offsets is not None and not isinstance(cu_seqlens, Tracer):
@@ -174,6 +175,7 @@ def _check(arguments: Arguments, initial: Array | None, cu_seqlens: Any, options
 
 
 def _info(name: str, x: Array | np.ndarray | None) -> ArrayInfo | None:
+    """Return shape, type and values of an argument for check_arguments, or None; reject what is not an array."""
     if x is None:
         return None
     if not isinstance(x, Array | np.ndarray):
@@ -188,8 +190,11 @@ def _recurrent(
     options: DeltaRuleOptions,
     output_final_state: bool,
 ) -> tuple[Array, Array | None]:
+    """Check the arguments and run the recurrence token by token."""
     _check(arguments, initial, cu_seqlens, options)
-    o, finals = recurrent(*gated(*arguments, options), initial, None if cu_seqlens is None else jnp.asarray(cu_seqlens))
+    o, finals = recurrent(
+        *recurrence_inputs(*arguments, options), initial, None if cu_seqlens is None else jnp.asarray(cu_seqlens)
+    )
     return o.astype(arguments.v.dtype), finals if output_final_state else None
 
 
@@ -203,6 +208,7 @@ def _chunked(
     context: FLACPContext | None,
     impl: str,
 ) -> tuple[Array, Array | None]:
+    """Check the arguments, and run the rule in chunks by the kernels, by JAX, or over the ranks of a context."""
     if context is not None:
         check_part(context, tuple(getattr(arguments.q, "shape", ())))
         if cu_seqlens is not None and cu_seqlens is not context.cu_seqlens:
@@ -247,7 +253,7 @@ def _over_ranks(
         num_transition_columns=key,
     )
     o, finals = complete(
-        o[..., :value], o[..., value:], finals, Crossing(context, value, _log_decay(arguments, options, context))
+        o[..., :value], o[..., value:], finals, StateExchange(context, value, _log_decay(arguments, options, context))
     )
     return o.astype(v.dtype), finals
 
@@ -264,5 +270,7 @@ def _log_decay(arguments: Arguments, options: DeltaRuleOptions, context: FLACPCo
     if context.cp_transition_rank is None:
         return None
     q, k, _, g, _, A_log, dt_bias = arguments
-    total = prepared(q, k, g, A_log, dt_bias, options)[2][0].sum(0, dtype=jnp.promote_types(q.dtype, jnp.float32))
+    total = apply_norm_and_gate(q, k, g, A_log, dt_bias, options)[2][0].sum(
+        0, dtype=jnp.promote_types(q.dtype, jnp.float32)
+    )
     return lax.stop_gradient(total if total.ndim == 2 else total[:, None])

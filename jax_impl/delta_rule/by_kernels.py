@@ -13,7 +13,7 @@ from diptych.plans.model.implementation import kernel_chunk_size
 from diptych_kernels.delta_rule.autodiff_rules import BoundarySequences
 from jax_impl.context_parallel.exchange import Ranks, Reach, exchange_over, ranks_of, reach_of
 from jax_impl.delta_rule.chunked import Arguments
-from jax_impl.delta_rule.gates import prepared
+from jax_impl.delta_rule.gates import apply_norm_and_gate
 
 
 def chunked_by_kernels(
@@ -30,7 +30,7 @@ def chunked_by_kernels(
     ``kernels`` is the module from ops.kernel_backend. The other arguments are those of chunk_kda, already checked.
     """
     q, k, v, g, beta, A_log, dt_bias = arguments
-    q, k, g = prepared(q, k, g, A_log, dt_bias, options)
+    q, k, g = apply_norm_and_gate(q, k, g, A_log, dt_bias, options)
     size = kernel_chunk_size(options.chunk_size)
     tables = _tables(cu_seqlens, len(q), q.shape[1], size)
     scale = options.scale_of(q.shape[-1])
@@ -42,6 +42,7 @@ def chunked_by_kernels(
 
 
 def _tables(cu_seqlens: Array | np.ndarray | None, rows: int, length: int, size: int) -> ChunkTables:
+    """Return the table of chunks; its length is an upper bound if the offsets are traced."""
     if isinstance(cu_seqlens, Tracer):
         return chunk_tables(cu_seqlens, size, most_chunks(length, len(cu_seqlens) - 1, size), jnp)
     return chunk_tables(np.arange(rows + 1) * length if cu_seqlens is None else np.asarray(cu_seqlens), size)
@@ -79,25 +80,25 @@ class KernelRanks(NamedTuple):
     ranks: Ranks
     value: int
 
-    def pass_on(self, maps: Array, roles: Array) -> Array:
-        """Implement Ranks."""
-        return exchange_over(*self._passed_on(maps, roles), self.ranks, _reach(roles))
+    def exchange_forward(self, maps: Array, roles: Array) -> Array:
+        """Return the initial state of this rank's first sequence; see Ranks.exchange_forward."""
+        return exchange_over(*self._sent_map(maps, roles), self.ranks, _reach(roles))
 
-    def pass_back(self, maps: Array, d_found: Array, roles: Array) -> Array:
-        """Implement Ranks."""
-        transition, _ = self._passed_on(maps, roles)
-        d_found = jnp.where(roles[0] > 0, d_found, 0)
-        return exchange_over(transition.mT, d_found, self.ranks, _reach(roles), reverse=True)
+    def exchange_backward(self, maps: Array, d_received: Array, roles: Array) -> Array:
+        """Return the gradient of the final state of this rank's last sequence; see Ranks.exchange_backward."""
+        transition, _ = self._sent_map(maps, roles)
+        d_received = jnp.where(roles[0] > 0, d_received, 0)
+        return exchange_over(transition.mT, d_received, self.ranks, _reach(roles), reverse=True)
 
     def with_first(self, states: Array, first: Array | None, roles: Array) -> Array:
-        """Implement Ranks."""
+        """Replace the first of the states if its sequence starts on another rank."""
         return states.at[0].set(jnp.where(roles[0] > 0, 0 if first is None else first, states[0]))
 
     def with_last(self, states: Array, last: Array | None, roles: Array) -> Array:
-        """Implement Ranks."""
+        """Replace the last of the states if its sequence continues on another rank."""
         return states.at[roles[2]].set(jnp.where(roles[1] > 0, 0 if last is None else last, states[roles[2]]))
 
-    def _passed_on(self, maps: Array, roles: Array) -> tuple[Array, Array]:
+    def _sent_map(self, maps: Array, roles: Array) -> tuple[Array, Array]:
         """Return M and H that this rank sends, with zeros for the parts that it does not send."""
         state = maps[0, ..., : self.value]
         transition = maps[0, ..., self.value :]
@@ -105,4 +106,5 @@ class KernelRanks(NamedTuple):
 
 
 def _reach(roles: Array) -> Reach:
+    """Return the Reach that the roles contain."""
     return Reach(roles[3], roles[4], roles[5] > 0)

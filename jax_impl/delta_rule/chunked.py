@@ -21,8 +21,8 @@ from jax import Array
 from jax.core import Tracer
 
 from diptych.plans.model.delta_rule import SEGMENT_SIZE, Chunking, DeltaRuleOptions, cut_into_chunks, most_chunks
-from diptych_kernels.mesh_axes import varying_alike
-from jax_impl.delta_rule.gates import gated
+from diptych_kernels.mesh_axes import match_varying_axes
+from jax_impl.delta_rule.gates import recurrence_inputs
 from jax_impl.delta_rule.intra import ChunkTerms, chunk_terms
 from jax_impl.delta_rule.scan import Sequences, States, outputs, scan_chunks, scan_chunks_backward, sequences_of
 
@@ -83,39 +83,42 @@ def chunked(
     chunks = segments * -(-chunks // segments)
     if not is_traced:
         offsets = np.asarray(offsets)
-    cuts = cut_into_chunks(offsets, length, size, chunks, jnp if is_traced else np)
-    layout = Layout(options, segments, not is_traced and bool(np.all(cuts.filled)), num_transition_columns, sequences)
+    chunking = cut_into_chunks(offsets, length, size, chunks, jnp if is_traced else np)
+    layout = Layout(
+        options, segments, not is_traced and bool(np.all(chunking.filled)), num_transition_columns, sequences
+    )
     initial = None if initial_state is None else initial_state.reshape(sequences, batch * heads, key, width)
-    cuts = jax.tree.map(jnp.asarray, cuts)
-    initial, *arrays = varying_alike((initial, *arguments))
+    chunking = jax.tree.map(jnp.asarray, chunking)
+    initial, *arrays = match_varying_axes((initial, *arguments))
     compute: Any = _replayed if recompute else _saved
-    o, finals = compute(layout, Arguments(*arrays), initial, cuts)
+    o, finals = compute(layout, Arguments(*arrays), initial, chunking)
     return o if num_transition_columns else o.astype(arguments.v.dtype), finals.reshape(-1, heads, key, width)
 
 
-def _with_gate(tokens: Sequence[Array], whole: Arguments) -> Arguments:
+def _with_gate(tokens: Sequence[Array], arguments: Arguments) -> Arguments:
     """Return the arguments of a segment from its tokens of q, k, v, g and beta."""
     q, k, v, g, beta = tokens
-    return Arguments(q, k, v, g, beta, whole.A_log, whole.dt_bias)
+    return Arguments(q, k, v, g, beta, arguments.A_log, arguments.dt_bias)
 
 
-def _split(layout: Layout, x: Array, cuts: Chunking) -> Array:
+def _split(layout: Layout, x: Array, chunking: Chunking) -> Array:
     """Reshape tokens [B, T, ...] to [segments, B, slots of a segment, ...], with zeros in empty slots."""
     if not layout.is_dense:
-        x = jnp.where(cuts.filled.reshape(-1, *[1] * (x.ndim - 2)), x[:, cuts.token], 0)
+        x = jnp.where(chunking.filled.reshape(-1, *[1] * (x.ndim - 2)), x[:, chunking.token], 0)
     return jnp.moveaxis(x.reshape(len(x), layout.segments, -1, *x.shape[2:]), 1, 0)
 
 
-def _split_all(layout: Layout, arguments: Arguments, cuts: Chunking) -> list[Array]:
-    return [_split(layout, x, cuts) for x in arguments[:5]]
+def _split_all(layout: Layout, arguments: Arguments, chunking: Chunking) -> list[Array]:
+    """Split q, k, v, g and beta into segments; see _split."""
+    return [_split(layout, x, chunking) for x in arguments[:5]]
 
 
-def _join(layout: Layout, x: Array, cuts: Chunking, batch: int) -> Array:
+def _join(layout: Layout, x: Array, chunking: Chunking, batch: int) -> Array:
     """Reshape chunks [segments, n, B * H, C, D] to tokens [B, T, H, D]."""
     x = x.reshape(-1, batch, x.shape[2] // batch, *x.shape[3:])
     x = x.transpose(1, 0, 3, 2, 4)
     x = x.reshape(batch, -1, *x.shape[3:])
-    return x if layout.is_dense else x[:, cuts.slot]
+    return x if layout.is_dense else x[:, chunking.slot]
 
 
 def _to_chunks(x: Array, size: int) -> Array:
@@ -127,27 +130,28 @@ def _to_chunks(x: Array, size: int) -> Array:
 def _terms(layout: Layout, arguments: Arguments, filled: Array) -> ChunkTerms:
     """Return the terms of the chunks of a segment; filled [slots of a segment] is true where a slot holds a token."""
     v = jnp.pad(arguments.v, ((0, 0), (0, 0), (0, 0), (0, layout.num_transition_columns)))
-    q, k, v, g, beta = gated(*arguments._replace(v=v), layout.options)
+    q, k, v, g, beta = recurrence_inputs(*arguments._replace(v=v), layout.options)
     if not layout.is_dense:
         g = jnp.where(filled[:, None, None], g, 0)
     q, k, v, g, beta = (_to_chunks(x, layout.options.chunk_size) for x in (q, k, v, g, beta))
     return chunk_terms(q, k, v, g, beta)
 
 
-def _by_segment(layout: Layout, cuts: Chunking) -> tuple[Sequences, Array]:
+def _by_segment(layout: Layout, chunking: Chunking) -> tuple[Sequences, Array]:
     """Return the sequences of chunks and the filled slots, by segment."""
-    return jax.tree.map(lambda x: x.reshape(layout.segments, -1), (sequences_of(cuts.sequence), cuts.filled))
+    return jax.tree.map(lambda x: x.reshape(layout.segments, -1), (sequences_of(chunking.sequence), chunking.filled))
 
 
-def _before(sequences: int, initial: Array | None, shape: tuple[int, ...], like: Sequence[Any]) -> States:
+def _initial_states(sequences: int, initial: Array | None, shape: tuple[int, ...], like: Sequence[Any]) -> States:
     """Return the carry before the first chunk; shape is [R, K, V], that of one state."""
     dtype = jnp.promote_types(like[0].dtype, jnp.float32)
-    one = jnp.zeros(shape, dtype)
-    ends = jnp.zeros((sequences, *shape), dtype) if initial is None else initial
-    return States(*varying_alike((one, ends, *like))[:2])
+    current = jnp.zeros(shape, dtype)
+    finals = jnp.zeros((sequences, *shape), dtype) if initial is None else initial
+    return States(*match_varying_axes((current, finals, *like))[:2])
 
 
 def _state_shape(layout: Layout, arguments: Arguments) -> tuple[int, int, int]:
+    """Return the shape of a state with its transition columns: [B * HV, K, V + transition columns]."""
     batch, _, heads, width = arguments.v.shape
     return batch * heads, arguments.q.shape[-1], width + layout.num_transition_columns
 
@@ -163,75 +167,80 @@ def _scan(layout: Layout, segment: Callable, carry: Any, inputs: Any, reverse: b
     rest = jax.tree.map(lambda x: x[:-1], inputs)
     last = jax.tree.map(lambda x: x[-1], inputs)
     if layout.segments == 1:
-        carry, found = segment(carry, last)
-        return carry, jax.tree.map(lambda x: x[None], found)
+        carry, last_output = segment(carry, last)
+        return carry, jax.tree.map(lambda x: x[None], last_output)
     if reverse:
-        carry, found = segment(carry, last)
-        carry, before = jax.lax.scan(segment, carry, rest, reverse=True)
+        carry, last_output = segment(carry, last)
+        carry, earlier_outputs = jax.lax.scan(segment, carry, rest, reverse=True)
     else:
-        carry, before = jax.lax.scan(segment, carry, rest)
-        carry, found = segment(carry, last)
-    return carry, jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), before, found)
+        carry, earlier_outputs = jax.lax.scan(segment, carry, rest)
+        carry, last_output = segment(carry, last)
+    return carry, jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), earlier_outputs, last_output)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _replayed(layout: Layout, arguments: Arguments, initial: Array | None, cuts: Chunking) -> tuple[Array, Array]:
+def _replayed(layout: Layout, arguments: Arguments, initial: Array | None, chunking: Chunking) -> tuple[Array, Array]:
     """Run the rule with recomputation, which saves the arguments and one state per segment."""
-    return _replayed_forward(layout, arguments, initial, cuts)[0]
+    return _replayed_forward(layout, arguments, initial, chunking)[0]
 
 
-def _replayed_forward(layout: Layout, arguments: Arguments, initial: Array | None, cuts: Chunking) -> tuple[Any, Any]:
+def _replayed_forward(
+    layout: Layout, arguments: Arguments, initial: Array | None, chunking: Chunking
+) -> tuple[Any, Any]:
+    """Run all segments, and save the arguments and the state before each segment."""
+
     def segment(states: States, inputs: tuple) -> tuple[States, tuple[Array, Array]]:
         tokens, sequences, filled = inputs
         terms = _terms(layout, _with_gate(tokens, arguments), filled)
         scanned, after = scan_chunks(terms, sequences, initial, states)
-        return after, (outputs(terms, scanned), states.one)
+        return after, (outputs(terms, scanned), states.current)
 
-    states = _before(layout.sequences, initial, _state_shape(layout, arguments), arguments)
-    inputs = (_split_all(layout, arguments, cuts), *_by_segment(layout, cuts))
-    states, (o, begins) = _scan(layout, segment, states, inputs)
-    o = _join(layout, o, cuts, len(arguments.q))
-    return (o, states.ends), (arguments, initial, begins[1:], cuts)
+    states = _initial_states(layout.sequences, initial, _state_shape(layout, arguments), arguments)
+    inputs = (_split_all(layout, arguments, chunking), *_by_segment(layout, chunking))
+    states, (o, segment_starts) = _scan(layout, segment, states, inputs)
+    o = _join(layout, o, chunking, len(arguments.q))
+    return (o, states.finals), (arguments, initial, segment_starts[1:], chunking)
 
 
 def _replayed_backward(layout: Layout, residuals: Any, gradients: tuple[Array, Array]) -> tuple[Any, ...]:
-    arguments, initial, begins, cuts = residuals
+    """Replay the segments from the last to the first, and return the gradients of the arguments."""
+    arguments, initial, segment_starts, chunking = residuals
     d_output, d_finals = gradients
 
     def segment(carry: tuple, inputs: tuple) -> tuple[tuple, Any]:
         d_states, d_gate = carry
         tokens, d_output, start, sequences, filled = inputs
-        terms, pull = jax.vjp(partial(_terms, layout, filled=filled), _with_gate(tokens, arguments))
+        terms, pull_back = jax.vjp(partial(_terms, layout, filled=filled), _with_gate(tokens, arguments))
         scanned, _ = scan_chunks(terms, sequences, initial, States(start, None))
         d_output = _to_chunks(d_output, layout.options.chunk_size)
         d_terms, d_states = scan_chunks_backward(terms, sequences, scanned, d_output, d_finals, d_states)
-        (d_arguments,) = pull(d_terms)
+        (d_arguments,) = pull_back(d_terms)
         return (d_states, jax.tree.map(jnp.add, d_gate, d_arguments[5:])), d_arguments[:5]
 
-    tokens, join = jax.vjp(lambda x: _split_all(layout, x, cuts), arguments)
-    first = _before(layout.sequences, None, _state_shape(layout, arguments), arguments).one
-    begins = jnp.concatenate([first[None], begins])
-    inputs = (tokens, _split(layout, d_output, cuts), begins, *_by_segment(layout, cuts))
+    tokens, join = jax.vjp(lambda x: _split_all(layout, x, chunking), arguments)
+    first = _initial_states(layout.sequences, None, _state_shape(layout, arguments), arguments).current
+    segment_starts = jnp.concatenate([first[None], segment_starts])
+    inputs = (tokens, _split(layout, d_output, chunking), segment_starts, *_by_segment(layout, chunking))
     gate = arguments[5:]  # its gradients are sums over all tokens, in at least float32
     zeros = [None if x is None else jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in gate]
-    *zeros, _ = varying_alike((*zeros, arguments.q))
+    *zeros, _ = match_varying_axes((*zeros, arguments.q))
     carry = States(first, d_finals), tuple(zeros)
     (d_states, d_gate), d_tokens = _scan(layout, segment, carry, inputs, reverse=True)
     (d_arguments,) = join(list(d_tokens))
     d_gate = [None if d is None else d.astype(x.dtype) for x, d in zip(gate, d_gate, strict=True)]
-    return Arguments(*d_arguments[:5], *d_gate), None if initial is None else d_states.ends, None
+    return Arguments(*d_arguments[:5], *d_gate), None if initial is None else d_states.finals, None
 
 
 _replayed.defvjp(_replayed_forward, _replayed_backward)
 
 
-def _saved(layout: Layout, arguments: Arguments, initial: Array | None, cuts: Chunking) -> tuple[Array, Array]:
+def _saved(layout: Layout, arguments: Arguments, initial: Array | None, chunking: Chunking) -> tuple[Array, Array]:
     """Run the rule in one segment without recomputation."""
-    tokens = [x[0] for x in _split_all(layout, arguments, cuts)]
-    terms = _terms(layout, _with_gate(tokens, arguments), cuts.filled)
+    tokens = [x[0] for x in _split_all(layout, arguments, chunking)]
+    terms = _terms(layout, _with_gate(tokens, arguments), chunking.filled)
     scan: Any = _saved_scan
-    o, finals = scan(layout.sequences, terms, initial, sequences_of(cuts.sequence))
-    return _join(layout, o[None], cuts, len(arguments.q)), finals
+    o, finals = scan(layout.sequences, terms, initial, sequences_of(chunking.sequence))
+    return _join(layout, o[None], chunking, len(arguments.q)), finals
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -241,17 +250,19 @@ def _saved_scan(count: int, terms: ChunkTerms, initial: Array | None, sequences:
 
 
 def _saved_scan_forward(count: int, terms: ChunkTerms, initial: Array | None, sequences: Sequences) -> tuple[Any, Any]:
+    """Run the scan, and save its terms, states and errors."""
     shape = terms.w.shape[1], terms.w.shape[-1], terms.u.shape[-1]
-    scanned, states = scan_chunks(terms, sequences, initial, _before(count, initial, shape, terms))
-    return (outputs(terms, scanned), states.ends), (terms, initial, scanned, sequences)
+    scanned, states = scan_chunks(terms, sequences, initial, _initial_states(count, initial, shape, terms))
+    return (outputs(terms, scanned), states.finals), (terms, initial, scanned, sequences)
 
 
 def _saved_scan_backward(count: int, residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
+    """Return the gradients of the terms and of the initial states."""
     terms, initial, scanned, sequences = residuals
     d_output, d_finals = gradients
     d_states = States(jnp.zeros_like(d_finals[0]), d_finals)
     d_terms, d_states = scan_chunks_backward(terms, sequences, scanned, d_output, d_finals, d_states)
-    return d_terms, None if initial is None else d_states.ends, None
+    return d_terms, None if initial is None else d_states.finals, None
 
 
 _saved_scan.defvjp(_saved_scan_forward, _saved_scan_backward)

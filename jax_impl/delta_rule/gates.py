@@ -10,7 +10,15 @@ from jax_impl.ops import at_least_float32
 
 
 def l2norm(x: Float[Array, "*b k"], epsilon: float = L2_NORM_EPSILON) -> Float[Array, "*b k"]:
-    """Return ``x / sqrt(sum(x**2) + epsilon)``, with the sum over the last axis; zero stays zero."""
+    """Return ``x / sqrt(sum(x**2) + epsilon)``, with the sum over the last axis; zero stays zero.
+
+    Args:
+        x: queries or keys. [..., K]
+        epsilon: added to the sum of squares.
+
+    Returns:
+        The normalised rows, computed in at least float32, in the type of x. [..., K]
+    """
     wide = at_least_float32(x)
     return (wide * jax.lax.rsqrt(jnp.square(wide).sum(-1, keepdims=True) + epsilon)).astype(x.dtype)
 
@@ -66,7 +74,7 @@ def kda_gate(
     return lower_bound * jax.nn.sigmoid(rate * g)
 
 
-def prepared(
+def apply_norm_and_gate(
     q: Array,
     k: Array,
     g: Array,
@@ -84,7 +92,7 @@ def prepared(
     return q, k, g
 
 
-def gated(
+def recurrence_inputs(
     q: Array,
     k: Array,
     v: Array,
@@ -101,7 +109,7 @@ def gated(
     """
     scale = options.scale_of(q.shape[-1])
     q, k, v, g, beta = (at_least_float32(x) for x in (q, k, v, g, beta))
-    q, k, g = prepared(q, k, g, A_log, dt_bias, options)
+    q, k, g = apply_norm_and_gate(q, k, g, A_log, dt_bias, options)
     group = v.shape[2] // q.shape[2]
     q, k = (jnp.repeat(x, group, 2) if group > 1 else x for x in (q * scale, k))
     return q, k, v, g if options.per_channel else g[..., None], beta[..., None]

@@ -23,7 +23,7 @@ from jax import Array
 from jaxtyping import Float
 
 from diptych.plans.model.delta_rule import SUBCHUNK_SIZE
-from diptych_kernels.mesh_axes import varying_alike
+from diptych_kernels.mesh_axes import match_varying_axes
 
 
 class ChunkTerms(NamedTuple):
@@ -79,9 +79,9 @@ def lower_product(lower: Float[Array, "*b c c"], x: Float[Array, "*b c v"]) -> F
         x: right factor; elements may be NaN or infinite. [..., C, V]
     """
     finite = jnp.isfinite(x)
-    place = jnp.arange(x.shape[-2])[:, None]
-    first = jnp.where(finite, len(place), place).min(-2, keepdims=True)
-    return jnp.where(place < first, lower @ jnp.where(finite, x, 0), jnp.nan)
+    rows = jnp.arange(x.shape[-2])[:, None]
+    first = jnp.where(finite, len(rows), rows).min(-2, keepdims=True)
+    return jnp.where(rows < first, lower @ jnp.where(finite, x, 0), jnp.nan)
 
 
 @jax.custom_vjp
@@ -91,23 +91,25 @@ def _inverse(a: Float[Array, "n r c c"]) -> Float[Array, "n r c c"]:
     Two blocks at a time are merged: [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]. On a CPU,
     jax.lax.linalg.triangular_solve can deadlock in a large program (jaxlib 0.10.2, two threads).
     """
-    found = varying_alike((jnp.ones((*a.shape[:-1], 1, 1), a.dtype), a))[0]
+    inverse = match_varying_axes((jnp.ones((*a.shape[:-1], 1, 1), a.dtype), a))[0]
     size = 1
     while size < a.shape[-1]:
         pairs = a.reshape(*a.shape[:-2], a.shape[-1] // (2 * size), 2, size, -1, 2, size)
         below = jnp.moveaxis(jnp.diagonal(pairs[..., 1, :, :, 0, :], axis1=-4, axis2=-2), -1, -3)
-        first, second = _halves(found)
-        found = _joined(first, -lower_product(second, below @ first), second)
+        first, second = _halves(inverse)
+        inverse = _joined(first, -lower_product(second, below @ first), second)
         size *= 2
-    return found.squeeze(-3)
+    return inverse.squeeze(-3)
 
 
 def _inverse_forward(a: Array) -> tuple[Array, Array]:
+    """Compute the inverse, and save it."""
     inverse = _inverse(a)
     return inverse, inverse
 
 
 def _inverse_backward(inverse: Array, grad: Array) -> tuple[Array]:
+    """Return the gradient of a: the strictly lower triangle of -inverse^T grad inverse^T."""
     return (-jnp.tril(inverse.mT @ grad @ inverse.mT, -1),)
 
 
@@ -133,7 +135,7 @@ def _products_by_head(q: Array, k: Array, g: Array) -> tuple[Array, Array]:
 def _products_by_channel(q: Array, k: Array, g: Array) -> tuple[Array, Array]:
     """Return A_qk and A_kk for one decay per channel: first of small blocks, then of blocks that double in size."""
     size = min(SUBCHUNK_SIZE, q.shape[-2])
-    found = jnp.stack(_products_in_blocks(*(_blocks(x, size) for x in (q, k, g))), -4)
+    products = jnp.stack(_products_in_blocks(*(_blocks(x, size) for x in (q, k, g))), -4)
     queries = jnp.stack([q, k], -3)
     while size < q.shape[-2]:
         early, late = _halves(_blocks(g, size))
@@ -141,11 +143,11 @@ def _products_by_channel(q: Array, k: Array, g: Array) -> tuple[Array, Array]:
         rows = _halves(_blocks(queries, size))[1]
         keys = keys * jnp.exp(_sums_after(early))
         rows = rows * jnp.exp(jnp.cumsum(late, -2))[..., None, :, :, :]
-        first, second = _halves(found)
-        found = _joined(first, rows @ keys.mT[..., None, :, :, :], second)
+        first, second = _halves(products)
+        products = _joined(first, rows @ keys.mT[..., None, :, :, :], second)
         size *= 2
-    found = found.squeeze(-3)
-    return found[..., 0, :, :], found[..., 1, :, :]
+    products = products.squeeze(-3)
+    return products[..., 0, :, :], products[..., 1, :, :]
 
 
 def _blocks(x: Array, size: int) -> Array:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Integer
 
-from diptych_kernels.mesh_axes import varying_alike
+from diptych_kernels.mesh_axes import match_varying_axes
 
 
 def recurrent(
@@ -35,18 +35,18 @@ def recurrent(
     width = v.shape[-1]
     sequences = batch if offsets is None else len(offsets) - 1
     before = jnp.zeros((sequences, heads, key, width), q.dtype) if initial is None else initial
-    before, q, k, v, g, beta = varying_alike((before, q, k, v, g, beta))
+    before, q, k, v, g, beta = match_varying_axes((before, q, k, v, g, beta))
     tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta))
     rows = jnp.arange(batch)[None].repeat(length, 0)  # index of the state that each token changes
     if offsets is not None:
         rows = jnp.searchsorted(offsets, jnp.arange(length), side="right")[:, None] - 1
 
-    def one(states: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
+    def run_token(states: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
         q, k, v, g, beta, row = token
         output, after = step(q, k, v, g, beta, states[row])
         return states.at[row].set(after), output
 
-    finals, outputs = jax.lax.scan(one, before, (*tokens, rows))
+    finals, outputs = jax.lax.scan(run_token, before, (*tokens, rows))
     return jnp.moveaxis(outputs, 0, 1), finals
 
 

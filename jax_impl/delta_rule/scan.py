@@ -53,9 +53,9 @@ class States(NamedTuple):
     The states of all sequences are only written, so the time per chunk does not grow with the number of sequences.
     """
 
-    one: Float[Array, "r k v"]
+    current: Float[Array, "r k v"]
     """State after the previous chunk, which is used if that chunk belongs to the same sequence."""
-    ends: Float[Array, "s r k v"] | None
+    finals: Float[Array, "s r k v"] | None
     """State of each sequence after its chunks so far, or its initial state; None: not needed."""
 
     def after(self, owner: Array, end: Array) -> "States":
@@ -65,7 +65,7 @@ class States(NamedTuple):
             owner: number of the chunk's sequence. []
             end: state after the chunk. [R, K, V]
         """
-        return States(end, None if self.ends is None else self.ends.at[owner].set(end))
+        return States(end, None if self.finals is None else self.finals.at[owner].set(end))
 
 
 def scan_chunks(
@@ -83,14 +83,14 @@ def scan_chunks(
         Values for outputs and backward, and the states after these chunks.
     """
 
-    def through(states: States, chunk: tuple[Any, ...]) -> tuple[States, Scanned]:
+    def step_forward(states: States, chunk: tuple[Any, ...]) -> tuple[States, Scanned]:
         (owner, is_first, _), w, u, k_decayed, decay = chunk
-        start = jnp.where(is_first, 0 if initial is None else initial[owner], states.one)
+        start = jnp.where(is_first, 0 if initial is None else initial[owner], states.current)
         errors = u - w @ start
         end = decay[..., None] * start + k_decayed.mT @ errors
         return states.after(owner, end), Scanned(start, errors)
 
-    states, scanned = jax.lax.scan(through, states, (sequences, terms.w, terms.u, terms.k_decayed, terms.decay))
+    states, scanned = jax.lax.scan(step_forward, states, (sequences, terms.w, terms.u, terms.k_decayed, terms.decay))
     return scanned, states
 
 
@@ -115,20 +115,20 @@ def scan_chunks_backward(
         scanned: result of ``scan_chunks``.
         d_output: gradient of the outputs. [n, R, C, V]
         d_finals: gradient of the final states of all sequences. [N, R, K, V]
-        d_states: gradients of the states after these chunks; its ``ends`` collect the gradients of initial states.
+        d_states: gradients of the states after these chunks; its ``finals`` collect the gradients of initial states.
     """
 
-    def back(d_states: States, chunk: tuple[Any, ...]) -> tuple[States, tuple[Array, Array]]:
-        (owner, _, is_last), own, into_state, w, k_decayed, decay = chunk
-        d_end = jnp.where(is_last, d_finals[owner], d_states.one)
-        d_errors = own + k_decayed @ d_end
-        d_start = decay[..., None] * d_end + into_state - w.mT @ d_errors
+    def step_backward(d_states: States, chunk: tuple[Any, ...]) -> tuple[States, tuple[Array, Array]]:
+        (owner, _, is_last), d_errors_output, d_start_output, w, k_decayed, decay = chunk
+        d_end = jnp.where(is_last, d_finals[owner], d_states.current)
+        d_errors = d_errors_output + k_decayed @ d_end
+        d_start = decay[..., None] * d_end + d_start_output - w.mT @ d_errors
         return d_states.after(owner, d_start), (d_end, d_errors)
 
-    own = terms.a_qk.mT @ d_output
-    into_state = terms.q_decayed.mT @ d_output
-    chunks = (sequences, own, into_state, terms.w, terms.k_decayed, terms.decay)
-    d_states, (d_ends, d_errors) = jax.lax.scan(back, d_states, chunks, reverse=True)
+    d_errors_output = terms.a_qk.mT @ d_output  # the parts of both gradients that come from the outputs
+    d_start_output = terms.q_decayed.mT @ d_output
+    chunks = (sequences, d_errors_output, d_start_output, terms.w, terms.k_decayed, terms.decay)
+    d_states, (d_ends, d_errors) = jax.lax.scan(step_backward, d_states, chunks, reverse=True)
     by_channel = terms.decay.shape[-1] > 1
     gradients = ChunkTerms(
         w=-(d_errors @ scanned.states.mT),

@@ -7,18 +7,18 @@ copy in its place, and XLA overlaps the copies with computation:
     offload = OffloadedStep(config, params, num_microbatches=1)       the plan of a training step
     params = offload.place(params)                                    layers to pinned_host
     ...                                                               and inside the jitted step:
-    (loss, gradients), here = offload.value_and_grad(loss_fn, params, offload.begin(params), batch)
-    params, state = offload.update(change, params, state, gradients, here)
+    (loss, gradients), on_device = offload.value_and_grad(loss_fn, params, offload.begin(params), batch)
+    params, state = offload.update(update_function, params, state, gradients, on_device)
 
 A model whose configuration enables offload runs its layers with ``run_offloaded``; if the parameters are on the device
 already, the copies do nothing. In a pipeline, every action is a separate pass: ``jax_impl/pipeline/offload.py``.
 """
 
-from jax_impl.offload.device import Layers, Moved, Pass, fetched, is_on_host, offloads_layers, without_offload
+from jax_impl.offload.device import Layers, Moved, Pass, copy_to_device, is_on_host, offloads_layers, without_offload
 from jax_impl.offload.moves import Move, branch_moves, layer_numbers, moves_of
-from jax_impl.offload.stack import lone_pass, run_offloaded
+from jax_impl.offload.stack import run_offloaded, single_pass
 from jax_impl.offload.step import OffloadedStep, plan_statistics
-from jax_impl.offload.update import Change, OffloadedParameters
+from jax_impl.offload.update import OffloadedParameters, UpdateFunction
 
 __all__ = [
     "run_offloaded",
@@ -26,12 +26,12 @@ __all__ = [
     "without_offload",
     "OffloadedStep",
     "OffloadedParameters",
-    "Change",
+    "UpdateFunction",
     "Pass",
-    "lone_pass",
+    "single_pass",
     "Layers",
     "Moved",
-    "fetched",
+    "copy_to_device",
     "is_on_host",
     "plan_statistics",
     "Move",

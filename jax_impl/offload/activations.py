@@ -42,11 +42,13 @@ class Activations:
         step = self._plan.get(use)
         for forward in () if step is None else step.fetches:
             saved = self.saved[forward.layer]
-            away = [leaf for leaf in jax.tree.leaves(saved) if is_on_host(leaf)]
-            if away:
-                away, state = jax.lax.optimization_barrier((away, state))
-                back = iter(jax.device_put(away, jax.memory.Space.Device))
-                self.saved[forward.layer] = jax.tree.map(lambda x, back=back: next(back) if is_on_host(x) else x, saved)
+            on_host = [leaf for leaf in jax.tree.leaves(saved) if is_on_host(leaf)]
+            if on_host:
+                on_host, state = jax.lax.optimization_barrier((on_host, state))
+                returned = iter(jax.device_put(on_host, jax.memory.Space.Device))
+                self.saved[forward.layer] = jax.tree.map(
+                    lambda x, returned=returned: next(returned) if is_on_host(x) else x, saved
+                )
                 self._trace.append(activation_event("+", forward))
         return state
 
@@ -60,11 +62,12 @@ class Activations:
         self.saved[use.layer] = saved
         step = self._plan.get(use)
         if step is not None and step.leaves:
-            self.saved[use.layer] = jax.tree.map(self._leave, saved)
+            self.saved[use.layer] = jax.tree.map(self._move_to_host, saved)
             if any(map(is_on_host, jax.tree.leaves(self.saved[use.layer]))):
                 self._trace.append(activation_event("-", use))
 
-    def _leave(self, array: Array) -> Array:
+    def _move_to_host(self, array: Array) -> Array:
+        """Copy an array to the host, unless it is too small."""
         nbytes = array.size * array.dtype.itemsize
         if nbytes < self._min_bytes:
             return array

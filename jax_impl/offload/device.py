@@ -24,14 +24,16 @@ class Device:
     """The layers on the device, while the steps of a plan are traced.
 
     Args:
-        hosts: parameters of every layer as they are placed between steps.
-        here: layers that are already on the device.
+        host_layers: parameters of every layer as they are placed between steps.
+        on_device: layers that are already on the device.
         trace: list to which every move and use is appended, as in the trace of the PyTorch manager; None: no trace.
     """
 
-    def __init__(self, hosts: Mapping[int, list[Array]], here: Mapping[int, list[Array]], trace: list[str] | None):
-        self.hosts = dict(hosts)
-        self.here = dict(here)
+    def __init__(
+        self, host_layers: Mapping[int, list[Array]], on_device: Mapping[int, list[Array]], trace: list[str] | None
+    ):
+        self.host_layers = dict(host_layers)
+        self.on_device = dict(on_device)
         self._trace = [] if trace is None else trace
 
     def begin(self, step: Step, state: State) -> State:
@@ -45,14 +47,20 @@ class Device:
         Returns:
             The state, which replaces the argument.
         """
-        asked = [self.hosts[layer] for layer in step.fetches]  # a list, because a dictionary would be sorted
-        if asked:
-            asked, state = jax.lax.optimization_barrier((asked, state))
-        for layer, arrays in zip(step.fetches, asked, strict=True):
-            assert layer not in self.here, f"the plan fetches layer {layer} at {step.use}, where it is on the device"
-            self.here[layer] = jax.device_put(arrays, jax.memory.Space.Device)
+        host_arrays = [
+            self.host_layers[layer] for layer in step.fetches
+        ]  # a list, because a dictionary would be sorted
+        if host_arrays:
+            host_arrays, state = jax.lax.optimization_barrier((host_arrays, state))
+        for layer, arrays in zip(step.fetches, host_arrays, strict=True):
+            assert layer not in self.on_device, (
+                f"the plan fetches layer {layer} at {step.use}, where it is on the device"
+            )
+            self.on_device[layer] = jax.device_put(arrays, jax.memory.Space.Device)
             self._trace.append(f"+{layer}")
-        assert step.use.layer in self.here, f"the plan uses layer {step.use.layer} at {step.use} before it fetches it"
+        assert step.use.layer in self.on_device, (
+            f"the plan uses layer {step.use.layer} at {step.use} before it fetches it"
+        )
         self._trace.append(str(step.use))
         return state
 
@@ -64,9 +72,9 @@ class Device:
             changed: True if the evicted layers have new values, which are copied to the host.
         """
         for layer in step.evictions:
-            arrays = self.here.pop(layer)
+            arrays = self.on_device.pop(layer)
             if changed:
-                self.hosts[layer] = jax.device_put(arrays, jax.memory.Space.Host)
+                self.host_layers[layer] = jax.device_put(arrays, jax.memory.Space.Host)
             self._trace.append(f"-{layer}")
 
 
@@ -92,13 +100,13 @@ class Pass(NamedTuple):
 
     forward: Sequence[Step]
     backward: Sequence[Step]
-    here: Layers = {}  # noqa: RUF012
+    on_device: Layers = {}  # noqa: RUF012
     """Layers that are on the device when forward begins."""
     gradients: dict[int, list[Any]] | None = None
     """Arrays on the device that receive gradients, by layer: for each parameter, zeros of its shape or the pair of an
     ops._LinearTaps. JAX would place the gradient of a parameter on the host beside the parameter. None: gradients are
     placed with the parameters."""
-    stay: Layers = {}  # noqa: RUF012
+    resident: Layers = {}  # noqa: RUF012
     """Zeros with the shapes of the layers that stay on the device after backward. Backward returns these layers as the
     "gradients" of the zeros, because it has no other outputs."""
     activations: Mapping[Use, ActivationStep] = {}
@@ -145,11 +153,11 @@ def without_offload() -> Iterator[None]:
 _SUSPENDED: ContextVar[bool] = ContextVar("layers run without offload", default=False)
 
 
-def fetched(module: M) -> M:
+def copy_to_device(module: M) -> M:
     """Return a module with copies of its arrays on the device."""
     graph, state = nnx.split(module)
-    here = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x, state)
-    return nnx.merge(graph, here)
+    on_device = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x, state)
+    return nnx.merge(graph, on_device)
 
 
 def is_on_host(array: Array) -> bool:

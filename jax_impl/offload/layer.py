@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from diptych.plans.recompute import RecomputeBlock
-from jax_impl.recompute import places_read, run_from_saved, run_saving, varying_leaves, with_leaves
+from jax_impl.recompute import arguments_read, run_from_saved, run_saving, varying_leaves, with_leaves
 
 Layer = list[Any]
 """The arrays whose gradients are computed: each parameter of a layer, or its taps, whose gradients are the factors of
@@ -34,18 +34,18 @@ class LayerRule:
         block: recompute block of the layer.
         first: True if the input of the layer is saved, as for the first layer of a block.
         last: True if the replay is part of the layer's backward, as for the last layer of a block.
-        known: analysis of the layer's program, shared by layers with equal programs.
+        analysis: analysis of the layer's program, shared by layers with equal programs.
         named: True if only named values are saved, even if nothing is recomputed.
     """
 
     def __init__(
-        self, block: RecomputeBlock, first: bool, last: bool, known: dict[str, Any], named: bool = False
+        self, block: RecomputeBlock, first: bool, last: bool, analysis: dict[str, Any], named: bool = False
     ) -> None:
         self._recomputed = named or block.kind != "none"
         self._dropped = block.dropped
         self._first = first
         self._last = last
-        self._known = known
+        self._analysis = analysis
 
     def is_replayed(self, kind: str) -> bool:
         """Return True if a use of this kind replays the layer's forward."""
@@ -62,11 +62,11 @@ class LayerRule:
             y, pull_back = run_from_saved(run, self._dropped, named, layer, x)
             return pull_back(grad), None if self._last else y
 
-        if "read" not in self._known:
-            read = places_read(replay, layer, x, named, y)
-            self._known["read"] = read[len(jax.tree.leaves(layer)) + 1 : -1]
-            self._known["named"] = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in named]
-        values = [value for value, is_read in zip(named, self._known["read"], strict=True) if is_read]
+        if "read" not in self._analysis:
+            read = arguments_read(replay, layer, x, named, y)
+            self._analysis["read"] = read[len(jax.tree.leaves(layer)) + 1 : -1]
+            self._analysis["named"] = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in named]
+        values = [value for value, is_read in zip(named, self._analysis["read"], strict=True) if is_read]
         return y, Saved(x if self._first else None, values)
 
     def replay(self, run: Run, layer: Layer, saved: Saved) -> tuple[Array, Saved]:
@@ -82,19 +82,20 @@ class LayerRule:
             assert saved.x is not None, "a replay begins from the layer's input"
             return run_from_saved(run, self._dropped, self._named(saved), layer, saved.x)[1](grad)
         # Zeros are sufficient, because every leaf that depends on them is replaced.
-        named = [_zeros(like, grad) for like in self._known.get("named", [])]
+        named = [_zeros(like, grad) for like in self._analysis.get("named", [])]
         _, pull_back = self._pull_back(run, layer, jnp.zeros_like(grad), named)
-        return with_leaves(pull_back, self._known["leaves"], saved.values)(grad)
+        return with_leaves(pull_back, self._analysis["leaves"], saved.values)(grad)
 
     def _named(self, saved: Saved) -> list[Array]:
         """Return all named values, with zeros for those that are not read."""
         remaining = iter(saved.values)
         return [
             next(remaining) if is_read else _zeros(like, saved.x)
-            for is_read, like in zip(self._known["read"], self._known["named"], strict=True)
+            for is_read, like in zip(self._analysis["read"], self._analysis["named"], strict=True)
         ]
 
     def _pull_back(self, run: Run, layer: Layer, x: Array, named: list[Array]) -> tuple[Array, Callable]:
+        """Return the output of a layer and its pull-back, from named values if the layer is recomputed."""
         if self._recomputed:
             return run_from_saved(run, self._dropped, named, layer, x)
         return jax.vjp(run, layer, x)
@@ -105,14 +106,14 @@ class LayerRule:
         def leaves_of(layer: Layer, x: Array, named: list[Array]) -> list[Any]:
             return jax.tree.leaves(self._pull_back(run, layer, x, named)[1])
 
-        if "leaves" not in self._known:
+        if "leaves" not in self._analysis:
             varies = jax.tree.map(lambda _: False, layer), True, [True] * len(named)
-            self._known["leaves"] = varying_leaves(leaves_of, (layer, x, named), varies)
-        found = jax.tree.leaves(pull_back)
-        return [found[leaf.places[0]] for leaf in self._known["leaves"]]
+            self._analysis["leaves"] = varying_leaves(leaves_of, (layer, x, named), varies)
+        leaves = jax.tree.leaves(pull_back)
+        return [leaves[leaf.indices[0]] for leaf in self._analysis["leaves"]]
 
 
-def _zeros(like: jax.ShapeDtypeStruct, beside: Array | None) -> Array:
-    """Return zeros with the shape and dtype of ``like`` and the varying axes of ``beside``."""
-    assert beside is not None
-    return jnp.zeros_like(beside, shape=like.shape, dtype=like.dtype)
+def _zeros(like: jax.ShapeDtypeStruct, varies_like: Array | None) -> Array:
+    """Return zeros with the shape and dtype of ``like`` and the varying axes of ``varies_like``."""
+    assert varies_like is not None
+    return jnp.zeros_like(varies_like, shape=like.shape, dtype=like.dtype)

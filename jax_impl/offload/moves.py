@@ -64,6 +64,7 @@ def branch_moves(program: Any, arguments: Sequence[int | None]) -> list[list[Mov
 
 
 def _read(reader: "_Reader", program: Any, arguments: Sequence[int | None], results: Sequence[int | None]) -> None:
+    """Read a program with the given layers of its arguments and results."""
     layers = dict(zip(program.jaxpr.invars, arguments, strict=True))
     targets = dict(_pairs(program.jaxpr.outvars, results))
     reader.read(program.jaxpr, layers, targets, {})
@@ -145,15 +146,16 @@ class _Reader:
             if len(inner.invars) == len(equation.invars):
                 inputs = _pairs(equation.invars, inner.invars)
                 outputs = _pairs(inner.outvars, equation.outvars)
-                within, onto, known = (
+                inner_layers, target_layers, analysis = (
                     {b: names[a] for a, b in pairs if a in names}
                     for pairs, names in ((inputs, layers), ([(o, i) for i, o in outputs], targets), (inputs, chains))
                 )
-                longest = max(longest, self.read(inner, within, onto, known))
+                longest = max(longest, self.read(inner, inner_layers, target_layers, analysis))
         self.moves += self.moves[before:] * (equation.params.get("length", 1) - 1)
         return longest
 
     def _note(self, equation: Any, layers: Mapping, targets: Mapping, chains: Mapping) -> None:
+        """Record the copies of an equation between host and device."""
         host = jax.memory.Space.Host
         device = jax.memory.Space.Device
         for source, target in _pairs(equation.invars, equation.outvars):

@@ -68,36 +68,36 @@ def run_offloaded(
     """
     leaves = {number: jax.tree.leaves(tree) for number, tree in parameters.items()}
     structures = {number: jax.tree.structure(tree) for number, tree in parameters.items()}
-    given, structure = jax.tree.flatten(inputs)
-    arrays = {place: leaf for place, leaf in enumerate(given) if isinstance(leaf, Array)}
+    input_leaves, structure = jax.tree.flatten(inputs)
+    arrays = {index: leaf for index, leaf in enumerate(input_leaves) if isinstance(leaf, Array)}
 
     def run(number: int, arrays: dict[int, Array], layer: list[Array], hidden_states: Array) -> Array:
-        whole = jax.tree.unflatten(structure, [arrays.get(place, leaf) for place, leaf in enumerate(given)])
-        return layer_fn(number, jax.tree.unflatten(structures[number], layer), hidden_states, whole)
+        all_inputs = jax.tree.unflatten(structure, [arrays.get(index, leaf) for index, leaf in enumerate(input_leaves)])
+        return layer_fn(number, jax.tree.unflatten(structures[number], layer), hidden_states, all_inputs)
 
     blocks = recompute_blocks(config, vp_stage, pp_rank)
-    context = active_pass() or lone_pass(config, blocks)
+    context = active_pass() or single_pass(config, blocks)
     stack = _Stack(run, config, blocks, context)
-    through = jax.custom_vjp(stack.infer)
-    through.defvjp(stack.forward, stack.backward)
-    here = context.here if config.enable_tensor_offload else leaves
-    return through(leaves, here, _Taps(context.gradients or {}, context.stay), hidden_states, arrays)
+    run_stack = jax.custom_vjp(stack.infer)
+    run_stack.defvjp(stack.forward, stack.backward)
+    on_device = context.on_device if config.enable_tensor_offload else leaves
+    return run_stack(leaves, on_device, _Taps(context.gradients or {}, context.resident), hidden_states, arrays)
 
 
-def lone_pass(config: TransformerConfig, blocks: Sequence[RecomputeBlock], turns: bool = True) -> Pass:
+def single_pass(config: TransformerConfig, blocks: Sequence[RecomputeBlock], includes_backward: bool = True) -> Pass:
     """Return the pass of one forward and backward without a following use.
 
     Args:
         config: configuration of the model.
         blocks: recompute blocks with the layers.
-        turns: if True, backward follows at once. Otherwise no layer stays on the device between forward and backward,
-            activations do not move, and the caller sets ``gradients``.
+        includes_backward: if True, backward follows at once. Otherwise no layer stays on the device between forward and
+            backward, activations do not move, and the caller sets ``gradients``.
     """
     numbers = [number for block in blocks for number in block.layers]
     uses = pass_uses(numbers, True, blocks)
     forward = uses[: len(numbers)]
     backward = uses[len(numbers) :]
-    if turns:
+    if includes_backward:
         steps = _plan(config, uses)
         return Pass(steps[: len(numbers)], steps[len(numbers) :], activations=plan_saved(config, uses, blocks))
     return Pass(_plan(config, forward), _plan(config, backward), gradients={})
@@ -121,6 +121,7 @@ def plan_saved(
 
 
 def _plan(config: TransformerConfig, uses: Sequence[Use]) -> tuple[Step, ...]:
+    """Return the moves of some uses; none without parameter offload."""
     if not config.enable_tensor_offload:
         return unmoved(uses)
     return plan_offload(uses, layer_storages(config), config.tensor_offload_num_prefetch_layers, then=()).steps
@@ -130,14 +131,14 @@ class _Taps(NamedTuple):
     """Unread arguments whose gradients are outputs of backward; see Pass."""
 
     gradients: dict[int, list[Any]]
-    stay: Layers
+    resident: Layers
 
 
 class _Residuals(NamedTuple):
     """The residuals of the custom_vjp."""
 
-    hosts: Layers
-    here: Layers
+    host_layers: Layers
+    on_device: Layers
     """Layers that stay on the device from forward to backward."""
     saved: dict[int, Saved]
     arrays: dict[int, Array]
@@ -174,23 +175,23 @@ class _Stack:
                 rules[number] = LayerRule(block, first, last, known, self._context.named)
         return rules
 
-    def infer(self, hosts: Layers, here: Layers, taps: _Taps, x: Array, arrays: dict[int, Array]) -> Array:
+    def infer(self, host_layers: Layers, on_device: Layers, taps: _Taps, x: Array, arrays: dict[int, Array]) -> Array:
         """Run a forward without a backward."""
         numbers = [number for block in self._blocks for number in block.layers]
-        device = Device(hosts, {} if self._config.enable_tensor_offload else here, self._context.trace)
+        device = Device(host_layers, {} if self._config.enable_tensor_offload else on_device, self._context.trace)
         for step in _plan(self._config, pass_uses(numbers, False)):
             number = step.use.layer
             x = device.begin(step, x)
             with jax.named_scope(str(step.use)):
-                x = self._run(number, arrays, device.here[number], x)
+                x = self._run(number, arrays, device.on_device[number], x)
             device.end(step)
         return x
 
     def forward(
-        self, hosts: Layers, here: Layers, taps: _Taps, x: Array, arrays: dict[int, Array]
+        self, host_layers: Layers, on_device: Layers, taps: _Taps, x: Array, arrays: dict[int, Array]
     ) -> tuple[Array, _Residuals]:
         """Run the forward and return its output and the residuals."""
-        device = Device(hosts, here, self._context.trace)
+        device = Device(host_layers, on_device, self._context.trace)
         activations = self._activations({})
         for step in self._context.forward:
             x = device.begin(step, x)
@@ -199,11 +200,11 @@ class _Stack:
                 x, saved = self._rules[step.use.layer].forward(run, layer, x)
             activations.end(step.use, saved)
             device.end(step)
-        return x, _Residuals(hosts, device.here, activations.saved, arrays)
+        return x, _Residuals(host_layers, device.on_device, activations.saved, arrays)
 
     def backward(self, residuals: _Residuals, grad: Array) -> tuple[Layers | None, None, _Taps, Array, None]:
         """Return the gradients of parameters and input, and the layers that stay on the device."""
-        device = Device(residuals.hosts, residuals.here, self._context.trace)
+        device = Device(residuals.host_layers, residuals.on_device, self._context.trace)
         gradients = {}
         activations = self._activations(residuals.saved)
         x = None
@@ -224,35 +225,42 @@ class _Stack:
                     gradients[number], grad = rule.backward(run, layer, saved, grad)
             device.end(step)
         if self._context.gradients is None:
-            return jax.tree.map(_into_memory_of, residuals.hosts, gradients), None, _Taps({}, {}), grad, None
+            return jax.tree.map(_into_memory_of, residuals.host_layers, gradients), None, _Taps({}, {}), grad, None
         if self._config.enable_tensor_offload:
-            assert device.here.keys() == self._context.stay.keys(), (
-                f"{[*device.here]} stay on the device, not {[*self._context.stay]}"
+            assert device.on_device.keys() == self._context.resident.keys(), (
+                f"{[*device.on_device]} stay on the device, not {[*self._context.resident]}"
             )
-        return None, None, _Taps(gradients, {number: device.here[number] for number in self._context.stay}), grad, None
+        return (
+            None,
+            None,
+            _Taps(gradients, {number: device.on_device[number] for number in self._context.resident}),
+            grad,
+            None,
+        )
 
     def _activations(self, saved: Mapping[int, Saved]) -> Activations:
+        """Return the saved values of the layers, with the plan of their moves."""
         return Activations(saved, self._context, self._config.activation_offload_min_bytes)
 
     def _bound(self, number: int, arrays: dict[int, Array], device: Device) -> tuple[Run, Layer]:
         """Return a layer on the device as a function of its differentiated arrays and its input, and these arrays."""
-        parameters = device.here[number]
-        asked = (self._context.gradients or {}).get(number, parameters)
-        tapped = {str(place): parameters[place] for place, item in enumerate(asked) if isinstance(item, tuple)}
+        parameters = device.on_device[number]
+        requested = (self._context.gradients or {}).get(number, parameters)
+        tapped = {str(index): parameters[index] for index, item in enumerate(requested) if isinstance(item, tuple)}
         if not tapped:
             return partial(self._run, number, arrays), parameters
 
         def run(layer: Layer, x: Array) -> Array:
-            given = [tapped.get(str(place), item) for place, item in enumerate(layer)]
-            with _LinearTaps(tapped, {place: layer[int(place)] for place in tapped}):
-                return self._run(number, arrays, given, x)
+            input_leaves = [tapped.get(str(index), item) for index, item in enumerate(layer)]
+            with _LinearTaps(tapped, {index: layer[int(index)] for index in tapped}):
+                return self._run(number, arrays, input_leaves, x)
 
         def tap(like: Array, weight: Array) -> Array:
             return jnp.zeros_like(weight, shape=like.shape, dtype=like.dtype)
 
         layer = [
             tuple(tap(like, parameter) for like in item) if isinstance(item, tuple) else parameter
-            for item, parameter in zip(asked, parameters, strict=True)
+            for item, parameter in zip(requested, parameters, strict=True)
         ]
         return run, layer
 

@@ -26,7 +26,7 @@ from diptych.plans.recompute import recompute_blocks
 from jax_impl.offload.device import Layers, Moved, Pass
 from jax_impl.offload.moves import LAYERS, layer_numbers
 from jax_impl.offload.stack import plan_saved
-from jax_impl.offload.update import Change, OffloadedParameters, Parts
+from jax_impl.offload.update import OffloadedParameters, Parts, UpdateFunction
 
 _NOT_OFFLOADED = (
     "loss_fn: expected a model that runs its layers by jax_impl.offload.run_offloaded, as GPTModel does where its "
@@ -82,10 +82,11 @@ class OffloadedStep:
         steps = self.plan.steps or unmoved(uses)
         length = (len(steps) - len(layers)) // num_microbatches
         passes = [steps[k * length : (k + 1) * length] for k in range(num_microbatches)]
-        begin, every = _first_and_every(passes)
-        self._begin, self._pass = begin, (every[: len(layers)], every[len(layers) :])
+        begin, looped_steps = _split_first_pass(passes)
+        self._begin = begin
+        self._pass = (looped_steps[: len(layers)], looped_steps[len(layers) :])
         self._update = steps[num_microbatches * length :]
-        self._stay = _here_after(every, begin)
+        self._resident = _layers_after(looped_steps, begin)
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -104,19 +105,19 @@ class OffloadedStep:
         """Fetch the layers that must be on the device at the begin of every iteration of the loop over microbatches."""
         if not self.moves_parameters:
             return {}
-        hosts = self._parameters.split(params).layers
+        host_layers = self._parameters.split(params).layers
         self._record(f"+{number}" for number in self._begin)
-        return {number: jax.device_put(hosts[number], jax.memory.Space.Device) for number in self._begin}
+        return {number: jax.device_put(host_layers[number], jax.memory.Space.Device) for number in self._begin}
 
     def value_and_grad(
-        self, loss_fn: Callable[..., Array], params: Any, here: Layers, *args: Any, **kwargs: Any
+        self, loss_fn: Callable[..., Array], params: Any, on_device: Layers, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Array, Any], Layers]:
         """Return the loss and the gradients of one microbatch.
 
         Args:
             loss_fn: ``loss_fn(params, *args, **kwargs)`` runs the model once.
             params: parameters, with those of layers on the host.
-            here: layers on the device, from begin or the previous microbatch.
+            on_device: layers on the device, from begin or the previous microbatch.
             args: positional arguments of the loss.
             kwargs: keyword arguments of the loss.
 
@@ -127,33 +128,35 @@ class OffloadedStep:
             ValueError: the loss does not run its layers by run_offloaded, so nothing would move.
         """
         if not self.enabled:
-            return jax.value_and_grad(loss_fn)(params, *args, **kwargs), here
+            return jax.value_and_grad(loss_fn)(params, *args, **kwargs), on_device
         trace: list[str] = []
         self._moved = Moved()
-        context = Pass(*self._pass, here, activations=self._saved, moved=self._moved, trace=trace)
+        context = Pass(*self._pass, on_device, activations=self._saved, moved=self._moved, trace=trace)
         if not self.moves_parameters:
             with context.active(), self._check_moved(trace):
-                found = jax.value_and_grad(loss_fn)(params, *args, **kwargs)
+                result = jax.value_and_grad(loss_fn)(params, *args, **kwargs)
             self._record_passes(trace)
-            return found, here
+            return result, on_device
         parts = self._parameters.split(params)
         zeros = self._parameters.split(jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params)).layers
-        stay = {number: zeros[number] for number in self._stay}
+        resident = {number: zeros[number] for number in self._resident}
 
-        def run(rest: dict[int, Array], gradients: Layers, stay: Layers) -> Array:
-            with context._replace(gradients=gradients, stay=stay).active():
+        def run(rest: dict[int, Array], gradients: Layers, resident: Layers) -> Array:
+            with context._replace(gradients=gradients, resident=resident).active():
                 return loss_fn(self._parameters.join(Parts(rest, parts.layers)), *args, **kwargs)
 
         with self._check_moved(trace):
-            loss, found = jax.value_and_grad(run, argnums=(0, 1, 2))(parts.rest, zeros, stay)
+            loss, gradients = jax.value_and_grad(run, argnums=(0, 1, 2))(parts.rest, zeros, resident)
         self._record_passes(trace)
-        return (loss, self._parameters.join(Parts(*found[:2]))), found[2]
+        return (loss, self._parameters.join(Parts(*gradients[:2]))), gradients[2]
 
-    def update(self, change: Change, params: Any, state: Any, gradients: Any, here: Layers) -> tuple[Any, Any]:
+    def update(
+        self, update_function: UpdateFunction, params: Any, state: Any, gradients: Any, on_device: Layers
+    ) -> tuple[Any, Any]:
         """Return new parameters and optimizer state; OffloadedParameters.update documents the arguments."""
         if not self.moves_parameters:
-            return change(params, state, gradients)
-        return self._parameters.update(self._update, change, params, state, gradients, here, self.trace)
+            return update_function(params, state, gradients)
+        return self._parameters.update(self._update, update_function, params, state, gradients, on_device, self.trace)
 
     @contextlib.contextmanager
     def _check_moved(self, trace: Sequence[str]) -> Iterator[None]:
@@ -169,6 +172,7 @@ class OffloadedStep:
         self._has_run = True
 
     def _record(self, events: Iterable[str]) -> None:
+        """Add events to the trace, if there is one."""
         if self.trace is not None:
             self.trace.extend(events)
 
@@ -213,10 +217,10 @@ def plan_statistics(
     copies = Counter()
     peak_layers = 0
     for plan in plans:
-        here = 0
+        on_device = 0
         for step in plan.steps:
-            peak_layers = max(peak_layers, here := here + len(step.fetches))
-            here -= len(step.evictions)
+            peak_layers = max(peak_layers, on_device := on_device + len(step.fetches))
+            on_device -= len(step.evictions)
             copies["in"] += sum(arrays[layer] for layer in step.fetches)
             copies["out"] += arrays[step.use.layer] if step.use.kind == "S" else 0
         for place in plan.late:
@@ -235,25 +239,26 @@ def plan_statistics(
     }
 
 
-def _first_and_every(passes: Sequence[tuple[Step, ...]]) -> tuple[tuple[int, ...], tuple[Step, ...]]:
+def _split_first_pass(passes: Sequence[tuple[Step, ...]]) -> tuple[tuple[int, ...], tuple[Step, ...]]:
     """Return the layers fetched before the first pass, and the steps that are equal for every pass of the loop."""
     if len(passes) == 1:
         return (), passes[0]
     passes = [tuple(s._replace(use=s.use._replace(microbatch=0)) for s in one) for one in passes]
-    (first, *others), every = passes[0], passes[1]
-    begin = tuple(layer for layer in first.fetches if layer not in every[0].fetches)
-    looped = first._replace(fetches=every[0].fetches), *others
-    assert all(one == every for one in (looped, *passes[1:])), (
+    first, *others = passes[0]
+    looped_steps = passes[1]
+    begin = tuple(layer for layer in first.fetches if layer not in looped_steps[0].fetches)
+    first_looped = first._replace(fetches=looped_steps[0].fetches), *others
+    assert all(one == looped_steps for one in (first_looped, *passes[1:])), (
         "the plan moves other layers in one microbatch than in another"
     )
-    return begin, every
+    return begin, looped_steps
 
 
-def _here_after(steps: Sequence[Step], here: Iterable[int]) -> tuple[int, ...]:
+def _layers_after(steps: Sequence[Step], on_device: Iterable[int]) -> tuple[int, ...]:
     """Return the layers on the device after some steps, given those before."""
-    found = dict.fromkeys(here)
+    layers = dict.fromkeys(on_device)
     for step in steps:
-        found |= dict.fromkeys(step.fetches)
+        layers |= dict.fromkeys(step.fetches)
         for layer in step.evictions:
-            del found[layer]
-    return tuple(found)
+            del layers[layer]
+    return tuple(layers)

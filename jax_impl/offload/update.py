@@ -20,8 +20,8 @@ class Parts(NamedTuple):
     layers: dict[int, list[Any]]
 
 
-Change = Callable[[Any, Any, Any], tuple[Any, Any]]
-"""``change(params, state, gradients)`` returns new parameters and state for any subset of leaves."""
+UpdateFunction = Callable[[Any, Any, Any], tuple[Any, Any]]
+"""``update_function(params, state, gradients)`` returns new parameters and state for any subset of leaves."""
 
 
 class OffloadedParameters:
@@ -30,21 +30,21 @@ class OffloadedParameters:
     Args:
         params: the tree, or one of equal structure.
         numbers: layer of each leaf, or None.
-        is_alike: returns True if a part of the optimizer state is a tree with the structure of the parameters.
-        part_of: converts some leaves to an argument of ``change``; its second argument is True for the leaves of a
-            layer. The result of ``change`` must have the same leaves.
+        is_parameter_tree: returns True if a part of the optimizer state is a tree with the structure of the parameters.
+        part_of: converts some leaves to an argument of ``update_function``; its second argument is True for the leaves
+            of a layer. The result of ``update_function`` must have the same leaves.
     """
 
     def __init__(
         self,
         params: Any,
         numbers: Sequence[int | None],
-        is_alike: Callable[[Any], bool] = lambda item: isinstance(item, nnx.State),
+        is_parameter_tree: Callable[[Any], bool] = lambda item: isinstance(item, nnx.State),
         part_of: Callable[[list[Any], bool], Any] = lambda leaves, is_layer: leaves,
     ) -> None:
         self.numbers = list(numbers)
         self.structure = jax.tree.structure(params)
-        self._is_alike = is_alike
+        self._is_parameter_tree = is_parameter_tree
         self._part_of = part_of
 
     def place(self, params: Any) -> Any:
@@ -58,9 +58,9 @@ class OffloadedParameters:
     def split(self, params: Any) -> Parts:
         """Separate the leaves of a tree by layer."""
         parts = Parts({}, {})
-        for place, (number, leaf) in enumerate(zip(self.numbers, jax.tree.leaves(params), strict=True)):
+        for index, (number, leaf) in enumerate(zip(self.numbers, jax.tree.leaves(params), strict=True)):
             if number is None:
-                parts.rest[place] = leaf
+                parts.rest[index] = leaf
             else:
                 parts.layers.setdefault(number, []).append(leaf)
         return parts
@@ -69,69 +69,69 @@ class OffloadedParameters:
         """Return the tree of leaves that split() separated."""
         remaining = {number: iter(leaves) for number, leaves in parts.layers.items()}
         return self.structure.unflatten(
-            parts.rest[place] if number is None else next(remaining[number])
-            for place, number in enumerate(self.numbers)
+            parts.rest[index] if number is None else next(remaining[number])
+            for index, number in enumerate(self.numbers)
         )
 
     def update(
         self,
         steps: Iterable[Step],
-        change: Change,
+        update_function: UpdateFunction,
         params: Any,
         state: Any,
         gradients: Any,
-        here: Layers,
+        on_device: Layers,
         trace: list[str] | None = None,
     ) -> tuple[Any, Any]:
         """Update the leaves outside layers, then layer by layer, and return new parameters and state.
 
         Args:
             steps: steps of the plan: the update of every layer, after which no layer is on the device.
-            change: see Change.
+            update_function: see UpdateFunction.
             params: parameters, with those of layers on the host.
             state: optimizer state; parts without the structure of the parameters belong to all of them.
             gradients: gradients on the device.
-            here: layers on the device.
+            on_device: layers on the device.
             trace: see Device.
         """
         parts = self.split(params)
         grads = self.split(gradients)
-        items, structure = jax.tree.flatten(state, is_leaf=self._is_alike)
-        moments = {place: self.split(item) for place, item in enumerate(items) if self._is_alike(item)}
+        items, structure = jax.tree.flatten(state, is_leaf=self._is_parameter_tree)
+        moments = {index: self.split(item) for index, item in enumerate(items) if self._is_parameter_tree(item)}
 
-        change_part = partial(self._change_part, change, items, structure)
+        update_part = partial(self._update_part, update_function, items, structure)
         places = list(parts.rest)
-        rest, found = change_part(
+        rest, new_items = update_part(
             [*parts.rest.values()],
             [*grads.rest.values()],
-            {place: [*m.rest.values()] for place, m in moments.items()},
+            {index: [*m.rest.values()] for index, m in moments.items()},
             is_layer=False,
         )
-        device = Device(parts.layers, here, trace)
-        new = {place: Parts(dict(zip(places, found[place], strict=True)), {}) for place in moments}
+        device = Device(parts.layers, on_device, trace)
+        new = {index: Parts(dict(zip(places, new_items[index], strict=True)), {}) for index in moments}
         before: tuple[list[Array], dict[int, list[Array]]] = [], {}
         last = -1
         for step in steps:
             number = step.use.layer
-            own = grads.layers[number], {place: m.layers[number] for place, m in moments.items()}
+            own = grads.layers[number], {index: m.layers[number] for index, m in moments.items()}
             own, before = device.begin(step, (own, before))  # waits for the previous update, too
-            for place, values in before[1].items():
-                new[place].layers[last] = values
+            for index, values in before[1].items():
+                new[index].layers[last] = values
             with jax.named_scope(str(step.use)):
-                device.here[number], changed = change_part(device.here[number], *own, is_layer=True)
+                device.on_device[number], changed = update_part(device.on_device[number], *own, is_layer=True)
             last = number
-            before = device.here[number], {place: changed[place] for place in moments}
-            for place, values in before[1].items():
-                new[place].layers[last] = values
+            before = device.on_device[number], {index: changed[index] for index in moments}
+            for index, values in before[1].items():
+                new[index].layers[last] = values
             device.end(step, changed=True)
-        assert not device.here, f"the plan ends with {[*device.here]} on the device"
-        joined = [self.join(new[place]) if place in new else item for place, item in enumerate(found)]
-        parameters = Parts(dict(zip(places, rest, strict=True)), device.hosts)
+        assert not device.on_device, f"the plan ends with {[*device.on_device]} on the device"
+        joined = [self.join(new[index]) if index in new else item for index, item in enumerate(new_items)]
+        parameters = Parts(dict(zip(places, rest, strict=True)), device.host_layers)
         return self.join(parameters), structure.unflatten(joined)
 
-    def _change_part(
+    def _update_part(
         self,
-        change: Change,
+        update_function: UpdateFunction,
         items: Sequence[Any],
         structure: Any,
         part: list[Any],
@@ -142,7 +142,7 @@ class OffloadedParameters:
         """Return new leaves of a part of the parameters, and new items of the state.
 
         Args:
-            change: see Change.
+            update_function: see UpdateFunction.
             items: items of the state; those with the structure of the parameters are returned as lists of leaves.
             structure: structure of the state.
             part: leaves of the parameters.
@@ -150,8 +150,9 @@ class OffloadedParameters:
             own: leaves of the part in those items that have the structure of the parameters, by index of the item.
             is_layer: True if the part is a layer.
         """
-        part, grad = self._part_of(part, is_layer), self._part_of(grad, is_layer)
-        whole = [self._part_of(own[p], is_layer) if p in own else item for p, item in enumerate(items)]
-        new, changed = change(part, structure.unflatten(whole), grad)
-        found = structure.flatten_up_to(changed)
-        return jax.tree.leaves(new), [jax.tree.leaves(x) if p in own else x for p, x in enumerate(found)]
+        part = self._part_of(part, is_layer)
+        grad = self._part_of(grad, is_layer)
+        all_items = [self._part_of(own[p], is_layer) if p in own else item for p, item in enumerate(items)]
+        new, changed = update_function(part, structure.unflatten(all_items), grad)
+        new_items = structure.flatten_up_to(changed)
+        return jax.tree.leaves(new), [jax.tree.leaves(x) if p in own else x for p, x in enumerate(new_items)]

@@ -2,8 +2,8 @@
 
 A slot stores the received messages, runs one action, and sends its result:
 
-    inputs[place], gradients[place] = messages of the last slot
-    y, dx = switch(nothing, forward, backward, weights)     each for the program of the row's stage
+    inputs[i], gradients[j] = messages of the last slot
+    y, dx = switch(no action, forward, backward, weights)   each for the program of the row's stage
     next messages = ppermute(y, to the next rank), ppermute(dx, to the previous rank)
 
 Ranks wait for each other when they send. With a separate switch for each kind of action, XLA would send y before the
@@ -40,16 +40,23 @@ DATA_AXIS = "dp"
 
 
 class _State(NamedTuple):
-    """The state that one slot passes to the next."""
+    """The carry of the loop over slots.
+
+    Every buffer has one more slot than the table uses, into which actions that do not run write.
+    """
 
     inputs: Array
-    """Inputs of stages; like every buffer, it ends with a scratch slot. [slots + 1, b, T, S*D]"""
+    """Buffer of received inputs of stages. [slots + 1, b, T, S*D]"""
     gradients: Array
-    kept: Any
-    weights: Any
-    arrived_inputs: tuple[Array, ...]
-    """Received inputs, by shift. [b, T, S*D]"""
-    arrived_gradients: tuple[Array, ...]
+    """Buffer of received gradients of the outputs of stages. [slots + 1, b, T, S*D]"""
+    residuals: Any
+    """Buffers of the values that forwards save for backward."""
+    weight_operands: Any
+    """Buffers of the values that I saves for W."""
+    received_inputs: tuple[Array, ...]
+    """Inputs received after the last slot, by shift. [b, T, S*D]"""
+    received_gradients: tuple[Array, ...]
+    """Gradients received after the last slot, by shift. [b, T, S*D]"""
     sums: StagedParameters
     """Sums of the gradients of parameters."""
     losses: Array
@@ -81,10 +88,10 @@ def run_lockstep(
         leaves if the schedule is forward only.
     """
     params, batch = vary((params, batch), axes)
-    run = _Run(stages, table, keep, axes, params, batch, moved)
+    execution = _Execution(stages, table, keep, axes, params, batch, moved)
     rank = lax.axis_index(PIPELINE_AXIS)
     rows = jax.tree.map(lambda column: jnp.asarray(column)[rank], table.rows)
-    state = lax.scan(run.run_slot, run.start(), rows)[0]
+    state = lax.scan(execution.run_slot, execution.start(), rows)[0]
     # Only the last stage has losses; first and last stage both add to a tied embedding.
     losses, ends = lax.psum((state.losses, state.sums.ends), PIPELINE_AXIS)
     result = losses, state.sums._replace(ends=ends)
@@ -92,8 +99,8 @@ def run_lockstep(
     return lax.pmean(result, replica_axes) if replica_axes else result
 
 
-class _Done(NamedTuple):
-    """The results of a slot; inside a branch, None represents zeros."""
+class _SlotResult(NamedTuple):
+    """The results of the actions of one slot; inside a branch, None represents zeros."""
 
     losses: Array
     """Losses of all slots so far. [m]"""
@@ -103,13 +110,13 @@ class _Done(NamedTuple):
     """Output of a stage. [b, T, S*D]"""
     input_gradient: Any = None
     """Gradient of the input of a stage. [b, T, S*D]"""
-    kept: Any = None
+    residuals: Any = None
     """Packed values that a forward saves for its backward."""
-    weights: Any = None
+    weight_operands: Any = None
     """Packed values that I saves for W."""
 
 
-class _Run:
+class _Execution:
     """The execution of the table on one rank.
 
     Arguments are those of run_lockstep, with parameters and batch marked as different on each rank.
@@ -134,7 +141,7 @@ class _Run:
         self._forward_only = table.schedule.forward_only
         self._splits = table.schedule.splits_backward
         kinds = {action.kind for actions in table.schedule.actions for action in actions}
-        self._also_full = kinds.issuperset("BI")
+        self._has_full_backward = kinds.issuperset("BI")
         """True if the table has split and full backwards; a full backward runs I and W in one slot."""
         config = stages.config
         hidden = (*batch.tokens.shape[1:], config.residual_streams * config.hidden_size)
@@ -144,12 +151,13 @@ class _Run:
         self._autodiff = StageAutodiff(stages.programs, task, self._payload, keep, self._splits)
         hidden_like = jax.ShapeDtypeStruct(self._payload.shape, self._payload.dtype)
         self._likes = dict.fromkeys(("output", "input_gradient"), hidden_like)
-        self._likes |= {"kept": self._autodiff.kept, "weights": self._autodiff.weights}
+        operands = self._autodiff.weight_operand_shapes
+        self._likes |= {"residuals": self._autodiff.residual_shapes, "weight_operands": operands}
 
     def start(self) -> _State:
         """Return the initial state: buffers and sums of zeros."""
         sizes = self._table.buffer_sizes
-        arrived = (self._payload,) * len(self._table.shifts)
+        received = (self._payload,) * len(self._table.shifts)
         nothing = StagedParameters((), {})
 
         def buffer(length: int, like: Any) -> Any:
@@ -158,15 +166,17 @@ class _Run:
         state = _State(
             inputs=buffer(sizes.inputs, self._payload),
             gradients=buffer(sizes.gradients, self._payload),
-            kept=buffer(sizes.kept, self._autodiff.kept),
-            weights=buffer(sizes.weights, self._autodiff.weights),
-            arrived_inputs=arrived,
-            arrived_gradients=arrived,
+            residuals=buffer(sizes.residuals, self._autodiff.residual_shapes),
+            weight_operands=buffer(sizes.weights, self._autodiff.weight_operand_shapes),
+            received_inputs=received,
+            received_gradients=received,
             sums=nothing if self._forward_only else jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), self._params),
             losses=jnp.zeros(len(self._batch.tokens), self._stages.config.params_dtype),
         )
         state = vary(state, self._axes)
-        return state._replace(kept={dtype: self._offloaded(buffer) for dtype, buffer in state.kept.items()})
+        return state._replace(
+            residuals={dtype: self._place_buffer(buffer) for dtype, buffer in state.residuals.items()}
+        )
 
     def run_slot(self, state: _State, row: Any) -> tuple[_State, None]:
         """Run one row of the table.
@@ -177,93 +187,106 @@ class _Run:
         """
         inputs = state.inputs
         gradients = state.gradients
-        for shift, (x, gradient) in enumerate(zip(state.arrived_inputs, state.arrived_gradients, strict=True)):
+        for shift, (x, gradient) in enumerate(zip(state.received_inputs, state.received_gradients, strict=True)):
             inputs = inputs.at[row.input_arrivals[shift]].set(x)
             gradients = gradients.at[row.gradient_arrivals[shift]].set(gradient)
         state = state._replace(inputs=inputs, gradients=gradients)
-        done = _Done(state.losses, state.sums)
-        state, done = (self._two_actions if self._table.fused else self._one_action)(state, row, done)
+        result = _SlotResult(state.losses, state.sums)
+        state, result = (self._two_actions if self._table.fused else self._one_action)(state, row, result)
         state = state._replace(
-            weights=_store(state.weights, row.backward_weights, done.weights),
-            losses=done.losses,
-            sums=done.sums,
-            arrived_inputs=self._send(done.output, 1),
+            weight_operands=_store(state.weight_operands, row.backward_weights, result.weight_operands),
+            losses=result.losses,
+            sums=result.sums,
+            received_inputs=self._send(result.output, 1),
         )
         if not self._forward_only:
-            state = state._replace(arrived_gradients=self._send(done.input_gradient, -1))
+            state = state._replace(received_gradients=self._send(result.input_gradient, -1))
         return state, None
 
-    def _one_action(self, state: _State, row: Any, done: _Done) -> tuple[_State, _Done]:
+    def _one_action(self, state: _State, row: Any, result: _SlotResult) -> tuple[_State, _SlotResult]:
         """Run a canonical slot under one switch, so that no rank sends, and waits, before its action has ended."""
-        forwards, backwards, has_weight_grad = (
-            stage >= 0 for stage in (row.forward_stage, row.backward_stage, row.weights_stage)
-        )
+        has_forward = row.forward_stage >= 0
+        has_backward = row.backward_stage >= 0
+        has_weight_grad = row.weights_stage >= 0
 
-        def backward(done: _Done) -> _Done:
-            done = self._backward(state, row, done)
-            if not self._also_full:
-                return done
-            return self._switch(has_weight_grad, [_nothing, partial(self._weight_gradients, row, done.weights)], done)
+        def backward(result: _SlotResult) -> _SlotResult:
+            result = self._backward(state, row, result)
+            if not self._has_full_backward:
+                return result
+            return self._switch(
+                has_weight_grad, [_no_action, partial(self._weight_gradients, row, result.weight_operands)], result
+            )
 
-        def weights(done: _Done) -> _Done:
-            return self._weight_gradients(row, _slot(state.weights, row.weights_kept), done)
+        def weights(result: _SlotResult) -> _SlotResult:
+            return self._weight_gradients(row, _slot(state.weight_operands, row.weights_operands), result)
 
-        branches: list[Callable[[_Done], _Done]] = [_nothing, partial(self._forward, state, row)]
+        branches: list[Callable[[_SlotResult], _SlotResult]] = [_no_action, partial(self._forward, state, row)]
         if not self._forward_only:
             branches.append(backward)
         if self._splits:
             branches.append(weights)
-        choice = jnp.where(forwards, 1, jnp.where(backwards, 2, jnp.where(has_weight_grad, 3, 0)))
-        done = self._switch(choice, branches, done)
-        return state._replace(kept=self._keep(state.kept, row.forward_kept, done.kept)), done
+        choice = jnp.where(has_forward, 1, jnp.where(has_backward, 2, jnp.where(has_weight_grad, 3, 0)))
+        result = self._switch(choice, branches, result)
+        residuals = self._store_residuals(state.residuals, row.forward_residuals, result.residuals)
+        return state._replace(residuals=residuals), result
 
-    def _two_actions(self, state: _State, row: Any, done: _Done) -> tuple[_State, _Done]:
+    def _two_actions(self, state: _State, row: Any, result: _SlotResult) -> tuple[_State, _SlotResult]:
         """Run a fused slot: a forward, then a backward that may read values saved by it; either may be absent."""
-        done = self._switch(row.forward_stage >= 0, [_nothing, partial(self._forward, state, row)], done)
-        state = state._replace(kept=self._keep(state.kept, row.forward_kept, done.kept))
-        return state, self._switch(row.backward_stage >= 0, [_nothing, partial(self._backward, state, row)], done)
+        result = self._switch(row.forward_stage >= 0, [_no_action, partial(self._forward, state, row)], result)
+        residuals = self._store_residuals(state.residuals, row.forward_residuals, result.residuals)
+        state = state._replace(residuals=residuals)
+        return state, self._switch(row.backward_stage >= 0, [_no_action, partial(self._backward, state, row)], result)
 
-    def _forward(self, state: _State, row: Any, done: _Done) -> _Done:
+    def _forward(self, state: _State, row: Any, result: _SlotResult) -> _SlotResult:
+        """Run F of the row, and return the results with its output or loss and its residuals."""
         task = self._task(row.forward_stage, row.forward_microbatch)
         x = state.inputs[row.forward_input]
 
-        def run(program: Program, done: _Done) -> _Done:
+        def run(program: Program, result: _SlotResult) -> _SlotResult:
             if program.last and not self._forward_only and self._autodiff.skips_last_forward:
-                return done
-            y, kept = self._autodiff.forward(program, task, x)
+                return result
+            y, residuals = self._autodiff.forward(program, task, x)
             if program.last:
-                return done._replace(losses=_add_loss(done.losses, row.forward_microbatch, y), kept=kept)
-            return done._replace(output=y, kept=kept)
+                return result._replace(losses=_add_loss(result.losses, row.forward_microbatch, y), residuals=residuals)
+            return result._replace(output=y, residuals=residuals)
 
-        return self._of_program(row.forward_stage, run, done)
+        return self._run_program_of(row.forward_stage, run, result)
 
-    def _backward(self, state: _State, row: Any, done: _Done) -> _Done:
+    def _backward(self, state: _State, row: Any, result: _SlotResult) -> _SlotResult:
+        """Run B or I of the row, and return the results with its gradients."""
         task = self._task(row.backward_stage, row.backward_microbatch)
         x = state.inputs[row.backward_input]
         gradient = state.gradients[row.backward_gradient]
-        share = vary(jnp.full_like(done.losses[0], 1 / len(done.losses)), self._axes)
+        loss_gradient = vary(jnp.full_like(result.losses[0], 1 / len(result.losses)), self._axes)
 
-        def run(program: Program, done: _Done) -> _Done:
-            kept = jax.tree.map(_on_device, _slot(state.kept, row.backward_kept))
-            result = self._autodiff.backward(program, task, x, kept, share if program.last else gradient)
-            losses = done.losses
-            if result.loss is not None:
-                losses = _add_loss(losses, row.backward_microbatch, result.loss)
-            sums = program.add(done.sums, task.vp_stage, result.gradients)
-            return done._replace(input_gradient=result.input_gradient, weights=result.weights, losses=losses, sums=sums)
+        def run(program: Program, result: _SlotResult) -> _SlotResult:
+            residuals = jax.tree.map(_on_device, _slot(state.residuals, row.backward_residuals))
+            output_gradient = loss_gradient if program.last else gradient
+            backward = self._autodiff.backward(program, task, x, residuals, output_gradient)
+            losses = result.losses
+            if backward.loss is not None:
+                losses = _add_loss(losses, row.backward_microbatch, backward.loss)
+            sums = program.add(result.sums, task.vp_stage, backward.gradients)
+            return result._replace(
+                input_gradient=backward.input_gradient,
+                weight_operands=backward.weight_operands,
+                losses=losses,
+                sums=sums,
+            )
 
-        return self._of_program(row.backward_stage, run, done)
+        return self._run_program_of(row.backward_stage, run, result)
 
-    def _weight_gradients(self, row: Any, weights: Packed, done: _Done) -> _Done:
+    def _weight_gradients(self, row: Any, operands: Packed, result: _SlotResult) -> _SlotResult:
+        """Run W of the row, and return the results with its gradients added to the sums."""
         task = self._task(row.weights_stage, row.weights_microbatch)
 
-        def run(program: Program, done: _Done) -> _Done:
-            gradients = self._autodiff.weight_gradients(program, weights)
-            return done._replace(sums=program.add(done.sums, task.vp_stage, gradients))
+        def run(program: Program, result: _SlotResult) -> _SlotResult:
+            gradients = self._autodiff.weight_gradients(program, operands)
+            return result._replace(sums=program.add(result.sums, task.vp_stage, gradients))
 
-        return self._of_program(row.weights_stage, run, done)
+        return self._run_program_of(row.weights_stage, run, result)
 
-    def _offloaded(self, buffer: Array) -> Array:
+    def _place_buffer(self, buffer: Array) -> Array:
         """Place a buffer on the host with activation offload if its slots are large enough, and return it."""
         config = self._stages.config
         slot_bytes = buffer[0].size * buffer.dtype.itemsize
@@ -272,7 +295,7 @@ class _Run:
         self._moved.note(slot_bytes)
         return jax.device_put(buffer, jax.memory.Space.Host)
 
-    def _keep(self, buffers: dict[str, Array], slot: Array, values: dict[str, Array]) -> dict[str, Array]:
+    def _store_residuals(self, buffers: dict[str, Array], slot: Array, values: dict[str, Array]) -> dict[str, Array]:
         """Store the saved values of a forward in the buffers and return them; slots without a forward move nothing."""
         if not any(map(is_on_host, buffers.values())):
             return _store(buffers, slot, values)
@@ -282,27 +305,32 @@ class _Run:
             moved = {name: jax.device_put(x, host) if is_on_host(buffers[name]) else x for name, x in values.items()}
             return _store(buffers, slot, moved)
 
-        return lax.cond(slot < self._table.buffer_sizes.kept, store, lambda: buffers)
+        return lax.cond(slot < self._table.buffer_sizes.residuals, store, lambda: buffers)
 
     def _task(self, stage: Array, microbatch: Array) -> Task:
-        vp_stages = jnp.asarray([vp_stage for _, vp_stage in self._stages.places], jnp.int32)
+        """Return the arguments of a stage for a microbatch."""
+        vp_stages = jnp.asarray([vp_stage for _, vp_stage in self._stages.placement], jnp.int32)
         first_layers = jnp.asarray(self._stages.first_layers, jnp.int32)
         return Task(self._params, self._batch.microbatch(microbatch), vp_stages[stage], first_layers[stage])
 
-    def _of_program(self, stage: Array, run: Callable[[Program, _Done], _Done], done: _Done) -> _Done:
+    def _run_program_of(
+        self, stage: Array, run: Callable[[Program, _SlotResult], _SlotResult], result: _SlotResult
+    ) -> _SlotResult:
         """Run the program of a stage and return the updated results."""
         choice = jnp.asarray(self._stages.program_of)[stage]
-        return self._switch(choice, [partial(run, program) for program in self._stages.programs], done)
+        return self._switch(choice, [partial(run, program) for program in self._stages.programs], result)
 
-    def _switch(self, choice: Array, branches: Sequence[Callable[[_Done], _Done]], done: _Done) -> _Done:
+    def _switch(
+        self, choice: Array, branches: Sequence[Callable[[_SlotResult], _SlotResult]], result: _SlotResult
+    ) -> _SlotResult:
         """Run one branch and fill its missing outputs with zeros, which are created inside the branch."""
 
-        def run(branch: Callable[[_Done], _Done], done: _Done) -> _Done:
-            done = branch(done)
-            zeros = {name: _zeros(like) for name, like in self._likes.items() if getattr(done, name) is None}
-            return vary(done._replace(**zeros), self._axes)
+        def run(branch: Callable[[_SlotResult], _SlotResult], result: _SlotResult) -> _SlotResult:
+            result = branch(result)
+            zeros = {name: _zeros(like) for name, like in self._likes.items() if getattr(result, name) is None}
+            return vary(result._replace(**zeros), self._axes)
 
-        return lax.switch(jnp.int32(choice), [partial(run, branch) for branch in branches], done)
+        return lax.switch(jnp.int32(choice), [partial(run, branch) for branch in branches], result)
 
     def _send(self, x: Array, direction: int) -> tuple[Array, ...]:
         """Send a value to the rank ``shift`` places ahead (1) or behind (-1), for each shift; all ranks take part."""
@@ -315,25 +343,31 @@ class _Run:
         )
 
 
-def _nothing(done: _Done) -> _Done:
-    return done
+def _no_action(result: _SlotResult) -> _SlotResult:
+    """Return the results unchanged."""
+    return result
 
 
 def _on_device(x: Array) -> Array:
+    """Copy an array to the device if it is on the host."""
     return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
 
 
 def _zeros(likes: Any) -> Any:
+    """Return zeros with the shapes and types of the leaves of a pytree."""
     return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), likes)
 
 
 def _slot(buffers: Any, slot: Array) -> Any:
+    """Return the values in a slot of the buffers."""
     return jax.tree.map(lambda buffer: buffer[slot], buffers)
 
 
 def _store(buffers: Any, slot: Array, values: Any) -> Any:
+    """Return the buffers with values stored in a slot."""
     return jax.tree.map(lambda buffer, value: buffer.at[slot].set(value), buffers, values)
 
 
 def _add_loss(losses: Array, microbatch: Array, loss: Array) -> Array:
+    """Add the loss of a microbatch."""
     return losses.at[jnp.maximum(microbatch, 0)].add(loss)

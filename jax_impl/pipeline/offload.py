@@ -15,7 +15,7 @@ import jax
 
 from diptych.plans.offload import OffloadPlan, Use, join_plans, plan_actions, plan_offload, total_statistics
 from diptych.plans.schedule.named import schedule_for
-from jax_impl.offload import Change, Moved, OffloadedParameters, plan_statistics
+from jax_impl.offload import Moved, OffloadedParameters, UpdateFunction, plan_statistics
 from jax_impl.pipeline.stages import StagedParameters
 from jax_impl.pipeline.step import PipelineStep
 
@@ -51,9 +51,9 @@ class OffloadedPipeline:
         numbers = [None if slot is None else self._slots.index(slot) for slot in slots]
         self._parameters = OffloadedParameters(staged, numbers, _is_staged, _staged_part)
         self._sizes = {number: dict[str, int]() for number in range(len(self._slots))}
-        for place, (number, leaf) in enumerate(zip(numbers, jax.tree.leaves(staged), strict=True)):
+        for index, (number, leaf) in enumerate(zip(numbers, jax.tree.leaves(staged), strict=True)):
             if number is not None:
-                self._sizes[number][str(place)] = leaf.nbytes // leaf.shape[0]
+                self._sizes[number][str(index)] = leaf.nbytes // leaf.shape[0]
         layers = self._layers_of_slots()
         self.plans = [
             join_plans([plan_actions(config, num_microbatches, rank), self._plan_update(of_rank)])
@@ -86,24 +86,27 @@ class OffloadedPipeline:
         """Return the parameters as a step expects them, with those of layers in pinned host memory."""
         return self._parameters.place(params) if self.moves_parameters else params
 
-    def update(self, change: Change, params: Any, state: Any, gradients: Any, here: Any) -> tuple[Any, Any]:
+    def update(
+        self, update_function: UpdateFunction, params: Any, state: Any, gradients: Any, on_device: Any
+    ) -> tuple[Any, Any]:
         """Return new parameters and optimizer state; OffloadedParameters.update documents the arguments."""
         if not self.moves_parameters:
-            return change(params, state, gradients)
-        return self._parameters.update(self._update, change, params, state, gradients, here, self.trace)
+            return update_function(params, state, gradients)
+        return self._parameters.update(self._update, update_function, params, state, gradients, on_device, self.trace)
 
     def _layers_of_slots(self) -> list[list[int]]:
         """Return the layer in each slot, by rank; padding has a number that no layer has."""
         config = self._step.config
-        found = [
+        result = [
             [config.num_layers + slot for slot in range(len(self._slots))]
             for _ in range(config.pipeline_model_parallel_size)
         ]
-        for layer, (rank, vp_stage, place) in self._step.stages.by_layer().items():
-            found[rank][self._slots.index((place.kind, vp_stage, place.position))] = layer
-        return found
+        for layer, (rank, vp_stage, index) in self._step.stages.by_layer().items():
+            result[rank][self._slots.index((index.kind, vp_stage, index.position))] = layer
+        return result
 
     def _plan_update(self, layers: Any) -> OffloadPlan:
+        """Return the moves of the optimizer's update of these layers."""
         sizes = {layer: self._sizes[slot] for slot, layer in enumerate(layers)}
         uses = [Use("S", layer) for layer in layers]
         return plan_offload(uses, sizes, self._step.config.tensor_offload_num_prefetch_layers, then=())
@@ -116,6 +119,7 @@ def slots_of(staged: StagedParameters) -> list[tuple[int, int, int] | None]:
 
 
 def _is_staged(item: Any) -> bool:
+    """Return True if an item of the optimizer state has the structure of the parameters."""
     return isinstance(item, StagedParameters)
 
 

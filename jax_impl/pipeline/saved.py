@@ -25,7 +25,7 @@ from jax import Array
 
 from diptych.plans.recompute import RecomputeBlock
 from diptych.plans.schedule.lockstep import Keep
-from jax_impl.offload import is_on_host, lone_pass, without_offload
+from jax_impl.offload import is_on_host, single_pass, without_offload
 from jax_impl.ops import _LinearTaps
 from jax_impl.pipeline.stages import Batch, Program, StagedParameters
 from jax_impl.recompute import VaryingLeaf, recompute_policy, varying_leaves, with_leaves
@@ -51,8 +51,8 @@ class Backward(NamedTuple):
     """Gradient of the input; 0 in the first stage."""
     loss: Array | None
     """Loss of the last stage, if its forward did not compute it."""
-    weights: "Packed"
-    """Values saved for W."""
+    weight_operands: "Packed"
+    """Operands of the weight gradients, saved for W."""
 
 
 Packed = dict[str, Array]
@@ -73,13 +73,15 @@ class StageAutodiff:
     def __init__(self, programs: Sequence[Program], task: Task, x: Array, keep: Keep, split: bool) -> None:
         self._keep = keep
         self._taps = {program: _tap_shapes(program, task, x) if split else {} for program in programs}
-        self._residuals = {
+        self._residual_leaves = {
             program: self._find_residuals(program, task, x) if keep == "residuals" else [] for program in programs
         }
-        self.kept = _longest([[leaf.like for leaf in leaves] for leaves in self._residuals.values()])
-        """Shapes of the values that a forward saves for backward."""
-        self.weights = _longest([jax.tree.leaves(taps) for taps in self._taps.values()])
-        """Shapes of the values that I saves for W."""
+        self.residual_shapes = _longest_vectors(
+            [[leaf.like for leaf in leaves] for leaves in self._residual_leaves.values()]
+        )
+        """Shapes of the packed values that a forward saves for backward."""
+        self.weight_operand_shapes = _longest_vectors([jax.tree.leaves(taps) for taps in self._taps.values()])
+        """Shapes of the packed operands that I saves for W."""
 
     @property
     def skips_last_forward(self) -> bool:
@@ -89,33 +91,33 @@ class StageAutodiff:
     def forward(self, program: Program, task: Task, x: Array) -> tuple[Array, Packed]:
         """Return the output (or the loss) of a stage and the values saved for backward."""
         if self._keep == "inputs":
-            return program(program.take(task.params, task.vp_stage), x, task.batch, task.first_layer), {}
+            return program(program.select_parameters(task.params, task.vp_stage), x, task.batch, task.first_layer), {}
         y, pull_back = self._pull_back(program, task, x)
         leaves = jax.tree.leaves(pull_back)
-        return y, _pack([leaves[leaf.places[0]] for leaf in self._residuals[program]], self.kept)
+        return y, _pack([leaves[leaf.indices[0]] for leaf in self._residual_leaves[program]], self.residual_shapes)
 
-    def backward(self, program: Program, task: Task, x: Array, kept: Packed, gradient: Array) -> Backward:
+    def backward(self, program: Program, task: Task, x: Array, residuals: Packed, gradient: Array) -> Backward:
         """Run a full backward (B), or the part for inputs (I) if backwards are split.
 
         Args:
             program: program of the stage.
             task: the stage and the microbatch.
             x: input of the stage; read with keep="inputs".
-            kept: values that forward saved.
+            residuals: values that forward saved.
             gradient: gradient of the output.
         """
         y, pull_back = self._pull_back(program, task, x)
         if self._keep == "residuals":
-            residuals = self._residuals[program]
-            pull_back = with_leaves(pull_back, residuals, _unpack(kept, [leaf.like for leaf in residuals]))
+            leaves = self._residual_leaves[program]
+            pull_back = with_leaves(pull_back, leaves, _unpack(residuals, [leaf.like for leaf in leaves]))
         gradients, dx, taps = pull_back(gradient)
         loss = y if program.last and self.skips_last_forward else None
-        return Backward(gradients, dx, loss, _pack(jax.tree.leaves(taps), self.weights))
+        return Backward(gradients, dx, loss, _pack(jax.tree.leaves(taps), self.weight_operand_shapes))
 
-    def weight_gradients(self, program: Program, weights: Packed) -> dict[str, Array]:
-        """Run W: return the gradients of the weights that I left out."""
+    def weight_gradients(self, program: Program, operands: Packed) -> dict[str, Array]:
+        """Run W: return the gradients of the weights that I left out, from the operands that it saved."""
         likes, structure = jax.tree.flatten(self._taps[program])
-        taps = jax.tree.unflatten(structure, _unpack(weights, likes))
+        taps = jax.tree.unflatten(structure, _unpack(operands, likes))
         return {name: jnp.einsum("bto,bti->oi", grad, x) for name, (x, grad) in taps.items()}
 
     def _pull_back(self, program: Program, task: Task, x: Array) -> tuple[Array, Callable[[Array], tuple]]:
@@ -123,25 +125,27 @@ class StageAutodiff:
 
         Parameters on the host are represented by zeros on the device, whose gradients are those of the parameters.
         """
-        parameters = program.take(task.params, task.vp_stage)
+        parameters = program.select_parameters(task.params, task.vp_stage)
         taps = jax.tree.map(lambda like: _zeros(like, x), self._taps[program])
-        away = {name: value for name, value in parameters.items() if is_on_host(value)}
-        wanted = {
-            name: _zeros(value, x) if name in away else value for name, value in parameters.items() if name not in taps
+        on_host = {name: value for name, value in parameters.items() if is_on_host(value)}
+        differentiated = {
+            name: _zeros(value, x) if name in on_host else value
+            for name, value in parameters.items()
+            if name not in taps
         }
 
-        def run(wanted: dict[str, Array], x: Array, taps: dict[str, tuple[Array, Array]]) -> Array:
-            given = parameters | wanted | away
-            here = {name: given[name] for name in taps if name not in away}
-            with _LinearTaps(here, taps), self._offloaded(program, wanted | taps):
-                return program(given, x, task.batch, task.first_layer)
+        def run(differentiated: dict[str, Array], x: Array, taps: dict[str, tuple[Array, Array]]) -> Array:
+            all_parameters = parameters | differentiated | on_host
+            on_device = {name: all_parameters[name] for name in taps if name not in on_host}
+            with _LinearTaps(on_device, taps), self._offloaded(program, differentiated | taps):
+                return program(all_parameters, x, task.batch, task.first_layer)
 
         if self._keep == "residuals" and not program.recomputes:
             # Without a policy JAX saves everything that a derivative reads, and XLA fuses most of it away; in a slot
             # everything would be stored. No matrix product lies between named values, so saving these is enough.
             policy = recompute_policy(program.config, RecomputeBlock("none", ()))
             run = jax.checkpoint(run, policy=policy)  # pyright: ignore[reportPrivateImportUsage]
-        return jax.vjp(run, wanted, x, taps)
+        return jax.vjp(run, differentiated, x, taps)
 
     def _offloaded(self, program: Program, gradients: Mapping[str, Any]) -> contextlib.AbstractContextManager:
         """Return a context in which the layers of a stage are fetched by the plan of one action.
@@ -158,7 +162,7 @@ class StageAutodiff:
             if number is not None:
                 by_layer[number].append(gradients[name])
         replays = self._keep == "inputs"
-        context = lone_pass(program.config, program.blocks, turns=replays)
+        context = single_pass(program.config, program.blocks, includes_backward=replays)
         return context._replace(gradients=by_layer, activations={}, named=not replays).active()
 
     def _find_residuals(self, program: Program, task: Task, x: Array) -> list[VaryingLeaf]:
@@ -177,8 +181,8 @@ def _tap_shapes(program: Program, task: Task, x: Array) -> dict[str, tuple]:
 
     def run(task: Task, x: Array) -> Array:
         nonlocal taps
-        parameters = jax.device_put(program.take(task.params, task.vp_stage), jax.memory.Space.Device)
-        taps = _LinearTaps({name: value for name, value in parameters.items() if not program.looks_up(name)})
+        parameters = jax.device_put(program.select_parameters(task.params, task.vp_stage), jax.memory.Space.Device)
+        taps = _LinearTaps({name: value for name, value in parameters.items() if not program.is_embedding(name)})
         with taps, without_offload():
             return program(parameters, x, task.batch, task.first_layer)
 
@@ -187,12 +191,12 @@ def _tap_shapes(program: Program, task: Task, x: Array) -> dict[str, tuple]:
     return taps.shapes
 
 
-def _zeros(like: Any, beside: Array) -> Array:
-    """Return zeros on the device with the shape and dtype of ``like`` and the varying axes of ``beside``."""
-    return jnp.zeros_like(beside, shape=like.shape, dtype=like.dtype)
+def _zeros(like: Any, varies_like: Array) -> Array:
+    """Return zeros on the device with the shape and dtype of ``like`` and the varying axes of ``varies_like``."""
+    return jnp.zeros_like(varies_like, shape=like.shape, dtype=like.dtype)
 
 
-def _longest(programs: Sequence[Sequence[jax.ShapeDtypeStruct]]) -> dict[str, jax.ShapeDtypeStruct]:
+def _longest_vectors(programs: Sequence[Sequence[jax.ShapeDtypeStruct]]) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shape of one vector for each dtype that can hold the arrays of any program."""
     lengths: dict[str, int] = {}
     for likes in programs:

@@ -81,8 +81,8 @@ class Batch(NamedTuple):
         return jax.tree.map(lambda array: array[number], own)._replace(step=self.step, positions=self.positions)
 
 
-class LayerPlace(NamedTuple):
-    """The place of a layer's parameters in the stacks."""
+class StackIndex(NamedTuple):
+    """The index of a layer's parameters in the stacks."""
 
     kind: int
     position: int
@@ -95,7 +95,7 @@ class Program:
 
     first: bool
     last: bool
-    layers: tuple[LayerPlace, ...]
+    layers: tuple[StackIndex, ...]
     numbers: tuple[int, ...]
     """Numbers of the layers in the stage from which the program was made."""
     config: TransformerConfig
@@ -134,6 +134,7 @@ class Program:
             return self._run(parameters, x, batch, first_layer)
 
     def _run(self, parameters: Mapping[str, Array], x: Array, batch: Batch, first_layer: Array) -> Array:
+        """Run the model of the stage; see __call__."""
         model = nnx.merge(self.graph, jax.tree.unflatten(self.structure, [parameters[name] for name in self.names]))
         if not self.numbered:
             for offset, number in enumerate(self.numbers):
@@ -151,35 +152,35 @@ class Program:
         y = model(inputs, targets, step=batch.step, samples=batch.samples, **arguments, training=self.training)
         return y if self.last else y.reshape(*y.shape[:2], -1)
 
-    def take(self, params: StagedParameters, vp_stage: Array) -> dict[str, Array]:
+    def select_parameters(self, params: StagedParameters, vp_stage: Array) -> dict[str, Array]:
         """Return the parameters of a stage by name, from those of a rank with layers [v, layers, ...]."""
-        found = {}
+        result = {}
         for name in self.names:
-            place, rest = self._place(name)
-            if place is None:
-                found[name] = params.ends[name]
+            index, suffix = self._stack_index(name)
+            if index is None:
+                result[name] = params.ends[name]
             elif self.vp_stage is None:
-                found[name] = params.layers[place.kind][rest][vp_stage, place.position]
+                result[name] = params.layers[index.kind][suffix][vp_stage, index.position]
             else:
-                found[name] = params.layers[place.kind][rest][self.vp_stage][place.position]
-        return found
+                result[name] = params.layers[index.kind][suffix][self.vp_stage][index.position]
+        return result
 
     def add(self, params: StagedParameters, vp_stage: Array, gradients: Mapping[str, Array]) -> StagedParameters:
         """Add the gradients of a stage to the sums of a rank, in the dtype of the sums, and return the sums."""
         layers, ends = jax.tree.map(lambda x: x, (list(params.layers), params.ends))
         for name, gradient in gradients.items():
-            place, rest = self._place(name)
-            if place is None:
+            index, suffix = self._stack_index(name)
+            if index is None:
                 ends[name] += gradient.astype(ends[name].dtype)
             elif self.vp_stage is None:
-                stack = layers[place.kind][rest]
-                layers[place.kind][rest] = stack.at[vp_stage, place.position].add(gradient.astype(stack.dtype))
+                stack = layers[index.kind][suffix]
+                layers[index.kind][suffix] = stack.at[vp_stage, index.position].add(gradient.astype(stack.dtype))
             else:
-                own = layers[place.kind][rest][self.vp_stage]
-                own[place.position] += gradient.astype(own[place.position].dtype)
+                own = layers[index.kind][suffix][self.vp_stage]
+                own[index.position] += gradient.astype(own[index.position].dtype)
         return StagedParameters(tuple(layers), ends)
 
-    def looks_up(self, name: str) -> bool:
+    def is_embedding(self, name: str) -> bool:
         """Return True if a parameter is the input embedding, which no linear map reads."""
         return self.first and name == EMBEDDING
 
@@ -192,11 +193,12 @@ class Program:
         """Return the number of the layer that a name belongs to, in the stage from which the program was made."""
         return split_name(name)[0] if name.startswith(LAYERS) else None
 
-    def _place(self, name: str) -> tuple[LayerPlace | None, str]:
+    def _stack_index(self, name: str) -> tuple[StackIndex | None, str]:
+        """Return the stack index and the name within the layer; None and the name for parameters of the ends."""
         if not name.startswith(LAYERS):
             return None, name
-        number, rest = split_name(name)
-        return self.layers[self.numbers.index(number)], rest
+        number, suffix = split_name(name)
+        return self.layers[self.numbers.index(number)], suffix
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,7 @@ class Stages:
 
     config: TransformerConfig
     kinds: tuple[LayerConfig, ...]
-    places: tuple[tuple[int, int], ...]
+    placement: tuple[tuple[int, int], ...]
     """Rank and virtual stage of each stage."""
     programs: tuple[Program, ...]
     program_of: tuple[int, ...]
@@ -213,13 +215,13 @@ class Stages:
     first_layers: tuple[int, ...]
     """Number of the first layer of each stage, or of the next stage's if the stage has no layers."""
 
-    def by_layer(self) -> dict[int, tuple[int, int, LayerPlace]]:
-        """Return rank, virtual stage and place of every layer."""
-        found = {}
-        for stage, (rank, vp_stage) in enumerate(self.places):
-            for offset, place in enumerate(self.programs[self.program_of[stage]].layers):
-                found[self.first_layers[stage] + offset] = rank, vp_stage, place
-        return found
+    def by_layer(self) -> dict[int, tuple[int, int, StackIndex]]:
+        """Return rank, virtual stage and stack index of every layer."""
+        result = {}
+        for stage, (rank, vp_stage) in enumerate(self.placement):
+            for offset, index in enumerate(self.programs[self.program_of[stage]].layers):
+                result[self.first_layers[stage] + offset] = rank, vp_stage, index
+        return result
 
     def stack(self, values: Mapping[str, Any], array: Callable = np.zeros) -> StagedParameters:
         """Stage parameters given by canonical name.
@@ -229,9 +231,9 @@ class Stages:
             array: creates a stack from shape and dtype; its content is the padding.
         """
         by_layer = self.by_layer()
-        ranks, virtual = (1 + max(place[i] for place in self.places) for i in (0, 1))
+        ranks, virtual = (1 + max(index[i] for index in self.placement) for i in (0, 1))
         lengths = [
-            1 + max((place.position for *_, place in by_layer.values() if place.kind == kind), default=-1)
+            1 + max((index.position for *_, index in by_layer.values() if index.kind == kind), default=-1)
             for kind in range(len(self.kinds))
         ]
         layers: list[dict[str, Any]] = [{} for _ in self.kinds]
@@ -240,27 +242,27 @@ class Stages:
             if not name.startswith(LAYERS):
                 ends[name] = np.asarray(value)
                 continue
-            number, rest = split_name(name)
+            number, suffix = split_name(name)
             rank, vp_stage, (kind, position) = by_layer[number]
             value = np.asarray(value)
-            if rest not in layers[kind]:
-                layers[kind][rest] = array((ranks, virtual, lengths[kind], *value.shape), value.dtype)
-            layers[kind][rest][rank, vp_stage, position] = value
+            if suffix not in layers[kind]:
+                layers[kind][suffix] = array((ranks, virtual, lengths[kind], *value.shape), value.dtype)
+            layers[kind][suffix][rank, vp_stage, position] = value
         if self.config.enable_tensor_offload:
             layers = jax.tree.map(lambda x: [[x[:, v, i] for i in range(x.shape[2])] for v in range(virtual)], layers)
         return StagedParameters(tuple(layers), ends)
 
     def unstack(self, staged: StagedParameters) -> dict[str, Any]:
         """Return staged parameters by canonical name, without padding."""
-        found = dict(staged.ends)
+        result = dict(staged.ends)
         for number, (rank, vp_stage, (kind, position)) in self.by_layer().items():
-            for rest, value in staged.layers[kind].items():
+            for suffix, value in staged.layers[kind].items():
                 own = value[vp_stage][position][rank] if isinstance(value, list) else value[rank, vp_stage, position]
-                found[f"{LAYERS}{number}.{rest}"] = own
-        return found
+                result[f"{LAYERS}{number}.{suffix}"] = own
+        return result
 
 
-def cut(
+def divide_model(
     model_class: Callable[..., nnx.Module], config: TransformerConfig, schedule: Schedule, training: bool
 ) -> Stages:
     """Divide a model into the stages of a configuration.
@@ -274,10 +276,14 @@ def cut(
     counts = layers_by_stage(config)
     kinds = tuple(dict.fromkeys(config.layer(number) for number in range(config.num_layers)))
     # Kernels take the layer number of a dropout mask as a constant, so every stage needs its own program.
-    masked = training and config.hidden_dropout > 0.0 and uses_kernels(config.impl, jax.default_backend() == "gpu")
+    has_constant_numbers = (
+        training and config.hidden_dropout > 0.0 and uses_kernels(config.impl, jax.default_backend() == "gpu")
+    )
     offloads = config.enable_tensor_offload
     programs: dict[Any, Program] = {}
-    places, program_of, first_layers = [], [], []
+    placement = []
+    program_of = []
+    first_layers = []
     for stage, count in enumerate(counts):
         rank = schedule.rank_of(stage)
         vp_stage = sum(schedule.rank_of(before) == rank for before in range(stage))
@@ -285,22 +291,25 @@ def cut(
         ends = stage == 0, stage == len(counts) - 1
         layers = tuple(config.layer(first + offset) for offset in range(count))
         blocks = recompute_blocks(config, vp_stage, rank)
-        moved = tuple(block._replace(layers=tuple(number - first for number in block.layers)) for block in blocks)
-        build = (*ends, layers, moved, first if masked else None, stage if offloads else None)
-        if build not in programs:
+        relative_blocks = tuple(
+            block._replace(layers=tuple(number - first for number in block.layers)) for block in blocks
+        )
+        key = (*ends, layers, relative_blocks, first if has_constant_numbers else None, stage if offloads else None)
+        if key not in programs:
             module = nnx.eval_shape(lambda e=ends, v=vp_stage, r=rank: model_class(config, *e, vp_stage=v, pp_rank=r))
             graph, state = nnx.split(module, nnx.Param)
-            place = tuple(LayerPlace(kinds.index(kind), layers[:i].count(kind)) for i, kind in enumerate(layers))
+            indices = tuple(StackIndex(kinds.index(kind), layers[:i].count(kind)) for i, kind in enumerate(layers))
             numbers = tuple(range(first, first + count))
-            structure, names = jax.tree.structure(state), names_of(state)
-            variant = masked or offloads, vp_stage if offloads else None
-            programs[build] = Program(
-                *ends, place, numbers, config, training, blocks, *variant, graph, structure, names
+            structure = jax.tree.structure(state)
+            names = names_of(state)
+            variant = has_constant_numbers or offloads, vp_stage if offloads else None
+            programs[key] = Program(
+                *ends, indices, numbers, config, training, blocks, *variant, graph, structure, names
             )
-        places.append((rank, vp_stage))
-        program_of.append([*programs].index(build))
+        placement.append((rank, vp_stage))
+        program_of.append([*programs].index(key))
         first_layers.append(first)
-    return Stages(config, kinds, tuple(places), tuple(programs.values()), tuple(program_of), tuple(first_layers))
+    return Stages(config, kinds, tuple(placement), tuple(programs.values()), tuple(program_of), tuple(first_layers))
 
 
 def names_of(state: nnx.State) -> tuple[str, ...]:
@@ -313,5 +322,5 @@ def names_of(state: nnx.State) -> tuple[str, ...]:
 
 def split_name(name: str) -> tuple[int, str]:
     """Return the layer number and the name within the layer from the canonical name of a parameter."""
-    number, rest = name.removeprefix(LAYERS).split(".", 1)
-    return int(number), rest
+    number, suffix = name.removeprefix(LAYERS).split(".", 1)
+    return int(number), suffix

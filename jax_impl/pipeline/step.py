@@ -23,7 +23,7 @@ from diptych.plans.schedule.lockstep import KEEPS, Keep, LockstepTable, compile_
 from diptych.plans.schedule.named import any_num_microbatches, schedule_for
 from jax_impl.offload import Moved
 from jax_impl.pipeline.executor import DATA_AXIS, PIPELINE_AXIS, run_lockstep
-from jax_impl.pipeline.stages import CONTEXT_AXIS, Batch, StagedParameters, cut, names_of
+from jax_impl.pipeline.stages import CONTEXT_AXIS, Batch, StagedParameters, divide_model, names_of
 from jax_impl.pipeline.wavefront import run_wavefront
 
 DOORS = ("pmap", "shard_map")
@@ -95,10 +95,10 @@ class PipelineStep:
         params = nnx.split(model, nnx.Param)[1]
         self.names = names_of(params)
         self._structure = jax.tree.structure(params)
-        fewest = any_num_microbatches(config)
-        schedule = schedule_for(config, fewest)  # for the ranks of stages, which do not depend on m
-        self.stages = cut(type(model), config, schedule, training)
-        self.table(fewest)  # raises an error if the schedule does not support these slots
+        min_microbatches = any_num_microbatches(config)
+        schedule = schedule_for(config, min_microbatches)  # for the ranks of stages, which do not depend on m
+        self.stages = divide_model(type(model), config, schedule, training)
+        self.table(min_microbatches)  # raises an error if the schedule does not support these slots
         self._run = (_by_pmap if door == "pmap" else _by_shard_map)(self._local, mesh)
 
     def __call__(
@@ -146,16 +146,16 @@ class PipelineStep:
 
     def shardings(self, staged: StagedParameters) -> StagedParameters:
         """Return the sharding of every leaf of a staged tree."""
-        by_rank, whole = (NamedSharding(self.mesh, PartitionSpec(*axes)) for axes in ((PIPELINE_AXIS,), ()))
+        by_rank, replicated = (NamedSharding(self.mesh, PartitionSpec(*axes)) for axes in ((PIPELINE_AXIS,), ()))
         return StagedParameters(
-            jax.tree.map(lambda _: by_rank, staged.layers), jax.tree.map(lambda _: whole, staged.ends)
+            jax.tree.map(lambda _: by_rank, staged.layers), jax.tree.map(lambda _: replicated, staged.ends)
         )
 
     def shapes(self, staged: StagedParameters) -> StagedParameters:
         """Return the shape and dtype of every leaf in the undivided model, as jax.ShapeDtypeStruct."""
         stacked = 1 if self.config.enable_tensor_offload else 3
-        own = [jax.tree.map(lambda x, n=n: jax.ShapeDtypeStruct(x.shape[n:], x.dtype), staged) for n in (stacked, 0)]
-        return StagedParameters(own[0].layers, own[1].ends)
+        shapes = [jax.tree.map(lambda x, n=n: jax.ShapeDtypeStruct(x.shape[n:], x.dtype), staged) for n in (stacked, 0)]
+        return StagedParameters(shapes[0].layers, shapes[1].ends)
 
     def table(self, num_microbatches: int) -> LockstepTable:
         """Return the compiled table for a number of microbatches."""
@@ -171,6 +171,7 @@ class PipelineStep:
         return self.table(num_microbatches).actions()
 
     def _local(self, params: StagedParameters, batch: Batch) -> tuple[Array, StagedParameters]:
+        """Run the pipeline on one device: the lock-step slots, or the wavefront over context ranks."""
         table = self.table(len(batch.tokens))
         self.moved = Moved()
         axes = tuple(self.mesh.axis_names)
@@ -202,8 +203,10 @@ class PipelineStep:
             )
         if document_starts is not None:
             document_starts = np.asarray(document_starts)
-            of_all = document_starts.reshape(-1, document_starts.shape[-1])
-            check_document_starts(of_all.shape, of_all.dtype.name, of_all, shape[0] * shape[1], shape[2])
+            starts_of_all = document_starts.reshape(-1, document_starts.shape[-1])
+            check_document_starts(
+                starts_of_all.shape, starts_of_all.dtype.name, starts_of_all, shape[0] * shape[1], shape[2]
+            )
         batch = Batch(tokens, targets, samples, jnp.asarray(step, jnp.uint32), document_starts)
         return self._end_to_end(batch, parts) if CONTEXT_AXIS in self.mesh.axis_names else batch
 
@@ -211,11 +214,11 @@ class PipelineStep:
         """Return the batch [m, replicas, L] with the sequences of every microbatch and replica concatenated."""
         m, b, length = batch.tokens.shape
         check_shared(b // parts, length, self.mesh.shape[CONTEXT_AXIS])
-        given = batch.tokens, batch.targets, batch.samples, batch.document_starts
-        divided = jax.tree.map(lambda x: x.reshape(m, parts, b // parts, *x.shape[2:]), given)
-        laid = concatenate_sequences(*divided, xp=np if isinstance(batch.tokens, np.ndarray) else jnp)
-        tokens, targets, samples = (x[:, :, 0] for x in laid[:3])
-        return Batch(tokens, targets, samples, batch.step, None, laid.positions, laid.cu_seqlens)
+        inputs = batch.tokens, batch.targets, batch.samples, batch.document_starts
+        divided = jax.tree.map(lambda x: x.reshape(m, parts, b // parts, *x.shape[2:]), inputs)
+        concatenated = concatenate_sequences(*divided, xp=np if isinstance(batch.tokens, np.ndarray) else jnp)
+        tokens, targets, samples = (x[:, :, 0] for x in concatenated[:3])
+        return Batch(tokens, targets, samples, batch.step, None, concatenated.positions, concatenated.cu_seqlens)
 
 
 def _by_pmap(local: Callable, mesh: Mesh) -> Any:
@@ -240,15 +243,16 @@ def _by_pmap(local: Callable, mesh: Mesh) -> Any:
 def _by_shard_map(local: Callable, mesh: Mesh) -> Any:
     """Run a function by jax.shard_map, which can also divide the samples of every microbatch and their tokens."""
     by_rank = PartitionSpec(PIPELINE_AXIS)
-    whole = PartitionSpec()
-    params = StagedParameters(by_rank, whole)  # pyright: ignore[reportArgumentType]
+    replicated = PartitionSpec()
+    params = StagedParameters(by_rank, replicated)  # pyright: ignore[reportArgumentType]
     data, context = (axis if axis in mesh.axis_names else None for axis in (DATA_AXIS, CONTEXT_AXIS))
-    samples, tokens = PartitionSpec(None, data), PartitionSpec(None, data, context)
+    samples = PartitionSpec(None, data)
+    tokens = PartitionSpec(None, data, context)
     by_name: dict[str, Any] = {
         "tokens": tokens,
         "targets": tokens,
         "samples": samples if context is None else tokens,
-        "step": whole,
+        "step": replicated,
         "document_starts": samples,
         "positions": PartitionSpec(context),
         "cu_seqlens": samples,
@@ -259,7 +263,7 @@ def _by_shard_map(local: Callable, mesh: Mesh) -> Any:
         losses, gradients = local(params._replace(layers=jax.tree.map(lambda x: x[0], params.layers)), batch)
         return losses, gradients._replace(layers=jax.tree.map(lambda x: x[None], gradients.layers))
 
-    return jax.jit(jax.shard_map(squeezed, mesh=mesh, in_specs=(params, batch), out_specs=(whole, params)))
+    return jax.jit(jax.shard_map(squeezed, mesh=mesh, in_specs=(params, batch), out_specs=(replicated, params)))
 
 
 def _on_host(value: Any) -> np.ndarray:
@@ -286,8 +290,8 @@ def _mesh(config: TransformerConfig, mesh: Mesh | None, door: str) -> Mesh:
         if shared == 1:
             return Mesh(np.array(devices[:p]), (PIPELINE_AXIS,))
         mesh = Mesh(np.array(devices[:n]).reshape(shared, p), (CONTEXT_AXIS, PIPELINE_AXIS))
-    others = {PIPELINE_AXIS, DATA_AXIS, CONTEXT_AXIS}
-    if mesh.shape.get(PIPELINE_AXIS) != p or not {*mesh.axis_names} <= others:
+    allowed_axes = {PIPELINE_AXIS, DATA_AXIS, CONTEXT_AXIS}
+    if mesh.shape.get(PIPELINE_AXIS) != p or not {*mesh.axis_names} <= allowed_axes:
         raise ValueError(
             f"mesh: expected an axis {PIPELINE_AXIS!r} of size pipeline_model_parallel_size={p}, and besides at most "
             f"an axis {DATA_AXIS!r} and an axis {CONTEXT_AXIS!r}, got {dict(mesh.shape)}"
@@ -298,7 +302,7 @@ def _mesh(config: TransformerConfig, mesh: Mesh | None, door: str) -> Mesh:
         )
     if door == "pmap" and mesh.axis_names != (PIPELINE_AXIS,):
         raise ValueError(
-            f"mesh: expected axis {PIPELINE_AXIS!r} alone with door 'pmap', got {dict(mesh.shape)}; take door "
+            f"mesh: expected axis {PIPELINE_AXIS!r} alone with door 'pmap', got {dict(mesh.shape)}; use door "
             "'shard_map'"
         )
     return mesh
@@ -309,33 +313,35 @@ def _check_threads(config: TransformerConfig, mesh: Mesh) -> None:
     if mesh.size == 1 or mesh.devices.flat[0].platform != "cpu" or not uses_kernels(config.impl, on_cuda=False):
         return
     needed = callback_threads(mesh.size)
-    found = int(os.environ.get("NPROC") or os.cpu_count() or 1)
-    if found < needed:
+    actual = int(os.environ.get("NPROC") or os.cpu_count() or 1)
+    if actual < needed:
         raise ValueError(
-            f"impl: expected at least {needed} threads to interpret kernels on {mesh.size} devices, got {found}; set "
-            f"the environment variable NPROC={needed} before JAX is used, or take impl='reference'"
+            f"impl: expected at least {needed} threads to interpret kernels on {mesh.size} devices, got {actual}; set "
+            f"the environment variable NPROC={needed} before JAX is used, or use impl='reference'"
         )
 
 
 def _check_options(model: nnx.Module, config: TransformerConfig, door: str, keep: str, slots: str) -> None:
+    """Raise a ValueError if an option is unknown or not supported, or the model is not the undivided model."""
     for name, value, choices in (("door", door, DOORS), ("slots", slots, SLOTS), ("keep", keep, KEEPS)):
         if value not in choices:
             raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
     if config.enable_tensor_offload and door == "pmap":
         raise ValueError(
-            "door: expected 'shard_map' with enable_tensor_offload, got 'pmap', which takes nothing from host memory"
+            "door: expected 'shard_map' with enable_tensor_offload, got 'pmap', which does not support arrays in host "
+            "memory"
         )
     if config.enable_activation_offload and keep == "inputs":
         raise ValueError(
-            "keep: expected 'residuals' with enable_activation_offload, got 'inputs', which keeps no activations; "
-            "leave one out"
+            "keep: expected 'residuals' with enable_activation_offload, got 'inputs', which saves no activations; "
+            "set only one of them"
         )
     state = nnx.split(model, nnx.Param)[1]
-    found = dict(zip(names_of(state), map(jnp.shape, jax.tree.leaves(state)), strict=True))
+    actual = dict(zip(names_of(state), map(jnp.shape, jax.tree.leaves(state)), strict=True))
     expected = {name: spec.shape for name, spec in parameter_specs(undivided(config)).items()}
-    if found != expected:
-        name = min(dict(found.items() ^ expected.items()))
+    if actual != expected:
+        name = min(dict(actual.items() ^ expected.items()))
         raise ValueError(
             "model: expected the whole model of config, made from diptych.plans.mesh.undivided(config), "
-            f"with {name!r} of shape {expected.get(name)}, got {found.get(name)}"
+            f"with {name!r} of shape {expected.get(name)}, got {actual.get(name)}"
         )

@@ -30,7 +30,7 @@ def run_wavefront(
 
     def losses_of(params: StagedParameters) -> Array:
         def run(number: Array) -> Array:
-            parameters = program.take(params, nothing)
+            parameters = program.select_parameters(params, nothing)
             return program(parameters, nothing, batch.microbatch(number), nothing)
 
         return over_microbatches(run, len(batch.tokens), CONTEXT_AXIS, axes, _checkpoint(stages, keep))

@@ -17,12 +17,11 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from diptych_kernels import autodiff_rules as operations
-from diptych_kernels import tuning
+from diptych_kernels import autodiff_rules, tuning
 from diptych_kernels.autodiff_rules import Operation, Sinkhorn
 from diptych_kernels.delta_rule.autodiff_rules import DELTA_RULE, DeltaRule
 from diptych_kernels.delta_rule.cost import flops
-from diptych_kernels.launch_configs import Block, Launch, Write
+from diptych_kernels.launch_configs import Block, Launch, Write, wide
 
 TARGETS = (80, 90)
 """Compute capabilities: A100, and H100 or H200."""
@@ -41,13 +40,18 @@ _WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, 
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape and type of an array without elements."""
+    """The shape and type of an array without elements.
+
+    Args:
+        shape: sizes of the axes.
+        dtype: numpy name of the type.
+    """
 
     shape: tuple[int, ...]
     dtype: str
 
     def reshape(self, *shape: Any) -> "Shape":
-        """Return the array with another shape."""
+        """Return the array with another shape, given as a tuple or as separate sizes."""
         flat = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
         return Shape(tuple(flat), self.dtype)
 
@@ -56,7 +60,14 @@ class Shape:
 
 
 class Recorded(NamedTuple):
-    """A launch, its inputs, and the function and sizes that built it."""
+    """A launch, its inputs, and the function and sizes that built it.
+
+    Args:
+        launch: the launch.
+        inputs: shapes and types of its inputs.
+        build: the function of launch_configs that returned the launch.
+        sizes: arguments of ``build`` besides the block.
+    """
 
     launch: Launch
     inputs: tuple[Shape, ...]
@@ -64,29 +75,34 @@ class Recorded(NamedTuple):
     sizes: dict[str, Any]
 
     def ideal_bytes(self, tokens: int) -> int:
-        """Return the bytes per token of all arrays with a row per token, each read or written once."""
+        """Return the bytes per token that the launch must move: every array with a row per token, once."""
         return sum(size // tokens for shape, size in self._arrays() if shape[:1] == (tokens,))
 
     def flops(self) -> int:
         """Return the operations in the matrix products of a delta rule launch; 0 for other launches."""
-        of = self.sizes.get("of")
-        if of is None:
+        call = self.sizes.get("call")
+        if call is None:
             return 0
         constants = dict(self.launch.constants) | {"PARTS": self.sizes.get("parts")}
-        return flops(self.launch.kernel.rsplit(".", 1)[1], of, constants)
+        return flops(self.launch.kernel.rsplit(".", 1)[1], call, constants)
 
     def all_bytes(self) -> int:
         """Return the bytes of all inputs and outputs."""
         return sum(size for _, size in self._arrays())
 
     def _arrays(self) -> list[tuple[tuple[int, ...], int]]:
+        """Return shape and bytes of every input and output."""
         inputs = {id(x): x for x in self.inputs}.values()  # one array may replace several missing inputs
-        moved = [*((x.shape, x.dtype) for x in inputs), *self.launch.outputs]
-        return [(shape, math.prod(shape) * _WIDTHS[dtype]) for shape, dtype in moved]
+        arrays = [*((x.shape, x.dtype) for x in inputs), *self.launch.outputs]
+        return [(shape, math.prod(shape) * _WIDTHS[dtype]) for shape, dtype in arrays]
 
 
 class Recorder:
-    """A backend that records launches instead of running them."""
+    """A backend that records launches instead of running them.
+
+    Args:
+        blocks: block by kernel; None, or a missing kernel: its default block.
+    """
 
     def __init__(self, blocks: dict[str, Block] | None = None) -> None:
         self.blocks = blocks or {}
@@ -99,14 +115,21 @@ class Recorder:
         return tuple(Shape(*output) for output in launch.outputs)
 
     def cast(self, x: Shape, dtype: str) -> Shape:
-        """See Backend.cast."""
+        """Return the shape with another type."""
         return Shape(x.shape, dtype)
 
 
 def launches_of(
     operation: Operation, static: Any, inputs: Sequence[Shape | None], blocks: dict[str, Block] | None = None
 ) -> list[Recorded]:
-    """Return every launch of the forward and backward of an operation, in order."""
+    """Return every launch of the forward and backward of an operation, in order.
+
+    Args:
+        operation: the operation.
+        static: its static arguments.
+        inputs: shapes and types of its inputs; None for missing ones.
+        blocks: block by kernel; None, or a missing kernel: its default block.
+    """
     recorder = Recorder(blocks)
     outputs, saved = operation.forward(recorder, static, *inputs)
     operation.backward(recorder, static, saved, *outputs)
@@ -121,25 +144,43 @@ def everything(
     rows: str = "int64",
     blocks: dict[str, Block] | None = None,
 ) -> list[Recorded]:
-    """Return all launches of all operations at the sizes of a large model; write_streams with dropout comes last."""
+    """Return all launches of all operations but the delta rule, by default at the sizes of a large model.
+
+    write_streams with dropout comes last.
+
+    Args:
+        tokens: number of tokens.
+        streams: number of residual streams. S
+        width: channels of a stream; activations have 4 * width. D
+        dtype: type of streams and activations.
+        rows: type of the rows and the step of dropout, int64 in PyTorch and uint32 in JAX.
+        blocks: block by kernel; None, or a missing kernel: its default block.
+    """
     lead = (tokens,)
-    coefficients = "float64" if dtype == "float64" else "float32"
-    x, y = Shape((*lead, streams, width), dtype), Shape((*lead, width), dtype)
-    h_post, h_res = Shape((*lead, streams), coefficients), Shape((*lead, streams, streams), coefficients)
+    coefficients = wide(dtype)
     columns = streams * (streams + 2)
-    phi, alpha = Shape((streams * width, columns), coefficients), Shape((3,), coefficients)
-    row, step = Shape(lead, rows), Shape((1,), rows)
+    x = Shape((*lead, streams, width), dtype)
+    y = Shape((*lead, width), dtype)
+    h_post = Shape((*lead, streams), coefficients)
+    h_res = Shape((*lead, streams, streams), coefficients)
+    phi = Shape((streams * width, columns), coefficients)
+    alpha = Shape((3,), coefficients)
+    row = Shape(lead, rows)
+    step = Shape((1,), rows)
     dropout = Write("mix", post=True, bias=True, rate=0.1, seed=1234, site=2)
-    mixed, none = [x, h_res, y, Shape((width,), coefficients), h_post], [None, None, None]
+    write_inputs = [x, h_res, y, Shape((width,), coefficients), h_post]
+    no_dropout = [None, None, None]
     sinkhorn = Sinkhorn(20, "row", 1e-5)
     return [
-        *launches_of(operations.COMPUTE_MAPPINGS, sinkhorn, [x, phi, alpha, Shape((columns,), coefficients)], blocks),
-        *launches_of(operations.SINKHORN, sinkhorn, [h_res], blocks),
-        *launches_of(operations.AGGREGATE, None, [x, h_post], blocks),
-        *launches_of(operations.WRITE, dropout._replace(rate=0.0), [*mixed, *none], blocks),
-        *launches_of(operations.SWIGLU, None, [Shape((*lead, 8 * width), dtype)], blocks),
-        *launches_of(operations.GELU, None, [Shape((*lead, 4 * width), dtype)], blocks),
-        *launches_of(operations.WRITE, dropout, [*mixed, row, row, step], blocks),
+        *launches_of(
+            autodiff_rules.COMPUTE_MAPPINGS, sinkhorn, [x, phi, alpha, Shape((columns,), coefficients)], blocks
+        ),
+        *launches_of(autodiff_rules.SINKHORN, sinkhorn, [h_res], blocks),
+        *launches_of(autodiff_rules.AGGREGATE, None, [x, h_post], blocks),
+        *launches_of(autodiff_rules.WRITE, dropout._replace(rate=0.0), [*write_inputs, *no_dropout], blocks),
+        *launches_of(autodiff_rules.SWIGLU, None, [Shape((*lead, 8 * width), dtype)], blocks),
+        *launches_of(autodiff_rules.GELU, None, [Shape((*lead, 4 * width), dtype)], blocks),
+        *launches_of(autodiff_rules.WRITE, dropout, [*write_inputs, row, row, step], blocks),
     ]
 
 
@@ -156,26 +197,40 @@ def delta_rule(
     """Return all launches of the delta rule on one sequence in parts.
 
     With one decay per token (``per_channel`` is False), two value heads share one head of q and k.
+
+    Args:
+        per_channel: True for one decay per channel of the keys (KDA), False for one per token (Gated DeltaNet).
+        tokens: number of tokens. T
+        heads: number of heads of the values. HV
+        key: channels of the keys. K
+        value: channels of the values. V
+        dtype: type of q, k, v and beta.
+        parts: number of parts of the sequence that are scanned in parallel.
+        blocks: block by kernel; None, or a missing kernel: its default block.
     """
     chunks = math.ceil(tokens / 64)
-    wide = "float64" if dtype == "float64" else "float32"
+    state_dtype = wide(dtype)
     queries = Shape((tokens, heads if per_channel else heads // 2, key), dtype)
     inputs = [
         queries,
         queries,
         Shape((tokens, heads, value), dtype),
-        Shape((tokens, heads, key) if per_channel else (tokens, heads), wide),
+        Shape((tokens, heads, key) if per_channel else (tokens, heads), state_dtype),
         Shape((tokens, heads), dtype),
-        Shape((1, heads, key, value), wide),
+        Shape((1, heads, key, value), state_dtype),
         *[Shape((count, width), "int32") for count, width in ((chunks, 2), (1, 3), (parts, 3))],
     ]
     return launches_of(DELTA_RULE, DeltaRule(per_channel, key**-0.5, 64, parts=parts), inputs, blocks)
 
 
 def delta_rule_production(**sizes: Any) -> dict[str, Recorded]:
-    """Return one launch per compiled kernel of delta_rule(...), by name; one decay per channel comes first."""
+    """Return one launch per compiled kernel of the delta rule, by name; one decay per channel comes first.
+
+    Args:
+        **sizes: arguments of delta_rule besides per_channel.
+    """
     named: dict[str, Recorded] = {}
-    flags = {"W": "maps", "OUTPUT": "outputs", "KEEP": "states", "BACK": "back"}
+    flags = {"W": "maps", "OUTPUT": "outputs", "SAVE": "states", "BACK": "back"}
     for per_channel in (True, False):
         for entry in delta_rule(per_channel, **sizes):
             constants = dict(entry.launch.constants)
@@ -190,7 +245,12 @@ def delta_rule_production(**sizes: Any) -> dict[str, Recorded]:
 
 
 def production(*sizes: Any, **more: Any) -> dict[str, Recorded]:
-    """Return the first launch of every kernel in everything(...), by name."""
+    """Return the first launch of every kernel of ``everything``, by name.
+
+    Args:
+        *sizes: arguments of ``everything``.
+        **more: keyword arguments of ``everything``.
+    """
     named: dict[str, Recorded] = {}
     for entry in everything(*sizes, **more):
         drops = dict(entry.launch.constants).get("THRESHOLD", 0)
@@ -200,7 +260,14 @@ def production(*sizes: Any, **more: Any) -> dict[str, Recorded]:
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources of a compiled kernel: registers and spilled bytes per thread, bytes of shared memory per program."""
+    """The resources of a compiled kernel.
+
+    Args:
+        registers: registers per thread.
+        spilled: bytes that a thread stores in or loads from local memory for lack of registers.
+        shared: bytes of shared memory per program.
+        num_warps: warps per program.
+    """
 
     registers: int
     spilled: int
@@ -209,7 +276,15 @@ class Resources:
 
 
 def compile_ahead(recorded: Recorded, capability: int) -> Any:
-    """Compile the kernel of a launch for ``sm_<capability>``."""
+    """Compile the kernel of a launch ahead of time, with 16-byte aligned pointers.
+
+    Args:
+        recorded: the launch and the types of its inputs.
+        capability: compute capability, such as 90 for sm_90.
+
+    Returns:
+        Triton's compiled kernel; ``asm`` has its intermediate representations.
+    """
     launch = recorded.launch
     kernel = tuning.kernel_function(launch.kernel)
     constants = dict(launch.constants)
@@ -233,7 +308,15 @@ def compile_ahead(recorded: Recorded, capability: int) -> Any:
 
 
 def resources(recorded: Recorded, capability: int) -> Resources:
-    """Compile a launch and return the resources of its kernel."""
+    """Compile the kernel of a launch and return the resources that it uses.
+
+    Args:
+        recorded: the launch and the types of its inputs.
+        capability: compute capability, such as 90 for sm_90.
+
+    Raises:
+        subprocess.CalledProcessError: ptxas rejects the kernel.
+    """
     compiled = compile_ahead(recorded, capability)
     architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:

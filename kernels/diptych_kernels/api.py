@@ -18,7 +18,7 @@ from diptych.plans.model.operations import (
     check_word,
     operand_error,
 )
-from diptych_kernels import autodiff_rules as operations
+from diptych_kernels import autodiff_rules
 from diptych_kernels.autodiff_rules import Array, Operation, Sinkhorn, dtype_name
 from diptych_kernels.delta_rule.autodiff_rules import DELTA_RULE, BoundarySequences, DeltaRule, Ranks
 from diptych_kernels.delta_rule.launch_configs import parts_of
@@ -30,16 +30,16 @@ DIFFERENTIATED_TWICE = "differentiating twice: kernels have first derivatives on
 class Functions(ABC):
     """The kernel functions; a framework's backend implements launch, cast and differentiation.
 
-    Arrays may have any strides (non-contiguous arrays are copied) and must be on one device. Coefficients are cast to
-    float32, or to float64 for float64 streams. Gradients have the types of their arguments.
+    S is the number of residual streams and D their width. Arrays may have any strides (non-contiguous arrays are
+    copied) and must be on one device. Coefficients are cast to float32, or to float64 for float64 streams. Gradients
+    have the types of their arguments.
 
-    Raises:
-        ValueError: an argument has an unsupported shape, type or device; the message names it.
+    Every function raises a ValueError that names the argument if it has an unsupported shape, type or device.
     """
 
     @abstractmethod
     def __call__(self, build: Callable[..., Launch], sizes: dict[str, Any], *inputs: Array) -> tuple[Array, ...]:
-        """Launch the kernel ``build(block, **sizes)`` describes."""
+        """Launch the kernel that ``build(block, **sizes)`` describes."""
 
     @abstractmethod
     def cast(self, x: Array, dtype: str) -> Array:
@@ -47,7 +47,13 @@ class Functions(ABC):
 
     @abstractmethod
     def apply(self, operation: Operation, static: Any, *inputs: Array | None) -> tuple[Array, ...]:
-        """Return the operation's outputs, differentiable by its backward."""
+        """Return the outputs of an operation, differentiable once by its backward rule.
+
+        Args:
+            operation: the operation.
+            static: its static arguments.
+            *inputs: its input arrays; None for those that ``static`` excludes.
+        """
 
     @abstractmethod
     def check_devices(self, **arrays: Array | None) -> None:
@@ -75,7 +81,7 @@ class Functions(ABC):
 
     @abstractmethod
     def is_traced(self, x: Any) -> bool:
-        """Return True if x is a number that is known only in the compiled program."""
+        """Return True if x is a number that is not known before the program runs."""
 
     def _operands(self, **arrays: Array | None) -> dict[str, Operand | None]:
         """Return the shapes and types of all arrays, and reject arrays of other frameworks."""
@@ -91,18 +97,24 @@ class Functions(ABC):
         self.check_devices(**arrays)
 
     def sinkhorn(self, logits: Array, iterations: int = 20, last: str = "row") -> Array:
-        """Compute doubly stochastic matrices: see hyper_connections.sinkhorn.
+        """Compute doubly stochastic matrices by alternate normalisation of the rows and columns of exp(logits).
 
         Args:
-            logits: [..., S, S], S <= 8.
-            iterations: pairs of normalizations, >= 1.
-            last: ``"row"`` or ``"column"``.
+            logits: logits of the matrices. [..., S, S], S <= 8
+            iterations: pairs of normalisations, >= 1.
+            last: axis of the last normalisation, ``"row"`` or ``"column"``.
+
+        Returns:
+            The matrices, in the type of the logits. [..., S, S]
+
+        Raises:
+            ValueError: an argument is not supported.
         """
         self._check(logits=logits)
         check_matrices(Operand(tuple(logits.shape), dtype_name(logits)))
         static = _sinkhorn("logits", logits.shape[-1], iterations, last)
         dtype = dtype_name(logits)
-        (matrices,) = self.apply(operations.SINKHORN, static, self.cast(logits, wide(dtype)))
+        (matrices,) = self.apply(autodiff_rules.SINKHORN, static, self.cast(logits, wide(dtype)))
         return self.cast(matrices, dtype)
 
     def compute_mappings(
@@ -116,16 +128,24 @@ class Functions(ABC):
         last: str = "row",
         epsilon: float = 1e-5,
     ) -> tuple[Array, Array, Array]:
-        """Compute h_pre [..., S], h_post [..., S] and h_res [..., S, S]: see hyper_connections.compute_mappings.
+        """Compute the coefficients of mHC from residual streams (arXiv 2512.24880, eqs. 5-9).
+
+        coefficients.py has the formulas.
 
         Args:
             x: residual streams. [..., S, D], S <= 8
             phi: projection. [S*D, 2*S + S*S]
-            alpha: gains. [3]
+            alpha: gains of h_pre, h_post and h_res. [3]
             bias: bias of the coefficients. [2*S + S*S]
-            iterations: see sinkhorn.
-            last: see sinkhorn.
+            iterations: pairs of normalisations of Sinkhorn, >= 1.
+            last: axis of the last normalisation, ``"row"`` or ``"column"``.
             epsilon: epsilon added to the mean square.
+
+        Returns:
+            h_pre [..., S], h_post [..., S] and h_res [..., S, S], in float32 (float64 for float64 streams).
+
+        Raises:
+            ValueError: an argument is not supported.
         """
         self._check(x=x, phi=phi, alpha=alpha, bias=bias)
         _check_axes("x", x, 2)
@@ -139,23 +159,51 @@ class Functions(ABC):
         coefficients = wide(dtype_name(x))
         alpha = self.cast(alpha, coefficients)
         bias = self.cast(bias, coefficients)
-        h_pre, h_post, h_res = self.apply(operations.COMPUTE_MAPPINGS, static, x, phi, alpha, bias)
+        h_pre, h_post, h_res = self.apply(autodiff_rules.COMPUTE_MAPPINGS, static, x, phi, alpha, bias)
         return h_pre, h_post, h_res
 
     def aggregate(self, x: Array, h_pre: Array) -> Array:
-        """Compute sum_s h_pre[s] x[s]. x: [..., S, D], h_pre: [..., S] -> [..., D]."""
+        """Compute sum_s h_pre[s] x[s], the input of a sublayer.
+
+        Args:
+            x: residual streams. [..., S, D], S <= 8
+            h_pre: coefficients. [..., S]
+
+        Returns:
+            The weighted sum of the streams, in the type of x. [..., D]
+
+        Raises:
+            ValueError: an argument is not supported.
+        """
         self._check(x=x, h_pre=h_pre)
         _check_axes("x", x, 2)
         _check_streams("x", x.shape[-2])
         _check_shape("h_pre", h_pre, x.shape[:-1])
-        return self.apply(operations.AGGREGATE, None, x, self.cast(h_pre, wide(dtype_name(x))))[0]
+        return self.apply(autodiff_rules.AGGREGATE, None, x, self.cast(h_pre, wide(dtype_name(x))))[0]
 
     def apply_h_res(self, h_res: Array, residual: Array) -> Array:
-        """Compute mixed[s] = sum_j h_res[s, j] residual[j]. h_res: [..., S, S], residual: [..., S, D]."""
+        """Compute mixed[s] = sum_j h_res[s, j] residual[j].
+
+        Args:
+            h_res: mixing matrices. [..., S, S], S <= 8
+            residual: residual streams. [..., S, D]
+
+        Returns:
+            The mixed streams, in the type of residual. [..., S, D]
+        """
         return self.write_streams(residual, h_res, None, None, None)
 
     def apply_h_post(self, x: Array, bias: Array | None, h_post: Array) -> Array:
-        """Compute h_post[s] (x + bias). x: [..., D], bias: [D] or None, h_post: [..., S] -> [..., S, D]."""
+        """Compute h_post[s] (x + bias), the contribution of a sublayer to each stream.
+
+        Args:
+            x: output of a sublayer. [..., D]
+            bias: bias of the sublayer. [D]; None: no bias.
+            h_post: coefficients. [..., S], S <= 8
+
+        Returns:
+            The contributions, in the type of x. [..., S, D]
+        """
         return self.write_streams(None, None, x, bias, h_post)
 
     def write_streams(
@@ -169,7 +217,7 @@ class Functions(ABC):
         state: Any = None,
         site: int = 0,
     ) -> Array:
-        """Compute the next streams h_res residual + dropout(h_post (x + bias)) in one pass; see hyper_connections.
+        """Compute the next streams h_res residual + dropout(h_post (x + bias)) in one pass (arXiv 2512.24880, eq. 3).
 
         Args:
             residual: residual streams. [..., S, D]; None: no residual term.
@@ -180,6 +228,12 @@ class Functions(ABC):
             rate: dropout probability, in [0, 1).
             state: an ops.DropoutState with rows [...]; None: no dropout.
             site: dropout site, see diptych.plans.model.philox.
+
+        Returns:
+            The next residual streams. [..., S, D]
+
+        Raises:
+            ValueError: an argument is not supported, or the combination of None and arrays has no meaning.
         """
         self._check(residual=residual, h_res=h_res, x=x, bias=bias, h_post=h_post)
         _check_given(residual, h_res, x, bias, h_post)
@@ -212,7 +266,7 @@ class Functions(ABC):
         if state is not None and rate > 0.0 and x is not None:
             write = write._replace(rate=float(rate), seed=int(state.seed), site=int(site))
             rows = (state.row_low, state.row_high, self.counter(state.step, x))
-        return self.apply(operations.WRITE, write, residual, h_res, x, bias, h_post, *rows)[0]
+        return self.apply(autodiff_rules.WRITE, write, residual, h_res, x, bias, h_post, *rows)[0]
 
     def _check_state(self, shape: tuple[int, ...], x: Array, state: Any, site: Any) -> None:
         """Reject rows that do not match x, and values that launches do not support."""
@@ -231,18 +285,38 @@ class Functions(ABC):
             check_word("state.step", state.step)
 
     def swiglu(self, x: Array) -> Array:
-        """Compute silu(gate) value for x = [gate | value]. [..., 2 F] -> [..., F]."""
+        """Compute SwiGLU, silu(gate) value for x = [gate | value] (arXiv 2002.05202, eq. 6).
+
+        Args:
+            x: gate and value side by side. [..., 2 F]
+
+        Returns:
+            The product, in the type of x. [..., F]
+
+        Raises:
+            ValueError: the width of x is odd, or x has an unsupported type or device.
+        """
         self._check(x=x)
         _check_axes("x", x, 1)
         if x.shape[-1] % 2:
             raise ValueError(f"x: expected gate and value side by side, an even width, got {x.shape[-1]}")
-        return self.apply(operations.SWIGLU, None, x)[0]
+        return self.apply(autodiff_rules.SWIGLU, None, x)[0]
 
     def gelu(self, x: Array) -> Array:
-        """Compute x Phi(x) with the error function, not its tanh approximation. [..., F] -> [..., F]."""
+        """Compute GELU, x Phi(x), with the error function and not its tanh approximation (arXiv 1606.08415).
+
+        Args:
+            x: input. [..., F]
+
+        Returns:
+            The activation, in the type of x. [..., F]
+
+        Raises:
+            ValueError: x has an unsupported type or device.
+        """
         self._check(x=x)
         _check_axes("x", x, 1)
-        return self.apply(operations.GELU, None, x)[0]
+        return self.apply(autodiff_rules.GELU, None, x)[0]
 
     def delta_rule(
         self,
@@ -257,14 +331,17 @@ class Functions(ABC):
         scale: float,
         recompute: bool = True,
         ranks: Ranks | None = None,
-        edges: BoundarySequences | None = None,
+        boundary: BoundarySequences | None = None,
     ) -> tuple[Array, Array]:
-        """Compute outputs and final states of the gated delta rule; delta_rule.chunk_kda checks the arguments.
+        """Compute outputs and final states of the gated delta rule (arXiv 2412.06464; KDA: arXiv 2510.26692).
+
+        chunk_kda and chunk_gated_delta_rule of both backends check the arguments that are not checked here. float16 is
+        computed as float32, since intermediates exceed its range.
 
         Args:
-            q: queries, K <= 256. [B, T, H, K]. float16 is computed as float32, since intermediates exceed its range.
+            q: queries. [B, T, H, K], K <= 256
             k: keys. [B, T, H, K]
-            v: values, V <= 256. [B, T, HV, V]
+            v: values. [B, T, HV, V], V <= 256
             g: log decay, natural log, <= 0. [B, T, HV, K], or [B, T, HV] for one decay per head
             beta: step sizes. [B, T, HV]
             initial: initial states. [N, HV, K, V]; None: zeros
@@ -273,7 +350,14 @@ class Functions(ABC):
             scale: factor of the queries.
             recompute: recompute in backward instead of saving the terms of chunks.
             ranks: exchange between context-parallel ranks; None: complete sequences.
-            edges: the rank's boundary sequences; None: complete sequences.
+            boundary: the rank's boundary sequences, given if and only if ranks is; None: complete sequences.
+
+        Returns:
+            The outputs [B, T, HV, V], in the type of v, and the final states [N, HV, K, V] in float32 (float64 for
+            float64).
+
+        Raises:
+            ValueError: an array has more channels than the kernels support, or an unsupported type or device.
         """
         self._check(q=q, k=k, v=v, g=g, beta=beta, initial=initial)
         for name, x in {"q": q, "v": v}.items():
@@ -282,22 +366,23 @@ class Functions(ABC):
                     f"{name}: expected at most {MAX_KERNEL_CHANNELS} channels, got {x.shape[-1]}; "
                     "impl='reference' supports any number"
                 )
-        given = dtype_name(v)
-        if "float16" in (dtype_name(q), dtype_name(k), given):  # states and gradients may exceed 65504
+        output_dtype = dtype_name(v)
+        if "float16" in (dtype_name(q), dtype_name(k), output_dtype):  # states and gradients may exceed 65504
             q, k, v = (self.cast(x, "float32") for x in (q, k, v))
-        dtype, value_heads, width = wide(dtype_name(q)), *v.shape[2:]
+        dtype = wide(dtype_name(q))
+        value_heads, width = v.shape[2:]
         sequences = self.integers(tables.sequences, q)
         if initial is None:
             initial = self.zeros((sequences.shape[0], value_heads, q.shape[-1], width), dtype, q)
         parts = parts_of(len(tables.chunks), len(tables.sequences), value_heads, width) if tables.known else 1
         static = DeltaRule(len(g.shape) == 4, float(scale), chunk_size, recompute, parts, ranks)
         arrays = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v, g, beta)]
-        pieces = sequences if parts == 1 else self.integers(tables.cut(parts, chunk_size), q)
-        arrays += [initial, self.integers(tables.chunks, q), sequences, pieces]
-        if edges is not None:
-            arrays += edges._replace(sequences=self.integers(edges.sequences, q))
+        part_sequences = sequences if parts == 1 else self.integers(tables.cut(parts, chunk_size), q)
+        arrays += [initial, self.integers(tables.chunks, q), sequences, part_sequences]
+        if boundary is not None:
+            arrays += boundary._replace(sequences=self.integers(boundary.sequences, q))
         o, final = self.apply(DELTA_RULE, static, *arrays)
-        return self.cast(o, given).reshape(*v.shape), final
+        return self.cast(o, output_dtype).reshape(*v.shape), final
 
 
 def _check_given(
@@ -314,15 +399,17 @@ def _check_given(
             + (", ".join(name for name in arrays if name in given) or "neither")
         )
     if h_res is not None and residual is None:
-        raise ValueError("h_res: expected a residual to mix, got residual=None")
+        raise ValueError("h_res: expected a residual to mix, got residual=None; pass residual")
 
 
 def _check_axes(name: str, x: Array, least: int) -> None:
+    """Reject an array of fewer axes than ``least``."""
     if len(x.shape) < least:
         raise ValueError(f"{name}: expected at least {least} axes, got shape {tuple(x.shape)}")
 
 
 def _check_streams(name: str, streams: int) -> None:
+    """Reject more residual streams than the kernels support."""
     if streams > MAX_KERNEL_STREAMS:
         raise ValueError(
             f"{name}: expected at most {MAX_KERNEL_STREAMS} residual streams, got {streams}; "
@@ -331,11 +418,13 @@ def _check_streams(name: str, streams: int) -> None:
 
 
 def _check_shape(name: str, x: Array, expected: tuple[int, ...]) -> None:
+    """Reject an array of another shape."""
     if tuple(x.shape) != tuple(expected):
         raise ValueError(f"{name}: expected shape {tuple(expected)}, got {tuple(x.shape)}")
 
 
 def _sinkhorn(name: str, streams: int, iterations: int, last: str) -> Sinkhorn:
+    """Check the arguments of Sinkhorn and return them; ``name`` is the array with the streams."""
     check_iterations(iterations, last)
     _check_streams(name, streams)
     return Sinkhorn(int(iterations), last)

@@ -1,28 +1,30 @@
 """Forward and backward rules of every operation in terms of launches, shared by all backends.
 
-A backend (torch_backend, jax_backend, aot) is a function ``backend(launch_function, sizes, *inputs) -> outputs`` with
-a method ``cast(x, dtype)``. Rules touch arrays only through it, through ``shape`` and ``dtype`` and through slices,
-which PyTorch and JAX both have.
+A backend (torch_backend, jax_backend, aot) is a function ``backend(build, sizes, *inputs) -> outputs`` with a method
+``cast(x, dtype)``, where ``build`` is a function of launch_configs. Rules use arrays only through the backend and
+through ``shape``, ``dtype``, ``reshape`` and slices, which PyTorch and JAX both have.
 
     forward(backend, static, *inputs)            -> outputs, saved        saved for backward, including inputs
     backward(backend, static, saved, *gradients) -> gradient of every input, None if it has none
+
+The modules of the kernels (coefficients, streams, activations) state the formulas of the gradients.
 """
 
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from diptych_kernels import launch_configs as launch
+from diptych_kernels import launch_configs
 from diptych_kernels.launch_configs import Launch, Write, wide
 
 Array = Any
 
 
 class Backend(Protocol):
-    """A framework's way to launch kernels."""
+    """The launch of kernels by one framework."""
 
     def __call__(self, build: Callable[..., Launch], sizes: dict[str, Any], *inputs: Array) -> tuple[Array, ...]:
-        """Launch the kernel ``build(block, **sizes)`` describes."""
+        """Launch the kernel that ``build(block, **sizes)`` describes."""
         ...
 
     def cast(self, x: Array, dtype: str) -> Array:
@@ -43,22 +45,37 @@ def dtype_name(x: Array) -> str:
 
 
 def column_sum(backend: Backend, x: Array, rows: int, width: int) -> Array:
-    """Sum over rows to [width] in float32 or float64, in two steps if there are many rows.
+    """Sum over the rows of x in float32 or float64, in two steps if there are many rows.
 
-    Narrow types always take both steps, so that the compiled kernels do not depend on the number of rows.
+    16-bit types always take both steps, so that the compiled kernels do not depend on the number of rows.
+
+    Args:
+        backend: the kernel backend.
+        x: array of rows * width elements.
+        rows: number of rows.
+        width: elements per row.
+
+    Returns:
+        The sum. [width]
     """
     dtype = dtype_name(x)
     groups = min(math.ceil(rows / 256), 64)
     if dtype != wide(dtype):
         groups = max(groups, 2)
     for parts in [groups, 1] if groups > 1 else [1]:
-        (x,) = backend(launch.column_sum, dict(rows=rows, groups=parts, width=width, dtype=dtype_name(x)), x)
+        (x,) = backend(launch_configs.column_sum, dict(rows=rows, groups=parts, width=width, dtype=dtype_name(x)), x)
         rows = parts
     return x.reshape(width)
 
 
 class Sinkhorn(NamedTuple):
-    """Static arguments of compute_mappings and sinkhorn."""
+    """Static arguments of compute_mappings and sinkhorn.
+
+    Args:
+        iterations: pairs of normalisations.
+        last: axis of the last normalisation, "row" or "column".
+        epsilon: epsilon added to the mean square of the streams; not used by sinkhorn.
+    """
 
     iterations: int
     last: str
@@ -66,15 +83,21 @@ class Sinkhorn(NamedTuple):
 
 
 def _sinkhorn_forward(backend: Backend, static: Sinkhorn, logits: Array):
-    return backend(launch.sinkhorn_forward, _sinkhorn_sizes(static, logits), logits), (logits,)
+    """Compute the doubly stochastic matrices of logits [..., S, S]. Only the logits are saved."""
+    return backend(launch_configs.sinkhorn_forward, _sinkhorn_sizes(static, logits), logits), (logits,)
 
 
 def _sinkhorn_backward(backend: Backend, static: Sinkhorn, saved: tuple, grad: Array):
+    """Compute dlogits. The kernel replays the normalisations m = n / sum(n) and differentiates each.
+
+    dn = (dm - sum(dm m)) / sum(n), with sums over the axis of the normalisation.
+    """
     (logits,) = saved
-    return backend(launch.sinkhorn_backward, _sinkhorn_sizes(static, logits), logits, grad)
+    return backend(launch_configs.sinkhorn_backward, _sinkhorn_sizes(static, logits), logits, grad)
 
 
 def _sinkhorn_sizes(static: Sinkhorn, logits: Array) -> dict[str, Any]:
+    """Return the size arguments of both Sinkhorn launches."""
     *lead, streams, _ = logits.shape
     return dict(
         lead=tuple(lead),
@@ -86,101 +109,139 @@ def _sinkhorn_sizes(static: Sinkhorn, logits: Array) -> dict[str, Any]:
 
 
 def _mappings_forward(backend: Backend, static: Sinkhorn, x: Array, phi: Array, alpha: Array, bias: Array):
+    """Compute h_pre, h_post and h_res from streams x [..., S, D].
+
+    projected = x phi and r = 1 / rms(x) are saved, so that backward does not repeat the product. phi is cast to the
+    type of x, whose products run on tensor cores.
+    """
     sizes = _stream_sizes(x)
     narrow = backend.cast(phi, sizes["dtype"])
-    projected, r = backend(launch.project_forward, {**sizes, "epsilon": static.epsilon}, x, narrow)
-    outputs = backend(launch.mappings_forward, _mappings_sizes(static, x), projected, r, alpha, bias)
+    projected, r = backend(launch_configs.project_forward, {**sizes, "epsilon": static.epsilon}, x, narrow)
+    outputs = backend(launch_configs.mappings_forward, _mappings_sizes(static, x), projected, r, alpha, bias)
     return outputs, (x, phi, alpha, bias, projected, r)
 
 
 def _mappings_backward(backend: Backend, static: Sinkhorn, saved: tuple, *grads: Array):
+    """Compute dx, dphi, dalpha and dbias from dh_pre, dh_post and dh_res.
+
+    dx = dprojected phi^T - shrink x and dphi = x^T dprojected, where shrink comes from the derivative of r. Partial
+    sums of dphi, dalpha and dbias are added by column_sum in a fixed order.
+    """
     x, phi, alpha, bias, projected, r = saved
     sizes = {**_mappings_sizes(static, x), "width": x.shape[-1]}
-    dprojected, shrink, rows = backend(launch.mappings_backward, sizes, projected, r, alpha, bias, *grads)
+    dprojected, shrink, rows = backend(launch_configs.mappings_backward, sizes, projected, r, alpha, bias, *grads)
     narrow = backend.cast(phi, dtype_name(x))
-    dx, dphi = backend(launch.project_backward, _stream_sizes(x), x, narrow, dprojected, shrink)
+    dx, dphi = backend(launch_configs.project_backward, _stream_sizes(x), x, narrow, dprojected, shrink)
     dphi = column_sum(backend, dphi, dphi.shape[0], math.prod(phi.shape)).reshape(phi.shape)
     sums = column_sum(backend, rows, *rows.shape)
     return dx, backend.cast(dphi, dtype_name(phi)), sums[:3], sums[3:]
 
 
 def _mappings_sizes(static: Sinkhorn, x: Array) -> dict[str, Any]:
+    """Return the size arguments of the launches that compute coefficients and their gradients."""
     *lead, streams, _ = x.shape
-    last, iterations = static.last, static.iterations
-    return dict(lead=tuple(lead), streams=streams, dtype=wide(dtype_name(x)), iterations=iterations, last=last)
+    return dict(
+        lead=tuple(lead),
+        streams=streams,
+        dtype=wide(dtype_name(x)),
+        iterations=static.iterations,
+        last=static.last,
+    )
 
 
 def _stream_sizes(x: Array) -> dict[str, Any]:
+    """Return the size arguments of launches on residual streams x [..., S, D]."""
     *lead, streams, width = x.shape
     return dict(lead=tuple(lead), streams=streams, width=width, dtype=dtype_name(x))
 
 
 def _aggregate_forward(backend: Backend, static: None, x: Array, h_pre: Array):
-    return backend(launch.aggregate_forward, _stream_sizes(x), x, h_pre), (x, h_pre)
+    """Compute sum_s h_pre[s] x[s]."""
+    return backend(launch_configs.aggregate_forward, _stream_sizes(x), x, h_pre), (x, h_pre)
 
 
 def _aggregate_backward(backend: Backend, static: None, saved: tuple, grad: Array):
+    """Compute dx[s] = h_pre[s] grad and dh_pre[s] = sum_d grad[d] x[s, d]."""
     x, h_pre = saved
-    return backend(launch.aggregate_backward, _stream_sizes(x), x, h_pre, grad)
+    return backend(launch_configs.aggregate_backward, _stream_sizes(x), x, h_pre, grad)
 
 
 def _write_forward(backend: Backend, static: Write, *inputs: Array | None):
-    """Run forward of x, h_res, y, bias, h_post, row_low, row_high, step; None for inputs that static excludes."""
-    outputs = backend(launch.write_forward, _write_sizes(static, *inputs), *_all_there(inputs))
+    """Compute next[s] = sum_j h_res[s, j] x[j] + dropout(h_post[s] (y + bias)).
+
+    The inputs are x, h_res, y, bias, h_post, row_low, row_high and step; None for those that ``static`` excludes.
+    """
+    outputs = backend(launch_configs.write_forward, _write_sizes(static, *inputs), *_fill_missing(inputs))
     saved = inputs if static.add == "mix" else (None, *inputs[1:])  # no gradient depends on an unmixed x
     return outputs, saved
 
 
 def _write_backward(backend: Backend, static: Write, saved: tuple, grad: Array):
+    """Compute the gradients of all inputs, with m the dropout mask divided by 1 - p.
+
+    dx[j] = sum_s h_res[s, j] grad[s]              dh_res[s, j] = sum_d grad[s, d] x[j, d]
+    dy    = sum_s h_post[s] m[s] grad[s]           dh_post[s]   = sum_d m[s, d] grad[s, d] (y[d] + bias[d])
+
+    dbias is the sum of dy over all tokens.
+    """
     bias = saved[3]
     sizes = {**_stream_sizes(grad), "write": static}
-    dx, dh_res, dy, dh_post = backend(launch.write_backward, sizes, *_all_there(saved), grad)
+    dx, dh_res, dy, dh_post = backend(launch_configs.write_backward, sizes, *_fill_missing(saved), grad)
     dbias = None
     if static.bias:
         width = grad.shape[-1]
         dbias = backend.cast(column_sum(backend, dy, math.prod(dy.shape[:-1]), width), dtype_name(bias))
     if static.add != "mix":
-        dx, dh_res = (grad if static.add == "plain" else None), None
+        dx = grad if static.add == "plain" else None
+        dh_res = None
     if not static.post:
-        dy, dh_post = None, None
+        dy = None
+        dh_post = None
     return dx, dh_res, dy, dbias, dh_post, None, None, None
 
 
 def _write_sizes(static: Write, x: Array, h_res: Array, y: Array, bias: Array, h_post: Array, *_: Array):
+    """Return the size arguments of write_forward."""
     if x is not None:
         return {**_stream_sizes(x), "write": static}
     *lead, width = y.shape
     return dict(lead=tuple(lead), streams=h_post.shape[-1], width=width, dtype=dtype_name(y), write=static)
 
 
-def _all_there(inputs: tuple) -> list[Array]:
+def _fill_missing(inputs: tuple) -> list[Array]:
     """Replace missing inputs by the coefficients, because a kernel needs an array even if it does not read it."""
     coefficients = inputs[4] if inputs[4] is not None else inputs[1]
     return [coefficients if x is None else x for x in inputs]
 
 
 def _swiglu_forward(backend: Backend, static: None, x: Array):
-    return backend(launch.swiglu_forward, _halved(x), x), (x,)
+    """Compute silu(gate) value for x = [gate | value]; only x is saved."""
+    return backend(launch_configs.swiglu_forward, _swiglu_sizes(x), x), (x,)
 
 
 def _swiglu_backward(backend: Backend, static: None, saved: tuple, grad: Array):
-    return backend(launch.swiglu_backward, _halved(*saved), *saved, grad)
+    """Compute dx = [grad value silu'(gate) | grad silu(gate)]."""
+    return backend(launch_configs.swiglu_backward, _swiglu_sizes(*saved), *saved, grad)
 
 
-def _halved(x: Array) -> dict[str, Any]:
+def _swiglu_sizes(x: Array) -> dict[str, Any]:
+    """Return the size arguments of both SwiGLU launches; the width is that of the output."""
     *lead, width = x.shape
     return dict(lead=tuple(lead), width=width // 2, dtype=dtype_name(x))
 
 
 def _gelu_forward(backend: Backend, static: None, x: Array):
-    return backend(launch.gelu_forward, _rows(x), x), (x,)
+    """Compute x Phi(x); only x is saved."""
+    return backend(launch_configs.gelu_forward, _gelu_sizes(x), x), (x,)
 
 
 def _gelu_backward(backend: Backend, static: None, saved: tuple, grad: Array):
-    return backend(launch.gelu_backward, _rows(*saved), *saved, grad)
+    """Compute dx = grad (Phi(x) + x phi(x))."""
+    return backend(launch_configs.gelu_backward, _gelu_sizes(*saved), *saved, grad)
 
 
-def _rows(x: Array) -> dict[str, Any]:
+def _gelu_sizes(x: Array) -> dict[str, Any]:
+    """Return the size arguments of both GELU launches."""
     *lead, width = x.shape
     return dict(lead=tuple(lead), width=width, dtype=dtype_name(x))
 

@@ -156,15 +156,15 @@ def normalise_gradient(b_grad, b_m, total, AXIS: tl.constexpr):
 @triton.jit
 def pairs_gradient(b_m, b_grad, COUNT: tl.constexpr, FIRST: tl.constexpr):
     """Return the gradient of b_m through the next COUNT pairs of normalisations, held in registers."""
-    held = ()
+    normalised = ()
     for _ in tl.static_range(COUNT):
         b_m, total = normalise(b_m, 3 - FIRST)
-        held = held + (b_m, total)
+        normalised = normalised + (b_m, total)
         b_m, total = normalise(b_m, FIRST)
-        held = held + (b_m, total)
+        normalised = normalised + (b_m, total)
     for left in tl.static_range(COUNT, 0, -1):
-        b_grad = normalise_gradient(b_grad, held[4 * left - 2], held[4 * left - 1], FIRST)
-        b_grad = normalise_gradient(b_grad, held[4 * left - 4], held[4 * left - 3], 3 - FIRST)
+        b_grad = normalise_gradient(b_grad, normalised[4 * left - 2], normalised[4 * left - 1], FIRST)
+        b_grad = normalise_gradient(b_grad, normalised[4 * left - 4], normalised[4 * left - 3], 3 - FIRST)
     return b_grad
 
 
@@ -172,19 +172,19 @@ def pairs_gradient(b_m, b_grad, COUNT: tl.constexpr, FIRST: tl.constexpr):
 def sinkhorn_gradient(b_logits, b_grad, m_s, ITERATIONS: tl.constexpr, FIRST: tl.constexpr):
     """Return the gradient of the logits, by differentiating each normalisation at its own input."""
     PAIRS: tl.constexpr = ITERATIONS - 1
-    HELD: tl.constexpr = 4
+    PAIRS_IN_REGISTERS: tl.constexpr = 4
     b_softmax = floored_softmax(b_logits, m_s, FIRST)
     b_m = b_softmax
     for _ in range(PAIRS):
         b_m = normalise_twice(b_m, FIRST)
     b_m, total = normalise(b_m, 3 - FIRST)  # the last normalisation has no partner
     b_grad = normalise_gradient(b_grad, b_m, total, 3 - FIRST)
-    for done in range(PAIRS // HELD):
+    for done in range(PAIRS // PAIRS_IN_REGISTERS):
         b_m = b_softmax
-        for _ in range(PAIRS - (done + 1) * HELD):
+        for _ in range(PAIRS - (done + 1) * PAIRS_IN_REGISTERS):
             b_m = normalise_twice(b_m, FIRST)
-        b_grad = pairs_gradient(b_m, b_grad, HELD, FIRST)
-    b_grad = pairs_gradient(b_softmax, b_grad, PAIRS % HELD, FIRST)
+        b_grad = pairs_gradient(b_m, b_grad, PAIRS_IN_REGISTERS, FIRST)
+    b_grad = pairs_gradient(b_softmax, b_grad, PAIRS % PAIRS_IN_REGISTERS, FIRST)
     b_grad = tl.where(b_softmax > FLOOR, b_grad, 0.0)
     return b_softmax * (b_grad - tl.sum(b_grad * b_softmax, FIRST, keep_dims=True))
 

@@ -48,6 +48,7 @@ def interpret(
 
 @contextmanager
 def _interpreting() -> Iterator[None]:
+    """Patch the Triton language for the interpreter, and restore it afterwards."""
     before = [dict(vars(owner)) for owner in _PATCHED]
     call = JITFunction.__call__
     builder = interpreter.interpreter_builder
@@ -80,10 +81,12 @@ def _interpreting() -> Iterator[None]:
 
 
 def _call_interpreted(function: JITFunction, *args: Any, **kwargs: Any) -> Any:
+    """Interpret a call of a jitted function inside a kernel."""
     return InterpretedFunction(function.fn).rewrite()(*args, **kwargs)
 
 
 def _widened(handle: TensorHandle) -> TensorHandle:
+    """Convert bfloat16, which the interpreter stores as 16-bit integers, to float32."""
     if handle.dtype != tl.bfloat16:
         return handle
     return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)

@@ -24,16 +24,17 @@ from diptych_kernels.api import DIFFERENTIATED_TWICE, Functions
 from diptych_kernels.autodiff_rules import Operation, dtype_name
 from diptych_kernels.delta_rule.launch_configs import even_table
 from diptych_kernels.launch_configs import Launch
-from diptych_kernels.mesh_axes import varying_alike
+from diptych_kernels.mesh_axes import match_varying_axes
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _applied(operation: Operation, static: Any, *inputs: Array | None) -> tuple[Array, ...]:
+def _apply(operation: Operation, static: Any, *inputs: Array | None) -> tuple[Array, ...]:
+    """Return the outputs of an operation; its derivative is the operation's backward rule."""
     return operation.forward(_BACKEND, static, *inputs)[0]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _applied_forward(operation: Operation, static: Any, *inputs: Array | None) -> tuple[tuple, tuple]:
+def _apply_forward(operation: Operation, static: Any, *inputs: Array | None) -> tuple[tuple, tuple]:
     """Run forward with the values saved for backward; its derivative rule is used by second derivatives only."""
     return operation.forward(_BACKEND, static, *inputs)
 
@@ -44,24 +45,26 @@ def _gradients(operation: Operation, static: Any, saved: tuple, grads: tuple) ->
     return tuple(operation.backward(_BACKEND, static, saved, *grads))
 
 
-@_applied_forward.defjvp
+@_apply_forward.defjvp
 @_gradients.defjvp
 def _no_second_derivative(operation: Operation, static: Any, primals: tuple, tangents: tuple) -> tuple:
+    """Raise the error of second derivatives."""
     raise RuntimeError(DIFFERENTIATED_TWICE)
 
 
-def _applied_backward(operation: Operation, static: Any, saved: tuple, grads: tuple) -> tuple:
+def _apply_backward(operation: Operation, static: Any, saved: tuple, grads: tuple) -> tuple:
+    """Return the gradients of an operation's inputs."""
     return _gradients(operation, static, saved, grads)
 
 
-_applied.defvjp(_applied_forward, _applied_backward)
+_apply.defvjp(_apply_forward, _apply_backward)
 
 
 class JaxBackend(Functions):
-    """See diptych_kernels.api.Functions."""
+    """The kernel functions for arrays; XLA selects the compiled kernel on CUDA and the interpreter on the CPU."""
 
     def __call__(self, build: Callable[..., Launch], sizes: dict[str, Any], *inputs: Array) -> tuple[Array, ...]:
-        """Launch on the platform that XLA lowers the program for."""
+        """Launch the kernel that ``build(block, **sizes)`` describes, on the platform that XLA lowers for."""
         if jax.default_backend() == "cpu":
             block = tuning.first(build)
         else:
@@ -69,39 +72,39 @@ class JaxBackend(Functions):
         return run(build(block, **sizes), *inputs)
 
     def cast(self, x: Array, dtype: str) -> Array:
-        """See Functions.cast."""
+        """Cast x to another type, differentiably."""
         return x.astype(dtype)
 
     def apply(self, operation: Operation, static: Any, *inputs: Array | None) -> tuple[Array, ...]:
-        """See Functions.apply."""
-        return _applied(operation, static, *varying_alike(inputs))
+        """Return the outputs of an operation, differentiable once by its backward rule."""
+        return _apply(operation, static, *match_varying_axes(inputs))
 
     def cast_like(self, x: Array, residual: Array) -> Array:
-        """See Functions.cast_like; JAX has no autocast."""
+        """Return x unchanged, because JAX has no autocast."""
         del residual
         return x
 
     def counter(self, step: int | Array, like: Array) -> Array:
-        """See Functions.counter."""
+        """Return the training step as a uint32 array [1]."""
         del like
         return jnp.asarray(step).astype(jnp.uint32).reshape(1)
 
     def zeros(self, shape: tuple[int, ...], dtype: str, like: Array) -> Array:
-        """See Functions.zeros."""
+        """Return zeros on JAX's default device."""
         del like
         return jnp.zeros(shape, dtype)
 
     def integers(self, x: Any, like: Array) -> Array:
-        """See Functions.integers."""
+        """Convert an array of integers, possibly of numpy."""
         del like
         return jnp.asarray(x)
 
     def array_kind(self, x: Any) -> str | None:
-        """See Functions.array_kind."""
+        """Return None for a JAX array, else the name of the given type."""
         return None if isinstance(x, Array) else type(x).__name__
 
     def is_traced(self, x: Any) -> bool:
-        """See Functions.is_traced; arrays on a device count too, because reading one would block."""
+        """Return True for every array, traced or on a device, because reading one would block."""
         return isinstance(x, Array)
 
     def check_devices(self, **arrays: Array | None) -> None:
@@ -110,24 +113,34 @@ class JaxBackend(Functions):
 
 @partial(jax.jit, static_argnums=0)
 def run(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
-    """Return the outputs of a launch: compiled for CUDA, interpreted on the CPU."""
+    """Run a launch, compiled on CUDA and interpreted on the CPU, and return its outputs.
+
+    An empty grid gives outputs of 0.
+    """
     if 0 in launch.grid:
         return tuple(jnp.zeros(shape, dtype) for shape, dtype in launch.outputs)
     outputs = jax.custom_batching.sequential_vmap(partial(_dispatch, launch))(*inputs)
-    return tuple(varying_alike((*outputs, *inputs))[: len(outputs)])
+    return tuple(match_varying_axes((*outputs, *inputs))[: len(outputs)])
 
 
 def _dispatch(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
+    """Run a launch by the branch of the platform that XLA lowers for; without jax-triton there is only the CPU's."""
     if jax.default_backend() == "cpu" and jax_triton() is None:
         return jax.lax.platform_dependent(*inputs, cpu=partial(_interpreted, launch))
     return jax.lax.platform_dependent(*inputs, cpu=partial(_interpreted, launch), cuda=partial(_compiled, launch))
 
 
 def _outputs(launch: Launch) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Return shapes and types of the outputs of a launch."""
     return tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in launch.outputs)
 
 
 def _compiled(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
+    """Run a launch on CUDA by jax-triton.
+
+    Raises:
+        ImportError: jax-triton or JAX's CUDA plugin is not installed.
+    """
     module = jax_triton()
     if module is None:
         raise ImportError(
@@ -163,6 +176,7 @@ def jax_triton() -> Any | None:
 
 
 def _interpreted(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
+    """Run a launch on the CPU by a callback of the interpreter."""
     return jax.pure_callback(partial(_interpret, launch), _outputs(launch), *inputs, vmap_method="sequential")
 
 
@@ -203,16 +217,22 @@ def _tensor(x: np.ndarray) -> Any:
 
 
 def _bits(x: Any) -> Any:
+    """Reinterpret a bfloat16 tensor as int16, because numpy has no bfloat16; return other tensors unchanged."""
     import torch
 
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
 
 def measure(launch: Launch, inputs: Sequence[Any], repeats: int = 20, rounds: int = 8) -> float:
-    """Return the median time of a launch in seconds, on random arrays like the inputs, which may be traced.
+    """Return the median time of a launch in seconds.
 
-    One program runs ``repeats`` dependent launches, which excludes the host's time. The first two of ``rounds`` runs
-    are warm-up.
+    One program runs several dependent launches on random arrays, which excludes the host's time.
+
+    Args:
+        launch: the launch.
+        inputs: arrays with the shapes and types of the inputs; they may be traced.
+        repeats: launches per run.
+        rounds: number of runs; the first two are warm-up.
     """
 
     @jax.jit
@@ -235,17 +255,18 @@ def measure(launch: Launch, inputs: Sequence[Any], repeats: int = 20, rounds: in
 
 def examples(launch: Launch, inputs: Sequence[Any]) -> list[Array]:
     """Return example inputs for a launch: random arrays, and tables that cover all tokens."""
-    named = [(place, x.shape, jnp.dtype(dtype_name(x))) for place, x in enumerate(inputs)]
+    named = [(index, x.shape, jnp.dtype(dtype_name(x))) for index, x in enumerate(inputs)]
     is_table = [len(shape) == 2 and jnp.issubdtype(dtype, jnp.integer) for _, shape, dtype in named]
     tokens = max((shape[0] for _, shape, _ in named if len(shape) in (2, 3)), default=0)
     size = int(dict(launch.constants).get("C", 1))
     return [
-        jnp.asarray(even_table(shape, tokens, size)) if table else _random(place, shape, dtype)
-        for table, (place, shape, dtype) in zip(is_table, named, strict=True)
+        jnp.asarray(even_table(shape, tokens, size)) if table else _random(index, shape, dtype)
+        for table, (index, shape, dtype) in zip(is_table, named, strict=True)
     ]
 
 
 def _random(seed: int, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    """Return normal random numbers, or integers that are all ``seed``."""
     if jnp.issubdtype(dtype, jnp.floating):
         return jax.random.normal(jax.random.key(seed), shape, dtype)
     return jnp.full(shape, seed, dtype)

@@ -3,6 +3,15 @@
 Each function has the name of its kernel. It takes a Block and the sizes of a call, and returns a Launch, which contains
 everything that a backend needs besides the input arrays. The arguments of kernels are inputs, scalars, outputs and
 constants, in this order. The number of tokens is a scalar, so that kernels are not compiled again if it changes.
+
+Sizes that all functions share:
+
+    lead        axes that number tokens; their product is the number of tokens
+    streams     residual streams, S
+    width       channels of a stream or of an activation, D or F
+    dtype       type of the streams or of the activation
+    iterations  pairs of normalisations of Sinkhorn
+    last        axis of the last normalisation, "row" or "column"
 """
 
 import math
@@ -12,12 +21,19 @@ from typing import NamedTuple
 
 from diptych.plans.model.philox import dropout_threshold
 
-PROGRAMS = 528
+TARGET_PROGRAMS = 528
 """Programs that keep a large GPU busy: four on each of 132 multiprocessors."""
 
 
 class Block(NamedTuple):
-    """The tuned parameters of a launch: the tile of a program (rows are tokens), warps and pipeline stages."""
+    """The tuned parameters of a launch.
+
+    Args:
+        rows: tokens of a program's tile.
+        columns: channels of a program's tile.
+        num_warps: warps per program.
+        num_stages: pipeline stages of loops.
+    """
 
     rows: int
     columns: int
@@ -27,14 +43,22 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of one kernel."""
+    """One launch of one kernel.
+
+    Args:
+        kernel: ``module.function`` within this package.
+        grid: number of programs along each axis.
+        scalars: integer arguments, between the inputs and the outputs.
+        outputs: shape and type of each output.
+        constants: names and values of the constexpr arguments.
+        num_warps: warps per program.
+        num_stages: pipeline stages of loops.
+    """
 
     kernel: str
-    """``module.function`` within this package."""
     grid: tuple[int, ...]
     scalars: tuple[int, ...]
     outputs: tuple[tuple[tuple[int, ...], str], ...]
-    """Shape and type of each output."""
     constants: tuple[tuple[str, int | float | str | bool], ...]
     num_warps: int
     num_stages: int
@@ -77,13 +101,18 @@ def power_of_two(n: int, least: int = 1) -> int:
 
 
 def groups_of(tokens: int, programs: int) -> tuple[int, int]:
-    """Return the number of groups of tokens for about PROGRAMS programs, and the tokens per group, a multiple of 128.
+    """Return the number of groups of tokens for about TARGET_PROGRAMS programs, and the tokens per group.
 
-    The groups do not depend on the block, so that tuning does not change the order of summation of a gradient. There
-    are at least two groups (the second may be empty), because jax-triton recompiles a kernel for a scalar that is 1.
+    The tokens per group are a multiple of 128. The groups do not depend on the block, so that tuning does not change
+    the order of summation of a gradient. There are at least two groups (the second may be empty), because jax-triton
+    recompiles a kernel for a scalar that is 1.
+
+    Args:
+        tokens: number of tokens.
+        programs: number of programs per group.
     """
     blocks = math.ceil(tokens / 128)
-    per_group = math.ceil(blocks / max(1, min(blocks, math.ceil(PROGRAMS / programs)))) * 128
+    per_group = math.ceil(blocks / max(1, min(blocks, math.ceil(TARGET_PROGRAMS / programs)))) * 128
     return max(2, math.ceil(tokens / max(per_group, 1))), per_group
 
 
@@ -96,14 +125,25 @@ def launch_of(
     outputs: list[tuple[tuple[int, ...], str]],
     **constants: int | float | str | bool,
 ) -> Launch:
-    """Return a launch of the kernel with the name of its builder."""
+    """Return a launch of the kernel with the name of its builder.
+
+    Args:
+        module: module of the kernel within this package.
+        builder: the function of this file (or of delta_rule/launch_configs.py) that configures the launch.
+        block: tuned parameters.
+        grid: number of programs along each axis.
+        scalars: integer arguments of the kernel.
+        outputs: shape and type of each output.
+        **constants: constexpr arguments of the kernel.
+    """
     kernel = f"{module}.{builder.__name__}"
     return Launch(kernel, grid, scalars, tuple(outputs), tuple(constants.items()), block.num_warps, block.num_stages)
 
 
 def aggregate_forward(block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str) -> Launch:
-    """Configure the launch x, h_pre -> aggregated. lead: sizes of the axes that number tokens."""
-    tokens, columns = math.prod(lead), min(block.columns, power_of_two(width, 16))
+    """Configure the launch x, h_pre -> aggregated."""
+    tokens = math.prod(lead)
+    columns = min(block.columns, power_of_two(width, 16))
     grid = (math.ceil(tokens / block.rows), math.ceil(width / columns))
     outputs = [((*lead, width), dtype)]
     return launch_of(
@@ -113,7 +153,8 @@ def aggregate_forward(block: Block, lead: tuple[int, ...], streams: int, width: 
 
 def aggregate_backward(block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str) -> Launch:
     """Configure the launch x, h_pre, grad -> dx, dh_pre."""
-    tokens, columns = math.prod(lead), _few_columns(block, streams, width, dtype)
+    tokens = math.prod(lead)
+    columns = _reduction_columns(block, streams, width, dtype)
     outputs = [((*lead, streams, width), dtype), ((*lead, streams), wide(dtype))]
     grid = (math.ceil(tokens / block.rows),)
     return launch_of(
@@ -122,7 +163,16 @@ def aggregate_backward(block: Block, lead: tuple[int, ...], streams: int, width:
 
 
 class Write(NamedTuple):
-    """The terms of a write to the streams: see streams.write_forward."""
+    """Static arguments of write_streams: the terms of the sum, and dropout.
+
+    Args:
+        add: residual term: "mix" for h_res x, "plain" for x, "none" for no term.
+        post: add the term of the sublayer's output, h_post (y + b).
+        bias: add b to y.
+        rate: dropout probability of the sublayer's term.
+        seed: dropout seed.
+        site: dropout site; see diptych.plans.model.philox.
+    """
 
     add: str
     post: bool
@@ -139,7 +189,8 @@ class Write(NamedTuple):
 
 def write_forward(block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str, write: Write) -> Launch:
     """Configure the launch x, h_res, y, bias, h_post, row_low, row_high, step -> next streams."""
-    tokens, columns = math.prod(lead), min(block.columns, power_of_two(width, 16))
+    tokens = math.prod(lead)
+    columns = min(block.columns, power_of_two(width, 16))
     grid = (math.ceil(tokens / block.rows), math.ceil(width / columns))
     outputs = [((*lead, streams, width), dtype)]
     scalars = (tokens, write.seed, write.site)
@@ -152,7 +203,8 @@ def write_backward(block: Block, lead: tuple[int, ...], streams: int, width: int
 
     x, h_res, y, bias, h_post, row_low, row_high, step, grad -> dx, dh_res, dy, dh_post.
     """
-    tokens, columns = math.prod(lead), _few_columns(block, streams, width, dtype)
+    tokens = math.prod(lead)
+    columns = _reduction_columns(block, streams, width, dtype)
     mix = write.add == "mix"
     outputs = [
         ((*lead, streams, width) if mix else (0,), dtype),
@@ -165,8 +217,8 @@ def write_backward(block: Block, lead: tuple[int, ...], streams: int, width: int
     return launch_of("streams", write_backward, block, (math.ceil(tokens / block.rows),), scalars, outputs, **constants)
 
 
-def _few_columns(block: Block, streams: int, width: int, dtype: str) -> int:
-    """Return the columns of a tile if registers hold sums for all pairs of streams; fewer for many pairs or float64."""
+def _reduction_columns(block: Block, streams: int, width: int, dtype: str) -> int:
+    """Return the columns of a tile whose sums stay in registers; fewer for many pairs of streams or float64."""
     columns = block.columns if streams <= 4 else block.columns // 4
     if dtype == "float64":
         columns //= 2
@@ -177,7 +229,9 @@ def project_forward(
     block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str, epsilon: float
 ) -> Launch:
     """Configure the launch x, phi -> projected, r."""
-    tokens, row, columns = math.prod(lead), streams * width, _coefficients(streams)
+    tokens = math.prod(lead)
+    row = streams * width
+    columns = _coefficients(streams)
     outputs = [((*lead, columns), wide(dtype)), (lead, wide(dtype))]
     dot = _dot(block, row, columns, dtype)
     grid = (math.ceil(tokens / int(dot["BN"])),)
@@ -187,7 +241,9 @@ def project_forward(
 
 def project_backward(block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str) -> Launch:
     """Configure the launch x, phi, dprojected, shrink -> dx, dphi by groups of tokens."""
-    tokens, row, columns = math.prod(lead), streams * width, _coefficients(streams)
+    tokens = math.prod(lead)
+    row = streams * width
+    columns = _coefficients(streams)
     dot = _dot(block, row, columns, dtype)
     tiles = math.ceil(row / int(dot["BK"]))
     groups, per_group = groups_of(tokens, math.ceil(row / 128))
@@ -199,13 +255,15 @@ def project_backward(block: Block, lead: tuple[int, ...], streams: int, width: i
 
 
 def _coefficients(streams: int) -> int:
+    """Return the number of coefficients per token: h_pre, h_post and h_res."""
     return streams * (streams + 2)
 
 
 def _dot(block: Block, row: int, columns: int, dtype: str) -> dict[str, int | str]:
     """Return the tile sizes (at least 16) and precision of the projection; float32 uses three tf32 products."""
     precision = {"float64": "ieee", "float32": "tf32x3"}.get(dtype, "tf32")
-    padded, size = power_of_two(columns, 16), {"float64": 4, "float32": 2}.get(dtype, 1)
+    padded = power_of_two(columns, 16)
+    size = {"float64": 4, "float32": 2}.get(dtype, 1)  # relative to 16 bits
     fits = block.columns * 32 // max(padded, 32) // size  # limits registers to those of 16-bit tiles with 32 columns
     rows = block.rows if size == 1 and padded <= 32 else max(block.rows // 2, 16)
     return dict(PRECISION=precision, CP=padded, BN=rows, BK=min(max(fits, 16), power_of_two(row, 16)))
@@ -224,17 +282,21 @@ def _matrices(block: Block, streams: int, dtype: str) -> int:
 
 def sinkhorn_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, iterations: int, last: str):
     """Configure the launch logits -> matrices."""
-    tokens, rows = math.prod(lead), _matrices(block, streams, dtype)
+    tokens = math.prod(lead)
+    rows = _matrices(block, streams, dtype)
     constants = _sinkhorn(streams, iterations, last)
-    outputs, grid = [((*lead, streams, streams), dtype)], (math.ceil(tokens / rows),)
+    outputs = [((*lead, streams, streams), dtype)]
+    grid = (math.ceil(tokens / rows),)
     return launch_of("coefficients", sinkhorn_forward, block, grid, (tokens,), outputs, S=streams, **constants, BN=rows)
 
 
 def sinkhorn_backward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, iterations: int, last: str):
     """Configure the launch logits, grad -> dlogits."""
-    tokens, rows = math.prod(lead), _matrices(block, streams, dtype)
+    tokens = math.prod(lead)
+    rows = _matrices(block, streams, dtype)
     constants = _sinkhorn(streams, iterations, last)
-    outputs, grid = [((*lead, streams, streams), dtype)], (math.ceil(tokens / rows),)
+    outputs = [((*lead, streams, streams), dtype)]
+    grid = (math.ceil(tokens / rows),)
     return launch_of(
         "coefficients", sinkhorn_backward, block, grid, (tokens,), outputs, S=streams, **constants, BN=rows
     )
@@ -242,7 +304,8 @@ def sinkhorn_backward(block: Block, lead: tuple[int, ...], streams: int, dtype: 
 
 def mappings_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, iterations: int, last: str):
     """Configure the launch projected, r, alpha, bias -> h_pre, h_post, h_res."""
-    tokens, rows = math.prod(lead), _matrices(block, streams, dtype)
+    tokens = math.prod(lead)
+    rows = _matrices(block, streams, dtype)
     constants = _sinkhorn(streams, iterations, last)
     outputs = [((*lead, streams), dtype), ((*lead, streams), dtype), ((*lead, streams, streams), dtype)]
     grid = (math.ceil(tokens / rows),)
@@ -252,13 +315,15 @@ def mappings_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: s
 def mappings_backward(
     block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str, iterations: int, last: str
 ) -> Launch:
-    """Configure the launch.
+    """Configure the launch with one partial sum of dalpha and dbias per program.
 
-    projected, r, alpha, bias, dh_pre, dh_post, dh_res -> dprojected, shrink, dalpha and dbias by programs.
+    projected, r, alpha, bias, dh_pre, dh_post, dh_res -> dprojected, shrink, [dalpha | dbias].
     """
-    tokens, rows = math.prod(lead), _matrices(block, streams, dtype)
+    tokens = math.prod(lead)
+    rows = _matrices(block, streams, dtype)
     constants = _sinkhorn(streams, iterations, last)
-    programs, columns = max(2, math.ceil(tokens / rows)), _coefficients(streams)  # 2: see groups_of
+    programs = max(2, math.ceil(tokens / rows))  # 2: see groups_of
+    columns = _coefficients(streams)
     outputs = [((*lead, columns), dtype), (lead, dtype), ((programs, 3 + columns), dtype)]
     constants = dict(S=streams, D=width, **constants, BN=rows)
     return launch_of("coefficients", mappings_backward, block, (programs,), (tokens,), outputs, **constants)
@@ -268,12 +333,15 @@ def column_sum(block: Block, rows: int, groups: int, width: int, dtype: str) -> 
     """Configure the launch x -> sums of its rows, group by group, in float32 or float64."""
     columns = min(block.columns, power_of_two(width, 16))
     per_group = max(2, math.ceil(rows / groups))  # 2: see groups_of
-    outputs, grid = [((groups, width), wide(dtype))], (math.ceil(width / columns), groups)
+    outputs = [((groups, width), wide(dtype))]
+    grid = (math.ceil(width / columns), groups)
     return launch_of("common", column_sum, block, grid, (rows, per_group), outputs, W=width, BR=block.rows, BW=columns)
 
 
 def _activation(builder: Callable, block: Block, lead: tuple[int, ...], width: int, out_width: int, dtype: str):
-    tokens, columns = math.prod(lead), min(block.columns, power_of_two(width, 16))
+    """Return a launch of an activation function or its backward, elementwise over ``width`` channels."""
+    tokens = math.prod(lead)
+    columns = min(block.columns, power_of_two(width, 16))
     grid = (math.ceil(tokens / block.rows), math.ceil(width / columns))
     outputs = [((*lead, out_width), dtype)]
     return launch_of("activations", builder, block, grid, (tokens,), outputs, F=width, BN=block.rows, BF=columns)

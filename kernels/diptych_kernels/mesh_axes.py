@@ -6,7 +6,7 @@ import jax
 from jax import Array
 
 
-def varying_alike(arrays: tuple) -> list[Any]:
+def match_varying_axes(arrays: tuple) -> list[Any]:
     """Cast arrays inside shard_map to vary over every mesh axis that one of them varies over.
 
     The transpose of this cast sums the gradient of a replicated array, such as a parameter, over the added axes.
@@ -18,9 +18,9 @@ def varying_alike(arrays: tuple) -> list[Any]:
         The cast arrays, with None where ``arrays`` has None.
     """
     axes = [frozenset() if x is None else _varying_axes(x) for x in arrays]
-    every = frozenset().union(*axes)
+    all_axes = frozenset().union(*axes)
     return [
-        x if x is None or own == every else jax.lax.pcast(x, tuple(sorted(every - own)), to="varying")
+        x if x is None or own == all_axes else jax.lax.pcast(x, tuple(sorted(all_axes - own)), to="varying")
         for x, own in zip(arrays, axes, strict=True)
     ]
 
@@ -43,6 +43,7 @@ def vary(tree: Any, axes: tuple[str, ...]) -> Any:
 
 
 def _varying_axes(x: Array) -> frozenset:
+    """Return the mesh axes over which an array varies, in any supported version of JAX."""
     kind = jax.typeof(x)
     manual = getattr(kind, "manual_axis_type", None)
     return frozenset(getattr(manual, "varying", None) or getattr(kind, "vma", ()) or ())

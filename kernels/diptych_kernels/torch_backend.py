@@ -16,7 +16,9 @@ from diptych_kernels.autodiff_rules import Operation
 from diptych_kernels.launch_configs import Launch
 
 
-class _Applied(torch.autograd.Function):
+class _KernelFunction(torch.autograd.Function):
+    """An Operation as a differentiable function of tensors."""
+
     @staticmethod
     def forward(ctx, operation, static, *inputs):
         outputs, saved = operation.forward(_BACKEND, static, *inputs)
@@ -31,12 +33,12 @@ class _Applied(torch.autograd.Function):
         with torch.no_grad():
             gradients = ctx.operation.backward(_BACKEND, ctx.static, saved, *grads)
         if torch.is_grad_enabled():  # create_graph: the gradients may be differentiated
-            gradients = _Once.apply(len(gradients), *gradients, *saved, *grads)
+            gradients = _FirstDerivativeOnly.apply(len(gradients), *gradients, *saved, *grads)
         return None, None, *gradients
 
 
-class _Once(torch.autograd.Function):
-    """Gradients that depend on their inputs in the graph, and raise an error if differentiated."""
+class _FirstDerivativeOnly(torch.autograd.Function):
+    """The identity of gradients, connected to the arrays they depend on, whose derivative raises an error."""
 
     @staticmethod
     def forward(ctx, count, *gradients_and_sources):
@@ -48,10 +50,10 @@ class _Once(torch.autograd.Function):
 
 
 class TorchBackend(Functions):
-    """See diptych_kernels.api.Functions."""
+    """The kernel functions for tensors; CUDA tensors run compiled kernels, CPU tensors the interpreter."""
 
     def __call__(self, build: Callable[..., Launch], sizes: dict[str, Any], *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Launch on the device of the inputs."""
+        """Launch the kernel that ``build(block, **sizes)`` describes on the device of the inputs."""
         inputs = tuple(x.detach().contiguous() for x in inputs)
         device = inputs[0].device
         if device.type == "cpu":
@@ -64,45 +66,45 @@ class TorchBackend(Functions):
             return run(build(block, **sizes), inputs)
 
     def cast(self, x: Tensor, dtype: str) -> Tensor:
-        """See Functions.cast."""
+        """Cast x to another type, differentiably."""
         return x.to(getattr(torch, dtype))
 
     def apply(self, operation: Operation, static: Any, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        """See Functions.apply."""
-        applied: Any = _Applied.apply
+        """Return the outputs of an operation, differentiable once by its backward rule."""
+        applied: Any = _KernelFunction.apply
         if torch.compiler.is_compiling():  # the compiler calls the launches without tracing them
             applied = torch.compiler.disable(applied)
         return applied(operation, static, *inputs)
 
     def cast_like(self, x: Tensor, residual: Tensor) -> Tensor:
-        """See Functions.cast_like; autocast returns a sublayer's output in its own type."""
+        """Cast x to the type of residual under autocast, which returns a sublayer's output in its own type."""
         return x.to(residual.dtype) if torch.is_autocast_enabled(residual.device.type) else x
 
     def counter(self, step: int, like: Tensor) -> Tensor:
-        """See Functions.counter; a fill, so that nothing is copied from the host."""
+        """Return the training step as an int64 tensor [1], by a fill on the device instead of a copy from the host."""
         return torch.full((1,), step, dtype=torch.int64, device=like.device)
 
     def zeros(self, shape: tuple[int, ...], dtype: str, like: Tensor) -> Tensor:
-        """See Functions.zeros."""
+        """Return zeros on the device of ``like``."""
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=like.device)
 
     def integers(self, x: Any, like: Tensor) -> Tensor:
-        """See Functions.integers."""
+        """Move an array of integers, possibly of numpy, to the device of ``like``."""
         return torch.as_tensor(x, device=like.device)
 
     def array_kind(self, x: Any) -> str | None:
-        """See Functions.array_kind."""
+        """Return None for a dense tensor, else the name of the given type or layout."""
         if not isinstance(x, Tensor):
             return type(x).__name__
         return None if x.layout is torch.strided else str(x.layout).removeprefix("torch.")
 
     def is_traced(self, x: Any) -> bool:
-        """See Functions.is_traced."""
+        """Return False: PyTorch's numbers are known when a kernel is launched."""
         del x
         return False
 
     def check_devices(self, **arrays: Tensor | None) -> None:
-        """See Functions.check_devices."""
+        """Reject tensors on different devices, and on devices other than the CPU and CUDA."""
         devices = {name: x.device for name, x in arrays.items() if x is not None}
         (first, device), *others = devices.items()
         for name, other in others:
@@ -116,12 +118,16 @@ class TorchBackend(Functions):
 
 
 def run(launch: Launch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the outputs of a launch on contiguous inputs: compiled on CUDA, interpreted on the CPU."""
+    """Run a launch on contiguous inputs, compiled on CUDA and interpreted on the CPU, and return its outputs.
+
+    An empty grid gives outputs of 0.
+    """
     device = inputs[0].device
     outputs = tuple(torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in launch.outputs)
     if 0 in launch.grid:
         return tuple(output.zero_() for output in outputs)
-    kernel, arguments = tuning.kernel_function(launch.kernel), (*inputs, *launch.scalars, *outputs)
+    kernel = tuning.kernel_function(launch.kernel)
+    arguments = (*inputs, *launch.scalars, *outputs)
     if device.type == "cpu":
         from diptych_kernels.interpreter import interpret
 

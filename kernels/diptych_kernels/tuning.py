@@ -25,6 +25,7 @@ from diptych_kernels.launch_configs import Block, Launch
 
 logger = logging.getLogger(__name__)
 MEASURED_TOKENS = 2048
+"""Smallest number of tokens of a launch that is measured."""
 
 
 def kernel_function(name: str) -> Any:
@@ -39,7 +40,7 @@ def candidates_of(build: Callable[..., Launch]) -> tuple[Block, ...]:
 
 
 def first(build: Callable[..., Launch]) -> Block:
-    """Return the default block, used without measurements."""
+    """Return the default block of a launch, which is used without measurements."""
     return candidates_of(build)[0]
 
 
@@ -58,7 +59,7 @@ def choose(
         measure: function that returns the time of a launch, in any unit. Candidates that raise are skipped.
 
     Raises:
-        RuntimeError: no candidate runs.
+        RuntimeError: no candidate runs on the device; the message has the error of each.
         ImportError: a package that launches need is not installed.
     """
     candidates = candidates_of(build)
@@ -75,7 +76,7 @@ def choose(
         fastest = _fastest(build, sizes, candidates, measure)
         if fastest is None:
             return candidates[0]
-        table[key] = _keep(path, key, fastest, candidates)
+        table[key] = _store(path, key, fastest, candidates)
     return table[key]
 
 
@@ -105,6 +106,7 @@ def _fastest(
 
 
 def _key(launch: Launch, device: str) -> str:
+    """Return the key of a launch in the cache file."""
     import triton
 
     return json.dumps([device, triton.__version__, *launch.compiled_as])
@@ -126,6 +128,7 @@ def _table(path: Path | None) -> dict[str, Block]:
 
 
 def _read(path: Path | None) -> dict[str, Block]:
+    """Return the contents of the cache file; an empty table if it is missing or unreadable."""
     if path is None:
         return {}
     try:
@@ -137,7 +140,7 @@ def _read(path: Path | None) -> dict[str, Block]:
         return {}
 
 
-def _keep(path: Path | None, key: str, block: Block, candidates: tuple[Block, ...]) -> Block:
+def _store(path: Path | None, key: str, block: Block, candidates: tuple[Block, ...]) -> Block:
     """Store a block in the file and return it, or return the block that another process stored before.
 
     The file is replaced atomically, so that it can be read at any time.

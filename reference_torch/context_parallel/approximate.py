@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-Pass = Callable[[Tensor], Tensor]
+Shift = Callable[[Tensor], Tensor]
 """A function that sends an array to the next rank, and returns that of the previous rank (0 on the first rank)."""
 
 
@@ -65,53 +65,53 @@ def low_rank(transition: Float[Tensor, "h k k"], log_decay: Float[Tensor, "h g"]
     decay = log_decay.to(transition.dtype).exp().expand(transition.shape[:-1])
     diagonals = torch.stack([torch.zeros_like(decay), decay])
     finite = transition.isfinite().all(-1).all(-1) & decay.isfinite().all(-1)  # svd needs finite elements
-    beside = torch.where(finite[:, None, None], transition - torch.diag_embed(diagonals), 0)
+    remainder = torch.where(finite[:, None, None], transition - torch.diag_embed(diagonals), 0)
     diagonals = torch.where(finite[:, None], diagonals, torch.nan)
-    left, values, right = torch.linalg.svd(beside)
-    dropped = values[..., rank:].amax(-1) if rank < values.shape[-1] else values[..., -1] * 0
-    nearest = dropped.argmin(0)
+    left, values, right = torch.linalg.svd(remainder)
+    error = values[..., rank:].amax(-1) if rank < values.shape[-1] else values[..., -1] * 0
+    choice = error.argmin(0)
     heads = torch.arange(len(transition), device=transition.device)
-    left, values, right = (x[nearest, heads] for x in (left, values, right.mT))
-    return LowRank(diagonals[nearest, heads], left[..., :rank] * values[:, None, :rank], right[..., :rank])
+    left, values, right = (x[choice, heads] for x in (left, values, right.mT))
+    return LowRank(diagonals[choice, heads], left[..., :rank] * values[:, None, :rank], right[..., :rank])
 
 
-def states_of_nearest(transition: Tensor | None, state: Tensor, rounds: int, pass_on: Pass) -> list[Tensor]:
+def states_of_nearest(transition: Tensor | None, state: Tensor, rounds: int, send_next: Shift) -> list[Tensor]:
     """Return the initial states of this rank, computed from 1, 2, ..., rounds previous ranks.
 
     Args:
         transition: M, [HV, K, K]; None: the final state does not depend on the initial state.
         state: H. [HV, K, V]
         rounds: number of previous ranks.
-        pass_on: sends to the next rank.
+        send_next: sends to the next rank.
 
     Returns:
         One state [HV, K, V] per number of ranks.
     """
-    found = torch.zeros_like(state)
-    all_ = []
+    initial = torch.zeros_like(state)
+    initials = []
     for _ in range(rounds):
-        found = pass_on(state if transition is None else torch.baddbmm(state, transition, found))
-        all_.append(found)
-    return all_
+        initial = send_next(state if transition is None else torch.baddbmm(state, transition, initial))
+        initials.append(initial)
+    return initials
 
 
 def gradients_of_nearest(
-    transition: Tensor | None, found: list[Tensor], d_found: Tensor, pass_back: Pass
+    transition: Tensor | None, initial: list[Tensor], d_initial: Tensor, send_previous: Shift
 ) -> tuple[Tensor | None, Tensor]:
     """Return the gradients of M and H.
 
     Args:
         transition: see states_of_nearest.
-        found: result of states_of_nearest.
-        d_found: gradient of its last state. [HV, K, V]
-        pass_back: sends to the previous rank; the last rank receives 0.
+        initial: result of states_of_nearest.
+        d_initial: gradient of its last state. [HV, K, V]
+        send_previous: sends to the previous rank; the last rank receives 0.
     """
     d_transition = None if transition is None else torch.zeros_like(transition)
-    d_state = torch.zeros_like(d_found)
-    for earlier in [*found[-2::-1], None]:
-        came = pass_back(d_found)
-        d_state = d_state + came
+    d_state = torch.zeros_like(d_initial)
+    for earlier in [*initial[-2::-1], None]:
+        d_received = send_previous(d_initial)
+        d_state = d_state + d_received
         if d_transition is not None and earlier is not None:
-            d_transition = torch.baddbmm(d_transition, came, earlier.mT)
-        d_found = torch.zeros_like(came) if transition is None else transition.mT @ came
+            d_transition = torch.baddbmm(d_transition, d_received, earlier.mT)
+        d_initial = torch.zeros_like(d_received) if transition is None else transition.mT @ d_received
     return d_transition, d_state

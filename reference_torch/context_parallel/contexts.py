@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from diptych.plans.context.exchange import OPTIONS, PIPELINED
 from diptych.plans.context.sequences import FLACPContext, check_kinds, check_sequences, local_sequences
-from reference_torch.context_parallel.wavefront import Handing
+from reference_torch.context_parallel.wavefront import MicrobatchMessages
 
 
 def build_cp_context(
@@ -47,8 +47,8 @@ def build_cp_context(
     known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     on_host = known.detach().cpu().numpy()
     size, rank = (1, 0) if group is None else (group.size(), dist.get_rank(group))
-    given = cp_exchange, cp_wire_dtype, cp_truncate_ranks, cp_transition_rank, cp_attention_layout
-    exchange: dict[str, Any] = dict(zip(OPTIONS, given, strict=True))
+    option_values = cp_exchange, cp_wire_dtype, cp_truncate_ranks, cp_transition_rank, cp_attention_layout
+    exchange: dict[str, Any] = dict(zip(OPTIONS, option_values, strict=True))
     check_sequences(on_host, str(known.dtype).removeprefix("torch."), size, conv1d_kernel_size, **exchange)
     part = int(on_host[-1]) // size
     local = local_sequences(on_host, rank, part)
@@ -70,7 +70,7 @@ def build_cp_context(
         conv1d_kernel_size=conv1d_kernel_size,
         pre_num_conv_tokens=conv1d_kernel_size and min(conv1d_kernel_size - 1, int(local.pre_num_tokens)),
         **exchange,
-        handing=Handing(group) if cp_exchange == PIPELINED else None,
+        messages=MicrobatchMessages(group) if cp_exchange == PIPELINED else None,
         all_cu_seqlens=cu_seqlens,
     )
 

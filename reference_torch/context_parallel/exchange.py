@@ -43,98 +43,103 @@ def exchange_states(
         S, 0 on the first rank. [HV, K, V]
     """
     check_joint_exchange(context.cp_exchange)
-    place = context.size - 1 - context.rank if reverse else context.rank
+    position = context.size - 1 - context.rank if reverse else context.rank
     if context.size == 1:
         return torch.zeros_like(state)
     if context.cp_exchange == "all_gather":
-        return _gathered(transition, state, context, place, reverse)
+        return _all_gather(transition, state, context, position, reverse)
     assert isinstance(transition, Tensor), "only all_gather sends a LowRank"
     own = (transition.contiguous(), state.contiguous())
     if context.cp_exchange == "ring":
-        return _passed_on(*own, context, place, reverse)
-    return _scanned(*own, context, place, reverse)
+        return _ring(*own, context, position, reverse)
+    return _prefix_scan(*own, context, position, reverse)
 
 
-def _gathered(transition: Tensor | LowRank, state: Tensor, context: FLACPContext, place: int, reverse: bool) -> Tensor:
+def _all_gather(
+    transition: Tensor | LowRank, state: Tensor, context: FLACPContext, position: int, reverse: bool
+) -> Tensor:
+    """Gather the maps of all ranks, and compose those before this rank."""
     is_narrow = isinstance(transition, LowRank)
     packed = _on_wire(torch.cat([state, transition.packed() if is_narrow else transition], dim=-1), context)
-    all_ = [torch.empty_like(packed) for _ in range(context.size)]
-    work = dist.all_gather(all_, packed, group=context.group, async_op=True)
+    gathered = [torch.empty_like(packed) for _ in range(context.size)]
+    work = dist.all_gather(gathered, packed, group=context.group, async_op=True)
     wait_for(work, "the states of all ranks", context.timeout)
-    found = torch.zeros_like(state)
+    initial = torch.zeros_like(state)
     width = state.shape[-1]
-    first = place - context.reach(reverse)
-    for number, before in enumerate(all_[: -place - 1 : -1] if reverse else all_[:place]):
+    first = position - context.reach(reverse)
+    for index, before in enumerate(gathered[: -position - 1 : -1] if reverse else gathered[:position]):
         before = before.to(state.dtype)
-        if number <= first:  # the sequence begins on this rank, so its final state does not depend on earlier ranks
-            found = before[..., :width] if number == first else found
+        if index <= first:  # the sequence begins on this rank, so its final state does not depend on earlier ranks
+            initial = before[..., :width] if index == first else initial
         elif is_narrow:
-            found = before[..., :width] + LowRank.unpacked(before[..., width:]).times(found)
+            initial = before[..., :width] + LowRank.unpacked(before[..., width:]).times(initial)
         else:
-            found = torch.baddbmm(before[..., :width], before[..., width:], found)
-    return found
+            initial = torch.baddbmm(before[..., :width], before[..., width:], initial)
+    return initial
 
 
-def _passed_on(transition: Tensor, state: Tensor, context: FLACPContext, place: int, reverse: bool) -> Tensor:
-    came = _on_wire(torch.zeros_like(state), context)
-    if place > 0:
-        wait_for_part(receive_part(came, place - 1, context, reverse), context)
-    found = came.to(state.dtype)
-    if place < context.size - 1:
-        after = torch.baddbmm(state, transition, found) if context.goes_through else state
-        passed_on = _on_wire(after, context)
-        wait_for_part(send_part(passed_on, place + 1, context, reverse), context)
-    return found
+def _ring(transition: Tensor, state: Tensor, context: FLACPContext, position: int, reverse: bool) -> Tensor:
+    """Receive the initial state from the previous rank, and send M S + H to the next rank."""
+    received = _on_wire(torch.zeros_like(state), context)
+    if position > 0:
+        wait_for_part(receive_part(received, position - 1, context, reverse), context)
+    initial = received.to(state.dtype)
+    if position < context.size - 1:
+        after = torch.baddbmm(state, transition, initial) if context.goes_through else state
+        sent = _on_wire(after, context)
+        wait_for_part(send_part(sent, position + 1, context, reverse), context)
+    return initial
 
 
-def _scanned(transition: Tensor, state: Tensor, context: FLACPContext, place: int, reverse: bool) -> Tensor:
-    for number, step in enumerate(scan_steps(context.size)):
-        sends = step.first_sender <= place < context.size - step.distance
-        receives = place >= step.distance + step.first_sender
+def _prefix_scan(transition: Tensor, state: Tensor, context: FLACPContext, position: int, reverse: bool) -> Tensor:
+    """Compose the maps in about log2(size) steps; the distance between sender and receiver doubles (Hillis-Steele)."""
+    for index, step in enumerate(scan_steps(context.size)):
+        sends = step.first_sender <= position < context.size - step.distance
+        receives = position >= step.distance + step.first_sender
         parts = [state] if step.is_last else [state, transition]
         parts = [_on_wire(part, context) for part in parts]
-        came = [torch.zeros_like(part) for part in parts]
-        works = [send_part(part, place + step.distance, context, reverse) for part in parts if sends]
-        works += [receive_part(part, place - step.distance, context, reverse) for part in came if receives]
+        received = [torch.zeros_like(part) for part in parts]
+        works = [send_part(part, position + step.distance, context, reverse) for part in parts if sends]
+        works += [receive_part(part, position - step.distance, context, reverse) for part in received if receives]
         for work in works:
             wait_for_part(work, context)
-        came = [part.to(state.dtype) for part in came]
-        if number == 0:  # each rank sends its own map to the next rank; the first rank receives zeros
-            state = came[0]
-            transition = came[0] if step.is_last else came[1]
+        received = [part.to(state.dtype) for part in received]
+        if index == 0:  # each rank sends its own map to the next rank; the first rank receives zeros
+            state = received[0]
+            transition = received[0] if step.is_last else received[1]
         elif receives and step.distance < context.reach(reverse):
-            state = torch.baddbmm(state, transition, came[0])
-            transition = transition if step.is_last else torch.bmm(transition, came[1])
+            state = torch.baddbmm(state, transition, received[0])
+            transition = transition if step.is_last else torch.bmm(transition, received[1])
     return state
 
 
 def _shift(part: Tensor, context: FLACPContext, reverse: bool) -> Tensor:
     """Send a part to the next rank, and return the part of the previous rank, or 0 on the first rank."""
-    place = context.size - 1 - context.rank if reverse else context.rank
+    position = context.size - 1 - context.rank if reverse else context.rank
     sent = _on_wire(part.contiguous(), context)
-    came = torch.zeros_like(sent)
+    received = torch.zeros_like(sent)
     works = []
-    if place < context.size - 1:
-        works.append(send_part(sent, place + 1, context, reverse))
-    if place > 0:
-        works.append(receive_part(came, place - 1, context, reverse))
+    if position < context.size - 1:
+        works.append(send_part(sent, position + 1, context, reverse))
+    if position > 0:
+        works.append(receive_part(received, position - 1, context, reverse))
     for work in works:
         wait_for_part(work, context)
-    return came.to(part.dtype)
+    return received.to(part.dtype)
 
 
-class Passed(NamedTuple):
-    """The result of an exchange, and the values that its backward needs."""
+class Exchanged(NamedTuple):
+    """The result of an exchange, and the values saved for its backward."""
 
-    found: Tensor
+    initial: Tensor
     """Initial state of this rank. [HV, K, V]"""
     sent: tuple[Tensor, ...]
     """Transition that this rank sent: M, or the parts of a LowRank."""
-    earlier: tuple[Tensor, ...]
-    """With cp_truncate_ranks: the states found with 1, 2, ... ranks, except the last. [HV, K, V] each"""
+    earlier_initials: tuple[Tensor, ...]
+    """With cp_truncate_ranks: the initial states from 1, 2, ... previous ranks, except the last. [HV, K, V] each"""
 
 
-def pass_states(transition: Tensor, state: Tensor, log_decay: Tensor | None, context: FLACPContext) -> Passed:
+def run_exchange(transition: Tensor, state: Tensor, log_decay: Tensor | None, context: FLACPContext) -> Exchanged:
     """Run exchange_states, or the approximation that the context selects.
 
     Args:
@@ -145,35 +150,37 @@ def pass_states(transition: Tensor, state: Tensor, log_decay: Tensor | None, con
     """
     if context.cp_truncate_ranks is not None and context.size > 1:
         rounds = min(context.cp_truncate_ranks, context.size - 1)
-        through = transition if context.goes_through else None
-        found = states_of_nearest(through, state, rounds, lambda x: _shift(x, context, reverse=False))
-        return Passed(found[-1], (transition,), tuple(found[:-1]))
+        transition_if_used = transition if context.goes_through else None
+        initials = states_of_nearest(transition_if_used, state, rounds, lambda x: _shift(x, context, reverse=False))
+        return Exchanged(initials[-1], (transition,), tuple(initials[:-1]))
     if context.cp_transition_rank is None:
-        return Passed(exchange_states(transition, state, context), (transition,), ())
+        return Exchanged(exchange_states(transition, state, context), (transition,), ())
     assert log_decay is not None, "cp_transition_rank needs log_decay"
     narrow = low_rank(transition, log_decay, context.cp_transition_rank)
-    return Passed(exchange_states(narrow, state, context), tuple(narrow), ())
+    return Exchanged(exchange_states(narrow, state, context), tuple(narrow), ())
 
 
-def pass_gradients(passed: Passed, d_found: Tensor, context: FLACPContext) -> tuple[Tensor | None, Tensor]:
-    """Return the gradients of M and H of pass_states.
+def run_exchange_backward(
+    exchanged: Exchanged, d_initial: Tensor, context: FLACPContext
+) -> tuple[Tensor | None, Tensor]:
+    """Return the gradients of M and H of run_exchange.
 
     The gradient of a rank's H is exchange_states in reverse, with M^T for M and the gradient of S for H. The gradient
     of its M is the gradient of H times S^T.
 
     Args:
-        passed: result of pass_states.
-        d_found: gradient of the initial state S of this rank. [HV, K, V]
+        exchanged: result of run_exchange.
+        d_initial: gradient of the initial state S of this rank. [HV, K, V]
         context: context of the rank.
     """
-    first, *others = passed.sent
+    first, *factors = exchanged.sent
     if context.cp_truncate_ranks is not None and context.size > 1:
-        found = [*passed.earlier, passed.found]
-        through = first if context.goes_through else None
-        return gradients_of_nearest(through, found, d_found, lambda x: _shift(x, context, reverse=True))
-    sent = LowRank(first, *others) if others else first
-    d_state = exchange_states(sent.mT, d_found, context, reverse=True)
-    return d_state @ passed.found.mT, d_state
+        initials = [*exchanged.earlier_initials, exchanged.initial]
+        transition_if_used = first if context.goes_through else None
+        return gradients_of_nearest(transition_if_used, initials, d_initial, lambda x: _shift(x, context, reverse=True))
+    sent = LowRank(first, *factors) if factors else first
+    d_state = exchange_states(sent.mT, d_initial, context, reverse=True)
+    return d_state @ exchanged.initial.mT, d_state
 
 
 def _on_wire(part: Tensor, context: FLACPContext) -> Tensor:
@@ -181,33 +188,33 @@ def _on_wire(part: Tensor, context: FLACPContext) -> Tensor:
     return part if context.cp_wire_dtype is None else part.to(getattr(torch, context.cp_wire_dtype))
 
 
-def _rank_at(place: int, context: FLACPContext, reverse: bool) -> int:
-    """Return the global rank at a place, counted from the first rank, or from the last if reverse."""
-    return dist.get_global_rank(context.group, context.size - 1 - place if reverse else place)
+def _rank_at(position: int, context: FLACPContext, reverse: bool) -> int:
+    """Return the global rank at a position, counted from the first rank, or from the last if reverse."""
+    return dist.get_global_rank(context.group, context.size - 1 - position if reverse else position)
 
 
-def send_part(part: Tensor, place: int, context: FLACPContext, reverse: bool) -> dist.Work:
-    """Begin to send a part to the rank at a place, counted from the first rank, or from the last if reverse.
+def send_part(part: Tensor, position: int, context: FLACPContext, reverse: bool) -> dist.Work:
+    """Begin to send a part to the rank at a position, counted from the first rank, or from the last if reverse.
 
     Args:
         part: contiguous tensor.
-        place: place of the receiver.
+        position: position of the receiver.
         context: context of the rank.
-        reverse: count places from the last rank.
+        reverse: count positions from the last rank.
     """
-    return cast("dist.Work", dist.isend(part, _rank_at(place, context, reverse), group=context.group))
+    return cast("dist.Work", dist.isend(part, _rank_at(position, context, reverse), group=context.group))
 
 
-def receive_part(part: Tensor, place: int, context: FLACPContext, reverse: bool) -> dist.Work:
-    """Begin to receive a part from the rank at a place, counted from the first rank, or from the last if reverse.
+def receive_part(part: Tensor, position: int, context: FLACPContext, reverse: bool) -> dist.Work:
+    """Begin to receive a part from the rank at a position, counted from the first rank, or from the last if reverse.
 
     Args:
         part: contiguous tensor to fill.
-        place: place of the sender.
+        position: position of the sender.
         context: context of the rank.
-        reverse: count places from the last rank.
+        reverse: count positions from the last rank.
     """
-    return cast("dist.Work", dist.irecv(part, _rank_at(place, context, reverse), group=context.group))
+    return cast("dist.Work", dist.irecv(part, _rank_at(position, context, reverse), group=context.group))
 
 
 def wait_for_part(work: dist.Work, context: FLACPContext) -> None:
@@ -241,7 +248,7 @@ def map_to_send(finals: Tensor, value: int, context: FLACPContext) -> tuple[Tens
     return transition, states[last] if sends else torch.zeros_like(states[last])
 
 
-class Crossing:
+class StateExchange:
     """The exchange of states of one call, which overlaps with computation.
 
     It begins when the states are known, on another thread, or on another stream of a GPU. The result is waited for
@@ -257,9 +264,9 @@ class Crossing:
         self.context = context
         self.value = value
         self.log_decay = log_decay
-        self.meanwhile: Callable[[], None] | None = None
+        self.overlapped_work: Callable[[], None] | None = None
         """Computation of backward that overlaps with the exchange of gradients."""
-        self._finish: Callable[[], Passed] | None = None
+        self._finish: Callable[[], Exchanged] | None = None
 
     def begin(self, finals: Float[Tensor, "n h k w"]) -> None:
         """Begin the exchange, which autograd does not record; see complete.
@@ -269,9 +276,9 @@ class Crossing:
         """
         if self.context.overlap:
             parts = map_to_send(finals, self.value, self.context)
-            self._finish = _begin(lambda m, h: pass_states(m, h, self.log_decay, self.context), *parts)
+            self._finish = _begin(lambda m, h: run_exchange(m, h, self.log_decay, self.context), *parts)
 
-    def finish(self, transition: Tensor, state: Tensor) -> Passed:
+    def finish(self, transition: Tensor, state: Tensor) -> Exchanged:
         """Return the result of the exchange, or run it now if it was not begun.
 
         Args:
@@ -280,21 +287,21 @@ class Crossing:
         """
         finish = self._finish
         self._finish = None
-        return pass_states(transition, state, self.log_decay, self.context) if finish is None else finish()
+        return run_exchange(transition, state, self.log_decay, self.context) if finish is None else finish()
 
-    def passed_back(self, passed: Passed, d_found: Tensor) -> tuple[Tensor | None, Tensor]:
+    def exchange_gradients(self, exchanged: Exchanged, d_initial: Tensor) -> tuple[Tensor | None, Tensor]:
         """Exchange gradients, and return those of M and H.
 
         Args:
-            passed: result of the exchange.
-            d_found: gradient of the initial state of this rank. [HV, K, V]
+            exchanged: result of the exchange.
+            d_initial: gradient of the initial state of this rank. [HV, K, V]
         """
-        meanwhile = self.meanwhile
-        self.meanwhile = None
-        if meanwhile is None or not self.context.overlap:
-            return pass_gradients(passed, d_found, self.context)
-        finish = _begin(lambda d: pass_gradients(passed, d, self.context), d_found)
-        meanwhile()
+        overlapped_work = self.overlapped_work
+        self.overlapped_work = None
+        if overlapped_work is None or not self.context.overlap:
+            return run_exchange_backward(exchanged, d_initial, self.context)
+        finish = _begin(lambda d: run_exchange_backward(exchanged, d, self.context), d_initial)
+        overlapped_work()
         return finish()
 
 
@@ -323,39 +330,42 @@ def _begin(run: Callable[..., Any], *own: Tensor) -> Callable[[], Any]:
 
 
 def _tensors(result: Any) -> list[Tensor]:
+    """Return the tensors of a nested tuple."""
     return [result] if isinstance(result, Tensor) else [x for part in result for x in _tensors(part)]
 
 
 @cache
 def _worker() -> ThreadPoolExecutor:
+    """Return the thread on which exchanges run without a GPU."""
     return ThreadPoolExecutor(1, "diptych-exchange")
 
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of a device on which exchanges run."""
     return torch.cuda.Stream(device)
 
 
 class ExchangedState(torch.autograd.Function):
-    """pass_states with pass_gradients as its backward.
+    """run_exchange with run_exchange_backward as its backward.
 
     The argument anchor gets no gradient. It connects this function to the loss on ranks that send no state, because
     every rank has to take part in the exchange of gradients.
     """
 
     @staticmethod
-    def forward(ctx, transition, state, anchor, crossing):
+    def forward(ctx, transition, state, anchor, exchange):
         """Finish the exchange, and return the initial state of this rank."""
-        passed = crossing.finish(transition, state)
-        ctx.save_for_backward(passed.found, *passed.sent, *passed.earlier)
-        ctx.crossing = crossing
-        ctx.num_sent = len(passed.sent)
-        return passed.found
+        exchanged = exchange.finish(transition, state)
+        ctx.save_for_backward(exchanged.initial, *exchanged.sent, *exchanged.earlier_initials)
+        ctx.exchange = exchange
+        ctx.num_sent = len(exchanged.sent)
+        return exchanged.initial
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, d_found):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, d_initial):  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradients of M and H."""
-        found, *rest = ctx.saved_tensors
-        passed = Passed(found, tuple(rest[: ctx.num_sent]), tuple(rest[ctx.num_sent :]))
-        return *ctx.crossing.passed_back(passed, d_found), None, None
+        initial, *rest = ctx.saved_tensors
+        exchanged = Exchanged(initial, tuple(rest[: ctx.num_sent]), tuple(rest[ctx.num_sent :]))
+        return *ctx.exchange.exchange_gradients(exchanged, d_initial), None, None

@@ -30,16 +30,16 @@ def cp_short_convolution(
     """
     check_part(context, x.shape, name="x")
     check_taps(context, weight.shape[1])
-    wanted = weight.shape[1] - 1
-    _, begin = _sequences(context, x.device)
-    before = torch.arange(x.shape[1], device=x.device) + context.rank * x.shape[1] - begin
-    if not wanted:
+    num_earlier = weight.shape[1] - 1
+    _, starts = _sequences(context, x.device)
+    before = torch.arange(x.shape[1], device=x.device) + context.rank * x.shape[1] - starts
+    if not num_earlier:
         joined = x
     elif is_pipelined(context):
-        joined = _joined_with_tokens(x, wanted, context)
+        joined = _prepend_tokens(x, num_earlier, context)
     else:
         joined = torch.cat([_Halo.apply(x, context, weight.shape[1]), x], dim=1)
-    return short_convolution(joined, weight, F.pad(before, (wanted, 0)))[:, wanted:]
+    return short_convolution(joined, weight, F.pad(before, (num_earlier, 0)))[:, num_earlier:]
 
 
 def cp_attention(
@@ -65,14 +65,14 @@ def cp_attention(
         check_part(context, x.shape, name=name)
     first = 0
     if is_pipelined(context):
-        k, v, first = _joined_with_earlier(k, v, context)
+        k, v, first = _prepend_keys_and_values(k, v, context)
     else:
-        k, v = (_AllParts.apply(x, context) for x in (k, v))
+        k, v = (_GatherParts.apply(x, context) for x in (k, v))
     if context.cp_attention_layout == "zigzag":
         return zigzag_attention(q, k, v, context, fused)
-    place, begin = _sequences(context, q.device)
+    positions, starts = _sequences(context, q.device)
     keys = torch.arange(k.shape[1], device=q.device) + first
-    return masked_attention(q, k, v, (keys >= begin[:, None]) & (keys <= place[:, None]), fused)
+    return masked_attention(q, k, v, (keys >= starts[:, None]) & (keys <= positions[:, None]), fused)
 
 
 def _sequences(context: FLACPContext, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -81,34 +81,34 @@ def _sequences(context: FLACPContext, device: torch.device) -> tuple[Tensor, Ten
     assert context.part_length is not None, "PyTorch contexts know the length of the part"
     tokens = torch.arange(context.part_length, device=device)
     own = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
-    begin = cu_seqlens[own] - torch.where(own == 0, context.pre_num_tokens, 0)
-    return tokens + context.rank * len(tokens), begin + context.rank * len(tokens)
+    starts = cu_seqlens[own] - torch.where(own == 0, context.pre_num_tokens, 0)
+    return tokens + context.rank * len(tokens), starts + context.rank * len(tokens)
 
 
-def _joined_with_tokens(x: Tensor, wanted: int, context: FLACPContext) -> Tensor:
+def _prepend_tokens(x: Tensor, num_earlier: int, context: FLACPContext) -> Tensor:
     """Prepend the tokens before x, pipelined; they are zeros if the first sequence begins on this rank."""
-    what = "tokens of a convolution"
-    before = x.new_zeros(x.shape[0], wanted, *x.shape[2:])
+    kind = "tokens of a convolution"
+    before = x.new_zeros(x.shape[0], num_earlier, *x.shape[2:])
     if not context.is_first_rank:
-        before = receive_from_previous(what, before, x, context)
+        before = receive_from_previous(kind, before, x, context)
     joined = torch.cat([before, x], dim=1)
     if context.is_last_rank:
         return joined
-    (joined,) = send_to_next(what, joined[:, -wanted:], context, joined)
+    (joined,) = send_to_next(kind, joined[:, -num_earlier:], context, joined)
     return joined
 
 
-def _joined_with_earlier(k: Tensor, v: Tensor, context: FLACPContext) -> tuple[Tensor, Tensor, int]:
+def _prepend_keys_and_values(k: Tensor, v: Tensor, context: FLACPContext) -> tuple[Tensor, Tensor, int]:
     """Return keys and values from the beginning of the first sequence, pipelined, and their first global position."""
-    what = "keys and values"
+    kind = "keys and values"
     before = context.pre_num_tokens
     joined = torch.stack([k, v])
     if not context.is_first_rank:
         earlier = joined.new_empty(*joined.shape[:2], before, *joined.shape[3:])
-        joined = torch.cat([receive_from_previous(what, earlier, joined, context), joined], dim=2)
+        joined = torch.cat([receive_from_previous(kind, earlier, joined, context), joined], dim=2)
     if not context.is_last_rank:
         begin = before + int(context.cu_seqlens_cpu[-2]) if context.num_sequences > 1 else 0
-        (joined,) = send_to_next(what, joined[:, :, begin:], context, joined)
+        (joined,) = send_to_next(kind, joined[:, :, begin:], context, joined)
     k_, v_ = joined.unbind(0)
     return k_, v_, context.rank * k.shape[1] - before
 
@@ -121,37 +121,37 @@ class _Halo(torch.autograd.Function):
         ctx.context = context
         ctx.shape = x.shape
         ctx.sizes = halo_sizes(x.shape[1], kernel_size)
-        came = [x.new_zeros(x.shape[0], size, *x.shape[2:]) for size in ctx.sizes]
+        received = [x.new_zeros(x.shape[0], size, *x.shape[2:]) for size in ctx.sizes]
         sent = [x[:, x.shape[1] - size :].contiguous() for size in ctx.sizes]
-        _neighbours(sent, came, context, reverse=False)
-        return torch.cat(came[::-1], dim=1)
+        _exchange_with_neighbours(sent, received, context, reverse=False)
+        return torch.cat(received[::-1], dim=1)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, d_halo):  # pyright: ignore[reportIncompatibleMethodOverride]
         parts = d_halo.split(ctx.sizes[::-1], dim=1)[::-1]
-        came = [torch.zeros_like(part) for part in parts]
-        _neighbours([part.contiguous() for part in parts], came, ctx.context, reverse=True)
+        received = [torch.zeros_like(part) for part in parts]
+        _exchange_with_neighbours([part.contiguous() for part in parts], received, ctx.context, reverse=True)
         d_x = d_halo.new_zeros(ctx.shape)
-        for part in came:
+        for part in received:
             d_x[:, d_x.shape[1] - part.shape[1] :] += part
         return d_x, None, None
 
 
-def _neighbours(sent: list[Tensor], came: list[Tensor], context: FLACPContext, reverse: bool) -> None:
+def _exchange_with_neighbours(sent: list[Tensor], received: list[Tensor], context: FLACPContext, reverse: bool) -> None:
     """Send one part to each of the next ranks, and receive one part from each of the previous ranks."""
-    place = context.size - 1 - context.rank if reverse else context.rank
+    position = context.size - 1 - context.rank if reverse else context.rank
     works = []
-    for distance, (part, into) in enumerate(zip(sent, came, strict=True), 1):
-        if place + distance < context.size:
-            works.append(send_part(part, place + distance, context, reverse))
-        if place >= distance:
-            works.append(receive_part(into, place - distance, context, reverse))
+    for distance, (sent_part, received_part) in enumerate(zip(sent, received, strict=True), 1):
+        if position + distance < context.size:
+            works.append(send_part(sent_part, position + distance, context, reverse))
+        if position >= distance:
+            works.append(receive_part(received_part, position - distance, context, reverse))
     for work in works:
         wait_for_part(work, context)
 
 
-class _AllParts(torch.autograd.Function):
+class _GatherParts(torch.autograd.Function):
     """The concatenated parts of all ranks; the gradient of a part is the sum over all ranks."""
 
     @staticmethod
@@ -168,6 +168,6 @@ class _AllParts(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, d_all):  # pyright: ignore[reportIncompatibleMethodOverride]
         context = ctx.context
-        what = "the gradients of keys and values"
-        d_all = sum_over(d_all.contiguous(), context.group, what, context.timeout)
+        name = "the gradients of keys and values"
+        d_all = sum_over(d_all.contiguous(), context.group, name, context.timeout)
         return d_all.chunk(context.size, dim=1)[context.rank], None

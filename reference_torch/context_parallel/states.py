@@ -9,11 +9,11 @@ from torch import Tensor
 
 from diptych.plans.context.sequences import FLACPContext
 from reference_torch.autograd import differentiable_once
-from reference_torch.context_parallel.exchange import Crossing, ExchangedState, map_to_send
+from reference_torch.context_parallel.exchange import ExchangedState, StateExchange, map_to_send
 from reference_torch.context_parallel.wavefront import receive_from_previous, send_to_next
 
 
-class _Attached(torch.autograd.Function):
+class _AttachToGraph(torch.autograd.Function):
     """x, with a gradient of 0 for y in backward, so that every rank takes part in the exchange of gradients."""
 
     @staticmethod
@@ -49,7 +49,7 @@ def with_transition_columns(initial_state: Tensor | None, context: FLACPContext,
     first = torch.cat([torch.zeros_like(like), identity], dim=-1)[None]
     if initial_state is None:
         return first
-    first = _Attached.apply(first, initial_state[:1])
+    first = _AttachToGraph.apply(first, initial_state[:1])
     if len(initial_state) == 1:
         return first
     return torch.cat([first, F.pad(initial_state[1:], (0, key))])
@@ -60,7 +60,7 @@ def run_pipelined(
     like: Tensor,
     context: FLACPContext,
     run: Callable[[Tensor | None], tuple[Tensor, Tensor]],
-    beside: Tensor | None = None,
+    anchor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run a part after the previous rank: receive the first state from it, and send the last state to the next rank.
 
@@ -69,7 +69,7 @@ def run_pipelined(
         like: array with the shape and type of a state. [HV, K, V]
         context: context of the rank.
         run: function that returns outputs and final states from initial states. [n, HV, K, V]
-        beside: another argument of run that requires a gradient, if one does; autograd needs it to reach the received
+        anchor: another argument of run that requires a gradient, if one does; autograd needs it to reach the received
             state in backward.
 
     Returns:
@@ -78,11 +78,11 @@ def run_pipelined(
     states = initial_state
     last = context.num_sequences - 1
     if not context.is_first_rank:
-        received = receive_from_previous("state", like, like if beside is None else beside, context)[None]
+        received = receive_from_previous("state", like, like if anchor is None else anchor, context)[None]
         if states is None:
             states = torch.cat([received, like.new_zeros(last, *like.shape)])
         else:
-            states = torch.cat([_Attached.apply(received, states[:1]), states[1:]])
+            states = torch.cat([_AttachToGraph.apply(received, states[:1]), states[1:]])
     o, finals = run(states)
     if context.is_last_rank:
         return o, finals
@@ -95,7 +95,7 @@ def complete(
     o: Float[Tensor, "b t h v"],
     transition_output: Float[Tensor, "b u h k"] | None,
     finals: Float[Tensor, "n h k w"],
-    crossing: Crossing,
+    exchange: StateExchange,
 ) -> tuple[Float[Tensor, "b t h v"], Float[Tensor, "n h k v"]]:
     """Exchange states between ranks, and return the completed outputs and final states.
 
@@ -104,18 +104,18 @@ def complete(
         transition_output: transition columns R of the outputs of that sequence, the first U tokens; None if the first
             sequence begins on this rank. [1, U, HV, K]
         finals: final states H with transition columns M. [n, HV, K, V + K]
-        crossing: exchange of the call.
+        exchange: exchange of the call.
 
     Returns:
         Outputs [1, T, HV, V] and final states [n, HV, K, V]; the final state of a sequence that continues on the next
         rank is 0.
     """
-    context = crossing.context
-    value = crossing.value
+    context = exchange.context
+    value = exchange.value
     last = context.num_sequences - 1
     states = finals[..., :value]
     transitions = finals[..., value:]
-    received = ExchangedState.apply(*map_to_send(finals, value, context), o, crossing)
+    received = ExchangedState.apply(*map_to_send(finals, value, context), o, exchange)
     if transition_output is not None:
         tokens = transition_output.shape[1]  # the tokens of other sequences do not depend on the received state
         completed = o[:, :tokens] + torch.einsum("bthk,hkv->bthv", transition_output, received)
@@ -123,4 +123,4 @@ def complete(
         states = torch.cat([states[:1] + transitions[:1] @ received, states[1:]])
     if not context.is_last_rank:
         states = torch.cat([states[:last], torch.zeros_like(states[last:])])
-    return _Attached.apply(o, received), _Attached.apply(states, received)
+    return _AttachToGraph.apply(o, received), _AttachToGraph.apply(states, received)

@@ -25,26 +25,26 @@ from reference_torch.groups import wait_for
 from reference_torch.pending_sends import PendingSends, cause_of
 from reference_torch.recompute.region import in_replay
 
-WHAT = ("state", "tokens of a convolution", "keys and values")
+MESSAGE_KINDS = ("state", "tokens of a convolution", "keys and values")
 """The kinds of messages."""
 
 
-class Handing:
+class MicrobatchMessages:
     """The messages of one microbatch.
 
-    It saves received parts for layers that backward replays, because a replay communicates nothing. build_cp_context
-    creates it, equally often on every rank.
+    Received parts are saved for layers that backward replays, because a replay communicates nothing. build_cp_context
+    creates one object for each context, equally often on every rank.
 
     Args:
         group: group of the ranks; None: one rank.
     """
 
-    keeps: tuple[str, ...] = WHAT
+    replayed_kinds: tuple[str, ...] = MESSAGE_KINDS
     """Kinds of messages that a replay may read again."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        self.came: dict[tuple[int | None, str], list[Tensor]] = {}
-        """Received parts of every pass whose backward has not run, by layer and kind."""
+        self.received: dict[tuple[int | None, str], list[Tensor]] = {}
+        """Received parts of every forward whose backward has not run, by layer and kind."""
         self.number = 0
         """Number of the microbatch in its group, which distinguishes its messages from those of others."""
         if group is not None:
@@ -58,18 +58,19 @@ class _Shared:
     """The shared state of all microbatches of a group: messages in flight, and the number of microbatches so far."""
 
     def __init__(self) -> None:
-        self.departures = PendingSends(lingers=True)
+        self.pending_sends = PendingSends(lingers=True)
         self.microbatches = 0
 
 
 _SHARED: WeakKeyDictionary[ProcessGroup, _Shared] = WeakKeyDictionary()
-"""Shared state by group, which lives as long as the group; the name of a group can be used again."""
+"""Shared state by group, which lives as long as the group; names of groups are not unique over time."""
 
 
 def _shared(group: ProcessGroup) -> _Shared:
+    """Return the shared state of a group; create it on first use."""
     if group not in _SHARED:
         _SHARED[group] = shared = _Shared()
-        finalize(group, shared.departures.dismiss).atexit = False
+        finalize(group, shared.pending_sends.dismiss).atexit = False
     return _SHARED[group]
 
 
@@ -83,7 +84,7 @@ def finish(group: ProcessGroup | None) -> None:
         PipelineError: a message was not received in time.
     """
     if group is not None:
-        _shared(group).departures.wait()
+        _shared(group).pending_sends.wait()
 
 
 def is_pipelined(context: FLACPContext) -> bool:
@@ -91,118 +92,119 @@ def is_pipelined(context: FLACPContext) -> bool:
     return context.cp_exchange == PIPELINED
 
 
-def receive_from_previous(what: str, like: Tensor, beside: Tensor, context: FLACPContext) -> Tensor:
+def receive_from_previous(kind: str, like: Tensor, anchor: Tensor, context: FLACPContext) -> Tensor:
     """Receive a part from the previous rank; backward sends its gradient back.
 
     Args:
-        what: kind of message, one of WHAT.
+        kind: kind of message, one of WHAT.
         like: tensor with the shape and type of the part.
-        beside: another argument of the operation that connects the part to the autograd graph.
+        anchor: another argument of the operation that connects the part to the autograd graph.
         context: context of the rank, whose first sequence begins on an earlier rank.
 
     Raises:
         PipelineError: the part did not arrive within context.timeout.
     """
     if in_replay():
-        return _Received.apply(beside, what, context, _received_before(what, context))
-    found = _receive(what, context, tuple(like.shape), like.dtype, like.device, reverse=False)
-    if what in context.handing.keeps:
-        context.handing.came.setdefault((context.layer, what), []).append(found)
-    return _Received.apply(beside, what, context, found)
+        return _Received.apply(anchor, kind, context, _received_in_forward(kind, context))
+    part = _receive(kind, context, tuple(like.shape), like.dtype, like.device, reverse=False)
+    if kind in context.messages.replayed_kinds:
+        context.messages.received.setdefault((context.layer, kind), []).append(part)
+    return _Received.apply(anchor, kind, context, part)
 
 
-def send_to_next(what: str, part: Float[Tensor, "..."], context: FLACPContext, *others: Tensor) -> tuple[Tensor, ...]:
-    """Send a part to the next rank, and return the others; backward through any of them receives the part's gradient.
+def send_to_next(kind: str, part: Float[Tensor, "..."], context: FLACPContext, *results: Tensor) -> tuple[Tensor, ...]:
+    """Send a part to the next rank, and return the results; backward through any of them receives the part's gradient.
 
     Args:
-        what: kind of message, one of WHAT.
+        kind: kind of message, one of WHAT.
         part: tensor for the next rank.
         context: context of the rank, whose last sequence continues on a later rank.
-        *others: tensors with which this rank continues.
+        *results: tensors with which this rank continues.
 
     Raises:
         PipelineError: the next rank has ended, or did not receive an earlier message.
     """
-    return _Sent.apply(what, context, part, *others)
+    return _Sent.apply(kind, context, part, *results)
 
 
 class _Received(torch.autograd.Function):
     """A received part; backward sends its gradient to the previous rank."""
 
     @staticmethod
-    def forward(ctx, beside, what, context, found):
-        ctx.what = what
+    def forward(ctx, anchor, kind, context, part):
+        ctx.kind = kind
         ctx.context = context
-        ctx.found = found
-        return found.detach()
+        ctx.part = part
+        return part.detach()
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, d_found):  # pyright: ignore[reportIncompatibleMethodOverride]
-        _send(ctx.what, d_found, ctx.context, reverse=True)
-        came = ctx.context.handing.came
-        key = ctx.context.layer, ctx.what
-        came[key] = [other for other in came.get(key, []) if other is not ctx.found]
+    def backward(ctx, d_part):  # pyright: ignore[reportIncompatibleMethodOverride]
+        _send(ctx.kind, d_part, ctx.context, reverse=True)
+        received = ctx.context.messages.received
+        key = ctx.context.layer, ctx.kind
+        received[key] = [other for other in received.get(key, []) if other is not ctx.part]
         return None, None, None, None
 
 
 class _Sent(torch.autograd.Function):
-    """The other tensors, after a part was sent; backward receives the gradient of the part."""
+    """The identity of the results, after a part was sent; backward receives the gradient of the part."""
 
     @staticmethod
-    def forward(ctx, what, context, part, *others):
-        ctx.what = what
+    def forward(ctx, kind, context, part, *results):
+        ctx.kind = kind
         ctx.context = context
         ctx.like = (tuple(part.shape), part.dtype, part.device)
         if not in_replay():
-            _send(what, part, context, reverse=False)
-        return tuple(x.view_as(x) for x in others)
+            _send(kind, part, context, reverse=False)
+        return tuple(x.view_as(x) for x in results)
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, *d_others):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, None, _receive(ctx.what, ctx.context, *ctx.like, reverse=True), *d_others
+    def backward(ctx, *d_results):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, None, _receive(ctx.kind, ctx.context, *ctx.like, reverse=True), *d_results
 
 
-def _received_before(what: str, context: FLACPContext) -> Tensor:
+def _received_in_forward(kind: str, context: FLACPContext) -> Tensor:
     """Return the part that a layer received in its first forward.
 
     Raises:
         ValueError: several passes share the context, or none has received the part.
     """
-    came = context.handing.came.get((context.layer, what), [])
-    if len(came) != 1:
+    received = context.messages.received.get((context.layer, kind), [])
+    if len(received) != 1:
         raise ValueError(
             "cp_context: expected a separate context for every microbatch, and for every layer that backward "
-            f"recomputes (context.of_layer), got {len(came)} passes without backward that received "
-            f"{_name(what, context, False)}"
+            f"recomputes (context.of_layer), got {len(received)} passes without backward that received "
+            f"{_name(kind, context, False)}"
         )
-    return came[0]
+    return received[0]
 
 
-def _send(what: str, part: Tensor, context: FLACPContext, reverse: bool) -> None:
+def _send(kind: str, part: Tensor, context: FLACPContext, reverse: bool) -> None:
     """Send to the next rank, or to the previous rank if reverse, without waiting."""
-    departures = _shared(context.group).departures
-    departures.check()
-    sent = part.detach().to(_wire_dtype(what, part.dtype, context)).contiguous()
+    pending_sends = _shared(context.group).pending_sends
+    pending_sends.check()
+    sent = part.detach().to(_wire_dtype(kind, part.dtype, context)).contiguous()
     peer = _peer(context, 1, reverse)
-    name = _name(what, context, reverse)
+    name = _name(kind, context, reverse)
     expected = f"context rank {context.rank}: expected context rank {peer} to receive {name}"
     with _named(expected):
-        work = dist.isend(sent, group=_channel(context.group, reverse), group_dst=peer, tag=_tag(what, context))
-    departures.add(work, sent, expected, context.timeout)
+        work = dist.isend(sent, group=_channel(context.group, reverse), group_dst=peer, tag=_tag(kind, context))
+    pending_sends.add(work, sent, expected, context.timeout)
 
 
 def _receive(
-    what: str, context: FLACPContext, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, reverse: bool
+    kind: str, context: FLACPContext, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, reverse: bool
 ) -> Tensor:
-    came = torch.empty(shape, dtype=_wire_dtype(what, dtype, context), device=device)
+    """Receive from the previous rank, or from the next rank if reverse, and return the tensor in its own type."""
+    received = torch.empty(shape, dtype=_wire_dtype(kind, dtype, context), device=device)
     peer = _peer(context, -1, reverse)
-    name = f"{_name(what, context, reverse)}, {list(shape)}, from context rank {peer}"
+    name = f"{_name(kind, context, reverse)}, {list(shape)}, from context rank {peer}"
     with _named(f"context rank {context.rank}: expected {name}"):
-        work = dist.irecv(came, group=_channel(context.group, reverse), group_src=peer, tag=_tag(what, context))
+        work = dist.irecv(received, group=_channel(context.group, reverse), group_src=peer, tag=_tag(kind, context))
     wait_for(work, name, context.timeout)
-    return came.to(dtype)
+    return received.to(dtype)
 
 
 @contextmanager
@@ -217,25 +219,26 @@ def _named(expected: str) -> Iterator[None]:
 
 
 def _peer(context: FLACPContext, ahead: int, reverse: bool) -> int:
-    """Return the rank that is so many places ahead in the group, or behind if reverse."""
+    """Return the rank ``ahead`` places ahead in the group, or behind if reverse."""
     return context.rank + (-ahead if reverse else ahead)
 
 
-def _tag(what: str, context: FLACPContext) -> int:
+def _tag(kind: str, context: FLACPContext) -> int:
     """Return the tag of a message, 31 bits: 16 of the microbatch, 13 of the layer and 2 of the kind."""
     layer = -1 if context.layer is None else context.layer
-    return ((context.handing.number % 2**16) * 2**13 + (layer + 1) % 2**13) * 4 + WHAT.index(what)
+    return ((context.messages.number % 2**16) * 2**13 + (layer + 1) % 2**13) * 4 + MESSAGE_KINDS.index(kind)
 
 
-def _name(what: str, context: FLACPContext, reverse: bool) -> str:
+def _name(kind: str, context: FLACPContext, reverse: bool) -> str:
+    """Return the name of a message, for error messages."""
     layer = "" if context.layer is None else f" of layer {context.layer}"
-    return f"the {'gradient of the ' * reverse}{what}{layer}"
+    return f"the {'gradient of the ' * reverse}{kind}{layer}"
 
 
-def _wire_dtype(what: str, dtype: torch.dtype, context: FLACPContext) -> torch.dtype:
+def _wire_dtype(kind: str, dtype: torch.dtype, context: FLACPContext) -> torch.dtype:
     """Return the type in which a message is sent; cp_wire_dtype applies to states only."""
-    asked = context.cp_wire_dtype if what == "state" else None
-    return dtype if asked is None else getattr(torch, asked)
+    wire_dtype = context.cp_wire_dtype if kind == "state" else None
+    return dtype if wire_dtype is None else getattr(torch, wire_dtype)
 
 
 def _channel(group: ProcessGroup, reverse: bool) -> ProcessGroup:
@@ -245,5 +248,6 @@ def _channel(group: ProcessGroup, reverse: bool) -> ProcessGroup:
 
 @cache
 def _group_back(group: ProcessGroup) -> ProcessGroup:
+    """Create a second group of the same ranks, for gradients."""
     ranks = dist.get_process_group_ranks(group)
     return cast("ProcessGroup", dist.new_group(ranks, use_local_synchronization=True))

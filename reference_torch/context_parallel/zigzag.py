@@ -31,23 +31,23 @@ def zigzag_attention(
         fused: see ops.masked_attention.
     """
     length = q.shape[1]
-    halves = list(_Moved.apply(*q.split(half_lengths(length), dim=1), context, False))
+    halves = list(_MoveHalves.apply(*q.split(half_lengths(length), dim=1), context, False))
     for half in computed_halves(context.rank, context.size):
         end = half_begin(half + 1, length)
         allowed = _allowed(context.all_cu_seqlens.to(q.device), half_begin(half, length), end)
         halves[half % 2] = masked_attention(halves[half % 2], k[:, :end], v[:, :end], allowed, fused)
-    return torch.cat(_Moved.apply(*halves, context, True), dim=1)
+    return torch.cat(_MoveHalves.apply(*halves, context, True), dim=1)
 
 
 def _allowed(cu_seqlens: Int[Tensor, " n"], begin: int, end: int) -> Tensor:
     """Return the mask of queries begin .. end - 1 over keys 0 .. end - 1: causal, and within each sequence."""
     keys = torch.arange(end, device=cu_seqlens.device)
-    place = keys[begin:, None]
-    first = cu_seqlens[torch.searchsorted(cu_seqlens, place, right=True) - 1]
-    return (keys >= first) & (keys <= place)
+    queries = keys[begin:, None]
+    first = cu_seqlens[torch.searchsorted(cu_seqlens, queries, right=True) - 1]
+    return (keys >= first) & (keys <= queries)
 
 
-class _Moved(torch.autograd.Function):
+class _MoveHalves(torch.autograd.Function):
     """The halves of all parts, moved to the ranks that compute them, or back; backward moves gradients in reverse."""
 
     @staticmethod
@@ -65,20 +65,20 @@ class _Moved(torch.autograd.Function):
 def _move(halves: tuple[Tensor, ...], context: FLACPContext, back: bool) -> tuple[Tensor, ...]:
     """Return the halves that this rank receives; a half that stays is copied, so that q itself is not saved."""
     rank = context.rank
-    found = []
+    received = []
     works = []
     sent = []
-    for place, own in enumerate(halves):
-        moves = half_moves(context.size, place, back)
-        to = dict(moves)[rank]
+    for half, own in enumerate(halves):
+        moves = half_moves(context.size, half, back)
+        target = dict(moves)[rank]
         source = {receiver: sender for sender, receiver in moves}[rank]
-        if to == rank or not own.numel():
-            found.append(own.clone())
+        if target == rank or not own.numel():
+            received.append(own.clone())
             continue
         sent.append(own.contiguous())
-        found.append(torch.empty_like(sent[-1]))
-        works.append(send_part(sent[-1], to, context, reverse=False))
-        works.append(receive_part(found[-1], source, context, reverse=False))
+        received.append(torch.empty_like(sent[-1]))
+        works.append(send_part(sent[-1], target, context, reverse=False))
+        works.append(receive_part(received[-1], source, context, reverse=False))
     for work in works:
         wait_for(work, "the queries, outputs or gradients of another rank's half-part", context.timeout)
-    return tuple(found)
+    return tuple(received)

@@ -16,12 +16,12 @@ from diptych.plans.model.delta_rule import (
     refuse_unknown_keywords,
 )
 from reference_torch.autograd import is_transformed, refuse_transformed, without_autocast
-from reference_torch.context_parallel import Crossing, complete, with_transition_columns
+from reference_torch.context_parallel import StateExchange, complete, with_transition_columns
 from reference_torch.context_parallel.states import run_pipelined
 from reference_torch.context_parallel.wavefront import is_pipelined
 from reference_torch.delta_rule.by_kernels import chunked_by_kernels
 from reference_torch.delta_rule.chunked import Arguments, chunked
-from reference_torch.delta_rule.gates import gated, prepared
+from reference_torch.delta_rule.gates import apply_norm_and_gate, recurrence_inputs
 from reference_torch.delta_rule.recurrent import recurrent
 from reference_torch.ops import at_least_float32, kernel_backend
 
@@ -169,8 +169,8 @@ def _check(
     arguments: Arguments, initial: Tensor | None, cu_seqlens: Tensor | np.ndarray | None, options: DeltaRuleOptions
 ) -> np.ndarray | None:
     """Check all arguments, and return cu_seqlens on the host."""
-    given = arguments._asdict() | {"initial_state": initial}
-    infos = {name: _info(name, x) for name, x in given.items()}
+    checked = arguments._asdict() | {"initial_state": initial}
+    infos = {name: _info(name, x) for name, x in checked.items()}
     if isinstance(cu_seqlens, np.ndarray):  # from cp_context
         check_arguments(options, infos | {"cu_seqlens": ArrayInfo(cu_seqlens.shape, cu_seqlens.dtype.name, cu_seqlens)})
         return cu_seqlens
@@ -190,12 +190,13 @@ def _values_of(cu_seqlens: Tensor) -> np.ndarray:
         ValueError: the tensor has no values, because it is on the meta device or transformed.
     """
     if cu_seqlens.is_meta or is_transformed(cu_seqlens):
-        came = "one on the meta device" if cu_seqlens.is_meta else "one that torch.func transforms"
-        raise ValueError(f"cu_seqlens: expected a tensor whose values can be read, got {came}")
+        actual = "one on the meta device" if cu_seqlens.is_meta else "one that torch.func transforms"
+        raise ValueError(f"cu_seqlens: expected a tensor whose values can be read, got {actual}")
     return np.array(cu_seqlens.tolist(), str(cu_seqlens.dtype).removeprefix("torch."))
 
 
 def _info(name: str, x: Tensor | None) -> ArrayInfo | None:
+    """Return shape and type of an argument for check_arguments, or None; reject what is not a tensor."""
     if x is None:
         return None
     if not isinstance(x, Tensor):
@@ -210,9 +211,10 @@ def _recurrent(
     options: DeltaRuleOptions,
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor | None]:
+    """Check the arguments and run the recurrence token by token."""
     on_host = _check(arguments, initial, cu_seqlens, options)
     with without_autocast(arguments.q.device.type):  # the arguments determine the types
-        inputs = gated(*arguments, options)
+        inputs = recurrence_inputs(*arguments, options)
         o, finals = recurrent(*inputs, initial, None if on_host is None else on_host.tolist())
     return o.to(arguments.v.dtype), finals if output_final_state else None
 
@@ -238,6 +240,7 @@ def _chunked_eagerly(
     context: FLACPContext | None,
     impl: str,
 ) -> tuple[Tensor, Tensor | None]:
+    """Check the arguments, and run the rule in chunks by the kernels, by PyTorch, or over the ranks of a context."""
     name = "chunk_kda" if options.per_channel else "chunk_gated_delta_rule"
     refuse_transformed(name, f"call {name.replace('chunk', 'recurrent')}, or torch.autograd", *arguments, initial)
     q = arguments.q
@@ -258,8 +261,8 @@ def _chunked_eagerly(
 
     with without_autocast(q.device.type):  # the arguments determine the types
         if context is not None and is_pipelined(context):  # run then treats the part as whole sequences
-            beside = next((x for x in (*arguments, initial) if x is not None and x.requires_grad), q)
-            o, finals = run_pipelined(initial, _state_like(arguments), context, run, beside)
+            anchor = next((x for x in (*arguments, initial) if x is not None and x.requires_grad), q)
+            o, finals = run_pipelined(initial, _state_like(arguments), context, run, anchor)
         else:
             o, finals = run(initial, context)
     return o, finals if output_final_state else None
@@ -285,17 +288,17 @@ def _over_ranks(
     v = arguments.v
     like = _state_like(arguments)
     _, key, value = like.shape
-    crossing = Crossing(context, value, _log_decay(arguments, options, context))
-    found = chunked(
+    exchange = StateExchange(context, value, _log_decay(arguments, options, context))
+    chunked_results = chunked(
         arguments,
         with_transition_columns(initial, context, like),
         options,
         context.cu_seqlens_cpu,
         recompute,
         0 if context.is_first_rank else key,
-        crossing,
+        exchange,
     )
-    o, finals = complete(*found, crossing)
+    o, finals = complete(*chunked_results, exchange)
     return o.to(v.dtype), finals
 
 
@@ -313,6 +316,6 @@ def _log_decay(arguments: Arguments, options: DeltaRuleOptions, context: FLACPCo
         return None
     q, k, _, g, _, A_log, dt_bias = arguments
     with torch.no_grad():
-        _, _, g = prepared(q, k, g, A_log, dt_bias, options)
+        _, _, g = apply_norm_and_gate(q, k, g, A_log, dt_bias, options)
         total = at_least_float32(g[0]).sum(0)
     return total if total.ndim == 2 else total[:, None]

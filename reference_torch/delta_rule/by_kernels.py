@@ -12,7 +12,7 @@ from diptych.plans.model.implementation import kernel_chunk_size
 from diptych_kernels.delta_rule.autodiff_rules import BoundarySequences
 from reference_torch.context_parallel import exchange_states
 from reference_torch.delta_rule.chunked import Arguments
-from reference_torch.delta_rule.gates import prepared
+from reference_torch.delta_rule.gates import apply_norm_and_gate
 
 
 def chunked_by_kernels(
@@ -29,7 +29,7 @@ def chunked_by_kernels(
     ``kernels`` is the module from ops.kernel_backend. The other arguments are those of chunk_kda, already checked.
     """
     v = arguments.v
-    q, k, g = prepared(arguments.q, arguments.k, arguments.g, arguments.A_log, arguments.dt_bias, options)
+    q, k, g = apply_norm_and_gate(arguments.q, arguments.k, arguments.g, arguments.A_log, arguments.dt_bias, options)
     size = kernel_chunk_size(options.chunk_size)
     tables = chunk_tables(np.arange(len(q) + 1) * q.shape[1] if cu_seqlens is None else cu_seqlens, size)
     scale = options.scale_of(q.shape[-1])
@@ -63,32 +63,32 @@ class KernelRanks:
         self.context = context
         self.value = value
 
-    def pass_on(self, maps: Tensor, roles: None) -> Tensor:
-        """Implement Ranks."""
+    def exchange_forward(self, maps: Tensor, roles: None) -> Tensor:
+        """Return the initial state of this rank's first sequence; see Ranks.exchange_forward."""
         del roles
-        return exchange_states(*self._passed_on(maps), self.context)
+        return exchange_states(*self._sent_map(maps), self.context)
 
-    def pass_back(self, maps: Tensor, d_found: Tensor, roles: None) -> Tensor:
-        """Implement Ranks."""
+    def exchange_backward(self, maps: Tensor, d_received: Tensor, roles: None) -> Tensor:
+        """Return the gradient of the final state of this rank's last sequence; see Ranks.exchange_backward."""
         del roles
-        d_found = torch.zeros_like(d_found) if self.context.is_first_rank else d_found
-        return exchange_states(self._passed_on(maps)[0].mT, d_found, self.context, reverse=True)
+        d_received = torch.zeros_like(d_received) if self.context.is_first_rank else d_received
+        return exchange_states(self._sent_map(maps)[0].mT, d_received, self.context, reverse=True)
 
     def with_first(self, states: Tensor, first: Tensor | None, roles: None) -> Tensor:
-        """Implement Ranks."""
+        """Replace the first of the states if its sequence starts on another rank."""
         del roles
         if self.context.is_first_rank:
             return states
         return torch.cat([torch.zeros_like(states[:1]) if first is None else first[None], states[1:]])
 
     def with_last(self, states: Tensor, last: Tensor | None, roles: None) -> Tensor:
-        """Implement Ranks."""
+        """Replace the last of the states if its sequence continues on another rank."""
         del roles
         if self.context.is_last_rank:
             return states
         return torch.cat([states[:-1], torch.zeros_like(states[-1:]) if last is None else last[None]])
 
-    def _passed_on(self, maps: Tensor) -> tuple[Tensor, Tensor]:
+    def _sent_map(self, maps: Tensor) -> tuple[Tensor, Tensor]:
         """Return M and H that this rank sends, with zeros for the parts that it does not send."""
         state = maps[0, ..., : self.value]
         transition = maps[0, ..., self.value :]

@@ -13,7 +13,15 @@ SOFTPLUS_LINEAR = 40.0
 
 
 def l2norm(x: Float[Tensor, "*b k"], epsilon: float = L2_NORM_EPSILON) -> Float[Tensor, "*b k"]:
-    """Return ``x / sqrt(sum(x**2) + epsilon)``, with the sum over the last axis; zero stays zero."""
+    """Return ``x / sqrt(sum(x**2) + epsilon)``, with the sum over the last axis; zero stays zero.
+
+    Args:
+        x: queries or keys. [..., K]
+        epsilon: added to the sum of squares.
+
+    Returns:
+        The normalised rows, computed in at least float32, in the type of x. [..., K]
+    """
     wide = at_least_float32(x)
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + epsilon)).to(x.dtype)
 
@@ -69,7 +77,7 @@ def kda_gate(
     return lower_bound * torch.sigmoid(rate * g)
 
 
-def prepared(
+def apply_norm_and_gate(
     q: Tensor,
     k: Tensor,
     g: Tensor,
@@ -87,7 +95,7 @@ def prepared(
     return q, k, g
 
 
-def gated(
+def recurrence_inputs(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -104,7 +112,7 @@ def gated(
     """
     scale = options.scale_of(q.shape[-1])
     q, k, v, g, beta = (at_least_float32(x) for x in (q, k, v, g, beta))
-    q, k, g = prepared(q, k, g, A_log, dt_bias, options)
+    q, k, g = apply_norm_and_gate(q, k, g, A_log, dt_bias, options)
     group = v.shape[2] // q.shape[2]
     q, k = (x.repeat_interleave(group, 2) if group > 1 else x for x in (q * scale, k))
     return q, k, v, g if options.per_channel else g[..., None], beta[..., None]

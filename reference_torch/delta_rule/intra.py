@@ -86,9 +86,9 @@ def lower_product(lower: Float[Tensor, "*b c c"], x: Float[Tensor, "*b c v"]) ->
             if product.numel() == 0 or math.isfinite(product.sum().item()):
                 return product
     finite = x.isfinite()
-    place = torch.arange(x.shape[-2], device=x.device)[:, None]
-    first = torch.where(finite, len(place), place).amin(-2, keepdim=True)
-    return torch.where(place < first, lower @ torch.where(finite, x, 0), torch.nan)
+    rows = torch.arange(x.shape[-2], device=x.device)[:, None]
+    first = torch.where(finite, len(rows), rows).amin(-2, keepdim=True)
+    return torch.where(rows < first, lower @ torch.where(finite, x, 0), torch.nan)
 
 
 class _Inverse(torch.autograd.Function):
@@ -126,17 +126,17 @@ def _products_by_head(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 def _products_by_channel(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Return A_qk and A_kk for one decay per channel: first of small blocks, then of blocks that double in size."""
     size = min(SUBCHUNK_SIZE, q.shape[-2])
-    found = torch.stack(_products_in_blocks(*(x.unflatten(-2, (-1, size)) for x in (q, k, g))), -4)
+    products = torch.stack(_products_in_blocks(*(x.unflatten(-2, (-1, size)) for x in (q, k, g))), -4)
     queries = torch.stack([q, k], -3)
     while size < q.shape[-2]:
         (early, late), (keys, _), (_, rows) = (x.unflatten(-2, (-1, 2, size)).unbind(-3) for x in (g, k, queries))
         keys = keys * _sums_after(early).exp()
         rows = rows * late.cumsum(-2).exp().unsqueeze(-4)
-        first, second = found.unflatten(-3, (-1, 2)).unbind(-3)
+        first, second = products.unflatten(-3, (-1, 2)).unbind(-3)
         below = torch.cat([rows @ keys.mT.unsqueeze(-4), second], -1)
-        found = torch.cat([F.pad(first, (0, size)), below], -2)
+        products = torch.cat([F.pad(first, (0, size)), below], -2)
         size *= 2
-    a_qk, a_kk = found.squeeze(-3).unbind(-3)
+    a_qk, a_kk = products.squeeze(-3).unbind(-3)
     return a_qk, a_kk
 
 

@@ -73,14 +73,14 @@ def scan_chunks_backward(
         d_output: gradient of the outputs. [n, R, C, V]
         d_states: gradients of the states after these chunks; changed to those of the states before them.
     """
-    own = terms.a_qk.mT @ d_output
-    into_state = terms.q_decayed.mT @ d_output
+    d_errors_output = terms.a_qk.mT @ d_output  # the parts of both gradients that come from the outputs
+    d_start_output = terms.q_decayed.mT @ d_output
     d_ends = []
     d_errors = []
     for chunk, owner in reversed(list(enumerate(owners))):
         d_ends.append(d_states[owner])
-        d_errors.append(torch.baddbmm(own[chunk], terms.k_decayed[chunk], d_ends[-1]))
-        carried = torch.addcmul(into_state[chunk], terms.decay[chunk, ..., None], d_ends[-1])
+        d_errors.append(torch.baddbmm(d_errors_output[chunk], terms.k_decayed[chunk], d_ends[-1]))
+        carried = torch.addcmul(d_start_output[chunk], terms.decay[chunk, ..., None], d_ends[-1])
         d_states[owner] = torch.baddbmm(carried, terms.w[chunk].mT, d_errors[-1], alpha=-1)
     d_after = torch.stack(d_ends[::-1])
     d_u = torch.stack(d_errors[::-1])

@@ -20,7 +20,11 @@ from reference_torch.recompute.region import slot_of
 
 
 class HostPool:
-    """A pool of host memories by size, so that no memory is allocated once every size has occurred."""
+    """A pool of host memories by size, so that no memory is allocated once every size has occurred.
+
+    Args:
+        link: link to the host, which allocates the memories.
+    """
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -49,20 +53,26 @@ class HostPool:
 
 
 class SavedMemory:
-    """The memory of saved tensors: on the device, being copied, or on the host."""
+    """The memory of saved tensors: on the device, being copied, or on the host.
+
+    Args:
+        storage: the memory on the device.
+        link: link to the host.
+        pool: pool from which the host memory is taken.
+    """
 
     def __init__(self, storage: UntypedStorage, link: Link, pool: HostPool) -> None:
-        self._home: UntypedStorage | None = storage
+        self._device_storage: UntypedStorage | None = storage
         self.nbytes = storage.nbytes()
         self._link = link
         self._pool = pool
         self._watched: list[tuple[Tensor, int]] = []
         self._host: UntypedStorage | None = None
-        self._leaving: Copy | None = None
-        self._coming: Copy | None = None
+        self._outgoing: Copy | None = None
+        self._incoming: Copy | None = None
 
     def __del__(self) -> None:
-        for copied in (self._leaving, self._coming):  # the memories are reused, so the copies must have ended
+        for copied in (self._outgoing, self._incoming):  # the memories are reused, so the copies must have ended
             if copied is not None:
                 with contextlib.suppress(OffloadError):
                     copied.wait()
@@ -79,73 +89,73 @@ class SavedMemory:
 
     def is_still(self, storage: UntypedStorage) -> bool:
         """Return True if this is the memory of ``storage`` and has not changed since it was saved."""
-        is_same = self._home is not None and self._home._cdata == storage._cdata
+        is_same = self._device_storage is not None and self._device_storage._cdata == storage._cdata
         return is_same and all(alias._version == version for alias, version in self._watched)
 
-    def leave(self) -> int:
+    def evict(self) -> int:
         """Start the copy to the host if the host has no copy yet, and return the number of bytes copied."""
-        if self._home is None or self._leaving is not None:
+        if self._device_storage is None or self._outgoing is not None:
             return 0
         if self._host is not None:  # fetched before, so the host has a valid copy
-            self._home = None
+            self._device_storage = None
             return 0
         self._check_unchanged()
         self._host = self._pool.take(self.nbytes)
-        self._leaving = self._link.copy(self._host, self._home)
+        self._outgoing = self._link.copy(self._host, self._device_storage)
         return self.nbytes
 
-    def finish_leaving(self) -> None:
+    def finish_eviction(self) -> None:
         """Wait for the copy and release the device memory."""
-        if self._leaving is None:
+        if self._outgoing is None:
             return
-        copied = self._leaving
-        self._leaving = None
+        copied = self._outgoing
+        self._outgoing = None
         try:
             copied.wait()
         except OffloadError:
             self._host = None
             raise
         self._check_unchanged()
-        self._home = None
+        self._device_storage = None
         self._watched = []
 
     def fetch(self) -> int:
         """Start the copy to the device and return the number of bytes copied."""
-        if self._leaving is not None:  # the device memory is still there, so both copies are valid
-            self._leaving.wait()
-            self._leaving = None
-        if self._home is not None or self._host is None:
+        if self._outgoing is not None:  # the device memory is still there, so both copies are valid
+            self._outgoing.wait()
+            self._outgoing = None
+        if self._device_storage is not None or self._host is None:
             return 0
-        self._home = UntypedStorage(self.nbytes, device=self._link.device)
-        self._coming = self._link.copy(self._home, self._host)
+        self._device_storage = UntypedStorage(self.nbytes, device=self._link.device)
+        self._incoming = self._link.copy(self._device_storage, self._host)
         return self.nbytes
 
-    def arrive(self) -> UntypedStorage:
+    def wait_for_fetch(self) -> UntypedStorage:
         """Wait for the copy to the device and return the device memory."""
-        if self._coming is not None:
-            copied = self._coming
-            self._coming = None
+        if self._incoming is not None:
+            copied = self._incoming
+            self._incoming = None
             try:
                 copied.wait()
             except OffloadError:
-                self._home = None
+                self._device_storage = None
                 raise
-        assert self._home is not None, "a memory was read before it was fetched"
-        return self._home
+        assert self._device_storage is not None, "a memory was read before it was fetched"
+        return self._device_storage
 
-    def check_unchanged(self, place: int) -> None:
+    def check_unchanged(self, index: int) -> None:
         """Check that a tensor was not modified after it was saved, as autograd does.
 
         Args:
-            place: index that watch() returned; a memory that has moved since is not checked, because its copy on the
+            index: index that watch() returned; a memory that has moved since is not checked, because its copy on the
                 host cannot change.
 
         Raises:
             OffloadError: the tensor was modified.
         """
-        if place >= len(self._watched):
+        if index >= len(self._watched):
             return
-        alias, version = self._watched[place]
+        alias, version = self._watched[index]
         if alias._version != version:
             raise OffloadError(
                 "backward: expected values saved for backward unchanged, got one modified in place (one of the "
@@ -153,8 +163,9 @@ class SavedMemory:
             )
 
     def _check_unchanged(self) -> None:
-        for place in range(len(self._watched)):
-            self.check_unchanged(place)
+        """Check all recorded tensors; see check_unchanged."""
+        for index in range(len(self._watched)):
+            self.check_unchanged(index)
 
 
 class ActivationGroup:
@@ -162,12 +173,12 @@ class ActivationGroup:
 
     Args:
         use: the forward.
-        stays: True if its backward comes so soon that nothing moves.
+        stays_on_device: True if its backward comes so soon that nothing moves.
     """
 
-    def __init__(self, use: Use, stays: bool) -> None:
+    def __init__(self, use: Use, stays_on_device: bool) -> None:
         self.use = use
-        self.stays = stays
+        self.stays_on_device = stays_on_device
         self.memories: list[weakref.ref[SavedMemory]] = []  # only the graph keeps them alive
 
     @property
@@ -177,13 +188,18 @@ class ActivationGroup:
 
 
 class SavedActivation:
-    """A stand-in for a saved tensor: its memory, shape, stride, offset and dtype."""
+    """A stand-in for a saved tensor: its memory, shape, stride, offset and dtype.
 
-    __slots__ = ("dtype", "memory", "offset", "place", "shape", "stride")
+    Args:
+        tensor: the saved tensor.
+        memory: the memory of the tensor.
+    """
+
+    __slots__ = ("dtype", "index", "memory", "offset", "shape", "stride")
 
     def __init__(self, tensor: Tensor, memory: SavedMemory) -> None:
         self.memory = memory
-        self.place = memory.watch(tensor)
+        self.index = memory.watch(tensor)
         self.dtype = tensor.dtype
         self.shape = tensor.shape
         self.stride = tensor.stride()
@@ -209,8 +225,8 @@ class ActivationOffload:
         self._statistics = statistics
         self._record = record
         self._known: weakref.WeakValueDictionary[int, SavedMemory] = weakref.WeakValueDictionary()
-        self._away: dict[Use, ActivationGroup] = {}
-        self._leaving: ActivationGroup | None = None
+        self._on_host: dict[Use, ActivationGroup] = {}
+        self._outgoing: ActivationGroup | None = None
 
     def pack(self, group: ActivationGroup, tensor: Tensor) -> SavedActivation | None:
         """Add a saved tensor to a group and return its stand-in, or None if the tensor does not move."""
@@ -233,36 +249,36 @@ class ActivationOffload:
     def unpack(self, saved: SavedActivation) -> Tensor:
         """Return the saved tensor, after its memory is fetched and has arrived."""
         memory = saved.memory
-        memory.check_unchanged(saved.place)
+        memory.check_unchanged(saved.index)
         self._statistics.note_copies("in", [memory.fetch()])
-        with self._statistics.waiting(self._link.device):
-            storage = memory.arrive()
+        with self._statistics.measure_wait(self._link.device):
+            storage = memory.wait_for_fetch()
         empty: Any = torch.empty(0, dtype=saved.dtype, device=self._link.device)
         return empty.set_(storage, saved.offset, saved.shape, saved.stride)
 
-    def leave(self, group: ActivationGroup) -> None:
+    def evict(self, group: ActivationGroup) -> None:
         """Start to move the group of a forward that has ended, once the previous group has left."""
-        self.finish_leaving()
-        if group.stays or not group.alive:
+        self.finish_eviction()
+        if group.stays_on_device or not group.alive:
             return
         self._record(activation_event("-", group.use))
-        self._statistics.note_copies("out", [memory.leave() for memory in group.alive])
-        self._away[group.use] = self._leaving = group
+        self._statistics.note_copies("out", [memory.evict() for memory in group.alive])
+        self._on_host[group.use] = self._outgoing = group
 
-    def finish_leaving(self) -> None:
+    def finish_eviction(self) -> None:
         """Wait until the group that is being copied to the host has left the device."""
-        group = self._leaving
-        self._leaving = None
+        group = self._outgoing
+        self._outgoing = None
         for memory in [] if group is None else group.alive:
-            memory.finish_leaving()
+            memory.finish_eviction()
 
     def fetch(self, forwards: tuple[Use, ...]) -> None:
         """Start to copy the groups of these forwards to the device, in this order."""
         for use in forwards:
-            group = self._away.pop(use, None)
+            group = self._on_host.pop(use, None)
             if group is None or not group.alive:
                 continue
             self._record(activation_event("+", use))
             self._statistics.note_copies("in", [memory.fetch() for memory in group.alive])
-            if group is self._leaving:
-                self._leaving = None
+            if group is self._outgoing:
+                self._outgoing = None

@@ -15,7 +15,7 @@ from reference_torch.offload.registry import forget, register
 from reference_torch.recompute.region import is_held_only_by
 
 IN_USE = "its memory is used by others"
-"""The reason to keep a memory on the device if another holder reads it without fetching it first."""
+"""The reason to retain a memory on the device if another holder reads it without fetching it first."""
 
 
 class OffloadedLayer:
@@ -26,7 +26,7 @@ class OffloadedLayer:
         module: the layer.
         known: memories of other layers, by address of their storage; shared memories are taken from there.
         link: link to the host.
-        expose: called with the number if a tensor is used while the layer is not.
+        fetch_for_access: called with the number if a tensor is used while the layer is not.
         moves: True if its memories move.
 
     Raises:
@@ -39,7 +39,7 @@ class OffloadedLayer:
         module: nn.Module,
         known: Mapping[int, OffloadedMemory],
         link: Link,
-        expose: Callable[[int], None],
+        fetch_for_access: Callable[[int], None],
         moves: bool = True,
     ) -> None:
         self.layer_id = layer_id
@@ -49,7 +49,7 @@ class OffloadedLayer:
         self._is_replayed = False
         self.observer: LayerObserver | None = None
         self.parameters = list(module.parameters())
-        self.kept: list[str] = []
+        self.retained: list[str] = []
         """Names of the tensors that stay on the device, with the reason."""
         self.memories: list[OffloadedMemory] = []
         self._handles: list[RemovableHandle] = []
@@ -57,13 +57,13 @@ class OffloadedLayer:
         self._memory_of: dict[int, OffloadedMemory] = {}
         for address, (storage, tensors) in self._by_storage().items() if moves else ():
             memory = known.get(address)
-            reason = _reason_to_keep(storage, list(tensors.values())) if memory is None else None
+            reason = _reason_to_retain(storage, list(tensors.values())) if memory is None else None
             if reason is not None:
-                self.kept.append(f"{next(iter(tensors))}: {reason}")
+                self.retained.append(f"{next(iter(tensors))}: {reason}")
                 continue
             if memory is None:
                 name = f"{next(iter(tensors))} of layer {layer_id}"
-                memory = OffloadedMemory(name, tensors.values(), link, lambda: expose(layer_id))
+                memory = OffloadedMemory(name, tensors.values(), link, lambda: fetch_for_access(layer_id))
             else:
                 memory.add(tensors.values())
             self.memories.append(memory)
@@ -82,25 +82,25 @@ class OffloadedLayer:
 
     def devices(self) -> list[str]:
         """Return the device type from which each parameter can be read."""
-        away = {i for i, memory in self._memory_of.items() if not memory.is_on_device}
-        return ["cpu" if id(p) in away else p.device.type for p in self.parameters]
+        on_host = {i for i, memory in self._memory_of.items() if not memory.is_on_device}
+        return ["cpu" if id(p) in on_host else p.device.type for p in self.parameters]
 
-    def arrive(self) -> None:
+    def wait_for_fetch(self) -> None:
         """Wait for the copies to the device.
 
         Raises:
             OffloadError: a copy failed; it is repeated at the next fetch.
         """
-        _for_each(self.memories, OffloadedMemory.arrive)
+        _for_each(self.memories, OffloadedMemory.wait_for_fetch)
 
-    def finish_leaving(self) -> None:
+    def finish_eviction(self) -> None:
         """Wait for the copies to the host and release the device memory.
 
         Raises:
             OffloadError: a copy failed; the layer stays on the device until its next eviction.
         """
         try:
-            _for_each(self.memories, OffloadedMemory.finish_leaving)
+            _for_each(self.memories, OffloadedMemory.finish_eviction)
         except OffloadError:
             self.is_resident = True
             raise
@@ -131,7 +131,7 @@ class OffloadedLayer:
         for memory in self.memories:
             memory.note_change()
 
-    def note_unseen_writes(self, kind: str) -> None:
+    def note_untracked_writes(self, kind: str) -> None:
         """Record writes of a use that no version counter records.
 
         Examples are the running statistics of a batch norm in forward, and fused optimizers that run in backward, by
@@ -153,29 +153,29 @@ class OffloadedLayer:
                     memory.note_change()
 
     def watch_state(
-        self, require: Callable[[int], None], settle: Callable[[], None], end_failed: Callable[[], None]
+        self, require: Callable[[int], None], evict_unneeded: Callable[[], None], end_failed: Callable[[], None]
     ) -> None:
         """Register hooks that make ``state_dict`` and ``load_state_dict`` work while the layer is on the host.
 
         Args:
             require: called before the state is loaded.
-            settle: called after the state is loaded.
+            evict_unneeded: called after the state is loaded.
             end_failed: called before the state is read.
         """
 
         def before_reading(*_: Any) -> None:
             end_failed()
-            self._let_detach(True)
+            self._allow_detach(True)
 
         for part in self.module.modules():
             self._handles += [
                 part.register_state_dict_pre_hook(before_reading),
-                part.register_state_dict_post_hook(lambda *arguments: self._give_host_copies(*arguments)),
+                part.register_state_dict_post_hook(lambda *arguments: self._insert_host_copies(*arguments)),
                 part.register_load_state_dict_pre_hook(
-                    lambda part, _, __, how, *___: self._before_load(part, how, require)
+                    lambda part, _, __, metadata, *___: self._before_load(part, metadata, require)
                 ),
             ]
-        self._handles.append(self.module.register_load_state_dict_post_hook(lambda *_: settle()))
+        self._handles.append(self.module.register_load_state_dict_post_hook(lambda *_: evict_unneeded()))
         watching = [] if self.observer is None else self.observer.handles
         register(self.module, self.layer_id, [*self._handles, *watching])
 
@@ -189,9 +189,9 @@ class OffloadedLayer:
         forget(self.module)
         self.is_resident = True
 
-    def _give_host_copies(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    def _insert_host_copies(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Replace tensors in a state dict by their copies on the host, because they may move before they are read."""
-        self._let_detach(False)
+        self._allow_detach(False)
         for name, tensor in chain(
             module.named_parameters(prefix[:-1], recurse=False), module.named_buffers(prefix[:-1], recurse=False)
         ):
@@ -199,50 +199,56 @@ class OffloadedLayer:
             if memory is not None and name in state and not isinstance(state[name], nn.Parameter):
                 state[name] = memory.host_view(tensor)
 
-    def _before_load(self, part: nn.Module, how: dict[str, Any], require: Callable[[int], None]) -> None:
-        if not any(part is mine for mine in self.module.modules()):  # a copied module still has the hooks
+    def _before_load(self, part: nn.Module, metadata: dict[str, Any], require: Callable[[int], None]) -> None:
+        """Fetch the layer before its state is loaded.
+
+        Raises:
+            OffloadError: the state would replace the parameters (assign=True).
+        """
+        if not any(part is own_part for own_part in self.module.modules()):  # a copied module still has the hooks
             return
-        if how.get("assign_to_params_buffers", False):
+        if metadata.get("assign_to_params_buffers", False):
             raise OffloadError(
                 f"load_state_dict: expected assign=False while layer {self.layer_id} is registered, got assign=True, "
                 "which replaces the parameters that move; close() the manager before"
             )
         require(self.layer_id)
 
-    def _let_detach(self, allowed: bool) -> None:
+    def _allow_detach(self, allowed: bool) -> None:
+        """Allow ``detach`` of the layer's tensors without a fetch, while a state dict is built."""
         for memory in self.memories:
             memory.may_be_detached = allowed
 
     def _by_storage(self) -> dict[int, tuple[UntypedStorage, dict[str, Tensor]]]:
         """Return the tensors by the address of their storage."""
-        found: dict[int, tuple[UntypedStorage, dict[str, Tensor]]] = {}
+        by_address: dict[int, tuple[UntypedStorage, dict[str, Tensor]]] = {}
         for name, tensor in chain(self.module.named_parameters(), self.module.named_buffers()):
             if type(tensor) not in (Tensor, nn.Parameter, OffloadedParameter, OffloadedTensor):
-                self.kept.append(f"{name}: a tensor subclass, {type(tensor).__name__}")
+                self.retained.append(f"{name}: a tensor subclass, {type(tensor).__name__}")
                 continue
             if tensor.is_inference():
-                self.kept.append(f"{name}: a tensor of inference mode, whose changes are not counted")
+                self.retained.append(f"{name}: a tensor of inference mode, whose changes are not counted")
                 continue
             with torch._C.DisableTorchFunctionSubclass():
                 storage = tensor.untyped_storage()
-            found.setdefault(storage._cdata, (storage, {}))[1][name] = tensor
-        return found
+            by_address.setdefault(storage._cdata, (storage, {}))[1][name] = tensor
+        return by_address
 
 
-def _for_each(memories: Iterable[OffloadedMemory], act: Callable[[OffloadedMemory], object]) -> None:
+def _for_each(memories: Iterable[OffloadedMemory], function: Callable[[OffloadedMemory], object]) -> None:
     """Act on every memory, even after an error, then raise the first error."""
     errors = []
     for memory in memories:
         try:
-            act(memory)
+            function(memory)
         except RuntimeError as error:  # an OffloadError, or out of memory
             errors.append(error)
     if errors:
         raise errors[0]
 
 
-def _reason_to_keep(storage: UntypedStorage, tensors: list[Tensor]) -> str | None:
-    """Return why a memory must stay on the device, or None if it may move."""
+def _reason_to_retain(storage: UntypedStorage, tensors: list[Tensor]) -> str | None:
+    """Return the reason why a memory must stay on the device, or None if it may move."""
     if storage.nbytes() == 0:
         return "no memory"
     if any(tensor.nbytes != storage.nbytes() for tensor in tensors):

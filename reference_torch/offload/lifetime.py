@@ -50,5 +50,6 @@ def close_dropped(manager: Closable, link: Link | None) -> None:
 
 
 def _close(manager: Closable) -> None:
+    """Close a manager; layers for which the device has no room stay readable."""
     with contextlib.suppress(OffloadError):
         manager.close()

@@ -129,7 +129,7 @@ class Link:
             kind = "pinned " if self.pins else ""
             raise OffloadError(
                 f"offload: expected {nbytes} bytes of {kind}host memory, got: {str(error).splitlines()[0]}; "
-                "offload fewer layers, or take --no-tensor-offload-pin-memory"
+                "offload fewer layers, or use --no-tensor-offload-pin-memory"
             ) from error
 
     def copy(self, target: UntypedStorage, source: UntypedStorage) -> Copy:
@@ -161,6 +161,7 @@ _CYCLES = 1.5e9
 
 
 def _as_bytes(storage: UntypedStorage) -> Tensor:
+    """Return a storage as a tensor of bytes."""
     with torch.inference_mode(False):  # the thread cannot write an inference tensor
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore
 

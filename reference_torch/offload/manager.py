@@ -96,10 +96,10 @@ class TensorOffloadManager:
         if not self.enabled:
             return
         scheduler = self._scheduler
-        layer = self._residency.add(layer_id, module, weak_method(scheduler.expose))
+        layer = self._residency.add(layer_id, module, weak_method(scheduler.fetch_for_access))
         layer.observer = LayerObserver(layer_id, module, layer.own_parameters, self)
         layer.watch_state(
-            weak_method(scheduler.require), weak_method(scheduler.settle), weak_method(scheduler.end_failed)
+            weak_method(scheduler.require), weak_method(scheduler.evict_unneeded), weak_method(scheduler.end_failed)
         )
         self._residency.note_registered(layer)
         scheduler.add(layer_id)
@@ -122,7 +122,7 @@ class TensorOffloadManager:
         """Evict every layer, for example before the first step."""
         for layer_id in self._scheduler.order.layers:
             self._scheduler.evict(layer_id)
-        self._residency.finish_leaving()
+        self._residency.finish_eviction()
         self._residency.restart_peak()
 
     def require(self, layer_id: int) -> None:
@@ -229,7 +229,7 @@ class TensorOffloadManager:
     def end_group(self, group: ActivationGroup) -> None:
         """Start to move the activations of a forward that has ended."""
         if self._residency.activations is not None:
-            self._residency.activations.leave(group)
+            self._residency.activations.evict(group)
 
     # Reports
 
@@ -240,8 +240,8 @@ class TensorOffloadManager:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Counters of copies and waits, and under ``kept`` the memories that stay on the device with the reason."""
-        return self.statistics.as_dict() | {"kept": self._residency.reasons_to_stay()}
+        """Counters of copies and waits, and under ``retained`` the memories that stay on the device with the reason."""
+        return self.statistics.as_dict() | {"retained": self._residency.reasons_to_retain()}
 
     def print_stats(self) -> None:
         """Print the counters of copies and waits."""

@@ -63,15 +63,15 @@ class _Offloaded:
                 if isinstance(leaf, _Offloaded):
                     memory: OffloadedMemory = vars(leaf)["_memory"]
                     if name != "detach" or not memory.may_be_detached:
-                        memory.bring_back()
+                        memory.fetch_now()
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict) -> Any:
-        vars(self)["_memory"].bring_back()
+        vars(self)["_memory"].fetch_now()
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        vars(self)["_memory"].bring_back()
+        vars(self)["_memory"].fetch_now()
         return self.__reduce_ex__(protocol)
 
 
@@ -103,12 +103,12 @@ def host_value(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-def bring_back(tensor: Tensor) -> None:
+def fetch_now(tensor: Tensor) -> None:
     """Fetch the memory of a tensor if it is on the host."""
     if isinstance(tensor, _Offloaded):
         memory: OffloadedMemory = vars(tensor)["_memory"]
         if not memory.is_on_device:
-            memory.bring_back()
+            memory.fetch_now()
 
 
 class OffloadedMemory:
@@ -118,26 +118,27 @@ class OffloadedMemory:
         name: canonical name of its first tensor.
         tensors: all tensors in the storage; each covers it completely.
         link: link to the host.
-        bring_back: called if a tensor is used while its layer is not; calls ``fetch``, ``arrive`` and ``unguard``.
+        fetch_layer: called if a tensor is used while its layer is not; calls ``fetch``, ``wait_for_fetch`` and
+            ``unguard``.
 
     Raises:
         OffloadError: the host has no free memory.
     """
 
-    def __init__(self, name: str, tensors: Iterable[Tensor], link: Link, bring_back: Callable[[], None]) -> None:
+    def __init__(self, name: str, tensors: Iterable[Tensor], link: Link, fetch_layer: Callable[[], None]) -> None:
         self.name = name
         self.tensors = list(tensors)
         self._link = link
-        self.home = self.tensors[0].untyped_storage()
-        self.nbytes = self.home.nbytes()
-        self.host = link.host_copy(self.home)
-        self._bring_back = bring_back
+        self.device_storage = self.tensors[0].untyped_storage()
+        self.nbytes = self.device_storage.nbytes()
+        self.host = link.host_copy(self.device_storage)
+        self._fetch_layer = fetch_layer
         self._aliases: dict[int, weakref.ref[Tensor]] = {}
         self._is_replayed = False
         self.may_be_detached = False
         """True if ``detach`` may return an empty alias, which the caller then replaces."""
-        self._coming: tuple[UntypedStorage, Copy] | None = None
-        self._leaving: Copy | None = None
+        self._incoming: tuple[UntypedStorage, Copy] | None = None
+        self._outgoing: Copy | None = None
         self._is_on_device = True
         self._copied_at = self._version
 
@@ -149,9 +150,9 @@ class OffloadedMemory:
     @property
     def device_bytes(self) -> int:
         """Bytes allocated on the device."""
-        if self._coming is not None:
-            return self._coming[0].nbytes()
-        return self.home.nbytes() if self._is_on_device or self._leaving is not None else 0
+        if self._incoming is not None:
+            return self._incoming[0].nbytes()
+        return self.device_storage.nbytes() if self._is_on_device or self._outgoing is not None else 0
 
     @property
     def is_held(self) -> bool:
@@ -160,7 +161,7 @@ class OffloadedMemory:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             saved = [alias for alias in (reference() for reference in [*self._aliases.values()]) if alias is not None]
-            if not is_held_only_by(self.home, [*self.tensors, *saved]):
+            if not is_held_only_by(self.device_storage, [*self.tensors, *saved]):
                 return True
             return any(_is_saved_elsewhere(tensor, saved) for tensor in self.tensors)
 
@@ -171,6 +172,7 @@ class OffloadedMemory:
 
     @property
     def _version(self) -> tuple[int, ...]:
+        """Version counters of all tensors."""
         return tuple(tensor._version for tensor in self.tensors)
 
     def add(self, tensors: Iterable[Tensor]) -> None:
@@ -208,9 +210,9 @@ class OffloadedMemory:
         Raises:
             OffloadError: the tensor now has another storage.
         """
-        self._check_place()
+        self._check_storage()
         before = self._copied_at
-        written = self.write_back() if self.is_changed else self._leaving
+        written = self.write_back() if self.is_changed else self._outgoing
         if written is not None:
             written.synchronize()
         if before == ():  # a holder that wrote it undetected may do so again
@@ -219,19 +221,20 @@ class OffloadedMemory:
             like = torch.empty(0, dtype=tensor.dtype)
             return like.set_(self.host, tensor.storage_offset(), tensor.shape, tensor.stride())  # pyright: ignore
 
-    def bring_back(self) -> None:
+    def fetch_now(self) -> None:
         """Fetch the memory for a read or write outside the layer's uses."""
-        self._bring_back()
-        if not self._is_on_device or self._coming is not None:  # the manager is closed, and the device had no room then
+        self._fetch_layer()
+        # A closed manager fetches nothing. The device may have had no room when it was closed.
+        if not self._is_on_device or self._incoming is not None:
             self.release()
 
     def fetch(self) -> int:
         """Start the copy to the device and return the number of bytes copied."""
-        if self._is_on_device or self._coming is not None:
+        if self._is_on_device or self._incoming is not None:
             return 0
-        if self._leaving is not None:  # the device memory is still there
-            written = self._leaving
-            self._leaving = None
+        if self._outgoing is not None:  # the device memory is still there
+            written = self._outgoing
+            self._outgoing = None
             self._is_on_device = True
             try:
                 written.wait()
@@ -241,31 +244,31 @@ class OffloadedMemory:
         if internals.HAS_SWAP:
             target = UntypedStorage(self.nbytes, device=self._link.device)
         else:
-            self.home.resize_(self.nbytes)
-            target = self.home
-        self._coming = target, self._link.copy(target, self.host)
+            self.device_storage.resize_(self.nbytes)
+            target = self.device_storage
+        self._incoming = target, self._link.copy(target, self.host)
         return self.nbytes
 
-    def arrive(self) -> None:
+    def wait_for_fetch(self) -> None:
         """Wait for the copy to the device, after which the tensors can be read."""
-        if self._coming is None:
+        if self._incoming is None:
             return
-        target, copied = self._coming
-        self._coming = None
+        target, copied = self._incoming
+        self._incoming = None
         copied.wait()
-        if target is not self.home:
-            refill_storage(self.home, target, exclusive=True)
+        if target is not self.device_storage:
+            refill_storage(self.device_storage, target, exclusive=True)
         self._is_on_device = True
 
-    def leave(self) -> int:
+    def evict(self) -> int:
         """Evict the memory, unless it has other holders, and return the number of bytes copied.
 
         If the host copy is current, the device memory is released at once, else after a copy to the host.
         """
-        self.arrive()
+        self.wait_for_fetch()
         if not self._is_on_device:
             return 0
-        self._check_place()
+        self._check_storage()
         if self.is_held:
             self.note_change()  # the holder may write it and release it before the next check
             return 0
@@ -275,15 +278,15 @@ class OffloadedMemory:
         if written is None:
             self._empty()
             return 0
-        self._leaving = written
+        self._outgoing = written
         return self.nbytes
 
-    def finish_leaving(self) -> None:
+    def finish_eviction(self) -> None:
         """Wait for the copy to the host and release the device memory."""
-        if self._leaving is None:
+        if self._outgoing is None:
             return
-        written = self._leaving
-        self._leaving = None
+        written = self._outgoing
+        self._outgoing = None
         try:
             written.wait()
         except OffloadError:
@@ -295,16 +298,16 @@ class OffloadedMemory:
     def write_back(self) -> Copy:
         """Start to update the host copy; the caller waits for it before it uses either memory."""
         self._copied_at = self._version
-        return self._link.copy(self.host, self.home)
+        return self._link.copy(self.host, self.device_storage)
 
     def release(self) -> None:
         """Move the memory to the device permanently, even after a failed copy."""
         with contextlib.suppress(OffloadError):
-            self.finish_leaving()
+            self.finish_eviction()
         with contextlib.suppress(OffloadError):
-            self.arrive()
+            self.wait_for_fetch()
         self.fetch()
-        self.arrive()
+        self.wait_for_fetch()
         self.unguard()
 
     def unguard(self) -> None:
@@ -322,12 +325,14 @@ class OffloadedMemory:
                 guarded = OffloadedParameter if isinstance(tensor, nn.Parameter) else OffloadedTensor
                 object.__setattr__(tensor, "__class__", guarded)
 
-    def _check_place(self) -> None:
-        if any(internals.storage_address(tensor) != self.home._cdata for tensor in self.tensors):
+    def _check_storage(self) -> None:
+        """Raise an OffloadError if a tensor has been given another storage."""
+        if any(internals.storage_address(tensor) != self.device_storage._cdata for tensor in self.tensors):
             raise OffloadError(
                 f"{self.name}: expected to stay in its memory, got another (by .data = or Module.to); close() the "
                 "manager before, and register the layer with a new manager afterwards"
             )
 
     def _empty(self) -> None:
-        empty_storage(self.home, f"OffloadError: {self.name} was read while its memory was on the host")
+        """Release the device memory; later reads in C++ raise an error."""
+        empty_storage(self.device_storage, f"OffloadError: {self.name} was read while its memory was on the host")

@@ -109,6 +109,7 @@ class LayerObserver:
 
     @outside_compiled_graphs
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Report the begin of a forward, and watch the tensors whose gradients end its backward."""
         listener = self.listener
         if module is not self._module() or listener is None:
             return
@@ -152,19 +153,20 @@ class LayerObserver:
 
     def _watch_parameters(self) -> None:
         """Add gradient hooks to parameters without one, including those that were frozen before."""
-        for place, parameter in enumerate(self.parameters):
-            if parameter.requires_grad and place not in self._watched:
-                self._watched.add(place)
+        for index, parameter in enumerate(self.parameters):
+            if parameter.requires_grad and index not in self._watched:
+                self._watched.add(index)
                 note = weak_method(self._note_gradient)  # avoids a reference cycle
-                self.handles.append(parameter.register_hook(lambda _, place=place, note=note: note(place)))
+                self.handles.append(parameter.register_hook(lambda _, index=index, note=note: note(index)))
 
     def expected_gradients(self) -> set[int]:
         """Return the indices of the parameters whose gradients the running backward computes."""
-        return {place for place in self._watched if _is_reached(gradient_node(self.parameters[place]))}
+        return {index for index in self._watched if _is_reached(gradient_node(self.parameters[index]))}
 
-    def _note_gradient(self, place: int) -> None:
+    def _note_gradient(self, index: int) -> None:
+        """Record that the gradient of a parameter exists."""
         if self.backward is not None:
-            self.backward.missing.discard(place)
+            self.backward.missing.discard(index)
             self.backward.end_if_complete()
 
 

@@ -17,15 +17,15 @@ def check_is_per_parameter(optimizer: torch.optim.Optimizer) -> None:
     """
     kind = type(optimizer)
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        found = f"a {kind.__name__} with step hooks, which would run once per layer with its parameters alone"
+        actual = f"a {kind.__name__} with step hooks, which would run once per layer with its parameters alone"
     elif not kind.__module__.startswith("torch.optim."):
-        found = f"{kind.__module__}.{kind.__qualname__}, of which that is not known"
+        actual = f"{kind.__module__}.{kind.__qualname__}, which may not do so"
     elif isinstance(optimizer, torch.optim.LBFGS):
-        found = "LBFGS, which combines all parameters"
+        actual = "LBFGS, which combines all parameters"
     else:
         return
     raise OffloadError(
-        f"manager.step: expected an optimizer that updates each parameter independently, got {found}; call "
+        f"manager.step: expected an optimizer that updates each parameter independently, got {actual}; call "
         "optimizer.step(), which fetches all layers, or manager.step(optimizer, is_per_parameter=True) if you know it"
     )
 

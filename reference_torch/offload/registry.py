@@ -72,6 +72,7 @@ def _reduce(module: nn.Module) -> Any:
 
 
 def _without(state: dict[str, Any], keys: set[int]) -> dict[str, Any]:
+    """Return the ``__dict__`` of a module without the hooks that have these keys."""
     return {
         name: type(value)((key, item) for key, item in value.items() if key not in keys)
         if "_hooks" in name and isinstance(value, dict)

@@ -38,20 +38,20 @@ class Residency:
         self._parameters = parameters
         self._wants_activations = activations
         self._activation_min_bytes = activation_min_bytes
-        self._leaving: list[int] = []
+        self._outgoing: list[int] = []
         """Layers whose copies to the host have started and whose device memory is not released."""
-        self._held: dict[int, OffloadedMemory] = {}
-        """Memories with other holders when their layer was last evicted."""
+        self._retained: dict[int, OffloadedMemory] = {}
+        """Memories that stayed on the device at the last eviction of their layer, because of other holders."""
         self._unguarded: set[int] = set()
         """Layers whose tensors are ordinary tensors: those in use, and those that other code has read or written."""
 
-    def add(self, layer_id: int, module: nn.Module, expose: Callable[[int], None]) -> OffloadedLayer:
+    def add(self, layer_id: int, module: nn.Module, fetch_for_access: Callable[[int], None]) -> OffloadedLayer:
         """Create the memories of a layer; note_registered completes the registration.
 
         Args:
             layer_id: number of the layer.
             module: the layer, on its device.
-            expose: called with the number if a tensor is read or written while the layer is not in use.
+            fetch_for_access: called with the number if a tensor is read or written while the layer is not in use.
 
         Raises:
             ValueError: the number or the module is already registered, or its device does not fit.
@@ -61,7 +61,7 @@ class Residency:
         check_new(layer_id, module, self.layers)
         link = self.link or Link(device_of(layer_id, module), self._pin_memory)
         device_of(layer_id, module, link.device)
-        layer = OffloadedLayer(layer_id, module, self.memories, link, expose, self._parameters)
+        layer = OffloadedLayer(layer_id, module, self.memories, link, fetch_for_access, self._parameters)
         self.link = link
         return layer
 
@@ -71,7 +71,7 @@ class Residency:
             record = weak_method(self.record)
             self.activations = ActivationOffload(self.link, self.statistics, self._activation_min_bytes, record)
         self.layers[layer.layer_id] = layer
-        self.memories.update({memory.home._cdata: memory for memory in layer.memories})
+        self.memories.update({memory.device_storage._cdata: memory for memory in layer.memories})
         self._note_bytes()
 
     def layer(self, layer_id: int) -> OffloadedLayer:
@@ -99,19 +99,22 @@ class Residency:
     @property
     def device_bytes(self) -> int:
         """Bytes that registered layers occupy on the device now."""
-        layers = [self.layers[number] for number in {*self.resident_layers, *self._leaving}]
-        memories = self._held | {id(memory): memory for layer in layers for memory in layer.memories}
+        layers = [self.layers[number] for number in {*self.resident_layers, *self._outgoing}]
+        memories = self._retained | {id(memory): memory for layer in layers for memory in layer.memories}
         return sum(memory.device_bytes for memory in memories.values())
 
     def owners(self, memory: OffloadedMemory) -> list[int]:
         """Return the layers that have a memory."""
         return [number for number, layer in self.layers.items() if memory in layer.memories]
 
-    def reasons_to_stay(self) -> dict[str, str]:
-        """Return why memories stay on the device, by the name of the memory."""
-        stay = [(number, *reason.split(": ", 1)) for number, layer in self.layers.items() for reason in layer.kept]
-        since = {f"{name} of layer {number}": reason for number, name, reason in stay}
-        return since | {memory.name: IN_USE for memory in self._held.values()}
+    def reasons_to_retain(self) -> dict[str, str]:
+        """Return the reasons why memories stay on the device, by the name of the memory."""
+        retained = {}
+        for number, layer in self.layers.items():
+            for entry in layer.retained:
+                name, reason = entry.split(": ", 1)
+                retained[f"{name} of layer {number}"] = reason
+        return retained | {memory.name: IN_USE for memory in self._retained.values()}
 
     def fetch(self, layer_id: int) -> None:
         """Start to copy a layer to the device, unless it is already there."""
@@ -123,12 +126,12 @@ class Residency:
         self.statistics.note_copies("in", moved)
         self._note_bytes()
 
-    def arrive(self, layer_id: int) -> None:
+    def wait_for_fetch(self, layer_id: int) -> None:
         """Wait for the copies of a layer to the device."""
         layer = self.layers[layer_id]
         if self.link is not None and not layer.is_on_device:
-            with self.statistics.waiting(self.link.device):
-                layer.arrive()
+            with self.statistics.measure_wait(self.link.device):
+                layer.wait_for_fetch()
 
     def evict(self, layer_id: int) -> None:
         """Start to copy a layer to the host, except what a resident layer shares or others hold."""
@@ -137,17 +140,17 @@ class Residency:
             return
         layer.is_resident = False
         shared = {id(m) for other in self.layers.values() if other.is_resident for m in other.memories}
-        moved = [self._leave(memory) for memory in layer.memories if id(memory) not in shared]
-        self._leaving.append(layer_id)
+        moved = [self._evict_memory(memory) for memory in layer.memories if id(memory) not in shared]
+        self._outgoing.append(layer_id)
         self.record(f"-{layer_id}")
         self.statistics.note_copies("out", moved)
 
-    def finish_leaving(self) -> None:
+    def finish_eviction(self) -> None:
         """Wait for the copies to the host and release the device memory of evicted layers."""
-        leaving = self._leaving
-        self._leaving = []
-        for layer_id in leaving:
-            self.layers[layer_id].finish_leaving()
+        outgoing = self._outgoing
+        self._outgoing = []
+        for layer_id in outgoing:
+            self.layers[layer_id].finish_eviction()
 
     def restart_peak(self) -> None:
         """Restart the peaks of the statistics with what is on the device now."""
@@ -181,20 +184,21 @@ class Residency:
         close_layers(self.layers)
         self.is_closed = True
         self.memories.clear()
-        self._held.clear()
+        self._retained.clear()
         if self.activations is not None:
             self.activations.pool.clear()
 
-    def _leave(self, memory: OffloadedMemory) -> int:
+    def _evict_memory(self, memory: OffloadedMemory) -> int:
         """Evict a memory, unless it has other holders, and return the number of bytes copied."""
-        moved = memory.leave()
+        moved = memory.evict()
         if memory.is_on_device:
-            self._held[id(memory)] = memory
+            self._retained[id(memory)] = memory
         else:
-            self._held.pop(id(memory), None)
+            self._retained.pop(id(memory), None)
         return moved
 
     def _note_bytes(self) -> None:
+        """Update the peaks of the statistics."""
         self.statistics.note_bytes(self.device_bytes, len(self.resident_layers))
 
 
@@ -212,7 +216,7 @@ def check_new(layer_id: int, module: nn.Module, layers: Mapping[int, OffloadedLa
     """
     if layer_id in layers:
         raise ValueError(f"layer_id: expected one not registered yet, got {layer_id!r} a second time")
-    theirs = {id(part): number for number, layer in layers.items() for part in layer.module.modules()}
+    layer_of_part = {id(part): number for number, layer in layers.items() for part in layer.module.modules()}
     for part in module.modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise ValueError(
@@ -220,15 +224,15 @@ def check_new(layer_id: int, module: nn.Module, layers: Mapping[int, OffloadedLa
                 "torch.jit.script made it"
             )
         number = registered_number(part)
-        if number is not None and id(part) not in theirs:
+        if number is not None and id(part) not in layer_of_part:
             raise ValueError(
                 f"module: expected one of no other manager, got {type(part).__name__}, which is in layer "
                 f"{number} of another; close() that one before"
             )
-        if id(part) in theirs:
+        if id(part) in layer_of_part:
             raise ValueError(
                 f"module: expected one not registered yet, got {type(part).__name__}, which is in layer "
-                f"{theirs[id(part)]}"
+                f"{layer_of_part[id(part)]}"
             )
 
 
@@ -249,21 +253,21 @@ def close_layers(layers: dict[int, OffloadedLayer]) -> None:
         raise OffloadError(f"close: expected room for all layers, got: {errors[0]}; close() again") from errors[0]
 
 
-def device_of(layer_id: int, module: nn.Module, of_others: torch.device | None = None) -> torch.device:
+def device_of(layer_id: int, module: nn.Module, expected_device: torch.device | None = None) -> torch.device:
     """Return the device on which a layer is computed.
 
     Args:
         layer_id: number of the layer, for error messages.
         module: the layer.
-        of_others: device of the other layers, if any.
+        expected_device: device of the other layers, if any.
 
     Raises:
         ValueError: the tensors are on an unsupported device, on several, or on another than the other layers.
     """
     devices = {tensor.device for tensor in chain(module.parameters(), module.buffers())}
-    allowed = devices if of_others is None else {of_others}
+    allowed = devices if expected_device is None else {expected_device}
     if any(device.type not in ("cpu", "cuda") for device in devices) or len(devices | allowed) > 1:
-        expected = "one device, cpu or cuda" if of_others is None else f"{of_others}, as the other layers"
-        found = sorted(map(str, devices))
-        raise ValueError(f"layer {layer_id}: expected its parameters on {expected}, got {found}")
+        expected = "one device, cpu or cuda" if expected_device is None else f"{expected_device}, as the other layers"
+        actual = sorted(map(str, devices))
+        raise ValueError(f"layer {layer_id}: expected its parameters on {expected}, got {actual}")
     return next(iter(devices | allowed), torch.device("cpu"))

@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from reference_torch.offload.activations import ActivationGroup, ActivationOffload, SavedActivation
 from reference_torch.offload.link import OffloadError
-from reference_torch.offload.memory import OffloadedMemory, bring_back
+from reference_torch.offload.memory import OffloadedMemory, fetch_now
 from reference_torch.recompute import internals, lazy_restore
 
 
@@ -72,7 +72,7 @@ def guard_saved(
             require(saved.memory)
         if saved.unpack is not None:
             return value
-        bring_back(saved.tensor)  # another manager may have registered it since
+        fetch_now(saved.tensor)  # another manager may have registered it since
         if saved.tensor._version != saved.version:  # PyTorch checks versions only without hooks
             raise OffloadError(
                 "backward: expected values saved for backward unchanged, got one modified in place (one of the "

@@ -81,6 +81,7 @@ class UseOrder:
         return self._window(self._upcoming())
 
     def _upcoming(self) -> Iterator[Use]:
+        """Return the announced uses, and after them those that the order of forward predicts."""
         last = self._expected[-1] if self._expected else self._last
         if last is None or last.layer not in self.layers:
             last = Use("S", self.layers[-1])
@@ -91,6 +92,7 @@ class UseOrder:
         return chain(self._expected, expected_uses(self.layers, last, self.training, replays))
 
     def _window(self, uses: Iterable[Use]) -> tuple[int, ...]:
+        """Return the next layers of some uses, as many as a window contains."""
         return next_layers(uses, min(self._num_prefetch_layers + 1, len(self.layers)))
 
     def _learn_replays(self, use: Use) -> None:
@@ -149,15 +151,15 @@ class UseScheduler:
         self._open[use.layer] = use.kind
         residency.statistics.note_use(use.layer, hit=layer.is_resident)
         window = self.order.begin(use)
-        self.settle(window)
-        residency.finish_leaving()
+        self.evict_unneeded(window)
+        residency.finish_eviction()
         for layer_id in window:
             residency.fetch(layer_id)
         if residency.activations is not None and use.kind in ("B", "R"):
             replayed = (self.order.current._replace(kind="F"),)
             residency.activations.fetch(replayed if use.kind == "R" else self.order.next_backwards(with_current=True))
         residency.record(str(use))
-        residency.arrive(use.layer)
+        residency.wait_for_fetch(use.layer)
         residency.unguard(use.layer)
         residency.guard_all_except(self._open)
 
@@ -165,9 +167,9 @@ class UseScheduler:
         """End a layer's use if it is of one of these kinds, and evict what the next uses do not need."""
         if self._open.get(layer_id) not in kinds:
             return
-        self._residency.layers[layer_id].note_unseen_writes(self._open.pop(layer_id))
+        self._residency.layers[layer_id].note_untracked_writes(self._open.pop(layer_id))
         self._residency.guard_all_except(self._open)
-        self.settle()
+        self.evict_unneeded()
 
     def begin_forward(self, layer_id: int) -> None:
         """Begin a forward, which is a replay if it runs in backward."""
@@ -209,7 +211,7 @@ class UseScheduler:
         if layer_id in self._open:
             return
         for number in [number for number, kind in self._open.items() if kind == "B"]:  # it waits for the replay
-            self._residency.layers[number].note_unseen_writes(self._open.pop(number))
+            self._residency.layers[number].note_untracked_writes(self._open.pop(number))
             self.order.pending.append(number)
         self.begin(Use("R", layer_id))
 
@@ -231,7 +233,7 @@ class UseScheduler:
         if layer_id not in self._open and layer_id not in self._pinned:
             self._residency.evict(layer_id)
 
-    def settle(self, window: tuple[int, ...] | None = None) -> None:
+    def evict_unneeded(self, window: tuple[int, ...] | None = None) -> None:
         """Evict the layers outside a window; None: the window of the next uses."""
         window = self.order.next_window() if window is None else window
         for other in [number for number in self._residency.resident_layers if number not in window]:
@@ -245,7 +247,7 @@ class UseScheduler:
         if not self._residency.layer(layer_id).is_resident:
             self._residency.statistics.note_use(layer_id, hit=False)
         self._residency.fetch(layer_id)
-        self._residency.arrive(layer_id)
+        self._residency.wait_for_fetch(layer_id)
 
     def require_memory(self, memory: OffloadedMemory) -> None:
         """Fetch the layer that owns a memory and wait for it.
@@ -258,7 +260,7 @@ class UseScheduler:
             if pending or not memory.is_on_device:
                 self.require([*pending, *owners][0])
 
-    def expose(self, layer_id: int) -> None:
+    def fetch_for_access(self, layer_id: int) -> None:
         """Fetch a layer for a read or write of a parameter outside the layer's uses."""
         self.require(layer_id)
         self._residency.unguard(layer_id)

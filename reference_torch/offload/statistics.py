@@ -90,7 +90,7 @@ class OffloadStatistics:
         self.peak_layers = layers
 
     @contextlib.contextmanager
-    def waiting(self, device: torch.device) -> Iterator[None]:
+    def measure_wait(self, device: torch.device) -> Iterator[None]:
         """Measure the time in this context, of this thread or, on a GPU, of its current stream."""
         if device.type != "cuda":
             begin = time.perf_counter()

@@ -24,12 +24,12 @@ from reference_torch.pipeline.gradients import GradientSums
 from reference_torch.pipeline.split_backward import DeferredWeightGradients
 from reference_torch.pipeline.steps import (
     ForwardStep,
+    as_list,
     backward_step,
-    check_learns,
     check_output,
+    check_requires_grad,
     deallocate_output_tensor,
     forward_step,
-    listed,
     own_memory,
 )
 
@@ -73,14 +73,14 @@ class Executor:
         self._rank = 0 if communicator is None else communicator.rank
         self._sums = sums
         self._trace = [] if trace is None else trace
-        self._entered: dict[tuple[int, int], list[Tensor] | None] = {}
-        self._left: dict[tuple[int, int], Any] = {}
+        self._stage_inputs: dict[tuple[int, int], list[Tensor] | None] = {}
+        self._stage_outputs: dict[tuple[int, int], Any] = {}
         self._results: dict[Action, list[Tensor]] = {}
         self._deferred: defaultdict[tuple[int, int], DeferredWeightGradients] = defaultdict(DeferredWeightGradients)
-        self._backward_left = dict.fromkeys(range(schedule.stages_per_rank), schedule.num_microbatches)
+        self._backwards_remaining = dict.fromkeys(range(schedule.stages_per_rank), schedule.num_microbatches)
         self.reports: list[Any] = []
-        self._reported: list[int] = []
-        self._data = [_Data(*each) for each in zip(inputs.data_iterators, self._orders(), strict=True)]
+        self._reported_microbatches: list[int] = []
+        self._data = [_MicrobatchData(*each) for each in zip(inputs.data_iterators, self._orders(), strict=True)]
         self.num_tokens = torch.zeros((), dtype=torch.float64)  # exact, and a mask may be summed in any type
 
     def run(self) -> None:
@@ -94,8 +94,8 @@ class Executor:
         if self._communicator is not None:
             self._communicator.begin_step(program)
         posted = 0
-        for place, step in enumerate(steps):
-            posted = self._post_receives(steps, place, posted)
+        for index, step in enumerate(steps):
+            posted = self._post_receives(steps, index, posted)
             if isinstance(step, Action):
                 self._run(step)
                 self._trace.append(step)
@@ -103,8 +103,8 @@ class Executor:
                 self._send(step)
         if self._communicator is not None:
             self._communicator.end_step()
-        if len(self.reports) == len(self._reported):  # one for each microbatch: sort them by microbatch
-            self.reports = [self.reports[place] for place in np.argsort(self._reported)]
+        if len(self.reports) == len(self._reported_microbatches):  # one for each microbatch: sort them by microbatch
+            self.reports = [self.reports[index] for index in np.argsort(self._reported_microbatches)]
 
     def _orders(self) -> list[list[int]]:
         """Return the microbatches of each virtual stage, in the order of their forwards."""
@@ -114,17 +114,22 @@ class Executor:
                 orders[stage // self._schedule.pp_size].append(microbatch)
         return orders
 
-    def _post_receives(self, steps: Sequence[Action | Message], place: int, posted: int) -> int:
+    def _post_receives(self, steps: Sequence[Action | Message], index: int, posted: int) -> int:
         """Post every receive before the next action, and return the index up to which receives are posted.
 
         With overlap, a receive is posted before the action that precedes it starts. Without overlap, it is posted and
         waited for at its own place in the program.
+
+        Args:
+            steps: program of the rank.
+            index: index of the current step.
+            posted: index up to which receives are posted already.
         """
-        end = place + 1
+        end = index + 1
         if self._inputs.config.overlap_p2p_comm:
             while end < len(steps) and not isinstance(steps[end], Action):
                 end += 1
-        for step in steps[max(posted, place) : end]:
+        for step in steps[max(posted, index) : end]:
             if isinstance(step, Message) and step.direction == "RECV":
                 assert self._communicator is not None, "messages need another rank"
                 self._communicator.post_receive(step, self._shapes_of(step))
@@ -153,9 +158,9 @@ class Executor:
         try:
             steps[action.kind](action)
         except Exception as error:
-            explained = _explained(error, action)
+            explained = _explain(error, action)
             explained.add_note(
-                f"rank {self._rank}, {action}: {KINDS[action.kind]} of stage {action.stage}, "
+                f"rank {self._rank}, {action}: {KIND_NAMES[action.kind]} of stage {action.stage}, "
                 f"microbatch {action.microbatch}"
             )
             if explained is error:
@@ -163,26 +168,27 @@ class Executor:
             raise explained from error
         vp_stage = action.stage // self._schedule.pp_size
         if action.kind in "BW":
-            self._backward_left[vp_stage] -= 1
-            if self._backward_left[vp_stage] == 0:
+            self._backwards_remaining[vp_stage] -= 1
+            if self._backwards_remaining[vp_stage] == 0:
                 self._sums.start(self._inputs.models[vp_stage])
 
     def _forward(self, action: Action) -> None:
+        """Run F: receive the input of the stage, run it, and store its output for the next stage and for backward."""
         stage = action.stage
         key = (action.stage, action.microbatch)
         inputs = self._inputs
         vp_stage = stage // self._schedule.pp_size
         last = stage == self._schedule.num_stages - 1
-        entered = None
+        received = None
         if stage > 0:
-            entered = [x.requires_grad_(not self._schedule.forward_only) for x in self._received(action)]
-        with self._split(action):
+            received = [x.requires_grad_(not self._schedule.forward_only) for x in self._take_received(action)]
+        with self._defer_weight_gradients(action):
             output, tokens = forward_step(
                 inputs.forward_step_func,
-                self._data[vp_stage].of(action.microbatch),
+                self._data[vp_stage].iterator_for(action.microbatch),
                 inputs.models[vp_stage],
                 self._schedule.num_microbatches,
-                None if entered is None else entered[0] if len(entered) == 1 else entered,
+                None if received is None else received[0] if len(received) == 1 else received,
                 self.reports,
                 inputs.config,
                 inputs.cp_group_size,
@@ -192,18 +198,18 @@ class Executor:
             )
         self.num_tokens = self.num_tokens.to(tokens.device) + tokens
         if last:
-            self._reported.append(action.microbatch)
+            self._reported_microbatches.append(action.microbatch)
         else:
             self._check_output(output, stage)
         if not self._schedule.forward_only:
-            check_learns(output, entered, inputs.models[vp_stage], stage, last)
+            check_requires_grad(output, received, inputs.models[vp_stage], stage, last)
         if not last:
             if inputs.config.deallocate_pipeline_outputs:
                 output = own_memory(output)
-            self._results[action] = listed(output)
+            self._results[action] = as_list(output)
         if not self._schedule.forward_only:
-            self._entered[key] = entered
-            self._left[key] = output
+            self._stage_inputs[key] = received
+            self._stage_outputs[key] = output
 
     def _check_output(self, output: Any, stage: int) -> None:
         """Check that the next stage, on this rank or another, can receive an output."""
@@ -212,27 +218,29 @@ class Executor:
         check_output(output, stage, expected, config.variable_seq_lengths, getattr(torch, config.compute_dtype))
 
     def _backward(self, action: Action) -> None:
+        """Run B or I: receive the gradient of the output, and store that of the input for the previous stage."""
         key = (action.stage, action.microbatch)
-        entered = self._entered.pop(key)
-        output = self._left.pop(key)
+        received = self._stage_inputs.pop(key)
+        output = self._stage_outputs.pop(key)
         gradient = None
         if action.stage + 1 < self._schedule.num_stages:
-            gradient = self._received(action)
-        with self._split(action):
-            gradients = backward_step(entered, output, gradient)
+            gradient = self._take_received(action)
+        with self._defer_weight_gradients(action):
+            gradients = backward_step(received, output, gradient)
         if gradients is not None:
-            self._results[action] = listed(gradients)
+            self._results[action] = as_list(gradients)
 
     def _weight_gradients(self, action: Action) -> None:
+        """Run W: compute the weight gradients that I deferred."""
         self._deferred.pop((action.stage, action.microbatch)).run()
 
-    def _split(self, action: Action) -> AbstractContextManager[Any]:
+    def _defer_weight_gradients(self, action: Action) -> AbstractContextManager[Any]:
         """Return the context that defers weight gradients if the table splits this backward into I and W."""
         key = action.stage, action.microbatch
         return self._deferred[key] if self._schedule.splits(*key) else nullcontext()
 
-    def _received(self, action: Action) -> list[Tensor]:
-        """Return the tensors that an action needs from another stage, of this rank or another."""
+    def _take_received(self, action: Action) -> list[Tensor]:
+        """Return the tensors that an action needs from a neighbouring stage, of this rank or another."""
         (needed,) = [other for other in dependencies(self._schedule, action) if other.stage != action.stage]
         if self._schedule.rank_of(needed.stage) == self._rank:
             return [tensor.detach() for tensor in self._results.pop(needed)]
@@ -240,21 +248,22 @@ class Executor:
         return self._communicator.receive(Message("RECV", needed, self._schedule.rank_of(needed.stage)))
 
     def _send(self, message: Message) -> None:
+        """Send the result of an action; an activation is released afterwards if the configuration says so."""
         assert self._communicator is not None, "messages need another rank"
         assert receiver(self._schedule, message.produced_by) == message.peer, "the message has another receiver"
         sent = self._results.pop(message.produced_by)
         self._communicator.send(message, sent)
         if message.produced_by.kind == "F":
-            # A tensor without a graph is the stage's own input or the user's data.
-            freed = [tensor for tensor in sent if tensor.grad_fn is not None]
-            deallocate_output_tensor(freed, self._inputs.config.deallocate_pipeline_outputs)
+            # A tensor without a graph is the input of the stage or data of the user, so it is not released.
+            to_release = [tensor for tensor in sent if tensor.grad_fn is not None]
+            deallocate_output_tensor(to_release, self._inputs.config.deallocate_pipeline_outputs)
 
 
-KINDS = {"F": "forward", "B": "backward", "I": "backward for the input", "W": "backward for the weights"}
+KIND_NAMES = {"F": "forward", "B": "backward", "I": "backward for the input", "W": "backward for the weights"}
 """Names of the kinds of actions, for error messages."""
 
 
-def _explained(error: Exception, action: Action) -> Exception:
+def _explain(error: Exception, action: Action) -> Exception:
     """Return an error that explains a PyTorch error in terms of the pipeline, or the error itself."""
     text = str(error).splitlines()[0] if str(error) else ""
     if isinstance(error, RuntimeError) and "leaf Variable that requires grad is being used in an in-place" in text:
@@ -271,7 +280,7 @@ def _explained(error: Exception, action: Action) -> Exception:
     return error
 
 
-class _Data:
+class _MicrobatchData:
     """The microbatches of a virtual stage, which a table may request in any order.
 
     Args:
@@ -282,17 +291,17 @@ class _Data:
     def __init__(self, iterator: Iterator[Any] | None, order: Sequence[int]) -> None:
         self._iterator = iterator
         self._in_order = list(order) == sorted(order)
-        self._taken: dict[int, Any] = {}
+        self._read_ahead: dict[int, Any] = {}
         self._next = 0
 
-    def of(self, microbatch: int) -> Iterator[Any] | None:
+    def iterator_for(self, microbatch: int) -> Iterator[Any] | None:
         """Return an iterator whose next item is this microbatch."""
         if self._iterator is None or self._in_order:
             return self._iterator
         while self._next <= microbatch:
-            self._taken[self._next] = next(self._iterator)
+            self._read_ahead[self._next] = next(self._iterator)
             self._next += 1
-        return iter([self._taken.pop(microbatch)])
+        return iter([self._read_ahead.pop(microbatch)])
 
 
 @lru_cache(maxsize=32)

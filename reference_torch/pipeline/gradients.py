@@ -24,22 +24,22 @@ class GradientSums:
     def __init__(self, group: ProcessGroup | None, timeout: float, models: Sequence[nn.Module]) -> None:
         self._group = group
         self._timeout = timeout
-        self._incomplete = Counter(parameter for model in models for parameter in model.parameters())
-        self._under_way: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
+        self._stages_remaining = Counter(parameter for model in models for parameter in model.parameters())
+        self._pending: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
 
     def start(self, model: nn.Module) -> None:
         """Start to sum the gradients of a stage whose last backward has ended."""
         if self._group is None:
             return
-        self._incomplete.subtract(model.parameters())
-        complete = [parameter for parameter in model.parameters() if not self._incomplete[parameter]]
+        self._stages_remaining.subtract(model.parameters())
+        complete = [parameter for parameter in model.parameters() if not self._stages_remaining[parameter]]
         gradients = [_gradient(parameter) for parameter in complete if parameter.requires_grad]
         for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
-            of_dtype = [gradient for gradient in gradients if gradient.dtype == dtype]
-            flat = torch.cat([gradient.flatten() for gradient in of_dtype])
+            same_dtype = [gradient for gradient in gradients if gradient.dtype == dtype]
+            flat = torch.cat([gradient.flatten() for gradient in same_dtype])
             work = dist.all_reduce(flat, group=self._group, async_op=True)
             assert work is not None, "this rank is one of the replicas"
-            self._under_way.append((work, flat, of_dtype))
+            self._pending.append((work, flat, same_dtype))
 
     def finish(self) -> None:
         """Wait for the sums and copy them into the gradients.
@@ -47,12 +47,12 @@ class GradientSums:
         Raises:
             PipelineError: a replica did not take part in a sum in time.
         """
-        for work, flat, gradients in self._under_way:
+        for work, flat, gradients in self._pending:
             wait_for(work, "the sum of gradients over replicas", self._timeout)
             parts = flat.split([gradient.numel() for gradient in gradients])
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
-        self._under_way = []
+        self._pending = []
 
 
 def finalize_model_grads(
@@ -79,7 +79,7 @@ def finalize_model_grads(
     if config.calculate_per_token_loss:
         device = next((parameter.device for model in models for parameter in model.parameters()), num_tokens.device)
         divisor = num_tokens.to(device, copy=True)
-        for group in (groups.pp, groups.alike):
+        for group in (groups.pp, groups.with_same_stages):
             _sum_over(divisor, group, "the number of tokens", timeout)
         divisor.clamp_(min=1)
     if isinstance(divisor, Tensor) or divisor != 1.0:
@@ -97,24 +97,24 @@ def _sum_tied(gradients: Sequence[Tensor], groups: ProcessGroups, timeout: float
         _sum_over(gradients[0], groups.embedding, "the sum of a tied embedding's gradients", timeout)
 
 
-def set_aside(models: Sequence[nn.Module]) -> Sequence[tuple[Tensor, Tensor]]:
-    """Remove and return the gradients of earlier steps, which this step must not sum or divide again."""
+def remove_earlier_gradients(models: Sequence[nn.Module]) -> Sequence[tuple[Tensor, Tensor]]:
+    """Remove the gradients of earlier steps, which this step must not sum or divide again, and return them."""
     earlier = [(parameter, parameter.grad) for parameter in _parameters(models) if parameter.grad is not None]
     for parameter, _ in earlier:
         parameter.grad = None
     return earlier
 
 
-def put_back(models: Sequence[nn.Module], earlier: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Restore the gradients that set_aside removed, and drop those of a failed step."""
+def restore_earlier_gradients(models: Sequence[nn.Module], earlier: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Restore the gradients that remove_earlier_gradients removed, and drop those of a failed step."""
     for parameter in _parameters(models):
         parameter.grad = None
     for parameter, gradient in earlier:
         parameter.grad = gradient
 
 
-def add_back(earlier: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Add the gradients of this step in place to those that set_aside removed."""
+def add_earlier_gradients(earlier: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Add the gradients of this step in place to those that remove_earlier_gradients removed."""
     for parameter, gradient in earlier:
         parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 

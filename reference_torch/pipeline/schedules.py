@@ -19,7 +19,13 @@ from reference_torch.context_parallel.wavefront import finish
 from reference_torch.groups import ProcessGroups
 from reference_torch.p2p import P2PCommunicator, Shape
 from reference_torch.pipeline.executor import Executor, StepInputs
-from reference_torch.pipeline.gradients import GradientSums, add_back, finalize_model_grads, put_back, set_aside
+from reference_torch.pipeline.gradients import (
+    GradientSums,
+    add_earlier_gradients,
+    finalize_model_grads,
+    remove_earlier_gradients,
+    restore_earlier_gradients,
+)
 from reference_torch.pipeline.steps import ForwardStep
 
 AdjustShapes = Callable[[list[Shape], list[Shape]], tuple[list[Shape], list[Shape]]]
@@ -218,8 +224,8 @@ def get_pp_rank_microbatches(
         warmup = num_warmup_microbatches(pp_rank, p, num_microbatches, v, group, forward_only)
     else:  # the last forward before the first backward belongs to the steady state
         kinds = [action.kind for action in schedule_for(config, num_microbatches).actions[pp_rank]]
-        ahead = next(place for place, kind in enumerate(kinds) if kind != "F")
-        warmup = ahead if ahead == total else ahead - 1
+        num_leading = next(index for index, kind in enumerate(kinds) if kind != "F")
+        warmup = num_leading if num_leading == total else num_leading - 1
     return total, warmup == total, warmup, total - warmup
 
 
@@ -232,6 +238,17 @@ def _run(
     groups: ProcessGroups | None,
     trace: list[Action] | None,
 ) -> list[Any]:
+    """Run a step of any kind.
+
+    Args:
+        step: forward_step_func, data_iterator, model, num_microbatches and config of the public function.
+        shapes: shapes that each virtual stage receives and sends.
+        forward_only: see the public functions.
+        collect_non_loss_data: see the public functions.
+        communicator: see p2p_communicator of the public functions.
+        groups: see pg_collection of the public functions.
+        trace: see the public functions.
+    """
     forward_step_func, data_iterator, model, num_microbatches, config = step
     if collect_non_loss_data and not forward_only:
         raise ValueError(
@@ -242,17 +259,17 @@ def _run(
     schedule = schedule_for(config, num_microbatches, forward_only, context_rank)
     models = [*model] if isinstance(model, Sequence) else [model]
     iterators = [*data_iterator] if isinstance(data_iterator, Sequence) else [data_iterator]
-    for name, given in (("model", models), ("data_iterator", iterators)):
-        if len(given) != schedule.stages_per_rank:
+    for name, items in (("model", models), ("data_iterator", iterators)):
+        if len(items) != schedule.stages_per_rank:
             raise ValueError(
-                f"{name}: expected {schedule.stages_per_rank}, one for each virtual stage of the rank, got {len(given)}"
+                f"{name}: expected {schedule.stages_per_rank}, one for each virtual stage of the rank, got {len(items)}"
             )
     groups = groups or ProcessGroups()
-    own_communicator = _make_communicator(config, groups, models) if communicator is None else None
-    sums = GradientSums(groups.alike, config.pipeline_timeout, models)
+    step_communicator = _make_communicator(config, groups, models) if communicator is None else None
+    sums = GradientSums(groups.with_same_stages, config.pipeline_timeout, models)
     inputs = StepInputs(forward_step_func, iterators, models, config, shapes, collect_non_loss_data)
-    executor = Executor(schedule, inputs, communicator or own_communicator, sums, trace)
-    earlier = [] if forward_only else set_aside(models)
+    executor = Executor(schedule, inputs, communicator or step_communicator, sums, trace)
+    earlier = [] if forward_only else remove_earlier_gradients(models)
     try:
         executor.run()
         if config.cp_exchange == PIPELINED:
@@ -262,19 +279,20 @@ def _run(
             finalize_model_grads(models, config, groups, executor.num_tokens)
     except BaseException:
         if not forward_only:
-            put_back(models, earlier)
-        if own_communicator is not None:
-            own_communicator.dismiss()
+            restore_earlier_gradients(models, earlier)
+        if step_communicator is not None:
+            step_communicator.dismiss()
         raise
-    if own_communicator is not None:
-        own_communicator.close()
-    add_back(earlier)
+    if step_communicator is not None:
+        step_communicator.close()
+    add_earlier_gradients(earlier)
     return executor.reports
 
 
 def _make_communicator(
     config: TransformerConfig, groups: ProcessGroups, models: Sequence[nn.Module]
 ) -> P2PCommunicator | None:
+    """Return a communicator for one step, or None without a pipeline."""
     if config.pipeline_model_parallel_size == 1:
         return None
     if groups.pp is None:
@@ -286,7 +304,9 @@ def _make_communicator(
     return P2PCommunicator(groups.pp, config, device)
 
 
-_NONE, _ONE_STAGE, _VIRTUAL = "no pipeline", "one stage a rank", "virtual stages"
+_NONE = "no pipeline"
+_ONE_STAGE = "one stage a rank"
+_VIRTUAL = "virtual stages"
 
 
 def _kind_of(config: TransformerConfig) -> str:
@@ -297,6 +317,7 @@ def _kind_of(config: TransformerConfig) -> str:
 
 
 def _check_kind(config: TransformerConfig, expected: str) -> None:
+    """Raise a ValueError if a step function is called with a configuration of another kind."""
     if _kind_of(config) != expected:
         raise ValueError(
             f"config: expected {expected} with this function, got {_kind_of(config)}, schedule "

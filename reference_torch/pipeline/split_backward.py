@@ -29,15 +29,15 @@ class DeferredWeightGradients(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._noted: list[_Product] = []
+        self._recorded: list[_Product] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace a linear map; run every other function unchanged."""
         if func is torch.nn.functional.linear and torch.is_grad_enabled():
             x, weight, bias = _linear_arguments(*args, **(kwargs or {}))
-            parameter = _parameter_behind(weight)
-            if parameter is not None and _can_wait(x, weight, bias, parameter):
-                return _Linear.apply(x, weight, bias, parameter, self._noted)
+            parameter = _leaf_of(weight)
+            if parameter is not None and _is_deferrable(x, weight, bias, parameter):
+                return _Linear.apply(x, weight, bias, parameter, self._recorded)
         return func(*args, **(kwargs or {}))
 
     def run(self) -> None:
@@ -46,29 +46,29 @@ class DeferredWeightGradients(TorchFunctionMode):
         Raises:
             PipelineError: a factor of a product was changed in place after I.
         """
-        noted = [*self._noted]
-        self._noted.clear()
+        recorded = [*self._recorded]
+        self._recorded.clear()
         with torch.no_grad():
-            while noted:
-                noted.pop(0).add_to_gradient()
+            while recorded:
+                recorded.pop(0).add_to_gradient()
 
 
 class _Linear(torch.autograd.Function):
     """x @ weight.T + bias, with a backward that records the gradient of the weight instead of computing it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parameter: Tensor, noted: list) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parameter: Tensor, recorded: list) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.parameter = parameter
-        ctx.noted = noted
+        ctx.recorded = recorded
         # The product of a batch is a view, and autograd forbids in-place changes of a custom function's view.
         return torch.nn.functional.linear(x, weight, bias).data
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        (x, weight), parameter = ctx.saved_tensors, ctx.parameter
-        ctx.noted.append(_Product(parameter, gradient, x))
+        x, weight = ctx.saved_tensors
+        ctx.recorded.append(_Product(ctx.parameter, gradient, x))
         return (
             gradient @ weight if ctx.needs_input_grad[0] else None,
             None,  # the weight's
@@ -90,6 +90,11 @@ class _Product:
         self._versions = gradient._version, x._version
 
     def add_to_gradient(self) -> None:
+        """Compute the product and add it to the gradient of the weight.
+
+        Raises:
+            PipelineError: a factor was changed in place after I.
+        """
         gradient, x = self._factors
         for name, factor, version in zip(
             ("gradient of the output", "input"), self._factors, self._versions, strict=True
@@ -105,7 +110,7 @@ class _Product:
         parameter.grad = product if parameter.grad is None else parameter.grad.add_(product)
 
 
-def _can_wait(x: Tensor, weight: Tensor, bias: Tensor | None, parameter: Tensor) -> bool:
+def _is_deferrable(x: Tensor, weight: Tensor, bias: Tensor | None, parameter: Tensor) -> bool:
     """Return True if the weight gradient of a linear map can be deferred.
 
     It must be one product of real matrices. Autocast would change dtypes between I and W. Hooks of a weight need the
@@ -121,7 +126,7 @@ def _can_wait(x: Tensor, weight: Tensor, bias: Tensor | None, parameter: Tensor)
     )
 
 
-def _parameter_behind(weight: Tensor) -> Tensor | None:
+def _leaf_of(weight: Tensor) -> Tensor | None:
     """Return the leaf behind a weight, i.e. the weight or the tensor that it was cast from, or None."""
     if not weight.requires_grad:
         return None
@@ -136,4 +141,5 @@ def _parameter_behind(weight: Tensor) -> Tensor | None:
 def _linear_arguments(
     input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the arguments of torch.nn.functional.linear by position, whether given by position or by name."""
     return input, weight, bias

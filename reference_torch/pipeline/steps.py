@@ -59,8 +59,8 @@ def forward_step(
     result = forward_step_func(data_iterator, model)
     if not isinstance(result, tuple) or len(result) != 2 or not callable(result[1]):
         raise ValueError(
-            f"forward_step_func: expected (output, reducer), got {_described(result)}; return the model's output and a "
-            "function that makes a loss of it"
+            f"forward_step_func: expected (output, reducer), got {_describe(result)}; return the model's output and a "
+            "function that computes a loss from it"
         )
     output, reducer = result
     if not is_last_stage:
@@ -107,10 +107,10 @@ def forward_step_calc_loss(
         ValueError: the reducer returned something else, two values although tokens must be counted, or a loss that is
             not a tensor with one element.
     """
-    none = torch.zeros((), dtype=torch.int64)
+    no_tokens = torch.zeros((), dtype=torch.int64)
     if collect_non_loss_data:
         forward_data_store.append(loss_func(output_tensor, non_loss_data=True))
-        return output_tensor, none
+        return output_tensor, no_tokens
     result = loss_func(output_tensor)
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise ValueError(
@@ -121,9 +121,9 @@ def forward_step_calc_loss(
     if not isinstance(result[0], Tensor) or result[0].numel() != 1:
         raise ValueError(
             f"forward_step_func: expected a reducer whose loss is a tensor of one element, got "
-            f"{_described(result[0])}; return e.g. the mean of the losses"
+            f"{_describe(result[0])}; return e.g. the mean of the losses"
         )
-    forward_data_store.append(_copied(result[-1]))
+    forward_data_store.append(_copy_report(result[-1]))
     scale = cp_group_size or 1
     if len(result) == 2:
         if config.calculate_per_token_loss:
@@ -131,11 +131,12 @@ def forward_step_calc_loss(
                 "forward_step_func: expected a reducer that returns (loss, num_tokens, report) with "
                 "calculate_per_token_loss, got 2 values"
             )
-        return result[0] * (scale / num_microbatches), none
-    loss, tokens = result[0], torch.as_tensor(result[1])
+        return result[0] * (scale / num_microbatches), no_tokens
+    loss = result[0]
+    num_tokens = torch.as_tensor(result[1])
     if config.calculate_per_token_loss:
-        return loss * scale, tokens.detach().clone()
-    return loss * (scale / num_microbatches) / tokens.clamp(min=1), none
+        return loss * scale, num_tokens.detach().clone()
+    return loss * (scale / num_microbatches) / num_tokens.clamp(min=1), no_tokens
 
 
 def check_output(output: Any, stage: int, shapes: Sequence[Shape], variable: bool, dtype: torch.dtype) -> None:
@@ -155,20 +156,20 @@ def check_output(output: Any, stage: int, shapes: Sequence[Shape], variable: boo
     if not isinstance(tensors, list | tuple) or not all(isinstance(x, Tensor) for x in tensors):
         raise ValueError(
             f"forward_step_func: expected stage {stage} to return a tensor or a list of tensors, got "
-            f"{_described(output)}; return what the next stage reads"
+            f"{_describe(output)}; return what the next stage reads"
         )
     if len(tensors) != len(shapes):
         raise ValueError(
             f"forward_step_func: expected stage {stage} to return {len(shapes)} tensors, got {len(tensors)}; return as "
-            "many as the next stage receives, or say otherwise by adjust_tensor_shapes_fn"
+            "many as the next stage receives, or change the shapes with adjust_tensor_shapes_fn"
         )
-    for place, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         if tensor.layout != torch.strided or tensor.dtype != dtype:
             raise ValueError(
                 f"forward_step_func: expected stage {stage} to return {str(dtype).removeprefix('torch.')}, got "
-                f"{_described(tensor)}; stages exchange what the model computes in: cast the output"
+                f"{_describe(tensor)}; stages exchange what the model computes in: cast the output"
             )
-        expected = tuple(shapes[place])
+        expected = tuple(shapes[index])
         if variable and tensor.dim() == len(expected) and tensor.shape[-1] == expected[-1]:
             continue
         if tensor.shape != expected:
@@ -179,12 +180,14 @@ def check_output(output: Any, stage: int, shapes: Sequence[Shape], variable: boo
             )
 
 
-def check_learns(output: Tensors, entered: Sequence[Tensor] | None, model: nn.Module, stage: int, last: bool) -> None:
+def check_requires_grad(
+    output: Tensors, received: Sequence[Tensor] | None, model: nn.Module, stage: int, last: bool
+) -> None:
     """Check that an output or a loss is not detached from trainable inputs.
 
     Args:
         output: output of a stage, or the loss of the last stage.
-        entered: tensors that the stage received; None on the first.
+        received: tensors that the stage received; None on the first.
         model: the stage.
         stage: number of the stage, for error messages.
         last: if True, it is the last stage.
@@ -192,13 +195,14 @@ def check_learns(output: Tensors, entered: Sequence[Tensor] | None, model: nn.Mo
     Raises:
         ValueError: the output requires no gradient, although the input or a parameter does.
     """
-    if any(x.requires_grad for x in listed(output)):
+    if any(x.requires_grad for x in as_list(output)):
         return
-    if entered is not None or any(parameter.requires_grad for parameter in model.parameters()):
-        what = "a loss" if last else "an output"
+    if received is not None or any(parameter.requires_grad for parameter in model.parameters()):
+        subject = "a loss" if last else "an output"
         raise ValueError(
-            f"forward_step_func: expected {what} of stage {stage} that requires a gradient, got a detached one, which "
-            "leaves nothing before it a gradient; drop detach() or torch.no_grad(), or freeze what is not to be trained"
+            f"forward_step_func: expected {subject} of stage {stage} that requires a gradient, got a detached one, "
+            "which leaves nothing before it a gradient; drop detach() or torch.no_grad(), or freeze what is not to be "
+            "trained"
         )
 
 
@@ -224,7 +228,7 @@ def backward_step(
     custom_backward(output_tensor, output_tensor_grad)
     if input_tensor is None:
         return None
-    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in listed(input_tensor)]
+    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in as_list(input_tensor)]
     return gradients[0] if isinstance(input_tensor, Tensor) else gradients
 
 
@@ -241,8 +245,8 @@ def custom_backward(output: Tensors, grad_output: Tensors | None) -> None:
     Raises:
         ValueError: the numbers of outputs and gradients differ, or an output without gradient is not a scalar.
     """
-    outputs = listed(output)
-    gradients = [None] * len(outputs) if grad_output is None else listed(grad_output)
+    outputs = as_list(output)
+    gradients = [None] * len(outputs) if grad_output is None else as_list(grad_output)
     if len(gradients) != len(outputs):
         raise ValueError(f"grad_output: expected {len(outputs)} gradients, one an output, got {len(gradients)}")
     roots = []
@@ -274,7 +278,7 @@ def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False
     """
     if out is None or not deallocate_pipeline_outputs:
         return
-    for tensor in out.values() if isinstance(out, dict) else listed(out):
+    for tensor in out.values() if isinstance(out, dict) else as_list(out):
         if not isinstance(tensor, Tensor):
             continue
         if tensor._base is not None:
@@ -299,28 +303,28 @@ def own_memory(out: Any) -> Any:
     return [tensor.clone() for tensor in out] if len(out) > 1 else [own_memory(tensor) for tensor in out]
 
 
-def listed(tensors: Tensors) -> list[Tensor]:
+def as_list(tensors: Tensors) -> list[Tensor]:
     """Return one tensor or several as a list."""
     return [tensors] if isinstance(tensors, Tensor) else [*tensors]
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     """Describe a value for an error message."""
     if isinstance(value, Tensor):
         layout = "" if value.layout == torch.strided else f" {str(value.layout).removeprefix('torch.')}"
         return f"a{layout} tensor {[*value.shape]} of {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, list | tuple):
-        return f"a {type(value).__name__} of {', '.join(map(_described, value[:4])) or 'nothing'}"
+        return f"a {type(value).__name__} of {', '.join(map(_describe, value[:4])) or 'nothing'}"
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _copied(report: Any) -> Any:
+def _copy_report(report: Any) -> Any:
     """Return a report with every tensor copied and detached."""
     if isinstance(report, Tensor):
         return report.detach().clone()
     if isinstance(report, dict):
-        return {name: _copied(value) for name, value in report.items()}
+        return {name: _copy_report(value) for name, value in report.items()}
     if isinstance(report, list | tuple):
-        copies = [_copied(value) for value in report]
+        copies = [_copy_report(value) for value in report]
         return type(report)(*copies) if hasattr(report, "_fields") else type(report)(copies)
     return report

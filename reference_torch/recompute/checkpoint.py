@@ -36,10 +36,10 @@ class CheckpointWithoutOutput:
     the plain call.
 
     An output is not discarded if the call does not own its memory: an input, a parameter, a view of either, a tensor
-    stored elsewhere, a tensor subclass, or a tensor that needs no gradient. :attr:`kept` lists these outputs with the
-    reason. An output also stays if, at the discard, a holder exists that cannot restore it before reading: a view, or
-    an operation under other saved-tensor hooks. With gradients disabled, or a module in eval mode, the call is a plain
-    call.
+    stored elsewhere, a tensor subclass, or a tensor that needs no gradient. :attr:`retained` lists these outputs with
+    the reason. An output also stays if, at the discard, a holder exists that cannot restore it before reading: a view,
+    or an operation under other saved-tensor hooks. With gradients disabled, or a module in eval mode, the call is a
+    plain call.
 
     Args:
         name: name in error messages; None: the name of the function.
@@ -53,7 +53,7 @@ class CheckpointWithoutOutput:
         self._region: Region | None = None
         self._slots: list[Slot] = []
         self._outputs: list[weakref.ref[Tensor]] = []
-        self.kept: list[str] = []
+        self.retained: list[str] = []
 
     @property
     def called(self) -> bool:
@@ -98,12 +98,13 @@ class CheckpointWithoutOutput:
         region = Region(fn, args, kwargs, name, self._generators)
         output = region.forward(args, kwargs)
         leaves = tree_leaves(output)
-        self._slots, self.kept = region.make_slots(leaves)
+        self._slots, self.retained = region.make_slots(leaves)
         if region.is_nested:  # readers find the slots through the outputs, because nothing else may hold this object
             for slot in self._slots:
                 slot.live_with_outputs()
         self._outputs = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        self._region, self._called = region, True
+        self._region = region
+        self._called = True
         return output
 
     @outside_compiled_graphs
@@ -256,11 +257,11 @@ class MHCBlockRecomputeManager:
             raise RecomputeUsageError(
                 "discard_consumed: expected to be called inside `with manager:`, where readers restore on first use"
             )
-        kept = {slot_address(tensor) for tensor in keep}
+        retained = {slot_address(tensor) for tensor in keep}
         for slot in self._pending:
-            if slot.address not in kept:
+            if slot.address not in retained:
                 slot.discard()
-        self._pending = [slot for slot in self._pending if slot.address in kept]
+        self._pending = [slot for slot in self._pending if slot.address in retained]
 
     @outside_compiled_graphs
     def discard_all_outputs_and_register_unified_recompute(self, hook_tensor: Tensor) -> None:
@@ -296,12 +297,14 @@ class MHCBlockRecomputeManager:
 
     @outside_compiled_graphs
     def _unified_recompute_hook(self, grad: Tensor) -> None:
+        """Restore the outputs of all checkpoints when the gradient of the hook tensor arrives."""
         checkpoints = self.checkpoints
         self.checkpoints = []  # the hook may fire twice
         for ckpt in checkpoints:
             ckpt.recompute()
 
     def _check_unfinished(self) -> None:
+        """Raise a RecomputeUsageError if the manager has discarded its outputs."""
         if self._finished:
             raise RecomputeUsageError(
                 "manager: expected one that has not yet discarded its outputs, got a used one; make a manager for each "
@@ -406,6 +409,7 @@ class _Pack:
 
 @outside_compiled_graphs
 def _unpack(saved: _Saved) -> Tensor:
+    """Return a saved value, after its slot is restored and its version is checked."""
     if saved.unpack is not None:
         return saved.unpack(saved.tensor)
     if saved.slot is not None:
@@ -425,14 +429,14 @@ def _restore_readers_on_first_use(hook_tensor: Tensor, first: Region) -> None:
     """
     oldest = first.node._sequence_nr()
     pack = _Pack(None)
-    waiting = [hook_tensor.grad_fn]
+    pending = [hook_tensor.grad_fn]
     seen = set()
-    while waiting:
-        node = waiting.pop()
+    while pending:
+        node = pending.pop()
         if node is None or node in seen or node._sequence_nr() < oldest:
             continue
         seen.add(node)
-        waiting.extend(following for following, _ in node.next_functions)
+        pending.extend(following for following, _ in node.next_functions)
         with internals.without_dispatch_modes():
             for attribute in dir(type(node)):
                 if attribute.startswith("_raw_saved_"):
@@ -442,6 +446,7 @@ def _restore_readers_on_first_use(hook_tensor: Tensor, first: Region) -> None:
 
 
 def _hook_saved(value: Any, pack: _Pack) -> None:
+    """Register the hooks of lazy_restore on a saved value, unless it has hooks or is None."""
     try:
         value.register_hooks(pack, _unpack)
     except RuntimeError as error:
@@ -450,10 +455,12 @@ def _hook_saved(value: Any, pack: _Pack) -> None:
 
 
 def _check_hook_tensor(hook_tensor: Tensor) -> None:
+    """Raise a TypeError if the hook tensor is not a tensor."""
     if not isinstance(hook_tensor, Tensor):
         raise TypeError(f"hook_tensor: expected a tensor computed from the output, got {type(hook_tensor).__name__}")
 
 
 def _is_evaluating(fn: Callable) -> bool:
+    """Return True if a function is a module in eval mode or a method of one."""
     module = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
     return isinstance(module, nn.Module) and not module.training

@@ -75,6 +75,7 @@ def _pattern() -> int:
 
 @functools.cache
 def _map():
+    """Return mmap of the C library, which can map at a fixed address."""
     function = ctypes.CDLL(None, use_errno=True).mmap
     function.restype = ctypes.c_void_p
     sizes = (ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)

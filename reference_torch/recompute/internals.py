@@ -73,6 +73,7 @@ def version_watch(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an empty tensor, shared by all callers."""
     return torch.empty(0, dtype=dtype, device=device)
 
 
@@ -89,9 +90,9 @@ def negated_view(tensor: Tensor) -> Tensor:
     return torch._C._VariableFunctions._neg_view(tensor)
 
 
-def swap_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+def swap_memory(first: torch.UntypedStorage, second: torch.UntypedStorage) -> None:
     """Exchange the memory and the sizes of two storages."""
-    one._swap_data_ptr_(other)
+    first._swap_data_ptr_(second)
 
 
 def set_read_message(storage: torch.UntypedStorage, message: str) -> None:

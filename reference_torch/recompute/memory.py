@@ -52,6 +52,7 @@ def measure_memory(forward: Callable[[], Tensor], backward: Callable[[Tensor], o
 
 
 def _measure_cuda(forward: Callable[[], Tensor], backward: Callable[[Tensor], object]) -> MemoryUse:
+    """Measure with the counters of the caching allocator."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

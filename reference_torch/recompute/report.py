@@ -23,6 +23,8 @@ class SavedValue(NamedTuple):
 
 
 class _Named(NamedTuple):
+    """A value that name_value has registered."""
+
     name: str
     shape: tuple[int, ...]
     dtype: str

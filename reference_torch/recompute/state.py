@@ -127,8 +127,10 @@ _BYTES_OF_MT19937 = 625 * 4
 
 
 def _default_generator(cuda_index: int | None) -> torch.Generator:
+    """Return PyTorch's default generator of a CUDA device, or of the CPU if the index is None."""
     return torch.default_generator if cuda_index is None else torch.cuda.default_generators[cuda_index]
 
 
 def _current_cuda_device() -> set[int]:
+    """Return the index of the current CUDA device; empty if CUDA is not in use."""
     return {torch.cuda.current_device()} if torch.cuda.is_initialized() else set()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from benchmarks.jobs.context import Load, time_with_delay
 from reference_torch.context_parallel import build_cp_context
-from reference_torch.context_parallel.exchange import Crossing, pass_states
+from reference_torch.context_parallel.exchange import StateExchange, run_exchange
 
 
 def count_sent(
@@ -36,7 +36,7 @@ def count_sent(
         travel = {"cp_exchange": exchange, "cp_wire_dtype": wire} | dict(options)
         context = build_cp_context(offsets, dist.group.WORLD, **travel)
         map_ = torch.zeros(heads, key, key), torch.ones(heads, key, value)
-        pass_states(*map_, torch.zeros(heads, key), context)
+        run_exchange(*map_, torch.zeros(heads, key), context)
     finally:
         dist.isend, dist.all_gather = plain_send, plain_gather
     return sent[0], sent[1], sent[2]
@@ -46,24 +46,24 @@ def seconds_beside_sleep(load: Load, delay: float, work: float, turns: int) -> d
     """Of steps, by whether exchanges overlap: a rank sleeps where it computes on once an exchange can begin, forward
     and backward, and what is exchanged is there so much later.
     """
-    plain_begin, plain_back = Crossing.begin, Crossing.passed_back
+    plain_begin, plain_back = StateExchange.begin, StateExchange.exchange_gradients
 
-    def begin(self: Crossing, finals: torch.Tensor) -> None:
+    def begin(self: StateExchange, finals: torch.Tensor) -> None:
         plain_begin(self, finals)
         time.sleep(work)
 
-    def passed_back(self: Crossing, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        meanwhile = self.meanwhile
-        assert meanwhile is not None, "there is something to compute meanwhile"
+    def exchange_gradients(self: StateExchange, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        overlapped_work = self.overlapped_work
+        assert overlapped_work is not None, "there is something to compute meanwhile"
         if self.context.overlap:
-            self.meanwhile = lambda: (time.sleep(work), meanwhile())
+            self.overlapped_work = lambda: (time.sleep(work), overlapped_work())
         else:
             time.sleep(work)
         return plain_back(self, *arguments)
 
-    Crossing.begin, Crossing.passed_back = begin, passed_back
+    StateExchange.begin, StateExchange.exchange_gradients = begin, exchange_gradients
     try:
         found = time_with_delay(load, (delay,), turns)
     finally:
-        Crossing.begin, Crossing.passed_back = plain_begin, plain_back
+        StateExchange.begin, StateExchange.exchange_gradients = plain_begin, plain_back
     return {overlap: seconds for (_, overlap), seconds in found.items()}

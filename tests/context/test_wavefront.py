@@ -166,9 +166,9 @@ def test_a_group_that_takes_the_name_of_another_begins_anew():
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         try:
             group = dist.new_group([0])
-            assert [wavefront_room.Handing(group).number for _ in range(3)] == [0, 1, 2]
+            assert [wavefront_room.MicrobatchMessages(group).number for _ in range(3)] == [0, 1, 2]
             wavefront_room.finish(group)
-            wavefront_room._shared(group).departures._error = "it was not received"
+            wavefront_room._shared(group).pending_sends._error = "it was not received"
             with pytest.raises(PipelineError, match="it was not received"):
                 wavefront_room.finish(group)
         finally:

@@ -42,12 +42,12 @@ def test_an_alias_stays_good(managers, alias, n):
 def test_what_is_held_is_named_and_leaves_when_it_is_let_go(managers):
     model = build()
     manager = managers(model, 0)
-    assert manager.stats["kept"] == {}
+    assert manager.stats["retained"] == {}
     weight = model.layers[1].wide.weight
     alias = weight.detach()
     before = manager.device_bytes
     manager.offload_all_layers()
-    assert manager.stats["kept"] == {"wide.weight of layer 1": IN_USE}
+    assert manager.stats["retained"] == {"wide.weight of layer 1": IN_USE}
     assert manager.device_bytes == alias.nbytes < before
     assert manager.stats["peak_bytes"] == alias.nbytes
     assert f"stays on the device: wide.weight of layer 1 ({IN_USE})" in describe_statistics(manager.stats)
@@ -55,7 +55,7 @@ def test_what_is_held_is_named_and_leaves_when_it_is_let_go(managers):
     del alias
     manager.require(1)
     manager.offload_all_layers()
-    assert manager.stats["kept"] == {}
+    assert manager.stats["retained"] == {}
     assert manager.device_bytes == 0
     assert not weight.any()
 
@@ -64,8 +64,8 @@ def test_what_was_kept_from_the_beginning_is_named(managers):
     layer = nn.Linear(2, 2)
     held = layer.bias.detach()
     manager = managers([layer], 0)
-    assert manager.stats["kept"] == {"bias of layer 0": IN_USE}
-    assert total_statistics([manager.stats, manager.stats])["kept"] == {"bias of layer 0": IN_USE}
+    assert manager.stats["retained"] == {"bias of layer 0": IN_USE}
+    assert total_statistics([manager.stats, manager.stats])["retained"] == {"bias of layer 0": IN_USE}
     assert held.untyped_storage().nbytes()
 
 
@@ -96,7 +96,7 @@ def test_graphs_made_outside_of_a_layer_find_its_weights(managers, n):
         with torch.no_grad():
             model(batch())
         if gradients:
-            assert len(manager.stats["kept"]) >= (LAYERS - n - 1) * 6
+            assert len(manager.stats["retained"]) >= (LAYERS - n - 1) * 6
         penalty.backward()
         gradients.append([p.grad for p in model.parameters()])
     for a, b in zip(*gradients, strict=True):

@@ -355,7 +355,7 @@ def test_tensors_of_inference_mode_stay(managers):
         layer = nn.Linear(3, 3)
     manager = managers([layer], 0)
     reason = "a tensor of inference mode, whose changes are not counted"
-    assert manager.stats["kept"] == {"weight of layer 0": reason, "bias of layer 0": reason}
+    assert manager.stats["retained"] == {"weight of layer 0": reason, "bias of layer 0": reason}
 
 
 COMPILED = {

@@ -377,7 +377,7 @@ def with_a_hook(parameters):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda parameters: LargestStep(parameters, lr=0.1), "LargestStep, of which that is not known"),
+        (lambda parameters: LargestStep(parameters, lr=0.1), "LargestStep, which may not do so"),
         (with_a_hook, "SGD with step hooks"),
         (torch.optim.LBFGS, "LBFGS"),
     ],

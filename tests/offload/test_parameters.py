@@ -266,7 +266,7 @@ def test_o7_partial_views_and_subclasses_stay(managers):
     layer.e, layer.f = nn.Parameter(torch.empty(0)), nn.Parameter(torch.randn(6))
     held = layer.f.data[2:]
     manager = managers([layer], 0)
-    assert [name.split(":")[0] for name in manager._residency.layers[0].kept] == ["c", "a", "e", "f"]
+    assert [name.split(":")[0] for name in manager._residency.layers[0].retained] == ["c", "a", "e", "f"]
     assert manager.stats["bytes_out"] == 0
     assert isinstance(layer.d, OffloadedParameter)
     assert not isinstance(layer.a, OffloadedParameter)

@@ -255,7 +255,7 @@ def test_o9_without_a_gpu_the_device_is_a_second_place_in_memory(managers):
     assert memory.device_bytes == 0
     manager.require(0)
     assert memory.device_bytes == memory.nbytes
-    assert memory.home.data_ptr() != memory.host.data_ptr()
+    assert memory.device_storage.data_ptr() != memory.host.data_ptr()
 
 
 def test_o10_constructor_attributes_and_door(capsys):

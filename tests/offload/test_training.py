@@ -136,7 +136,7 @@ def test_o4_blocks_that_are_recomputed_keep_to_n_and_one_layer(way, size, n, man
     assert_equal_state(ours, plain)
     assert manager.stats["peak_layers"] == n + 1
     assert manager.stats["peak_bytes"] == (n + 1) * sum(manager.storages()[0].values())
-    assert manager.stats["kept"] == {}
+    assert manager.stats["retained"] == {}
     assert moved[2] <= moved[0], "replays are learnt"
 
 

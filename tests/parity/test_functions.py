@@ -185,7 +185,7 @@ REFUSED = {
         lambda a: a,
         lambda b: b,
         {"inputs": {"a": X}},
-        r"JAX function <lambda>: expected to accept the inputs a, got: .*pass inputs as a list",
+        r"JAX function <lambda>: expected to accept inputs a, got: .*pass inputs as a list",
     ),
     "kinds": (torch.tanh, lambda x: x > 0, {}, "output 'output': expected equal kinds of dtype, got float64 and bool"),
     "dtypes": (torch.tanh, jnp.tanh, {"dtypes": ["float8"]}, "dtypes: expected some of float64, float32, bfloat16"),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.model.data import Corpus
 from diptych.plans.schedule.messages import PipelineError
-from reference_torch.groups import ProcessGroups, gather, make_mesh, on_first_rank, said_on_all_ranks
+from reference_torch.groups import ProcessGroups, gather, gather_texts, make_mesh, on_first_rank
 from reference_torch.p2p import P2PCommunicator
 from reference_torch.pipeline import get_forward_backward_func
 from reference_torch.train import Trainer
@@ -195,7 +195,7 @@ def meet_without_first(how: str) -> None:
     elif how == "gather":
         gather({}, groups.pp)
     else:
-        said_on_all_ranks("", groups)
+        gather_texts("", groups)
 
 
 def keep_a_pool(path: str) -> None:

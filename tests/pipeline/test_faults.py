@@ -103,7 +103,7 @@ def ranks_say(scenario: Scenario) -> dict[int, Told]:
 
 def check_scenarios(scenarios: dict[str, Scenario], monkeypatch, check_one) -> None:
     """All of them, some at a time: most of it is waiting."""
-    monkeypatch.setattr(rank_pool, "GRACE", ANSWER)
+    monkeypatch.setattr(rank_pool, "GRACE_SECONDS", ANSWER)
 
     def run(name: str) -> str | None:
         try:

@@ -44,12 +44,12 @@ class Machine:
         if forward is not None:
             if forward.stage > 0:
                 self.expect("inputs", rank, rows.forward_input[rank, row], forward._replace(stage=forward.stage - 1))
-            self.buffers["kept"][rank][rows.forward_kept[rank, row]] = forward
+            self.buffers["residuals"][rank][rows.forward_residuals[rank, row]] = forward
         pulled = self.action("B", rank, row, rows.backward_stage, rows.backward_microbatch)
         if pulled is not None:
             _, stage, microbatch = pulled
             if self.keep == "residuals":
-                self.expect("kept", rank, rows.backward_kept[rank, row], Action("F", stage, microbatch))
+                self.expect("residuals", rank, rows.backward_residuals[rank, row], Action("F", stage, microbatch))
             elif stage > 0:
                 self.expect("inputs", rank, rows.backward_input[rank, row], Action("F", stage - 1, microbatch))
             if stage < last:
@@ -58,11 +58,11 @@ class Machine:
             self.buffers["weights"][rank][rows.backward_weights[rank, row]] = pulled
         if pulled is not None and pulled.kind == "B" and self.schedule.splits_backward:  # its second half, at once
             assert (rows.weights_stage[rank, row], rows.weights_microbatch[rank, row]) == pulled[1:]
-            self.expect("weights", rank, rows.weights_kept[rank, row], pulled)
+            self.expect("weights", rank, rows.weights_operands[rank, row], pulled)
             return forward, pulled
         weights = self.action("W", rank, row, rows.weights_stage, rows.weights_microbatch)
         if weights is not None:
-            self.expect("weights", rank, rows.weights_kept[rank, row], weights._replace(kind="I"))
+            self.expect("weights", rank, rows.weights_operands[rank, row], weights._replace(kind="I"))
         return forward, pulled
 
     def action(self, kind: str, rank: int, row: int, stages: np.ndarray, microbatches: np.ndarray) -> Action | None:
@@ -122,7 +122,7 @@ def test_slots_are_no_more_than_what_is_in_flight(arguments):
     """Residuals: as many slots as microbatches in flight at most. Inputs: these, and what waits for its forward."""
     schedule = build_schedule(*arguments)
     most = max(simulate(schedule).peak_in_flight)
-    assert compile_lockstep(schedule, keep="residuals").buffer_sizes.kept == (
+    assert compile_lockstep(schedule, keep="residuals").buffer_sizes.residuals == (
         most if not schedule.splits_backward else first_half_in_flight(schedule)
     )
     assert compile_lockstep(schedule, keep="inputs").buffer_sizes.inputs <= most + schedule.stages_per_rank
@@ -141,7 +141,7 @@ def test_buffers_do_not_grow_with_the_number_of_microbatches(name):
         len({compile_lockstep(build_schedule(name, 4, m), keep=keep).buffer_sizes for m in (8, 64) for keep in KEEPS})
         == 2
     )
-    grows = [compile_lockstep(build_schedule("gpipe", 4, m), keep="residuals").buffer_sizes.kept for m in (8, 64)]
+    grows = [compile_lockstep(build_schedule("gpipe", 4, m), keep="residuals").buffer_sizes.residuals for m in (8, 64)]
     assert grows == [8, 64]
 
 
@@ -152,7 +152,7 @@ def test_number_of_slots(m, p):
     assert compile_lockstep(schedule).count == 2 * m + 2 * (p - 1)
     fused = compile_lockstep(schedule, fused=True, keep="residuals")
     assert fused.count == m + 2 * (p - 1)
-    assert fused.buffer_sizes.kept == min(m, 2 * p - 1)
+    assert fused.buffer_sizes.residuals == min(m, 2 * p - 1)
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 4, 2), (4, 8, 2), (3, 9, 3)])

@@ -55,8 +55,8 @@ def measure_part(config: TransformerConfig, batch: int) -> int:
     model, group, length = GPTModel(replace(config, context_parallel_size=1)), dist.group.WORLD, config.seq_length
     offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32)
     context = build_cp_context(offsets, group, config.linear_conv_kernel_dim, offsets, **exchange_options(config))
-    if context.handing is not None:
-        context.handing.keeps = ()  # as in training, without recomputation
+    if context.messages is not None:
+        context.messages.replayed_kinds = ()  # as in training, without recomputation
     place = torch.arange(batch * length).chunk(context.size)[context.rank]
     tokens, targets = torch.randint(0, config.vocab_size, (2, 1, len(place)))
     told = {"samples": (place // length)[None], "positions": place % length, "step": 0, "cp_context": context}

@@ -67,8 +67,8 @@ def test_r07_output_aliasing_an_older_tensor_is_kept(name):
             outputs = listed(checkpoint.checkpoint(call, x))
             read = [reader(y) for y in outputs if y.requires_grad]
             checkpoint.discard_output()
-        assert len({y.untyped_storage()._cdata for y in outputs}) == len(checkpoint.kept) == 1
-        assert checkpoint.kept[0].startswith("output 0 of 'mine': ")
+        assert len({y.untyped_storage()._cdata for y in outputs}) == len(checkpoint.retained) == 1
+        assert checkpoint.retained[0].startswith("output 0 of 'mine': ")
         assert all(type(y) in (Tensor, nn.Parameter) and not is_empty(y) for y in outputs)
         assert_equal([y.detach() for y in outputs], [y.detach() for y in expected_outputs])
         actual = gradients(read, inputs, allow_unused=True) if any(needs) else ()
@@ -96,7 +96,7 @@ def test_r07_only_the_aliasing_outputs_are_kept():
         read = [reader(y) for y in outputs[:4]]
         checkpoint.discard_output()
     assert [is_empty(y) for y in outputs] == [False, True, False, True, False]
-    assert len(checkpoint.kept) == 3
+    assert len(checkpoint.retained) == 3
     assert_equal(gradients(read, [x, weight]), expected)
 
 
@@ -109,7 +109,7 @@ def test_r07_an_outer_tensor_of_a_closure_is_kept():
     y = checkpoint.checkpoint(lambda: older)
     loss = reader((older * 1).t()) + reader(y)
     checkpoint.discard_output_and_register_recompute(loss)
-    assert checkpoint.kept
+    assert checkpoint.retained
     assert not is_empty(older)
     assert_equal(gradients(loss, [x]), expected)
 

@@ -89,7 +89,7 @@ def run_program(steps, order, scoped: bool, recompute: bool, seed: int, drawn: C
             manager.discard_all_outputs_and_register_unified_recompute(total)
         for checkpoint in checkpoints:
             checkpoint.discard_output_and_register_recompute(total)
-            drawn["kept"] += bool(checkpoint.kept)
+            drawn["kept"] += bool(checkpoint.retained)
     if recompute:
         empty = [{y.untyped_storage()._cdata for y in group if is_empty(y)} for group in results]
         drawn["read by a later one"] += any(empty[j] and empty[i + 1] for i, js in enumerate(reads) for j in js)

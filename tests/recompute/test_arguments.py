@@ -71,7 +71,7 @@ def test_r04_integer_tensors_and_tensors_without_gradient_go_in_and_come_out():
     checkpoint.discard_output_and_register_recompute(loss)
     assert torch.equal(best, table[places].argmax(-1))
     assert torch.equal(twice, weight * 2)
-    assert len(checkpoint.kept) == 2
+    assert len(checkpoint.retained) == 2
     assert_equal(gradients(loss, [table]), expected)
 
 

@@ -194,7 +194,7 @@ def test_a_foreign_module_is_wrapped_as_it_is(need_weights, trace):
                 checkpoint.discard_output()
         del out, extra
         mark("forward")
-        assert checkpoint.kept == []
+        assert checkpoint.retained == []
         result = gradients(loss, [x, *parameters])
         mark("backward")
         return result

@@ -165,7 +165,7 @@ def test_r13_subclass_outputs_are_kept():
         tagged, y = checkpoint.checkpoint(call, x)
         read = [o.as_subclass(Tensor) * o.as_subclass(Tensor) for o in (tagged, y)]
         checkpoint.discard_output()
-    assert checkpoint.kept == ["output 0 of 'tags': a tensor subclass"]
+    assert checkpoint.retained == ["output 0 of 'tags': a tensor subclass"]
     assert type(tagged) is Tagged
     assert is_empty(y)
     assert torch.equal(tagged.as_subclass(Tensor), x.tanh())
@@ -193,7 +193,7 @@ for recompute in (False, True):
         if recompute:
             checkpoint.discard_output()
             assert isinstance(y, DTensor) and torch.equal(y.to_local(), x.tanh())
-            assert checkpoint.kept == ["output 0 of 'sharded': a tensor subclass"], checkpoint.kept
+            assert checkpoint.retained == ["output 0 of 'sharded': a tensor subclass"], checkpoint.retained
     results.append(torch.autograd.grad(loss, leaf, distribute_tensor(c, mesh, [Replicate()]))[0].to_local())
 assert torch.equal(*results)
 dist.destroy_process_group()

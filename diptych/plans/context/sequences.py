@@ -87,14 +87,14 @@ class FLACPContext:
     cp_attention_layout: str = "contiguous"
     layer: int | None = None
     """PyTorch, pipelined: number of the layer that receives and sends; None: a call outside of a model."""
-    handing: Any = None
-    """PyTorch, pipelined: messages of the microbatch, a Handing of reference_torch.context_parallel.wavefront."""
+    messages: Any = None
+    """PyTorch, pipelined: a MicrobatchMessages of reference_torch.context_parallel.wavefront."""
     all_cu_seqlens: Any = None
     """Start offsets of all sequences, and the total length. [N + 1] int32"""
 
     def of_layer(self, number: int) -> "FLACPContext":
         """Return the context for one layer of a model."""
-        return self if self.handing is None else replace(self, layer=number)
+        return self if self.messages is None else replace(self, layer=number)
 
     @property
     def goes_through(self) -> Any:

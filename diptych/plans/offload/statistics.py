@@ -21,7 +21,7 @@ def total_statistics(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 total[name] = max(total[name], value)
             elif name == "misses_by_layer":
                 total[name] = dict(sorted((Counter(total[name]) + Counter(value)).items()))
-            elif name == "kept":
+            elif name == "retained":
                 total[name] = total[name] | value
             else:
                 total[name] += value
@@ -33,7 +33,7 @@ def describe_statistics(stats: Mapping[str, Any]) -> str:
 
     Args:
         stats: ``copies_in``, ``copies_out``, ``bytes_in``, ``bytes_out``, ``hits``, ``misses``, ``peak_layers``,
-            ``peak_bytes``; ``seconds_waited`` if measured; ``kept``, the reasons why parameters stay, by name.
+            ``peak_bytes``; ``seconds_waited`` if measured; ``retained``, the reasons why parameters stay, by name.
     """
     mib = {name: f"{stats[name] / 2**20:,.1f}" for name in ("bytes_in", "bytes_out", "peak_bytes")}
     uses = stats["hits"] + stats["misses"]
@@ -46,6 +46,6 @@ def describe_statistics(stats: Mapping[str, Any]) -> str:
             f"{stats['misses']:,} of {uses:,} uses of a layer came before it was asked for",
             f"at most {stats['peak_layers']} layers, {mib['peak_bytes']} MiB of them on the device"
             + ("" if waited is None else f"; waited {waited:.3f} s for copies"),
-            *(f"stays on the device: {name} ({reason})" for name, reason in stats.get("kept", {}).items()),
+            *(f"stays on the device: {name} ({reason})" for name, reason in stats.get("retained", {}).items()),
         ]
     )

@@ -46,7 +46,7 @@ class Rows(NamedTuple):
     """Microbatch of F."""
     forward_input: np.ndarray
     """Buffer entry of the activations that F reads."""
-    forward_kept: np.ndarray
+    forward_residuals: np.ndarray
     """Buffer entry for the values that F saves for backward."""
     backward_stage: np.ndarray
     """Stage of B or I. If the schedule splits some backwards, B is stored as I with W in the same slot."""
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
     """Buffer entry of the activations that B or I reads."""
     backward_gradient: np.ndarray
     """Buffer entry of the gradient of the stage's output."""
-    backward_kept: np.ndarray
+    backward_residuals: np.ndarray
     """Buffer entry of the values that F saved for backward."""
     backward_weights: np.ndarray
     """Buffer entry for the values that I saves for W."""
@@ -64,7 +64,7 @@ class Rows(NamedTuple):
     """Stage of W."""
     weights_microbatch: np.ndarray
     """Microbatch of W."""
-    weights_kept: np.ndarray
+    weights_operands: np.ndarray
     """Buffer entry of the values that I saved for W."""
 
 
@@ -73,7 +73,7 @@ class BufferSizes(NamedTuple):
 
     inputs: int
     gradients: int
-    kept: int
+    residuals: int
     weights: int
 
 
@@ -242,7 +242,7 @@ def _lifetimes(schedule: Schedule, times: dict[Action, int], keep: Keep) -> list
             arrival = times[Action("F", stage - 1, microbatch)] + 1
             on_rank["inputs"].append((arrival, backward_slot if keep == "inputs" else slot, value))
         if kind == "F" and keep == "residuals" and not schedule.forward_only:
-            on_rank["kept"].append((slot, backward_slot, value))
+            on_rank["residuals"].append((slot, backward_slot, value))
         if action == backward and stage + 1 < schedule.num_stages:
             on_rank["gradients"].append((times[schedule.backward_of(stage + 1, microbatch)] + 1, slot, value))
         if action == backward and schedule.splits_backward:
@@ -276,10 +276,10 @@ def _fill(schedule: Schedule, times: dict[Action, int], entries: list[dict[str, 
         backward_input=sizes.inputs,
         gradient_arrivals=sizes.gradients,
         backward_gradient=sizes.gradients,
-        forward_kept=sizes.kept,
-        backward_kept=sizes.kept,
+        forward_residuals=sizes.residuals,
+        backward_residuals=sizes.residuals,
         backward_weights=sizes.weights,
-        weights_kept=sizes.weights,
+        weights_operands=sizes.weights,
     )
     rows = Rows(
         *(
@@ -307,9 +307,9 @@ def _fill(schedule: Schedule, times: dict[Action, int], entries: list[dict[str, 
 
 
 _READS: dict[str, dict[str, str]] = {
-    "forward": {"inputs": "input", "kept": "kept"},
-    "backward": {"inputs": "input", "gradients": "gradient", "kept": "kept", "weights": "weights"},
-    "weights": {"weights": "kept"},
+    "forward": {"inputs": "input", "residuals": "residuals"},
+    "backward": {"inputs": "input", "gradients": "gradient", "residuals": "residuals", "weights": "weights"},
+    "weights": {"weights": "operands"},
 }
 """By role: the buffers that an action reads or writes, and the column of the buffer entry."""
 

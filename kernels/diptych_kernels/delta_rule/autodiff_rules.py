@@ -1,47 +1,91 @@
 """Forward and backward rules of the delta rule in terms of launches, shared by all backends.
 
-See kernels/diptych_kernels/autodiff_rules.py. Forward computes the products of each chunk's tokens, solves the
-triangular systems, and scans over the chunks; w and u of the reference are not stored. Backward repeats this but saves
-the chunks' initial states and errors, scans in reverse, and then computes the gradients of all chunks in parallel.
+The form of the rules is that of kernels/diptych_kernels/autodiff_rules.py. Symbols are defined in products.py, scan.py
+and gradients.py.
 
-With context parallelism, a rank's first and last sequence may continue on other ranks. Forward first scans the last
-sequence from 0 and the identity, which gives the map of states [H | M] that the rank sends. Backward first scans the
-first sequence in reverse, which gives the gradient of its initial state without the contribution of other ranks. The
-messages of other ranks complete the initial states and the gradients of the final states.
+- Forward computes the products of each chunk's tokens, solves the triangular systems, and scans over the chunks. w and
+  u of the reference implementation are not stored.
+- Backward repeats the scan but stores the initial states and errors of the chunks. It then scans in reverse, and
+  computes the gradients of all chunks in parallel.
+
+With context parallelism, a rank's first and last sequence may continue on other ranks. A sequence's part on one rank
+maps the state before it to the state after it,
+
+    S_last = M S_first + H            dS_first = M^T dS_last + dH
+
+Forward first scans the last sequence from 0 and the identity, which gives the map [H | M] that the rank sends. Backward
+first scans the first sequence in reverse from dS_last = 0, which gives dH. The messages of other ranks complete the
+initial states and the gradients of the final states.
 
 On one GPU, the same maps divide long sequences into parts that are scanned in parallel, if the heads alone give too few
-programs (static.parts).
+programs (``DeltaRule.parts``).
 """
 
 from typing import Any, NamedTuple, Protocol
 
 from diptych_kernels.autodiff_rules import Array, Backend, Operation, dtype_name
-from diptych_kernels.delta_rule import launch_configs as launches
+from diptych_kernels.delta_rule import launch_configs
 from diptych_kernels.delta_rule.launch_configs import Call
 
 
 class Ranks(Protocol):
-    """Exchange between context-parallel ranks; hashable. ``roles`` is an array that only the backend interprets."""
+    """An exchange of states between context-parallel ranks; hashable.
 
-    def pass_on(self, maps: Array, roles: Array) -> Array:
-        """Return the first sequence's initial state [HV, K, V] from every rank's map [1, HV, K, V + K]."""
+    ``roles`` says where the rank's boundary sequences begin and end. Only the backend interprets it.
+    """
+
+    def exchange_forward(self, maps: Array, roles: Array) -> Array:
+        """Return the initial state of this rank's first sequence.
+
+        Args:
+            maps: map [H | M] of this rank's last sequence. [1, HV, K, V + K]
+            roles: see Ranks.
+
+        Returns:
+            The state that the earlier ranks compose of their maps. [HV, K, V]
+        """
         ...
 
-    def pass_back(self, maps: Array, d_found: Array, roles: Array) -> Array:
-        """Return the sent state's gradient from all ranks' maps and received states' gradients [HV, K, V]."""
+    def exchange_backward(self, maps: Array, d_received: Array, roles: Array) -> Array:
+        """Return the gradient of the final state of this rank's last sequence.
+
+        Args:
+            maps: map [H | M] of this rank's last sequence. [1, HV, K, V + K]
+            d_received: dH of this rank's first sequence, the part of the gradient of the received state that this
+                rank's tokens contribute. [HV, K, V]
+            roles: see Ranks.
+
+        Returns:
+            The gradient that the later ranks compose of theirs. [HV, K, V]
+        """
         ...
 
     def with_first(self, states: Array, first: Array | None, roles: Array) -> Array:
-        """Replace the first of the states [N, HV, K, V] if its sequence starts on another rank; None: by 0."""
+        """Replace the first of the states [N, HV, K, V] if its sequence starts on another rank.
+
+        ``first`` [HV, K, V] is the new state; None stands for 0.
+        """
         ...
 
     def with_last(self, states: Array, last: Array | None, roles: Array) -> Array:
-        """Replace the last of the states if its sequence continues on another rank; None: by 0."""
+        """Replace the last of the states [N, HV, K, V] if its sequence continues on another rank.
+
+        ``last`` [HV, K, V] is the new state; None stands for 0.
+        """
         ...
 
 
 class DeltaRule(NamedTuple):
-    """Static arguments of the operation."""
+    """Static arguments of the operation.
+
+    Args:
+        per_channel: True for one decay per channel of the keys, False for one per head.
+        scale: factor of the queries.
+        chunk_size: tokens of a chunk; 16, 32 or 64. C
+        recompute: compute the terms of chunks again in backward instead of saving them.
+        parts: number of parts per sequence that are scanned in parallel; 1 for none.
+        ranks: exchange between context-parallel ranks; None if all sequences are complete.
+    """
 
     per_channel: bool
     scale: float
@@ -52,7 +96,10 @@ class DeltaRule(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Inputs of the scans; with one decay per token, q_in, k_in, k_out and decay are q, k, k and g."""
+    """Terms of the chunks that the scans read; products.py defines them.
+
+    With one decay per token, q_in, k_in, k_out and decay are plain q, k, k and g, and the scans apply the decays.
+    """
 
     q_in: Array
     k_in: Array
@@ -75,7 +122,7 @@ class Inputs(NamedTuple):
         initial: initial states. [N, HV, K, V]
         chunks: half-open token range of every chunk. [NC, 2] int32
         sequences: half-open token range and first chunk of every sequence. [N, 3] int32
-        pieces: half-open token range and first chunk of every part of a sequence. [N * parts, 3] int32
+        part_sequences: half-open token range and first chunk of every part of a sequence. [N * parts, 3] int32
     """
 
     q: Array
@@ -86,12 +133,13 @@ class Inputs(NamedTuple):
     initial: Array
     chunks: Array
     sequences: Array
-    pieces: Array
+    part_sequences: Array
 
     def sizes(self, static: DeltaRule) -> dict[str, Any]:
         """Return the size arguments of the launches."""
-        (tokens, heads, key), (_, value_heads, value) = self.q.shape, self.v.shape
-        of = Call(
+        tokens, heads, key = self.q.shape
+        _, value_heads, value = self.v.shape
+        call = Call(
             static.per_channel,
             static.scale,
             tokens,
@@ -106,11 +154,11 @@ class Inputs(NamedTuple):
             dtype_name(self.g),
             dtype_name(self.beta),
         )
-        return dict(lead=(tokens,), of=of)
+        return dict(lead=(tokens,), call=call)
 
 
 class BoundarySequences(NamedTuple):
-    """A context-parallel rank's first and last sequence.
+    """The first and last sequence of a context-parallel rank, which may continue on other ranks.
 
     Args:
         initial: initial state of the last sequence; 0 if it starts on another rank. [1, HV, K, V]
@@ -123,93 +171,144 @@ class BoundarySequences(NamedTuple):
     roles: Array
 
 
-def chunk_terms(backend: Backend, static: DeltaRule, given: Inputs) -> Terms:
+NUM_INPUTS = len(Inputs._fields)
+NUM_BOUNDARY = len(BoundarySequences._fields)
+
+
+def chunk_terms(backend: Backend, static: DeltaRule, inputs: Inputs) -> Terms:
     """Compute the terms of all chunks."""
-    q, k, g, sizes = given.q, given.k, given.g, given.sizes(static)
+    q = inputs.q
+    k = inputs.k
+    g = inputs.g
+    sizes = inputs.sizes(static)
     if static.per_channel:
-        q_in, k_in, k_out, decay = backend(launches.decayed, sizes, q, k, g, given.chunks)
-        a_qk, a_kk = backend(launches.products_by_channel, sizes, q, k, g, given.chunks)
+        q_in, k_in, k_out, decay = backend(launch_configs.decayed, sizes, q, k, g, inputs.chunks)
+        a_qk, a_kk = backend(launch_configs.products_by_channel, sizes, q, k, g, inputs.chunks)
     else:
-        q_in, k_in, k_out, decay = q, k, k, g
-        a_qk, a_kk = backend(launches.products_by_head, sizes, q, k, g, given.chunks)
-    (inverse,) = backend(launches.solve, sizes, a_kk, given.beta, given.chunks)
+        q_in = q
+        k_in = k
+        k_out = k
+        decay = g
+        a_qk, a_kk = backend(launch_configs.products_by_head, sizes, q, k, g, inputs.chunks)
+    (inverse,) = backend(launch_configs.solve, sizes, a_kk, inputs.beta, inputs.chunks)
     return Terms(q_in, k_in, k_out, decay, a_qk, a_kk, inverse)
 
 
-def _scan(backend: Backend, static: DeltaRule, given: Inputs, terms: Terms, **flags: bool) -> tuple[Array, ...]:
-    """Return o, starts, errors, final; flags: see launches.scan_forward."""
-    arrays = (terms.q_in, terms.k_in, terms.k_out, given.v, terms.decay, given.beta, terms.a_qk, terms.inverse)
-    return backend(launches.scan_forward, given.sizes(static) | flags, *arrays, given.initial, given.sequences)
-
-
-def _scan_back(
-    backend: Backend, static: DeltaRule, given: Inputs, terms: Terms, do: Array, dfinal: Array, **flags: bool
+def _scan_forward(
+    backend: Backend, static: DeltaRule, inputs: Inputs, terms: Terms, **flags: bool
 ) -> tuple[Array, ...]:
-    """Return dx, dends, dinitial; flags: see launches.scan_backward."""
-    arrays = (terms.q_in, terms.k_in, terms.k_out, terms.decay, given.beta, terms.a_qk, terms.inverse)
-    return backend(launches.scan_backward, given.sizes(static) | flags, *arrays, do, dfinal, given.sequences)
+    """Scan all sequences from their first chunk; see scan.scan_forward.
+
+    Returns:
+        o, starts, errors and final; the flags of launch_configs.scan_forward exclude some of them.
+    """
+    arrays = (terms.q_in, terms.k_in, terms.k_out, inputs.v, terms.decay, inputs.beta, terms.a_qk, terms.inverse)
+    sizes = inputs.sizes(static) | flags
+    return backend(launch_configs.scan_forward, sizes, *arrays, inputs.initial, inputs.sequences)
 
 
-def _in_parts(backend: Backend, static: DeltaRule, given: Inputs, terms: Terms) -> tuple[Inputs, Array]:
-    """Replace sequences by their parts with initial states, and return the parts' maps too."""
-    parts = given._replace(sequences=given.pieces)
-    *_, maps = _scan(backend, static, parts, terms, maps=True, from_zero=True)
-    sizes = given.sizes(static) | dict(parts=static.parts, back=False)
-    (begun,) = backend(launches.compose, sizes, maps, maps, given.initial)
-    return parts._replace(initial=begun), maps
+def _scan_backward(
+    backend: Backend, static: DeltaRule, inputs: Inputs, terms: Terms, do: Array, dfinal: Array, **flags: bool
+) -> tuple[Array, ...]:
+    """Scan all sequences from their last chunk; see scan.scan_backward.
+
+    Returns:
+        dx, dends and dinitial; the flags of launch_configs.scan_backward exclude some of them.
+    """
+    arrays = (terms.q_in, terms.k_in, terms.k_out, terms.decay, inputs.beta, terms.a_qk, terms.inverse)
+    sizes = inputs.sizes(static) | flags
+    return backend(launch_configs.scan_backward, sizes, *arrays, do, dfinal, inputs.sequences)
 
 
-def _forward(backend: Backend, static: DeltaRule, *inputs: Array):
-    given, ranks, parts = Inputs(*inputs[: len(Inputs._fields)]), static.ranks, static.parts
-    terms, edges, maps = chunk_terms(backend, static, given), inputs[len(Inputs._fields) :], ()
+def _split_into_parts(backend: Backend, static: DeltaRule, inputs: Inputs, terms: Terms) -> tuple[Inputs, Array]:
+    """Divide the sequences into parts that can be scanned in parallel.
+
+    A scan of all parts from zero gives their maps. S <- M S + H over the parts of a sequence then gives the state
+    before each part.
+
+    Returns:
+        The inputs with the parts as sequences, and the maps [H | M] of the parts [N * parts, HV, K, V + K].
+    """
+    parts = inputs._replace(sequences=inputs.part_sequences)
+    *_, maps = _scan_forward(backend, static, parts, terms, maps=True, from_zero=True)
+    sizes = inputs.sizes(static) | dict(parts=static.parts, back=False)
+    (initial,) = backend(launch_configs.compose, sizes, maps, maps, inputs.initial)
+    return parts._replace(initial=initial), maps
+
+
+def _forward(backend: Backend, static: DeltaRule, *arrays: Array):
+    """Compute o and the final states from the fields of Inputs and, with ranks, of BoundarySequences.
+
+    Saved for backward are the arrays, with the initial states received from other ranks; with ranks, the map of the
+    last sequence; and without recompute, the terms, starts and errors of the chunks.
+    """
+    inputs = Inputs(*arrays[:NUM_INPUTS])
+    ranks = static.ranks
+    boundary = arrays[NUM_INPUTS:]
+    maps = ()
+    terms = chunk_terms(backend, static, inputs)
     if ranks is not None:
-        edges = BoundarySequences(*edges)
-        last = given._replace(initial=edges.initial, sequences=edges.sequences[1:])
-        maps = _scan(backend, static, last, terms, maps=True)[3:]
-        begun = ranks.pass_on(*maps, edges.roles)
-        given = given._replace(initial=ranks.with_first(given.initial, begun, edges.roles))
-    scanned = given if parts == 1 else _in_parts(backend, static, given, terms)[0]
-    o, starts, errors, final = _scan(backend, static, scanned, terms, output=True, keep=not static.recompute)
-    final = final[parts - 1 :: parts]
+        boundary = BoundarySequences(*boundary)
+        last = inputs._replace(initial=boundary.initial, sequences=boundary.sequences[1:])
+        maps = _scan_forward(backend, static, last, terms, maps=True)[3:]
+        received = ranks.exchange_forward(*maps, boundary.roles)
+        inputs = inputs._replace(initial=ranks.with_first(inputs.initial, received, boundary.roles))
+    scanned = inputs
+    if static.parts > 1:
+        scanned, _ = _split_into_parts(backend, static, inputs, terms)
+    o, starts, errors, final = _scan_forward(backend, static, scanned, terms, output=True, save=not static.recompute)
+    final = final[static.parts - 1 :: static.parts]
     if ranks is not None:
-        final = ranks.with_last(final, None, BoundarySequences(*edges).roles)
-    return (o, final), (*given, *edges, *maps, *(() if static.recompute else (*terms, starts, errors)))
+        final = ranks.with_last(final, None, BoundarySequences(*boundary).roles)
+    chunks = () if static.recompute else (*terms, starts, errors)
+    return (o, final), (*inputs, *boundary, *maps, *chunks)
 
 
 def _backward(backend: Backend, static: DeltaRule, saved: tuple, do: Array, dfinal: Array):
-    given, kept, ranks = Inputs(*saved[: len(Inputs._fields)]), saved[len(Inputs._fields) :], static.ranks
-    edges, passed_on, kept = (
-        (BoundarySequences(*kept[:3]), kept[3], kept[4:]) if ranks is not None else (None, None, kept)
-    )
-    do = backend.cast(do, dtype_name(given.v))
-    terms = Terms(*kept[:-2]) if kept else chunk_terms(backend, static, given)
-    if ranks is not None and edges is not None:
-        dfinal = ranks.with_last(dfinal, None, edges.roles)
-        first = given._replace(sequences=edges.sequences[:1])
-        *_, d_found = _scan_back(backend, static, first, terms, do, dfinal[:1])
-        dfinal = ranks.with_last(dfinal, ranks.pass_back(passed_on, d_found[0], edges.roles), edges.roles)
-    scanned = given
+    """Compute the gradients of all arrays of _forward; None for tables, roles and the boundary's initial state.
+
+    With ranks, dS of the last sequence comes from other ranks before the reverse scan. With parts, a reverse scan from
+    zero gives dH of every part, and dS <- M^T dS + dH gives the gradient of the state after each part.
+    """
+    inputs = Inputs(*saved[:NUM_INPUTS])
+    ranks = static.ranks
+    boundary = None
+    last_map = None
+    saved_chunks = saved[NUM_INPUTS:]
+    if ranks is not None:
+        boundary = BoundarySequences(*saved_chunks[:NUM_BOUNDARY])
+        last_map = saved_chunks[NUM_BOUNDARY]
+        saved_chunks = saved_chunks[NUM_BOUNDARY + 1 :]
+    do = backend.cast(do, dtype_name(inputs.v))
+    terms = Terms(*saved_chunks[:-2]) if saved_chunks else chunk_terms(backend, static, inputs)
+    if ranks is not None and boundary is not None:
+        dfinal = ranks.with_last(dfinal, None, boundary.roles)
+        first = inputs._replace(sequences=boundary.sequences[:1])
+        *_, d_received = _scan_backward(backend, static, first, terms, do, dfinal[:1])
+        d_sent = ranks.exchange_backward(last_map, d_received[0], boundary.roles)
+        dfinal = ranks.with_last(dfinal, d_sent, boundary.roles)
+    scanned = inputs
     if static.parts > 1:
-        scanned, maps = _in_parts(backend, static, given, terms)
-        *_, d_begun = _scan_back(backend, static, scanned, terms, do, dfinal, from_zero=True)
-        sizes = given.sizes(static) | dict(parts=static.parts, back=True)
-        (dfinal,) = backend(launches.compose, sizes, d_begun, maps, dfinal)
-    if kept:
-        starts, errors = kept[-2:]
+        scanned, maps = _split_into_parts(backend, static, inputs, terms)
+        *_, d_parts = _scan_backward(backend, static, scanned, terms, do, dfinal, from_zero=True)
+        sizes = inputs.sizes(static) | dict(parts=static.parts, back=True)
+        (dfinal,) = backend(launch_configs.compose, sizes, d_parts, maps, dfinal)
+    if saved_chunks:
+        starts, errors = saved_chunks[-2:]
     else:
-        _, starts, errors, _ = _scan(backend, static, scanned, terms, keep=True)
-    dx, dends, dinitial = _scan_back(backend, static, scanned, terms, do, dfinal, keep=True)
+        _, starts, errors, _ = _scan_forward(backend, static, scanned, terms, save=True)
+    dx, dends, dinitial = _scan_backward(backend, static, scanned, terms, do, dfinal, save=True)
     dinitial = dinitial[:: static.parts]
-    if ranks is not None and edges is not None:
-        dinitial = ranks.with_first(dinitial, None, edges.roles)
-    gradients = _token_gradients(backend, static, given, terms, do, dx, starts, errors, dends)
+    if ranks is not None and boundary is not None:
+        dinitial = ranks.with_first(dinitial, None, boundary.roles)
+    gradients = _token_gradients(backend, static, inputs, terms, do, dx, starts, errors, dends)
     return *gradients, dinitial, *([None] * (3 if ranks is None else 6))
 
 
 def _token_gradients(
     backend: Backend,
     static: DeltaRule,
-    given: Inputs,
+    inputs: Inputs,
     terms: Terms,
     do: Array,
     dx: Array,
@@ -217,23 +316,39 @@ def _token_gradients(
     errors: Array,
     dends: Array,
 ) -> tuple[Array, ...]:
-    """Return dq, dk, dv, dg, dbeta."""
-    sizes = given.sizes(static)
-    chunks = given.chunks
-    *r, ddecay = backend(launches.state_gradients, sizes, starts, dends, errors, dx, do, chunks)
-    of_values = (given.v, given.beta, errors, dx, do, terms.a_kk, chunks)
-    da_qk, da_kk, dv, dbeta = backend(launches.product_gradients, sizes, *of_values)
-    tokens = (given.q, given.k, given.g, given.beta)
+    """Compute the gradients of the tokens from the results of both scans; gradients.py has the formulas.
+
+    Args:
+        backend: the kernel backend.
+        static: static arguments of the operation.
+        inputs: inputs of the operation.
+        terms: terms of the chunks.
+        do: gradient of the outputs. [T, HV, V]
+        dx: gradient of x = diag(beta) (v - k_in S). [T, HV, V]
+        starts: states before the chunks. [NC, HV, K, V]
+        errors: errors e of the delta rule. [T, HV, V]
+        dends: gradients of the states after the chunks. [NC, HV, K, V]
+
+    Returns:
+        dq, dk, dv, dg and dbeta.
+    """
+    sizes = inputs.sizes(static)
+    chunks = inputs.chunks
+    *state_terms, ddecay = backend(launch_configs.state_gradients, sizes, starts, dends, errors, dx, do, chunks)
+    value_terms = (inputs.v, inputs.beta, errors, dx, do, terms.a_kk, chunks)
+    da_qk, da_kk, dv, dbeta = backend(launch_configs.product_gradients, sizes, *value_terms)
+    tokens = (inputs.q, inputs.k, inputs.g, inputs.beta)
     if static.per_channel:
-        arrays = (*tokens, da_qk, da_kk, *r, dbeta, chunks)
-        dq, dk, before, after, dbetas = backend(launches.channel_gradients, sizes, *arrays)
-        arrays = (given.g, before, after, terms.decay, ddecay, dbetas, chunks)
-        dg, dbeta = backend(launches.gate_gradients, sizes | {"slices": dbetas.shape[-1]}, *arrays)
+        arrays = (*tokens, da_qk, da_kk, *state_terms, dbeta, chunks)
+        dq, dk, before, after, dbetas = backend(launch_configs.channel_gradients, sizes, *arrays)
+        arrays = (inputs.g, before, after, terms.decay, ddecay, dbetas, chunks)
+        dg, dbeta = backend(launch_configs.gate_gradients, sizes | {"slices": dbetas.shape[-1]}, *arrays)
     else:
-        arrays = (*tokens, terms.a_qk, terms.a_kk, da_qk, da_kk, *r, ddecay, dbeta, chunks)
-        dq, dk, dg, dbeta = backend(launches.head_gradients, sizes, *arrays)
-    if given.v.shape[1] != given.q.shape[1]:
-        (dq,), (dk,) = backend(launches.sum_heads, sizes, dq, chunks), backend(launches.sum_heads, sizes, dk, chunks)
+        arrays = (*tokens, terms.a_qk, terms.a_kk, da_qk, da_kk, *state_terms, ddecay, dbeta, chunks)
+        dq, dk, dg, dbeta = backend(launch_configs.head_gradients, sizes, *arrays)
+    if inputs.v.shape[1] != inputs.q.shape[1]:
+        (dq,) = backend(launch_configs.sum_heads, sizes, dq, chunks)
+        (dk,) = backend(launch_configs.sum_heads, sizes, dk, chunks)
     return dq, dk, dv, dg, dbeta
 
 

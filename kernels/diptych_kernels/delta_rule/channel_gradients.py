@@ -67,11 +67,11 @@ def channel_gradients(
     ACC: tl.constexpr = dbetas_ptr.dtype.element_ty
     chunk, head, first, last = chunk_of(chunks_ptr, HV)
     tile = tl.program_id(1)
-    piece = tl.program_id(2)
+    slice_index = tl.program_id(2)
     if first + tile * TILE >= last:
         return
     o_r = tl.arange(0, TILE)
-    o_k = piece * BK + tl.arange(0, BK)
+    o_k = slice_index * BK + tl.arange(0, BK)
     o_t = first + tile * TILE + o_r
     m_t = o_t < last
     group = head // (HV // H)
@@ -111,10 +111,10 @@ def channel_gradients(
     store_rows(after_ptr, o_t, m_t, head, HV, o_k, K, b_k * b_out)
     store_rows(dq_ptr, o_t, m_t, head, HV, o_k, K, (b_dq + b_same[:, None] * b_k) * SCALE)
     store_rows(dk_ptr, o_t, m_t, head, HV, o_k, K, b_row + b_column + b_out + b_same[:, None] * b_q)
-    b_dbeta = tl.load(dbeta_ptr + o_t * HV + head, mask=m_t & ((piece + 0 * o_r) == 0), other=0.0) - tl.sum(
+    b_dbeta = tl.load(dbeta_ptr + o_t * HV + head, mask=m_t & ((slice_index + 0 * o_r) == 0), other=0.0) - tl.sum(
         b_k * b_seen, 1
     )
-    tl.store(dbetas_ptr + (o_t * HV + head) * SLICES + piece, b_dbeta, mask=m_t)
+    tl.store(dbetas_ptr + (o_t * HV + head) * SLICES + slice_index, b_dbeta, mask=m_t)
 
 
 @triton.jit

@@ -6,20 +6,22 @@ from typing import Any
 from diptych_kernels.delta_rule.launch_configs import TILE, Call
 
 
-def flops(kernel: str, of: Call, constants: Mapping[str, Any]) -> int:
+def flops(kernel: str, call: Call, constants: Mapping[str, Any]) -> int:
     """Return the multiplications and additions in the matrix products of a launch.
 
     Exponentials and sums of decays are not counted.
 
     Args:
         kernel: name of the kernel without its modules.
-        of: sizes of the call.
+        call: sizes of the call.
         constants: constants of the launch.
 
     Returns:
         The number of operations; 0 for a kernel without matrix products.
     """
-    size, key, value = of.chunk_size, of.key, of.value
+    size = call.chunk_size
+    key = call.key
+    value = call.value
     rows = size // TILE
     tiles = rows * (rows + 1) // 2
     width = constants.get("W", value)
@@ -37,5 +39,5 @@ def flops(kernel: str, of: Call, constants: Mapping[str, Any]) -> int:
         "head_gradients": 4 * pair * key,
     }
     if kernel == "compose":
-        return of.sequences * of.value_heads * 2 * key * key * value * constants["PARTS"]
-    return by_chunk.get(kernel, 0) * of.chunks * of.value_heads
+        return call.sequences * call.value_heads * 2 * key * key * value * constants["PARTS"]
+    return by_chunk.get(kernel, 0) * call.chunks * call.value_heads

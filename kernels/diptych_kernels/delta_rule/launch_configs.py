@@ -1,7 +1,7 @@
-"""Launch configurations of the delta rule's kernels; see kernels/diptych_kernels/launch_configs.py.
+"""Launch configurations of the delta rule's kernels, in the form of kernels/diptych_kernels/launch_configs.py.
 
-The columns of a Block are the channels of keys or values in a tile. Its rows are not used: a tile has the tokens of a
-chunk, so that tuning does not change the order of sums over a chunk.
+``lead`` is (number of tokens,). The columns of a Block are the channels of keys or values in a tile. Its rows are not
+used: a tile has the tokens of a chunk, so that tuning does not change the order of sums over a chunk.
 """
 
 import math
@@ -15,12 +15,14 @@ from diptych_kernels.launch_configs import Block, Launch, launch_of, power_of_tw
 TILE = 16
 """Tokens per tile, as in products.py."""
 
-BUSY = 264
+TARGET_PROGRAMS = 264
 """Programs of a scan that keep a large GPU busy: two on each of 132 multiprocessors."""
 
-LEAST_PARTS = 4
-LEAST_CHUNKS = 8
-"""Minimum number of parts of a sequence, and of chunks in a part, for which a scan in parts is faster."""
+MIN_PARTS = 4
+"""Minimum number of parts of a sequence for which a scan in parts is faster."""
+
+MIN_CHUNKS_PER_PART = 8
+"""Minimum number of chunks in a part."""
 
 CANDIDATES: dict[str, tuple[Block, ...]] = {
     "decayed": (Block(1, 32, 4), Block(1, 32, 8), Block(1, 64, 8)),
@@ -105,7 +107,10 @@ class Call(NamedTuple):
 
 
 def even_table(shape: tuple[int, ...], tokens: int, chunk_size: int) -> np.ndarray:
-    """Return an even table of chunks [n, 2] or sequences [n, 3]; see diptych.plans.model.delta_rule.ChunkTables."""
+    """Return a table of equal chunks [n, 2] or sequences [n, 3] that covers all tokens, for measurements.
+
+    The columns are those of diptych.plans.model.delta_rule.ChunkTables.
+    """
     count, width = shape
     each = chunk_size if width == 2 else -(-tokens // (count * chunk_size)) * chunk_size
     first = np.minimum(np.arange(count) * each, tokens)
@@ -114,133 +119,165 @@ def even_table(shape: tuple[int, ...], tokens: int, chunk_size: int) -> np.ndarr
 
 
 def _launch(
-    module: str, builder: Callable, block: Block, of: Call, grid: tuple[int, ...], outputs: list, **more
+    module: str, builder: Callable, block: Block, call: Call, grid: tuple[int, ...], outputs: list, **more
 ) -> Launch:
-    """Return a launch with the constants of all kernels; wide types or heads leave no memory for a second stage."""
+    """Return a launch with the constants that all kernels have.
+
+    float32, float64 and heads of more than 128 channels leave no shared memory for a second pipeline stage.
+    """
     module = f"delta_rule.{module}"
-    if of.dtype in ("float32", "float64") or max(of.key, of.value) > 128:
+    if call.dtype in ("float32", "float64") or max(call.key, call.value) > 128:
         block = block._replace(num_stages=1)
-    constants = dict(HV=of.value_heads, C=of.chunk_size) | more
+    constants = dict(HV=call.value_heads, C=call.chunk_size) | more
     return launch_of(module, builder, block, grid, (), outputs, **constants)
 
 
-def _precision(of: Call) -> str:
+def _precision(call: Call) -> str:
     """Return the precision of products; a float32 product is three tf32 products."""
-    return {"float64": "ieee", "float32": "tf32x3"}.get(of.dtype, "tf32")
+    return {"float64": "ieee", "float32": "tf32x3"}.get(call.dtype, "tf32")
 
 
-def _columns(block: Block, of: Call, width: int) -> int:
+def _columns(block: Block, call: Call, width: int) -> int:
     """Return the columns of a tile; fewer for wider types."""
-    columns = block.columns // {"float64": 4, "float32": 2}.get(of.dtype, 1)
+    columns = block.columns // {"float64": 4, "float32": 2}.get(call.dtype, 1)
     return min(max(columns, 16), power_of_two(width, 16))
 
 
-def _programs(of: Call) -> int:
-    return of.chunks * of.value_heads
+def _programs(call: Call) -> int:
+    """Return the number of programs with one per chunk and value head."""
+    return call.chunks * call.value_heads
 
 
-def decayed(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
-    """Configure the launch q, k, g, chunks -> q_in, k_in, k_out, decay. lead: the number of tokens."""
-    columns = _columns(block, of, of.key)
-    outputs = [*[(of.by_channel, of.dtype)] * 3, ((of.chunks, of.value_heads, of.key), of.wide)]
-    grid = (_programs(of), math.ceil(of.key / columns))
-    return _launch("products", decayed, block, of, grid, outputs, H=of.heads, K=of.key, SCALE=of.scale, BK=columns)
+def decayed(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
+    """Configure the launch q, k, g, chunks -> q_in, k_in, k_out, decay."""
+    columns = _columns(block, call, call.key)
+    outputs = [*[(call.by_channel, call.dtype)] * 3, ((call.chunks, call.value_heads, call.key), call.wide)]
+    grid = (_programs(call), math.ceil(call.key / columns))
+    return _launch(
+        "products", decayed, block, call, grid, outputs, H=call.heads, K=call.key, SCALE=call.scale, BK=columns
+    )
 
 
-def _products(builder: Callable, block: Block, of: Call, grid: tuple[int, ...]) -> Launch:
-    constants = dict(H=of.heads, K=of.key, SCALE=of.scale, PRECISION=_precision(of), BK=_columns(block, of, of.key))
-    return _launch("products", builder, block, of, grid, [(of.pairs, of.dtype), (of.pairs, of.wide)], **constants)
+def _products(builder: Callable, block: Block, call: Call, grid: tuple[int, ...]) -> Launch:
+    """Return a launch with the outputs A_qk and A_kk."""
+    constants = dict(
+        H=call.heads, K=call.key, SCALE=call.scale, PRECISION=_precision(call), BK=_columns(block, call, call.key)
+    )
+    return _launch(
+        "products", builder, block, call, grid, [(call.pairs, call.dtype), (call.pairs, call.wide)], **constants
+    )
 
 
-def products_by_channel(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
+def products_by_channel(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
     """Configure the launch q, k, g, chunks -> A_qk, A_kk."""
-    tiles = of.chunk_size // TILE
-    return _products(products_by_channel, block, of, (_programs(of), tiles * (tiles + 1) // 2))
+    tiles = call.chunk_size // TILE
+    return _products(products_by_channel, block, call, (_programs(call), tiles * (tiles + 1) // 2))
 
 
-def products_by_head(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
+def products_by_head(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
     """Configure the launch q, k, g, chunks -> A_qk, A_kk."""
-    return _products(products_by_head, block, of, (_programs(of),))
+    return _products(products_by_head, block, call, (_programs(call),))
 
 
-def solve(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
+def solve(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
     """Configure the launch A_kk, beta, chunks -> inverse."""
-    return _launch("products", solve, block, of, (_programs(of),), [(of.pairs, of.dtype)], PRECISION="ieee")
+    return _launch("products", solve, block, call, (_programs(call),), [(call.pairs, call.dtype)], PRECISION="ieee")
 
 
-def _scan(builder: Callable, block: Block, of: Call, width: int, outputs: list, **flags: int | bool) -> Launch:
-    columns = _columns(block, of, width)
+def _scan(builder: Callable, block: Block, call: Call, width: int, outputs: list, **flags: int | bool) -> Launch:
+    """Return a launch with one program per sequence, value head and slice of the state's ``width`` columns."""
+    columns = _columns(block, call, width)
     slices = math.ceil(width / columns)
     constants = dict(
-        PER_CHANNEL=of.per_channel,
+        PER_CHANNEL=call.per_channel,
         **flags,
-        H=of.heads,
-        K=of.key,
-        V=of.value,
-        SCALE=of.scale,
-        PRECISION=_precision(of),
-        KP=power_of_two(of.key, 16),
+        H=call.heads,
+        K=call.key,
+        V=call.value,
+        SCALE=call.scale,
+        PRECISION=_precision(call),
+        KP=power_of_two(call.key, 16),
         BV=columns,
         SLICES=slices,
     )
-    grid = (of.sequences * of.value_heads * slices,)
-    return _launch("scan", builder, block, of, grid, outputs, **constants)
+    grid = (call.sequences * call.value_heads * slices,)
+    return _launch("scan", builder, block, call, grid, outputs, **constants)
 
 
 def scan_forward(
     block: Block,
     lead: tuple[int, ...],
-    of: Call,
+    call: Call,
     output: bool = False,
-    keep: bool = False,
+    save: bool = False,
     maps: bool = False,
     from_zero: bool = False,
 ) -> Launch:
     """Configure the launch; outputs that the flags exclude have shape [0].
 
     q_in, k_in, k_out, v, decay, beta, A_qk, inverse, initial, sequences -> o, starts, errors, final.
+
+    Args:
+        block: tuned parameters.
+        lead: (number of tokens,).
+        call: sizes of the call.
+        output: write o.
+        save: write the states before chunks and the errors, which backward reads.
+        maps: write [H | M] instead of the final states; see scan.scan_forward.
+        from_zero: start from states of 0 instead of ``initial``.
     """
-    width = of.value + (of.key if maps else 0)
+    width = call.value + (call.key if maps else 0)
     outputs = [
-        (of.by_value if output else (0,), of.dtype),
-        (of.chunk_states if keep else (0,), of.dtype),
-        (of.by_value if keep else (0,), of.dtype),
-        ((*of.states[:3], width), of.wide),
+        (call.by_value if output else (0,), call.dtype),
+        (call.chunk_states if save else (0,), call.dtype),
+        (call.by_value if save else (0,), call.dtype),
+        ((*call.states[:3], width), call.wide),
     ]
-    flags = dict(FROM_ZERO=from_zero, OUTPUT=output, KEEP=keep, W=width)
-    return _scan(scan_forward, block, of, width, outputs, **flags)
+    flags = dict(FROM_ZERO=from_zero, OUTPUT=output, SAVE=save, W=width)
+    return _scan(scan_forward, block, call, width, outputs, **flags)
 
 
-def scan_backward(block: Block, lead: tuple[int, ...], of: Call, keep: bool = False, from_zero: bool = False) -> Launch:
-    """Configure the launch; outputs that the flags exclude have shape [0].
+def scan_backward(
+    block: Block, lead: tuple[int, ...], call: Call, save: bool = False, from_zero: bool = False
+) -> Launch:
+    """Configure the launch; outputs that the flags exclude have shape [0]. See scan_forward for the flags.
 
     q_in, k_in, k_out, decay, beta, A_qk, inverse, do, dfinal, sequences -> dx, dends, dinitial.
     """
     outputs = [
-        (of.by_value if keep else (0,), of.dtype),
-        (of.chunk_states if keep else (0,), of.dtype),
-        (of.states, of.wide),
+        (call.by_value if save else (0,), call.dtype),
+        (call.chunk_states if save else (0,), call.dtype),
+        (call.states, call.wide),
     ]
-    return _scan(scan_backward, block, of, of.value, outputs, FROM_ZERO=from_zero, KEEP=keep)
+    return _scan(scan_backward, block, call, call.value, outputs, FROM_ZERO=from_zero, SAVE=save)
 
 
-def compose(block: Block, lead: tuple[int, ...], of: Call, parts: int, back: bool) -> Launch:
-    """Configure the launch H, maps, initial -> states between parts. of.sequences counts complete sequences."""
-    columns = min(block.columns, power_of_two(of.value, 16))
-    slices = math.ceil(of.value / columns)
+def compose(block: Block, lead: tuple[int, ...], call: Call, parts: int, back: bool) -> Launch:
+    """Configure the launch H, maps, initial -> states between parts.
+
+    Args:
+        block: tuned parameters.
+        lead: (number of tokens,).
+        call: sizes of the call; its sequences are complete sequences, not parts.
+        parts: number of parts per sequence.
+        back: compute the gradients of the states after parts, from the last part to the first.
+    """
+    columns = min(block.columns, power_of_two(call.value, 16))
+    slices = math.ceil(call.value / columns)
     constants = dict(
-        HV=of.value_heads,
-        K=of.key,
-        V=of.value,
-        HW=of.value if back else of.value + of.key,
+        HV=call.value_heads,
+        K=call.key,
+        V=call.value,
+        HW=call.value if back else call.value + call.key,
         BACK=back,
-        PRECISION={"float64": "ieee", "float32": "tf32x3"}[of.wide],
-        KP=power_of_two(of.key, 16),
-        BK=min(32, power_of_two(of.key, 16)),
+        PRECISION={"float64": "ieee", "float32": "tf32x3"}[call.wide],
+        KP=power_of_two(call.key, 16),
+        BK=min(32, power_of_two(call.key, 16)),
         BV=columns,
         SLICES=slices,
     )
-    grid, outputs = (of.sequences * of.value_heads * slices,), [((of.sequences * parts, *of.states[1:]), of.wide)]
+    grid = (call.sequences * call.value_heads * slices,)
+    outputs = [((call.sequences * parts, *call.states[1:]), call.wide)]
     return launch_of("delta_rule.scan", compose, block, grid, (parts,), outputs, **constants)
 
 
@@ -248,68 +285,78 @@ def parts_of(chunks: int, sequences: int, value_heads: int, value: int) -> int:
     """Return the number of parts per sequence that gives a scan enough programs; 1 if heads alone give enough.
 
     Parts are scanned twice, the first time with more columns, so that few parts would be slower than none.
+
+    Args:
+        chunks: number of chunks of all sequences.
+        sequences: number of sequences.
+        value_heads: number of heads of the states.
+        value: channels of the values.
     """
     programs = sequences * value_heads * math.ceil(value / CANDIDATES["scan_forward"][0].columns)
-    parts = min(BUSY // max(programs, 1), chunks // max(sequences, 1) // LEAST_CHUNKS)
-    return parts if parts >= LEAST_PARTS else 1
+    parts = min(TARGET_PROGRAMS // max(programs, 1), chunks // max(sequences, 1) // MIN_CHUNKS_PER_PART)
+    return parts if parts >= MIN_PARTS else 1
 
 
-def state_gradients(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
+def state_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
     """Configure the launch starts, dends, errors, dx, do, chunks -> r_in, r_seen, r_out, ddecay."""
-    columns, values = _columns(block, of, of.key), _columns(block, of, of.value)
-    outputs = [*[(of.by_channel, of.dtype)] * 3, ((of.chunks, of.value_heads, of.key), of.wide)]
-    grid = (_programs(of), math.ceil(of.key / columns))
-    constants = dict(K=of.key, V=of.value, PRECISION=_precision(of), BK=columns, BV=values)
-    return _launch("gradients", state_gradients, block, of, grid, outputs, **constants)
+    columns = _columns(block, call, call.key)
+    values = _columns(block, call, call.value)
+    outputs = [*[(call.by_channel, call.dtype)] * 3, ((call.chunks, call.value_heads, call.key), call.wide)]
+    grid = (_programs(call), math.ceil(call.key / columns))
+    constants = dict(K=call.key, V=call.value, PRECISION=_precision(call), BK=columns, BV=values)
+    return _launch("gradients", state_gradients, block, call, grid, outputs, **constants)
 
 
-def product_gradients(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
+def product_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
     """Configure the launch v, beta, errors, dx, do, A_kk, chunks -> dA_qk, dA_kk, dv, dbeta without r_seen."""
-    outputs = [*[(of.pairs, of.dtype)] * 2, (of.by_value, of.dtype), (of.by_value[:2], of.wide)]
-    constants = dict(V=of.value, PRECISION=_precision(of), BV=_columns(block, of, of.value))
-    return _launch("gradients", product_gradients, block, of, (_programs(of),), outputs, **constants)
+    outputs = [*[(call.pairs, call.dtype)] * 2, (call.by_value, call.dtype), (call.by_value[:2], call.wide)]
+    constants = dict(V=call.value, PRECISION=_precision(call), BV=_columns(block, call, call.value))
+    return _launch("gradients", product_gradients, block, call, (_programs(call),), outputs, **constants)
 
 
-def channel_gradients(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
+def channel_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
     """Configure the launch for a decay per channel.
 
     q, k, g, beta, dA_qk, dA_kk, r_in, r_seen, r_out, dbeta, chunks -> dq, dk, before, after, dbeta by slices.
     """
-    columns = _columns(block, of, of.key)
-    slices = math.ceil(of.key / columns)
+    columns = _columns(block, call, call.key)
+    slices = math.ceil(call.key / columns)
     outputs = [
-        *[(of.by_channel, of.dtype)] * 2,
-        *[(of.by_channel, of.wide)] * 2,
-        ((*of.by_channel[:2], slices), of.wide),
+        *[(call.by_channel, call.dtype)] * 2,
+        *[(call.by_channel, call.wide)] * 2,
+        ((*call.by_channel[:2], slices), call.wide),
     ]
-    grid = (_programs(of), of.chunk_size // TILE, slices)
-    constants = dict(H=of.heads, K=of.key, SCALE=of.scale, PRECISION=_precision(of), BK=columns, SLICES=slices)
-    return _launch("channel_gradients", channel_gradients, block, of, grid, outputs, **constants)
+    grid = (_programs(call), call.chunk_size // TILE, slices)
+    constants = dict(H=call.heads, K=call.key, SCALE=call.scale, PRECISION=_precision(call), BK=columns, SLICES=slices)
+    return _launch("channel_gradients", channel_gradients, block, call, grid, outputs, **constants)
 
 
-def gate_gradients(block: Block, lead: tuple[int, ...], of: Call, slices: int) -> Launch:
-    """Configure the launch g, before, after, decay, ddecay, dbeta by slices, chunks -> dg, dbeta."""
-    columns = _columns(block, of, of.key)
-    grid = (_programs(of), math.ceil(of.key / columns))
-    outputs = [(of.by_channel, of.gate), (of.by_channel[:2], of.beta)]
-    constants = dict(K=of.key, BK=columns, SLICES=slices, SP=power_of_two(slices))
-    return _launch("channel_gradients", gate_gradients, block, of, grid, outputs, **constants)
+def gate_gradients(block: Block, lead: tuple[int, ...], call: Call, slices: int) -> Launch:
+    """Configure the launch g, before, after, decay, ddecay, dbeta by slices, chunks -> dg, dbeta.
+
+    ``slices`` is the number of slices of channels of channel_gradients.
+    """
+    columns = _columns(block, call, call.key)
+    grid = (_programs(call), math.ceil(call.key / columns))
+    outputs = [(call.by_channel, call.gate), (call.by_channel[:2], call.beta)]
+    constants = dict(K=call.key, BK=columns, SLICES=slices, SP=power_of_two(slices))
+    return _launch("channel_gradients", gate_gradients, block, call, grid, outputs, **constants)
 
 
-def head_gradients(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
+def head_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
     """Configure the launch for a decay per head.
 
     q, k, g, beta, A_qk, A_kk, dA_qk, dA_kk, r_in, r_seen, r_out, ddecay, dbeta, chunks -> dq, dk, dg, dbeta.
     """
-    outputs = [*[(of.by_channel, of.dtype)] * 2, (of.by_channel[:2], of.gate), (of.by_channel[:2], of.beta)]
-    columns = _columns(block, of, of.key)
-    constants = dict(H=of.heads, K=of.key, SCALE=of.scale, PRECISION=_precision(of), BK=columns)
-    return _launch("gradients", head_gradients, block, of, (_programs(of),), outputs, **constants)
+    outputs = [*[(call.by_channel, call.dtype)] * 2, (call.by_channel[:2], call.gate), (call.by_channel[:2], call.beta)]
+    columns = _columns(block, call, call.key)
+    constants = dict(H=call.heads, K=call.key, SCALE=call.scale, PRECISION=_precision(call), BK=columns)
+    return _launch("gradients", head_gradients, block, call, (_programs(call),), outputs, **constants)
 
 
-def sum_heads(block: Block, lead: tuple[int, ...], of: Call) -> Launch:
+def sum_heads(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
     """Configure the launch x, chunks -> sums over the value heads that share a key head."""
-    columns = _columns(block, of, of.key)
-    grid = (of.chunks * of.heads, math.ceil(of.key / columns))
-    outputs = [((of.tokens, of.heads, of.key), of.dtype)]
-    return _launch("gradients", sum_heads, block, of, grid, outputs, H=of.heads, K=of.key, BK=columns)
+    columns = _columns(block, call, call.key)
+    grid = (call.chunks * call.heads, math.ceil(call.key / columns))
+    outputs = [((call.tokens, call.heads, call.key), call.dtype)]
+    return _launch("gradients", sum_heads, block, call, grid, outputs, H=call.heads, K=call.key, BK=columns)

@@ -288,24 +288,25 @@ def solve(
         b_own = _invert_tile(
             p_a + row * (TILE * C + TILE), p_beta + row * TILE * HV, last - first - row * TILE, HV, ACC, C
         )
-        found = ()
+        inverted_row = ()
         for column in tl.static_range(row):
             b_sum = tl.zeros([TILE, TILE], ACC)
             for between in tl.static_range(column, row):
                 b_a = _scaled_tile(p_a, p_beta, row, between, last - first, HV, ACC, C)
                 b_known = inverted[between * (between + 1) // 2 + column]
                 b_sum = tl.dot(b_a, b_known, b_sum, input_precision=PRECISION, out_dtype=ACC)
-            b_found = -tl.dot(b_own, b_sum, input_precision=PRECISION, out_dtype=ACC)
-            _store_tile(p_out, row, column, b_found, C)
-            found = found + (b_found,)
+            b_tile = -tl.dot(b_own, b_sum, input_precision=PRECISION, out_dtype=ACC)
+            _store_tile(p_out, row, column, b_tile, C)
+            inverted_row = inverted_row + (b_tile,)
         _store_tile(p_out, row, row, b_own, C)
-        inverted = inverted + found + (b_own,)
+        inverted = inverted + inverted_row + (b_own,)
 
 
 @triton.jit
 def _scaled_tile(p_a, p_beta, row, column, length, HV: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr):
     """Load a tile of diag(beta) A_kk below the diagonal."""
-    o_i, o_j = tl.arange(0, TILE) + row * TILE, tl.arange(0, TILE) + column * TILE
+    o_i = tl.arange(0, TILE) + row * TILE
+    o_j = tl.arange(0, TILE) + column * TILE
     b_beta = tl.load(p_beta + o_i * HV, mask=o_i < length, other=0.0).to(ACC)
     return tl.load(p_a + o_i[:, None] * C + o_j[None, :]) * b_beta[:, None]
 
@@ -325,5 +326,7 @@ def _invert_tile(p_a, p_beta, length, HV: tl.constexpr, ACC: tl.constexpr, C: tl
 
 @triton.jit
 def _store_tile(p_out, row, column, b_x, C: tl.constexpr):
-    o_i, o_j = tl.arange(0, TILE) + row * TILE, tl.arange(0, TILE) + column * TILE
+    """Store a tile of the inverse at a row and column of tiles."""
+    o_i = tl.arange(0, TILE) + row * TILE
+    o_j = tl.arange(0, TILE) + column * TILE
     tl.store(p_out + o_i[:, None] * C + o_j[None, :], b_x)

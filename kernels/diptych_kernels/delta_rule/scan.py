@@ -75,7 +75,7 @@ def scan_forward(
     PER_CHANNEL: tl.constexpr,
     FROM_ZERO: tl.constexpr,
     OUTPUT: tl.constexpr,
-    KEEP: tl.constexpr,
+    SAVE: tl.constexpr,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -90,7 +90,7 @@ def scan_forward(
 ):
     """Scan forward over the chunks of each sequence; grid (N HV SLICES,).
 
-    Write o [T, HV, V] if OUTPUT. Write the chunks' initial states [NC, HV, K, V] and errors [T, HV, V] if KEEP. Always
+    Write o [T, HV, V] if OUTPUT. Write the chunks' initial states [NC, HV, K, V] and errors [T, HV, V] if SAVE. Always
     write final [N, HV, K, W].
 
     With PER_CHANNEL, q, k_in and k_out have HV heads and are decayed, and decay [NC, HV, K] is exp(G_C). Otherwise they
@@ -102,9 +102,9 @@ def scan_forward(
     """
     ACC: tl.constexpr = final_ptr.dtype.element_ty
     NARROW: tl.constexpr = v_ptr.dtype.element_ty
-    sequence, head, piece, first, last, chunk = sequence_of(sequences_ptr, HV, SLICES)
+    sequence, head, slice_index, first, last, chunk = sequence_of(sequences_ptr, HV, SLICES)
     o_k = tl.arange(0, KP)
-    o_v = piece * BV + tl.arange(0, BV)
+    o_v = slice_index * BV + tl.arange(0, BV)
     o_c = tl.arange(0, C)
     p_state = o_k[:, None] * W + o_v[None, :]
     m_state = (o_k[:, None] < K) & (o_v[None, :] < W)
@@ -119,7 +119,7 @@ def scan_forward(
         stop = tl.minimum(start + C, last)
         m_t = o_t < stop
         b_narrow = b_s.to(NARROW)
-        if KEEP:
+        if SAVE:
             tl.store(starts_ptr + (chunk * HV + head) * (K * W) + p_state, b_narrow, mask=m_state)
         b_beta = tl.load(beta_ptr + o_t * HV + head, mask=m_t, other=0.0).to(ACC)
         b_k = load_rows(k_in_ptr, o_t, m_t, group, QH, o_k, K, NARROW)
@@ -131,7 +131,7 @@ def scan_forward(
         b_inverse = load_lower(inverse_ptr, chunk, head, HV, C, o_c[:, None], o_c[None, :])
         b_e = tl.dot(b_inverse, b_x.to(NARROW), input_precision=PRECISION, out_dtype=ACC)
         b_errors = b_e.to(NARROW)
-        if KEEP:
+        if SAVE:
             store_rows(errors_ptr, o_t, m_t, head, HV, o_v, V, b_errors)
         if OUTPUT:
             b_q = load_rows(q_ptr, o_t, m_t, group, QH, o_k, K, NARROW)
@@ -169,7 +169,7 @@ def scan_backward(
     dinitial_ptr,
     PER_CHANNEL: tl.constexpr,
     FROM_ZERO: tl.constexpr,
-    KEEP: tl.constexpr,
+    SAVE: tl.constexpr,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -183,14 +183,14 @@ def scan_backward(
 ):
     """Scan backward over the chunks of each sequence; grid (N HV SLICES,).
 
-    Write dx [T, HV, V] and the gradients dends [NC, HV, K, V] of the chunks' final states if KEEP. Always write
+    Write dx [T, HV, V] and the gradients dends [NC, HV, K, V] of the chunks' final states if SAVE. Always write
     dinitial [N, HV, K, V]. Inputs are those of scan_forward. With FROM_ZERO, dfinal [N, HV, K, V] is 0 and not read.
     """
     ACC: tl.constexpr = dinitial_ptr.dtype.element_ty
     NARROW: tl.constexpr = do_ptr.dtype.element_ty
-    sequence, head, piece, first, last, chunk = sequence_of(sequences_ptr, HV, SLICES)
+    sequence, head, slice_index, first, last, chunk = sequence_of(sequences_ptr, HV, SLICES)
     o_k = tl.arange(0, KP)
-    o_v = piece * BV + tl.arange(0, BV)
+    o_v = slice_index * BV + tl.arange(0, BV)
     o_c = tl.arange(0, C)
     p_state = o_k[:, None] * V + o_v[None, :]
     m_state = (o_k[:, None] < K) & (o_v[None, :] < V)
@@ -207,7 +207,7 @@ def scan_backward(
         stop = tl.minimum(start + C, last)
         m_t = o_t < stop
         b_narrow = b_ds.to(NARROW)
-        if KEEP:
+        if SAVE:
             tl.store(dends_ptr + ((chunk + number) * HV + head) * (K * V) + p_state, b_narrow, mask=m_state)
         b_do = load_rows(do_ptr, o_t, m_t, head, HV, o_v, V, NARROW)
         b_k = load_rows(k_out_ptr, o_t, m_t, group, QH, o_k, K, NARROW)
@@ -219,7 +219,7 @@ def scan_backward(
         b_de = tl.dot(b_a, b_do, b_de, input_precision=PRECISION, out_dtype=ACC)
         b_inverse = load_lower(inverse_ptr, chunk + number, head, HV, C, o_c[None, :], o_c[:, None])
         b_dx = tl.dot(b_inverse, b_de.to(NARROW), input_precision=PRECISION, out_dtype=ACC)
-        if KEEP:
+        if SAVE:
             store_rows(dx_ptr, o_t, m_t, head, HV, o_v, V, b_dx)
         b_dx *= -tl.load(beta_ptr + o_t * HV + head, mask=m_t, other=0.0).to(ACC)[:, None]
         b_q = load_rows(q_ptr, o_t, m_t, group, QH, o_k, K, NARROW)
@@ -265,9 +265,9 @@ def compose(
     program = tl.program_id(0).to(tl.int64)
     sequence = program // (HV * SLICES)
     head = program // SLICES % HV
-    piece = program % SLICES
+    slice_index = program % SLICES
     o_k = tl.arange(0, KP)
-    o_v = piece * BV + tl.arange(0, BV)
+    o_v = slice_index * BV + tl.arange(0, BV)
     p_state = o_k[:, None] * V + o_v[None, :]
     mask = (o_k[:, None] < K) & (o_v[None, :] < V)
     b_s = tl.load(initial_ptr + (sequence * HV + head) * (K * V) + p_state, mask=mask, other=0.0)
@@ -279,10 +279,10 @@ def compose(
         b_s = tl.load(h_ptr + part * (K * HW) + o_k[:, None] * HW + o_v[None, :], mask=mask, other=0.0)
         for start in range(0, K, BK):
             o_j = start + tl.arange(0, BK)
-            b_some = tl.load(
+            b_states = tl.load(
                 p_s + o_j[:, None] * V + o_v[None, :], mask=(o_j[:, None] < K) & (o_v[None, :] < V), other=0.0
             )
             p_m = o_j[None, :] * (V + K) + o_k[:, None] if BACK else o_k[:, None] * (V + K) + o_j[None, :]
             m_m = (o_k[:, None] < K) & (o_j[None, :] < K)
             b_m = tl.load(maps_ptr + part * (K * (V + K)) + V + p_m, mask=m_m, other=0.0)
-            b_s = tl.dot(b_m, b_some, b_s, input_precision=PRECISION, out_dtype=ACC)
+            b_s = tl.dot(b_m, b_states, b_s, input_precision=PRECISION, out_dtype=ACC)

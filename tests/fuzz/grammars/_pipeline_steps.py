@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from diptych.plans.schedule.placement import place_of
 from reference_torch.groups import ProcessGroups, make_groups, make_mesh
 from reference_torch.pipeline import get_forward_backward_func
-from reference_torch.pipeline.steps import listed
+from reference_torch.pipeline.steps import as_list
 from tests.fuzz.grammars._pipeline_stages import BAD_LOSSES, LENGTH, WIDTH, Program, Stage
 
 
@@ -116,11 +116,11 @@ def _through(stages: Sequence[Stage], data: Tensor, step_func: Any) -> tuple[Ten
     reduce: Any = None
     for stage in stages:
         if passed is not None:
-            copies = [_copy(x) for x in listed(passed)]
+            copies = [_copy(x) for x in as_list(passed)]
             stage.set_input_tensor(copies[0] if len(copies) == 1 else copies)
         learns = passed is not None or any(parameter.requires_grad for parameter in stage.parameters())
         passed, reduce = step_func(iter([data]), stage)
-        if not stage.program.forward_only and learns and not any(x.requires_grad for x in listed(passed)):
+        if not stage.program.forward_only and learns and not any(x.requires_grad for x in as_list(passed)):
             raise Cut(stage.number)
     loss, *tokens, report = reduce(passed)
     return loss, tokens[0] if tokens else 1, report["loss"].item()

@@ -178,11 +178,11 @@ def _run(program: Program) -> list[tuple[int, Result]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return [steps.run(program)]
-    before, rank_pool.GRACE = rank_pool.GRACE, GRACE
+    before, rank_pool.GRACE_SECONDS = rank_pool.GRACE_SECONDS, GRACE
     try:
         return _pool(size).run(JOB, program)
     finally:
-        rank_pool.GRACE = before
+        rank_pool.GRACE_SECONDS = before
 
 
 def check(program: Program) -> Outcome:

@@ -88,14 +88,14 @@ def test_split_backward_does_no_work_twice(keep):
     def flops(function, *arguments) -> float:
         return jax.jit(function).lower(*arguments).compile().cost_analysis()["flops"]
 
-    def split_backward(task, x, kept, gradient):
-        result = split.backward(program, task, x, kept, gradient)
-        return result.gradients, result.input_gradient, result.weights
+    def split_backward(task, x, residuals, gradient):
+        result = split.backward(program, task, x, residuals, gradient)
+        return result.gradients, result.input_gradient, result.weight_operands
 
     forward = flops(partial(whole.forward, program), task, x)
-    both = flops(lambda *arguments: whole.backward(program, *arguments)[:2], task, x, zeros(whole.kept), x)
-    inputs = flops(split_backward, task, x, zeros(split.kept), x)
-    weights = flops(partial(split.weight_gradients, program), zeros(split.weights))
+    both = flops(lambda *arguments: whole.backward(program, *arguments)[:2], task, x, zeros(whole.residual_shapes), x)
+    inputs = flops(split_backward, task, x, zeros(split.residual_shapes), x)
+    weights = flops(partial(split.weight_gradients, program), zeros(split.weight_operand_shapes))
     assert inputs + weights <= 1.05 * both
     assert weights <= forward
     assert both <= (3.1 if keep == "inputs" else 2.1) * forward
@@ -110,7 +110,7 @@ def test_residuals_are_the_named_values_alone():
     width, inner, scores = config.hidden_size, 16, 2 * 8  # a token's: D, inner width, heads x T
     # Input and residual after attention, both norms, q, k, v, weights, what they give; gate and value, activation.
     a_token = 4 * width + 3 * width + scores + width + 3 * inner
-    assert keeper.kept["bfloat16"].shape == (2 * 8 * a_token,)
-    assert set(keeper.kept) == {"bfloat16"}
-    first = StageAutodiff(programs[:1], task, x, "residuals", split=False).kept
-    assert first["bfloat16"].shape == keeper.kept["bfloat16"].shape
+    assert keeper.residual_shapes["bfloat16"].shape == (2 * 8 * a_token,)
+    assert set(keeper.residual_shapes) == {"bfloat16"}
+    first = StageAutodiff(programs[:1], task, x, "residuals", split=False).residual_shapes
+    assert first["bfloat16"].shape == keeper.residual_shapes["bfloat16"].shape

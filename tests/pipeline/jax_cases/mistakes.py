@@ -29,7 +29,7 @@ def test_step_refuses_what_does_not_fit():
         make(Mesh(devices(4), ("pp",)))
     with pytest.raises(ValueError, match=r"mesh: expected an axis 'pp' of size .*=2, .* got \{'pp': 2, 'tp': 2\}"):
         make(Mesh(devices(2, 2), ("pp", "tp")), door="shard_map")
-    with pytest.raises(ValueError, match=r"mesh: expected axis 'pp' alone with door 'pmap', .* take door 'shard_map'"):
+    with pytest.raises(ValueError, match=r"mesh: expected axis 'pp' alone with door 'pmap', .* use door 'shard_map'"):
         make(Mesh(devices(2, 2), ("dp", "pp")))
     with pytest.raises(ValueError, match=r"model: expected the whole model of config, .*undivided\(config\)"):
         make_pipeline_step(GPTModel(config, post_process=False), config)

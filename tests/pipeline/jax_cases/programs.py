@@ -93,10 +93,10 @@ def test_what_runs_is_the_schedule(schedule, monkeypatch):
 
             def reporting(stage, branch, done):
                 jax.debug.callback(partial(report, kind), jax.lax.axis_index("pp"), stage, getattr(row, name))
-                return executor._Run._of_program(self, stage, branch, done)
+                return executor._Execution._run_program_of(self, stage, branch, done)
 
             with monkeypatch.context() as patch:
-                patch.setattr(self, "_of_program", reporting, raising=False)
+                patch.setattr(self, "_run_program_of", reporting, raising=False)
                 return method(self, *arguments)
 
         return run
@@ -104,8 +104,8 @@ def test_what_runs_is_the_schedule(schedule, monkeypatch):
     backward = "I" if schedule == "zb-h1" else "B"
     for name, kind in (("forward", "F"), ("backward", backward), ("weights", "W")):
         method = "_weight_gradients" if name == "weights" else f"_{name}"
-        wrapped = reported(kind, f"{name}_microbatch", getattr(executor._Run, method))
-        monkeypatch.setattr(executor._Run, method, wrapped)
+        wrapped = reported(kind, f"{name}_microbatch", getattr(executor._Execution, method))
+        monkeypatch.setattr(executor._Execution, method, wrapped)
     run_step(config, m)
     jax.effects_barrier()
     expected = schedule_for(config, m).actions

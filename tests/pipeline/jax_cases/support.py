@@ -17,7 +17,7 @@ from diptych.plans.schedule.named import schedule_for
 from jax_impl import ops
 from jax_impl.pipeline import make_pipeline_step
 from jax_impl.pipeline.saved import Task
-from jax_impl.pipeline.stages import Batch, StagedParameters, cut, names_of
+from jax_impl.pipeline.stages import Batch, StagedParameters, divide_model, names_of
 from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT
@@ -124,7 +124,7 @@ def devices(*sizes: int) -> np.ndarray:
 
 def stage_of(config: TransformerConfig):
     """Programs, and a task of rank 0."""
-    stages = cut(GPTModel, config, schedule_for(config, 2), training=True)
+    stages = divide_model(GPTModel, config, schedule_for(config, 2), training=True)
     params = nnx.split(model_of(config), nnx.Param)[1]
     staged = stages.stack(dict(zip(names_of(params), jax.tree.leaves(params), strict=True)))
     rank = StagedParameters(jax.tree.map(lambda x: jnp.asarray(x[0]), staged.layers), staged.ends)
