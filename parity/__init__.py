@@ -10,8 +10,8 @@ _MODULES = {
     "compare_functions": "functions",
     "compare_modules": "modules",
     "suggest_names": "modules",
-    "locate": "locate",
-    "Location": "locate",
+    "locate": "location",
+    "Location": "location",
     "Report": "functions",
     "DifferenceError": "functions",
 }
