@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -122,11 +122,11 @@ class _JaxTracer:
         self.hidden: set[str] = set()
         """Submodules that only run inside a scan, a jit or another transformation."""
         self._taps = taps
-        self._trace = jax.core.get_opaque_trace_state(convention="flax")
+        self._trace = jax.extend.core.get_opaque_trace_state(convention="flax")
 
     def call(self, path: str, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a submodule and record the call."""
-        if jax.core.get_opaque_trace_state(convention="flax") != self._trace:
+        if jax.extend.core.get_opaque_trace_state(convention="flax") != self._trace:
             self.hidden.add(path)
             return function(*args, **kwargs)
         point = Point(path, sum(known.path == path for known in self.calls))

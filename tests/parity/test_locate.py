@@ -159,7 +159,7 @@ def test_what_cannot_be_recorded_is_refused_by_name():
     with pytest.raises(ValueError, match=r"expected an nnx.Module or .* compare them with compare_functions"):
         locate(first, stacked_model(WIDTH), [TOKENS])
     with pytest.raises(ValueError, match=r"expected a module that is not compiled, got one; pass module\._orig_mod"):
-        locate(torch.compile(first), JaxModel(WIDTH, 3, nnx.Rngs(0)), [TOKENS])
+        locate(torch.compile(first, backend="eager"), JaxModel(WIDTH, 3, nnx.Rngs(0)), [TOKENS])
 
 
 def test_a_recording_leaves_both_models_as_they_were():
