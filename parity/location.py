@@ -87,9 +87,16 @@ class Location:
         if self.point is None:
             results = f"in {len(self.whole.rows)} results and at {len(self.points)} points"
             return f"equal: no difference beyond rounding {results}"
-        place = "" if self.between is None else f", between {self.between[0]} and {self.between[1]}"
         worst = "" if self.local is None or self.local.is_equal else f": {self.local.different[0]}"
-        return f"first difference: {self.point} ({self.direction}){place}{worst}"
+        return f"first difference: {self.place}{worst}"
+
+    @property
+    def place(self) -> str:
+        """The submodule, the direction, and the points between which the difference arises; empty if there is none."""
+        if self.point is None:
+            return ""
+        between = "" if self.between is None else f", between {self.between[0]} and {self.between[1]}"
+        return f"{self.point} ({self.direction}){between}"
 
     def to_json(self) -> str:
         """Return the result and all points as JSON."""

@@ -155,6 +155,18 @@ WRONG = {
         "plan --pipeline-model-parallel-size 2 --pipeline-schedule-file {empty}/none.csv",
         "--pipeline-schedule-file: expected a schedule that runs, got",
     ),
+    "locate without functions": ("locate", "locate: expected two functions, TORCH_FILE.py:FUNCTION"),
+    "locate without a function": ("locate {short} {short}", "expected FILE.py:FUNCTION, got"),
+    "locate no file": ("locate a.py:build b.py:build", "expected a Python file, got 'a.py', which does not exist"),
+    "locate no names": (
+        "locate examples/locate_a_bug.py:torch_side examples/locate_a_bug.py:jax_side --names {broken}",
+        "--names: expected a TOML file of names, got",
+    ),
+    "locate no function": ("locate examples/locate_a_bug.py:side b.py:build", "expected a function 'side' in examples"),
+    "locate no inputs": (
+        "locate examples/locate_a_bug.py:jax_side examples/locate_a_bug.py:jax_side",
+        "to return (module, inputs), got JaxModel",
+    ),
     "picture's folder": (
         "plan --pipeline-model-parallel-size 2 --picture {empty}/below.png",
         "expected a folder to write to",

@@ -246,6 +246,31 @@ class Curves:
     """Picture to write."""
 
 
+@dataclass(frozen=True)
+class Locate:
+    """Find the first submodule in which a model in PyTorch and a model in JAX differ, forward or backward.
+
+    Writes location.json, location.html and location.png. Exits with code 1 if the models differ; the last line names
+    the submodule.
+    """
+
+    torch_side: tyro.conf.Positional[str]
+    """FILE.py:FUNCTION that returns the module of PyTorch and its inputs, (module, inputs)."""
+    jax_side: tyro.conf.Positional[str]
+    """FILE.py:FUNCTION that returns the nnx.Module, or (linen module, variables)."""
+    names: Path | None = None
+    """TOML file with PyTorch's names of parameters and those of JAX; None: proposed from shapes and names."""
+    output_dir: Path = Path("runs/locate")
+    """Folder for location.json, location.html and location.png."""
+    seed: int = 0
+    """Seed of cotangents and perturbations."""
+
+    def __post_init__(self) -> None:
+        for side in (self.torch_side, self.jax_side):
+            if not re.fullmatch(r".+\.py:[A-Za-z_]\w*", side):
+                raise ValueError(f"torch_side, jax_side: expected FILE.py:FUNCTION, got {side!r}")
+
+
 Command = tyro.conf.OmitSubcommandPrefixes[
     Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Train, tyro.conf.subcommand("train")]
@@ -253,4 +278,5 @@ Command = tyro.conf.OmitSubcommandPrefixes[
     | Annotated[Sample, tyro.conf.subcommand("sample")]
     | Annotated[Info, tyro.conf.subcommand("info")]
     | Annotated[Curves, tyro.conf.subcommand("curves")]
+    | Annotated[Locate, tyro.conf.subcommand("locate")]
 ]

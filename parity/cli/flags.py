@@ -17,6 +17,7 @@ from parity.cli.commands import (
     Compare,
     Curves,
     Info,
+    Locate,
     Plan,
     Sample,
     Train,
@@ -32,10 +33,16 @@ COMMANDS: dict[str, type] = {
     "sample": Sample,
     "info": Info,
     "curves": Curves,
+    "locate": Locate,
 }
 GROUPS = {"model": TransformerConfig, "train": TrainConfig, "data": DataConfig}
 """Fields of a command that are configurations; their own fields are flags."""
-POSITIONAL = {"checkpoint": "a checkpoint, or a run's folder", "runs": "folders given to train --save"}
+POSITIONAL = {
+    "checkpoint": "a checkpoint, or a run's folder",
+    "runs": "folders given to train --save",
+    "torch_side": "two functions, TORCH_FILE.py:FUNCTION JAX_FILE.py:FUNCTION",
+    "jax_side": "a second function, JAX_FILE.py:FUNCTION",
+}
 """Positional settings, with descriptions."""
 OTHER_NAMES = {
     "group_size": "microbatch_group_size_per_vp_stage",
@@ -176,8 +183,9 @@ def _explained(message: str, command: str | None) -> str:
     if other := re.match(r"Unrecognized (?:or misplaced )?options: (.*?)(?:  Arguments are applied.*)?$", message):
         given = re.sub(r" \(applied to [^)]*\)", "", other[1]).strip()
         return f"expected only flags and their values, got {given}{hint}"
-    if re.match(r"Missing from diptych", message) and command in ("sample", "info"):
-        return f"{command}: expected {POSITIONAL['checkpoint']}, got none{hint}"
+    if re.match(r"Missing from diptych", message) and command in ("sample", "info", "locate"):
+        setting, given = ("torch_side", "fewer") if command == "locate" else ("checkpoint", "none")
+        return f"{command}: expected {POSITIONAL[setting]}, got {given}{hint}"
     if re.match(r"Expected one of \{", message):
         return f"expected a command, one of {', '.join(COMMANDS)}, got none{hint}"
     return f"{message}{hint}"

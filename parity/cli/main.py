@@ -36,7 +36,7 @@ from diptych.plans.schedule.csv import schedule_to_csv
 from diptych.plans.schedule.messages import PipelineError
 from diptych.plans.schedule.named import schedule_for
 from diptych.plans.training import NonFiniteLossError, check_trainable
-from parity.cli.commands import Compare, Curves, Info, Plan, Sample, Train, TrainingRun
+from parity.cli.commands import Compare, Curves, Info, Locate, Plan, Sample, Train, TrainingRun
 from parity.cli.flags import in_flags, parse
 from parity.cli.launch import (
     check_processes,
@@ -280,6 +280,17 @@ def _curves(command: Curves, console: Console) -> int:
     return 0
 
 
+def _locate(command: Locate, console: Console) -> int:
+    from parity.cli.locate import run_locate
+
+    location = run_locate(command)
+    console.print(str(location).rpartition("\n")[0], markup=False, highlight=False, soft_wrap=True)
+    for name in ("location.json", "location.html", "location.png"):
+        print_written(console, command.output_dir / name)
+    console.print(location.summary, markup=False, highlight=False, soft_wrap=True)
+    return 0 if location.is_equal else FAILURE
+
+
 _ACTIONS: dict[type, Callable[[Any, Console], int]] = {
     Compare: _compare,
     Train: _train,
@@ -287,6 +298,7 @@ _ACTIONS: dict[type, Callable[[Any, Console], int]] = {
     Sample: _sample,
     Info: _info,
     Curves: _curves,
+    Locate: _locate,
 }
 
 

@@ -43,6 +43,7 @@ def unique(commands: list[list[str]]) -> list[list[str]]:
 
 WHOLE = unique([words for _, words in SHOWN] + [words for _, words in TOLD if words[0] != "diptych" or is_whole(words)])
 PLANS = [words for words in WHOLE if words[:2] == ["diptych", "plan"]]
+LOCATING = [words for words in WHOLE if words[:2] == ["diptych", "locate"]]
 TRAINING = [words for words in WHOLE if words[0] == "torchrun" or words[1] in ("train", "compare")]
 MODULES = sorted({words[2] for words in WHOLE if words[:2] == ["python", "-m"]})
 TARGETS = sorted({words[1] for words in WHOLE if words[0] == "make"})
@@ -51,8 +52,20 @@ SMALL = "--train-iters 2 --lr-warmup-iters 1 --seq-length 8 --global-batch-size 
 
 def test_every_command_is_of_a_kind_that_is_run():
     kinds = [PLANS, TRAINING, [w for w in WHOLE if w[:2] == ["python", "-m"]], [w for w in WHOLE if w[0] == "make"]]
-    assert sum(map(len, kinds)) == len(WHOLE)
+    assert sum(map(len, [*kinds, LOCATING])) == len(WHOLE)
     assert [len(kind) > 3 for kind in kinds] == [True] * 4
+    assert LOCATING
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("words", LOCATING, ids=" ".join)
+def test_locating_runs_and_names_the_submodule(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert main([*words[1:], "--output-dir", str(tmp_path)]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("first difference: blocks.7 (forward), between blocks.7.up and blocks.7.down: ")
+    assert json.loads((tmp_path / "location.json").read_text())["module"] == "blocks.7"
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".html", ".png"}
 
 
 @pytest.mark.thorough

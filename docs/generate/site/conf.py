@@ -20,6 +20,7 @@ html_show_sphinx = False
 
 _TABLES_OF_CONTENTS = {
     "Introduction": ["docs/concepts", "docs/using", "docs/find", "docs/hardware"],
+    "Comparison": ["docs/comparison"],
     "Techniques": [
         "docs/hyper_connections",
         "docs/recompute",

@@ -1,0 +1,83 @@
+"""The command ``diptych locate``: loads two models from files of the user, and writes what locate finds."""
+
+import base64
+import html
+import runpy
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from parity.cli.commands import Locate
+from parity.location import Location, locate
+
+PAGE = """<!doctype html>
+<meta charset="utf-8">
+<title>First difference</title>
+<style>body {{ font: 15px system-ui, sans-serif; margin: 2em; max-width: 75em }} pre {{ overflow-x: auto }}</style>
+<h1>First difference of two models</h1>
+<p>{summary}</p>
+<img alt="Differences along the depth of the models, forward and backward" src="data:image/png;base64,{picture}">
+<pre>{table}</pre>
+"""
+
+
+def run_locate(command: Locate) -> Location:
+    """Load both sides, compare them and write JSON, HTML and a figure into the output folder.
+
+    Raises:
+        ValueError: a side cannot be loaded, the names file is invalid, or the models cannot be compared.
+    """
+    from parity.location_figure import draw_location
+
+    names = None if command.names is None else _read_names(command.names)
+    side = _load(command.torch_side)()
+    if not isinstance(side, tuple) or len(side) != 2:
+        raise ValueError(f"torch_side: expected {command.torch_side} to return (module, inputs), got {_kind(side)}")
+    module, inputs = side
+    location = locate(module, _load(command.jax_side)(), inputs, names=names, seed=command.seed)
+    command.output_dir.mkdir(parents=True, exist_ok=True)
+    picture = command.output_dir / "location.png"
+    draw_location(location, picture)
+    (command.output_dir / "location.json").write_text(location.to_json())
+    encoded = base64.b64encode(picture.read_bytes()).decode()
+    page = PAGE.format(summary=html.escape(location.summary), picture=encoded, table=html.escape(str(location)))
+    (command.output_dir / "location.html").write_text(page)
+    return location
+
+
+def _load(side: str) -> Callable[[], Any]:
+    """Return a function of a file, which may import files beside it.
+
+    Raises:
+        ValueError: there is no such file or function.
+    """
+    name, _, function = side.rpartition(":")
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(f"torch_side, jax_side: expected a Python file, got {name!r}, which does not exist")
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        found = runpy.run_path(str(path))
+    finally:
+        sys.path.pop(0)
+    if not callable(found.get(function)):
+        raise ValueError(f"torch_side, jax_side: expected a function {function!r} in {name}, got none")
+    return found[function]
+
+
+def _read_names(path: Path) -> dict[str, Any]:
+    """Return the mapping of a TOML file.
+
+    Raises:
+        ValueError: the file does not exist or is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"names: expected a TOML file of names, got {path}: {error}") from None
+
+
+def _kind(value: Any) -> str:
+    return f"{len(value)} values" if isinstance(value, tuple) else type(value).__name__
