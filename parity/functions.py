@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -66,6 +66,8 @@ class Report:
     notes: tuple[str, ...] = ()
     """What else a reader should know, one sentence each."""
     title: str = ""
+    named: ClassVar[str] = "the worst:"
+    """Which of the different rows comes first."""
 
     @property
     def different(self) -> list[Row]:
@@ -86,7 +88,7 @@ class Report:
         """
         if self.different:
             count = f"{len(self.different)} of {len(self.rows)} comparisons differ by more than rounding"
-            raise DifferenceError("\n".join([f"{count}; the worst: {self.different[0]}", *self.notes]))
+            raise DifferenceError("\n".join([f"{count}; {self.named} {self.different[0]}", *self.notes]))
 
     def to_json(self) -> str:
         """Return all rows as JSON."""
