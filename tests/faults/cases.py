@@ -162,6 +162,9 @@ def bad_batch(room: Room) -> None:
 # Processes that are not there.
 
 
+A_MULTIPLE = "--nproc: expected a multiple of --pipeline-model-parallel-size=2"
+
+
 def wrong_number(flags: tuple[str, ...], says: str, room: Room) -> None:
     """Refused before any process is started."""
     room.train(*flags).expect_end(REFUSED, says, strikes=False)
@@ -176,7 +179,7 @@ def by_torchrun(count: int, room: Room) -> None:
         room.expect_equal_end()
         room.note("the run is bitwise equal to an uninterrupted one")
     else:
-        says = f"nproc: expected a multiple of pipeline_model_parallel_size=2 processes, got {count}"
+        says = f"{A_MULTIPLE} processes, got {count}"
         program.expect_end(FAILED, says, strikes=False, traceback=True)  # torchrun's own, below
 
 
@@ -309,15 +312,15 @@ CASES: list[Case] = [
         "processes: three for two stages",
         [STAGES],
         "exit code 2 before any is started",
-        partial(
-            wrong_number, ("--nproc", "3"), "nproc: expected a multiple of pipeline_model_parallel_size=2 processes"
-        ),
+        partial(wrong_number, ("--nproc", "3"), f"{A_MULTIPLE} processes"),
     ),
     *cases(
         "processes: three devices for two stages",
         ["jax, 2 stages"],
         "exit code 2 before any is started",
-        partial(wrong_number, ("--nproc", "3"), "nproc: expected a multiple of pipeline_model_parallel_size=2 devices"),
+        partial(
+            wrong_number, ("--nproc", "3"), "--nproc: expected a multiple of --pipeline-model-parallel-size=2 devices"
+        ),
     ),
     *cases(
         "processes: torchrun starts one for two stages",

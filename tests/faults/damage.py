@@ -43,7 +43,7 @@ def damaged(damage: Callable[[Path], None], says: str, room: Room) -> None:
 def other_model(room: Room) -> None:
     """Goes on with a run whose model was wider."""
     room.ended_run()
-    says = "expected the settings of its run, got others: hidden_size 16 there, 32 here"
+    says = "expected the settings of its run, got others: --hidden-size 16 there, 32 here"
     room.train("--resume", "--hidden-size", "32").expect_end(REFUSED, says, strikes=False)
     room.expect_checkpoint()
 
