@@ -274,7 +274,7 @@ CASES: list[Case] = [
         "checkpoint: one bit flipped",
         ONE,
         "exit code 2; one line with the remedy",
-        partial(damaged, flip, "expected run/step_00000012.safetensors as it was written, got another checksum"),
+        partial(damaged, flip, "expected run/step_00000012.safetensors unchanged, got another checksum"),
     ),
     *cases(
         "checkpoint: empty file",
