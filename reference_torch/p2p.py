@@ -255,8 +255,8 @@ class P2PCommunicator:
         except RuntimeError as error:
             raise PipelineError(
                 f"rank {self.rank}, step {self.step}: expected {message}, {list(shape)} {self.config.compute_dtype}, "
-                f"within pipeline_timeout={self.config.pipeline_timeout:g} s, and it did not come ({cause_of(error)}); "
-                f"look at what rank {message.peer} says, or raise pipeline_timeout"
+                f"within pipeline_timeout={self.config.pipeline_timeout:g} s, but it did not arrive "
+                f"({cause_of(error)}); see the output of rank {message.peer}, or raise pipeline_timeout"
             ) from None
 
     def _post_one(self, message: Message, index: int, buffer: Tensor, shape: Shape | str) -> dist.Work:

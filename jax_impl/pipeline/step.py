@@ -194,7 +194,7 @@ class PipelineStep:
         if samples is None:
             samples = np.arange(shape[0] * shape[1], dtype=np.int32).reshape(shape[:2])
         if np.shape(samples) != shape[:2]:
-            raise ValueError(f"samples: expected one number a sequence, shape {shape[:2]}, got {np.shape(samples)}")
+            raise ValueError(f"samples: expected one number per sequence, shape {shape[:2]}, got {np.shape(samples)}")
         parts = self.mesh.shape.get(DATA_AXIS, 1)
         if shape[1] % parts:
             raise ValueError(

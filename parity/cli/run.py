@@ -176,8 +176,8 @@ def _check_folder(trainer: Trainer, plan: SavePlan, resume: bool) -> None:
         failure = error
     if trainer.any_process(failure is not None):
         raise failure or CheckpointError(
-            f"save: expected a folder that every process can use, got {plan.folder}, which another process refuses; "
-            "look at what it says"
+            f"save: expected a folder that every process can use, got {plan.folder}, which another process rejects; "
+            "see the output of that process"
         )
 
 

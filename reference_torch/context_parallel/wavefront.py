@@ -214,7 +214,7 @@ def _named(expected: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise PipelineError(
-            f"{expected}, and it failed ({cause_of(error)}); look at what the other ranks say"
+            f"{expected}, but it failed ({cause_of(error)}); see the output of the other ranks"
         ) from None
 
 

@@ -305,7 +305,7 @@ def _make_communicator(
 
 
 _NONE = "no pipeline"
-_ONE_STAGE = "one stage a rank"
+_ONE_STAGE = "one stage per rank"
 _VIRTUAL = "virtual stages"
 
 

@@ -1,7 +1,9 @@
 """Fault-injection tests on the command line.
 
-python -m tests.faults             (make faults: all cases; writes the table in docs/fault_injection.md)
-python -m tests.faults SIGTERM     (cases whose name has these words; writes nothing)
+    python -m tests.faults             (make faults: all cases; writes the table in docs/fault_injection.md)
+    python -m tests.faults SIGTERM     (cases whose name has these words; writes nothing)
+
+The exit code is 1 if any case is not as expected.
 """
 
 import sys

@@ -37,7 +37,7 @@ SLACK = 10.0
 AT_ONCE = 3
 """Cases side by side: much of each is waiting."""
 LONGEST = 150
-"""Characters of a message in the table; the JSON file has all."""
+"""Characters of a message on the console; the JSON file has all."""
 
 
 @dataclass(frozen=True)
@@ -232,19 +232,26 @@ def write(results: Sequence[Result], seconds: float) -> None:
 
 
 def markdown(results: Sequence[Result], content: dict[str, Any]) -> str:
-    """The page's table, a row a case."""
+    """Return the page's table, with one row for each name of a case."""
     seen = content["environment"]
     versions = ", ".join(f"{name} {number}" for name, number in seen["versions"].items())
     good = sum(result.failure is None for result in results)
     lines = [
         f"{good} of {len(results)} cases as expected, in {content['seconds']:.0f} s; {seen['date'][:10]}, "
         f"{seen['machine']}, Python {seen['python']}, {versions}.\n",
-        "| case | where | expected | observed | as expected |",
-        "|---|---|---|---|---|",
+        "| case | where | expected | exit code | ended after, s | as expected |",
+        "|---|---|---|---|---|---|",
     ]
+    named: dict[str, list[Result]] = {}
     for result in results:
-        outcome = "yes" if result.failure is None else "**no**"
-        cells = (result.case.name, result.case.layout, result.case.expected, result.summary, outcome)
+        named.setdefault(result.case.name, []).append(result)
+    for name, group in named.items():
+        programs = [program for result in group for program in result.observed.programs]
+        codes = ", ".join(dict.fromkeys(str(program["exit code"]) for program in programs))
+        seconds = f"{max(program['seconds'] for program in programs):.1f}" if programs else ""
+        outcome = "yes" if all(result.failure is None for result in group) else "**no**"
+        where = "; ".join(result.case.layout for result in group)
+        cells = (name, where, group[0].case.expected, codes, seconds, outcome)
         lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -286,7 +286,7 @@ def _words(request: PageRequest) -> list[list[str]]:
     machine = request.machine
     mhc = f", hyper-connections of {config.num_residual_streams} streams" if config.enable_hyper_connections else ""
     schedule = schedule_for(config, request.num_microbatches).name
-    virtual = f", {config.virtual_pipeline_model_parallel_size} virtual stages a rank"
+    virtual = f", {config.virtual_pipeline_model_parallel_size} virtual stages per rank"
     words = [
         ["model", f"{config.num_layers:,} layers ({config.layer_pattern}) of width {config.hidden_size:,}{mhc}"],
         ["data types", f"parameters {config.params_dtype}, activations {config.compute_dtype}"],

@@ -200,7 +200,7 @@ def _check_dtypes(given: Mapping[str, ArrayInfo]) -> None:
         raise ValueError(f"q: expected float16, bfloat16, float32 or float64, got {wanted}")
     for name in ("k", "v"):
         if given[name].dtype != wanted:
-            raise ValueError(f"{name}: expected {wanted}, as q is, got {given[name].dtype}")
+            raise ValueError(f"{name}: expected {wanted}, the type of q, got {given[name].dtype}")
     state = compute_dtype(wanted)
     for name, allowed in {
         "g": (wanted, state),
