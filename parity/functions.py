@@ -5,7 +5,6 @@ float64 is far smaller than any bug. Then both run in float32 and bfloat16, wher
 float64 result shows which of them loses more digits.
 """
 
-import io
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +14,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from parity.implementations import CallInputs, JaxImplementation, Run, TorchImplementation, Values, make_inputs
 from parity.inspection import Narrowing, NarrowingRecorder, longest_reduction, narrowest_in_jaxpr
 from parity.pytrees import DTYPES, Leaves, is_floating, rounded, widened
 from parity.rounding import DIFFERENT, DRAWS, EPSILON, EQUAL, ROUNDING, Difference, distance, judge, perturbed
+from parity.tables import table_text
 
 OUTPUT_ROW = "output"
 INPUT_ROW = "input gradient"
@@ -96,11 +95,7 @@ class Report:
         return json.dumps({"title": self.title, "rows": rows, "notes": self.notes}, default=str, indent=1)
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=200, highlight=False)
-        with console.capture() as captured:
-            console.print(self.__rich__())
-        lines = [line.rstrip() for line in captured.get().splitlines()]
-        return "\n".join([*lines, *self.notes, self._summary])
+        return "\n".join([table_text(self.__rich__()), *self.notes, self._summary])
 
     @cached_property
     def _summary(self) -> str:

@@ -176,6 +176,7 @@ def _draw_outputs(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarra
         for axis, (title, array, colors) in zip(row, panels, strict=True):
             flat = array.reshape(-1, array.shape[-1]) if array.ndim else array.reshape(1, 1)
             image = axis.imshow(flat, aspect="auto", interpolation="nearest", **colors)
+            axis.grid(False)
             axis.set_title(title, fontsize=9, color=INK)
             figure.colorbar(image, ax=axis)
     return figure
