@@ -1,4 +1,4 @@
-"""The delta rule token by token, as defined: the oracle of all other forms, and the form that decodes single tokens."""
+"""The delta rule token by token, as defined: the oracle of the other forms, and the form for incremental decoding."""
 
 import jax
 import jax.numpy as jnp
