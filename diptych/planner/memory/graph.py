@@ -389,7 +389,13 @@ class GraphBuilder:
 
 
 def build(config: TransformerConfig, batch: int, length: int) -> tuple[list[Node], dict[int, Layer], list[Node]]:
-    """Return the operations of the embedding, of each layer by global number, and of the head."""
+    """Return the operations of the embedding, of each layer by global number, and of the head.
+
+    Args:
+        config: the whole model.
+        batch: sequences of a microbatch.
+        length: tokens of a sequence that one rank holds.
+    """
     builder = GraphBuilder(config, batch, length)
     first, x = builder.embedding()
     layers = {}

@@ -72,7 +72,14 @@ class Simulation:
     def run(
         self, first: list[Node], layers: dict[int, Layer], blocks: Iterable[RecomputeBlock], last: list[Node]
     ) -> None:
-        """Simulate forward over all operations, then backward."""
+        """Simulate forward over all operations, then backward.
+
+        Args:
+            first: operations before the layers.
+            layers: layers by global number.
+            blocks: recompute blocks of the layers to run, in order.
+            last: operations after the layers.
+        """
         nodes = [*first]
         blocks = [*blocks]
         discards: dict[int, list[Region]] = {}
