@@ -208,7 +208,8 @@ class P2PCommunicator:
     def _expect(self, message: Message, index: int, shape: Shape) -> "_Receive":
         """Post the receives of one tensor: its header if headers are sent, and its content if the shape is known."""
         dtype = getattr(torch, self.config.compute_dtype)
-        header = content = None
+        header = None
+        content = None
         if self._sends_headers and not (self._ordered and self.config.variable_seq_lengths):
             # With NCCL, messages arrive in order, and the size of the previous content may not be known yet.
             header = self._expect_header(message, index)

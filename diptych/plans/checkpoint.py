@@ -266,7 +266,8 @@ def read_on_all_ranks(
     Raises:
         CheckpointError: a process cannot read the checkpoint, or read another one; raised on every process.
     """
-    checkpoint = failure = None
+    checkpoint = None
+    failure = None
     try:
         checkpoint = read_checkpoint(path)
         check_settings(checkpoint, settings)
@@ -347,6 +348,7 @@ def split_arrays(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.
 
 
 def _checksum(arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a record and its arrays, in hexadecimal digits."""
     digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])

@@ -96,7 +96,7 @@ class Compare(TrainingRun):
     with bf16."""
     gradient_tolerance: float | None = None
     """Largest accepted relative difference of a parameter's gradients; None: 1e-5 in float32, 1e-12 in
-    float64, 2e-2 with bf16."""
+    float64, 4e-2 with bf16."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

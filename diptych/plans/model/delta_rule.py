@@ -186,8 +186,8 @@ def _check_cu_seqlens(cu_seqlens: ArrayInfo, batch: int, length: int) -> int:
         steps = np.diff(values)
         if (steps < 0).any():
             place = int(np.argmax(steps < 0))
-            came = f"{values[place]} before {values[place + 1]} at {place}"
-            raise ValueError(f"cu_seqlens: expected offsets that never decrease, got {came}")
+            actual = f"{values[place]} before {values[place + 1]} at {place}"
+            raise ValueError(f"cu_seqlens: expected offsets that never decrease, got {actual}")
         if values[-1] != length:
             raise ValueError(f"cu_seqlens: expected to end at T = {length}, got {values[-1]}")
     return cu_seqlens.shape[0] - 1
