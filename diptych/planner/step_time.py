@@ -251,13 +251,13 @@ def _gradient_times(nodes: Sequence[Node], machine: Machine) -> tuple[float, flo
     """Return the seconds of the operations' I and W."""
     inputs = weights = 0.0
     for node in nodes:
-        kept = sum(value.size for value in node.saves)
+        saved = sum(value.size for value in node.saves)
         gradients = _moved(node)
         if node.is_linear:  # one product for the input's gradient, one for the weight's
             inputs += machine.seconds(node.flops, gradients + node.parameters)
-            weights += machine.seconds(node.flops, kept + gradients // 2 + node.parameters)
+            weights += machine.seconds(node.flops, saved + gradients // 2 + node.parameters)
         else:
-            inputs += machine.seconds(2 * node.flops + node.recomputed_flops, kept + gradients + node.parameters)
+            inputs += machine.seconds(2 * node.flops + node.recomputed_flops, saved + gradients + node.parameters)
     return inputs, weights
 
 

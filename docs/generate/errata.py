@@ -1,4 +1,4 @@
-"""What the sources' drafts do when they are run as they are written; the output stands in docs/errata.md.
+"""What the sources' drafts do when they are run as they are written; the output stands in docs/history/errata.md.
 
 python -m docs.generate.errata
 """

@@ -62,7 +62,7 @@ def test_peaks_are_the_planners(name, browser, show):
     )
     shown = browser.evaluate("[...document.querySelectorAll('.peak-text')].map(t => t.textContent)")
     tops = browser.evaluate(
-        "[...document.querySelectorAll('#chart .kept')].map(k => Math.min(k.getBoundingClientRect().top,"
+        "[...document.querySelectorAll('#chart .saved')].map(k => Math.min(k.getBoundingClientRect().top,"
         "k.nextElementSibling?.matches('.waiting') ? k.nextElementSibling.getBoundingClientRect().top : 1e9))"
     )
     found, told = cells(browser), data["schedules"][0]

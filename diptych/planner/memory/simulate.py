@@ -189,17 +189,17 @@ class Simulation:
         nodes = region.nodes
         if region.is_whole:  # torch.utils.checkpoint stops before the last operation that saves a value
             nodes = nodes[: max(index for index, node in enumerate(nodes) if node.saves)]
-        kept = {id(v) for node in region.nodes for v in node.saves}
+        saved = {id(v) for node in region.nodes for v in node.saves}
         wanted = {id(v) for v in region.outputs if self._holders[id(v)]}
         last_read = {id(v): i for i, node in enumerate(region.nodes) for v in [*node.reads, *node.saves, *node.alive]}
         for index, node in enumerate(nodes):
             self._make(node)
             for value in [*node.reads, *node.writes, *node.saves, *node.alive]:
-                is_own = self._maker.get(id(value)) is region and id(value) not in kept | wanted
+                is_own = self._maker.get(id(value)) is region and id(value) not in saved | wanted
                 if is_own and last_read.get(id(value), -1) <= index:
                     self._drop(value)
         for value in (v for node in nodes for v in node.writes):
-            if id(value) not in kept | wanted:
+            if id(value) not in saved | wanted:
                 self._drop(value)
         for node in region.nodes:
             self._hold(node.saves)

@@ -143,9 +143,9 @@ class _StageBuilder(GraphBuilder):
             nodes.append(Node([inputs[0]], [q], [], region))
         if config.use_flash_attn:  # the mask is added to the scores, as floating-point numbers
             statistics = self.coefficient("attention statistics", config.num_attention_heads)
-            kept = [q, k, v, found, statistics, allowed]
+            saved = [q, k, v, found, statistics, allowed]
             writes = [found, statistics, allowed]
-            nodes.append(Node([q, k, v], writes, kept, region, flops=2 * flops, recomputed_flops=flops))
+            nodes.append(Node([q, k, v], writes, saved, region, flops=2 * flops, recomputed_flops=flops))
         else:
             count = config.num_attention_heads * pairs
             softmax = Value("attention weights", count * self.wide)
@@ -166,9 +166,9 @@ class _StageBuilder(GraphBuilder):
             states = heads * key * ((segments - 1) * key + 3 * (value + key)) * self.wide
             outputs = self.coefficient("transition_output", heads * value)
             transition_output = self.coefficient("transition_output", heads * key)
-            kept = [transition_output, Value("states and transitions", states)]
-            nodes[-1].writes += [outputs, *kept]  # outputs are completed with the saved values, then dropped
-            nodes[-1].saves += kept
+            saved = [transition_output, Value("states and transitions", states)]
+            nodes[-1].writes += [outputs, *saved]  # outputs are completed with the saved values, then dropped
+            nodes[-1].saves += saved
             size = chunk_size(self.length)
             columns = chunk_flops(size, key, value + key) - chunk_flops(size, key, value)  # the map's
             more = -(-self.length // size) * self.batch * heads * columns

@@ -207,7 +207,7 @@ def _actions(plan: PipelinePlan, memory: Sequence[StageMemory]) -> tuple[dict[st
         "input": [
             -1 if (last := last_input(schedule, costs, starts, action)) is None else number[last] for action in order
         ],
-        "kept": [size for each in saved for size in each.saved],
+        "saved": [size for each in saved for size in each.saved],
         "waiting": [size for each in saved for size in each.pending],
     }
     return columns, saved

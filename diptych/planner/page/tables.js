@@ -169,7 +169,7 @@ function showLegend(simulation) {
   }
   entries.push([square("track"), "bubble"]);
   for (const name of ["parameters", "gradients", "moments"]) entries.push([square(name), name]);
-  entries.push([square("kept"), "saved for backward"]);
+  entries.push([square("saved"), "saved for backward"]);
   if (simulation.stages.some((stage) => stage.waiting > 0)) entries.push([square("waiting"), "waits for W"]);
   if (simulation.copies?.parameters) entries.push([square("copy"), "copy to the device"], [square("copy late"), "late copy"], [square("copy out"), "copy to the host"]);
   if (simulation.copies?.activations) entries.push([swatch(svg("path", { class: "mark", d: "M5 1V10M2 7L5 10L8 7" })), "activations to host (down), back to device (up)"]);

@@ -104,17 +104,17 @@ class Timeline {
       below += parts[name];
       group.append(svg("rect", { class: name, y: y(below), width: this.x(simulation.total), height }));
     }
-    let kept = `M0 ${y(below)}`;
+    let saved = `M0 ${y(below)}`;
     let waiting = `M0 ${y(below)}`;
     let back = "";
     for (let id = simulation.first[rank]; id < simulation.first[rank + 1]; id++) {
       const x = this.x(simulation.kind[id] === "F" ? simulation.start[id] : simulation.end[id]);
-      const level = y(below + simulation.kept[id]);
-      kept += `H${x}V${level}`;
-      waiting += `H${x}V${y(below + simulation.kept[id] + simulation.waiting[id])}`;
+      const level = y(below + simulation.saved[id]);
+      saved += `H${x}V${level}`;
+      waiting += `H${x}V${y(below + simulation.saved[id] + simulation.waiting[id])}`;
       back = `V${level}H${x}` + back;
     }
-    group.append(svg("path", { class: "kept", d: `${kept}H${this.x(simulation.makespan)}V${y(below)}Z` }));
+    group.append(svg("path", { class: "saved", d: `${saved}H${this.x(simulation.makespan)}V${y(below)}Z` }));
     if (simulation.waiting.some((size) => size > 0)) group.append(svg("path", { class: "waiting", d: `${waiting}${back}V${y(below)}Z` }));
   }
 
@@ -290,8 +290,8 @@ class Timeline {
       this.gutter.append(svg("text", { class: "rank", x: 0, y: top + sizes.cell / 2 + 4 }, `rank ${rank}`));
       if (sizes.memory > 20) {
         const parts = simulation.ranks[rank].memory;
-        const kept = held === null ? [0, 0] : keptAt(simulation, rank, held);
-        const sum = parts.parameters + parts.gradients + parts.moments + kept[0] + kept[1];
+        const saved = held === null ? [0, 0] : savedAt(simulation, rank, held);
+        const sum = parts.parameters + parts.gradients + parts.moments + saved[0] + saved[1];
         const text = held === null ? "memory" : memory(sum, this.data.memoryUnit);
         this.gutter.append(svg("text", { class: "held", x: 0, y: top + sizes.cell + sizes.above + sizes.memory - 4 }, text));
       }
