@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import parity
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = {
     "diptych.plans": "diptych/plans",
@@ -391,14 +393,31 @@ def test_backend_trains_without_the_other_framework(backend, package, blocked, t
     assert "validation loss" in done.stdout
 
 
+ASK = """
+from parity.cli.main import main
+for command in ("train --backend {missing}", "compare", "locate torch.py:model jax.py:model"):
+    assert main(command.split()) == 2, command
+import parity
+for name in parity.__all__:
+    try:
+        getattr(parity, name)
+    except ModuleNotFoundError as error:
+        print(error, file=sys.stderr)
+"""
+
+
 @pytest.mark.multiprocess
-def test_missing_framework_is_named():
-    script = BLOCK.format(blocked={"torch"}) + (
-        "from parity.cli.main import main\nsys.exit(main(['train', '--backend', 'torch']))"
-    )
+@pytest.mark.parametrize(
+    ("missing", "blocked"), [("torch", {"torch"}), ("jax", {"jax", "jaxlib", "flax", "optax"})], ids=["torch", "jax"]
+)
+def test_missing_framework_is_named(missing, blocked):
+    script = BLOCK.format(blocked=blocked) + ASK.format(missing=missing)
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
     )
-    assert done.returncode == 2
-    assert "expected an installed framework for 'torch'" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 3 + len(parity.__all__)
+    for line in lines:
+        assert f"expected an installed framework for {missing!r}, but {missing!r} is missing" in line
+        assert line.endswith(f"pip install 'diptych[{missing}]'")
