@@ -49,6 +49,7 @@ from parity.cli.launch import (
 from parity.cli.output import standard_output
 from parity.cli.processes import start_processes
 from parity.cli.run import SavePlan, run_training
+from parity.frameworks import import_with_frameworks
 
 USER_ERROR = 2
 FAILURE = 1
@@ -114,12 +115,7 @@ def _load_backend(backend: str, params_dtype: str, num_threads: int = 1, ranks: 
     Raises:
         ModuleNotFoundError: the backend's framework is not installed.
     """
-    try:
-        module = importlib.import_module(f"{PACKAGES[backend]}.train")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"backend: expected an installed framework for {backend!r}, but {error.name!r} is missing; install it"
-        ) from None
+    module = import_with_frameworks(f"{PACKAGES[backend]}.train", "backend")
     if backend == "torch":
         import torch
 
@@ -284,9 +280,7 @@ def _curves(command: Curves, console: Console) -> int:
 
 def _locate(command: Locate, console: Console) -> int:
     """Run ``diptych locate`` and return the exit code."""
-    from parity.cli.locate import run_locate
-
-    location = run_locate(command)
+    location = import_with_frameworks("parity.cli.locate", "locate").run_locate(command)
     console.print(str(location).rpartition("\n")[0], markup=False, highlight=False, soft_wrap=True)
     for name in ("location.json", "location.html", "location.png"):
         print_written(console, command.output_dir / name)
