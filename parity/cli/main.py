@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,18 +211,22 @@ def _plan(command: Plan, console: Console) -> int:
     for output in (command.picture, command.html, command.write_schedule, command.generate_schedule):
         if output is not None:
             _check_output(output.parent, (output.name,))
+    name_settings = partial(in_flags, command="plan")
     if command.ranks is not None:
-        print_search(console, command)
+        print_search(console, command, name_settings)
         return 0
     model = command.model
     shape = (command.micro_batch_size, command.num_microbatches)
-    page = PageRequest(model, *shape, command.data_parallel_size, command.machine) if command.html else None
+    page = (
+        PageRequest(model, *shape, command.data_parallel_size, command.machine, name_settings) if command.html else None
+    )
     check_shared(command.micro_batch_size, model.seq_length, model.context_parallel_size)
     console.print(describe_mesh(model, command.data_parallel_size), highlight=False)
     if command.generate_schedule is not None:
-        model = print_generated(console, command, command.generate_schedule)
+        model = print_generated(console, command, command.generate_schedule, name_settings)
     elif model.pipeline_model_parallel_size > 1:
-        print_schedule(console, model, *shape, picture=command.picture, roofline=StageTimes(command.machine))
+        roofline = StageTimes(command.machine)
+        print_schedule(console, model, *shape, picture=command.picture, roofline=roofline, name_settings=name_settings)
         if command.write_schedule is not None:
             command.write_schedule.write_text(schedule_to_csv(schedule_for(model, command.num_microbatches)))
             print_written(console, command.write_schedule)
