@@ -38,7 +38,7 @@ from parity.implementations import TorchImplementation, Values
 from parity.inspection import Narrowing, longest_reduction, narrowest_in_jaxpr
 from parity.modules import pair_of_modules
 from parity.names import Links
-from parity.pytrees import widened
+from parity.pytrees import Leaves, widened
 from parity.recording import JaxRecord, Point, Spreads, nnx_submodules, record_jax, record_torch, torch_spreads
 from parity.rounding import DIFFERENT, DRAWS, EPSILON, judge, perturbed
 
@@ -226,6 +226,12 @@ class _JudgedPair(Pair):
     """Two implementations of which the caller says how precisely they compute."""
 
     precision: str = "float64"
+    given: Leaves | None = None
+    """Cotangents of the outputs; None: random ones."""
+
+    def cotangents(self, both: tuple[Values, Values], seed: int) -> Leaves:
+        """Return the given cotangents, or those of Pair."""
+        return super().cotangents(both, seed) if self.given is None else self.given
 
     def _unit(self, dtype: str, narrow: tuple[Narrowing | None, Narrowing | None]) -> str:
         return super()._unit(dtype, narrow) if self.precision == "float64" else self.precision
@@ -409,8 +415,8 @@ class _Search:
         links = self.pair.translate
         assert isinstance(links, Links), "the parameters of modules are linked"
         inside = links_inside(links, own, other)
-        pair = _JudgedPair(torch_side, jax_side, first, inside, precision=self.pair.precision)
-        return pair.compare(["float64"], gradients=True, seed=self.seed, title=str(point), cotangents=ours.cotangents)
+        pair = _JudgedPair(torch_side, jax_side, first, inside, precision=self.pair.precision, given=ours.cotangents)
+        return pair.compare(["float64"], gradients=True, seed=self.seed, title=str(point))
 
 
 def _has_variables(node: nnx.Module) -> bool:

@@ -176,8 +176,9 @@ class _TorchRecorder:
         assert point.path == path, "calls end in the order in which they began"
         if self._is_over:
             return output
-        if any(self._separated(leaf) is not leaf for leaf in _output_leaves(output).values()):
-            output = map_arrays(output, lambda _, leaf: self._separated(leaf), OUTPUT)
+        count = sum(leaf.requires_grad for leaf in _output_leaves(output).values())
+        if count > 1 or any(self._separated(leaf, False) is not leaf for leaf in _output_leaves(output).values()):
+            output = map_arrays(output, lambda _, leaf: self._separated(leaf, count > 1), OUTPUT)
         for name, leaf in _output_leaves(output).items():
             self._versions[leaf] = leaf._version
             self.calls[point].outputs[name] = self._kept(point, "outputs", name, leaf.detach().clone())
@@ -186,15 +187,15 @@ class _TorchRecorder:
         self._is_over = not self._running
         return output
 
-    def _separated(self, leaf: torch.Tensor) -> torch.Tensor:
+    def _separated(self, leaf: torch.Tensor, is_one_of_several: bool) -> torch.Tensor:
         """Return an equal tensor whose gradient is that of this output of a submodule."""
         if not leaf.requires_grad:
             return leaf
         if self._versions.get(leaf) == leaf._version:  # the gradient of the tensor adds up its uses before this call
             return leaf.view_as(leaf)
-        if leaf._base is not None and leaf._base not in self._versions:  # a change in place would remove the hook
-            return leaf.clone()
-        return leaf
+        is_view = leaf._base is not None and leaf._base not in self._versions
+        # A change in place would remove the hook of a view. Another output may depend on this one.
+        return leaf.clone() if is_view or is_one_of_several else leaf
 
     def _receive(self, point: Point, name: str, gradient: torch.Tensor) -> None:
         self.calls[point].cotangents[name] = self._kept(point, "cotangents", name, gradient)
