@@ -12,8 +12,10 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from flax import linen, nnx
 from rich.console import Console
@@ -34,11 +36,11 @@ from parity.alignment import (
 )
 from parity.array_store import ArrayStore
 from parity.functions import OUTPUT_ROW, PARAMETER_ROW, DifferenceError, Pair, Report
-from parity.implementations import TorchImplementation, Values
+from parity.implementations import Run, TorchImplementation, Values
 from parity.inspection import Narrowing, longest_reduction, narrowest_in_jaxpr
 from parity.modules import pair_of_modules
 from parity.names import Links
-from parity.pytrees import Leaves, widened
+from parity.pytrees import Leaves, is_floating, widened
 from parity.recording import JaxRecord, Point, Spreads, nnx_submodules, record_jax, record_torch, torch_spreads
 from parity.rounding import DIFFERENT, DRAWS, EPSILON, judge, perturbed
 
@@ -236,9 +238,22 @@ class _JudgedPair(Pair):
     def _unit(self, dtype: str, narrow: tuple[Narrowing | None, Narrowing | None]) -> str:
         return super()._unit(dtype, narrow) if self.precision == "float64" else self.precision
 
-    def unit(self, both: tuple[Values, Values]) -> str:
-        """Return the dtype in whose ulps the whole models are judged."""
-        return self._unit("float64", (self._narrowing(both[0]), narrowest_in_jaxpr(self.jax.program(both[1]))))
+    def _runs(self, dtype: str, both: tuple[Values, Values], cotangents: Leaves | None) -> tuple[Run, Run]:
+        """Run both; without cotangents, JAX is not compiled and returns zeros of the right shapes."""
+        if cotangents is not None:
+            return super()._runs(dtype, both, cotangents)
+        with jax.enable_x64(dtype == "float64"):
+            shapes = jax.eval_shape(partial(self.jax.outputs, dtype), *self.jax.split(both[1], dtype))
+        zeros = {name: np.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
+        floating = {name: is_floating(array) for name, array in zeros.items()}
+        arrays = {name: widened(array) for name, array in zeros.items()}
+        return self.torch.run(both[0], dtype, None), Run(arrays, {}, {}, floating)
+
+    def unit_and_length(self, both: tuple[Values, Values]) -> tuple[str, int]:
+        """Return the dtype in whose ulps the whole models are judged, and the length of the longest reduction."""
+        program = self.jax.program(both[1])
+        unit = self._unit("float64", (self._narrowing(both[0]), narrowest_in_jaxpr(program)))
+        return unit, longest_reduction(program)
 
 
 @dataclass
@@ -262,8 +277,7 @@ class _Search:
         advice = r"compare with dtypes=\['(\w+)'\]", r"pass precision='\1'"
         self.wrong = {row.name for row in whole.different if row.kind == PARAMETER_ROW}
         self.notes.extend(re.sub(*advice, note) for note in whole.notes)
-        self.unit = pair.unit(self.both)
-        self.length = longest_reduction(pair.jax.program(self.both[1]))
+        self.unit, self.length = pair.unit_and_length(self.both)
         self.torch_calls = record_torch(pair.torch, self.both[0], self.given, self.store)
         most = max(1, self.memory_limit)
         self.record: JaxRecord = record_jax(pair.jax, self.both[1], self.given, self.store, most)
@@ -275,6 +289,9 @@ class _Search:
         self.paths = align_modules(self.torch_calls, self.record.calls, links, self.modules, self.names)
         self._note_unrecorded()
         spreads = self._spreads()
+        pair.torch.run(
+            self.both[0], "float64", None
+        )  # sets the parameters of the copy, whose submodules then run alone
         self.points = {
             point: self._difference(point, spreads)
             for point in self.torch_calls
@@ -404,7 +421,6 @@ class _Search:
         ours, theirs = self.torch_calls[point], self.record.calls[Point(jax_path, point.number)]
         outputs, moved = paired_outputs(ours, theirs)
         first, second = shared_inputs(ours, theirs, bool(moved))
-        self.pair.torch.run(self.both[0], "float64", None)  # sets the parameters of the copy
         submodule = self.pair.torch.module("float64").get_submodule(point.path)
         torch_side = TorchImplementation(submodule, first, outputs={name: name for name in outputs.values()})
         model = self.pair.jax.function
