@@ -118,7 +118,7 @@ DEEP_BUGS = {
 
 def main(direction: str) -> None:
     """Locate one bug, and print the module, seconds and the peak of the process's memory."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     bug = DEEP_BUGS[direction]
     torch_model, jax_model, inputs = DEEP.build(0)
     put_in(bug, DEEP, torch_model, jax_model)

@@ -23,15 +23,29 @@ def linear(width=WIDTH):
     return nnx.Linear(WIDTH, width, rngs=nnx.Rngs(0))
 
 
-class Doubled(nnx.Linear):
+class Larger(nnx.Linear):
     """A linear layer with a bug."""
 
     def __call__(self, x):
         return super().__call__(x) * 1.001
 
 
+class LargerConvolution(nnx.Conv):
+    """A convolution with a bug."""
+
+    def __call__(self, x):
+        return super().__call__(x) * 1.001
+
+
+class Stopped(nnx.Linear):
+    """A linear layer that passes no gradient to its input."""
+
+    def __call__(self, x):
+        return super().__call__(jax.lax.stop_gradient(x))
+
+
 def faulty(layer):
-    layer.__class__ = Doubled
+    layer.__class__ = LargerConvolution if isinstance(layer, nnx.Conv) else Larger
     return layer
 
 
@@ -151,6 +165,42 @@ def attention(torch_call, jax_call):
     )
     second = JaxParts(lambda m, x: m.out(m.attn(m.qkv(x))), qkv=linear(12), attn=JaxParts(jax_call), out=linear())
     return first, second, [X], "out"
+
+
+def several_outputs():
+    """A cell one of whose outputs depends on the other."""
+    cell = TorchParts(lambda m, x, c: (torch.tanh(m.l(x) + c), m.l(x) * c), l=nn.Linear(4, 4))
+    other = JaxParts(lambda m, x, c: (jnp.tanh(m.l(x) + c), m.l(x) * c), l=linear())
+
+    def ours(m, x):
+        h, c = m.outer(x, x)
+        h, c = m.outer(h, c)
+        return m.out(h)
+
+    def dependent(m, x, c):
+        c = m.cell(x, c)[1]
+        return m.cell(c, x)[0] * c, c
+
+    first = TorchParts(ours, outer=TorchParts(dependent, cell=cell), out=nn.Linear(4, 4))
+    second = JaxParts(ours, outer=JaxParts(dependent, cell=other), out=linear())
+    return first, second, [X], "outer.cell.l"
+
+
+def channels_first():
+    """Convolutions with channels first in PyTorch and last in JAX; here all axes have equal sizes."""
+    images = np.random.default_rng(2).standard_normal((2, 4, 4, 4))
+
+    def ours(m, x):
+        return m.out(m.b(torch.tanh(m.a(x.permute(0, 3, 1, 2)))).permute(0, 2, 3, 1))
+
+    def conv():
+        return nnx.Conv(4, 4, (3, 3), rngs=nnx.Rngs(0))
+
+    first = TorchParts(ours, a=nn.Conv2d(4, 4, 3, padding=1), b=nn.Conv2d(4, 4, 3, padding=1), out=nn.Linear(4, 4))
+    second = JaxParts(lambda m, x: m.out(m.b(jnp.tanh(m.a(x)))), a=conv(), b=conv(), out=linear())
+    names = {f"{name}.weight": {"to": f"{name}.kernel", "transpose": [2, 3, 1, 0]} for name in "ab"}
+    names |= {"a.bias": "a.bias", "b.bias": "b.bias", "out.weight": {"to": "out.kernel", "transpose": True}}
+    return first, second, [images], "b", {"names": names}
 
 
 def functional_attention():
@@ -294,10 +344,24 @@ def checkpointed():
 
 
 SUPPORTED = [
-    in_place, input_changed_in_place, input_of_the_model_changed_in_place, called_twice, shared_by_two_parents,
-    tied_parameters, functional_attention, containers, structured_outputs, keyword_inputs, without_gradient,
-    forward_called_directly, inherited_calls, sequential, checkpointed,
-]  # fmt: skip
+    in_place,
+    input_changed_in_place,
+    input_of_the_model_changed_in_place,
+    called_twice,
+    shared_by_two_parents,
+    tied_parameters,
+    several_outputs,
+    channels_first,
+    functional_attention,
+    containers,
+    structured_outputs,
+    keyword_inputs,
+    without_gradient,
+    forward_called_directly,
+    inherited_calls,
+    sequential,
+    checkpointed,
+]
 
 
 def jax_path(path):
@@ -410,6 +474,17 @@ def test_submodules_whose_parameters_are_used_directly_are_named():
 
 def faulty_scale(attention):
     attention.attention_fn = lambda q, *rest, **more: nnx.dot_product_attention(2.0 * q, *rest, **more)
+
+
+def test_a_tied_parameter_has_the_value_of_the_whole_model():
+    """The output layer is compared by itself before the bug is, with the parameter of the embedding."""
+    torch.manual_seed(0)
+    first, second, inputs, _ = tied_parameters()
+    second.mid.__class__ = Stopped
+    found = locate(first, second, inputs)
+    assert (found.point.path, found.direction) == ("mid", "backward"), found
+    tied = dict(first.named_parameters())["emb.weight"]
+    assert not np.allclose(tied.detach(), second.emb.embedding[...])
 
 
 class Setup(linen.Module):
