@@ -1,4 +1,4 @@
-"""The chunked delta rule beside the recurrence: time, how it grows with the sequence, and what is kept for backward.
+"""The chunked delta rule beside the recurrence: time, how it grows with the sequence, and what is saved for backward.
 
     python -m benchmarks.delta_rule           (make bench NAME=delta_rule)
 
@@ -181,7 +181,7 @@ def show(console: Console, rows: list[dict], growing: list[dict], kept: list[dic
     for row in kept:
         share = row["kept"] / row["by autodiff"]
         sizes = f"{row['kept'] / MIB:.1f} MiB, by autodiff {row['by autodiff'] / MIB:.1f} MiB ({share:.1%})"
-        console.print(f"kept for backward in torch, {row['rule']}: {sizes}")
+        console.print(f"saved for backward in torch, {row['rule']}: {sizes}")
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     for row in growing:
         label = f"{row['backend']} {row['rule']}, exponent {row['exponent']:.2f}"

@@ -39,7 +39,7 @@ def table(used: Used) -> str:
     """Markdown: a row a kernel of streams and activations."""
     size = f"{TOKENS} tokens of S = {STREAMS}, D = {WIDTH}, {DTYPE}"
     cells = {name: f"{entry.ideal_bytes(TOKENS):,}" for name, entry in recorded_launches().items()}
-    return _table(used, size, "ideal bytes a token", cells, recorded_launches())
+    return _table(used, size, "ideal bytes per token", cells, recorded_launches())
 
 
 def delta_rule_table(used: Used) -> str:
@@ -47,14 +47,14 @@ def delta_rule_table(used: Used) -> str:
     recorded, count = recorded_launches(delta_rule=True), TOKENS * HEADS
     size = f"{TOKENS} tokens of {HEADS} heads, K = V = 128, {DTYPE}, g float32"
     cells = {name: f"{entry.all_bytes() // count:,} | {entry.flops() // count:,}" for name, entry in recorded.items()}
-    return _table(used, size, "bytes a token and head | FLOPs a token and head", cells, recorded)
+    return _table(used, size, "bytes per token and head | FLOPs per token and head", cells, recorded)
 
 
 def _table(used: Used, size: str, heading: str, cells: dict[str, str], recorded: dict[str, ahead.Recorded]) -> str:
     columns = heading.count("|") + 1
     lines = [
-        f"Triton {triton.__version__}, {size}; registers a thread / spilled bytes a thread / shared bytes a program, "
-        "and the share of a multiprocessor's warps registers allow.\n",
+        f"Triton {triton.__version__}, {size}; registers per thread / spilled bytes per thread / shared bytes per "
+        "program, and the share of a multiprocessor's warps that the registers allow.\n",
         f"| kernel | {heading} | warps |" + "".join(f" sm_{target} |" for target in ahead.TARGETS),
         "|---|" + "---|" * (columns + 1 + len(ahead.TARGETS)),
     ]

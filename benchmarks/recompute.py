@@ -197,7 +197,7 @@ def draw(rows: list[dict]) -> None:
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     for axes, key, title in zip(
-        figure.subplots(1, 2, sharey=True), ("saved", "peak"), ("kept for backward", "peak of a step"), strict=True
+        figure.subplots(1, 2, sharey=True), ("saved", "peak"), ("saved for backward", "peak of a step"), strict=True
     ):
         for number, row in enumerate(rows, 1):
             own = "predicted_saved" in row

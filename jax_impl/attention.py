@@ -55,7 +55,7 @@ def fused_attention(
 ) -> Float[Array, "b t h d"]:
     """Compute causal_attention without saving the T x T weights, which are recomputed in backward.
 
-    Args: see causal_attention.
+    Arguments and result are those of causal_attention.
 
     Reference: Dao et al., arXiv 2205.14135. jax.nn.dot_product_attention has fused kernels, but computes the softmax in
     float32 for every type. jax.checkpoint saves the same memory.

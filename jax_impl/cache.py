@@ -83,8 +83,8 @@ def cached_attention(
         q: queries of the next tokens. [B, T, H, d]
         k: keys of the next tokens. [B, T, G, d]
         v: values of the next tokens. [B, T, G, d]
-        past: keys and values of the tokens before.
-        read: number of tokens before.
+        past: keys and values of the cached tokens.
+        read: number of cached tokens.
 
     Returns:
         The output [B, T, H, d], and past with the next tokens.

@@ -27,4 +27,4 @@ class ForwardContext(NamedTuple):
     """The documents in each sequence, or the context-parallel context of this rank. None: each sequence is one document
     and is complete on this rank."""
     cache: DecodingCache | None = None
-    """State of the tokens before, changed in place; None: there are none."""
+    """State of the previous tokens, changed in place; None: there are none."""

@@ -67,7 +67,8 @@ def on_first_rank(write: Callable[[], str]) -> str:
     """
     if jax.process_count() == 1:
         return write()
-    written = failure = ""
+    written = ""
+    failure = ""
     if jax.process_index() == 0:
         try:
             written = write()

@@ -92,7 +92,9 @@ class _DeltaRuleMixer(nnx.Module):
     ) -> tuple[Float[Array, "b t d"], Array | None]:
         """Return the mixed output [B, T, D] and the bias of the output projection, not yet added.
 
-        Args: see transformer.TransformerLayer.
+        Args:
+            hidden_states: normed input of the sublayer. [B, T, D]
+            context: context of the forward pass.
 
         Raises:
             ValueError: the context has an attention_mask.

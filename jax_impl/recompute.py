@@ -279,7 +279,7 @@ def varying_leaves(function: Callable[..., Sequence[Any]], args: Any, varies: An
         varies: the same structure as args, with True for each array that varies.
     """
     traced = jax.make_jaxpr(function)(*args).jaxpr
-    varying = {v for v, moves in zip(traced.invars, jax.tree.leaves(varies), strict=True) if moves}
+    varying = {v for v, is_varying in zip(traced.invars, jax.tree.leaves(varies), strict=True) if is_varying}
     for equation in traced.eqns:
         if any(not isinstance(v, Literal) and v in varying for v in equation.invars):
             varying.update(equation.outvars)

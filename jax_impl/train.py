@@ -127,7 +127,7 @@ class Trainer:
         return jax.process_index() == 0
 
     def any_process(self, flag: bool) -> bool:
-        """Return true if the flag is set on any process; every process has to call this.
+        """Return True if the flag is set on any process; every process has to call this.
 
         Args:
             flag: flag of this process.
@@ -334,7 +334,7 @@ class Trainer:
         return *self.offload.update(change, params, optimizer_state, gradients, resident or {}), norm
 
     def _decays(self, params: Parameters) -> Parameters:
-        """Return true for every parameter with weight decay, which its shape in the undivided model decides."""
+        """Return True for every parameter with weight decay, which its shape in the undivided model decides."""
         shapes = params if self._pipeline is None else self._pipeline.shapes(params)
         return jax.tree.map(lambda p: has_weight_decay(p.shape), shapes)
 

@@ -67,7 +67,9 @@ class SelfAttention(nnx.Module):
     ) -> tuple[Float[Array, "b t d"], Array | None]:
         """Return the output of attention [B, T, D] and the bias of the output projection, not yet added.
 
-        Args: see TransformerLayer.
+        Args:
+            hidden_states: normed input of the sublayer. [B, T, D]
+            context: context of the forward pass.
         """
         batch, length, _ = hidden_states.shape
         heads = self.config.num_attention_heads
@@ -244,7 +246,13 @@ class TransformerBlock(nnx.Module):
     ) -> Float[Array, "b t *streams d"]:
         """Run the layers of the stage; the first stage expands to streams, the last contracts them.
 
-        Args: see TransformerLayer.
+        Args:
+            hidden_states: embedded tokens in the first stage, else the output of the previous stage. [B, T, D], or
+                residual streams [B, T, S, D] with hyper-connections after the first stage.
+            context: context of the forward pass.
+
+        Returns:
+            Hidden states of the last stage [B, T, D], else the input of the next stage.
         """
         streams = self.config.num_residual_streams
         hyper = self.config.enable_hyper_connections
@@ -308,6 +316,9 @@ class GPTModel(nnx.Module):
         post_process: build final norm and head and return logits or the loss; True for the last stage.
         vp_stage: index of the virtual stage within its rank; None: 0.
         pp_rank: pipeline rank; None: 0.
+
+    Raises:
+        ValueError: pre_process or post_process does not fit the stage.
     """
 
     def __init__(
@@ -353,13 +364,12 @@ class GPTModel(nnx.Module):
             attention_mask: see ops.causal_attention.
             document_starts: first token of each document; attention and state do not cross documents. See
                 diptych.plans.model.documents. None: each sequence is one document. [B, N] int32
-            cache: state of the tokens before, see cache.empty_cache; changed in place to include these tokens.
+            cache: state of the previous tokens, see cache.empty_cache; changed in place to include these tokens.
             cp_context: context of the ranks that share the concatenated sequences. Needs B = 1 and positions.
             training: False turns dropout off.
 
         Returns:
-            Last stage: mean loss in nats per token, or logits [B, T, V] without targets. Other stages: hidden states
-            [B, T, D] or [B, T, S, D].
+            Mean loss in nats per token, or logits [B, T, V] without targets. Before the last stage: hidden states.
 
         Raises:
             ValueError: arguments do not fit together, or the cached and the given tokens are more than
@@ -367,22 +377,23 @@ class GPTModel(nnx.Module):
         """
         batch, length = inputs.shape[:2]
         masks = {"attention_mask": attention_mask, "document_starts": document_starts}
-        cached = cached_length(cache), None if cache is None else cache.batch
-        check_inputs(self.config.seq_length, (batch, length), *cached, cp_context, positions, **masks)
+        texts = None if cache is None else cache.batch
+        seq_length = self.config.seq_length
+        check_inputs(seq_length, (batch, length), cached_length(cache), texts, cp_context, positions, **masks)
         if positions is None:
             positions = jnp.add(jnp.arange(length), 0 if cache is None else cache.length)
         sequences = cp_context or pack_documents(document_starts, inputs, "attention" in self.config.mixers)
         state = None
         if training and self.config.hidden_dropout > 0.0:
             samples = jnp.arange(batch) if samples is None else samples
-            state = dropout_state(self.config.seed, step, samples, positions, self.config.seq_length)
+            state = dropout_state(self.config.seed, step, samples, positions, seq_length)
         hidden_states = inputs
         if self.pre_process and self.embedding is not None:
             hidden_states = self.embedding(inputs).astype(self.config.compute_dtype)
         hidden_states = self.decoder(hidden_states, ForwardContext(positions, state, attention_mask, sequences, cache))
         if cache is not None:
             cache.length += length
-            hidden_states = jnp.where(cache.length <= self.config.seq_length, hidden_states, jnp.nan)
+            hidden_states = jnp.where(cache.length <= seq_length, hidden_states, jnp.nan)
         head = self.output_layer or self.embedding
         if not self.post_process or head is None:
             return hidden_states

@@ -9,14 +9,17 @@ from typing import Any
 _MODULES = {
     "compare_functions": "functions",
     "compare_modules": "modules",
+    "compare_training": "training",
     "suggest_names": "modules",
     "locate": "location",
-    "Location": "location",
+    "side_by_side": "views",
+    "sweep": "views",
     "Report": "functions",
+    "Location": "location",
     "DifferenceError": "functions",
 }
 
-__all__ = ["compare_functions", "compare_modules", "suggest_names", "locate", "Location", "Report", "DifferenceError"]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:

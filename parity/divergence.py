@@ -51,7 +51,7 @@ Parameters = Mapping[str, np.ndarray]
 """Arrays by canonical parameter name."""
 Trainer = reference_torch.train.Trainer | jax_impl.train.Trainer
 OperationPair = tuple[Callable[..., Any], Callable[..., Any]]
-"""The same operation in PyTorch and in JAX."""
+"""One operation in PyTorch and in JAX."""
 
 
 def computing_in(config: TransformerConfig, dtype: str) -> TransformerConfig:

@@ -5,23 +5,22 @@ float64 is far smaller than any bug. Then both run in float32 and bfloat16, wher
 float64 result shows which of them loses more digits.
 """
 
-import io
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from parity.implementations import CallInputs, JaxImplementation, Run, TorchImplementation, Values, make_inputs
 from parity.inspection import Narrowing, NarrowingRecorder, longest_reduction, narrowest_in_jaxpr
 from parity.pytrees import DTYPES, Leaves, is_floating, rounded, widened
 from parity.rounding import DIFFERENT, DRAWS, EPSILON, EQUAL, ROUNDING, Difference, distance, judge, perturbed
+from parity.tables import table_text
 
 OUTPUT_ROW = "output"
 INPUT_ROW = "input gradient"
@@ -70,6 +69,8 @@ class Report:
     notes: tuple[str, ...] = ()
     """What else a reader should know, one sentence each."""
     title: str = ""
+    named: ClassVar[str] = "the worst:"
+    """Which of the different rows comes first."""
 
     @property
     def different(self) -> list[Row]:
@@ -90,7 +91,7 @@ class Report:
         """
         if self.different:
             count = f"{len(self.different)} of {len(self.rows)} comparisons differ by more than rounding"
-            raise DifferenceError("\n".join([f"{count}; the worst: {self.different[0]}", *self.notes]))
+            raise DifferenceError("\n".join([f"{count}; {self.named} {self.different[0]}", *self.notes]))
 
     def to_json(self) -> str:
         """Return all rows as JSON."""
@@ -98,11 +99,7 @@ class Report:
         return json.dumps({"title": self.title, "rows": rows, "notes": self.notes}, default=str, indent=1)
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=200, highlight=False)
-        with console.capture() as captured:
-            console.print(self.__rich__())
-        lines = [line.rstrip() for line in captured.get().splitlines()]
-        return "\n".join([*lines, *self.notes, self._summary])
+        return "\n".join([table_text(self.__rich__()), *self.notes, self._summary])
 
     @cached_property
     def _summary(self) -> str:

@@ -7,7 +7,6 @@ received. What still differs is caused by that submodule. All runs are in float6
 bug.
 """
 
-import io
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from flax import linen, nnx
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
@@ -30,6 +28,7 @@ from parity.names import Link, Links
 from parity.pytrees import Leaves, map_arrays, widened
 from parity.recording import Call, Calls, JaxRecord, Point, record_jax, record_torch
 from parity.rounding import DIFFERENT, DRAWS, EPSILON, distance, judge, perturbed
+from parity.tables import table_text
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -132,11 +131,7 @@ class Location:
         return table
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=160, highlight=False)
-        with console.capture() as captured:
-            console.print(self.__rich__())
-        lines = [line.rstrip() for line in captured.get().splitlines()]
-        return "\n".join([*lines, *self.notes, self.summary])
+        return "\n".join([table_text(self.__rich__(), 160), *self.notes, self.summary])
 
 
 def locate(

@@ -1,6 +1,5 @@
 """Proposal of a mapping of parameter names, from shapes, order and similarity of names."""
 
-import io
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from scipy.optimize import linear_sum_assignment
 
 from parity.names import Shapes
+from parity.tables import table_text
 
 _SYNONYMS = (
     ("weight", "kernel", "scale", "embedding", "w", "gamma", "value"),
@@ -68,10 +67,7 @@ class SuggestedNames(Mapping):
             table.add_row(name, "no counterpart", "", "")
         for name in self.unmatched_jax:
             table.add_row("no counterpart", name, "", "")
-        console = Console(file=io.StringIO(), width=200, highlight=False)
-        with console.capture() as captured:
-            console.print(table)
-        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+        return table_text(table)
 
     def to_toml(self) -> str:
         """Return the mapping as TOML, for ``diptych locate --names``."""
@@ -254,11 +250,16 @@ def _convolutions(target: str, orders: list[tuple[int, ...]], is_layer: bool, st
 
 
 def _similarity(one: str, other: str) -> float:
-    """Return the similarity of two names, 0 to 1: shared words, where synonyms are equal and numbers count double."""
+    """Return the similarity of two names, 0 to 1: shared words, where synonyms are equal and numbers count double.
+
+    Equal numbers in another order, as in blocks.1.norm2 and blocks.2.norm1, make names less similar.
+    """
     first, second = _tokens(one), _tokens(other)
     shared = sum((2 if token.isdigit() else 1) for token in first & second)
     every = sum((2 if token.isdigit() else 1) for token in first | second)
-    return shared / every if every else 0.0
+    orders = [re.findall(r"\d+", name) for name in (one, other)]
+    is_turned = orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
+    return shared / every * (0.5 if is_turned else 1.0) if every else 0.0
 
 
 def _tokens(name: str) -> set[str]:

@@ -1,25 +1,28 @@
-"""Equivalence tests of a pair of implementations: an assertion, and sizes that find mistakes.
+"""Equivalence tests of a pair of implementations: an assertion, a fixture of pytest, and sizes that find mistakes.
 
 from hypothesis import given
-from parity.testing import assert_equivalent, shapes
+from parity.testing import assert_equivalent, normal, shapes
 
 @given(shapes(rank=2, block=64))
 def test_norm(shape):
-x = np.random.default_rng(0).standard_normal(shape)
-assert_equivalent(torch_norm, jax_norm, {"x": x})
+    assert_equivalent(torch_norm, jax_norm, {"x": normal(shape)})
 """
 
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from torch import nn
 
 from parity.functions import DifferenceError, Report, compare_functions
 from parity.modules import compare_modules
 from parity.pytrees import is_array, map_arrays, to_numpy
+
+__all__ = ["assert_equivalent", "drawn_sizes", "equivalence", "normal", "shapes"]
 
 DIFFICULT = "one, odd, power of two, between powers of two, below a block, above a block, empty"
 """Kinds of sizes that the strategies draw and count."""
@@ -60,8 +63,32 @@ def assert_equivalent(
         report = compare_functions(torch_side, jax_side, inputs, static=static, dtypes=dtypes, seed=seed)
     if not report.is_equal:
         lines = "\n".join(_reproduction(torch_side, jax_side, inputs, static, seed))
-        raise DifferenceError(f"{report.different[0]}\nTo reproduce:\n{lines}")
+        error = DifferenceError(f"{report.different[0]}\nTo reproduce:\n{lines}")
+        error.add_note(str(report))
+        raise error
     return report
+
+
+@pytest.fixture
+def equivalence(request: pytest.FixtureRequest) -> Callable[..., Report]:
+    """Return assert_equivalent with a seed that depends on the name of the test, and show its report if the test fails.
+
+    Import it in ``conftest.py``, or list ``parity.testing`` in ``pytest_plugins`` there.
+
+    Example:
+        def test_norm(equivalence):
+            equivalence(torch_norm, jax_norm, [normal((3, 5))])
+    """
+    seed = zlib.crc32(request.node.name.encode())
+
+    def check(torch_side: Any, jax_side: Any, inputs: Any, **settings: Any) -> Report:
+        try:
+            return assert_equivalent(torch_side, jax_side, inputs, **{"seed": seed, **settings})
+        except DifferenceError as error:
+            request.node.add_report_section("call", "comparison of PyTorch and JAX", "\n".join(error.__notes__))
+            raise
+
+    return check
 
 
 def _reproduction(torch_side: Any, jax_side: Any, inputs: Any, static: Any, seed: int) -> list[str]:
@@ -99,22 +126,19 @@ class _Code:
         return self.text
 
 
-def sizes(block: int = 16, largest: int = 64, *, empty: bool = False) -> st.SearchStrategy[int]:
-    """Return a strategy of sizes in which the difficult ones are frequent.
+def shapes(rank: int, block: int = 16, largest: int = 64, *, empty: bool = False) -> st.SearchStrategy[tuple[int, ...]]:
+    """Return a strategy of shapes in which difficult sizes are frequent; see DIFFICULT.
 
     Args:
+        rank: number of axes.
         block: a tile size of the implementation; sizes around it and its double are drawn.
-        largest: largest size.
+        largest: largest size of an axis.
         empty: True: 0 is drawn too.
     """
     special = {1, 2, 3, 7, 8, block - 1, block, block + 1, 2 * block - 1, 2 * block + 1}
     candidates = sorted(size for size in special if 1 <= size <= largest) + ([0] if empty else [])
-    return st.one_of(st.sampled_from(candidates), st.integers(1, largest)).map(lambda size: _counted(size, block))
-
-
-def shapes(rank: int, block: int = 16, largest: int = 64, *, empty: bool = False) -> st.SearchStrategy[tuple[int, ...]]:
-    """Return a strategy of shapes of a rank; see sizes."""
-    return st.tuples(*[sizes(block, largest, empty=empty)] * rank)
+    sizes = st.one_of(st.sampled_from(candidates), st.integers(1, largest)).map(lambda size: _counted(size, block))
+    return st.tuples(*[sizes] * rank)
 
 
 def _counted(size: int, block: int) -> int:

@@ -14,7 +14,7 @@ GRADIENT_FLOOR = {"bfloat16": 1e-2, "float32": 1e-2, "float64": 0.0}
 """Share of the whole gradient's norm below which a trained model's gradient is measured against that share.
 
 The gradients of alpha and bias are sums of thousands of terms that nearly cancel; in float32 the
-result can be smaller than the terms' rounding errors (docs/log.md, 2026-11-20). The same gradients are
+result can be smaller than the terms' rounding errors (docs/history/log.md, 2026-11-20). The same gradients are
 therefore also compared in float64, each against its own norm.
 """
 

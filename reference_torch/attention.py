@@ -78,7 +78,7 @@ def fused_attention(
 
     PyTorch's fused kernels compute it; with a mask, those kernels that accept one.
 
-    Args: see causal_attention.
+    Arguments and result are those of causal_attention.
 
     Reference: Dao et al., arXiv 2205.14135.
     """

@@ -165,8 +165,8 @@ def wait_for(work: dist.Work | None, what: str, timeout: float) -> None:
         work.wait(datetime.timedelta(seconds=timeout))
     except RuntimeError as error:
         raise PipelineError(
-            f"rank {dist.get_rank()}: expected {what} within pipeline_timeout={timeout:g} s, and it did not come "
-            f"({str(error).splitlines()[0]}); look at what the other ranks say, or raise pipeline_timeout "
+            f"rank {dist.get_rank()}: expected {what} within pipeline_timeout={timeout:g} s, but it did not arrive "
+            f"({str(error).splitlines()[0]}); see the output of the other ranks, or raise pipeline_timeout "
             "(for a cp_context that you built, its field timeout)"
         ) from None
 
@@ -230,6 +230,6 @@ def _named(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise PipelineError(
-            f"rank {dist.get_rank()}: expected {what}, and it did not come ({str(error).splitlines()[0]}); look at "
-            "what the other ranks say"
+            f"rank {dist.get_rank()}: expected {what}, but it did not arrive ({str(error).splitlines()[0]}); see "
+            "the output of the other ranks"
         ) from None

@@ -208,7 +208,8 @@ class P2PCommunicator:
     def _expect(self, message: Message, index: int, shape: Shape) -> "_Receive":
         """Post the receives of one tensor: its header if headers are sent, and its content if the shape is known."""
         dtype = getattr(torch, self.config.compute_dtype)
-        header = content = None
+        header = None
+        content = None
         if self._sends_headers and not (self._ordered and self.config.variable_seq_lengths):
             # With NCCL, messages arrive in order, and the size of the previous content may not be known yet.
             header = self._expect_header(message, index)
@@ -255,8 +256,8 @@ class P2PCommunicator:
         except RuntimeError as error:
             raise PipelineError(
                 f"rank {self.rank}, step {self.step}: expected {message}, {list(shape)} {self.config.compute_dtype}, "
-                f"within pipeline_timeout={self.config.pipeline_timeout:g} s, and it did not come ({cause_of(error)}); "
-                f"look at what rank {message.peer} says, or raise pipeline_timeout"
+                f"within pipeline_timeout={self.config.pipeline_timeout:g} s, but it did not arrive "
+                f"({cause_of(error)}); see the output of rank {message.peer}, or raise pipeline_timeout"
             ) from None
 
     def _post_one(self, message: Message, index: int, buffer: Tensor, shape: Shape | str) -> dist.Work:

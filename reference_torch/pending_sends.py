@@ -84,7 +84,7 @@ class PendingSends:
                 if work is not None and self._error is None:
                     work.wait(datetime.timedelta(seconds=timeout))
             except RuntimeError as error:
-                self._error = f"{expected} within pipeline_timeout={timeout:g} s, and it was not ({cause_of(error)})"
+                self._error = f"{expected} within pipeline_timeout={timeout:g} s, but it was not ({cause_of(error)})"
             if self._lingers:
                 self._left.append(content)
             del entry, work, content  # release the memory of the message

@@ -128,7 +128,7 @@ class Trainer:
         return self._groups == ProcessGroups() or dist.get_rank() == 0
 
     def any_process(self, flag: bool) -> bool:
-        """Return true if the flag is set on any process; every process has to call this.
+        """Return True if the flag is set on any process; every process has to call this.
 
         Args:
             flag: flag of this process.

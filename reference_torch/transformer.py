@@ -69,7 +69,9 @@ class SelfAttention(nn.Module):
     ) -> tuple[Float[Tensor, "b t d"], Tensor | None]:
         """Return the output of attention [B, T, D] and the bias of the output projection, not yet added.
 
-        Args: see TransformerLayer.
+        Args:
+            hidden_states: normed input of the sublayer. [B, T, D]
+            context: context of the forward pass.
         """
         batch, length, _ = hidden_states.shape
         heads = self.config.num_attention_heads
@@ -80,10 +82,9 @@ class SelfAttention(nn.Module):
         q = rotary_embedding(q, context.positions, self.config.rotary_base)
         k = rotary_embedding(k, context.positions, self.config.rotary_base)
         attend = fused_attention if self.config.use_flash_attn else causal_attention
-        # v is copied: a view would save the joint projection of q, k and v for backward.
         q = name_value(q, "q")
         k = name_value(k, "k")
-        v = name_value(v.contiguous(), "v")
+        v = name_value(v.contiguous(), "v")  # a view would save the joint projection of q, k and v for backward
         sequences = context.sequences
         if isinstance(sequences, FLACPContext):
             cp_context = sequences.of_layer(self.layer_number)
@@ -268,7 +269,13 @@ class TransformerBlock(nn.Module):
     ) -> Float[Tensor, "b t *streams d"]:
         """Run the layers of the stage; the first stage expands to streams, the last contracts them.
 
-        Args: see TransformerLayer.
+        Args:
+            hidden_states: embedded tokens in the first stage, else the output of the previous stage. [B, T, D], or
+                residual streams [B, T, S, D] with hyper-connections after the first stage.
+            context: context of the forward pass.
+
+        Returns:
+            Hidden states of the last stage [B, T, D], else the input of the next stage.
         """
         streams = self.config.num_residual_streams
         hyper = self.config.enable_hyper_connections
@@ -303,7 +310,11 @@ class Embedding(nn.Module):
         self.weight = parameter(config, f"{name}.weight", embedding_spec(config)["weight"])
 
     def forward(self, tokens: Int[Tensor, "b t"]) -> Float[Tensor, "b t d"]:
-        """Return the vectors of the tokens [B, T, D]; an id outside the vocabulary is an IndexError."""
+        """Return the vectors of the tokens [B, T, D].
+
+        Raises:
+            IndexError: a token id is outside the vocabulary.
+        """
         return nn.functional.embedding(tokens, self.weight)
 
 
@@ -365,13 +376,12 @@ class GPTModel(nn.Module):
             attention_mask: see ops.causal_attention.
             document_starts: first token of each document; attention and state do not cross documents. See
                 diptych.plans.model.documents. None: each sequence is one document. [B, N] int32
-            cache: state of the tokens before, see cache.empty_cache; changed in place to include these tokens.
+            cache: state of the previous tokens, see cache.empty_cache; changed in place to include these tokens.
             cp_context: context of the ranks that share the concatenated sequences. Needs B = 1 and positions.
             training: False turns dropout off, as does ``model.eval()``.
 
         Returns:
-            Last stage: mean loss in nats per token, or logits [B, T, V] without targets. Other stages: hidden states
-            [B, T, D] or [B, T, S, D].
+            Mean loss in nats per token, or logits [B, T, V] without targets. Before the last stage: hidden states.
 
         Raises:
             ValueError: arguments do not fit together, or the cached and the given tokens are more than
@@ -379,15 +389,16 @@ class GPTModel(nn.Module):
         """
         batch, length = inputs.shape[:2]
         masks = {"attention_mask": attention_mask, "document_starts": document_starts}
-        cached = cached_length(cache), None if cache is None else cache.batch
-        check_inputs(self.config.seq_length, (batch, length), *cached, cp_context, positions, **masks)
+        texts = None if cache is None else cache.batch
+        seq_length = self.config.seq_length
+        check_inputs(seq_length, (batch, length), cached_length(cache), texts, cp_context, positions, **masks)
         if positions is None:
             positions = torch.arange(length, device=inputs.device) + (0 if cache is None else cache.length)
         sequences = cp_context or pack_documents(document_starts, inputs, "attention" in self.config.mixers)
         state = None
         if training and self.training and self.config.hidden_dropout > 0.0:
             samples = torch.arange(batch, device=inputs.device) if samples is None else samples
-            state = dropout_state(self.config.seed, step, samples, positions, self.config.seq_length)
+            state = dropout_state(self.config.seed, step, samples, positions, seq_length)
         hidden_states = inputs
         if self.pre_process and self.embedding is not None:
             hidden_states = self.embedding(inputs).to(getattr(torch, self.config.compute_dtype))

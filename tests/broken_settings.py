@@ -274,7 +274,7 @@ BROKEN = {
     ),
     (TransformerConfig, "uniform chunks have layers"): (
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 0},
-        r"recompute_num_layers: expected at least 1 layer a chunk with method uniform, got 0",
+        r"recompute_num_layers: expected at least 1 layer per chunk with method uniform, got 0",
     ),
     **{
         (TransformerConfig, flag): ({flag: "false"}, rf"{flag}: expected True or False, got 'false'")

@@ -97,9 +97,9 @@ def table(results: dict) -> str:
     versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("torch", "jax"))
     lines = [
         f"{environment['date'][:10]}, {environment['machine']}, {versions}: {runs['torch']} compositions in PyTorch, "
-        f"{runs['jax']} of them in JAX, {len(failed)} unlike the plain model. Of {len(possible)} pairs of features of "
-        f"two dimensions that go together, {seen['torch']} were run in PyTorch and {seen['jax']} in JAX. Runs of a "
-        "pair of dimensions, PyTorch / JAX:\n",
+        f"{runs['jax']} of them in JAX, {len(failed)} different from the reference model. Of "
+        f"{len(possible)} compatible pairs of features of two dimensions, PyTorch ran {seen['torch']} and JAX "
+        f"{seen['jax']}. Number of compositions by pair of dimensions, PyTorch / JAX:\n",
         "| |" + "".join(f" {name} |" for name in names[1:-1]),
         "|---|" + "---|" * (len(names) - 2),
     ]

@@ -26,6 +26,8 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+pytest_plugins = ["pytester"]
+
 torch.set_num_threads(1)
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -142,7 +142,7 @@ OPERATIONS = {  # what is called, and what it says
     ),
     "keys of another type": (
         lambda g: g.ops("fused_attention", g.array(1, 2, 3, 4), g.array(1, 2, 3, 4, dtype="float16"), g.array(1)),
-        "k: expected float32, as q is, got float16",
+        "k: expected float32, the type of q, got float16",
     ),
     "mask of numbers": (
         lambda g: g.ops("causal_attention", *[g.array(1, 2, 1, 4)] * 3, g.array(1, 2, 2)),

@@ -282,5 +282,5 @@ def test_a_run_goes_on_only_with_the_same_documents(tmp_path):
     path = trainer.save(tmp_path)
     assert room("torch", "train").Trainer(CONFIG, TRAIN, corpus).resume(path) == 1
     plain = replace(corpus, training_documents=None, validation_documents=None)
-    with pytest.raises(CheckpointError, match="reset_attention_mask True there, None here"):
+    with pytest.raises(CheckpointError, match="reset_attention_mask True in the checkpoint, None here"):
         room("torch", "train").Trainer(CONFIG, TRAIN, plain).resume(path)

@@ -1,7 +1,9 @@
 """Test that retired words of the glossary in CONTRIBUTING.md stay out of code, documentation and notebooks."""
 
+import io
 import json
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,11 @@ RETIRED = {
     "idle time": r"\bidle time\b",
     "not passed on whole": r"\bpassed on whole\b",
     "weighs": r"\bweighs\b",
+    "the begin": r"\bbegin of\b",
 }
+IDENTIFIERS = re.compile(r"told|kept|course|hands|alike|weighs|ticks?|drill|shown|speak", re.IGNORECASE)
+"""Retired words that are ordinary English, and so are rejected only as names in product code."""
+SUFFIXES = (".py", ".md", ".ipynb", ".js", ".html", ".css")
 ALLOWED = {
     ("door", "jax_impl/pipeline/step.py"): "a public argument that others use",
     ("door", "docs/pipeline.md"): "that argument",
@@ -41,9 +47,7 @@ ALLOWED = {
 
 def texts() -> list[tuple[str, str]]:
     """Return the path and the text of every file; of a notebook, its cells without their outputs."""
-    paths = [
-        path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".ipynb")
-    ]
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
     found = []
     for path in [*paths, *(ROOT / name for name in FILES)]:
         name = path.relative_to(ROOT).as_posix()
@@ -78,3 +82,17 @@ def test_a_retired_word_is_not_used(word, everything):
 @pytest.mark.parametrize(("word", "name"), ALLOWED)
 def test_an_exception_is_still_needed(word, name, everything):
     assert uses(word, dict(everything)[name])
+
+
+def names_in(text: str) -> set[str]:
+    """Return the identifiers of Python code."""
+    return {
+        token.string for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type == tokenize.NAME
+    }
+
+
+def test_a_retired_word_is_not_a_name_in_product_code(everything):
+    product = {name: text for name, text in everything if name.startswith(FOLDERS[:5]) and name.endswith(".py")}
+    assert len(product) > 150
+    found = {name: {word for word in names_in(text) if IDENTIFIERS.fullmatch(word)} for name, text in product.items()}
+    assert not {name: words for name, words in found.items() if words}

@@ -70,7 +70,7 @@ def test_a_changed_validation_fraction_is_another_run(tmp_path):
     first, second = (load_corpus(DataConfig(data_path=path, validation_fraction=share)) for share in (0.1, 0.3))
     trainer = room("torch", "train").Trainer
     trainer(MODEL, TRAIN, first, device="cpu").save(tmp_path / "run")
-    told = "expected the settings of its run, got others: training_bytes 1800 there, 1400 here"
+    told = "expected the settings of its run, got others: training_bytes 1800 in the checkpoint, 1400 here"
     with pytest.raises(ValueError, match=told):
         trainer(MODEL, TRAIN, second, device="cpu").resume(tmp_path / "run")
     trainer(MODEL, TRAIN, first, device="cpu").resume(tmp_path / "run")

@@ -67,17 +67,20 @@ def simulate_offload(
         bandwidth: bandwidth of the link, bytes per second.
         latency: seconds before each copy.
     """
-    now = link = compute = transfer = 0.0
+    now = 0.0
+    link_free = 0.0
+    compute = 0.0
+    transfer = 0.0
     ready: dict[int, float] = {}
     changed: set[int] = set()
     waited = []
 
     def copy(layer: int) -> float:
-        nonlocal link, transfer
+        nonlocal link_free, transfer
         duration = latency + sum(storages[layer].values()) / bandwidth
-        link = max(link, now) + duration
+        link_free = max(link_free, now) + duration
         transfer += duration
-        return link
+        return link_free
 
     for step in plan.steps:
         for layer in step.fetches:
@@ -88,6 +91,6 @@ def simulate_offload(
         if step.use.kind == "S":
             changed.add(step.use.layer)
         for layer in changed.intersection(step.evictions):
-            now = copy(layer)  # its memory is taken by the next layer
+            now = copy(layer)  # the next layer takes its memory
             changed.remove(layer)
     return OffloadTimes(now, compute, transfer, tuple(waited))

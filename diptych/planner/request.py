@@ -53,7 +53,7 @@ class PlanRequest:
     picture: Path | None = None
     """File for a drawing of the pipeline's timeline, .png or .svg."""
     html: Path | None = None
-    """File for a page with an interactive timeline of the plan, .html; it loads nothing else."""
+    """HTML file for an interactive page of the plan, without external resources."""
     write_schedule: Path | None = None
     """CSV file for the pipeline's schedule, readable by pipeline_schedule_file and torch.distributed.pipelining."""
     generate_schedule: Path | None = None

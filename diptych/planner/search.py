@@ -384,8 +384,8 @@ class _Predictions:
         sums = [[0.0, 0.0, 0.0] for _ in range(candidate.config.pipeline_model_parallel_size)]
         for stage, time in enumerate(self._stage_times(candidate)):
             of_rank = sums[get_stage_place(candidate.config, stage).pp_rank]
-            whole = time.forward + time.input_gradient + time.weight_gradient
-            for place, part in enumerate((whole - time.recomputed - time.exchanged, time.recomputed, time.exchanged)):
+            total = time.forward + time.input_gradient + time.weight_gradient
+            for place, part in enumerate((total - time.recomputed - time.exchanged, time.recomputed, time.exchanged)):
                 of_rank[place] += candidate.num_microbatches * part
         return [(a, b, c) for a, b, c in sums]
 

@@ -232,7 +232,8 @@ def _exchanged(config: TransformerConfig, block: RecomputeBlock, batch: int, mac
     """Return the seconds that context ranks spend on exchanges, forward and backward."""
     if config.context_parallel_size == 1:
         return 0.0, 0.0
-    forward = backward = 0.0
+    forward = 0.0
+    backward = 0.0
     replayed = block.kind == "full", block.kind == "full" or "core_attn" in block.modules
     for number in block.layers:
         for exchange in layer_exchanges(config, number, batch, *replayed):
@@ -249,15 +250,16 @@ def _moved(node: Node) -> int:
 
 def _gradient_times(nodes: Sequence[Node], machine: Machine) -> tuple[float, float]:
     """Return the seconds of the operations' I and W."""
-    inputs = weights = 0.0
+    inputs = 0.0
+    weights = 0.0
     for node in nodes:
-        kept = sum(value.size for value in node.saves)
+        saved = sum(value.size for value in node.saves)
         gradients = _moved(node)
         if node.is_linear:  # one product for the input's gradient, one for the weight's
             inputs += machine.seconds(node.flops, gradients + node.parameters)
-            weights += machine.seconds(node.flops, kept + gradients // 2 + node.parameters)
+            weights += machine.seconds(node.flops, saved + gradients // 2 + node.parameters)
         else:
-            inputs += machine.seconds(2 * node.flops + node.recomputed_flops, kept + gradients + node.parameters)
+            inputs += machine.seconds(2 * node.flops + node.recomputed_flops, saved + gradients + node.parameters)
     return inputs, weights
 
 
@@ -268,7 +270,8 @@ class _Timed(Simulation):
         super().__init__()
         self._machine = machine
         self._is_backward = False
-        self.forward = self.replayed = 0.0
+        self.forward = 0.0
+        self.replayed = 0.0
 
     def _backward(self, nodes: list[Node]) -> None:
         self._is_backward = True

@@ -77,9 +77,9 @@ def timeline_of(schedule: Schedule, costs: Costs | None = None, title: str | Non
     costs = costs or Costs()
     simulation = simulate(schedule, costs)
     if title is None:
-        idle = sum(simulation.bubble) / (schedule.pp_size * simulation.makespan) if simulation.makespan else 0.0
-        stages = f", {schedule.stages_per_rank} virtual stages a rank" if schedule.stages_per_rank > 1 else ""
-        title = f"{schedule.name}{stages}: makespan {simulation.makespan:g}, bubble {idle:.1%}"
+        bubble = sum(simulation.bubble) / (schedule.pp_size * simulation.makespan) if simulation.makespan else 0.0
+        stages = f", {schedule.stages_per_rank} virtual stages per rank" if schedule.stages_per_rank > 1 else ""
+        title = f"{schedule.name}{stages}: makespan {simulation.makespan:g}, bubble {bubble:.1%}"
     bars = {action: Bar(start, costs.time(action)) for action, start in simulation.starts.items()}
     return Timeline(schedule, bars, title)
 

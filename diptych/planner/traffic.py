@@ -174,7 +174,7 @@ def _pipelined_messages(config: TransformerConfig, layer: int, batch: int) -> It
     item = ITEM_SIZES[config.compute_dtype]
     part = batch * config.seq_length // size
     before = tokens_before(size, part, config.seq_length)
-    goes_on = sum(tokens > 0 for tokens in before)
+    num_receivers = sum(tokens > 0 for tokens in before)
     if config.layer(layer).mixer == "attention":
         token = 2 * config.query_groups * config.head_dim * item
         yield Exchange("keys and values", "sent to the next rank", max(before) * token, sum(before) * token, 2)
@@ -185,7 +185,7 @@ def _pipelined_messages(config: TransformerConfig, layer: int, batch: int) -> It
         "tokens of convolutions": (config.linear_conv_kernel_dim - 1) * (2 * key_heads * key + heads * value) * item,
     }
     for name, one in sent.items():
-        yield Exchange(name, "sent to the next rank", one * (goes_on > 0), one * goes_on, 2)
+        yield Exchange(name, "sent to the next rank", one * (num_receivers > 0), one * num_receivers, 2)
 
 
 def _state_item(config: TransformerConfig) -> int:

@@ -201,7 +201,7 @@ def read_checkpoint(path: Path | str) -> Checkpoint:
         raise CheckpointError(f"checkpoint: expected a file or folder, got {path}, which does not exist")
     elif not path.is_file():
         raise CheckpointError(f"checkpoint: expected a file or folder, got {path}, which is a device or pipe")
-    remedy = "remove it to go on from the one before it"
+    remedy = "remove it to continue from the previous checkpoint"
     try:
         record, arrays = _read(path)
     except (SafetensorError, SchemaError, OSError) as error:
@@ -209,7 +209,7 @@ def read_checkpoint(path: Path | str) -> Checkpoint:
         raise CheckpointError(f"checkpoint: expected a whole checkpoint in {path}, got {got}; {remedy}") from None
     checksum = record.pop("checksum")
     if checksum != _checksum(arrays, record):
-        raise CheckpointError(f"checkpoint: expected {path} as it was written, got another checksum; {remedy}")
+        raise CheckpointError(f"checkpoint: expected {path} unchanged, got another checksum; {remedy}")
     try:
         check_numbers(arrays)
     except SchemaError as error:
@@ -266,7 +266,8 @@ def read_on_all_ranks(
     Raises:
         CheckpointError: a process cannot read the checkpoint, or read another one; raised on every process.
     """
-    checkpoint = failure = None
+    checkpoint = None
+    failure = None
     try:
         checkpoint = read_checkpoint(path)
         check_settings(checkpoint, settings)
@@ -330,7 +331,7 @@ def check_settings(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
             given value.
     """
     differing = [
-        f"{field} {checkpoint.settings.get(part, {}).get(field)!r} there, {values.get(field)!r} here"
+        f"{field} {checkpoint.settings.get(part, {}).get(field)!r} in the checkpoint, {values.get(field)!r} here"
         for part, values in settings.items()
         for field in sorted({*values, *checkpoint.settings.get(part, {})})
         if decides_steps(field)  # earlier versions recorded more
@@ -347,6 +348,7 @@ def split_arrays(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.
 
 
 def _checksum(arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a record and its arrays, in hexadecimal digits."""
     digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])

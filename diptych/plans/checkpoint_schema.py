@@ -54,7 +54,7 @@ class StoredArray(NamedTuple):
 
     shape: tuple[int, ...]
     type: str
-    """As safetensors names it."""
+    """Name of the type in safetensors."""
 
 
 def decides_steps(name: str) -> bool:

@@ -40,7 +40,7 @@ def one_line(value: Any, longest: int = 200) -> str:
     try:
         text = str(value) if isinstance(value, Exception) else repr(value)
     except (RecursionError, ValueError):  # nested too deep, or an integer of too many digits
-        text = f"a {type(value).__name__} too large to be shown"
+        text = f"a {type(value).__name__} too large to print"
     text = " ".join(text.split())
     return text if len(text) <= longest else f"{text[:longest]}..."
 

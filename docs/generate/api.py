@@ -65,38 +65,38 @@ MODULES = (
 """Modules of a backend; the empty one is the package itself."""
 HEAD = """# API reference
 
-Every public name with its arguments and the first sentence of its docstring, written by
-`python -m docs.generate.api` from the code; a test compares. Types, shapes and errors stand in the docstrings
-(`help(name)`). Where JAX's arguments are PyTorch's, one column says so. Methods have their class before them; a module
-called as a function is `forward` in PyTorch and `__call__` in JAX. Settings are listed by `diptych train --help`.
+This page lists every public name with its arguments and the first sentence of its docstring.
+`python -m docs.generate.api` writes it from the code, and a test compares both. `help(name)` prints types, shapes and
+errors. "The same" in the JAX column means that the arguments equal those of PyTorch. Methods follow their class. The
+call of a module is `forward` in PyTorch and `__call__` in JAX. `diptych train --help` lists the settings.
 
 """
 SAME, ABSENT = "the same", ""
 MOST_ARGUMENTS, SHOWN_ARGUMENTS = 14, 3
-"""Of settings, whose list is elsewhere."""
+"""Longer lists of arguments, as those of settings, are shortened to the first few."""
 
 
 class Entry(NamedTuple):
     """A public name."""
 
     arguments: str | None
-    """None: it is no function."""
+    """None: the name is not a function or class."""
     sentence: str
 
 
 def page() -> str:
     """Return the page."""
-    parts = [HEAD, "## Decided once\n\n"]
+    parts = [HEAD, "## Shared plans\n\n"]
     for name in SHARED:
         entries = entries_of(importlib.import_module(name))
-        parts.append(_table(f"### `{name}`", ("name", "what it is"), map(_row, entries, entries.values())))
-    parts.append("## Carried out twice\n\n")
+        parts.append(_table(f"### `{name}`", ("name", "description"), map(_row, entries, entries.values())))
+    parts.append("## Backends\n\n")
     for module in MODULES:
         sides = [entries_of(importlib.import_module(_module(package, module))) for package in BACKENDS.values()]
         title = " and ".join(f"`{_module(package, module)}`" for package in BACKENDS.values())
         names = list(dict.fromkeys(name for side in sides for name in side))
         rows = (_mirrored_row(name, *(side.get(name) for side in sides)) for name in names)
-        parts.append(_table(f"### {title}", ("name", *BACKENDS, "what it is"), rows))
+        parts.append(_table(f"### {title}", ("name", *BACKENDS, "description"), rows))
     return "".join(parts).rstrip("\n") + "\n"
 
 
@@ -120,14 +120,14 @@ def _module(package: str, module: str) -> str:
 
 
 def _defined(module: ModuleType) -> list[str]:
-    """Functions and classes of a module's own, in the order of its file."""
+    """Return the functions and classes that a module defines, in the order of its file."""
     nodes = ast.parse(inspect.getsource(module)).body
     names = [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     return [name for name in names if not name.startswith("_")]
 
 
 def _methods(cls: type) -> Iterator[tuple[str, Entry]]:
-    """Public methods and properties that a class itself defines, and what it does when it is called."""
+    """Yield the public methods and properties that a class itself defines, including its call."""
     for name, value in vars(cls).items():
         plain = value.__func__ if isinstance(value, staticmethod | classmethod) else value
         if isinstance(value, property):
@@ -151,7 +151,7 @@ def _arguments(value: Any, bound: bool = False) -> str:
 
 
 def _separated(parameters: list[inspect.Parameter]) -> Iterator[str]:
-    """Each with its default, and the star before keywords."""
+    """Yield each parameter with its default, and a star before the first keyword."""
     starred = False
     for parameter in parameters:
         if parameter.kind is parameter.KEYWORD_ONLY and not starred:
@@ -163,7 +163,7 @@ def _separated(parameters: list[inspect.Parameter]) -> Iterator[str]:
 
 
 def _default(value: Any) -> str:
-    """As it is written, where that says something."""
+    """Return the source of a default, or dots if it has no readable source."""
     text = repr(value)
     return "..." if " at 0x" in text or text.startswith("<") else text
 
@@ -213,7 +213,7 @@ def _mirrored_row(name: str, torch: Entry | None, jax: Entry | None) -> tuple[st
     if torch is not None and jax is not None and torch.arguments == jax.arguments:
         sides[1] = SAME
     first = torch or jax
-    assert first is not None, "a name is somebody's"
+    assert first is not None, "a name belongs to at least one backend"
     return f"`{name}`", *(side.replace("|", "\\|") for side in sides), first.sentence
 
 

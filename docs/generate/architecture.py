@@ -1,8 +1,8 @@
-"""docs/images/architecture.png: the modules, who may use whom, and the mesh of ranks with what travels along its axes.
+"""Figure docs/images/architecture.png: the packages, their imports, and the mesh of ranks with its messages.
 
-    python -m docs.generate.architecture          (draws it anew)
+    python -m docs.generate.architecture          (draws the figure)
 
-White ground inside its own frame, so that it reads alike on dark and on light pages.
+The background is white, so that the figure is readable on dark and on light pages.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ PLANS_FILES = (
         ("config/", "settings and their rules"),
         ("model/", "layers, parameters, data, Philox"),
         ("training", "batches, learning rate, clipping"),
-        ("checkpoint", "the file and its checks"),
+        ("checkpoint", "files and their checks"),
     ),
     (
         ("schedule/partition", "layers of each stage"),
@@ -33,8 +33,8 @@ PLANS_FILES = (
         ("schedule/simulate", "time, bubble, memory"),
     ),
     (
-        ("recompute", "what is recomputed, in which blocks"),
-        ("offload/", "what moves when"),
+        ("recompute", "dropped values, blocks"),
+        ("offload/", "moves of layers"),
         ("context/", "tokens of each rank, exchanges"),
         ("mesh", "axes of the ranks"),
     ),
@@ -50,19 +50,19 @@ KERNELS_FILES = (
 )
 MODULES = (
     ("train", "Trainer: a step, AdamW, resume"),
-    ("pipeline/", "runs the schedule's table"),
-    ("saving", "state to named arrays and back"),
+    ("pipeline/", "executes the schedule"),
+    ("saving", "state as named arrays"),
     ("transformer", "GPTModel, layers, attention, MLP"),
     ("linear_attention", "Gated DeltaNet, KDA layers"),
     ("hyper_connections", "Sinkhorn, residual streams"),
-    ("context_parallel/", "states over ranks"),
+    ("context_parallel/", "exchanges of states"),
     ("delta_rule/", "recurrent and chunked"),
-    ("offload/", "carries out the moves"),
-    ("recompute", "drops values, makes them again"),
+    ("offload/", "executes the moves"),
+    ("recompute", "drops and replays values"),
     ("ops", "norms, rotary, dropout, loss"),
 )
 LINE = 0.205
-"""Between two lines of a module."""
+"""Distance between two lines of a module."""
 
 
 def box(axes: Axes, x: float, y: float, width: float, height: float, color: str, title: str) -> None:
@@ -73,14 +73,14 @@ def box(axes: Axes, x: float, y: float, width: float, height: float, color: str,
 
 
 def files(axes: Axes, x: float, y: float, lines: tuple[tuple[str, str], ...], indent: float) -> None:
-    """Names of files, and what is in them, from the top line down."""
+    """Draw names of files with their content, from the top line down."""
     for number, (name, what) in enumerate(lines):
         axes.text(x, y - number * LINE, name, va="top", size=7.6, weight="bold", color=INK)
         axes.text(x + indent, y - number * LINE, what, va="top", size=7.6, color=INK)
 
 
 def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], **style: object) -> None:
-    """From who uses to what is used."""
+    """Draw an arrow from the importing package to the imported one."""
     given: dict = {
         "arrowstyle": "-|>",
         "mutation_scale": 11,
@@ -94,7 +94,7 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], **st
 
 def draw_modules(axes: Axes) -> None:
     """Draw the packages, each above those that import it."""
-    box(axes, 0.1, 4.6, 10.8, 1.3, PLANS, "plans/   what is decided before a tensor exists (numpy only)")
+    box(axes, 0.1, 4.6, 10.8, 1.3, PLANS, "diptych/plans/   decisions before a tensor exists (NumPy only)")
     for number, lines in enumerate(PLANS_FILES):
         files(axes, 0.22 + 3.6 * number, 5.5, lines, 1.4)
     for x, color, title in ((0.1, TORCH, "reference_torch/   PyTorch"), (7.1, JAX, "jax_impl/   JAX, Flax")):
@@ -102,9 +102,9 @@ def draw_modules(axes: Axes) -> None:
         files(axes, x + 0.12, 3.75, MODULES, 1.4)
     box(axes, 4.3, 2.1, 2.4, 2.03, KERNELS, "kernels/   Triton")
     files(axes, 4.42, 3.75, KERNELS_FILES, 1.0)
-    for x, name in ((4.3, "torch_ops"), (5.55, "jax_ops")):
+    for x, name in ((4.3, "torch_backend"), (5.55, "jax_backend")):
         box(axes, x, 1.65, 1.15, 0.36, KERNELS, "")
-        axes.text(x + 0.575, 1.83, name, ha="center", va="center", size=8.5, weight="bold", color=INK)
+        axes.text(x + 0.575, 1.83, name, ha="center", va="center", size=7.6, weight="bold", color=INK)
     arrow(axes, (3.9, 1.83), (4.3, 1.83))
     arrow(axes, (7.1, 1.83), (6.7, 1.83))
     for x in (2.0, 5.5, 9.0):
@@ -118,17 +118,17 @@ def draw_modules(axes: Axes) -> None:
         10.8,
         0.42,
         PARITY,
-        "parity/   the only package that imports both: the diptych command, compare, reports",
+        "parity/   imports both backends: comparison, reports, the diptych command",
     )
     for x in (2.0, 9.0):
         arrow(axes, (x, 0.97), (x, 1.35))
-    below = "tests/   notebooks/   benchmarks/   use all of it.   Black arrows: imports."
+    below = "tests/, notebooks/ and benchmarks/ import everything. Black arrows: imports."
     axes.text(5.5, 0.3, below, ha="center", va="center", size=8.5, color=INK)
     axes.set(xlim=(0, 11), ylim=(0.1, 6.0))
 
 
 def draw_mesh(axes: Axes) -> None:
-    """Two replicas of two parts of the sequences over a pipeline of four."""
+    """Draw two replicas of two context ranks of a pipeline of four."""
     pp, cp, dp = 4, 2, 2
     for replica in range(dp):
         left = 0.45 + replica * 5.6
@@ -151,9 +151,9 @@ def draw_mesh(axes: Axes) -> None:
                     arrow(axes, (x, y - 0.17), (x, y - 0.55), arrowstyle="<|-|>", color="#b0413e")
     arrow(axes, (4.95, 1.12), (5.7, 1.12), arrowstyle="<|-|>", color="#3b7a3b", lw=1.8)
     for x, color, text in (
-        (0.1, "#16325c", "pp: residual streams forward, their\ngradients back, one message an action"),
-        (3.75, "#b0413e", "cp: states of delta-rule layers, keys and\nvalues, a convolution's last tokens"),
-        (7.45, "#3b7a3b", "dp and cp: gradients of equal parameters,\nsummed once a step"),
+        (0.1, "#16325c", "pp: residual streams and their\ngradients, one message per action"),
+        (3.75, "#b0413e", "cp: states of delta-rule layers, keys\nand values, tokens of convolutions"),
+        (7.45, "#3b7a3b", "dp and cp: gradients of equal\nparameters, summed once per step"),
     ):
         axes.text(x, 0.33, text, va="top", size=7.8, color=color, linespacing=1.35)
     axes.text(

@@ -1,4 +1,4 @@
-"""What the sources' drafts do when they are run as they are written; the output stands in docs/errata.md.
+"""Programs of the sources' drafts, run as written; docs/history/errata.md shows the output.
 
 python -m docs.generate.errata
 """
@@ -20,7 +20,7 @@ from reference_torch.recompute import MHCBlockRecomputeManager, measure_memory
 
 
 def block_of_hyper_connections() -> Iterator[str]:
-    """000: eight hyper-connections in a block, with and without the step that writes to the streams."""
+    """Yield 000: eight hyper-connections in a block, with and without the step that writes to the streams."""
     config = TransformerConfig(hidden_size=64, num_layers=8, num_attention_heads=1, enable_hyper_connections=True)
     modules = [HyperConnectionModule(config, number) for number in range(8)]
     x = torch.randn(1, 256, 4, 64, requires_grad=True)
@@ -183,7 +183,7 @@ PROGRAMS = (
 
 
 def main() -> None:
-    """Run all of them."""
+    """Run all programs and print their output."""
     for program in PROGRAMS:
         assert program.__doc__ is not None
         for line in program():

@@ -13,12 +13,12 @@ from jaxtyping import Float
 from diptych.plans.context.exchange import OPTIONS
 from diptych.plans.context.sequences import FLACPContext, check_kinds, check_sequences, local_sequences
 
-KNOWN = ("group", "cu_seqlens_cpu", "size", "part_length", "conv1d_kernel_size", *OPTIONS)
-KNOWN += ("overlap", "by_groups", "timeout", "layer", "messages")
+STATIC_FIELDS = ("group", "cu_seqlens_cpu", "size", "part_length", "conv1d_kernel_size", *OPTIONS)
+STATIC_FIELDS += ("overlap", "by_groups", "timeout", "layer", "messages")
 """Static fields of a context; the other fields are arrays, whose values differ between ranks."""
 
 jax.tree_util.register_dataclass(
-    FLACPContext, [field.name for field in fields(FLACPContext) if field.name not in KNOWN], list(KNOWN)
+    FLACPContext, [field.name for field in fields(FLACPContext) if field.name not in STATIC_FIELDS], list(STATIC_FIELDS)
 )
 
 

@@ -64,8 +64,15 @@ class Ranks(NamedTuple):
 
 def ranks_of(context: FLACPContext) -> Ranks:
     """Return the static part of a context."""
-    how = context.cp_exchange, context.cp_wire_dtype, context.by_groups
-    return Ranks(context.group, context.size, *how, context.cp_truncate_ranks, context.cp_transition_rank)
+    return Ranks(
+        group=context.group,
+        size=context.size,
+        exchange=context.cp_exchange,
+        wire_dtype=context.cp_wire_dtype,
+        by_groups=context.by_groups,
+        truncate_ranks=context.cp_truncate_ranks,
+        transition_rank=context.cp_transition_rank,
+    )
 
 
 def exchange_over(

@@ -102,11 +102,11 @@ def chunk_kda(
 
     Raises:
         ValueError: arguments do not fit together, or a keyword is unknown.
+
     Reference: Kimi Team, arXiv 2510.26692, section 3. Traced offsets are not checked, and may cost chunks of padding.
     """
-    options = DeltaRuleOptions(
-        True, scale, chunk_size, use_qk_l2norm_in_kernel, use_gate_in_kernel, safe_gate, lower_bound
-    )
+    gate = (use_gate_in_kernel, safe_gate, lower_bound)
+    options = DeltaRuleOptions(True, scale, chunk_size, use_qk_l2norm_in_kernel, *gate)
     arguments = Arguments(q, k, v, g, beta, A_log, dt_bias)
     return _chunked(
         arguments, initial_state, cu_seqlens, options, output_final_state, not disable_recompute, cp_context, impl
@@ -270,7 +270,6 @@ def _log_decay(arguments: Arguments, options: DeltaRuleOptions, context: FLACPCo
     if context.cp_transition_rank is None:
         return None
     q, k, _, g, _, A_log, dt_bias = arguments
-    total = apply_norm_and_gate(q, k, g, A_log, dt_bias, options)[2][0].sum(
-        0, dtype=jnp.promote_types(q.dtype, jnp.float32)
-    )
+    _, _, g = apply_norm_and_gate(q, k, g, A_log, dt_bias, options)
+    total = g[0].sum(0, dtype=jnp.promote_types(q.dtype, jnp.float32))
     return lax.stop_gradient(total if total.ndim == 2 else total[:, None])

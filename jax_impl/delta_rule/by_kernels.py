@@ -79,6 +79,7 @@ class KernelRanks(NamedTuple):
 
     ranks: Ranks
     value: int
+    """Width V of the values."""
 
     def exchange_forward(self, maps: Array, roles: Array) -> Array:
         """Return the initial state of this rank's first sequence; see Ranks.exchange_forward."""

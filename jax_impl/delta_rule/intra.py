@@ -127,7 +127,7 @@ def _products_by_head(q: Array, k: Array, g: Array) -> tuple[Array, Array]:
     size = q.shape[-2]
     lower = jnp.tril(jnp.ones((size, size), bool))
     strictly = jnp.tril(lower, -1)
-    sums = jnp.cumsum(jnp.where(strictly, g, 0), -2)  # row i, column j: of g from j + 1 to i
+    sums = jnp.cumsum(jnp.where(strictly, g, 0), -2)  # row i, column j: sum of g from j + 1 to i
     decay = jnp.exp(jnp.where(lower, sums, -jnp.inf))
     return jnp.where(lower, (q @ k.mT) * decay, 0), jnp.where(strictly, (k @ k.mT) * decay, 0)
 
@@ -170,15 +170,17 @@ def _products_in_blocks(q: Array, k: Array, g: Array) -> tuple[Array, Array]:
     """Return A_qk and A_kk of blocks [..., blocks, s, K], computed column by column from the last."""
     size = q.shape[-2]
     sums = jnp.zeros_like(g[..., -1:, :])
-    of_q = [(q[..., -1:, :] * k[..., -1:, :]).sum(-1)]
-    of_k = [jnp.zeros_like(g[..., -1:, 0])]
+    qk_columns = [(q[..., -1:, :] * k[..., -1:, :]).sum(-1)]
+    kk_columns = [jnp.zeros_like(g[..., -1:, 0])]
     for column in reversed(range(size - 1)):
         sums = sums + g[..., column + 1 : column + 2, :]
         sums = jnp.concatenate([jnp.zeros_like(sums[..., :1, :]), sums], -2)
         decayed = jnp.exp(sums) * k[..., column : column + 1, :]
-        of_q.append((q[..., column:, :] * decayed).sum(-1))
-        of_k.append((k[..., column:, :] * decayed).sum(-1).at[..., 0].set(0))
-    a_qk, a_kk = (jnp.stack([_at_end(column, size) for column in reversed(columns)], -1) for columns in (of_q, of_k))
+        qk_columns.append((q[..., column:, :] * decayed).sum(-1))
+        kk_columns.append((k[..., column:, :] * decayed).sum(-1).at[..., 0].set(0))
+    a_qk, a_kk = (
+        jnp.stack([_at_end(column, size) for column in reversed(columns)], -1) for columns in (qk_columns, kk_columns)
+    )
     return a_qk, a_kk
 
 

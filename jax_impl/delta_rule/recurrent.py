@@ -1,4 +1,4 @@
-"""The delta rule token by token, as defined: the oracle of all other forms, and the form that decodes single tokens."""
+"""The delta rule token by token, as defined: the oracle of the other forms, and the form for incremental decoding."""
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ def step(
     beta: Float[Array, "b h 1"],
     state: Float[Array, "b h k v"],
 ) -> tuple[Float[Array, "b h v"], Float[Array, "b h k v"]]:
-    """Return the output of one token and the state after it."""
+    """Return the output of one token and the state after it; see recurrent for the arguments, here without axis T."""
     state = jnp.exp(g)[..., None] * state
     error = beta * (v - (k[..., None] * state).sum(-2))
     state = state + k[..., None] * error[..., None, :]

@@ -30,7 +30,7 @@ class Activations:
         self._trace = [] if context.trace is None else context.trace
 
     def begin(self, use: Use, state: State) -> State:
-        """Start the copies to the device that the plan assigns to the begin of a use.
+        """Start the copies to the device that the plan assigns to the start of a use.
 
         Args:
             use: the use.

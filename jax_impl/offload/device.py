@@ -47,9 +47,7 @@ class Device:
         Returns:
             The state, which replaces the argument.
         """
-        host_arrays = [
-            self.host_layers[layer] for layer in step.fetches
-        ]  # a list, because a dictionary would be sorted
+        host_arrays = [self.host_layers[layer] for layer in step.fetches]  # a dictionary would be sorted
         if host_arrays:
             host_arrays, state = jax.lax.optimization_barrier((host_arrays, state))
         for layer, arrays in zip(step.fetches, host_arrays, strict=True):

@@ -7,7 +7,7 @@ get its pull-back, whose leaves it replaces by the saved values. XLA removes ope
 
 A layer whose block recomputes nothing saves the residuals of jax.vjp, except those computed from parameters alone (a
 weight, its cast to bfloat16). A recomputed layer saves the named values that recompute_policy saves. Its replay (R, or
-the begin of B) starts behind a barrier that waits for the gradient. Otherwise XLA would merge forward and replay and
+the start of B) begins behind a barrier that waits for the gradient. Otherwise XLA would merge forward and replay and
 keep all values of the forward.
 """
 

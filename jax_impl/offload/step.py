@@ -57,8 +57,10 @@ class OffloadedStep:
         self.moves_parameters = config.enable_tensor_offload
         self.enabled = self.moves_parameters or config.enable_activation_offload
         self._has_run = False
-        self.steps_run = self.forwards_run = 0
-        """Numbers of training steps and of evaluation batches, for stats."""
+        self.steps_run = 0
+        """Number of training steps, for stats."""
+        self.forwards_run = 0
+        """Number of evaluation batches, for stats."""
         self.plan = plan_offload((), {}, then=())
         """Moves of a step; at its end every layer is evicted."""
         self._parameters = OffloadedParameters(params, layer_numbers(params))
@@ -102,7 +104,7 @@ class OffloadedStep:
         return self._parameters.place(params) if self.moves_parameters else params
 
     def begin(self, params: Any) -> Layers:
-        """Fetch the layers that must be on the device at the begin of every iteration of the loop over microbatches."""
+        """Fetch the layers that must be on the device at the start of every iteration of the loop over microbatches."""
         if not self.moves_parameters:
             return {}
         host_layers = self._parameters.split(params).layers

@@ -109,20 +109,20 @@ class OffloadedParameters:
         )
         device = Device(parts.layers, on_device, trace)
         new = {index: Parts(dict(zip(places, new_items[index], strict=True)), {}) for index in moments}
-        before: tuple[list[Array], dict[int, list[Array]]] = [], {}
-        last = -1
+        updated: tuple[list[Array], dict[int, list[Array]]] = ([], {})  # parameters and moments of the previous layer
+        previous = -1
         for step in steps:
             number = step.use.layer
-            own = grads.layers[number], {index: m.layers[number] for index, m in moments.items()}
-            own, before = device.begin(step, (own, before))  # waits for the previous update, too
-            for index, values in before[1].items():
-                new[index].layers[last] = values
+            own = (grads.layers[number], {index: m.layers[number] for index, m in moments.items()})
+            own, updated = device.begin(step, (own, updated))  # waits for the previous update, too
+            for index, values in updated[1].items():
+                new[index].layers[previous] = values
             with jax.named_scope(str(step.use)):
                 device.on_device[number], changed = update_part(device.on_device[number], *own, is_layer=True)
-            last = number
-            before = device.on_device[number], {index: changed[index] for index in moments}
-            for index, values in before[1].items():
-                new[index].layers[last] = values
+            previous = number
+            updated = (device.on_device[number], {index: changed[index] for index in moments})
+            for index, values in updated[1].items():
+                new[index].layers[previous] = values
             device.end(step, changed=True)
         assert not device.on_device, f"the plan ends with {[*device.on_device]} on the device"
         joined = [self.join(new[index]) if index in new else item for index, item in enumerate(new_items)]
@@ -152,7 +152,7 @@ class OffloadedParameters:
         """
         part = self._part_of(part, is_layer)
         grad = self._part_of(grad, is_layer)
-        all_items = [self._part_of(own[p], is_layer) if p in own else item for p, item in enumerate(items)]
+        all_items = [self._part_of(own[i], is_layer) if i in own else item for i, item in enumerate(items)]
         new, changed = update_function(part, structure.unflatten(all_items), grad)
         new_items = structure.flatten_up_to(changed)
-        return jax.tree.leaves(new), [jax.tree.leaves(x) if p in own else x for p, x in enumerate(new_items)]
+        return jax.tree.leaves(new), [jax.tree.leaves(x) if i in own else x for i, x in enumerate(new_items)]

@@ -3,7 +3,7 @@
 An action is a branch of the program, and a copy that starts in a branch also ends in it. A window therefore ends with
 the action (``diptych.plans.offload.plan_actions``): its first layer is fetched late, the others ahead of their use.
 Values saved for backward are stored in slots. With activation offload the slots are in host memory; they are written
-at the end of a forward and read at the begin of its backward.
+at the end of a forward and read at the start of its backward.
 
 The optimizer updates slot by slot. A slot is one layer of every rank, or padding on ranks with fewer layers.
 """
@@ -125,5 +125,5 @@ def _is_staged(item: Any) -> bool:
 
 def _staged_part(leaves: list[Any], is_layer: bool) -> StagedParameters:
     """Return some leaves as StagedParameters, which separate leaves stacked by rank from the ends."""
-    whole: Any = StagedParameters  # with lists instead of dictionaries
-    return whole(leaves, []) if is_layer else whole([], leaves)
+    staged_class: Any = StagedParameters  # here with lists instead of dictionaries
+    return staged_class(leaves, []) if is_layer else staged_class([], leaves)

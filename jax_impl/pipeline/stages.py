@@ -167,7 +167,7 @@ class Program:
 
     def add(self, params: StagedParameters, vp_stage: Array, gradients: Mapping[str, Array]) -> StagedParameters:
         """Add the gradients of a stage to the sums of a rank, in the dtype of the sums, and return the sums."""
-        layers, ends = jax.tree.map(lambda x: x, (list(params.layers), params.ends))
+        layers, ends = jax.tree.map(lambda x: x, (list(params.layers), params.ends))  # copies of the containers
         for name, gradient in gradients.items():
             index, suffix = self._stack_index(name)
             if index is None:

@@ -146,15 +146,18 @@ class PipelineStep:
 
     def shardings(self, staged: StagedParameters) -> StagedParameters:
         """Return the sharding of every leaf of a staged tree."""
-        by_rank, replicated = (NamedSharding(self.mesh, PartitionSpec(*axes)) for axes in ((PIPELINE_AXIS,), ()))
+        by_rank = NamedSharding(self.mesh, PartitionSpec(PIPELINE_AXIS))
+        replicated = NamedSharding(self.mesh, PartitionSpec())
         return StagedParameters(
             jax.tree.map(lambda _: by_rank, staged.layers), jax.tree.map(lambda _: replicated, staged.ends)
         )
 
     def shapes(self, staged: StagedParameters) -> StagedParameters:
         """Return the shape and dtype of every leaf in the undivided model, as jax.ShapeDtypeStruct."""
-        stacked = 1 if self.config.enable_tensor_offload else 3
-        shapes = [jax.tree.map(lambda x, n=n: jax.ShapeDtypeStruct(x.shape[n:], x.dtype), staged) for n in (stacked, 0)]
+        stack_axes = 1 if self.config.enable_tensor_offload else 3
+        shapes = [
+            jax.tree.map(lambda x, n=n: jax.ShapeDtypeStruct(x.shape[n:], x.dtype), staged) for n in (stack_axes, 0)
+        ]
         return StagedParameters(shapes[0].layers, shapes[1].ends)
 
     def table(self, num_microbatches: int) -> LockstepTable:
@@ -194,12 +197,12 @@ class PipelineStep:
         if samples is None:
             samples = np.arange(shape[0] * shape[1], dtype=np.int32).reshape(shape[:2])
         if np.shape(samples) != shape[:2]:
-            raise ValueError(f"samples: expected one number a sequence, shape {shape[:2]}, got {np.shape(samples)}")
+            raise ValueError(f"samples: expected one number per sequence, shape {shape[:2]}, got {np.shape(samples)}")
         parts = self.mesh.shape.get(DATA_AXIS, 1)
         if shape[1] % parts:
             raise ValueError(
                 f"tokens: expected a number of sequences that mesh axis {DATA_AXIS!r} of size {parts} divides, got "
-                f"{shape[1]} a microbatch; change either"
+                f"{shape[1]} per microbatch; change either"
             )
         if document_starts is not None:
             document_starts = np.asarray(document_starts)
@@ -208,9 +211,9 @@ class PipelineStep:
                 starts_of_all.shape, starts_of_all.dtype.name, starts_of_all, shape[0] * shape[1], shape[2]
             )
         batch = Batch(tokens, targets, samples, jnp.asarray(step, jnp.uint32), document_starts)
-        return self._end_to_end(batch, parts) if CONTEXT_AXIS in self.mesh.axis_names else batch
+        return self._concatenated(batch, parts) if CONTEXT_AXIS in self.mesh.axis_names else batch
 
-    def _end_to_end(self, batch: Batch, parts: int) -> Batch:
+    def _concatenated(self, batch: Batch, parts: int) -> Batch:
         """Return the batch [m, replicas, L] with the sequences of every microbatch and replica concatenated."""
         m, b, length = batch.tokens.shape
         check_shared(b // parts, length, self.mesh.shape[CONTEXT_AXIS])
@@ -278,7 +281,7 @@ def _on_host(value: Any) -> np.ndarray:
 def _mesh(config: TransformerConfig, mesh: Mesh | None, door: str) -> Mesh:
     """Check a mesh, or create one over the first devices."""
     p = config.pipeline_model_parallel_size
-    shared = config.context_parallel_size
+    cp = config.context_parallel_size
     n = config.model_parallel_size
     if mesh is None:
         devices = jax.devices()
@@ -287,18 +290,18 @@ def _mesh(config: TransformerConfig, mesh: Mesh | None, door: str) -> Mesh:
                 f"{replica_settings(config)}: expected at most the {len(devices)} devices JAX has, got {n}; on a "
                 f"CPU call jax.config.update('jax_num_cpu_devices', {n}) before JAX is used"
             )
-        if shared == 1:
+        if cp == 1:
             return Mesh(np.array(devices[:p]), (PIPELINE_AXIS,))
-        mesh = Mesh(np.array(devices[:n]).reshape(shared, p), (CONTEXT_AXIS, PIPELINE_AXIS))
+        mesh = Mesh(np.array(devices[:n]).reshape(cp, p), (CONTEXT_AXIS, PIPELINE_AXIS))
     allowed_axes = {PIPELINE_AXIS, DATA_AXIS, CONTEXT_AXIS}
     if mesh.shape.get(PIPELINE_AXIS) != p or not {*mesh.axis_names} <= allowed_axes:
         raise ValueError(
             f"mesh: expected an axis {PIPELINE_AXIS!r} of size pipeline_model_parallel_size={p}, and besides at most "
             f"an axis {DATA_AXIS!r} and an axis {CONTEXT_AXIS!r}, got {dict(mesh.shape)}"
         )
-    if mesh.shape.get(CONTEXT_AXIS, 1) != shared:
+    if mesh.shape.get(CONTEXT_AXIS, 1) != cp:
         raise ValueError(
-            f"mesh: expected an axis {CONTEXT_AXIS!r} of size context_parallel_size={shared}, got {dict(mesh.shape)}"
+            f"mesh: expected an axis {CONTEXT_AXIS!r} of size context_parallel_size={cp}, got {dict(mesh.shape)}"
         )
     if door == "pmap" and mesh.axis_names != (PIPELINE_AXIS,):
         raise ValueError(

@@ -65,7 +65,7 @@ class Launch:
 
     @property
     def compiled_as(self) -> tuple:
-        """Return the values that determine a compiled kernel, besides the types of its inputs."""
+        """The values that determine a compiled kernel, besides the types of its inputs."""
         types = tuple(dtype for _, dtype in self.outputs)
         return self.kernel, types, self.constants, self.num_warps, self.num_stages
 

@@ -29,8 +29,9 @@ def _read_schedule(words: list[str]) -> Schedule:
 
 @dataclass(frozen=True)
 class ModelFlags(TransformerConfig):
-    """The settings of the model as flags; the schedule file is a path and is read once, during parsing."""
+    """The model, its parallelism, recompute and offload."""
 
+    # The flag is a path. The file is read once, during parsing.
     pipeline_schedule_file: Annotated[
         Schedule | None,
         PrimitiveConstructorSpec(
@@ -66,7 +67,7 @@ class TrainingRun:
     train: tyro.conf.OmitArgPrefixes[TrainConfig] = field(default_factory=TrainConfig)
     data: tyro.conf.OmitArgPrefixes[DataConfig] = field(default_factory=DataConfig)
     num_threads: int = 1
-    """CPU threads of PyTorch (XLA takes the cores the process may use)."""
+    """CPU threads of PyTorch; XLA uses all cores that the process may use."""
     log_interval: int = 20
     """Steps between printed rows."""
 
@@ -84,7 +85,7 @@ class TrainingRun:
 class Compare(TrainingRun):
     """Train one model in both backends side by side, from equal parameters on equal batches.
 
-    Shows the losses of each step, then the gradient differences, largest first; writes report.json and
+    Prints the losses of each step and then the gradient differences, largest first. Writes report.json and
     compare.png. Exits with code 1 if a loss or gradient differs by more than its tolerance.
     """
 
@@ -95,7 +96,7 @@ class Compare(TrainingRun):
     with bf16."""
     gradient_tolerance: float | None = None
     """Largest accepted relative difference of a parameter's gradients; None: 1e-5 in float32, 1e-12 in
-    float64, 2e-2 with bf16."""
+    float64, 4e-2 with bf16."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,15 +111,15 @@ class Train(TrainingRun):
     """Train a model in one backend and report its validation loss."""
 
     backend: Literal["torch", "jax"] = "torch"
-    """Implementation that trains."""
+    """Backend that trains the model."""
     save: Path | None = None
     """Folder for checkpoints and metrics.jsonl; None: no file is written."""
     save_interval: int = 0
     """Steps between checkpoints; 0: one checkpoint at the end, or when the run is stopped."""
     resume: bool = False
-    """Continue from the newest checkpoint in the save folder, whichever backend wrote it."""
+    """Continue from the newest checkpoint in the save folder; either backend can have written it."""
     resume_if_saved: bool = False
-    """Resume if the folder has a checkpoint, else start from step 0; for supervisors that restart failed runs."""
+    """Resume if the folder has a checkpoint, else start from step 0; for launchers that restart failed runs."""
     exit_step: int | None = None
     """Stop after this step of the whole run; a later run continues with resume."""
     nproc: int | None = None
@@ -191,10 +192,10 @@ class Train(TrainingRun):
 class Plan(PlanRequest):
     """Predict memory, time and traffic of a training step without running it, for any model and mesh size.
 
-    Always prints the memory of one rank, term by term, and the traffic between ranks; see docs/planner.md.
-    With pipeline_model_parallel_size above 1: the placement of layers, the schedule's table, its bubble and the
-    memory of every rank, compared with all other schedules. With context_parallel_size above 1: the memory of every
-    rank for a microbatch and the bytes of each state exchange.
+    Prints the memory of one rank, term by term, and the messages between ranks. With pipeline_model_parallel_size
+    above 1, also prints the placement of layers, the table of the schedule, and the bubble and memory of every rank,
+    and compares all other schedules. With context_parallel_size above 1, also prints the memory of every rank for a
+    microbatch and the bytes of each state exchange. See docs/planner.md.
     """
 
     model: tyro.conf.OmitArgPrefixes[ModelFlags] = field(default_factory=_demo_model)
@@ -202,18 +203,18 @@ class Plan(PlanRequest):
 
 @dataclass(frozen=True)
 class Sample:
-    """Continue a text with a trained model, in either backend, whichever backend trained it."""
+    """Continue a text with a trained model. Each backend reads the checkpoints of both backends."""
 
     checkpoint: tyro.conf.Positional[Path]
-    """A checkpoint, or a run's folder, whose newest checkpoint is read."""
+    """A checkpoint, or the folder of a run, of which the newest checkpoint is read."""
     backend: Literal["torch", "jax"] = "torch"
-    """Implementation that computes."""
+    """Backend that runs the model."""
     prompt: str = "def "
     """Beginning of the text."""
     length: int = 200
     """Tokens (bytes) to add."""
     temperature: float = 0.8
-    """Sampling temperature; 0 takes the likeliest token each time."""
+    """Sampling temperature; 0 selects the most likely token."""
     seed: int = 0
     """Seed of the sampling; equal seeds give equal texts."""
 
@@ -233,7 +234,7 @@ class Info:
     """Verify a checkpoint and print its contents."""
 
     checkpoint: tyro.conf.Positional[Path]
-    """A checkpoint, or a run's folder, whose newest checkpoint is read."""
+    """A checkpoint, or the folder of a run, of which the newest checkpoint is read."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,7 @@ class Curves:
     """Plot loss, gradient norm and learning rate of runs."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Folders given to train --save."""
+    """Folders of runs, as given to train --save."""
     output: Path = Path("runs/curves.png")
     """Picture to write."""
 
@@ -259,7 +260,7 @@ class Locate:
     jax_side: tyro.conf.Positional[str]
     """FILE.py:FUNCTION that returns the nnx.Module, or (linen module, variables)."""
     names: Path | None = None
-    """TOML file with PyTorch's names of parameters and those of JAX; None: proposed from shapes and names."""
+    """TOML file that maps PyTorch's names of parameters to JAX's names; None: proposed from shapes and names."""
     output_dir: Path = Path("runs/locate")
     """Folder for location.json, location.html and location.png."""
     seed: int = 0

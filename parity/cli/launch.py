@@ -105,7 +105,7 @@ def join_processes(device_type: str, timeout: float):
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise PipelineError(
             f"rank {rank()}: expected all {os.environ.get('WORLD_SIZE')} ranks to meet at {place} within "
-            f"join_timeout={timeout:g} s, and they did not ({cause}); look at what the other ranks say, start all of "
+            f"join_timeout={timeout:g} s, but they did not ({cause}); see the output of the other ranks, start all of "
             "them, or raise join_timeout"
         ) from None
     report_joined()

@@ -259,6 +259,7 @@ def _sample(command: Sample, console: Console) -> int:
 
 
 def _info(command: Info, console: Console) -> int:
+    """Run ``diptych info`` and return the exit code."""
     checkpoint = read_checkpoint(command.checkpoint)
     parameters = split_arrays(checkpoint.arrays, MODEL)
     count = sum(array.size for array in parameters.values())
@@ -270,6 +271,7 @@ def _info(command: Info, console: Console) -> int:
 
 
 def _curves(command: Curves, console: Console) -> int:
+    """Run ``diptych curves`` and return the exit code."""
     from parity.cli.curves import write_curves
 
     if not command.runs:
@@ -281,6 +283,7 @@ def _curves(command: Curves, console: Console) -> int:
 
 
 def _locate(command: Locate, console: Console) -> int:
+    """Run ``diptych locate`` and return the exit code."""
     from parity.cli.locate import run_locate
 
     location = run_locate(command)

@@ -203,8 +203,8 @@ class _Watch:
         missing = [rank for rank in left if not rank.joined]
         if missing and now >= self._begin + self._join_timeout:
             _say(
-                f"{_named(missing)} did not join the others within join_timeout={self._join_timeout:g} s; look at "
-                "what the ranks say, or raise join_timeout"
+                f"{_named(missing)} did not join the others within join_timeout={self._join_timeout:g} s; see "
+                "the output of the ranks, or raise join_timeout"
             )
             return True
         stopped = [rank for rank in left if rank.stopped_at is not None and now >= rank.stopped_at + self._silence]
@@ -216,7 +216,7 @@ class _Watch:
             return True
         if now >= self._silence_end:
             _say(
-                f"{_named(left)} still ran {self._silence:g} s after another rank had ended; look at what it waits "
+                f"{_named(left)} still ran {self._silence:g} s after another rank had ended; find what it waits "
                 "for, or raise pipeline_timeout"
             )
             return True
@@ -229,7 +229,7 @@ class _Watch:
             if rank.code is not None and rank.code < 0 and -rank.code not in self._signals:
                 before = "" if rank.joined else " before it had joined the others"
                 _say(
-                    f"rank {rank.number} was ended by {signal.Signals(-rank.code).name}{before}; if nobody sent that, "
+                    f"rank {rank.number} was ended by {signal.Signals(-rank.code).name}{before}; if nobody sent it, "
                     "look for a lack of memory (dmesg) or a fault in a library, and continue with --resume"
                 )
         for rank in left:
@@ -238,7 +238,7 @@ class _Watch:
         failed = [rank for rank in self._failed if rank.code is not None and rank.code > 0]
         if failed and not self._signals:
             each = ", ".join(f"rank {rank.number} with exit code {rank.code}" for rank in failed)
-            _say(f"failed, the first one first: {each}; look at what they said")
+            _say(f"failed, in this order: {each}; see their output")
         if first is None:
             return 1 if left else 0
         assert first.code is not None, "it has failed"

@@ -128,7 +128,7 @@ def run_training(
 
     Raises:
         CheckpointError: a checkpoint cannot be read or written; or the folder of a new run is in use.
-        NonFiniteLossError: the loss of a step or of validation is not finite; the last checkpoint is kept.
+        NonFiniteLossError: the loss of a step or of validation is not finite; the last checkpoint remains.
     """
     _check_folder(trainer, plan, resume)
     if resume and plan.folder is not None:
@@ -176,8 +176,8 @@ def _check_folder(trainer: Trainer, plan: SavePlan, resume: bool) -> None:
         failure = error
     if trainer.any_process(failure is not None):
         raise failure or CheckpointError(
-            f"save: expected a folder that every process can use, got {plan.folder}, which another process refuses; "
-            "look at what it says"
+            f"save: expected a folder that every process can use, got {plan.folder}, which another process rejects; "
+            "see the output of that process"
         )
 
 
@@ -238,11 +238,11 @@ class Metrics:
         self._board = None
         if self.path is not None and folder is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            kept = [line for line in read_metrics(self.path) if _belongs_before(line, first_step, end)]
+            earlier = [line for line in read_metrics(self.path) if _belongs_before(line, first_step, end)]
             partial = self.path.with_suffix(".partial")
-            partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            partial.write_text("".join(json.dumps(line) + "\n" for line in earlier))
             os.replace(partial, self.path)
-            self._board = _Board.open(folder / TENSORBOARD, kept)
+            self._board = _Board.open(folder / TENSORBOARD, earlier)
 
     def write(self, line: dict[str, Any]) -> None:
         """Append one line."""
@@ -276,8 +276,8 @@ class _Board:
     def write(self, line: dict[str, Any]) -> None:
         for name, value in line.items():
             if name != "step" and isinstance(value, int | float):
-                shown = value if abs(value) < FLOAT32_MAX else math.copysign(math.inf, value)
-                self._writer.add_scalar(name, shown, line["step"])
+                stored = value if abs(value) < FLOAT32_MAX else math.copysign(math.inf, value)
+                self._writer.add_scalar(name, stored, line["step"])
         self._writer.flush()
 
 

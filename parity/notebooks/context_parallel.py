@@ -51,7 +51,8 @@ class Part:
 
     def __init__(self, inputs: Sequence[np.ndarray]) -> None:
         q, k, v, g, beta = (torch.from_numpy(np.ascontiguousarray(x)) for x in inputs)
-        heads, keys, width = k.shape[2], k.shape[3], v.shape[3]
+        heads, keys = k.shape[2:]
+        width = v.shape[3]
         start = torch.cat([torch.zeros(heads, keys, width), torch.eye(keys).expand(heads, keys, keys)], -1).double()
         values = torch.nn.functional.pad(v, (0, keys))
         outputs, last = recurrent_kda(q, k, values, g, beta, initial_state=start[None], output_final_state=True)

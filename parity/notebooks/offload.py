@@ -53,7 +53,9 @@ def train_torch(config: TransformerConfig, steps: int, lose_updates: bool = Fals
     patch = mock.patch.object(OffloadedLayer, "note_change") if lose_updates else nullcontext()
     with patch:
         trainer = TorchTrainer(config, TRAIN, load_corpus(DataConfig()), device="cpu")
-        losses, parameters, trace = [], [], []
+        losses = []
+        parameters = []
+        trace = []
         for step in range(steps):
             if trainer.offload is not None:
                 trainer.offload.trace = []
@@ -69,7 +71,8 @@ def train_jax(config: TransformerConfig, steps: int) -> Training:
     trainer = JaxTrainer(config, TRAIN, load_corpus(DataConfig()))
     if trainer.offload is not None:
         trainer.offload.trace = []
-    losses, parameters = [], []
+    losses = []
+    parameters = []
     for step in range(steps):
         losses.append(trainer.train_step(step).loss)
         parameters.append({name: np.array(value) for name, value in trainer.parameters().items()})
@@ -97,8 +100,8 @@ def step_plan(config: TransformerConfig, first: bool = False) -> OffloadPlan:
 
 def parameter_error(ours: Training, theirs: Training, step: int) -> float:
     """Return the largest relative difference of any parameter after a step."""
-    a, b = ours.parameters[step], theirs.parameters[step]
-    return max(relative_difference(a[name], b[name]) for name in a)
+    expected = theirs.parameters[step]
+    return max(relative_difference(value, expected[name]) for name, value in ours.parameters[step].items())
 
 
 RUNS: Mapping[str, Callable[[TransformerConfig, int], Training]] = {

@@ -52,7 +52,7 @@ def build_cp_context(
     check_sequences(on_host, str(known.dtype).removeprefix("torch."), size, conv1d_kernel_size, **exchange)
     part = int(on_host[-1]) // size
     local = local_sequences(on_host, rank, part)
-    own = local.cu_seqlens[: (count := int(local.num_sequences)) + 1]
+    own = local.cu_seqlens[: int(local.num_sequences) + 1]
     return FLACPContext(
         group=group,
         cu_seqlens=torch.from_numpy(own).to(cu_seqlens.device, non_blocking=True),
@@ -61,7 +61,7 @@ def build_cp_context(
         is_last_rank=int(local.post_num_ranks) == 0,
         pre_num_ranks=int(local.pre_num_ranks),
         post_num_ranks=int(local.post_num_ranks),
-        num_sequences=count,
+        num_sequences=int(local.num_sequences),
         first_sequence=int(local.first_sequence),
         rank=rank,
         size=size,

@@ -51,7 +51,7 @@ class MicrobatchMessages:
             _channel(group, reverse=True)  # created here, because all ranks have to create it at the same time
             shared = _shared(group)
             self.number = shared.microbatches
-            shared.microbatches = shared.microbatches + 1
+            shared.microbatches += 1
 
 
 class _Shared:
@@ -69,7 +69,8 @@ _SHARED: WeakKeyDictionary[ProcessGroup, _Shared] = WeakKeyDictionary()
 def _shared(group: ProcessGroup) -> _Shared:
     """Return the shared state of a group; create it on first use."""
     if group not in _SHARED:
-        _SHARED[group] = shared = _Shared()
+        shared = _Shared()
+        _SHARED[group] = shared
         finalize(group, shared.pending_sends.dismiss).atexit = False
     return _SHARED[group]
 
@@ -88,7 +89,7 @@ def finish(group: ProcessGroup | None) -> None:
 
 
 def is_pipelined(context: FLACPContext) -> bool:
-    """Return true if the exchange is "pipelined": a rank computes after it has received from the previous rank."""
+    """Return True if the exchange is "pipelined": a rank computes after it has received from the previous rank."""
     return context.cp_exchange == PIPELINED
 
 
@@ -96,7 +97,7 @@ def receive_from_previous(kind: str, like: Tensor, anchor: Tensor, context: FLAC
     """Receive a part from the previous rank; backward sends its gradient back.
 
     Args:
-        kind: kind of message, one of WHAT.
+        kind: kind of message, one of MESSAGE_KINDS.
         like: tensor with the shape and type of the part.
         anchor: another argument of the operation that connects the part to the autograd graph.
         context: context of the rank, whose first sequence begins on an earlier rank.
@@ -116,7 +117,7 @@ def send_to_next(kind: str, part: Float[Tensor, "..."], context: FLACPContext, *
     """Send a part to the next rank, and return the results; backward through any of them receives the part's gradient.
 
     Args:
-        kind: kind of message, one of WHAT.
+        kind: kind of message, one of MESSAGE_KINDS.
         part: tensor for the next rank.
         context: context of the rank, whose last sequence continues on a later rank.
         *results: tensors with which this rank continues.
@@ -214,7 +215,7 @@ def _named(expected: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise PipelineError(
-            f"{expected}, and it failed ({cause_of(error)}); look at what the other ranks say"
+            f"{expected}, but it failed ({cause_of(error)}); see the output of the other ranks"
         ) from None
 
 

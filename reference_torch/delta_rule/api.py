@@ -103,11 +103,11 @@ def chunk_kda(
 
     Raises:
         ValueError: arguments do not fit together, or a keyword is unknown.
+
     Reference: Kimi Team, arXiv 2510.26692, section 3. The host reads cu_seqlens, and waits if it is on a GPU.
     """
-    options = DeltaRuleOptions(
-        True, scale, chunk_size, use_qk_l2norm_in_kernel, use_gate_in_kernel, safe_gate, lower_bound
-    )
+    gate = (use_gate_in_kernel, safe_gate, lower_bound)
+    options = DeltaRuleOptions(True, scale, chunk_size, use_qk_l2norm_in_kernel, *gate)
     arguments = Arguments(q, k, v, g, beta, A_log, dt_bias)
     return _chunked(
         arguments, initial_state, cu_seqlens, options, output_final_state, not disable_recompute, cp_context, impl
@@ -212,10 +212,10 @@ def _recurrent(
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments and run the recurrence token by token."""
-    on_host = _check(arguments, initial, cu_seqlens, options)
+    offsets = _check(arguments, initial, cu_seqlens, options)
     with without_autocast(arguments.q.device.type):  # the arguments determine the types
         inputs = recurrence_inputs(*arguments, options)
-        o, finals = recurrent(*inputs, initial, None if on_host is None else on_host.tolist())
+        o, finals = recurrent(*inputs, initial, None if offsets is None else offsets.tolist())
     return o.to(arguments.v.dtype), finals if output_final_state else None
 
 
@@ -224,7 +224,9 @@ def _chunked(*call: Any) -> tuple[Tensor, Tensor | None]:
     if torch.compiler.is_compiling():
         import torch._dynamo as dynamo  # only graph_break has a message that fullgraph=True shows
 
-        dynamo.graph_break(msg="chunk_kda and its like read offsets on the host; leave fullgraph=True out")
+        dynamo.graph_break(
+            msg="chunk_kda and chunk_gated_delta_rule read offsets on the host; leave fullgraph=True out"
+        )
         eagerly: Any = torch.compiler.disable(_chunked_eagerly)
         return eagerly(*call)
     return _chunked_eagerly(*call)
@@ -245,17 +247,17 @@ def _chunked_eagerly(
     refuse_transformed(name, f"call {name.replace('chunk', 'recurrent')}, or torch.autograd", *arguments, initial)
     q = arguments.q
     if context is not None:
-        check_part(context, tuple(getattr(q, "shape", ())), _values_beside(context, cu_seqlens))
-    on_host = _check(arguments, initial, cu_seqlens if context is None else context.cu_seqlens_cpu, options)
+        check_part(context, tuple(getattr(q, "shape", ())), _offsets_to_compare(context, cu_seqlens))
+    offsets = _check(arguments, initial, cu_seqlens if context is None else context.cu_seqlens_cpu, options)
     options = options.for_length(q.shape[1])
     impl = implementation_for(impl, context)
     kernels = kernel_backend(impl, q)
 
     def run(initial: Tensor | None, context: FLACPContext | None = None) -> tuple[Tensor, Tensor]:
         if kernels is not None:
-            return chunked_by_kernels(kernels, arguments, initial, options, on_host, recompute, context)
+            return chunked_by_kernels(kernels, arguments, initial, options, offsets, recompute, context)
         if context is None:
-            o, _, finals = chunked(arguments, initial, options, on_host, recompute)
+            o, _, finals = chunked(arguments, initial, options, offsets, recompute)
             return o, finals
         return _over_ranks(arguments, initial, options, recompute, context)
 
@@ -268,7 +270,7 @@ def _chunked_eagerly(
     return o, finals if output_final_state else None
 
 
-def _values_beside(context: FLACPContext, cu_seqlens: Tensor | None) -> np.ndarray | None:
+def _offsets_to_compare(context: FLACPContext, cu_seqlens: Tensor | None) -> np.ndarray | None:
     """Return the values of cu_seqlens for comparison with the context; None for None or the context's own tensor."""
     if cu_seqlens is None or cu_seqlens is getattr(context, "cu_seqlens", None):
         return None

@@ -62,6 +62,7 @@ class KernelRanks:
     def __init__(self, context: FLACPContext, value: int) -> None:
         self.context = context
         self.value = value
+        """Width V of the values."""
 
     def exchange_forward(self, maps: Tensor, roles: None) -> Tensor:
         """Return the initial state of this rank's first sequence; see Ranks.exchange_forward."""

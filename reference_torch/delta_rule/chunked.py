@@ -104,7 +104,7 @@ class Layout(NamedTuple):
     segments: list[Segment]
     num_transition_columns: int
     """See the docstring of this file."""
-    states: tuple[int, int, int, int]
+    states_shape: tuple[int, int, int, int]
     """Shape of the final states: sequences, B * HV, K, and V with the transition columns."""
 
     def initial_states(self, initial: Tensor | None, like: Tensor) -> dict[int, Tensor]:
@@ -112,7 +112,7 @@ class Layout(NamedTuple):
 
         Only the state of the first sequence has transition columns.
         """
-        sequences, *shape = self.states
+        sequences, *shape = self.states_shape
         states = [] if initial is None else list(initial)
         zeros = like.new_zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32))
         states += [zeros] * (sequences - len(states))

@@ -118,7 +118,7 @@ def _products_by_head(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     size = q.shape[-2]
     lower = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     strictly = lower.tril(-1)
-    sums = torch.where(strictly, g, 0).cumsum(-2)  # row i, column j: of g from j + 1 to i
+    sums = torch.where(strictly, g, 0).cumsum(-2)  # row i, column j: sum of g from j + 1 to i
     decay = torch.where(lower, sums, -torch.inf).exp()
     return torch.where(lower, (q @ k.mT) * decay, 0), torch.where(strictly, (k @ k.mT) * decay, 0)
 
@@ -129,7 +129,9 @@ def _products_by_channel(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tenso
     products = torch.stack(_products_in_blocks(*(x.unflatten(-2, (-1, size)) for x in (q, k, g))), -4)
     queries = torch.stack([q, k], -3)
     while size < q.shape[-2]:
-        (early, late), (keys, _), (_, rows) = (x.unflatten(-2, (-1, 2, size)).unbind(-3) for x in (g, k, queries))
+        early, late = g.unflatten(-2, (-1, 2, size)).unbind(-3)
+        keys, _ = k.unflatten(-2, (-1, 2, size)).unbind(-3)
+        _, rows = queries.unflatten(-2, (-1, 2, size)).unbind(-3)
         keys = keys * _sums_after(early).exp()
         rows = rows * late.cumsum(-2).exp().unsqueeze(-4)
         first, second = products.unflatten(-3, (-1, 2)).unbind(-3)
@@ -144,15 +146,15 @@ def _products_in_blocks(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor
     """Return A_qk and A_kk of blocks [..., blocks, s, K], computed column by column from the last."""
     size = q.shape[-2]
     sums = torch.zeros_like(g[..., -1:, :])
-    of_q = [(q[..., -1:, :] * k[..., -1:, :]).sum(-1)]
-    of_k = [torch.zeros_like(g[..., -1:, 0])]
+    qk_columns = [(q[..., -1:, :] * k[..., -1:, :]).sum(-1)]
+    kk_columns = [torch.zeros_like(g[..., -1:, 0])]
     for column in reversed(range(size - 1)):
         sums = F.pad(sums + g[..., column + 1 : column + 2, :], (0, 0, 1, 0))
         decayed = sums.exp() * k[..., column : column + 1, :]
-        of_q.append((q[..., column:, :] * decayed).sum(-1))
-        of_k.append((k[..., column + 1 :, :] * decayed[..., 1:, :]).sum(-1))
+        qk_columns.append((q[..., column:, :] * decayed).sum(-1))
+        kk_columns.append((k[..., column + 1 :, :] * decayed[..., 1:, :]).sum(-1))
     a_qk, a_kk = (
         torch.stack([F.pad(column, (size - column.shape[-1], 0)) for column in reversed(columns)], -1)
-        for columns in (of_q, of_k)
+        for columns in (qk_columns, kk_columns)
     )
     return a_qk, a_kk

@@ -1,4 +1,4 @@
-"""The delta rule token by token, as defined: the oracle of all other forms, and the form that decodes single tokens."""
+"""The delta rule token by token, as defined: the oracle of the other forms, and the form for incremental decoding."""
 
 import itertools
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ def step(
     beta: Float[Tensor, "b h 1"],
     state: Float[Tensor, "b h k v"],
 ) -> tuple[Float[Tensor, "b h v"], Float[Tensor, "b h k v"]]:
-    """Return the output of one token and the state after it."""
+    """Return the output of one token and the state after it; see recurrent for the arguments, here without axis T."""
     state = g.exp()[..., None] * state
     error = beta * (v - (k[..., None] * state).sum(-2))
     state = state + k[..., None] * error[..., None, :]

@@ -87,7 +87,7 @@ class SavedMemory:
         self._watched.append((tensor.detach(), tensor._version))  # shares the version counter
         return len(self._watched) - 1
 
-    def is_still(self, storage: UntypedStorage) -> bool:
+    def holds_unchanged(self, storage: UntypedStorage) -> bool:
         """Return True if this is the memory of ``storage`` and has not changed since it was saved."""
         is_same = self._device_storage is not None and self._device_storage._cdata == storage._cdata
         return is_same and all(alias._version == version for alias, version in self._watched)
@@ -239,7 +239,7 @@ class ActivationOffload:
         if storage.nbytes() < self.min_bytes:
             return None
         memory = self._known.get(storage._cdata)
-        if memory is None or not memory.is_still(storage):
+        if memory is None or not memory.holds_unchanged(storage):
             memory = SavedMemory(tensor.untyped_storage(), self._link, self.pool)
             self._known[storage._cdata] = memory
         if not any(reference() is memory for reference in group.memories):
@@ -263,7 +263,8 @@ class ActivationOffload:
             return
         self._record(activation_event("-", group.use))
         self._statistics.note_copies("out", [memory.evict() for memory in group.alive])
-        self._on_host[group.use] = self._outgoing = group
+        self._on_host[group.use] = group
+        self._outgoing = group
 
     def finish_eviction(self) -> None:
         """Wait until the group that is being copied to the host has left the device."""

@@ -28,8 +28,8 @@ def weak_method(method: Callable[..., Any], otherwise: Callable[..., Any] | None
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> Any:
-        alive = reference() or otherwise
-        return None if alive is None else alive(*arguments)
+        target = reference() or otherwise
+        return None if target is None else target(*arguments)
 
     return call
 

@@ -46,7 +46,7 @@ class Copy:
         Raises:
             OffloadError: the copy failed.
         """
-        while not self._done.wait(_PATIENCE):
+        while not self._done.wait(_LIVENESS_INTERVAL):
             if self._thread is not None and not self._thread.is_alive() and not self._done.is_set():
                 raise OffloadError(
                     "copy: expected its thread to finish it, got a process without that thread (by os.fork, in the "
@@ -60,7 +60,7 @@ class Copy:
         self.wait()
 
 
-_PATIENCE = 1.0
+_LIVENESS_INTERVAL = 1.0
 """Seconds between two checks that the thread of the link is alive."""
 
 

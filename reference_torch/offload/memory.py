@@ -26,6 +26,7 @@ _READS_NOTHING = (METADATA - {"untyped_storage"}) | (
     | {"is_complex", "is_cpu", "is_cuda", "is_meta", "is_nested", "is_quantized", "is_signed", "is_sparse"}
     | {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"}
 )
+"""Names of functions that read no element of a tensor, and so need no fetch."""
 
 
 def gradient_node(tensor: Tensor) -> Node | None:
@@ -141,6 +142,7 @@ class OffloadedMemory:
         self._outgoing: Copy | None = None
         self._is_on_device = True
         self._copied_at = self._version
+        """Version counters at the last copy between host and device; (): the tensors may have changed since."""
 
     @property
     def is_on_device(self) -> bool:

@@ -27,7 +27,7 @@ class UseListener(Protocol):
     """The manager that an observer reports to."""
 
     def on_forward_pre_hook(self, layer_id: int) -> None:
-        """Handle the begin of a forward of the layer."""
+        """Handle the start of a forward of the layer."""
         ...
 
     def on_forward_post_hook(self, layer_id: int) -> None:
@@ -109,7 +109,7 @@ class LayerObserver:
 
     @outside_compiled_graphs
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Report the begin of a forward, and watch the tensors whose gradients end its backward."""
+        """Report the start of a forward, and watch the tensors whose gradients end its backward."""
         listener = self.listener
         if module is not self._module() or listener is None:
             return
@@ -176,7 +176,9 @@ class _Call:
     def __init__(self, observer: LayerObserver) -> None:
         self.observer = observer
         self.inputs = 0
+        """Number of inputs that require a gradient."""
         self.inputs_left = 0
+        """Inputs whose gradients are not computed yet."""
         self.missing: set[int] = set()
         """Indices of the parameters whose gradients are not computed yet."""
 
@@ -243,10 +245,11 @@ class _Boundary:
 
 def _boundary(tensor: Tensor) -> _Boundary:
     """Return the boundary of a tensor; create it on first use."""
-    found = vars(tensor).get("_offload_boundary")
-    if found is None:
-        found = vars(tensor)["_offload_boundary"] = _Boundary(tensor)
-    return found
+    boundary = vars(tensor).get("_offload_boundary")
+    if boundary is None:
+        boundary = _Boundary(tensor)
+        vars(tensor)["_offload_boundary"] = boundary
+    return boundary
 
 
 def _with_gradient(values: Any) -> list[Tensor]:

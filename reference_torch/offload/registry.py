@@ -66,7 +66,7 @@ def _reduce(module: nn.Module) -> Any:
     state = reduced[2]
     if isinstance(state, dict):
         return (*reduced[:2], _without(state, keys), *reduced[3:])
-    if isinstance(state, tuple) and len(state) == 2 and isinstance(state[0], dict):  # of a class with slots
+    if isinstance(state, tuple) and len(state) == 2 and isinstance(state[0], dict):  # its class has slots
         return (*reduced[:2], (_without(state[0], keys), state[1]), *reduced[3:])
     return reduced
 

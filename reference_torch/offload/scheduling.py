@@ -30,13 +30,16 @@ class UseOrder:
         """True if backward follows forward."""
         self._num_prefetch_layers = num_prefetch_layers
         self._pass: list[int] = []
+        """Layers of the current forward so far."""
         self._expected: deque[Use] = deque()
+        """Announced uses that have not begun."""
         self._last: Use | None = None
         self.pending: list[int] = []
         """Layers whose backward waits for a replay; it begins or continues when it reads a parameter."""
         self._replays: dict[int, tuple[int, ...]] = {}
         """By layer, the layers that the last step replayed before the layer's backward."""
         self._replayed: list[int] = []
+        """Layers replayed since the last use of another kind."""
         self.current = Use("S", -1)
         """The use that began last; its microbatch is known if uses were announced."""
 
@@ -56,15 +59,17 @@ class UseOrder:
 
     def begin(self, use: Use) -> tuple[int, ...]:
         """Begin a use and return the window: the layers to fetch, in the order in which they are needed."""
-        self._last = self.current = use
+        self._last = use
+        self.current = use
         self._learn_replays(use)
         if not self._expected:
             self._learn(use)
         else:
-            self.current = expected = self._expected.popleft()
-            if expected[:2] != use[:2]:
+            expected = self._expected.popleft()
+            if expected[:2] == use[:2]:
+                self.current = expected
+            else:
                 self._expected.clear()
-                self.current = use
         return self._window(chain([use], self._upcoming()))
 
     def next_backwards(self, with_current: bool = False) -> tuple[Use, ...]:

@@ -74,8 +74,11 @@ class Executor:
         self._sums = sums
         self._trace = [] if trace is None else trace
         self._stage_inputs: dict[tuple[int, int], list[Tensor] | None] = {}
+        """Input of each forward whose backward has not run, by stage and microbatch."""
         self._stage_outputs: dict[tuple[int, int], Any] = {}
+        """Output of each such forward."""
         self._results: dict[Action, list[Tensor]] = {}
+        """Results of actions that wait for a send or for another stage of this rank."""
         self._deferred: defaultdict[tuple[int, int], DeferredWeightGradients] = defaultdict(DeferredWeightGradients)
         self._backwards_remaining = dict.fromkeys(range(schedule.stages_per_rank), schedule.num_microbatches)
         self.reports: list[Any] = []
@@ -175,7 +178,7 @@ class Executor:
     def _forward(self, action: Action) -> None:
         """Run F: receive the input of the stage, run it, and store its output for the next stage and for backward."""
         stage = action.stage
-        key = (action.stage, action.microbatch)
+        key = (stage, action.microbatch)
         inputs = self._inputs
         vp_stage = stage // self._schedule.pp_size
         last = stage == self._schedule.num_stages - 1

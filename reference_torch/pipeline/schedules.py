@@ -5,7 +5,7 @@ table of the configuration to the same executor.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -82,15 +82,8 @@ def forward_backward_no_pipelining(
     Arguments and result are those of forward_backward_pipelining_without_interleaving.
     """
     _check_kind(config, _NONE)
-    return _run(
-        (forward_step_func, data_iterator, model, num_microbatches, config),
-        [([], [])],
-        forward_only,
-        collect_non_loss_data,
-        p2p_communicator,
-        pg_collection,
-        trace,
-    )
+    step = _Step(forward_step_func, data_iterator, model, num_microbatches, config)
+    return _run(step, [([], [])], forward_only, collect_non_loss_data, p2p_communicator, pg_collection, trace)
 
 
 def forward_backward_pipelining_without_interleaving(
@@ -142,15 +135,8 @@ def forward_backward_pipelining_without_interleaving(
     received, sent = infer_tensor_shapes(seq_length, micro_batch_size, config)
     if adjust_tensor_shapes_fn is not None:
         received, sent = adjust_tensor_shapes_fn(received, sent)
-    return _run(
-        (forward_step_func, data_iterator, model, num_microbatches, config),
-        [(received, sent)],
-        forward_only,
-        collect_non_loss_data,
-        p2p_communicator,
-        pg_collection,
-        trace,
-    )
+    step = _Step(forward_step_func, data_iterator, model, num_microbatches, config)
+    return _run(step, [(received, sent)], forward_only, collect_non_loss_data, p2p_communicator, pg_collection, trace)
 
 
 def forward_backward_pipelining_with_interleaving(
@@ -174,16 +160,10 @@ def forward_backward_pipelining_with_interleaving(
     ``model`` are lists with one entry for each virtual stage.
     """
     _check_kind(config, _VIRTUAL)
-    shapes = infer_tensor_shapes(seq_length, micro_batch_size, config)
-    return _run(
-        (forward_step_func, data_iterator, model, num_microbatches, config),
-        [shapes] * (config.virtual_pipeline_model_parallel_size or 1),
-        forward_only,
-        collect_non_loss_data,
-        p2p_communicator,
-        pg_collection,
-        trace,
-    )
+    step = _Step(forward_step_func, data_iterator, model, num_microbatches, config)
+    shapes = [infer_tensor_shapes(seq_length, micro_batch_size, config)]
+    shapes *= config.virtual_pipeline_model_parallel_size or 1
+    return _run(step, shapes, forward_only, collect_non_loss_data, p2p_communicator, pg_collection, trace)
 
 
 def infer_tensor_shapes(
@@ -199,8 +179,8 @@ def infer_tensor_shapes(
         micro_batch_size: sequences of a microbatch, B.
         config: configuration of the model.
     """
-    shared = config.context_parallel_size
-    rows = (micro_batch_size, seq_length) if shared == 1 else (1, micro_batch_size * seq_length // shared)
+    cp = config.context_parallel_size
+    rows = (micro_batch_size, seq_length) if cp == 1 else (1, micro_batch_size * seq_length // cp)
     shape = (*rows, config.residual_streams * config.hidden_size)
     return [shape], [shape]
 
@@ -229,8 +209,18 @@ def get_pp_rank_microbatches(
     return total, warmup == total, warmup, total - warmup
 
 
+class _Step(NamedTuple):
+    """Arguments that all step functions have; see forward_backward_pipelining_without_interleaving."""
+
+    forward_step_func: ForwardStep
+    data_iterator: DataIterator
+    model: nn.Module | Sequence[nn.Module]
+    num_microbatches: int
+    config: TransformerConfig
+
+
 def _run(
-    step: tuple[ForwardStep, DataIterator, nn.Module | Sequence[nn.Module], int, TransformerConfig],
+    step: _Step,
     shapes: Sequence[tuple[Sequence[Shape], Sequence[Shape]]],
     forward_only: bool,
     collect_non_loss_data: bool,
@@ -241,7 +231,7 @@ def _run(
     """Run a step of any kind.
 
     Args:
-        step: forward_step_func, data_iterator, model, num_microbatches and config of the public function.
+        step: arguments of the public function.
         shapes: shapes that each virtual stage receives and sends.
         forward_only: see the public functions.
         collect_non_loss_data: see the public functions.
@@ -305,7 +295,7 @@ def _make_communicator(
 
 
 _NONE = "no pipeline"
-_ONE_STAGE = "one stage a rank"
+_ONE_STAGE = "one stage per rank"
 _VIRTUAL = "virtual stages"
 
 

@@ -71,7 +71,7 @@ class _Linear(torch.autograd.Function):
         ctx.recorded.append(_Product(ctx.parameter, gradient, x))
         return (
             gradient @ weight if ctx.needs_input_grad[0] else None,
-            None,  # the weight's
+            None,  # run() computes the gradient of the weight
             gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None,
             None,
             None,

@@ -248,7 +248,7 @@ def custom_backward(output: Tensors, grad_output: Tensors | None) -> None:
     outputs = as_list(output)
     gradients = [None] * len(outputs) if grad_output is None else as_list(grad_output)
     if len(gradients) != len(outputs):
-        raise ValueError(f"grad_output: expected {len(outputs)} gradients, one an output, got {len(gradients)}")
+        raise ValueError(f"grad_output: expected {len(outputs)} gradients, one per output, got {len(gradients)}")
     roots = []
     seeds = []
     for root, seed in zip(outputs, gradients, strict=True):

@@ -41,7 +41,9 @@ def measure_memory(forward: Callable[[], Tensor], backward: Callable[[Tensor], o
         backward(result)
         del result
     events = profiler.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
-    held = peak = saved = 0
+    held = 0
+    peak = 0
+    saved = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         if event.name() == _MARK:
             saved = held

@@ -246,7 +246,8 @@ class OperationRecorder(TorchFunctionMode):
 
 def _other_operand(first: Operation, second: Operation) -> str | None:
     """Describe the first operand of a replayed operation that differs from forward in its source, or return None."""
-    open_pairs, compared = [(first, second)], set()
+    open_pairs = [(first, second)]
+    compared = set()
     while open_pairs:
         first, second = open_pairs.pop()
         if (id(first), id(second)) in compared:
@@ -284,7 +285,8 @@ def _is_cached(before: Operation, after: Outside) -> bool:
 
 def _other_tensor(before: Outside, after: Outside | None) -> str | None:
     """Say how a tensor that the replay reads differs from that of forward; None: the same, or an equal constant."""
-    first, second = before.reference(), None if after is None else after.reference()
+    first = before.reference()
+    second = None if after is None else after.reference()
     if after is not None and first is second and first is not None:
         # Version counters count every other change.
         is_changed = before.is_borrowed and not _equal(before.values or (), after.values or ())
@@ -294,10 +296,10 @@ def _other_tensor(before: Outside, after: Outside | None) -> str | None:
     elif before.values is not None and after.values is not None:
         is_equal = _equal(before.values, after.values)
     elif first is not None and second is not None:  # created twice where no mode records it
-        alike = (first.dtype, first.shape, first.layout) == (second.dtype, second.shape, second.layout)
+        has_equal_layout = (first.dtype, first.shape, first.layout) == (second.dtype, second.shape, second.layout)
         unchanged = before.version == first._version and not (first.requires_grad or second.requires_grad)
         with torch._C.DisableTorchFunction():
-            is_equal = alike and unchanged and torch.equal(first, second)
+            is_equal = has_equal_layout and unchanged and torch.equal(first, second)
     else:
         is_equal = before.is_borrowed and after.is_borrowed
     if is_equal:
@@ -309,6 +311,7 @@ def _other_tensor(before: Outside, after: Outside | None) -> str | None:
 
 
 def _few_values(tensor: Tensor, is_borrowed: bool) -> tuple | None:
+    """Return dtype, shape and elements of a small constant, or a fingerprint of NumPy's memory; None for others."""
     if type(tensor) is not Tensor or tensor.grad_fn is not None or tensor.device.type != "cpu":
         return None
     if is_borrowed:
@@ -331,6 +334,7 @@ def _fingerprint(array: np.ndarray) -> tuple:
 
 
 def _owns_memory(tensor: Tensor) -> bool:
+    """Return False if NumPy or another library owns the memory of a tensor."""
     is_plain = tensor.layout is torch.strided and internals.storage_address(tensor) is not None
     return not is_plain or tensor.untyped_storage().resizable()
 
@@ -390,6 +394,7 @@ def _equal(one: tuple, other: tuple) -> bool:
 
 
 def _version(tensor: Tensor) -> int | None:
+    """Return the version counter of a tensor, or None if it has none."""
     try:
         return None if tensor.is_inference() else tensor._version
     except ValueError:  # a parameter of a lazy module before its first forward

@@ -207,6 +207,7 @@ class Slot:
             torch.cuda.current_stream(self.event.device).wait_event(self.event)  # pyright: ignore
 
     def _restore_in_replay(self) -> bool:
+        """Restore the storage and return True if a replay runs; otherwise return False."""
         if not in_replay():
             return False
         self.restore()
@@ -389,7 +390,7 @@ class Region:
         return output
 
     def make_slots(self, outputs: list[Any]) -> tuple[list[Slot], list[str]]:
-        """Return slots for the outputs that may be discarded, and the reason for each output that is kept.
+        """Return slots for the outputs that may be discarded, and the reason for each output that stays.
 
         Args:
             outputs: leaves of the call's result.
@@ -399,25 +400,27 @@ class Region:
         for place, output in enumerate(outputs):
             if isinstance(output, Tensor) and output.layout is torch.strided and _has_memory(output):
                 groups.setdefault(output.untyped_storage()._cdata, []).append((place, output))
-        slots, kept = [], []
+        slots = []
+        retained = []
         for group in groups.values():
-            place, tensors = group[0][0], [tensor for _, tensor in group]
-            reason = self._reason_to_keep(tensors)
+            place = group[0][0]
+            tensors = [tensor for _, tensor in group]
+            reason = self._reason_to_retain(tensors)
             if reason is None:
                 slots.append(Slot(self, place, tensors))
             else:
-                kept.append(f"output {place} of {self.name!r}: {reason}")
+                retained.append(f"output {place} of {self.name!r}: {reason}")
         self._slots = [weakref.ref(slot) for slot in slots]
-        return slots, kept
+        return slots, retained
 
-    def _reason_to_keep(self, tensors: list[Tensor]) -> str | None:
+    def _reason_to_retain(self, tensors: list[Tensor]) -> str | None:
         """Return why the outputs in one storage must stay, or None if they may be discarded."""
         if any(type(tensor) is not Tensor for tensor in tensors):
             return "a tensor subclass"
-        born = self.node._sequence_nr()
+        first_node = self.node._sequence_nr()
 
         def is_new(tensor: Tensor) -> bool:
-            return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= born
+            return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= first_node
 
         for tensor in tensors:
             if not is_new(tensor) or (tensor._base is not None and not is_new(tensor._base)):
@@ -485,7 +488,9 @@ class Region:
         self._recorded.update(recorded)
 
     def _inputs(self) -> tuple[tuple, dict]:
-        for parameter, version in ((reference(), version) for reference, version in self._parameters.values()):
+        """Return the arguments of the replay, after a check that parameters and inputs are unchanged."""
+        for reference, version in self._parameters.values():
+            parameter = reference()
             if parameter is not None and parameter._version != version:
                 raise RecomputeUsageError(
                     f"{self.name!r}: expected its parameters unchanged until its replay, got one of shape "
@@ -505,6 +510,7 @@ class Region:
         return tree_unflatten(leaves, self._structure)
 
     def _refill(self, outputs: list[Tensor | None], recorded: dict[int, _Recorded]) -> None:
+        """Move the replayed outputs into the empty slots, and rebind recorded values in the same memory."""
         for slot in filter(None, (reference() for reference in self._slots)):
             if slot.is_full or not slot.is_alive:
                 continue
@@ -524,6 +530,7 @@ class Region:
 
 @internals.outside_compiled_graphs
 def _replayed_value(handle: _Handle) -> Tensor:
+    """Return the saved value of a handle, computed by a replay."""
     region = handle.region
     if not region.has_returned:
         raise RecomputeUsageError(
@@ -539,6 +546,7 @@ def _replayed_value(handle: _Handle) -> Tensor:
 
 
 def _no_second_graph(_: Any) -> Tensor:
+    """Raise an error, because nothing differentiates the graph of a replay."""
     raise AssertionError("backward ran through the graph of a replay")
 
 
@@ -547,6 +555,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _layout(output: Any) -> tuple | None:
+    """Return shape, dtype, stride, offset, conjugation and sign of an output; None if it is not a strided tensor."""
     if not isinstance(output, Tensor) or output.layout is not torch.strided:
         return None
     place = tuple(output.shape), output.dtype, output.stride(), output.storage_offset()
@@ -554,4 +563,5 @@ def _layout(output: Any) -> tuple | None:
 
 
 def _words(saved: tuple | None) -> str:
+    """Describe shape, dtype and device of a saved value, for error messages."""
     return "nothing" if saved is None else f"{tuple(saved[0])} {saved[1]} on {saved[2]}"

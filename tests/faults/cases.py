@@ -27,7 +27,7 @@ from tests.faults.runs import AT, FAILED, KILLED, REFUSED, STAGES, TIMEOUT, Case
 
 ONE, PIPELINE, SHARED = ("torch", "jax"), ("torch, 2 stages", "jax, 2 stages"), "torch, 2 context ranks"
 REPLICAS = "torch, 2 stages x 2 replicas"
-RESUMES = "a resumed run is bitwise equal to an uninterrupted one"
+RESUMES = "resumed run bitwise equal"
 NON_FINITE = rf"step {AT}: expected a finite loss and gradient norm, got loss nan"
 
 
@@ -162,6 +162,9 @@ def bad_batch(room: Room) -> None:
 # Processes that are not there.
 
 
+A_MULTIPLE = "--nproc: expected a multiple of --pipeline-model-parallel-size=2"
+
+
 def wrong_number(flags: tuple[str, ...], says: str, room: Room) -> None:
     """Refused before any process is started."""
     room.train(*flags).expect_end(REFUSED, says, strikes=False)
@@ -176,7 +179,7 @@ def by_torchrun(count: int, room: Room) -> None:
         room.expect_equal_end()
         room.note("the run is bitwise equal to an uninterrupted one")
     else:
-        says = f"nproc: expected a multiple of pipeline_model_parallel_size=2 processes, got {count}"
+        says = f"{A_MULTIPLE} processes, got {count}"
         program.expect_end(FAILED, says, strikes=False, traceback=True)  # torchrun's own, below
 
 
@@ -250,92 +253,100 @@ MESSAGES = [
 ]
 """Name, fault, and what has to be said. Messages between pipeline ranks exist in PyTorch alone."""
 
-ENDS = f"exit code 1, every process gone within the timeout of {TIMEOUT:g} s and some, one names the message"
+ENDS = f"exit code 1; all processes end within the timeout ({TIMEOUT:g} s) and a few seconds; one names the message"
 CASES: list[Case] = [
-    *cases("kill -9: one rank, in a step", [REPLICAS], f"exit code 1, all end; {RESUMES}", killed_rank),
+    *cases("kill -9: one rank, in a step", [REPLICAS], f"exit code 1; all ranks end; {RESUMES}", killed_rank),
     *cases("kill -9: the program, in a step", [*ONE, "jax, 2 stages"], f"{RESUMES}", killed_program),
-    *cases("kill -9: the parent of the ranks", [STAGES], f"ranks gone within 2 s; {RESUMES}", killed_parent),
+    *cases("kill -9: the parent of the ranks", [STAGES], f"ranks end within 2 s; {RESUMES}", killed_parent),
     *cases(
         "kill -9: at six moments of saving",
         [*ONE, STAGES],
-        f"the newest checkpoint is always whole; {RESUMES}",
+        f"newest checkpoint complete; {RESUMES}",
         killed_while_saving,
         deadline=3 * Case.deadline,  # seven programs, one after the other
     ),
-    *cases("SIGSTOP: one rank hangs", [STAGES], f"exit code 1, it is named and ended; {RESUMES}", stopped_rank),
-    *cases("SIGTERM", [*ONE, *PIPELINE], f"the step is finished, saved, exit code 0; {RESUMES}", told_to_end),
+    *cases("SIGSTOP: one rank hangs", [STAGES], f"exit code 1; the rank is named and ended; {RESUMES}", stopped_rank),
+    *cases("SIGTERM", [*ONE, *PIPELINE], f"exit code 0; the step is finished and saved; {RESUMES}", told_to_end),
     *cases(
         "checkpoint: cut short",
         [*ONE, STAGES],
-        f"exit code 2 and the remedy in one line; following it, {RESUMES}",
+        f"exit code 2; one line with the remedy; after the remedy, {RESUMES}",
         partial(damaged, cut, "expected a whole checkpoint in run/step_00000012.safetensors"),
     ),
     *cases(
         "checkpoint: one bit flipped",
         ONE,
-        "exit code 2 and the remedy in one line",
-        partial(damaged, flip, "expected run/step_00000012.safetensors as it was written, got another checksum"),
+        "exit code 2; one line with the remedy",
+        partial(damaged, flip, "expected run/step_00000012.safetensors unchanged, got another checksum"),
     ),
     *cases(
         "checkpoint: empty file",
         ONE,
-        "exit code 2 and the remedy in one line",
+        "exit code 2; one line with the remedy",
         partial(damaged, empty, "expected a whole checkpoint in run/step_00000012.safetensors"),
     ),
-    *cases("checkpoint: of another model", ONE, "exit code 2, the setting is named", other_model),
+    *cases("checkpoint: of another model", ONE, "exit code 2; the setting is named", other_model),
     *cases("checkpoint: newest deleted", ONE, RESUMES, newest_deleted),
-    *cases("checkpoint: all deleted", ONE, "exit code 2, says so", all_deleted),
-    *cases("corpus changed between save and resume", ONE, f"exit code 2, named; put back, {RESUMES}", other_text),
-    *cases("disk: full while saving", [*ONE, STAGES], f"exit code 2, earlier checkpoints stay; {RESUMES}", full_disk),
+    *cases("checkpoint: all deleted", ONE, "exit code 2; the folder is named", all_deleted),
+    *cases(
+        "corpus changed between save and resume",
+        ONE,
+        f"exit code 2; the corpus is named; after its return, {RESUMES}",
+        other_text,
+    ),
+    *cases("disk: full while saving", [*ONE, STAGES], f"exit code 2; earlier checkpoints stay; {RESUMES}", full_disk),
     *cases("disk: folder is read-only", ONE, "exit code 2 before the first step", read_only),
-    *cases("disk: folder goes away in a run", [*ONE, STAGES], f"exit code 1, named; put back, {RESUMES}", folder_gone),
+    *cases(
+        "disk: folder goes away in a run",
+        [*ONE, STAGES],
+        f"exit code 1; the file is named; after its return, {RESUMES}",
+        folder_gone,
+    ),
     *cases(
         "NaN: in a parameter",
         [*ONE, *PIPELINE, "jax, 2 context ranks"],
-        f"the step is refused and named, exit code 1 on every rank, the last checkpoint stays; {RESUMES}",
+        f"exit code 1; every rank rejects and names the step; the last checkpoint stays; {RESUMES}",
         nan_parameter,
     ),
-    *cases("NaN: learning rate 1e38", ONE, "the step is refused and named, exit code 1", diverging),
-    *cases(
-        "message: delayed within the timeout", [STAGES], "the run is bitwise equal to an undisturbed one", late_message
-    ),
+    *cases("NaN: learning rate 1e38", ONE, "exit code 1; the step is rejected and named", diverging),
+    *cases("message: delayed within the timeout", [STAGES], "run bitwise equal to an uninterrupted one", late_message),
     *(
         Case(f"message: {name}", STAGES, ENDS, partial(in_message, fault, FAILED, says))
         for name, fault, says in MESSAGES
     ),
-    *cases("exception: out of memory", [*ONE, STAGES], f"exit code 2, all end; {RESUMES}", out_of_memory),
-    *cases("exception: a bad batch", [*ONE, STAGES], f"exit code 1, all end; {RESUMES}", bad_batch),
+    *cases("exception: out of memory", [*ONE, STAGES], f"exit code 2; all ranks end; {RESUMES}", out_of_memory),
+    *cases("exception: a bad batch", [*ONE, STAGES], f"exit code 1; all ranks end; {RESUMES}", bad_batch),
     *cases(
         "processes: three for two stages",
         [STAGES],
-        "exit code 2 before any is started",
-        partial(
-            wrong_number, ("--nproc", "3"), "nproc: expected a multiple of pipeline_model_parallel_size=2 processes"
-        ),
+        "exit code 2 before any process starts",
+        partial(wrong_number, ("--nproc", "3"), f"{A_MULTIPLE} processes"),
     ),
     *cases(
         "processes: three devices for two stages",
         ["jax, 2 stages"],
-        "exit code 2 before any is started",
-        partial(wrong_number, ("--nproc", "3"), "nproc: expected a multiple of pipeline_model_parallel_size=2 devices"),
+        "exit code 2 before any process starts",
+        partial(wrong_number, ("--nproc", "3"), f"{A_MULTIPLE} devices"),
     ),
     *cases(
         "processes: torchrun starts one for two stages",
         [STAGES],
-        "it starts those it needs; the run is bitwise equal to an undisturbed one",
+        "the missing process is started; run bitwise equal to an uninterrupted one",
         partial(by_torchrun, 1),
     ),
     *cases(
         "processes: torchrun starts three for two stages",
         [STAGES],
-        "refused and named before they meet, torchrun's exit code 1",
+        "torchrun's exit code 1; the number is named before the ranks join",
         partial(by_torchrun, 3),
     ),
-    *cases("context ranks: one killed in an exchange", [SHARED], f"exit code 1, all end; {RESUMES}", exchange_killed),
+    *cases(
+        "context ranks: one killed in an exchange", [SHARED], f"exit code 1; all ranks end; {RESUMES}", exchange_killed
+    ),
     *cases(
         "context ranks: NaN in an exchange",
         [SHARED],
-        f"every rank refuses the step, exit code 1; {RESUMES}",
+        f"exit code 1; every rank rejects the step; {RESUMES}",
         exchange_nan,
     ),
 ]

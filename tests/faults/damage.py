@@ -33,7 +33,7 @@ def damaged(damage: Callable[[Path], None], says: str, room: Room) -> None:
     run = room.ended_run(STEPS)
     path = list_checkpoints(run)[-1]
     damage(path)
-    remedy = f"{says}.*; remove it to go on from the one before it"
+    remedy = f"{says}.*; remove it to continue from the previous checkpoint"
     room.train("--resume").expect_end(REFUSED, remedy, strikes=False)
     path.unlink()
     if damage is cut:
@@ -43,7 +43,7 @@ def damaged(damage: Callable[[Path], None], says: str, room: Room) -> None:
 def other_model(room: Room) -> None:
     """Goes on with a run whose model was wider."""
     room.ended_run()
-    says = "expected the settings of its run, got others: hidden_size 16 there, 32 here"
+    says = "expected the settings of its run, got others: --hidden-size 16 in the checkpoint, 32 here"
     room.train("--resume", "--hidden-size", "32").expect_end(REFUSED, says, strikes=False)
     room.expect_checkpoint()
 
@@ -54,7 +54,7 @@ def other_text(room: Room) -> None:
     corpus = room.folder / "corpus.txt"
     right = corpus.read_text()
     corpus.write_text(right.replace("quick", "quack", 1))
-    says = "expected the settings of its run, got others: corpus_digest '[0-9a-f]+' there, '[0-9a-f]+' here"
+    says = "expected the settings of its run, got others: corpus_digest '[0-9a-f]+' in the checkpoint, '[0-9a-f]+' here"
     room.train("--resume").expect_end(REFUSED, says, strikes=False)
     corpus.write_text(right)
     room.resume()

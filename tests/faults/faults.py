@@ -1,4 +1,4 @@
-"""The ``diptych`` command with a fault in it, for tests/faults/__main__.py.
+"""The ``diptych`` command with a fault in it, for tests/faults/runner.py.
 
     FAULTS_FAULT='{"kind": "killed", "rank": 1, "step": 9}' python -m tests.faults.faults train --nproc 2 ...
 

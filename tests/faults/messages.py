@@ -1,6 +1,6 @@
 """What can go wrong with one message between pipeline ranks, done to a rank's real communicator.
 
-Used by the tests of single steps and by the fault-injection tests (tests/faults/__main__.py), which trains.
+Used by the tests of single steps and by the fault-injection tests (tests/faults/runner.py), which trains.
 """
 
 import os

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import tests.faults.__main__ as faults_main
+from tests.faults import runner
 from tests.faults.cases import CASES
 from tests.faults.faults import Broken
 from tests.faults.runs import MARK, Case, Room, marked
@@ -72,8 +72,8 @@ def case_of(run, deadline: float = 60.0) -> Case:
 def perform(tmp_path):
     """Run a case; nothing with its mark is left."""
 
-    def run(case: Case) -> faults_main.Result:
-        result = faults_main.perform(case, tmp_path / "case", tmp_path)
+    def run(case: Case) -> runner.Result:
+        result = runner.perform(case, tmp_path / "case", tmp_path)
         assert not marked(f"{os.getpid()}-case")
         assert not (tmp_path / "case").exists()
         return result
@@ -92,7 +92,7 @@ def test_what_is_not_as_expected_keeps_what_was_seen(perform):
 
 
 def test_a_case_that_hangs_is_a_failure_within_its_deadline(perform, monkeypatch):
-    monkeypatch.setattr(faults_main, "SLACK", 2.0)
+    monkeypatch.setattr(runner, "SLACK", 2.0)
     result = perform(case_of(hangs, 1.0))
     assert result.failure == "overdue: no answer from the case in 3 s"
     assert result.seconds < 10.0
@@ -118,10 +118,10 @@ def test_mistakes_in_a_case_are_failures(perform):
 
 def test_exit_code_says_whether_all_was_as_expected(capsys):
     good, bad = case_of(fine), case_of(unexpected)
-    assert faults_main.main([], [good, good], layouts=()) == 0
-    assert faults_main.main([], [good, bad], layouts=()) == 1
-    assert faults_main.main(["fine"], [good, bad], layouts=()) == 0
-    assert faults_main.main(["nothing", "like", "it"], [good, bad], layouts=()) == 2
+    assert runner.main([], [good, good], layouts=()) == 0
+    assert runner.main([], [good, bad], layouts=()) == 1
+    assert runner.main(["fine"], [good, bad], layouts=()) == 0
+    assert runner.main(["nothing", "like", "it"], [good, bad], layouts=()) == 2
     told = capsys.readouterr()
     assert "1 of 2 cases as expected" in told.out
     assert "NO: 1 + 1: expected 3, got 2" in re.sub(r"\s+", " ", told.out)
@@ -131,22 +131,25 @@ def test_exit_code_says_whether_all_was_as_expected(capsys):
 def test_page_and_results_have_every_case_and_no_other():
     names = [(case.name, case.layout) for case in CASES]
     assert len(set(names)) == len(names)
-    rows = [line.split(" | ") for line in faults_main.printed(faults_main.PAGE.read_text()).splitlines()[4:]]
-    assert [(row[0].removeprefix("| "), row[1]) for row in rows] == names
-    assert [row[2] for row in rows] == [case.expected for case in CASES]
-    results = json.loads(faults_main.RESULT.read_text())["cases"]
+    results = json.loads(runner.RESULT.read_text())["cases"]
     assert [(result["name"], result["where"]) for result in results] == names
-    assert [row[-1].startswith("yes") for row in rows] == [result["as_expected"] for result in results]
+    assert len({(case.name, case.expected) for case in CASES}) == len({case.name for case in CASES})
+    rows = [line.split(" | ") for line in runner.printed(runner.PAGE.read_text()).splitlines()[4:]]
+    assert [(row[0].removeprefix("| "), layout) for row in rows for layout in row[1].split("; ")] == names
+    assert [row[2] for row in rows] == list({case.name: case.expected for case in CASES}.values())
+    for row in rows:
+        outcomes = [result["as_expected"] for result in results if f"| {result['name']}" == row[0]]
+        assert row[-1] == ("yes |" if all(outcomes) else "**no** |")
 
 
 def test_page_shows_what_was_observed():
-    observed = faults_main.Observed(
+    observed = runner.Observed(
         [{"exit code": 1, "seconds": 2.34, "since": "fault", "error": "x" * 300, "errors": []}], ["resumed"]
     )
-    result = faults_main.Result(case_of(fine), observed, "no", 5.0)
-    assert result.summary == f"exit code 1, gone 2.3 s after the fault, `{'x' * faults_main.LONGEST}...`; resumed"
+    result = runner.Result(case_of(fine), observed, "no", 5.0)
+    assert result.summary == f"exit code 1, gone 2.3 s after the fault, `{'x' * runner.LONGEST}...`; resumed"
     seen = {"date": "2026-01-02T03", "machine": "m", "python": "3", "versions": {"torch": "2"}}
-    table = faults_main.markdown([result], {"environment": seen, "seconds": 5.0})
+    table = runner.markdown([result], {"environment": seen, "seconds": 5.0})
     assert table.startswith("0 of 1 cases as expected, in 5 s; 2026-01-02, m, Python 3, torch 2.\n")
     assert table.endswith(" | **no** |\n")
 
@@ -160,13 +163,13 @@ def broken_run(says: str, room: Room) -> None:
 @pytest.mark.parametrize(("says", "failures"), [("could not allocate", 0), ("something else", 1)])
 def test_a_real_run_is_broken_and_judged(says, failures, tmp_path):
     case = Case("out of memory", "torch", "", partial(broken_run, says))
-    results = faults_main.run_all([case], tmp_path, Console(quiet=True))
+    results = runner.run_all([case], tmp_path, Console(quiet=True))
     assert [result.failure is None for result in results] == [not failures]
     assert not failures or "expected lines like ['something else']" in str(results[0].failure)
 
 
 def test_a_checkpoint_that_is_not_the_uninterrupted_runs_is_found_out(tmp_path):
-    results = faults_main.run_all([Case("changed", "torch", "", changed_run)], tmp_path, Console(quiet=True))
+    results = runner.run_all([Case("changed", "torch", "", changed_run)], tmp_path, Console(quiet=True))
     assert results[0].failure == "checkpoint of step 12: not the uninterrupted run's"
 
 
@@ -205,12 +208,21 @@ def test_one_of_each_is_of_every_layout():
 @pytest.mark.timeout(3600)
 def test_every_case_is_as_expected(tmp_path):
     """In one layout; make faults runs all, and commits what came of them."""
-    results = faults_main.run_all(one_of_each(), tmp_path, Console())
+    results = runner.run_all(one_of_each(), tmp_path, Console())
     assert len(results) == len(one_of_each())
     failures = {f"{result.case.name} ({result.case.layout})": result.failure for result in results if result.failure}
     assert not failures
 
 
 def test_make_runs_it():
-    makefile = (Path(faults_main.ROOT) / "Makefile").read_text()
+    makefile = (Path(runner.ROOT) / "Makefile").read_text()
     assert re.search(r"^faults: .*\n\t\$\(BIN\)/python -m tests\.faults$", makefile, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_command_runs_a_case():
+    """A case runs in a process of its own, which cannot import anything from __main__."""
+    command = [sys.executable, "-m", "tests.faults", "processes: three for two stages"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=runner.ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 of 1 cases as expected" in done.stdout

@@ -31,7 +31,7 @@ BAD = {
     "beta": (wrong(beta=zeros(1, 10, 2)), r"beta: expected shape \[B, T, HV\] = \[1, 10, 4\], got \[1, 10, 2\]"),
     "state": (wrong(initial_state=zeros(1, 4, 4, 3)), r"initial_state: expected shape .* = \[1, 4, 3, 4\], got"),
     "integer q": (wrong(q=zeros(1, 10, 2, 3, dtype=np.int32)), "q: expected float16, bfloat16, .* got int32"),
-    "wide v": (wrong(v=zeros(1, 10, 4, 4, dtype=np.float64)), "v: expected float32, as q is, got float64"),
+    "wide v": (wrong(v=zeros(1, 10, 4, 4, dtype=np.float64)), "v: expected float32, the type of q, got float64"),
     "wide g": (wrong(g=zeros(1, 10, 4, 3, dtype=np.float64)), "g: expected float32 with float32 q, got float64"),
     "narrow state": (
         wrong(initial_state=zeros(1, 4, 3, 4, dtype=np.float16)),

@@ -242,7 +242,7 @@ def test_statistics_in_words():
         "offload        to device       to host",
         "copies             1,200             3",
         "MiB                  2.0           1.0",
-        "2 of 7 uses of a layer came before it was asked for",
+        "2 of 7 uses of a layer began before its copy was requested",
         "at most 2 layers, 1.0 MiB of them on the device",
     ]
     assert describe_statistics(stats | {"peak_layers": 2, "peak_bytes": 0, "seconds_waited": 0.5}).endswith(

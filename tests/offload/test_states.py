@@ -274,7 +274,7 @@ def test_o10_constructor_attributes_and_door(capsys):
     text = capsys.readouterr().out
     plan = plan_offload(step_uses(range(LAYERS)) * 2, first.storages(), 0)
     assert f"{plan.bytes_in / 2**20:.1f}" in text
-    assert f"{len(plan.late)} of {len(plan.steps)} uses of a layer came before it was asked for" in text
+    assert f"{len(plan.late)} of {len(plan.steps)} uses of a layer began before its copy was requested" in text
     assert "at most 1 layers" in text
     second = initialize_offload_manager(num_prefetch_layers=2)
     assert get_offload_manager() is second

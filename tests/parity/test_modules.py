@@ -11,6 +11,7 @@ from flax import linen, nnx
 from torch import nn
 
 from parity import compare_modules, suggest_names
+from parity.suggestions import propose_names
 from parity.testing import DIFFICULT, assert_equivalent, drawn_sizes, normal, shapes
 from tests.parity.pairs import JaxModel, TorchModel, stacked_model
 
@@ -206,3 +207,10 @@ def test_shapes_draw_the_difficult_sizes():
 
     run()
     assert all(drawn_sizes()[kind] for kind in DIFFICULT.split(", "))
+
+
+def test_numbers_in_another_order_are_another_name():
+    shapes = {f"blocks.{n}.norm{m}.weight": (4,) for n in (1, 2) for m in (1, 2)}
+    found = propose_names(shapes, shapes)
+    assert dict(found) == {name: name for name in shapes}
+    assert not found.ambiguous

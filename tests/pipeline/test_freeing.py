@@ -68,7 +68,7 @@ def test_backward_through_lists():
     assert backward_step(None, x[0].sum(), None) is None
     handed_on = torch.ones(3, requires_grad=True)
     assert backward_step([handed_on], handed_on, torch.full((3,), 4.0))[0].tolist() == [4.0] * 3
-    with pytest.raises(ValueError, match="grad_output: expected 2 gradients, one an output, got 1"):
+    with pytest.raises(ValueError, match="grad_output: expected 2 gradients, one per output, got 1"):
         custom_backward([x[0] * 2, x[1] * 2], [torch.ones(3)])
     with pytest.raises(ValueError, match=r"grad_output: expected a gradient for an output of shape \[3\], got None"):
         custom_backward(x[0] * 2, None)

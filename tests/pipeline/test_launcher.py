@@ -35,7 +35,7 @@ ENDS = {
     ),
     "a rank is killed before the others have come": (
         Program(3, (Fault("SIGKILL", 2, "meeting"),)),
-        f"rank n {KILLED} before it had joined the others; if nobody sent that, look for a lack of memory",
+        f"rank n {KILLED} before it had joined the others; if nobody sent it, look for a lack of memory",
     ),
     "the first rank is killed before the others have come": (
         Program(3, (Fault("SIGKILL", 0, "start"),)),
@@ -52,11 +52,11 @@ ENDS = {
     "every rank is stopped": (Program(2, (Fault("SIGSTOP", 0, "joined"), Fault("SIGSTOP", 1, "joined"))), STOPPED),
     "every rank hangs before it has joined": (
         Program(2, (Fault("hang", 0, "start"), Fault("hang", 1, "start"))),
-        r"ranks n, n did not join the others within join_timeout=n\.n s; look at what the ranks say, or raise",
+        r"ranks n, n did not join the others within join_timeout=n\.n s; see the output of the ranks, or raise",
     ),
     "a rank hangs when all others have ended": (
         Program(2, (Fault("hang", 1, "end"),)),
-        r"rank n still ran n\.n s after another rank had ended; look at what it waits for, or raise pipeline_timeout",
+        r"rank n still ran n\.n s after another rank had ended; find what it waits for, or raise pipeline_timeout",
     ),
     "a rank is stopped, and goes on in time": (Program(2, (Fault("pause", 1, "message 1"),)), ""),
     "a rank leaves a process of its own": (Program(2, grandchild=1), ""),
@@ -66,7 +66,7 @@ ENDS = {
     ),
     "a rank exits by itself": (
         Program(3, (Fault("exit", 2, "joined"),)),
-        "failed, the first one first: rank n with exit code n.*; look at what they said",
+        "failed, in this order: rank n with exit code n.*; see their output",
     ),
     "the launcher is interrupted": (Program(3, (), ("SIGINT", 0.3), seconds=5.0), "interrupted"),
     "the launcher is interrupted at once": (Program(4, (), ("SIGINT", 0.0), seconds=5.0), "interrupted"),
@@ -141,7 +141,7 @@ def test_what_all_refuse_is_said_once_and_what_one_refuses_is_said(everyone, mon
     else:
         assert said[0] == "diptych: what rank 1 has to say"
         assert said[1] == "diptych: rank 0 did not end by itself, and was stopped"
-        assert said[2].startswith("diptych: failed, the first one first: rank 1 with exit code 2; look at")
+        assert said[2].startswith("diptych: failed, in this order: rank 1 with exit code 2; see")
 
 
 def test_a_process_that_no_launcher_started_reports_to_nobody(monkeypatch):

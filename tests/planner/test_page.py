@@ -76,7 +76,7 @@ def test_memory_is_the_planners_at_its_peak_and_at_all_times(name):
 
             for time in times:
                 place = numbers[bisect_right(times, time) - 1]
-                assert (kept["kept"][place], kept["waiting"][place]) == held(time)
+                assert (kept["saved"][place], kept["waiting"][place]) == held(time)
             peak = told["ranks"][rank]["peakTime"]
             assert always + sum(held(peak)) == memory.total == always + max(sum(held(time)) for time in times)
 

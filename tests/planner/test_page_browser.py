@@ -62,7 +62,7 @@ def test_peaks_are_the_planners(name, browser, show):
     )
     shown = browser.evaluate("[...document.querySelectorAll('.peak-text')].map(t => t.textContent)")
     tops = browser.evaluate(
-        "[...document.querySelectorAll('#chart .kept')].map(k => Math.min(k.getBoundingClientRect().top,"
+        "[...document.querySelectorAll('#chart .saved')].map(k => Math.min(k.getBoundingClientRect().top,"
         "k.nextElementSibling?.matches('.waiting') ? k.nextElementSibling.getBoundingClientRect().top : 1e9))"
     )
     found, told = cells(browser), data["schedules"][0]
@@ -116,7 +116,7 @@ def test_a_microbatch_followed_stays_bright_and_its_steps_come_in_order(browser,
     pairs = {(actions_told(told)[int(a)][1], actions_told(told)[int(b)][1]) for a, b in sent}
     assert pairs == {(a, b) for b in actions for a in dependencies(schedule, b) if a.stage != b.stage}
     for place, action in enumerate(actions):
-        told_now = text(browser, "#told")
+        told_now = text(browser, "#description")
         assert told_now.startswith(f"Step {place + 1} of {len(actions)}. ")
         assert f"of microbatch 4 on stage {action.stage} " in told_now
         assert browser.evaluate("document.querySelectorAll('[aria-current=step]').length") == 1
@@ -133,13 +133,13 @@ def test_playing_goes_from_step_to_step_and_stops(browser, show):
     show("alone")
     browser.evaluate("document.getElementById('play').click()")
     assert text(browser, "#play") == "Pause"
-    assert text(browser, "#told").startswith("Step 1 of 2. Forward of microbatch 0")
+    assert text(browser, "#description").startswith("Step 1 of 2. Forward of microbatch 0")
     browser.evaluate(
-        "new Promise(done => { const told = document.getElementById('told'), until = Date.now() + 15000;"
+        "new Promise(done => { const told = document.getElementById('description'), until = Date.now() + 15000;"
         "(function look() { told.textContent.startsWith('Step 2') || Date.now() > until ? done(0)"
         ": setTimeout(look, 50) })() })"
     )
-    assert text(browser, "#told").startswith("Step 2 of 2. Backward of microbatch 0")
+    assert text(browser, "#description").startswith("Step 2 of 2. Backward of microbatch 0")
     browser.evaluate("document.getElementById('play').click()")
     assert text(browser, "#play") == "Play"
 
@@ -215,8 +215,8 @@ def test_keys_go_from_cell_to_cell_follow_and_zoom(browser, show):
     browser.press("ArrowDown")
     _, action = actions_told(told)[int(at()[1:])]
     assert action.stage == 1
-    assert text(browser, "#told").startswith(f"Forward of microbatch {action.microbatch} on stage 1 ")
-    assert "waited for" in text(browser, "#told")
+    assert text(browser, "#description").startswith(f"Forward of microbatch {action.microbatch} on stage 1 ")
+    assert "waited for" in text(browser, "#description")
     browser.press("Enter")
     assert text(browser, "#followed") == str(action.microbatch)
     before = cells(browser)[0]
@@ -237,7 +237,7 @@ def test_pointing_tells_and_clicking_follows(browser, show):
     target = next(c for c in cells(browser) if (c["kind"], c["stage"], c["microbatch"]) == ("B", "0", "1"))
     place = (target["left"] + target["right"]) / 2, (target["top"] + target["bottom"]) / 2
     browser.point(*place)
-    said = text(browser, "#told")
+    said = text(browser, "#description")
     assert said.startswith("Backward of microbatch 1 on stage 0 (embedding + layers 0 to 3), rank 0: ")
     assert "waited for 1B1 from rank 1" in said or "its last input, 1B1" in said
     always = told["ranks"][0]["memory"]

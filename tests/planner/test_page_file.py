@@ -115,7 +115,7 @@ const found = told.schedules.map((schedule) => {
     steps: simulation.byMicrobatch,
     sender: ids.map((id) => simulation.sender(id) ?? -1), receiver: ids.map((id) => simulation.receiver(id) ?? -1),
     facts: ids.map((id) => facts(simulation, id)), stories: ids.map((id) => story(simulation, id, told)),
-    held: schedule.ranks.map((rank, r) => keptAt(simulation, r, rank.peakTime)),
+    held: schedule.ranks.map((rank, r) => savedAt(simulation, r, rank.peakTime)),
     at: ids.map((id) => actionAt(simulation, simulation.rank[id], (simulation.start[id] + simulation.end[id]) / 2)),
   };
 });

@@ -320,7 +320,7 @@ def test_the_command_prints_ways_and_what_holds_them_back(capsys):
     )
     assert main(command.split()) == 0
     out = capsys.readouterr().out
-    assert "4 ranks of 2.9 MiB, 8 sequences a step" in out
+    assert "4 ranks of 2.9 MiB, 8 sequences per step" in out
     assert len(re.findall(r"^ +\d\S* +[\d,]+ +\d+\.\d +\d+% ", out, re.M)) == 3
     assert "limited by memory" in out.replace("\n", " ")
     assert len(re.findall(rf"^ +\d\S* .*% +{LOSSES} +\S", out, re.M)) == 3

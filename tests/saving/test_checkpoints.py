@@ -113,10 +113,10 @@ def test_only_the_newest_are_kept(tmp_path):
 
 def test_other_settings_are_named(saved):
     for config, train, corpus, named in (
-        (replace(CONFIG, hidden_dropout=0.2), TRAIN, None, "hidden_dropout 0.1 there, 0.2 here"),
-        (CONFIG, replace(TRAIN, lr=1.0), None, "lr 0.003 there, 1.0 here"),
-        (CONFIG, TRAIN, tiny_corpus(5000), "corpus_digest '[0-9a-f]+' there, '[0-9a-f]+' here"),
-        (CONFIG, TRAIN, tiny_corpus(seed=3), "data_seed 0 there, 3 here"),
+        (replace(CONFIG, hidden_dropout=0.2), TRAIN, None, "hidden_dropout 0.1 in the checkpoint, 0.2 here"),
+        (CONFIG, replace(TRAIN, lr=1.0), None, "lr 0.003 in the checkpoint, 1.0 here"),
+        (CONFIG, TRAIN, tiny_corpus(5000), "corpus_digest '[0-9a-f]+' in the checkpoint, '[0-9a-f]+' here"),
+        (CONFIG, TRAIN, tiny_corpus(seed=3), "data_seed 0 in the checkpoint, 3 here"),
     ):
         trainer = new_trainer("torch", config, train, corpus)
         with pytest.raises(CheckpointError, match=f"expected the settings of its run, got others: {named}"):
@@ -135,7 +135,7 @@ def test_truncated_file(saved, share):
     content = saved.read_bytes()
     saved.write_bytes(content[: int(len(content) * share)])
     with pytest.raises(
-        CheckpointError, match=r"expected a whole checkpoint in .* remove it to go on from the one before"
+        CheckpointError, match=r"expected a whole checkpoint in .* remove it to continue from the previous checkpoint"
     ):
         read_checkpoint(saved)
 

@@ -207,7 +207,7 @@ def test_resuming_with_a_damaged_newest_checkpoint_is_one_line(corpus, tmp_path,
     error = capsys.readouterr().err
     assert len(error.strip().splitlines()) == 1
     assert str(newest) in error
-    assert "remove it to go on from the one before it" in error
+    assert "remove it to continue from the previous checkpoint" in error
     os.remove(newest)
     assert diptych(f"{command} --resume") == 0
     assert "resumed at step 10" in capsys.readouterr().out

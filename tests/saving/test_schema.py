@@ -140,7 +140,7 @@ def test_impossible_contents_are_named(name, saved):
     forge(saved, change)
     with pytest.raises(CheckpointError, match=rf"expected a whole checkpoint in .*, {told}") as error:
         read_checkpoint(saved)
-    assert "remove it to go on from the one before it" in str(error.value)
+    assert "remove it to continue from the previous checkpoint" in str(error.value)
     assert len(str(error.value)) < 1000
     with pytest.raises(CheckpointError):
         new_trainer("torch").resume(saved)

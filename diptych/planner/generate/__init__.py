@@ -190,6 +190,7 @@ def _search(pipeline: Pipeline, makespan_bound: float, budget: Budget) -> Orders
 
 
 def _timing(pipeline: Pipeline, orders: Orders) -> Timing:
+    """Return the timing of orders that do not deadlock."""
     timing = run(pipeline, orders)
-    assert timing is not None, "what is compared runs"
+    assert timing is not None, "compared orders do not deadlock"
     return timing

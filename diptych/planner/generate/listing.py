@@ -156,7 +156,8 @@ class _Listing:
         left += sum((self._splits[s] - self._weights[s]) * p.pending[s] for s in own)
         forwards = [self._forwards[s] + (s == stage) for s in own]
         for microbatch in range(min(self._backwards[s] for s in own), forwards[0]):
-            claimed = held = 0.0
+            claimed = 0.0
+            held = 0.0
             for s, count in zip(own, forwards, strict=True):
                 if microbatch >= count:
                     claimed += p.saved[s]
@@ -171,7 +172,7 @@ class _Listing:
         """Start an action: count it, change the saved bytes, and announce the arrival of its result."""
         p = self._p
         if kind == I and not p.fits(rank, self._size[rank] + p.pending[stage] - p.saved[stage]):
-            kind = B  # what W would need does not fit
+            kind = B  # the values saved for W do not fit
         end = now + p.durations[4 * stage + kind]
         if kind == F:
             self._forwards[stage] += 1

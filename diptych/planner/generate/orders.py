@@ -85,7 +85,8 @@ class Pipeline:
             heads.append(time)
             time += self.forward[stage] + self.link[stage]
         for stage in reversed(range(self.num_stages)):
-            backs[stage] = time = time + self.link[stage]
+            time += self.link[stage]
+            backs[stage] = time
             time += self.inputs[stage]
         return heads, backs, time
 

@@ -35,5 +35,5 @@ def predict_memory(config: TransformerConfig, batch: int, length: int | None = N
     first, layers, last = build(config, batch, length)
     simulation = Simulation(length)
     simulation.run(first, layers, recompute_blocks(config), last)
-    kept: Counter[str] = simulation.saved_by_name
-    return MemoryPrediction(dict(kept.most_common()), sum(kept.values()), simulation.peak)
+    saved: Counter[str] = simulation.saved_by_name
+    return MemoryPrediction(dict(saved.most_common()), sum(saved.values()), simulation.peak)

@@ -216,8 +216,8 @@ class GraphBuilder:
         if self.item == self.wide:
             return [Node([x], [y], [x], region, parameters, flops=flops, is_linear=True)]
         rounded = Value("weights in bfloat16", weight // 2)
-        kept = [x, rounded]
-        return [Node([x], [y, rounded], kept, region, parameters, 0, rounded.size, flops=flops, is_linear=True)]
+        saves = [x, rounded]
+        return [Node([x], [y, rounded], saves, region, parameters, 0, rounded.size, flops=flops, is_linear=True)]
 
     def _product(self, weight_bytes: int) -> int:
         """Return the floating-point operations of a product of all tokens with a matrix."""
@@ -292,12 +292,12 @@ class GraphBuilder:
         finals = Value("states", state)
         chunks = -(-self.length // shape.chunk)
         step = max(1, SEGMENT_SIZE // shape.chunk)
-        kept = [*inputs, Value("states", (-(-chunks // step) - 1) * state)]
+        saves = [*inputs, Value("states", (-(-chunks // step) - 1) * state)]
         forward, backward = rule_scratch(shape)
-        writes = [attended, finals, *kept[3:]]
+        writes = [attended, finals, *saves[3:]]
         flops = chunks * self.batch * value_heads * chunk_flops(shape.chunk, key, value)
         rule = Node(
-            inputs, writes, kept, ("core_attn",), parameters, forward, backward, flops=flops, recomputed_flops=flops
+            inputs, writes, saves, ("core_attn",), parameters, forward, backward, flops=flops, recomputed_flops=flops
         )
         nodes.append(rule)
         return attended
@@ -320,11 +320,11 @@ class GraphBuilder:
         flops = 2 * self.tokens * self.length * config.num_attention_heads * config.head_dim
         if config.use_flash_attn:
             statistics = self.coefficient("attention statistics", config.num_attention_heads)
-            kept = [*inputs, attended, statistics]
+            saves = [*inputs, attended, statistics]
             writes = [attended, statistics]
             tile = self._attention_tile()
             scratch = 2 * tile + attended.size
-            nodes.append(Node(inputs, writes, kept, region, 0, tile, scratch, flops=2 * flops, recomputed_flops=flops))
+            nodes.append(Node(inputs, writes, saves, region, 0, tile, scratch, flops=2 * flops, recomputed_flops=flops))
             return
         operands = [*inputs]
         count = config.num_attention_heads
@@ -389,7 +389,13 @@ class GraphBuilder:
 
 
 def build(config: TransformerConfig, batch: int, length: int) -> tuple[list[Node], dict[int, Layer], list[Node]]:
-    """Return the operations of the embedding, of each layer by global number, and of the head."""
+    """Return the operations of the embedding, of each layer by global number, and of the head.
+
+    Args:
+        config: the whole model.
+        batch: sequences of a microbatch.
+        length: tokens of a sequence that one rank holds.
+    """
     builder = GraphBuilder(config, batch, length)
     first, x = builder.embedding()
     layers = {}

@@ -111,16 +111,17 @@ def offload_use(order: Sequence[int], sizes: Mapping[int, int], num_prefetch_lay
         num_prefetch_layers: number of layers fetched ahead.
     """
     window: list[int] = []
-    peak = moved = 0
+    peak = 0
+    moved = 0
     leave: set[int] = set()
     for place, layer in enumerate(reversed([*order, *order])):
         later = window
         window = [layer, *(other for other in window if other != layer)][: num_prefetch_layers + 1]
         if place >= len(order):
             peak = max(peak, sum(sizes[each] for each in window))
-            come = [each for each in later if each not in window]
-            moved += sum(sizes[each] for each in come)
-            leave.update(come)
+            fetched = [each for each in later if each not in window]
+            moved += sum(sizes[each] for each in fetched)
+            leave.update(fetched)
     return OffloadUse(peak, moved + sum(sizes[each] for each in leave))
 
 
@@ -149,7 +150,8 @@ def _layer_order(config: TransformerConfig, rank: int, actions: Iterable[Action]
 
 def _peak(actions: Iterable[Action], stages: Sequence[StageMemory], splits_backward: bool) -> tuple[int, int]:
     """Return the bytes saved by forwards and those waiting for W, when their sum is largest."""
-    activations = waiting = 0
+    activations = 0
+    waiting = 0
     most = (0, 0)
     for kind, stage, _ in actions:
         saved = stages[stage].saved

@@ -68,7 +68,7 @@ KEY_COPIES = 2
 KEYS_A_LEVEL = 3
 """Reduction of the arrays of keys in kda for each halving of the chunk, since blocks double fewer times."""
 FORWARD = {"kda": Alive(9, 3.5, 6, 1), "gdn": Alive(3, 2, 7, 1)}
-"""The same for forward, within 10% if there is one segment: smaller than backward's, so never the peak of a step."""
+"""Arrays that are alive in forward, within 10% if there is one segment; fewer than in backward, which has the peak."""
 
 
 class RuleShape(NamedTuple):
@@ -127,8 +127,8 @@ def _bytes(shape: RuleShape, alive: Alive, chunks: int) -> float:
     """Return the bytes of a segment's arrays."""
     state = shape.key * shape.value
     by_token = alive.key * shape.key + alive.value * shape.value + alive.chunk * shape.chunk
-    numbers = chunks * (shape.chunk * by_token + alive.chunk_states * state) + alive.states * state * (chunks > 0)
-    return shape.batch * shape.value_heads * numbers * shape.wide
+    elements = chunks * (shape.chunk * by_token + alive.chunk_states * state) + alive.states * state * (chunks > 0)
+    return shape.batch * shape.value_heads * elements * shape.wide
 
 
 def _copies(shape: RuleShape, moment: Moment, chunks: int, is_ragged: bool) -> float:

@@ -60,7 +60,8 @@ class Simulation:
 
     def __init__(self, length: int = 0) -> None:
         self._position_bytes = 8 * length
-        self.held = self.peak = 0
+        self.held = 0
+        self.peak = 0
         self.saved_by_name: Counter[str] = Counter()
         self._present: dict[int, Value] = {}
         self._holders: Counter[int] = Counter()
@@ -71,7 +72,14 @@ class Simulation:
     def run(
         self, first: list[Node], layers: dict[int, Layer], blocks: Iterable[RecomputeBlock], last: list[Node]
     ) -> None:
-        """Simulate forward over all operations, then backward."""
+        """Simulate forward over all operations, then backward.
+
+        Args:
+            first: operations before the layers.
+            layers: layers by global number.
+            blocks: recompute blocks of the layers to run, in order.
+            last: operations after the layers.
+        """
         nodes = [*first]
         blocks = [*blocks]
         discards: dict[int, list[Region]] = {}
@@ -97,7 +105,7 @@ class Simulation:
         discards: dict[int, list[Region]],
         last: list[Node],
     ) -> None:
-        """Append a block's operations; record its regions, and the operation after which their outputs are freed."""
+        """Append a block's operations; record its regions, and the operations after which their outputs are freed."""
         start = len(nodes)
         regions = []
         ends = []
@@ -189,17 +197,17 @@ class Simulation:
         nodes = region.nodes
         if region.is_whole:  # torch.utils.checkpoint stops before the last operation that saves a value
             nodes = nodes[: max(index for index, node in enumerate(nodes) if node.saves)]
-        kept = {id(v) for node in region.nodes for v in node.saves}
+        saved = {id(v) for node in region.nodes for v in node.saves}
         wanted = {id(v) for v in region.outputs if self._holders[id(v)]}
         last_read = {id(v): i for i, node in enumerate(region.nodes) for v in [*node.reads, *node.saves, *node.alive]}
         for index, node in enumerate(nodes):
             self._make(node)
             for value in [*node.reads, *node.writes, *node.saves, *node.alive]:
-                is_own = self._maker.get(id(value)) is region and id(value) not in kept | wanted
+                is_own = self._maker.get(id(value)) is region and id(value) not in saved | wanted
                 if is_own and last_read.get(id(value), -1) <= index:
                     self._drop(value)
         for value in (v for node in nodes for v in node.writes):
-            if id(value) not in kept | wanted:
+            if id(value) not in saved | wanted:
                 self._drop(value)
         for node in region.nodes:
             self._hold(node.saves)

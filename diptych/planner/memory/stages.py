@@ -37,8 +37,8 @@ def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, leng
 
     With context parallelism, the result is for a rank whose first sequence began on another rank. Softmax attention
     saves keys and values of all ranks and the attention mask; with the zigzag layout, for the queries that it computes.
-    The delta rule saves its transition columns, except with the pipelined exchange, which does not compute
-    it. Copies by a convolution of the tokens before the rank's part are not included.
+    The delta rule saves its transition columns, except with the pipelined exchange, which computes none. Copies of the
+    tokens before the rank's part, which a convolution makes, are not included.
 
     Args:
         config: the whole model, with its pipeline.
@@ -135,17 +135,17 @@ class _StageBuilder(GraphBuilder):
             pairs = self.tokens * keys
         k, v = (Value(f"{value.name} of all ranks", value.size * keys // self.tokens) for value in own)
         flops = 2 * pairs * config.num_attention_heads * config.head_dim
-        allowed = Value("which token sees which", pairs * (self.item if config.use_flash_attn else 1))
+        allowed = Value("attention mask", pairs * (self.item if config.use_flash_attn else 1))
         nodes += [Node([value], [all_], [], region) for value, all_ in zip(own, (k, v), strict=True)]
         if layout == "zigzag":
             q = Value("queries of two half-parts", q.size)
-            found = Value("their outputs", attended.size)
+            found = Value("outputs of two half-parts", attended.size)
             nodes.append(Node([inputs[0]], [q], [], region))
         if config.use_flash_attn:  # the mask is added to the scores, as floating-point numbers
             statistics = self.coefficient("attention statistics", config.num_attention_heads)
-            kept = [q, k, v, found, statistics, allowed]
+            saves = [q, k, v, found, statistics, allowed]
             writes = [found, statistics, allowed]
-            nodes.append(Node([q, k, v], writes, kept, region, flops=2 * flops, recomputed_flops=flops))
+            nodes.append(Node([q, k, v], writes, saves, region, flops=2 * flops, recomputed_flops=flops))
         else:
             count = config.num_attention_heads * pairs
             softmax = Value("attention weights", count * self.wide)
@@ -166,11 +166,11 @@ class _StageBuilder(GraphBuilder):
             states = heads * key * ((segments - 1) * key + 3 * (value + key)) * self.wide
             outputs = self.coefficient("transition_output", heads * value)
             transition_output = self.coefficient("transition_output", heads * key)
-            kept = [transition_output, Value("states and transitions", states)]
-            nodes[-1].writes += [outputs, *kept]  # outputs are completed with the saved values, then dropped
-            nodes[-1].saves += kept
+            saves = [transition_output, Value("states and transitions", states)]
+            nodes[-1].writes += [outputs, *saves]  # outputs are completed with the saved values, then dropped
+            nodes[-1].saves += saves
             size = chunk_size(self.length)
-            columns = chunk_flops(size, key, value + key) - chunk_flops(size, key, value)  # the map's
+            columns = chunk_flops(size, key, value + key) - chunk_flops(size, key, value)
             more = -(-self.length // size) * self.batch * heads * columns
             nodes[-1].flops += more
             nodes[-1].recomputed_flops += more

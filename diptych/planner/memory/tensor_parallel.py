@@ -22,5 +22,5 @@ def activation_recompute_saving(config: TransformerConfig, batch: int, tp_size: 
     if tp_size < 1 or any(layer.ffn_hidden_size % tp_size for layer in layers):
         widths = sorted({layer.ffn_hidden_size for layer in layers})
         raise ValueError(f"tp_size: expected a divisor of ffn_hidden_size, here {widths}, got {tp_size}")
-    numbers = sum(layer.ffn_hidden_size // tp_size * (2 if layer.activation == "swiglu" else 1) for layer in layers)
-    return batch * config.seq_length * numbers * ITEM_SIZES[config.compute_dtype]
+    elements = sum(layer.ffn_hidden_size // tp_size * (2 if layer.activation == "swiglu" else 1) for layer in layers)
+    return batch * config.seq_length * elements * ITEM_SIZES[config.compute_dtype]

@@ -151,13 +151,13 @@ def place_copies(
 
 def _columns(plan: OffloadPlan, copies: list[Copy], end: float) -> dict[str, Any]:
     """Return columns of the copies that begin before the step ends, and totals over all copies."""
-    shown = [copy for copy in copies if copy.begin < end]
+    drawn = [copy for copy in copies if copy.begin < end]
     return {
-        "layer": [copy.layer for copy in shown],
-        "toDevice": [int(copy.to_device) for copy in shown],
-        "begin": [copy.begin for copy in shown],
-        "end": [copy.end for copy in shown],
-        "late": [int(copy.is_late) for copy in shown],
+        "layer": [copy.layer for copy in drawn],
+        "toDevice": [int(copy.to_device) for copy in drawn],
+        "begin": [copy.begin for copy in drawn],
+        "end": [copy.end for copy in drawn],
+        "late": [int(copy.is_late) for copy in drawn],
         "count": len(copies),
         "lateCount": sum(copy.is_late for copy in copies),
         "bytesIn": plan.bytes_in,
@@ -168,8 +168,8 @@ def _columns(plan: OffloadPlan, copies: list[Copy], end: float) -> dict[str, Any
 
 def _spans(begin: float, duration: float, weights: list[float]) -> list[Span]:
     """Divide an interval in proportion to weights."""
-    whole = sum(weights) or 1.0
-    ends = accumulate((duration * weight / whole for weight in weights), initial=begin)
+    total = sum(weights) or 1.0
+    ends = accumulate((duration * weight / total for weight in weights), initial=begin)
     return [Span(*pair) for pair in pairwise(ends)]
 
 

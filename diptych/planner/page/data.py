@@ -207,7 +207,7 @@ def _actions(plan: PipelinePlan, memory: Sequence[StageMemory]) -> tuple[dict[st
         "input": [
             -1 if (last := last_input(schedule, costs, starts, action)) is None else number[last] for action in order
         ],
-        "kept": [size for each in saved for size in each.saved],
+        "saved": [size for each in saved for size in each.saved],
         "waiting": [size for each in saved for size in each.pending],
     }
     return columns, saved
@@ -286,7 +286,7 @@ def _words(request: PageRequest) -> list[list[str]]:
     machine = request.machine
     mhc = f", hyper-connections of {config.num_residual_streams} streams" if config.enable_hyper_connections else ""
     schedule = schedule_for(config, request.num_microbatches).name
-    virtual = f", {config.virtual_pipeline_model_parallel_size} virtual stages a rank"
+    virtual = f", {config.virtual_pipeline_model_parallel_size} virtual stages per rank"
     words = [
         ["model", f"{config.num_layers:,} layers ({config.layer_pattern}) of width {config.hidden_size:,}{mhc}"],
         ["data types", f"parameters {config.params_dtype}, activations {config.compute_dtype}"],

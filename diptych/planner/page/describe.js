@@ -56,22 +56,22 @@ function facts(simulation, id) {
 /** Describe a step of the followed microbatch: its input, computation, saved bytes and result. */
 function story(simulation, id, data) {
   const stage = simulation.stages[simulation.stage[id]];
-  const told = [`${where(simulation, id)}, ${between(simulation, id)}.`, comes(simulation, id, data)];
-  if (idleBefore(simulation, id) > 1e-9 * simulation.total) told.push(`The rank had been idle for ${time(idleBefore(simulation, id))}.`);
-  told.push(again(simulation, id));
+  const sentences = [`${where(simulation, id)}, ${between(simulation, id)}.`, comes(simulation, id, data)];
+  if (idleBefore(simulation, id) > 1e-9 * simulation.total) sentences.push(`The rank had been idle for ${time(idleBefore(simulation, id))}.`);
+  sentences.push(again(simulation, id));
   const size = (amount) => memory(amount, data.memoryUnit);
-  if (simulation.kind[id] === "F") told.push(`It saves ${size(stage.saved)} for backward.`);
-  if (simulation.kind[id] === "B") told.push(`It frees the ${size(stage.saved)} that forward saved.`);
+  if (simulation.kind[id] === "F") sentences.push(`It saves ${size(stage.saved)} for backward.`);
+  if (simulation.kind[id] === "B") sentences.push(`It frees the ${size(stage.saved)} that forward saved.`);
   if (simulation.kind[id] === "I") {
-    told.push(`It frees the ${size(stage.saved)} that forward saved; ${size(stage.waiting)}, the inputs of linear maps and the gradients of their outputs, wait for W.`);
+    sentences.push(`It frees the ${size(stage.saved)} that forward saved; ${size(stage.waiting)}, the inputs of linear maps and the gradients of their outputs, wait for W.`);
   }
   if (simulation.kind[id] === "W") {
     const since = simulation.start[id] - simulation.end[simulation.backward(id)];
-    told.push(since > 0 ? `It starts ${time(since)} after its I, and frees the ${size(stage.waiting)} that waited.`
+    sentences.push(since > 0 ? `It starts ${time(since)} after its I, and frees the ${size(stage.waiting)} that waited.`
       : `It follows its I at once, and frees the ${size(stage.waiting)} that waited.`);
   }
-  told.push(goes(simulation, id, data));
-  return told.filter(Boolean).join(" ");
+  sentences.push(goes(simulation, id, data));
+  return sentences.filter(Boolean).join(" ");
 }
 
 function comes(simulation, id, data) {

@@ -110,8 +110,8 @@ function stop() {
 }
 
 const say = (text, isHint = false) => {
-  find("told").textContent = text;
-  find("told").classList.toggle("hint", isHint);
+  find("description").textContent = text;
+  find("description").classList.toggle("hint", isHint);
 };
 
 const hint = () => say("Point at a cell to see what it is and what it waited for; click it, or press Play, to follow its microbatch through the ranks.", true);

@@ -28,7 +28,7 @@ function simulationOf(schedule) {
   return {
     ...schedule,
     rank, kind, stage, microbatch, start, end, input, lasts, first, byMicrobatch,
-    kept: schedule.actions.kept,
+    saved: schedule.actions.saved,
     waiting: schedule.actions.waiting,
     total: schedule.makespan + schedule.gradients + schedule.update,
     size: rank.length,
@@ -62,7 +62,7 @@ function idleBefore(simulation, id) {
 }
 
 /** Return the bytes that a rank has saved for backward at a time, and those waiting for W. */
-function keptAt(simulation, rank, seconds) {
+function savedAt(simulation, rank, seconds) {
   let low = simulation.first[rank];
   let high = simulation.first[rank + 1];
   const happens = (id) => (simulation.kind[id] === "F" ? simulation.start[id] : simulation.end[id]);
@@ -71,7 +71,7 @@ function keptAt(simulation, rank, seconds) {
     if (happens(middle) <= seconds) low = middle + 1;
     else high = middle;
   }
-  return low === simulation.first[rank] ? [0, 0] : [simulation.kept[low - 1], simulation.waiting[low - 1]];
+  return low === simulation.first[rank] ? [0, 0] : [simulation.saved[low - 1], simulation.waiting[low - 1]];
 }
 
 /** Return the action of a rank that runs at a time, or the nearest one. */

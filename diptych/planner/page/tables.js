@@ -78,11 +78,11 @@ function showRanks(simulation, data) {
     ["parameters", "parameters"], ["gradients", "gradients"], ["moments", "moments"], ["saved for backward", "activations"],
     ["from I to W", "waiting"], ["total", "total"], ["also on host", "on_host"],
   ];
-  const shown = all.filter(([, key]) => !["waiting", "on_host"].includes(key) || simulation.ranks.some((rank) => rank.memory[key] > 0));
+  const terms = all.filter(([, key]) => !["waiting", "on_host"].includes(key) || simulation.ranks.some((rank) => rank.memory[key] > 0));
   fill(find("ranks"),
-    [["rank"], ["bubble"], ["in flight"], ...shown.map(([text]) => [text]), ["without recompute"]],
+    [["rank"], ["bubble"], ["in flight"], ...terms.map(([text]) => [text]), ["without recompute"]],
     simulation.ranks.map((rank, place) => [
-      String(place), share(rank.idle / simulation.makespan), String(rank.inFlight), ...shown.map(([, key]) => size(rank.memory[key])), size(rank.totalWithout),
+      String(place), share(rank.idle / simulation.makespan), String(rank.inFlight), ...terms.map(([, key]) => size(rank.memory[key])), size(rank.totalWithout),
     ]), mostRank(simulation));
   find("bytes-words").textContent = `In ${data.memoryUnit.name}. Parameters, gradients and AdamW's two moments are resident during the whole step. In flight: microbatches, per stage, whose backward has not ended. The last column is the total without recompute.`;
 }
@@ -106,8 +106,8 @@ function showAgain(simulation, data) {
   const runs = [];
   simulation.stages.forEach((stage, at) => {
     const last = runs[runs.length - 1];
-    const alike = last && ["saved", "savedWithout", "recomputed"].every((key) => last.stage[key] === stage[key]);
-    if (alike) {
+    const isEqual = last && ["saved", "savedWithout", "recomputed"].every((key) => last.stage[key] === stage[key]);
+    if (isEqual) {
       last.to = at;
       last.again.push(stage.again);
     } else runs.push({ from: at, to: at, stage, again: [stage.again] });
@@ -169,7 +169,7 @@ function showLegend(simulation) {
   }
   entries.push([square("track"), "bubble"]);
   for (const name of ["parameters", "gradients", "moments"]) entries.push([square(name), name]);
-  entries.push([square("kept"), "saved for backward"]);
+  entries.push([square("saved"), "saved for backward"]);
   if (simulation.stages.some((stage) => stage.waiting > 0)) entries.push([square("waiting"), "waits for W"]);
   if (simulation.copies?.parameters) entries.push([square("copy"), "copy to the device"], [square("copy late"), "late copy"], [square("copy out"), "copy to the host"]);
   if (simulation.copies?.activations) entries.push([swatch(svg("path", { class: "mark", d: "M5 1V10M2 7L5 10L8 7" })), "activations to host (down), back to device (up)"]);

@@ -104,31 +104,31 @@ class Timeline {
       below += parts[name];
       group.append(svg("rect", { class: name, y: y(below), width: this.x(simulation.total), height }));
     }
-    let kept = `M0 ${y(below)}`;
+    let saved = `M0 ${y(below)}`;
     let waiting = `M0 ${y(below)}`;
     let back = "";
     for (let id = simulation.first[rank]; id < simulation.first[rank + 1]; id++) {
       const x = this.x(simulation.kind[id] === "F" ? simulation.start[id] : simulation.end[id]);
-      const level = y(below + simulation.kept[id]);
-      kept += `H${x}V${level}`;
-      waiting += `H${x}V${y(below + simulation.kept[id] + simulation.waiting[id])}`;
+      const level = y(below + simulation.saved[id]);
+      saved += `H${x}V${level}`;
+      waiting += `H${x}V${y(below + simulation.saved[id] + simulation.waiting[id])}`;
       back = `V${level}H${x}` + back;
     }
-    group.append(svg("path", { class: "kept", d: `${kept}H${this.x(simulation.makespan)}V${y(below)}Z` }));
+    group.append(svg("path", { class: "saved", d: `${saved}H${this.x(simulation.makespan)}V${y(below)}Z` }));
     if (simulation.waiting.some((size) => size > 0)) group.append(svg("path", { class: "waiting", d: `${waiting}${back}V${y(below)}Z` }));
   }
 
   drawCopies(group, rank) {
     const { simulation, sizes } = this;
     const top = this.copiesTop;
-    const told = simulation.copies.ranks[rank];
-    const height = told.marks ? sizes.copies / 2 : sizes.copies; // the lower half is the activations'
+    const copies = simulation.copies.ranks[rank];
+    const height = copies.marks ? sizes.copies / 2 : sizes.copies; // the lower half is the activations'
     group.append(svg("rect", { class: "track", y: top, width: this.x(simulation.total), height: sizes.copies }));
-    for (let i = 0; i < (told.begin ?? []).length; i++) {
-      const end = Math.min(told.end[i], simulation.total);
+    for (let i = 0; i < (copies.begin ?? []).length; i++) {
+      const end = Math.min(copies.end[i], simulation.total);
       group.append(svg("rect", {
-        class: `copy${told.late[i] ? " late" : ""}${told.toDevice[i] ? "" : " out"}`, "data-copy": i, "data-rank": rank,
-        x: this.x(told.begin[i]), width: this.x(end - told.begin[i]), y: top, height,
+        class: `copy${copies.late[i] ? " late" : ""}${copies.toDevice[i] ? "" : " out"}`, "data-copy": i, "data-rank": rank,
+        x: this.x(copies.begin[i]), width: this.x(end - copies.begin[i]), y: top, height,
       }));
     }
   }
@@ -207,11 +207,11 @@ class Timeline {
     const step = [1, 2, 5, 10].find((nice) => nice * power >= rough) * power;
     const places = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
     this.axis.replaceChildren();
-    for (let tick = Math.ceil(from / unit / step) * step; tick <= to / unit + 1e-9; tick += step) {
-      const x = this.pixel(tick * unit);
-      this.axis.append(svg("line", { class: "tick", x1: x, x2: x, y1: 18, y2: this.height }));
+    for (let value = Math.ceil(from / unit / step) * step; value <= to / unit + 1e-9; value += step) {
+      const x = this.pixel(value * unit);
+      this.axis.append(svg("line", { class: "grid-line", x1: x, x2: x, y1: 18, y2: this.height }));
       const anchor = x < this.left + 20 ? "start" : x > this.left + this.width - 20 ? "end" : "middle";
-      this.axis.append(svg("text", { x, y: 12, "text-anchor": anchor }, tick.toFixed(places)));
+      this.axis.append(svg("text", { x, y: 12, "text-anchor": anchor }, value.toFixed(places)));
     }
   }
 
@@ -290,8 +290,8 @@ class Timeline {
       this.gutter.append(svg("text", { class: "rank", x: 0, y: top + sizes.cell / 2 + 4 }, `rank ${rank}`));
       if (sizes.memory > 20) {
         const parts = simulation.ranks[rank].memory;
-        const kept = held === null ? [0, 0] : keptAt(simulation, rank, held);
-        const sum = parts.parameters + parts.gradients + parts.moments + kept[0] + kept[1];
+        const saved = held === null ? [0, 0] : savedAt(simulation, rank, held);
+        const sum = parts.parameters + parts.gradients + parts.moments + saved[0] + saved[1];
         const text = held === null ? "memory" : memory(sum, this.data.memoryUnit);
         this.gutter.append(svg("text", { class: "held", x: 0, y: top + sizes.cell + sizes.above + sizes.memory - 4 }, text));
       }

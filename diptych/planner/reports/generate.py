@@ -139,17 +139,18 @@ def _memory_limits(config: TransformerConfig, costs: Costs, standing: Sequence[i
     placement = config.placement
     home = [place_of(stage, p, placement).pp_rank for stage in range(num_stages(config))]
     for rank, size in enumerate(standing):
-        kept = sum(costs.of("activation_bytes", stage) for stage, here in enumerate(home) if here == rank)
-        if size + kept > limit:
+        saved = sum(costs.of("activation_bytes", stage) for stage, here in enumerate(home) if here == rank)
+        if size + saved > limit:
             raise ValueError(
-                f"memory_limit: expected at least {size + kept:,.0f} bytes, which pipeline rank {rank} holds with one "
+                f"memory_limit: expected at least {size + saved:,.0f} bytes, which pipeline rank {rank} holds with one "
                 f"microbatch ({size:,} without), got {limit:,}; give more, or make microbatches smaller"
             )
     return [float(limit - size) for size in standing]
 
 
 def _largest(simulation: Simulation, standing: Sequence[int]) -> float:
-    return max(size + kept for size, kept in zip(standing, simulation.peak_bytes, strict=True))
+    """Return the bytes of the rank that needs most memory."""
+    return max(size + saved for size, saved in zip(standing, simulation.peak_bytes, strict=True))
 
 
 def _named(command: PlanRequest) -> tuple[list[Planned], dict[str, str]]:
@@ -177,7 +178,7 @@ def _named(command: PlanRequest) -> tuple[list[Planned], dict[str, str]]:
 def _stage_table(made: Planned) -> Table:
     """Return a table of the costs of every stage."""
     table = Table(box=None, title="stages, one microbatch", title_justify="left")
-    headings = ("rank", "stage", "F, ms", "I, ms", "W, ms", "kept for backward, MiB", "from I to W, MiB")
+    headings = ("rank", "stage", "F, ms", "I, ms", "W, ms", "saved for backward, MiB", "from I to W, MiB")
     for heading in headings:
         table.add_column(heading, justify="right")
     schedule = made.schedule
@@ -195,7 +196,7 @@ def _stage_table(made: Planned) -> Table:
 def _comparison(made: Planned, named: Sequence[Planned], limit: int | None) -> Table:
     """Return a table of the generated schedule and the named ones."""
     table = Table(box=None, title="schedules", title_justify="left")
-    for heading in ("", "makespan, s", "relative", "in JAX, s", "idle", "rank that holds most, MiB", ""):
+    for heading in ("", "makespan, s", "relative", "in JAX, s", "bubble", "rank that holds most, MiB", ""):
         table.add_column(heading, justify="right" if heading else "left")
     for each in (made, *named):
         schedule = each.schedule

@@ -136,10 +136,10 @@ def printed_rows(count: int) -> list[int | None]:
     if count <= MOST_ROWS:
         return [*range(count)]
     chosen = sorted({*range(5), count // 3, 2 * count // 3, *range(count - 5, count)})
-    shown: list[int | None] = [0]
+    rows: list[int | None] = [0]
     for before, after in pairwise(chosen):
-        shown += [after] if after == before + 1 else [None, after]
-    return shown
+        rows += [after] if after == before + 1 else [None, after]
+    return rows
 
 
 def add_rows(table: Table, rows: Sequence[Sequence[str]]) -> None:

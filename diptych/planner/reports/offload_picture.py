@@ -13,7 +13,7 @@ from diptych.plans.offload import OffloadPlan
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-HERE = "#cfe3f1"
+ON_DEVICE = "#cfe3f1"
 UPDATE = "#7a9a3a"
 REPLAY = "#b0413e"
 KINDS = {
@@ -45,20 +45,20 @@ def draw_offload(
     row = {layer: len(layers) - 1 - place for place, layer in enumerate(layers)}
     figure = Figure(figsize=(11.0, 1.0 + 0.3 * len(layers)), dpi=110, layout="constrained")
     axes = figure.add_subplot()
-    here: set[int] = set()
+    on_device: set[int] = set()
     for place, step in enumerate(plan.steps):
         arriving = set(step.fetches)
         leaving = set(step.evictions)
-        here |= arriving
+        on_device |= arriving
         for layer in layers:
-            color = HERE if layer in here else IDLE
+            color = ON_DEVICE if layer in on_device else IDLE
             axes.add_patch(Rectangle((place, row[layer]), 1.0, 0.86, color=color, lw=0))
             if layer in arriving:
                 axes.plot(place + 0.25, row[layer] + 0.43, marker=">", color=INK, ms=3.5)
             if layer in leaving:
                 axes.plot(place + 0.85, row[layer] + 0.43, marker="4", color=INK, ms=7)
         axes.add_patch(Rectangle((place + 0.1, row[step.use.layer]), 0.8, 0.86, color=KINDS[step.use.kind][1], lw=0))
-        here -= leaving
+        on_device -= leaving
     for place, layer in _used(trace):
         axes.plot(place + 0.5, row[layer] + 0.2, marker="o", color="white", mec=INK, mew=0.5, ms=3.5)
     axes.set_xlim(0, len(plan.steps))
@@ -74,7 +74,7 @@ def draw_offload(
         side.set_visible(False)
     kinds = dict.fromkeys(step.use.kind for step in plan.steps)
     handles = [Patch(color=color, label=name) for kind, (name, color) in KINDS.items() if kind in kinds]
-    handles += [Patch(color=HERE, label="on the device"), Patch(color=IDLE, label="on the host")]
+    handles += [Patch(color=ON_DEVICE, label="on the device"), Patch(color=IDLE, label="on the host")]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=7, frameon=False)
     if path is not None:
         figure.savefig(path, metadata={"Software": None} if str(path).endswith(".png") else None)

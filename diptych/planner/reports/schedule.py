@@ -303,8 +303,8 @@ def _stage_table(plan: PipelinePlan) -> Table:
         for stage in (stage for stage in range(schedule.num_stages) if schedule.rank_of(stage) == rank):
             place = [str(rank), *([str(stage // schedule.pp_size)] if virtual else []), str(stage)]
             sizes = [plan.costs.of("activation_bytes", stage), plan.costs.of("weight_gradient_bytes", stage)]
-            shown = [f"{size / MIB:,.1f}" for size in sizes[: 1 + split]]
-            rows.append([*place, describe_stage(config, stage), *shown])
+            cells = [f"{size / MIB:,.1f}" for size in sizes[: 1 + split]]
+            rows.append([*place, describe_stage(config, stage), *cells])
     add_rows(table, rows)
     return table
 

@@ -37,7 +37,7 @@ def print_search(console: Console, command: PlanRequest) -> None:
     )
     tokens = batch * command.model.seq_length
     console.print(
-        f"{command.ranks:,} ranks of {limit / MIB:,.1f} MiB, {batch:,} sequences a step; {command.compute_rate:g} "
+        f"{command.ranks:,} ranks of {limit / MIB:,.1f} MiB, {batch:,} sequences per step; {command.compute_rate:g} "
         f"TFLOP/s, {command.memory_bandwidth:g} GB/s of memory, {command.network_bandwidth:g} GB/s between ranks",
         highlight=False,
     )
@@ -65,7 +65,7 @@ def print_search(console: Console, command: PlanRequest) -> None:
 def _table(best: list[Found], tokens: int) -> Table:
     """Return a table with one row per configuration, given the tokens of a step."""
     table = Table(box=None, title="fastest first, as predicted", title_justify="left")
-    for heading in ("s a step", "tokens/s", "MiB", "operations", "limited by", "configuration"):
+    for heading in ("s per step", "tokens/s", "MiB", "operations", "limited by", "configuration"):
         justify = "left" if heading in ("limited by", "configuration") else "right"
         table.add_column(heading, justify=justify, no_wrap=heading != "configuration")
     for found in best:

@@ -12,8 +12,7 @@ def _needs(field: str, exchange: str) -> Rule:
 
     def fault(config: Any) -> str:
         value = getattr(config, field)
-        came = config.cp_exchange
-        return f"{field}: expected None unless cp_exchange is {exchange!r}, got {value} with {came!r}"
+        return f"{field}: expected None unless cp_exchange is {exchange!r}, got {value} with {config.cp_exchange!r}"
 
     return Rule(f"{field} needs {exchange}", lambda c: getattr(c, field) is None or c.cp_exchange == exchange, fault)
 

@@ -88,7 +88,7 @@ class TransformerConfig:
     layernorm_epsilon: float = 1e-5
     """Epsilon added to the mean square in every norm."""
     use_flash_attn: bool = False
-    """Use the framework's fused attention kernel, which does not store the T x T weights, where there is one."""
+    """Use the framework's fused attention kernel, if there is one; it does not store the T x T weights."""
     impl: Literal["auto", "reference", "triton"] = "auto"
     """Implementation of hyper-connections, activation functions and delta rule: the shared Triton kernels (triton) or
     the framework's operations (reference); auto: kernels on a CUDA device. On a CPU, triton uses Triton's slow

@@ -106,7 +106,7 @@ RECOMPUTE_RULES: tuple[Rule, ...] = (
     Rule(
         "uniform chunks have layers",
         lambda c: c.recompute_method != "uniform" or c.recompute_num_layers != 0,
-        lambda c: "recompute_num_layers: expected at least 1 layer a chunk with method uniform, got 0",
+        lambda c: "recompute_num_layers: expected at least 1 layer per chunk with method uniform, got 0",
     ),
     _at_most_layers("recompute_num_layers"),
     Rule(

@@ -152,8 +152,8 @@ def check_sequences(
         raise ValueError(f"cu_seqlens: expected to begin at 0, got {cu_seqlens[0]}")
     if (np.diff(cu_seqlens) < 0).any():
         place = int((np.diff(cu_seqlens) < 0).argmax())
-        came = f"{cu_seqlens[place]} before {cu_seqlens[place + 1]} at {place}"
-        raise ValueError(f"cu_seqlens: expected offsets that never decrease, got {came}")
+        actual = f"{cu_seqlens[place]} before {cu_seqlens[place + 1]} at {place}"
+        raise ValueError(f"cu_seqlens: expected offsets that never decrease, got {actual}")
     if cu_seqlens[-1] < size or cu_seqlens[-1] % size:
         raise ValueError(
             f"cu_seqlens: expected to end at a multiple of the number of ranks, {size}, got {cu_seqlens[-1]}; fill the "
@@ -174,9 +174,9 @@ def check_kinds(cu_seqlens: Any, cu_seqlens_cpu: Any, kinds: type | tuple[type, 
         if not isinstance(x, kinds) and (name == "cu_seqlens" or x is not None):
             raise ValueError(f"{name}: expected {word}, got {type(x).__name__}")
     if cu_seqlens_cpu is not None:
-        wanted, came = ((x.dtype, tuple(x.shape)) for x in (cu_seqlens, cu_seqlens_cpu))
-        if wanted != came:
-            raise ValueError(f"cu_seqlens_cpu: expected {wanted[0]} of shape {wanted[1]}, as cu_seqlens, got {came}")
+        wanted, actual = ((x.dtype, tuple(x.shape)) for x in (cu_seqlens, cu_seqlens_cpu))
+        if wanted != actual:
+            raise ValueError(f"cu_seqlens_cpu: expected {wanted[0]} of shape {wanted[1]}, as cu_seqlens, got {actual}")
 
 
 def check_part(context: Any, shape: tuple[int, ...], cu_seqlens: np.ndarray | None = None, name: str = "q") -> None:
@@ -203,8 +203,8 @@ def check_part(context: Any, shape: tuple[int, ...], cu_seqlens: np.ndarray | No
     if cu_seqlens is None or own is None:
         return
     if cu_seqlens.dtype != own.dtype or not np.array_equal(cu_seqlens, own):
-        came = f"{cu_seqlens.tolist()} of {cu_seqlens.dtype}"
-        raise ValueError(f"cu_seqlens: expected None or cp_context.cu_seqlens, {own.tolist()}, got {came}")
+        actual = f"{cu_seqlens.tolist()} of {cu_seqlens.dtype}"
+        raise ValueError(f"cu_seqlens: expected None or cp_context.cu_seqlens, {own.tolist()}, got {actual}")
 
 
 def implementation_for(impl: str, context: FLACPContext | None) -> str:

@@ -128,11 +128,10 @@ class Corpus:
         targets = np.ascontiguousarray(window[:, 1:])
         if documents is None:
             return Batch(tokens, targets)
-        name = id(documents), seq_length
-        if name not in self._most:
-            self._most[name] = most_documents(documents, seq_length)
-        most = self._most[name]
-        return Batch(tokens, targets, documents_in_windows(documents, starts, seq_length, most))
+        key = (id(documents), seq_length)
+        if key not in self._most:
+            self._most[key] = most_documents(documents, seq_length)
+        return Batch(tokens, targets, documents_in_windows(documents, starts, seq_length, self._most[key]))
 
 
 def load_corpus(config: DataConfig) -> Corpus:
@@ -172,6 +171,7 @@ def load_corpus(config: DataConfig) -> Corpus:
 
 
 def _read_standard_library() -> list[bytes]:
+    """Return the contents of the source files of Python's standard library."""
     return _read_folder(Path(sysconfig.get_path("stdlib")), "*.py", NOT_STANDARD_LIBRARY)
 
 

@@ -186,8 +186,8 @@ def _check_cu_seqlens(cu_seqlens: ArrayInfo, batch: int, length: int) -> int:
         steps = np.diff(values)
         if (steps < 0).any():
             place = int(np.argmax(steps < 0))
-            came = f"{values[place]} before {values[place + 1]} at {place}"
-            raise ValueError(f"cu_seqlens: expected offsets that never decrease, got {came}")
+            actual = f"{values[place]} before {values[place + 1]} at {place}"
+            raise ValueError(f"cu_seqlens: expected offsets that never decrease, got {actual}")
         if values[-1] != length:
             raise ValueError(f"cu_seqlens: expected to end at T = {length}, got {values[-1]}")
     return cu_seqlens.shape[0] - 1
@@ -200,7 +200,7 @@ def _check_dtypes(given: Mapping[str, ArrayInfo]) -> None:
         raise ValueError(f"q: expected float16, bfloat16, float32 or float64, got {wanted}")
     for name in ("k", "v"):
         if given[name].dtype != wanted:
-            raise ValueError(f"{name}: expected {wanted}, as q is, got {given[name].dtype}")
+            raise ValueError(f"{name}: expected {wanted}, the type of q, got {given[name].dtype}")
     state = compute_dtype(wanted)
     for name, allowed in {
         "g": (wanted, state),

@@ -220,7 +220,7 @@ def check_attention(q: Operand, k: Operand, v: Operand, mask: Operand | None, na
     for letter, x in (("q", q), ("k", k), ("v", v)):
         check_axes(letter, x.shape, "BTHd" if letter == "q" else "BSGd" if keys else "BTGd")
         if x.dtype != q.dtype:
-            raise ValueError(f"{letter}: expected {q.dtype}, as q is, got {x.dtype}")
+            raise ValueError(f"{letter}: expected {q.dtype}, the type of q, got {x.dtype}")
     batch, length, heads, width = q.shape
     tokens = k.shape[1] if keys else length
     groups = k.shape[2]

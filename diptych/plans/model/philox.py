@@ -1,11 +1,11 @@
 """Counter-based random numbers: Philox-4x32-10, the numpy reference.
 
 A counter-based generator has no state: equal keys and counters give equal 32-bit words on every device and in any
-order. Dropout masks therefore do not depend on how a batch is cut into
-microbatches, pipeline stages or sequence shards, and a recomputed region sees its first mask again.
+order. Dropout masks therefore do not depend on how a batch is cut into microbatches, pipeline stages or sequence
+shards, and the replay of a recomputed region draws the mask of its forward.
 
-Reference: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. The backends' own
-versions (``ops.philox_4x32``) are tested to be bitwise equal to this one, and this one to the paper's vectors.
+Reference: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Tests verify that the backends'
+versions (``ops.philox_4x32``) are bitwise equal to this one, and this one to the paper's vectors.
 """
 
 import math

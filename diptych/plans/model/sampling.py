@@ -30,8 +30,8 @@ def next_token(logits: np.ndarray, temperature: float, seed: int, index: int) ->
         return int(logits.argmax())
     wide = logits.astype(np.float64)
     with np.errstate(over="ignore"):  # far below the likeliest: -inf, whose weight is 0
-        behind = np.maximum(wide - wide.max(), -np.finfo(np.float64).max)  # finite: infinity / infinity is no number
-        weights = np.exp(behind / temperature)
+        shifted = np.maximum(wide - wide.max(), -np.finfo(np.float64).max)  # finite: infinity / infinity is NaN
+        weights = np.exp(shifted / temperature)
     uniform = float(philox_4x32((seed, SAMPLE_SITE), (index, 0, 0, 0))[0]) / 2**32
     return int(np.searchsorted(np.cumsum(weights) / weights.sum(), uniform, side="right"))
 
@@ -76,7 +76,7 @@ def split_unread(read: np.ndarray, tokens: np.ndarray, seq_length: int, vocab_si
 def check_inputs(
     seq_length: int,
     shape: tuple[int, int],
-    read: int | None = None,
+    cached_tokens: int | None = None,
     texts: int | None = None,
     context: FLACPContext | None = None,
     positions: Any = None,
@@ -87,7 +87,7 @@ def check_inputs(
     Args:
         seq_length: maximum number of tokens of a sequence.
         shape: shape of the input tokens, [B, T].
-        read: number of tokens in the cache; None: no cache.
+        cached_tokens: number of tokens in the cache; None: no cache.
         texts: number of texts of the cache; None: no cache.
         context: context parallelism; None: complete sequences.
         positions: positions of the tokens within their sequences; None: not given.
@@ -102,7 +102,7 @@ def check_inputs(
     check_context(context, of_whole_sequences | {"cache": texts}, positions)
     if context is None and length > seq_length:
         raise ValueError(f"inputs: expected at most seq_length={seq_length} tokens, got {length}")
-    if read is None:
+    if cached_tokens is None:
         return
     for name, value in of_whole_sequences.items():
         if value is not None:
@@ -111,8 +111,8 @@ def check_inputs(
             )
     if batch != texts:
         raise ValueError(f"cache: expected a cache of {batch} texts, the batch size of inputs, got one of {texts}")
-    if read + length > seq_length:
+    if cached_tokens + length > seq_length:
         raise ValueError(
-            f"inputs: expected at most {seq_length - read} tokens after the {read} in the cache, with "
-            f"seq_length={seq_length}, got {length}; begin again with an empty cache"
+            f"inputs: expected at most {seq_length - cached_tokens} tokens after the {cached_tokens} in the cache, "
+            f"with seq_length={seq_length}, got {length}; begin again with an empty cache"
         )

@@ -51,8 +51,8 @@ def plan_activations(
         dropped: fully recomputed layers, which save no activations that could move.
     """
     ahead = [*uses, *(uses if then is None else then)]
-    made = set()
-    here = set()
+    saved = set()  # forwards whose backward has not run
+    on_device = set()
     steps = []
     for number, use in enumerate(uses):
         fetches = ()
@@ -60,16 +60,16 @@ def plan_activations(
         after = (u.kind for u in ahead[number + 1 :] if u[1:] == use[1:] and u.kind in ("F", "B"))
         if use.kind == "F" and use.layer not in dropped and next(after, None) == "B":
             leaves = use not in next_backwards(ahead[number + 1 :], num_prefetch_layers + 1)
-            made.add(use)
+            saved.add(use)
             if not leaves:
-                here.add(use)
+                on_device.add(use)
         elif use.kind in ("B", "R"):
             forward = use._replace(kind="F")
             window = next_backwards(ahead[number:], num_prefetch_layers + 1) if use.kind == "B" else (forward,)
-            fetches = tuple(forward for forward in window if forward in made - here)
-            here |= set(fetches)
+            fetches = tuple(forward for forward in window if forward in saved - on_device)
+            on_device |= set(fetches)
             if use.kind == "B":
-                made.discard(forward)
-                here.discard(forward)
+                saved.discard(forward)
+                on_device.discard(forward)
         steps.append(ActivationStep(use, fetches, leaves))
     return tuple(steps)

@@ -68,25 +68,25 @@ def plan_offload(
     unknown = {use.layer for use in uses} - storages.keys()
     if unknown:
         raise ValueError(f"uses: expected layers of {sorted(storages)}, got {sorted(unknown)}")
-    place = _Place(storages, resident)
+    device = _DeviceLayers(storages, resident)
     steps: list[Step] = []
     late = []
     ahead = [*uses, *(uses if then is None else then)]
     for number, use in enumerate(uses):
-        if use.layer not in place.layers:
+        if use.layer not in device.layers:
             late.append(number)
         window = next_layers(ahead[number:], num_prefetch_layers + 1)
-        fetches = tuple(layer for layer in window if layer not in place.layers)
+        fetches = tuple(layer for layer in window if layer not in device.layers)
         for layer in fetches:
-            place.fetch(layer)
+            device.fetch(layer)
         if use.kind == "S":
-            place.changed |= storages[use.layer].keys()
+            device.changed |= storages[use.layer].keys()
         keep = next_layers(ahead[number + 1 :], num_prefetch_layers + 1)
-        evictions = tuple(layer for layer in place.layers if layer not in keep)
+        evictions = tuple(layer for layer in device.layers if layer not in keep)
         for layer in evictions:
-            place.evict(layer)
+            device.evict(layer)
         steps.append(Step(use, fetches, evictions))
-    return OffloadPlan(tuple(steps), place.peak_bytes, place.bytes_in, place.bytes_out, tuple(late))
+    return OffloadPlan(tuple(steps), device.peak_bytes, device.bytes_in, device.bytes_out, tuple(late))
 
 
 def unmoved(uses: Iterable[Use]) -> tuple[Step, ...]:
@@ -142,30 +142,34 @@ def layer_storages(config: TransformerConfig) -> dict[int, dict[str, int]]:
     return storages
 
 
-class _Place:
+class _DeviceLayers:
     """The offloaded layers on the device, with counters of the copied bytes."""
 
     def __init__(self, storages: Mapping[int, Mapping[str, int]], resident: Iterable[int]) -> None:
         self._storages = storages
         self.layers = list(resident)
         self.changed: set[str] = set()
-        self.bytes_in = self.bytes_out = 0
-        self.peak_bytes = self._bytes_here()
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self.peak_bytes = self._resident_bytes()
 
     def fetch(self, layer: int) -> None:
-        here = self._here()
-        self.bytes_in += sum(size for name, size in self._storages[layer].items() if name not in here)
+        """Move a layer to the device, and count the bytes that no resident layer shares."""
+        resident = self._resident()
+        self.bytes_in += sum(size for name, size in self._storages[layer].items() if name not in resident)
         self.layers.append(layer)
-        self.peak_bytes = max(self.peak_bytes, self._bytes_here())
+        self.peak_bytes = max(self.peak_bytes, self._resident_bytes())
 
     def evict(self, layer: int) -> None:
+        """Remove a layer from the device, and count the changed bytes that are copied to the host."""
         self.layers.remove(layer)
-        gone = self._storages[layer].keys() - self._here().keys()
-        self.bytes_out += sum(self._storages[layer][name] for name in gone & self.changed)
-        self.changed -= gone
+        released = self._storages[layer].keys() - self._resident().keys()
+        self.bytes_out += sum(self._storages[layer][name] for name in released & self.changed)
+        self.changed -= released
 
-    def _here(self) -> dict[str, int]:
+    def _resident(self) -> dict[str, int]:
+        """Return the bytes of the storages on the device, by name."""
         return dict(chain.from_iterable(self._storages[layer].items() for layer in self.layers))
 
-    def _bytes_here(self) -> int:
-        return sum(self._here().values())
+    def _resident_bytes(self) -> int:
+        return sum(self._resident().values())

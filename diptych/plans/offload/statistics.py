@@ -43,7 +43,7 @@ def describe_statistics(stats: Mapping[str, Any]) -> str:
             f"{'offload':10}{'to device':>14}{'to host':>14}",
             f"{'copies':10}{stats['copies_in']:>14,}{stats['copies_out']:>14,}",
             f"{'MiB':10}{mib['bytes_in']:>14}{mib['bytes_out']:>14}",
-            f"{stats['misses']:,} of {uses:,} uses of a layer came before it was asked for",
+            f"{stats['misses']:,} of {uses:,} uses of a layer began before its copy was requested",
             f"at most {stats['peak_layers']} layers, {mib['peak_bytes']} MiB of them on the device"
             + ("" if waited is None else f"; waited {waited:.3f} s for copies"),
             *(f"stays on the device: {name} ({reason})" for name, reason in stats.get("retained", {}).items()),

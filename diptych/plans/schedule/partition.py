@@ -65,7 +65,11 @@ def get_transformer_layer_offset(config: Divided, vp_stage: int | None = None, p
 
 
 def get_stage(config: Divided, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
-    """Return the global number of a stage; see get_num_layers_to_build."""
+    """Return the global number of a stage; see get_num_layers_to_build.
+
+    Raises:
+        ValueError: the stage does not exist.
+    """
     for name, value, size in (
         ("vp_stage", vp_stage, config.pipeline_split.stages_per_rank),
         ("pp_rank", pp_rank, config.pipeline_split.pp_size),

@@ -101,7 +101,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
                 if start is None:
                     break
                 starts[action] = start
-                free[rank] = ends[action] = start + durations[action[:2]]
+                ends[action] = start + durations[action[:2]]
+                free[rank] = ends[action]
                 position[rank] += 1
                 left -= 1
         if left == before:
@@ -122,8 +123,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 
 def _flight(schedule: Schedule, actions: Sequence[Action], costs: Costs) -> tuple[int, float]:
     """Return the peaks of one rank, which depend on its order only: microbatches in flight and saved bytes."""
-    count = peak_count = 0
-    size = peak_size = 0.0
+    count = 0
+    peak_count = 0
+    size = 0.0
+    peak_size = 0.0
     sizes = {
         stage: (costs.of("activation_bytes", stage), costs.of("weight_gradient_bytes", stage))
         for stage in {action.stage for action in actions}

@@ -56,7 +56,7 @@ class Ranks(Protocol):
             roles: see Ranks.
 
         Returns:
-            The gradient that the later ranks compose of theirs. [HV, K, V]
+            The gradient that the later ranks compose of their parts. [HV, K, V]
         """
         ...
 

@@ -77,32 +77,32 @@ class Call(NamedTuple):
 
     @property
     def wide(self) -> str:
-        """Return the type of states and sums."""
+        """The type of states and sums."""
         return wide(self.dtype)
 
     @property
     def by_channel(self) -> tuple[int, int, int]:
-        """Return the shape [T, HV, K]."""
+        """The shape [T, HV, K]."""
         return self.tokens, self.value_heads, self.key
 
     @property
     def by_value(self) -> tuple[int, int, int]:
-        """Return the shape [T, HV, V]."""
+        """The shape [T, HV, V]."""
         return self.tokens, self.value_heads, self.value
 
     @property
     def states(self) -> tuple[int, int, int, int]:
-        """Return the shape [N, HV, K, V] of the states of sequences."""
+        """The shape [N, HV, K, V] of the states of sequences."""
         return self.sequences, self.value_heads, self.key, self.value
 
     @property
     def chunk_states(self) -> tuple[int, int, int, int]:
-        """Return the shape [NC, HV, K, V] of the states of chunks."""
+        """The shape [NC, HV, K, V] of the states of chunks."""
         return self.chunks, *self.states[1:]
 
     @property
     def pairs(self) -> tuple[int, int, int, int]:
-        """Return the shape [NC, HV, C, C] of the matrices of chunks."""
+        """The shape [NC, HV, C, C] of the matrices of chunks."""
         return self.chunks, self.value_heads, self.chunk_size, self.chunk_size
 
 

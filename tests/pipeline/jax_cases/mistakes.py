@@ -49,9 +49,9 @@ def test_batches_are_checked():
         step(staged, tokens[0], targets[0])
     with pytest.raises(ValueError, match=r"targets: expected the shape of tokens, \(4, 2, 8\), got \(3, 2, 8\)"):
         step(staged, tokens, targets[1:])
-    with pytest.raises(ValueError, match=r"samples: expected one number a sequence, shape \(4, 2\), got \(2,\)"):
+    with pytest.raises(ValueError, match=r"samples: expected one number per sequence, shape \(4, 2\), got \(2,\)"):
         step(staged, tokens, targets, 0, np.arange(2))
-    with pytest.raises(ValueError, match=r"'dp' of size 2 divides, got 1 a microbatch; change either"):
+    with pytest.raises(ValueError, match=r"'dp' of size 2 divides, got 1 per microbatch; change either"):
         step(staged, tokens[:, :1], targets[:, :1])
     with pytest.raises(ValueError, match=r"num_microbatches: .* got 3 in groups of 2, which leaves 1"):
         step(staged, tokens[:3], targets[:3])
