@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -19,7 +20,9 @@ from rich.table import Table
 from benchmarks.pair_cases import DIFFERENT, EQUAL, PAIRS, SHAPES, Case, Pair, functions, layers, losses, optimizers
 from parity.report import environment
 
-RESULT = Path("benchmarks/results/pairs.json")
+RESULT, PAGE = Path("benchmarks/results/pairs.json"), Path("docs/pairs.md")
+BEGIN = "<!-- make bench NAME=pairs writes these tables -->"
+END = "<!-- end of tables -->"
 GROUPS = {"Layers": layers, "Functions": functions, "Losses": losses, "Optimizers and schedules": optimizers}
 """Headings of the page's tables, and the module of each one's pairs."""
 
@@ -61,26 +64,33 @@ def group_of(pair: Pair) -> str:
     return name
 
 
-def table_rows(pairs: list[dict[str, Any]], group: str) -> list[str]:
-    """Return the rows of one of the page's tables.
+def page_table(pairs: list[dict[str, Any]]) -> str:
+    """Return the tables of the page for the pairs of the results."""
+    lines = []
+    for group in GROUPS:
+        lines += [f"### {group}", "", "| PyTorch | JAX | different | equal | reason |", "|---|---|---|---|---|"]
+        for pair in pairs:
+            if pair["group"] == group:
+                different = "; ".join(_difference(case) for case in pair["cases"] if case["verdict"] != EQUAL)
+                equal = "; ".join(case["settings"] for case in pair["cases"] if case["verdict"] == EQUAL)
+                lines.append(
+                    f"| {pair['torch']} | {pair['jax']} | {different} | {equal} | {pair['why']} |".replace("*", r"\*")
+                )
+        lines.append("")
+    return "\n".join(lines)
 
-    Args:
-        pairs: the pairs of the results.
-        group: heading of the table.
-    """
-    rows = []
-    for pair in pairs:
-        if pair["group"] == group:
-            cases = [f"{case['settings']}: {_verdict(case)}" for case in pair["cases"]]
-            rows.append(f"| {pair['torch']} | {pair['jax']} | {'<br>'.join(cases)} | {pair['why']} |")
-    return rows
+
+def _difference(case: dict[str, Any]) -> str:
+    """Return the settings of a case that differs, and the difference relative to the result."""
+    if case["verdict"] == SHAPES:
+        return f"{case['settings']} (shapes)"
+    return f"{case['settings']} ({'nan' if np.isinf(case['difference']) else format(case['difference'], '.0e')})"
 
 
-def _verdict(case: dict[str, Any]) -> str:
-    if case["verdict"] != DIFFERENT:
-        return case["verdict"]
-    size = "nan" if case["difference"] == float("inf") else f"{case['difference']:.0e}".replace("e-0", "e-")
-    return f"**different** ({size})"
+def write_page(content: dict[str, Any]) -> None:
+    """Write the tables of the results into the page."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{page_table(content['pairs'])}{END}{rest.partition(END)[2]}")
 
 
 def main() -> None:
@@ -109,7 +119,8 @@ def main() -> None:
     seconds = time.perf_counter() - started
     content = {"environment": environment(), "seconds": round(seconds), "pairs": pairs}
     RESULT.write_text(json.dumps(content, indent=1) + "\n")
-    console.print(f"written: {RESULT}")
+    write_page(content)
+    console.print(f"written: {RESULT}, {PAGE}")
     if wrong:
         sys.exit("\n".join(wrong))
 

@@ -16,6 +16,8 @@ from parity.testing import normal
 
 RNGS = nnx.Rngs(0)
 X = normal((4, 16))
+NARROW = ("float32", "bfloat16")
+"""Dtypes in which jax.nn.dot_product_attention, which computes in float32, is as accurate as PyTorch."""
 IMAGES = normal((2, 8, 8, 4))
 """Images with channels last."""
 
@@ -77,13 +79,17 @@ def layer_norm_far_from_zero(dtypes: Any, **settings: Any) -> Report:
 @pair(
     "RMSNorm",
     "nnx.RMSNorm",
-    "epsilon",
+    "epsilon depends on the dtype in torch",
     ("defaults", DIFFERENT),
     ("nn.RMSNorm(16, eps=1e-6)", EQUAL, {"eps": 1e-6}),
+    ("nnx.RMSNorm(epsilon=2**-52), float64", EQUAL, {"epsilon": 2.0**-52}, ("float64",)),
+    ("nnx.RMSNorm(epsilon=2**-52), float32", DIFFERENT, {"epsilon": 2.0**-52}, ("float32",)),
+    ("nnx.RMSNorm(epsilon=2**-23), float32", EQUAL, {"epsilon": 2.0**-23}, ("float32",)),
 )
-def rms_norm(dtypes: Any, **settings: Any) -> Report:
-    """Compare normalisation by the root mean square."""
-    return compare_modules(varied(nn.RMSNorm(16, **settings)), nnx.RMSNorm(16, rngs=RNGS), [X], dtypes=dtypes)
+def rms_norm(dtypes: Any, eps: float | None = None, epsilon: float = 1e-6) -> Report:
+    """Compare normalisation by the root mean square of small inputs."""
+    theirs = nnx.RMSNorm(16, epsilon=epsilon, rngs=RNGS)
+    return compare_modules(varied(nn.RMSNorm(16, eps=eps)), theirs, [0.01 * X], dtypes=dtypes)
 
 
 @pair(
@@ -191,8 +197,8 @@ class SelfAttention(nn.Module):
     "MultiheadAttention",
     "nnx.MultiHeadAttention",
     "mask inverted; q, k, v fused in torch",
-    ("one boolean mask", DIFFERENT),
-    ("torch's mask inverted", EQUAL, {"is_mask_inverted": True}),
+    ("one boolean mask", DIFFERENT, {}, NARROW),
+    ("torch's mask inverted", EQUAL, {"is_mask_inverted": True}, NARROW),
 )
 def multi_head_attention(dtypes: Any, is_mask_inverted: bool = False) -> Report:
     """Compare attention with a mask that has true and false in each row."""
@@ -223,10 +229,11 @@ def multi_head_attention(dtypes: Any, is_mask_inverted: bool = False) -> Report:
 @pair(
     "scaled_dot_product_attention",
     "jax.nn.dot_product_attention",
-    "a row of the mask without true",
-    ("heads third in jax", EQUAL),
-    ("one query with a mask of false only", DIFFERENT, {"is_one_row_empty": True}),
-    ("the same, jax's row set to 0", EQUAL, {"is_one_row_empty": True, "is_row_zero": True}),
+    "a row of the mask without true; float32 inside jax",
+    ("heads third in jax, float64", DIFFERENT, {}, ("float64",)),
+    ("heads third in jax, float32 and bfloat16", EQUAL, {}, NARROW),
+    ("one query with a mask of false only", DIFFERENT, {"is_one_row_empty": True}, NARROW),
+    ("the same, jax's row set to 0", EQUAL, {"is_one_row_empty": True, "is_row_zero": True}, NARROW),
 )
 def dot_product_attention(dtypes: Any, is_one_row_empty: bool = False, is_row_zero: bool = False) -> Report:
     """Compare attention with a mask."""

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
+from flax import nnx
 from torch import nn
 
 from benchmarks.pair_cases import DIFFERENT, EQUAL, pair
-from parity import Report, compare_functions
+from parity import Report, compare_functions, compare_training
 from parity.testing import normal
 
 RATE = 0.01
@@ -252,27 +253,74 @@ pair(
 )
 
 
-def adafactor_like_torch(rate: float) -> optax.GradientTransformation:
-    """Return Adafactor with the settings of PyTorch."""
-    return optax.adafactor(
-        lambda count: jnp.minimum(rate, 1.0 / jnp.sqrt(count + 1.0)),
-        min_dim_size_to_factor=1,
-        eps=0.0,
-    )
+def adafactor(rate: float, is_bounded: bool = False, **settings: Any) -> optax.GradientTransformation:
+    """Return Adafactor of optax.
+
+    Args:
+        rate: the learning rate.
+        is_bounded: True: it is at most the inverse square root of the step, as in PyTorch.
+        settings: further arguments of optax.
+    """
+    bounded = lambda count: jnp.minimum(rate, 1.0 / jnp.sqrt(count + 1.0))  # noqa: E731
+    return optax.adafactor(bounded if is_bounded else rate, **settings)
 
 
 pair(
     "optim.Adafactor",
     "optax.adafactor",
-    "factored from 128 in optax; rate; eps",
-    ("defaults", DIFFERENT, {}, ("float32",)),
-    ("optax.adafactor(min_dim_size_to_factor=1, eps=0)", EQUAL, {"theirs": {"is_like_torch": True}}, ("float32",)),
-)(
-    steps(
-        OPTIM.Adafactor,
-        lambda rate, is_like_torch=False: adafactor_like_torch(rate) if is_like_torch else optax.adafactor(rate),
+    "factored from 128 in optax; rate not bounded; eps",
+    ("learning rate 0.5", DIFFERENT, {"rate": 0.5}, ("float32",)),
+    (
+        "optax.adafactor(min_dim_size_to_factor=1, eps=0)",
+        DIFFERENT,
+        {"rate": 0.5, "theirs": {"min_dim_size_to_factor": 1, "eps": 0.0}},
+        ("float32",),
+    ),
+    (
+        "the same, rate at most 1 / sqrt(step)",
+        EQUAL,
+        {"rate": 0.5, "theirs": {"min_dim_size_to_factor": 1, "eps": 0.0, "is_bounded": True}},
+        ("float32",),
+    ),
+)(steps(OPTIM.Adafactor, adafactor))
+
+
+def train(make: Callable, optimizer: optax.GradientTransformation) -> Report:
+    """Compare training runs of a linear layer: loss, gradients, optimizer states and parameters of four steps."""
+    batches = [([normal((6, 4), seed=step)], normal((6, 3), seed=10 + step)) for step in range(4)]
+    return compare_training(
+        nn.Linear(4, 3),
+        nnx.Linear(4, 3, rngs=nnx.Rngs(0)),
+        batches,
+        losses=(nn.functional.mse_loss, lambda y, target: optax.squared_error(y, target).mean()),
+        optimizers=(make, optimizer),
     )
+
+
+@pair(
+    "training with optim.AdamW",
+    "optax.adamw",
+    "weight decay",
+    ("defaults", DIFFERENT, {}, ("float64",)),
+    ("optax.adamw(weight_decay=0.01)", EQUAL, {"weight_decay": 0.01}, ("float64",)),
 )
+def training_adamw(dtypes: Any, **settings: Any) -> Report:
+    """Compare training with AdamW."""
+    return train(lambda parameters: torch.optim.AdamW(parameters, RATE), optax.adamw(RATE, **settings))
+
+
+@pair(
+    "training with optim.SGD(momentum=0.9, weight_decay=0.1)",
+    "optax.chain(add_decayed_weights(0.1), sgd)",
+    "",
+    ("momentum=0.9", EQUAL, {}, ("float64",)),
+)
+def training_sgd(dtypes: Any) -> Report:
+    """Compare training with momentum and an L2 term."""
+    return train(
+        lambda parameters: torch.optim.SGD(parameters, RATE, momentum=0.9, weight_decay=0.1),
+        optax.chain(optax.add_decayed_weights(0.1), optax.sgd(RATE, momentum=0.9)),
+    )
 
 
 @pair(
