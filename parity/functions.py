@@ -25,6 +25,10 @@ from parity.tables import table_text
 OUTPUT_ROW = "output"
 INPUT_ROW = "input gradient"
 PARAMETER_ROW = "parameter gradient"
+ZERO = 10.0
+"""Multiple of its own spread up to which a result in float64 is taken for the rounding error of a 0."""
+UNJUDGED = 0.01
+"""Relative difference in float64 that is reported although it is within the tolerance."""
 Results = Mapping[tuple[str, str], np.ndarray]
 """Results of one implementation by kind of row and name."""
 
@@ -281,12 +285,13 @@ class Pair:
         actual = exact if dtype == "float64" else self._results(dtype, both, given)
         unit = self._unit(dtype, narrow)
         spreads = self._spreads(both, given, exact, EPSILON[unit], seed)
-        rows = []
-        for kind, name in exact[0]:
-            ours, theirs = (side[kind, name] for side in actual)
-            found = judge(ours, theirs, spreads[kind, name], unit, length)
-            errors = [_relative_error(a[kind, name], e[kind, name]) for a, e in zip(actual, exact, strict=True)]
-            rows.append(Row(kind, name, ours.shape, dtype, found, *errors))
+        largest = {key: max(side[key] for side in spreads) for key in exact[0]}
+        rows = _judged(dtype, actual, exact, largest, unit, length)
+        if dtype != "float64" and any(row.difference.verdict == DIFFERENT for row in rows):
+            zeros = self._errors_of_zeros(both, given, exact, dtype, narrow, seed)
+            rows = _judged(dtype, actual, exact, largest | zeros, unit, length)
+        if dtype == "float64":
+            self.notes.extend(_unjudged(rows))
         return rows
 
     def _unit(self, dtype: str, narrow: tuple[Narrowing | None, Narrowing | None]) -> str:
@@ -329,19 +334,74 @@ class Pair:
         exact: Sequence[Results],
         epsilon: float,
         seed: int,
-    ) -> dict[tuple[str, str], float]:
-        """Return the largest change of each result over random perturbations of both implementations."""
-        spreads = dict.fromkeys(exact[0], 0.0)
+    ) -> list[dict[tuple[str, str], float]]:
+        """Return the largest change of each result over random perturbations, for each implementation."""
+        spreads = [dict.fromkeys(exact[0], 0.0) for _ in exact]
         for draw in range(DRAWS):
             rng = np.random.default_rng([seed, draw])
             inputs = perturbed(both[0].inputs, epsilon, rng)
             moved = self.values(perturbed(both[0].parameters, epsilon, rng), inputs)
             given = None if cotangents is None else perturbed(cotangents, epsilon, rng)
-            for results, base in zip(self._results("float64", moved, given), exact, strict=True):
+            for spread, results, base in zip(spreads, self._results("float64", moved, given), exact, strict=True):
                 for key, array in results.items():
                     if is_floating(array):
-                        spreads[key] = max(spreads[key], distance(array, base[key]))
+                        spread[key] = max(spread[key], distance(array, base[key]))
         return spreads
+
+    def _errors_of_zeros(
+        self,
+        both: tuple[Values, Values],
+        cotangents: Leaves | None,
+        exact: Sequence[Results],
+        dtype: str,
+        narrow: tuple[Narrowing | None, Narrowing | None],
+        seed: int,
+    ) -> dict[tuple[str, str], float]:
+        """Return rounding errors in a dtype of results that are 0 in exact arithmetic.
+
+        The gradient of a bias before a normalisation is such a result. Perturbed inputs leave it 0, so that its spread
+        says nothing of rounding inside. In float64, it is as large as its own rounding error. In the dtype, that error
+        is larger by the ratio of the machine epsilons.
+        """
+        epsilons = [EPSILON.get("float64" if place is None else place.dtype, EPSILON["float64"]) for place in narrow]
+        by_epsilon = {e: self._spreads(both, cotangents, exact, e, seed) for e in set(epsilons)}
+        spreads = [by_epsilon[epsilon][side] for side, epsilon in enumerate(epsilons)]
+        ratios = [max(1.0, EPSILON[dtype] / epsilon) for epsilon in epsilons]
+        return {
+            key: max(ratio * spread[key] for ratio, spread in zip(ratios, spreads, strict=True))
+            for key in exact[0]
+            if all(_length(run[key]) <= ZERO * spread[key] for run, spread in zip(exact, spreads, strict=True))
+        }
+
+
+def _unjudged(rows: Sequence[Row]) -> list[str]:
+    """Return a note about results whose tolerance in float64 is so wide that their difference says nothing."""
+    wide = [row for row in rows if row.difference.verdict == ROUNDING and row.difference.norm > UNJUDGED]
+    if not wide:
+        return []
+    names = ", ".join(f"{row.kind} {row.name!r}" for row in wide[:8]) + (" and others" if len(wide) > 8 else "")
+    return [
+        f"Not judged: {names}. One ulp of the inputs changes it as much as the difference of both sides: it is 0 up to "
+        "rounding, or the inputs are at a kink or a tie. Choose other inputs to judge it."
+    ]
+
+
+def _judged(
+    dtype: str,
+    actual: Sequence[Results],
+    exact: Sequence[Results],
+    spreads: Mapping[tuple[str, str], float],
+    unit: str,
+    length: int,
+) -> list[Row]:
+    """Return the rows of a dtype."""
+    rows = []
+    for kind, name in exact[0]:
+        ours, theirs = (side[kind, name] for side in actual)
+        found = judge(ours, theirs, spreads[kind, name], unit, length)
+        errors = [_relative_error(a[kind, name], e[kind, name]) for a, e in zip(actual, exact, strict=True)]
+        rows.append(Row(kind, name, ours.shape, dtype, found, *errors))
+    return rows
 
 
 def _normal(array: np.ndarray, seed: int, name: str) -> np.ndarray:
@@ -362,9 +422,13 @@ def _check_deterministic(exact: Sequence[Results], again: Sequence[Results]) -> 
                 )
 
 
+def _length(array: np.ndarray) -> float:
+    return float(np.linalg.norm(np.where(np.isfinite(array), array, 0.0)))
+
+
 def _relative_error(actual: np.ndarray, exact: np.ndarray) -> float:
     if not is_floating(exact):
         return float(not np.array_equal(actual, exact))
-    scale = float(np.linalg.norm(np.where(np.isfinite(exact), exact, 0.0)))
+    scale = _length(exact)
     gap = distance(actual, exact)
     return gap / scale if scale > 0.0 else gap

@@ -7,6 +7,7 @@ caller's module does not change.
 
 import contextlib
 import copy
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -160,6 +161,17 @@ def _named_errors(label: str, function: Any, call: CallInputs) -> Iterator[None]
         ) from error
 
 
+@contextlib.contextmanager
+def _missing_kernels(label: str, dtype: str) -> Iterator[None]:
+    """Explain that a framework lacks an operation in a dtype."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise ValueError(
+            f"{label}: expected operations that exist in {dtype}, got: {error}; pass dtypes without it"
+        ) from error
+
+
 def _name(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
@@ -209,7 +221,11 @@ class TorchImplementation:
         # Copies, because a function may change its arguments in place.
         copies = {name: value.clone() for name, value in inputs.items()}
         positional, keyword = self._call.with_arrays(copies)
-        with _default_dtype(dtype), torch.set_grad_enabled(cotangents is not None):
+        with (
+            _default_dtype(dtype),
+            torch.set_grad_enabled(cotangents is not None),
+            _missing_kernels(self.label, dtype),
+        ):
             with _named_errors(self.label, self.function, self._call):
                 found = _selected(named_leaves(function(*positional, **keyword), OUTPUT), self._names)
             _check_outputs(found, self.label)
@@ -421,10 +437,13 @@ def _program(function: Any, dtype: str) -> _JaxProgram:
     if isinstance(function, linen.Module):
         raise ValueError("jax_module: expected a linen module with its variables, (module, variables), got the module")
     if isinstance(function, tuple) and len(function) == 2 and isinstance(function[0], linen.Module):
-        module, variables = function
+        variables = function[1]
+        module = _storing_in(function[0], dtype)
         return _pytree_program(
             lambda values, *args, **kwargs: module.apply(values, *args, **kwargs), variables, "params"
         )
+    if isinstance(function, tuple) and len(function) == 2 and isinstance(function[1], nnx.Module):
+        return _nnx_program(_computing_in(function[1], dtype), function[0])
     if isinstance(function, tuple) and len(function) == 2 and callable(function[0]):
         return _pytree_program(function[0], function[1])
     if not callable(function):
@@ -441,10 +460,13 @@ def _computing_in(module: nnx.Module, dtype: str) -> nnx.Module:
     """Return a copy of a module that computes in a dtype, as PyTorch's Module.to does.
 
     Flax's modules store the dtype in which they compute. It is replaced where it is that of the module's parameters. A
-    narrower dtype is a decision of the module, and stays.
+    narrower dtype is a decision of the module, and stays. The dtype of parameters is also that of a recurrent cell's
+    first state.
     """
     copied = nnx.clone(module)
     for _, node in nnx.iter_graph(copied):
+        if isinstance(node, nnx.Module) and getattr(node, "param_dtype", None) is jnp.float32:
+            setattr(node, "param_dtype", jnp.dtype(DTYPES[dtype]))  # noqa: B010
         computes = getattr(node, "dtype", None) if isinstance(node, nnx.Module) else None
         if computes is None or isinstance(computes, property):
             continue
@@ -454,18 +476,39 @@ def _computing_in(module: nnx.Module, dtype: str) -> nnx.Module:
     return copied
 
 
-def _nnx_program(module: nnx.Module) -> _JaxProgram:
+def _storing_in(module: linen.Module, dtype: str) -> linen.Module:
+    """Return a linen module whose recurrent cells have a first state of a dtype, and with it those in its fields."""
+    values = {field.name: getattr(module, field.name, None) for field in dataclasses.fields(module)}
+    changed: dict[str, Any] = {
+        name: _storing_in(value, dtype)
+        for name, value in values.items()
+        if isinstance(value, linen.Module) and name != "parent"
+    }
+    if values.get("param_dtype") is jnp.float32:
+        changed["param_dtype"] = jnp.dtype(DTYPES[dtype])
+    return module.clone(**changed) if changed else module
+
+
+def _nnx_program(
+    module: nnx.Module, function: Callable = lambda module, *args, **kwargs: module(*args, **kwargs)
+) -> _JaxProgram:
+    """Return a function of a module's variables.
+
+    Args:
+        module: the module.
+        function: receives the module, then the arguments.
+    """
     graph, state = nnx.split(module)
     flat = dict(nnx.to_flat_state(state))
     names = {".".join(map(str, path)): path for path in flat}
     floating = {name: path for name, path in names.items() if jnp.issubdtype(flat[path][...].dtype, jnp.inexact)}
 
     def apply(observe: Observe, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        filled = dict(flat)
+        filled = {path: variable.copy() for path, variable in flat.items()}
         for name, path in floating.items():
             filled[path] = flat[path].replace(values[name])
         merged = nnx.merge(graph, nnx.from_flat_state(filled))
-        return observe(merged, lambda: merged(*args, **kwargs))
+        return observe(merged, lambda: function(merged, *args, **kwargs))
 
     parameters = {name: flat[path][...] for name, path in floating.items()}
     trainable = frozenset(name for name, path in floating.items() if isinstance(flat[path], nnx.Param))

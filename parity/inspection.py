@@ -97,7 +97,7 @@ def longest_reduction(program: core.ClosedJaxpr) -> int:
 def narrowest_in_jaxpr(program: core.ClosedJaxpr) -> Narrowing | None:
     """Return the narrowest place of a jaxpr in float64 where it goes on in a narrower dtype, or None."""
     constants = zip(program.jaxpr.constvars, program.consts, strict=True)
-    exact = {id(v) for v, value in constants if is_floating(np.asarray(value)) and _is_exact(value)}
+    exact = {id(v) for v, value in constants if jnp.issubdtype(value.dtype, jnp.inexact) and _is_exact(value)}
     return min(_narrowings(program.jaxpr, exact), key=lambda found: _WIDTHS[found.dtype], default=None)
 
 

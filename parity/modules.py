@@ -1,6 +1,8 @@
 """Comparison of a module of PyTorch with a module of JAX, at equal parameters."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,8 @@ from parity.suggestions import SuggestedNames, propose_names, retargeted, target
 
 AGREEMENT = 1e-9
 """Relative difference of outputs in float64 below which a mapping of names is right."""
+MAX_UNLIKELY = 8
+"""Largest number of parameters for which unlikely layouts are tried."""
 
 
 def compare_modules(
@@ -106,7 +110,7 @@ def suggest_names(
         for side in (TorchImplementation(torch_module, call), JaxImplementation(jax_module, call))
     )
     found = propose_names(ours, theirs)
-    if inputs is None or not found.ambiguous:
+    if inputs is None or not (found.ambiguous or found.unlikely):
         return found
 
     def disagreement(names: Mapping[str, Any]) -> float:
@@ -118,19 +122,23 @@ def suggest_names(
             return float("inf")
         return max(row.difference.norm for row in report.rows)
 
-    chosen = dict(found.names)
-    best = disagreement(chosen)
-    for name, others in found.ambiguous.items():
-        for other in others:
-            trial = {**chosen, name: other}
-            for key, value in chosen.items():
-                if key != name and target_of(value) == target_of(other):  # the two change places
-                    trial[key] = retargeted(value, target_of(chosen[name]))
-            smaller = disagreement(trial)
-            if smaller < best:
-                chosen, best = trial, smaller
+    def improved(chosen: dict[str, Any], best: float, alternatives: Mapping[str, list[Any]]) -> tuple[dict, float]:
+        for name, others in alternatives.items():
+            for other in others if best >= AGREEMENT else []:
+                trial = {**chosen, name: other}
+                for key, value in chosen.items():
+                    if key != name and target_of(value) == target_of(other):  # the two change places
+                        trial[key] = retargeted(value, target_of(chosen[name]))
+                smaller = disagreement(trial)
+                if smaller < best:
+                    chosen, best = trial, smaller
+        return chosen, best
+
+    likely = dict(found.names)
+    likely, best = improved(likely, disagreement(likely), found.ambiguous)
+    chosen, best = improved(likely, best, dict(itertools.islice(found.unlikely.items(), MAX_UNLIKELY)))
     is_decided = best < AGREEMENT
-    return SuggestedNames(chosen, {} if is_decided else found.ambiguous, found.unmatched_torch, found.unmatched_jax)
+    return replace(found, names=chosen if is_decided else likely, ambiguous={} if is_decided else found.ambiguous)
 
 
 def shapes_of(arrays: Leaves) -> dict[str, tuple[int, ...]]:

@@ -5,6 +5,7 @@ order of this list:
 
     join        axis; the key lists several parameters in braces, "attn.{q,k,v}.weight", which JAX concatenates
     transpose   true for the last two axes, or the order of all axes
+    flip        axes whose order of elements is reversed, as in the kernel of a transposed convolution
     split       axis; "to" lists the names of the equal parts
     reshape     shape of each part
     stack       axis; the key contains "*" and "to" does not: JAX stacks the layers, as for a scan over them
@@ -28,7 +29,7 @@ import numpy as np
 
 from parity.pytrees import Leaves
 
-KEYS = ("to", "join", "transpose", "split", "reshape", "stack")
+KEYS = ("to", "join", "transpose", "flip", "split", "reshape", "stack")
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes by name."""
 
@@ -166,6 +167,7 @@ def _one_layer(arrays: list[np.ndarray], rule: Mapping[str, Any]) -> list[np.nda
     array = np.concatenate(arrays, rule.get("join", 0)) if len(arrays) > 1 else arrays[0]
     if "transpose" in rule and rule["transpose"] is not False:
         array = np.swapaxes(array, -1, -2) if rule["transpose"] is True else np.transpose(array, rule["transpose"])
+    array = np.flip(array, rule["flip"]) if "flip" in rule else array
     targets = 1 if isinstance(rule["to"], str) else len(rule["to"])
     parts = np.split(array, targets, rule.get("split", 0)) if targets > 1 else [array]
     return [part.reshape(rule["reshape"]) for part in parts] if "reshape" in rule else parts

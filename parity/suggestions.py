@@ -2,9 +2,9 @@
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.table import Table
@@ -27,6 +27,8 @@ _SYNONYMS = (
     ("var", "running_var"),
 )
 """Words that frameworks and papers use for one thing."""
+_FUSED = (("q", "k", "v"), ("query", "key", "value"), ("i", "f", "g", "o"), ("r", "z", "n"))
+"""Orders in which PyTorch concatenates the parameters of attention, LSTM and GRU, in the words of flax."""
 _CANONICAL: dict[str, str] = {word: words[0] for words in reversed(_SYNONYMS) for word in words}
 
 
@@ -40,6 +42,8 @@ class SuggestedNames(Mapping):
     """Entries for which others fit nearly as well, the alternatives after the chosen one."""
     unmatched_torch: tuple[str, ...] = ()
     unmatched_jax: tuple[str, ...] = ()
+    unlikely: dict[str, list[Any]] = field(default_factory=dict)
+    """Rules that fit the shapes, but not the usual layouts of layers; only agreement of the outputs chooses them."""
 
     def __getitem__(self, name: str) -> Any:
         return self.names[name]
@@ -84,36 +88,105 @@ def propose_names(ours: Shapes, theirs: Shapes) -> SuggestedNames:
         ours: shapes of PyTorch's parameters, in their order.
         theirs: shapes of JAX's parameters.
     """
-    entries = {**ours, **_stacks(ours, theirs)}
-    sources, targets = list(entries), list(theirs)
+    names = _fused(ours, theirs)
+    single, free = _unmatched(names, ours, theirs)
+    entries = {**single, **_stacks(single, free)}
+    sources, targets = list(entries), list(free)
     scores = np.full((len(sources), len(targets)), -1.0)
-    rules: dict[tuple[int, int], list[Any]] = {}
+    rules: dict[tuple[int, int], _Rules] = {}
     for i, source in enumerate(sources):
         for j, target in enumerate(targets):
             fitting = _rules(source, entries[source], target, theirs[target])
-            if fitting:
+            if fitting.likely:
                 rules[i, j] = fitting
                 place = abs(i / max(1, len(sources)) - j / max(1, len(targets)))
                 scores[i, j] = _similarity(source, target) + 0.2 * (1.0 - place)
-    names: dict[str, Any] = {}
     ambiguous: dict[str, list[Any]] = {}
+    unlikely: dict[str, list[Any]] = {}
     for i, j in zip(*linear_sum_assignment(-scores), strict=True):
         if (i, j) not in rules:
             continue
-        chosen, *others = rules[i, j]
+        chosen, *others = rules[i, j].likely
         names[sources[i]] = chosen
         near = [k for k in range(len(targets)) if k != j and scores[i, k] > scores[i, j] - 0.05 and (i, k) in rules]
-        others += [rule for k in near for rule in rules[i, k]]
+        others += [rule for k in near for rule in rules[i, k].likely]
         if others:
             ambiguous[sources[i]] = others
+        if rules[i, j].unlikely:
+            unlikely[sources[i]] = list(rules[i, j].unlikely)
+    left, missing = _unmatched(names, ours, theirs)
+    return SuggestedNames(names, ambiguous, tuple(left), tuple(missing), unlikely)
+
+
+def _unmatched(names: Mapping[str, Any], ours: Shapes, theirs: Shapes) -> tuple[Shapes, Shapes]:
+    """Return the parameters of both sides that a mapping does not mention."""
     used = {name for entry in names for name in ours if _matches(entry, name)}
-    reached = {target_of(value) for value in names.values()}
-    return SuggestedNames(
-        names,
-        ambiguous,
-        tuple(name for name in ours if name not in used),
-        tuple(name for name in theirs if name not in reached),
+    reached = {name for value in names.values() for name in np.atleast_1d(target_of(value)).tolist()}
+    return (
+        {name: shape for name, shape in ours.items() if name not in used},
+        {name: shape for name, shape in theirs.items() if name not in reached},
     )
+
+
+def _fused(ours: Shapes, theirs: Shapes) -> dict[str, Any]:
+    """Return rules for parameters that are one in PyTorch and several in JAX: q, k and v, or the gates of a cell.
+
+    Args:
+        ours: shapes of PyTorch's parameters.
+        theirs: shapes of JAX's parameters.
+    """
+    groups = _groups(theirs)
+    found: dict[str, Any] = {}
+    for source, shape in ours.items():
+        fitting = []
+        for lead, members in groups:
+            rule = _splitting(shape, theirs[members[0]], len(members))
+            # Kernels of inputs have "ih" in PyTorch and "i" before the gate in flax, recurrent ones "hh" and "h".
+            if rule is not None and (f"{lead}h_l" in source if lead else True):
+                fitting.append((_similarity(source, members[0]), members, rule, lead))
+        if fitting:
+            _, members, rule, lead = max(fitting, key=lambda entry: entry[0])
+            found[source] = {"to": members, **rule}
+            groups.remove((lead, members))
+    return found
+
+
+def _groups(theirs: Shapes) -> list[tuple[str, list[str]]]:
+    """Return names that differ in one word of _FUSED, in its order, with the letter before that word."""
+    found = []
+    for name in theirs:
+        parts = name.split(".")
+        for place, (words, lead) in itertools.product(range(len(parts)), itertools.product(_FUSED, ("", "i", "h"))):
+            if parts[place].rstrip("_") != lead + words[0]:
+                continue
+            forms = [
+                [".".join([*parts[:place], lead + w + end, *parts[place + 1 :]]) for end in ("", "_")] for w in words
+            ]
+            members = [form for alternatives in forms for form in alternatives if form in theirs]
+            if len(members) == len(words) and all(theirs[member] == theirs[name] for member in members):
+                found.append((lead, members))
+    return found
+
+
+def _splitting(shape: tuple[int, ...], part: tuple[int, ...], count: int) -> dict[str, Any] | None:
+    """Return the transforms that split a vector or matrix into parts of a shape, or None."""
+    rows, rest = divmod(shape[0], count) if shape else (0, 1)
+    if rest or len(shape) > 2 or np.prod(part) * count != np.prod(shape):
+        return None
+    if len(shape) == 2 and part[:1] != shape[1:]:
+        return None
+    plain = (*shape[1:], rows)
+    rule: dict[str, Any] = {} if len(shape) == 1 else {"transpose": True, "split": 1}
+    return rule if part == plain else {**rule, "reshape": list(part)}
+
+
+class _Rules(NamedTuple):
+    """The ways in which a parameter fits another."""
+
+    likely: list[Any]
+    """The first is chosen; if there are others, the entry is ambiguous."""
+    unlikely: Sequence[Any] = ()
+    """See SuggestedNames.unlikely."""
 
 
 def _stacks(ours: Shapes, theirs: Shapes) -> dict[str, tuple[int, ...]]:
@@ -128,29 +201,52 @@ def _stacks(ours: Shapes, theirs: Shapes) -> dict[str, tuple[int, ...]]:
     return {n: s for n, s in found.items() if tuple(sorted(s)) in wanted - plain}
 
 
-def _rules(source: str, shape: tuple[int, ...], target: str, wanted: tuple[int, ...]) -> list[Any]:
+def _rules(source: str, shape: tuple[int, ...], target: str, wanted: tuple[int, ...]) -> _Rules:
     """Return the ways in which a parameter fits, the most likely first."""
     stacked = {"stack": 0} if "*" in source else {}
     own, other = (shape[1:], wanted[1:]) if stacked else (shape, wanted)
     if stacked and shape[0] != wanted[0]:
-        return []
+        return _Rules([])
     plain = target if not stacked else {"to": target, **stacked}
+    is_layer = source.rpartition(".")[2] == "weight" and target.rpartition(".")[2] == "kernel"
     if len(own) == len(other) == 2 and own == other[::-1]:
         turned = {"to": target, "transpose": True, **stacked}
-        is_layer = source.rpartition(".")[2] == "weight" and target.rpartition(".")[2] == "kernel"
         if own != other or is_layer:  # linear layers: (out, in) in PyTorch, (in, out) in Flax
-            return [turned]
-        return [plain, turned]
-    if own == other:
-        return [plain]
+            return _Rules([turned])
+        return _Rules([plain, turned])
+    if own == other and not (is_layer and len(own) > 2):
+        return _Rules([plain])
     if len(own) == len(other) and len(own) > 2 and sorted(own) == sorted(other):
         orders = [p for p in itertools.permutations(range(len(own))) if tuple(own[axis] for axis in p) == other]
-        usual = (*range(2, len(own)), 1, 0)  # a convolution: (out, in, *kernel) becomes (*kernel, in, out)
-        orders.sort(key=lambda order: order != usual)
-        return [{"to": target, "transpose": list(order), **stacked} for order in orders]
+        return _convolutions(target, orders, is_layer, stacked)
     if np.prod(own) == np.prod(other) and len(own) != len(other):
-        return [{"to": target, "reshape": list(other), **stacked}]
-    return []
+        turned = {"transpose": True} if is_layer and len(own) == 2 else {}  # a linear layer with several dimensions
+        return _Rules([{"to": target, **turned, "reshape": list(other), **stacked}])
+    return _Rules([])
+
+
+def _convolutions(target: str, orders: list[tuple[int, ...]], is_layer: bool, stacked: dict[str, int]) -> _Rules:
+    """Return the rules of parameters with more than two dimensions.
+
+    Args:
+        target: JAX's name.
+        orders: the orders of axes that fit the shapes.
+        is_layer: True for the weight of a layer of PyTorch and the kernel of one of flax.
+        stacked: transform of stacked layers.
+    """
+    rank = len(orders[0])
+    spatial = tuple(range(2, rank))
+    usual = (*spatial, 1, 0)  # a convolution: (out, in, *kernel) becomes (*kernel, in, out)
+    straight = (*spatial, 0, 1)  # a transposed one: (in, out, *kernel); flax does not flip the kernel, PyTorch does
+    rules = {
+        order: {"to": target, "transpose": list(order)} | ({"flip": list(range(rank - 2))} if order == straight else {})
+        for order in orders
+    }
+    if is_layer and not stacked and not {usual, straight}.isdisjoint(orders):
+        known = [rules[order] for order in (usual, straight) if order in rules]
+        return _Rules(known[:1], known[1:])
+    orders.sort(key=lambda order: order != usual)
+    return _Rules([{"to": target, "transpose": list(order), **stacked} for order in orders])
 
 
 def _similarity(one: str, other: str) -> float:
@@ -175,8 +271,8 @@ def _matches(entry: str, name: str) -> bool:
     return bool(re.fullmatch(re.escape(entry).replace(r"\*", r"[^.]*"), name))
 
 
-def target_of(value: Any) -> str:
-    """Return JAX's name in an entry of a mapping."""
+def target_of(value: Any) -> Any:
+    """Return JAX's name in an entry of a mapping, or the list of names."""
     return value if isinstance(value, str) else value["to"]
 
 

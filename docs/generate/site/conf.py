@@ -20,7 +20,7 @@ html_show_sphinx = False
 
 _TABLES_OF_CONTENTS = {
     "Introduction": ["docs/concepts", "docs/using", "docs/find", "docs/hardware"],
-    "Comparison": ["docs/comparison"],
+    "Comparison": ["docs/comparison", "docs/pairs"],
     "Techniques": [
         "docs/hyper_connections",
         "docs/recompute",
