@@ -3,8 +3,9 @@
 The names load on first use. The ``diptych`` command is in ``parity.cli``.
 """
 
-import importlib
 from typing import Any
+
+from parity.frameworks import import_with_frameworks
 
 _MODULES = {
     "compare_functions": "functions",
@@ -25,4 +26,4 @@ __all__ = [*_MODULES]
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {__all__}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_with_frameworks(f"{__name__}.{_MODULES[name]}", f"{__name__}.{name}"), name)

@@ -218,7 +218,9 @@ class TorchImplementation:
         """See Implementation.run."""
         function, parameters = self._prepared(values, dtype)
         inputs = {name: self._tensor(array, dtype) for name, array in values.inputs.items()}
-        positional, keyword = self._call.with_arrays(inputs)
+        # Copies, because a function may change its arguments in place.
+        copies = {name: value.clone() for name, value in inputs.items()}
+        positional, keyword = self._call.with_arrays(copies)
         with (
             _default_dtype(dtype),
             torch.set_grad_enabled(cotangents is not None),

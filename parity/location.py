@@ -9,25 +9,38 @@ bug.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+import jax
 import numpy as np
-import torch
 from flax import linen, nnx
 from rich.table import Table
 from torch import nn
 
-from parity.functions import OUTPUT_ROW, DifferenceError, Pair, Report
-from parity.implementations import JaxImplementation, TorchImplementation, Values
-from parity.inspection import longest_reduction
+from parity.alignment import (
+    ChannelsFirst,
+    align_modules,
+    channels_last,
+    jax_names,
+    jax_submodule,
+    links_inside,
+    paired_outputs,
+    renamed,
+    shared_inputs,
+    torch_names,
+)
+from parity.array_store import ArrayStore
+from parity.functions import OUTPUT_ROW, PARAMETER_ROW, DifferenceError, Pair, Report
+from parity.implementations import Run, TorchImplementation, Values
+from parity.inspection import Narrowing, longest_reduction, narrowest_in_jaxpr
 from parity.modules import pair_of_modules
-from parity.names import Link, Links
-from parity.pytrees import Leaves, map_arrays, widened
-from parity.recording import Call, Calls, JaxRecord, Point, record_jax, record_torch
-from parity.rounding import DIFFERENT, DRAWS, EPSILON, distance, judge, perturbed
+from parity.names import Links
+from parity.pytrees import Leaves, is_floating, widened
+from parity.recording import JaxRecord, Point, Spreads, nnx_submodules, record_jax, record_torch, torch_spreads
+from parity.rounding import DIFFERENT, DRAWS, EPSILON, judge, perturbed
 from parity.tables import table_text
 
 FORWARD = "forward"
@@ -144,6 +157,8 @@ def locate(
     ignore: Iterable[str] = (),
     static: Mapping[str, Any] | None = None,
     seed: int = 0,
+    precision: str = "float64",
+    memory_limit: int = 2**30,
 ) -> Location:
     """Find the first submodule in which two models differ, in forward or backward.
 
@@ -157,12 +172,14 @@ def locate(
         ignore: as in compare_modules.
         static: as in compare_modules.
         seed: seed of cotangents and perturbations.
+        precision: dtype in whose ulps differences are judged; "float32" if a side computes in float32 on purpose.
+        memory_limit: bytes of recorded arrays that stay in memory; others are in a temporary folder until locate ends.
 
     Returns:
         The submodule, its comparison, and the differences at all points.
 
     Raises:
-        ValueError: as in compare_modules, or the submodules of a side cannot be recorded.
+        ValueError: as in compare_modules, dropout is on, or the submodules of a side cannot be recorded.
     """
     if hasattr(torch_module, "_orig_mod"):
         raise ValueError("torch_module: expected a module that is not compiled, got one; pass module._orig_mod")
@@ -172,17 +189,77 @@ def locate(
             f"jax_module: expected an nnx.Module or (linen module, variables), got {type(jax_module).__name__}; the "
             "parts of a function cannot be recorded: compare them with compare_functions"
         )
-    pair = pair_of_modules(torch_module, jax_module, inputs, names, ignore, static)
-    return _Search(pair, dict(modules or {}), seed).run()
+    _check_dropout(torch_module, jax_module)
+    if precision not in EPSILON:
+        raise ValueError(f"precision: expected one of {', '.join(EPSILON)}, got {precision!r}")
+    found = pair_of_modules(torch_module, jax_module, inputs, names, ignore, static)
+    pair = _JudgedPair(found.torch, found.jax, found.call, found.translate, precision=precision)
+    with ArrayStore(memory_limit) as store:
+        return _Search(pair, dict(modules or {}), seed, store, memory_limit).run()
+
+
+def _check_dropout(torch_module: nn.Module, jax_module: Any) -> None:
+    """Raise a ValueError that names the submodules that drop elements at random."""
+    found = []
+    for path, module in torch_module.named_modules():
+        is_layer = isinstance(module, nn.modules.dropout._DropoutNd)
+        is_inside = isinstance(module, (nn.MultiheadAttention, nn.RNNBase))
+        rate = module.p if is_layer else module.dropout if is_inside else 0.0
+        if module.training and rate > 0.0:
+            found.append(f"{path or type(module).__name__} of PyTorch")
+    submodules = nnx_submodules(jax_module) if isinstance(jax_module, nnx.Module) else {}
+    for path, module in submodules.items():
+        if isinstance(module, nnx.Dropout) and module.rate > 0.0 and not module.deterministic:
+            found.append(f"{path or type(module).__name__} of JAX")
+    if found:
+        raise ValueError(
+            f"dropout: expected it to be off, got it on in {', '.join(found)}; call eval() on both modules, or pass "
+            "the masks as inputs"
+        )
+
+
+@dataclass
+class _JudgedPair(Pair):
+    """Two implementations of which the caller says how precisely they compute."""
+
+    precision: str = "float64"
+    given: Leaves | None = None
+    """Cotangents of the outputs; None: random ones."""
+
+    def cotangents(self, both: tuple[Values, Values], seed: int) -> Leaves:
+        """Return the given cotangents, or those of Pair."""
+        return super().cotangents(both, seed) if self.given is None else self.given
+
+    def _unit(self, dtype: str, narrow: tuple[Narrowing | None, Narrowing | None]) -> str:
+        return super()._unit(dtype, narrow) if self.precision == "float64" else self.precision
+
+    def _runs(self, dtype: str, both: tuple[Values, Values], cotangents: Leaves | None) -> tuple[Run, Run]:
+        """Run both; without cotangents, JAX is not compiled and returns zeros of the right shapes."""
+        if cotangents is not None:
+            return super()._runs(dtype, both, cotangents)
+        with jax.enable_x64(dtype == "float64"):
+            shapes = jax.eval_shape(partial(self.jax.outputs, dtype), *self.jax.split(both[1], dtype))
+        zeros = {name: np.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
+        floating = {name: is_floating(array) for name, array in zeros.items()}
+        arrays = {name: widened(array) for name, array in zeros.items()}
+        return self.torch.run(both[0], dtype, None), Run(arrays, {}, {}, floating)
+
+    def unit_and_length(self, both: tuple[Values, Values]) -> tuple[str, int]:
+        """Return the dtype in whose ulps the whole models are judged, and the length of the longest reduction."""
+        program = self.jax.program(both[1])
+        unit = self._unit("float64", (self._narrowing(both[0]), narrowest_in_jaxpr(program)))
+        return unit, longest_reduction(program)
 
 
 @dataclass
 class _Search:
     """The search in one pair of models."""
 
-    pair: Pair
+    pair: _JudgedPair
     modules: dict[str, str]
     seed: int
+    store: ArrayStore
+    memory_limit: int
     notes: list[str] = field(default_factory=list)
 
     def run(self) -> Location:
@@ -192,17 +269,24 @@ class _Search:
         self.both = pair.values(pair.torch.parameters, inputs)
         self.given = pair.cotangents(self.both, self.seed)
         whole = pair.compare(["float64"], gradients=True, seed=self.seed)
-        self.notes.extend(whole.notes)
-        self.length = longest_reduction(pair.jax.program(self.both[1]))
-        self.torch_calls = record_torch(pair.torch, self.both[0], self.given)
-        self.record: JaxRecord = record_jax(pair.jax, self.both[1], self.given)
-        if self.record.hidden:
-            hidden = ", ".join(sorted(self.record.hidden))
-            self.notes.append(f"Not recorded, because they run inside another transformation: {hidden}.")
+        advice = r"compare with dtypes=\['(\w+)'\]", r"pass precision='\1'"
+        self.wrong = {row.name for row in whole.different if row.kind == PARAMETER_ROW}
+        self.notes.extend(re.sub(*advice, note) for note in whole.notes)
+        self.unit, self.length = pair.unit_and_length(self.both)
+        self.torch_calls = record_torch(pair.torch, self.both[0], self.given, self.store)
+        most = max(1, self.memory_limit)
+        self.record: JaxRecord = record_jax(pair.jax, self.both[1], self.given, self.store, most)
         links = pair.translate
         assert isinstance(links, Links), "the parameters of modules are linked"
-        self.paths = align_modules(self.torch_calls, self.record.calls, links, self.modules)
+        assert isinstance(pair.torch.function, nn.Module), "only modules are searched"
+        jax_paths = list(dict.fromkeys(point.path for point in self.record.calls))
+        self.names = torch_names(pair.torch.function), jax_names(pair.jax.function, jax_paths)
+        self.paths = align_modules(self.torch_calls, self.record.calls, links, self.modules, self.names)
+        self._note_unrecorded()
         spreads = self._spreads()
+        pair.torch.run(
+            self.both[0], "float64", None
+        )  # sets the parameters of the copy, whose submodules then run alone
         self.points = {
             point: self._difference(point, spreads)
             for point in self.torch_calls
@@ -220,30 +304,49 @@ class _Search:
             point, direction, local, between, tuple(self.points.values()), whole, tuple(dict.fromkeys(self.notes))
         )
 
-    def _spreads(self) -> list[Calls]:
-        """Return recordings of PyTorch with perturbed inputs and parameters."""
+    def _note_unrecorded(self) -> None:
+        """Note the submodules with parameters of their own that were not recorded."""
+        modules = dict(self.pair.torch.module("float64").named_modules())
+        found = {path for path, module in modules.items() if path and any(True for _ in module.parameters(False))}
+        found = {path for path in found if not isinstance(modules[path], (nn.ParameterList, nn.ParameterDict))}
+        missing = [f"{path} of PyTorch" for path in modules if path in found - {p.path for p in self.torch_calls}]
+        hidden = set(self.record.hidden)
+        if isinstance(self.pair.jax.function, nnx.Module):
+            nodes = nnx_submodules(self.pair.jax.function)
+            held = {path for path, node in nodes.items() if path and callable(node) and _has_variables(node)}
+            hidden |= held - {point.path for point in self.record.calls}
+        missing += [f"{path} of JAX" for path in sorted(hidden)]
+        if missing:
+            self.notes.append(
+                f"Not recorded: {', '.join(missing)}. They are not called, or through another method than forward or "
+                "__call__, or inside a transformation (jit, scan, remat)."
+            )
+
+    def _spreads(self) -> list[Spreads]:
+        """Return changes of PyTorch's recording under perturbed inputs and parameters."""
         found = []
         for draw in range(DRAWS - 1):
             rng = np.random.default_rng([self.seed, draw])
-            moved = Values(*(perturbed(group, EPSILON["float64"], rng) for group in self.both[0]))
-            found.append(record_torch(self.pair.torch, moved, perturbed(self.given, EPSILON["float64"], rng)))
+            moved = Values(*(perturbed(group, EPSILON[self.unit], rng) for group in self.both[0]))
+            given = perturbed(self.given, EPSILON[self.unit], rng)
+            found.append(torch_spreads(self.pair.torch, moved, given, self.torch_calls))
         return found
 
-    def _difference(self, point: Point, spreads: Sequence[Calls]) -> PointDifference:
+    def _difference(self, point: Point, spreads: Sequence[Spreads]) -> PointDifference:
         """Return the inherited difference at a point."""
         ours = self.torch_calls[point]
         theirs = self.record.calls[Point(self.paths[point.path], point.number)]
         found = []
         for kind in ("outputs", "cotangents"):
-            first, second = getattr(ours, kind), _renamed(getattr(theirs, kind), getattr(ours, kind))
+            first, second = getattr(ours, kind), renamed(getattr(theirs, kind), getattr(ours, kind))
             worst, differs = 0.0, not first.keys() <= second.keys()
             for name in first.keys() & second.keys():
-                if first[name].shape != second[name].shape:
+                expected = channels_last(first[name], second[name])
+                if expected.shape != second[name].shape:
                     differs = True
                     continue
-                moved = [getattr(calls[point], kind) for calls in spreads if point in calls]
-                spread = max((distance(m[name], first[name]) for m in moved if name in m), default=0.0)
-                result = judge(first[name], second[name], spread, "float64", self.length)
+                spread = max(changes.get((point, kind, name), 0.0) for changes in spreads)
+                result = judge(expected, second[name], spread, self.unit, self.length)
                 worst = max(worst, result.norm)
                 differs = differs or result.verdict == DIFFERENT
             found += [worst, differs]
@@ -263,7 +366,7 @@ class _Search:
         return point, self._between(order, direction) if children else None
 
     def _suspects(self, point: Point, order: Sequence[Point], direction: str) -> list[Point]:
-        """Return the submodules that may differ by themselves, the first one first."""
+        """Return the submodules that may differ by themselves, the most likely first."""
         if direction == FORWARD:
             return [child for child in order if self.points[child].forward_differs]
         # Going backward, what differs has an equal cotangent of its output, and comes before any unequal one.
@@ -272,7 +375,9 @@ class _Search:
             if self.points[child].backward_differs:
                 break
             found.append(child)
-        return found + [child for child in order if child not in found]
+        held = {child: set(self.names[1].get(self.paths[child.path], {}).values()) for child in found}
+        holding = [child for child in found if self.wrong & held[child]]
+        return list(dict.fromkeys([*holding, *found[::-1], *order]))
 
     def _between(self, order: Sequence[Point], direction: str) -> tuple[str, str]:
         """Return the last point that agrees and the first that does not."""
@@ -287,9 +392,14 @@ class _Search:
 
     def _children(self, point: Point) -> list[Point]:
         """Return the aligned calls directly inside a point, in forward order."""
-        prefix = f"{point.path}." if point.path else ""
-        inside = [p for p in self.points if p.path != point.path and p.path.startswith(prefix)]
-        return [p for p in inside if not any(o.path != p.path and p.path.startswith(f"{o.path}.") for o in inside)]
+        return [child for child in self.points if child != point and self._aligned_parent(child) == point]
+
+    def _aligned_parent(self, point: Point) -> Point | None:
+        """Return the innermost aligned call around a point."""
+        parent = self.torch_calls[point].parent
+        while parent is not None and parent not in self.points:
+            parent = self.torch_calls[parent].parent
+        return parent
 
     def _local(self, point: Point) -> Report | None:
         """Compare a submodule alone, on PyTorch's inputs and cotangents; None if that is not possible."""
@@ -304,184 +414,21 @@ class _Search:
     def _compare_alone(self, point: Point) -> Report:
         jax_path = self.paths[point.path]
         ours, theirs = self.torch_calls[point], self.record.calls[Point(jax_path, point.number)]
-        mapping = _paired_inputs(ours, theirs)
-        shared = {name: ours.inputs[name] for name in mapping.values()}
-        outputs = _paired_outputs(ours, theirs)
-        first = RecordedInputs(ours, {name: name for name in shared}, shared, torch.from_numpy)
-        second = RecordedInputs(theirs, mapping, shared, jnp.asarray)
-        self.pair.torch.run(self.both[0], "float64", None)  # sets the parameters of the copy
+        outputs, moved = paired_outputs(ours, theirs)
+        first, second = shared_inputs(ours, theirs, bool(moved))
         submodule = self.pair.torch.module("float64").get_submodule(point.path)
         torch_side = TorchImplementation(submodule, first, outputs={name: name for name in outputs.values()})
-        jax_side = JaxImplementation(self._jax_submodule(jax_path), second, outputs=outputs)
-        links = _inside(self.pair.translate, point.path, jax_path)
-        pair = Pair(torch_side, jax_side, first, links)
-        return pair.compare(["float64"], gradients=True, seed=self.seed, title=str(point), cotangents=ours.cotangents)
-
-    def _jax_submodule(self, path: str) -> Any:
-        model: Any = self.pair.jax.function
-        if isinstance(model, nnx.Module):
-            found: Any = model
-            for part in filter(None, path.split(".")):
-                found = found[int(part)] if part.isdigit() else getattr(found, part)
-            return found
-        variables = {}
-        for collection, tree in model[1].items():
-            for part in filter(None, path.split(".")):
-                tree = tree.get(part, {}) if isinstance(tree, Mapping) else {}
-            variables[collection] = tree
-        return self.record.modules[path], variables
+        model = self.pair.jax.function
+        jax_side = ChannelsFirst(jax_submodule(model, jax_path, self.record.modules), second, outputs, moved)
+        own, other = self.names[0][point.path], self.names[1][jax_path]
+        values = self.both[1].parameters
+        jax_side.parameters |= {name: values[whole] for name, whole in other.items() if whole in values}
+        links = self.pair.translate
+        assert isinstance(links, Links), "the parameters of modules are linked"
+        inside = links_inside(links, own, other)
+        pair = _JudgedPair(torch_side, jax_side, first, inside, precision=self.pair.precision, given=ours.cotangents)
+        return pair.compare(["float64"], gradients=True, seed=self.seed, title=str(point))
 
 
-@dataclass(frozen=True)
-class RecordedInputs:
-    """The inputs of a recorded call, some of which both sides share."""
-
-    call: Call
-    names: Mapping[str, str]
-    """Names of the call's shared arrays, and the names under which they are shared."""
-    arrays: Leaves
-    """The shared arrays by name."""
-    convert: Callable[[np.ndarray], Any]
-    """Create an array of the framework."""
-
-    def with_arrays(self, arrays: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Return the arguments with other shared arrays; all others are those of the recorded call."""
-
-        def replaced(name: str, _: Any) -> Any:
-            return arrays[self.names[name]] if name in self.names else self.convert(self.call.inputs[name])
-
-        trees = {**{str(place): tree for place, tree in enumerate(self.call.args)}, **self.call.kwargs}
-        filled = map_arrays(trees, replaced, "input")
-        return tuple(filled[str(p)] for p in range(len(self.call.args))), {n: filled[n] for n in self.call.kwargs}
-
-
-def _paired_inputs(ours: Call, theirs: Call) -> dict[str, str]:
-    """Return which of JAX's inputs are which of PyTorch's: those of equal keyword, then by position and shape.
-
-    Raises:
-        ValueError: a floating input of either side has no counterpart.
-    """
-    found = {n: n for n in theirs.inputs if not n[0].isdigit() and _fit(ours.inputs.get(n), theirs.inputs[n])}
-    left = [name for name in ours.inputs if name not in found.values()]
-    for name, array in theirs.inputs.items():
-        match = next((other for other in left if _fit(ours.inputs[other], array)), None)
-        if name not in found and match is not None:
-            found[name] = match
-            left.remove(match)
-    for side, names in (("JAX", theirs.inputs.keys() - found.keys()), ("PyTorch", set(left))):
-        arrays = theirs.inputs if side == "JAX" else ours.inputs
-        floating = [f"{name} {arrays[name].shape}" for name in sorted(names) if arrays[name].dtype.kind in "fc"]
-        if floating:
-            raise ValueError(f"expected inputs of equal shapes, got no counterpart for {', '.join(floating)} of {side}")
-    return found
-
-
-def _fit(one: np.ndarray | None, other: np.ndarray) -> bool:
-    if one is None or one.shape != other.shape:
-        return False
-    kinds = one.dtype.kind, other.dtype.kind
-    return kinds[0] == kinds[1] or set(kinds) <= set("iu")
-
-
-def _paired_outputs(ours: Call, theirs: Call) -> dict[str, str]:
-    """Return JAX's names of outputs and those of PyTorch.
-
-    Raises:
-        ValueError: the outputs have other shapes.
-    """
-    renamed = _renamed({name: name for name in theirs.outputs}, ours.outputs)
-    shapes = {
-        n: (theirs.outputs[renamed[n]].shape if n in renamed else None, ours.outputs[n].shape) for n in ours.outputs
-    }
-    for name, (got, expected) in shapes.items():
-        if got != expected:
-            raise ValueError(f"output {name!r}: expected the shape {expected} of PyTorch, got {got} in JAX")
-    return {renamed[name]: name for name in ours.outputs}
-
-
-def _renamed(values: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values under other names, in their order, if the names differ but their number does not."""
-    if values.keys() == names.keys() or len(values) != len(names):
-        return dict(values)
-    return dict(zip(names, values.values(), strict=True))
-
-
-def _inside(links: Any, torch_path: str, jax_path: str) -> Links:
-    """Return the links between parameters of two submodules, with names relative to those."""
-    ours, theirs = (f"{path}." if path else "" for path in (torch_path, jax_path))
-    return Links(
-        tuple(
-            Link(
-                tuple(name.removeprefix(ours) for name in link.torch_names),
-                tuple(name.removeprefix(theirs) for name in link.jax_names),
-                link.convert,
-            )
-            for link in links.links
-            if all(n.startswith(ours) for n in link.torch_names) and all(n.startswith(theirs) for n in link.jax_names)
-        )
-    )
-
-
-def align_modules(ours: Calls, theirs: Calls, links: Links, given: Mapping[str, str]) -> dict[str, str]:
-    """Return which submodules of PyTorch and JAX belong together.
-
-    Submodules belong together if they hold linked parameters and no others; those without parameters, if they have
-    equal names inside submodules that belong together.
-
-    Args:
-        ours: calls of PyTorch's submodules.
-        theirs: calls of JAX's submodules.
-        links: linked parameters.
-        given: pairs from the caller, which come first.
-    """
-    paths = [list(dict.fromkeys(point.path for point in calls)) for calls in (ours, theirs)]
-    found = {"": ""}
-    for path in paths[0]:
-        for pattern, target in given.items():
-            if _star_match(pattern, path) is not None:
-                found[path] = _star_fill(target, _star_match(pattern, path) or ())
-    held = [_parameters_by_module(paths[side], links, side) for side in (0, 1)]
-    by_parameters: dict[frozenset, list[str]] = {}
-    for path in paths[1]:
-        if held[1][path]:
-            by_parameters.setdefault(held[1][path], []).append(path)
-    groups: dict[frozenset, list[str]] = {}
-    for path in paths[0]:
-        if held[0][path]:
-            groups.setdefault(held[0][path], []).append(path)
-    for parameters, members in groups.items():
-        others = by_parameters.get(parameters, [])
-        for mine, other in zip(sorted(members, key=len), sorted(others, key=len), strict=False):
-            found.setdefault(mine, other)
-    for path in paths[0]:
-        parent, _, name = path.rpartition(".")
-        if path not in found and parent in found:
-            candidate = f"{found[parent]}.{name}" if found[parent] else name
-            if candidate in paths[1]:
-                found[path] = candidate
-    return found
-
-
-def _parameters_by_module(paths: Sequence[str], links: Links, side: int) -> dict[str, frozenset]:
-    """Return the numbers of the links whose parameters a submodule holds; empty if it holds only a part of one."""
-    found = {}
-    for path in paths:
-        prefix = f"{path}." if path else ""
-        inside = set()
-        for number, link in enumerate(links.links):
-            names = link.torch_names if side == 0 else link.jax_names
-            if all(name.startswith(prefix) for name in names):
-                inside.add(number)
-        found[path] = frozenset(inside)
-    return found
-
-
-def _star_match(pattern: str, path: str) -> tuple[str, ...] | None:
-    match = re.fullmatch(re.escape(pattern).replace(r"\*", r"([^.]*)"), path)
-    return None if match is None else match.groups()
-
-
-def _star_fill(pattern: str, texts: tuple[str, ...]) -> str:
-    for text in texts:
-        pattern = pattern.replace("*", text, 1)
-    return pattern
+def _has_variables(node: nnx.Module) -> bool:
+    return any(isinstance(value, nnx.Variable) for value in vars(node).values())

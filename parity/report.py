@@ -155,7 +155,7 @@ def print_summary(console: Console, comparison: Comparison, most: int = 8) -> No
 
 def _describe_memory(memory: MeasuredMemory) -> str:
     return (
-        f"memory in PyTorch, predicted and measured, MiB: kept for backward {memory.predicted_saved / MIB:.1f} and "
+        f"memory in PyTorch, predicted and measured, MiB: saved for backward {memory.predicted_saved / MIB:.1f} and "
         f"{memory.saved / MIB:.1f}, peak {memory.predicted_peak / MIB:.1f} and {memory.peak / MIB:.1f}"
     )
 

@@ -1,6 +1,7 @@
 """Test the wheel: its packages, each extra alone, and other packages with similar names beside it."""
 
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -13,11 +14,16 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.docs.test_readme import CONNECTIONS
+from tests.docs.test_readme import README as README_TEXT
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"diptych", "diptych_kernels", "reference_torch", "jax_impl", "parity"}
 FRAMEWORKS = {"torch": ("torch", "jax"), "jax": ("jax", "torch")}
 """Backend of each extra, and the backend whose framework is missing there."""
-TRAIN = "train --backend {} --hidden-size 16 --num-layers 1 --seq-length 8 --train-iters 2 --eval-iters 1"
+README_EXAMPLES = re.findall(r"```python\n(.*?)```", README_TEXT, re.DOTALL)
+SMALL = "--hidden-size 16 --num-layers 1 --seq-length 8 --train-iters 2 --eval-iters 1"
+TRAIN = f"train --backend {{}} {SMALL}"
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -117,24 +123,53 @@ def run(python: Path, arguments: list[str], folder: Path) -> subprocess.Complete
     )
 
 
+EXAMPLES = {
+    "torch": [example for example in README_EXAMPLES if "CheckpointWithoutOutput" in example] + CONNECTIONS[:1],
+    "jax": CONNECTIONS[1:],
+    "all": [example for example in README_EXAMPLES if "compare_functions" in example],
+}
+"""Programs of the README and of the page it links to that run with each extra."""
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("extra", FRAMEWORKS)
 def test_an_extra_is_enough_for_its_backend(extra, wheel, tmp_path):
-    """A small run and a plan work; what needs the other framework says so in one line."""
+    """A small run, every command of one backend, and the examples work; others name the missing framework in a line."""
     backend, missing = FRAMEWORKS[extra]
     distributions = installed_closure(wheel, extra)
     assert missing not in distributions
     python = environment(tmp_path / "env", wheel, distributions)
-    trained = run(python, ["-m", "parity.cli", *TRAIN.format(backend).split()], tmp_path)
-    assert trained.returncode == 0, trained.stderr
-    assert "validation loss" in trained.stdout
-    planned = run(python, ["-m", "parity.cli", "plan", "--num-layers", "4"], tmp_path)
-    assert planned.returncode == 0, planned.stderr
-    for command in (TRAIN.format(missing), "compare --train-iters 1"):
+    for command in (
+        f"{TRAIN.format(backend)} --save run",
+        "plan --num-layers 4",
+        f"sample run --backend {backend} --length 2",
+        "info run",
+        "curves run --output curves.png",
+    ):
+        done = run(python, ["-m", "parity.cli", *command.split()], tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "validation loss" in done.stdout or not command.startswith("train")
+    assert EXAMPLES[extra]
+    for example in EXAMPLES[extra]:
+        done = run(python, ["-c", example], tmp_path)
+        assert done.returncode == 0, done.stderr
+    for command in (TRAIN.format(missing), f"sample run --backend {missing}", "compare", "locate a.py:f b.py:g"):
         refused = run(python, ["-m", "parity.cli", *command.split()], tmp_path)
         assert refused.returncode == 2, refused.stderr
         assert f"expected an installed framework for {missing!r}" in refused.stderr
         assert refused.stderr.strip().count("\n") == 0
+    refused = run(python, ["-c", "from parity import compare_functions"], tmp_path)
+    assert f"expected an installed framework for {missing!r}" in refused.stderr.splitlines()[-1]
+
+
+@pytest.mark.timeout(600)
+def test_the_extra_for_both_runs_a_small_demo_and_the_example(wheel, tmp_path):
+    python = environment(tmp_path / "env", wheel, installed_closure(wheel, "all"))
+    compared = run(python, ["-m", "parity.cli", "compare", *SMALL.split()], tmp_path)
+    assert compared.returncode == 0, compared.stderr
+    assert "equal within tolerance" in compared.stdout
+    (example,) = EXAMPLES["all"]
+    assert "expected a relative difference of at most" in run(python, ["-c", example], tmp_path).stdout
 
 
 BESIDE = """

@@ -20,7 +20,7 @@ from reference_torch.recompute import MHCBlockRecomputeManager, measure_memory
 
 
 def block_of_hyper_connections() -> Iterator[str]:
-    """Yield 000: eight hyper-connections in a block, with and without the step that writes to the streams."""
+    """000: eight hyper-connections in a block, with and without the step that writes to the streams."""
     config = TransformerConfig(hidden_size=64, num_layers=8, num_attention_heads=1, enable_hyper_connections=True)
     modules = [HyperConnectionModule(config, number) for number in range(8)]
     x = torch.randn(1, 256, 4, 64, requires_grad=True)

@@ -169,9 +169,9 @@ def _check(arguments: Arguments, initial: Array | None, cu_seqlens: Any, options
     checked = arguments._asdict() | {"initial_state": initial, "cu_seqlens": cu_seqlens}
     infos = {name: _info(name, x) for name, x in checked.items()}
     check_arguments(options, infos)
-    offsets = infos["cu_seqlens"]
-    if offsets is not None and not isinstance(cu_seqlens, Tracer):
-        check_arguments(options, infos | {"cu_seqlens": offsets._replace(values=np.asarray(cu_seqlens))})
+    info = infos["cu_seqlens"]
+    if info is not None and not isinstance(cu_seqlens, Tracer):
+        check_arguments(options, infos | {"cu_seqlens": info._replace(values=np.asarray(cu_seqlens))})
 
 
 def _info(name: str, x: Array | np.ndarray | None) -> ArrayInfo | None:

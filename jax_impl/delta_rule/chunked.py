@@ -38,6 +38,11 @@ class Arguments(NamedTuple):
     A_log: Array | None
     dt_bias: Array | None
 
+    def split(self) -> tuple[tuple[Array, ...], tuple[Array | None, ...]]:
+        """Return the arguments with one value per token, and the parameters of the gate."""
+        *tokens, A_log, dt_bias = self
+        return tuple(tokens), (A_log, dt_bias)
+
 
 class Layout(NamedTuple):
     """The static part of a call.
@@ -74,16 +79,16 @@ def chunked(
     key = arguments.q.shape[-1]
     width += num_transition_columns
     sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
-    offsets = np.array([0, length]) if cu_seqlens is None else cu_seqlens
-    is_traced = isinstance(offsets, Tracer)
+    cu_seqlens = np.array([0, length]) if cu_seqlens is None else cu_seqlens
+    is_traced = isinstance(cu_seqlens, Tracer)
     size = options.chunk_size
     step = max(1, SEGMENT_SIZE // options.chunk_size)
-    chunks = most_chunks(length, sequences, size) if is_traced else int(np.sum(-(-np.diff(offsets) // size)))
+    chunks = most_chunks(length, sequences, size) if is_traced else int(np.sum(-(-np.diff(cu_seqlens) // size)))
     segments = -(-chunks // step) if recompute else 1
     chunks = segments * -(-chunks // segments)
     if not is_traced:
-        offsets = np.asarray(offsets)
-    chunking = cut_into_chunks(offsets, length, size, chunks, jnp if is_traced else np)
+        cu_seqlens = np.asarray(cu_seqlens)
+    chunking = cut_into_chunks(cu_seqlens, length, size, chunks, jnp if is_traced else np)
     layout = Layout(
         options, segments, not is_traced and bool(np.all(chunking.filled)), num_transition_columns, sequences
     )
@@ -110,7 +115,8 @@ def _split(layout: Layout, x: Array, chunking: Chunking) -> Array:
 
 def _split_all(layout: Layout, arguments: Arguments, chunking: Chunking) -> list[Array]:
     """Split q, k, v, g and beta into segments; see _split."""
-    return [_split(layout, x, chunking) for x in arguments[:5]]
+    tokens, _ = arguments.split()
+    return [_split(layout, x, chunking) for x in tokens]
 
 
 def _join(layout: Layout, x: Array, chunking: Chunking, batch: int) -> Array:
@@ -215,20 +221,22 @@ def _replayed_backward(layout: Layout, residuals: Any, gradients: tuple[Array, A
         d_output = _to_chunks(d_output, layout.options.chunk_size)
         d_terms, d_states = scan_chunks_backward(terms, sequences, scanned, d_output, d_finals, d_states)
         (d_arguments,) = pull_back(d_terms)
-        return (d_states, jax.tree.map(jnp.add, d_gate, d_arguments[5:])), d_arguments[:5]
+        d_tokens, d_gate_of_segment = d_arguments.split()
+        return (d_states, jax.tree.map(jnp.add, d_gate, d_gate_of_segment)), d_tokens
 
     tokens, join = jax.vjp(lambda x: _split_all(layout, x, chunking), arguments)
     first = _initial_states(layout.sequences, None, _state_shape(layout, arguments), arguments).current
     segment_starts = jnp.concatenate([first[None], segment_starts])
     inputs = (tokens, _split(layout, d_output, chunking), segment_starts, *_by_segment(layout, chunking))
-    gate = arguments[5:]  # its gradients are sums over all tokens, in at least float32
+    _, gate = arguments.split()  # its gradients are sums over all tokens, in at least float32
     zeros = [None if x is None else jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in gate]
     *zeros, _ = match_varying_axes((*zeros, arguments.q))
     carry = States(first, d_finals), tuple(zeros)
     (d_states, d_gate), d_tokens = _scan(layout, segment, carry, inputs, reverse=True)
     (d_arguments,) = join(list(d_tokens))
-    d_gate = [None if d is None else d.astype(x.dtype) for x, d in zip(gate, d_gate, strict=True)]
-    return Arguments(*d_arguments[:5], *d_gate), None if initial is None else d_states.finals, None
+    d_A_log, d_dt_bias = (None if d is None else d.astype(x.dtype) for x, d in zip(gate, d_gate, strict=True))
+    d_arguments = d_arguments._replace(A_log=d_A_log, dt_bias=d_dt_bias)
+    return d_arguments, None if initial is None else d_states.finals, None
 
 
 _replayed.defvjp(_replayed_forward, _replayed_backward)

@@ -15,7 +15,7 @@ def recurrent(
     g: Float[Array, "b t h g"],
     beta: Float[Array, "b t h 1"],
     initial: Float[Array, "n h k v"] | None,
-    offsets: Integer[Array, " n1"] | None,
+    cu_seqlens: Integer[Array, " n1"] | None,
 ) -> tuple[Float[Array, "b t h v"], Float[Array, "n h k v"]]:
     """Return outputs and final states.
 
@@ -26,20 +26,20 @@ def recurrent(
         g: log decay, natural log, per channel or per head. [B, T, H, K or 1]
         beta: fraction of the error that is corrected. [B, T, H, 1]
         initial: states before the sequences; None: zeros. [N, H, K, V]
-        offsets: offsets of packed sequences, and the end; None: each row of the batch is a sequence.
+        cu_seqlens: offsets of packed sequences, and the end; None: each row of the batch is a sequence.
 
     Returns:
         Outputs [B, T, H, V] and final states [N, H, K, V].
     """
     batch, length, heads, key = k.shape
     width = v.shape[-1]
-    sequences = batch if offsets is None else len(offsets) - 1
+    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
     before = jnp.zeros((sequences, heads, key, width), q.dtype) if initial is None else initial
     before, q, k, v, g, beta = match_varying_axes((before, q, k, v, g, beta))
     tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta))
     rows = jnp.arange(batch)[None].repeat(length, 0)  # index of the state that each token changes
-    if offsets is not None:
-        rows = jnp.searchsorted(offsets, jnp.arange(length), side="right")[:, None] - 1
+    if cu_seqlens is not None:
+        rows = jnp.searchsorted(cu_seqlens, jnp.arange(length), side="right")[:, None] - 1
 
     def run_token(states: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
         q, k, v, g, beta, row = token

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ from parity.cli.launch import (
 from parity.cli.output import standard_output
 from parity.cli.processes import start_processes
 from parity.cli.run import SavePlan, run_training
+from parity.frameworks import import_with_frameworks
 
 USER_ERROR = 2
 FAILURE = 1
@@ -114,12 +116,7 @@ def _load_backend(backend: str, params_dtype: str, num_threads: int = 1, ranks: 
     Raises:
         ModuleNotFoundError: the backend's framework is not installed.
     """
-    try:
-        module = importlib.import_module(f"{PACKAGES[backend]}.train")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"backend: expected an installed framework for {backend!r}, but {error.name!r} is missing; install it"
-        ) from None
+    module = import_with_frameworks(f"{PACKAGES[backend]}.train", "backend")
     if backend == "torch":
         import torch
 
@@ -214,18 +211,22 @@ def _plan(command: Plan, console: Console) -> int:
     for output in (command.picture, command.html, command.write_schedule, command.generate_schedule):
         if output is not None:
             _check_output(output.parent, (output.name,))
+    name_settings = partial(in_flags, command="plan")
     if command.ranks is not None:
-        print_search(console, command)
+        print_search(console, command, name_settings)
         return 0
     model = command.model
     shape = (command.micro_batch_size, command.num_microbatches)
-    page = PageRequest(model, *shape, command.data_parallel_size, command.machine) if command.html else None
+    page = (
+        PageRequest(model, *shape, command.data_parallel_size, command.machine, name_settings) if command.html else None
+    )
     check_shared(command.micro_batch_size, model.seq_length, model.context_parallel_size)
     console.print(describe_mesh(model, command.data_parallel_size), highlight=False)
     if command.generate_schedule is not None:
-        model = print_generated(console, command, command.generate_schedule)
+        model = print_generated(console, command, command.generate_schedule, name_settings)
     elif model.pipeline_model_parallel_size > 1:
-        print_schedule(console, model, *shape, picture=command.picture, roofline=StageTimes(command.machine))
+        roofline = StageTimes(command.machine)
+        print_schedule(console, model, *shape, picture=command.picture, roofline=roofline, name_settings=name_settings)
         if command.write_schedule is not None:
             command.write_schedule.write_text(schedule_to_csv(schedule_for(model, command.num_microbatches)))
             print_written(console, command.write_schedule)
@@ -284,9 +285,7 @@ def _curves(command: Curves, console: Console) -> int:
 
 def _locate(command: Locate, console: Console) -> int:
     """Run ``diptych locate`` and return the exit code."""
-    from parity.cli.locate import run_locate
-
-    location = run_locate(command)
+    location = import_with_frameworks("parity.cli.locate", "locate").run_locate(command)
     console.print(str(location).rpartition("\n")[0], markup=False, highlight=False, soft_wrap=True)
     for name in ("location.json", "location.html", "location.png"):
         print_written(console, command.output_dir / name)

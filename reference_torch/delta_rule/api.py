@@ -212,10 +212,10 @@ def _recurrent(
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments and run the recurrence token by token."""
-    offsets = _check(arguments, initial, cu_seqlens, options)
+    cu_seqlens_cpu = _check(arguments, initial, cu_seqlens, options)
     with without_autocast(arguments.q.device.type):  # the arguments determine the types
         inputs = recurrence_inputs(*arguments, options)
-        o, finals = recurrent(*inputs, initial, None if offsets is None else offsets.tolist())
+        o, finals = recurrent(*inputs, initial, None if cu_seqlens_cpu is None else cu_seqlens_cpu.tolist())
     return o.to(arguments.v.dtype), finals if output_final_state else None
 
 
@@ -248,16 +248,16 @@ def _chunked_eagerly(
     q = arguments.q
     if context is not None:
         check_part(context, tuple(getattr(q, "shape", ())), _offsets_to_compare(context, cu_seqlens))
-    offsets = _check(arguments, initial, cu_seqlens if context is None else context.cu_seqlens_cpu, options)
+    cu_seqlens_cpu = _check(arguments, initial, cu_seqlens if context is None else context.cu_seqlens_cpu, options)
     options = options.for_length(q.shape[1])
     impl = implementation_for(impl, context)
     kernels = kernel_backend(impl, q)
 
     def run(initial: Tensor | None, context: FLACPContext | None = None) -> tuple[Tensor, Tensor]:
         if kernels is not None:
-            return chunked_by_kernels(kernels, arguments, initial, options, offsets, recompute, context)
+            return chunked_by_kernels(kernels, arguments, initial, options, cu_seqlens_cpu, recompute, context)
         if context is None:
-            o, _, finals = chunked(arguments, initial, options, offsets, recompute)
+            o, _, finals = chunked(arguments, initial, options, cu_seqlens_cpu, recompute)
             return o, finals
         return _over_ranks(arguments, initial, options, recompute, context)
 

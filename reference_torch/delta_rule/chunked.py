@@ -4,10 +4,10 @@ Forward saves the arguments and one state per segment (diptych.plans.model.delta
 last segment to the first, replays the chunks and states of each, and uses autograd for the part that does not depend on
 states. So the memory in addition to the arguments is that of one segment, for every sequence length.
 
-Transition columns: the final state of a sequence is a linear function of its initial state S, M S + H, and its outputs
-are O + R S. Context parallelism needs M, H, O and R of a part before S is known. ``num_transition_columns`` = K appends
-K columns to the values, which are 0, and to the initial state, where they are the identity and the others 0. One scan
-then computes H and O in the first V columns, and M and R in the transition columns.
+Transition columns: the final state of a sequence is a linear function of its initial state S, namely M S + H, and its
+outputs are O + R S. Context parallelism needs M, H, O and R of a part before S is known. The scan treats each column
+of the state by itself. So one scan of the state [0 | identity], with V + K columns, and of values with K further
+columns of zeros computes H and O in the first V columns, and M and R in the last K = ``num_transition_columns``.
 """
 
 from collections.abc import Sequence
@@ -107,13 +107,17 @@ class Layout(NamedTuple):
     states_shape: tuple[int, int, int, int]
     """Shape of the final states: sequences, B * HV, K, and V with the transition columns."""
 
-    def initial_states(self, initial: Tensor | None, like: Tensor) -> dict[int, Tensor]:
-        """Return the states [B * HV, K, V] by number of the sequence; further sequences begin with zeros.
+    def split_states(self, stacked: Tensor | None, like: Tensor) -> dict[int, Tensor]:
+        """Return initial or final states, or their gradients, by number of the sequence.
 
         Only the state of the first sequence has transition columns.
+
+        Args:
+            stacked: states of the first sequences, [sequences, B * HV, K, V]; those of further ones are zeros.
+            like: tensor whose device and precision zeros have, and at least float32.
         """
         sequences, *shape = self.states_shape
-        states = [] if initial is None else list(initial)
+        states = [] if stacked is None else list(stacked)
         zeros = like.new_zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32))
         states += [zeros] * (sequences - len(states))
         width = shape[-1] - self.num_transition_columns
@@ -196,7 +200,7 @@ def _stacked(states: dict[int, Tensor], count: int) -> Tensor:
     return torch.stack([F.pad(states[index], (0, width - states[index].shape[-1])) for index in range(count)])
 
 
-_TERMS = len(ChunkTerms._fields)
+_NUM_TERMS = len(ChunkTerms._fields)
 
 
 class _SavedScan(torch.autograd.Function):
@@ -204,8 +208,10 @@ class _SavedScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, layout: Layout, exchange, initial, *terms):
-        terms_by_segment = [ChunkTerms(*terms[index : index + _TERMS]) for index in range(0, len(terms), _TERMS)]
-        states = layout.initial_states(initial, terms_by_segment[0].u)
+        terms_by_segment = [
+            ChunkTerms(*terms[index : index + _NUM_TERMS]) for index in range(0, len(terms), _NUM_TERMS)
+        ]
+        states = layout.split_states(initial, terms_by_segment[0].u)
         scans = [
             scan_chunks(segment_terms, segment.owners, states)
             for segment_terms, segment in zip(terms_by_segment, layout.segments, strict=True)
@@ -225,12 +231,12 @@ class _SavedScan(torch.autograd.Function):
         *d_outputs, d_finals = d_results
         segments = ctx.layout.segments
         saved = ctx.saved_tensors  # read once, because hooks of torch.utils.checkpoint unpack once
-        terms = saved[: _TERMS * len(segments)]
-        scans = saved[_TERMS * len(segments) :]
-        d_states = ctx.layout.initial_states(d_finals, terms[0])
+        terms = saved[: _NUM_TERMS * len(segments)]
+        scans = saved[_NUM_TERMS * len(segments) :]
+        d_states = ctx.layout.split_states(d_finals, terms[0])
         gradients = []
         for index, segment in reversed(list(enumerate(segments))):
-            segment_terms = ChunkTerms(*terms[_TERMS * index :][:_TERMS])
+            segment_terms = ChunkTerms(*terms[_NUM_TERMS * index :][:_NUM_TERMS])
             scanned = Scanned(*scans[2 * index :][:2])
             d_output = torch.zeros_like(scanned.errors) if d_outputs[index] is None else d_outputs[index]
             gradients[:0] = scan_chunks_backward(segment_terms, segment.owners, scanned, d_output, d_states)
@@ -245,7 +251,7 @@ class _Replayed(torch.autograd.Function):
     def forward(ctx, layout: Layout, exchange, initial, *inputs):
         arguments = Arguments(*inputs)
         v = arguments.v
-        states = layout.initial_states(initial, v)
+        states = layout.split_states(initial, v)
         segment_starts = []
         extra = layout.num_transition_columns
         o = v.new_empty(v.shape, dtype=states[0].dtype if extra else v.dtype)
@@ -256,9 +262,9 @@ class _Replayed(torch.autograd.Function):
             )
             transition_output = o.new_empty(*v.shape[:1], tokens, v.shape[2], extra)
         for segment in layout.segments:
-            segment_starts.append(states[segment.owners[0]])
+            segment_starts.append(states[segment.owners[0]])  # other sequences of the segment begin in it
             terms = segment.terms(segment.slice_arguments(arguments), layout.options)
-            scanned = scan_chunks(terms, segment.owners, states)
+            scanned = scan_chunks(terms, segment.owners, states)  # states become those after the segment
             if exchange is not None and segment is layout.segments[-1]:
                 exchange.begin(_stacked(states, len(states)))
                 exchange.overlapped_work = partial(_replay_last_segment, ctx)
@@ -281,14 +287,14 @@ class _Replayed(torch.autograd.Function):
         ctx.replayed_last = None
         layout = ctx.layout
         arguments = saved.arguments
-        value = arguments.v.shape[-1]
+        width = arguments.v.shape[-1]
         _, _, wants_initial, *needs_grad = ctx.needs_input_grad
         sums = _zero_gradients(arguments, needs_grad)
-        d_states = layout.initial_states(d_finals, arguments.v)
+        d_states = layout.split_states(d_finals, arguments.v)
         for index, segment in reversed(list(enumerate(layout.segments))):
             replay = replay or _replay_segment(layout, saved, needs_grad, index)
             d_segment = torch.zeros_like(replay.scanned.errors)
-            for d, columns in ((d_output, slice(value)), (d_transition_output, slice(value, None))):
+            for d, columns in ((d_output, slice(width)), (d_transition_output, slice(width, None))):
                 if d is not None and (d is d_output or segment.num_transition_columns):
                     d_segment[..., columns] = segment.to_chunks(segment.slice_tokens(d).to(d_segment.dtype))
             d_terms = scan_chunks_backward(replay.terms, segment.owners, replay.scanned, d_segment, d_states)
@@ -331,7 +337,7 @@ class _Replay(NamedTuple):
 def _replay_segment(layout: Layout, saved: _SavedValues, needs_grad: Sequence[bool], index: int) -> _Replay:
     """Recompute a segment, with leaves that require the wanted gradients."""
     segment = layout.segments[index]
-    initials = layout.initial_states(saved.initial, saved.arguments.v)
+    initials = layout.split_states(saved.initial, saved.arguments.v)
     arguments = segment.slice_arguments(saved.arguments)
     leaves: Any = (
         None if x is None else x.detach().requires_grad_(needs) for x, needs in zip(arguments, needs_grad, strict=True)

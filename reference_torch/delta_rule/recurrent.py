@@ -15,7 +15,7 @@ def recurrent(
     g: Float[Tensor, "b t h g"],
     beta: Float[Tensor, "b t h 1"],
     initial: Float[Tensor, "n h k v"] | None,
-    offsets: Sequence[int] | None,
+    cu_seqlens: Sequence[int] | None,
 ) -> tuple[Float[Tensor, "b t h v"], Float[Tensor, "n h k v"]]:
     """Return outputs and final states.
 
@@ -26,12 +26,12 @@ def recurrent(
         g: log decay, natural log, per channel or per head. [B, T, H, K or 1]
         beta: fraction of the error that is corrected. [B, T, H, 1]
         initial: states before the sequences; None: zeros. [N, H, K, V]
-        offsets: offsets of packed sequences, and the end; None: each row of the batch is a sequence.
+        cu_seqlens: offsets of packed sequences, and the end; None: each row of the batch is a sequence.
 
     Returns:
         Outputs [B, T, H, V] and final states [N, H, K, V].
     """
-    ends = [(0, q.shape[1])] if offsets is None else list(itertools.pairwise(offsets))
+    ends = [(0, q.shape[1])] if cu_seqlens is None else list(itertools.pairwise(cu_seqlens))
     rows = len(q)  # states per entry of ends; a packed sequence has one
     outputs = []
     finals = []

@@ -1,7 +1,7 @@
 """Tensor offload: parameters are placed on the host until their layer is used.
 
 :class:`TensorOffloadManager` works with any modules, without the rest of this project. ``diptych/plans/offload/``
-decides which layers move when. The mirrored package ``jax_impl/offload`` moves the same layers inside one compiled
+decides which layers move when. The package ``jax_impl/offload`` moves the same layers inside one compiled
 program.
 """
 

@@ -127,7 +127,7 @@ class OffloadedLayer:
             memory.end_replay()
 
     def note_change(self) -> None:
-        """Record that the optimizer has changed the parameters."""
+        """Record that the parameters may differ from their copies on the host."""
         for memory in self.memories:
             memory.note_change()
 

@@ -224,7 +224,7 @@ class TensorOffloadManager:
         if self._residency.activations is None or not torch.is_grad_enabled() or internals.runs_in_backward():
             return None
         order = self._scheduler.order
-        return ActivationGroup(order.current, order.current in order.next_backwards())
+        return ActivationGroup(order.current, order.current in order.forwards_needed_next())
 
     def end_group(self, group: ActivationGroup) -> None:
         """Start to move the activations of a forward that has ended."""

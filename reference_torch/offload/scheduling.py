@@ -10,10 +10,13 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
-from diptych.plans.offload import Use, expected_uses, next_backwards, next_layers
+from diptych.plans.offload import Use, expected_uses, forwards_needed_next, next_layers
 from reference_torch.offload.memory import OffloadedMemory
 from reference_torch.offload.residency import Residency
 from reference_torch.recompute import internals
+
+LOOK_AHEAD = 4096
+"""Predicted uses among which the next backwards are sought, because a prediction has no end."""
 
 
 class UseOrder:
@@ -72,14 +75,14 @@ class UseOrder:
                 self._expected.clear()
         return self._window(chain([use], self._upcoming()))
 
-    def next_backwards(self, with_current: bool = False) -> tuple[Use, ...]:
+    def forwards_needed_next(self, with_current: bool = False) -> tuple[Use, ...]:
         """Return the forwards whose backwards come next, as many as a window contains.
 
         Args:
             with_current: include the current use.
         """
-        uses = chain([self.current] if with_current else [], islice(self._upcoming(), 4096))
-        return next_backwards(uses, self._num_prefetch_layers + 1)
+        uses = chain([self.current] if with_current else [], islice(self._upcoming(), LOOK_AHEAD))
+        return forwards_needed_next(uses, self._num_prefetch_layers + 1)
 
     def next_window(self) -> tuple[int, ...]:
         """Return the window of the uses after the last one."""
@@ -91,6 +94,7 @@ class UseOrder:
         if last is None or last.layer not in self.layers:
             last = Use("S", self.layers[-1])
         replays = self._replays
+        # A replay of several layers has begun that no earlier step had: those up to the waiting backward follow.
         if last.kind == "R" and self.pending and self.pending[-1] not in replays:
             begin, end = (self.layers.index(layer) for layer in (last.layer, self.pending[-1]))
             replays = {**replays, self.pending[-1]: tuple(self.layers[begin:end]) or (last.layer,)}
@@ -134,10 +138,10 @@ class UseScheduler:
         self._residency = residency
         self._open: dict[int, str] = {}
         """Kind of the open use of each layer in use."""
-        self._pinned: set[int] = set()
+        self._until_step: set[int] = set()
         """Layers that stay on the device until the optimizer step."""
         self._task: int | None = None
-        """The backward at whose end all uses end."""
+        """Number of the running call of backward; all uses end with it."""
 
     def add(self, layer_id: int) -> None:
         """Add a registered layer."""
@@ -162,7 +166,9 @@ class UseScheduler:
             residency.fetch(layer_id)
         if residency.activations is not None and use.kind in ("B", "R"):
             replayed = (self.order.current._replace(kind="F"),)
-            residency.activations.fetch(replayed if use.kind == "R" else self.order.next_backwards(with_current=True))
+            residency.activations.fetch(
+                replayed if use.kind == "R" else self.order.forwards_needed_next(with_current=True)
+            )
         residency.record(str(use))
         residency.wait_for_fetch(use.layer)
         residency.unguard(use.layer)
@@ -189,7 +195,7 @@ class UseScheduler:
         """Begin a backward, or wait with it for the replay that comes before it."""
         self._end_with_backward()
         if torch.is_grad_enabled():  # with create_graph, the graph of the gradients reads parameters without a hook
-            self._pinned.add(layer_id)
+            self._until_step.add(layer_id)
         if self.order.expects_replay(layer_id):
             self.order.pending.append(layer_id)
         else:
@@ -204,7 +210,7 @@ class UseScheduler:
     def begin_steps(self) -> None:
         """End all other uses before the optimizer step."""
         self.end_all()
-        self._pinned.clear()
+        self._until_step.clear()
 
     def replay(self, layer_id: int) -> None:
         """Begin the replay of a layer's forward, or a part of it, in backward."""
@@ -233,9 +239,9 @@ class UseScheduler:
             self.replay(numbers[0])
 
     def evict(self, layer_id: int) -> None:
-        """Evict a layer, unless it is in use or pinned."""
+        """Evict a layer, unless it is in use or stays until the optimizer step."""
         self._residency.layer(layer_id)
-        if layer_id not in self._open and layer_id not in self._pinned:
+        if layer_id not in self._open and layer_id not in self._until_step:
             self._residency.evict(layer_id)
 
     def evict_unneeded(self, window: tuple[int, ...] | None = None) -> None:

@@ -1,8 +1,8 @@
 """Execution of one rank's part of a schedule table.
 
 ``diptych/plans/schedule/named.py`` decides the order of actions and ``diptych/plans/schedule/messages.py`` the
-messages between them; the executor reorders nothing. A receive is posted before the action that precedes it starts,
-and sends do not block.
+messages between them; the executor reorders nothing. Sends do not block. With ``overlap_p2p_comm``, a receive is posted
+before the action that precedes it starts. B is the full backward; a split backward is I (inputs) and W (weights).
 """
 
 from collections import defaultdict

@@ -316,8 +316,7 @@ class MHCBlockRecomputeManager:
         self._check_unfinished()
         if self._scope is not None:
             raise RecomputeUsageError("manager: expected a context that is not entered yet, got it entered again")
-        self._scope = lazy_restore()
-        self._scope.__enter__()
+        self._scope = lazy_restore().__enter__()
         return self
 
     @outside_compiled_graphs
@@ -337,6 +336,9 @@ class lazy_restore:
 
     One context around the forward of a model is enough. Outer saved-tensor hooks (offload, an outer checkpoint) still
     receive every tensor that is not the output of a checkpoint.
+
+    Raises:
+        NotImplementedError: on entry, where PyTorch refuses saved-tensor hooks, as inside of torch.func.grad.
     """
 
     @staticmethod
@@ -357,11 +359,18 @@ class lazy_restore:
     def __enter__(self) -> "lazy_restore":
         if getattr(self, "_hooks", None) is not None:
             raise RecomputeUsageError("lazy_restore: expected a context that is not entered yet, got it entered again")
-        self._hooks = None
-        _scopes.depth = getattr(_scopes, "depth", 0) + 1
+        hooks = None
         if torch.is_grad_enabled():
-            self._hooks = saved_tensors_hooks(_Pack(internals.outer_saved_tensor_hooks()), _unpack)
-            self._hooks.__enter__()
+            hooks = saved_tensors_hooks(_Pack(internals.outer_saved_tensor_hooks()), _unpack)
+            try:
+                hooks.__enter__()
+            except RuntimeError as error:
+                raise NotImplementedError(
+                    f"lazy_restore: expected a place that allows saved-tensor hooks, got one that does not ({error}); "
+                    "use torch.autograd.grad instead of torch.func.grad and the transforms built on it"
+                ) from error
+        self._hooks = hooks
+        _scopes.depth = getattr(_scopes, "depth", 0) + 1
         return self
 
     @outside_compiled_graphs

@@ -8,6 +8,7 @@ import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -121,6 +122,39 @@ def check_nothing_grows(run: Callable[[], object], threads: int = 0, mebibytes: 
         except Wrong:
             if attempt == 2:
                 raise
+
+
+class GrowthWatch:
+    """A watch over a long run: what leaks grows in every window of programs, what fills caches does so once.
+
+    Args:
+        programs: number of programs in a window.
+        mebibytes: growth of resident memory that one window may have.
+    """
+
+    def __init__(self, programs: int = 100, mebibytes: float = 8.0) -> None:
+        self._programs, self._mebibytes = programs, mebibytes
+        self._count = 0
+        self._sizes: list[Growth] = []
+
+    def check(self) -> None:
+        """Count one program; at the end of a window, compare the last four.
+
+        Raises:
+            Wrong: threads or memory grew in each of the last three windows.
+        """
+        self._count += 1
+        if self._count % self._programs:
+            return
+        self._sizes = [*self._sizes[-3:], Growth()]
+        pairs = [*pairwise(self._sizes)]
+        if len(pairs) < 3:
+            return
+        if all(after.threads > before.threads for before, after in pairs):
+            raise Wrong(f"threads grew in every {self._programs} programs: {[size.threads for size in self._sizes]}")
+        if all(after.mebibytes > before.mebibytes + self._mebibytes for before, after in pairs):
+            sizes = ", ".join(f"{size.mebibytes:.0f}" for size in self._sizes)
+            raise Wrong(f"resident memory grew in every {self._programs} programs, MiB: {sizes}")
 
 
 def run_programs(technique: str, numbers: Iterable[int]) -> Counter:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.fuzz.harness import EQUAL, TECHNIQUES, Growth, load, run_programs
+from tests.fuzz.harness import EQUAL, TECHNIQUES, Growth, GrowthWatch, Wrong, load, run_programs
 
 PROGRAMS = 100
 
@@ -18,3 +18,22 @@ def test_a_hundred_programs(technique):
     assert counts[EQUAL] >= PROGRAMS // 5, counts  # a fuzzer that is always refused tests nothing
     missing = {case for case in load(technique).HARD_CASES if not counts[f"uses {case}"]}
     assert not missing, (missing, counts)
+
+
+@pytest.mark.parametrize("leaks", [True, False])
+def test_a_leak_is_seen_in_a_long_run(leaks):
+    """A mebibyte from every program, or from those of the first window."""
+    kept = []
+    watch = GrowthWatch(programs=8, mebibytes=4.0)
+
+    def run(programs: int) -> None:
+        for program in range(programs):
+            if leaks or program < 8:
+                kept.append(bytearray(b"x") * 2**20)
+            watch.check()
+
+    if leaks:
+        with pytest.raises(Wrong, match=r"resident memory grew in every 8 programs, MiB: \d+, \d+, \d+, \d+"):
+            run(32)
+    else:
+        run(64)

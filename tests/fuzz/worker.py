@@ -4,7 +4,7 @@ import multiprocessing
 import traceback
 from multiprocessing.connection import Connection
 
-from tests.fuzz.harness import judge, load, program_of
+from tests.fuzz.harness import GrowthWatch, judge, load, program_of
 
 SECONDS_A_PROGRAM = 120.0
 """A program that takes longer is taken for a hang."""
@@ -17,9 +17,11 @@ def _serve(technique: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     load(technique)
     pipe.send(("ready", ""))
+    watch = GrowthWatch()
     for number in iter(pipe.recv, None):
         try:
             outcome = judge(technique, number)
+            watch.check()
             pipe.send((outcome.verdict, outcome.detail))
         except BaseException:
             pipe.send(("failed", traceback.format_exc()))

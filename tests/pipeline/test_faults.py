@@ -323,7 +323,7 @@ def test_a_rank_that_dies_between_messages_is_missed_by_name():
     """While it writes a checkpoint, or before all ranks tell each other something."""
     with RankPool(2, preload=PRELOAD) as pool:
         for how, what in MISSED.items():
-            message = rf"rank 0: died with exit code 7\nrank 1: PipelineError: rank 1: expected {what}, and it did not"
+            message = rf"rank 0: died with exit code 7\nrank 1: PipelineError: rank 1: expected {what}, but it did not"
             with pytest.raises(RankError, match=message):
                 pool.run(f"{FAULTY}:meet_without_first", how)
 

@@ -154,7 +154,7 @@ def test_ranks_that_do_not_come_are_missed_in_time(monkeypatch):
     settings = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    message = r"rank 1: expected all 2 ranks to meet at 127.0.0.1:1 within join_timeout=1 s, and they did not \(.*start"
+    message = r"rank 1: expected all 2 ranks to meet at 127.0.0.1:1 within join_timeout=1 s, but they did not \(.*start"
     begin = time.monotonic()
     with pytest.raises(PipelineError, match=message):
         join_processes("cpu", 1.0)

@@ -123,6 +123,22 @@ def test_a_refusal_exits_with_2_and_names_flags(command, message, capsys):
     assert len(said.splitlines()) == 1
 
 
+def test_reports_and_pages_name_flags_too(tmp_path, capsys):
+    """Reasons why other schedules do not fit, and counts of configurations that the search refuses."""
+    shape = "--num-layers 8 --pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2"
+    command = f"plan {shape} --num-microbatches 3 --schedule interleaved-zb1p"
+    reason = "change --num-microbatches or --microbatch-group-size-per-vp-stage"
+    assert diptych(f"{command} --html", tmp_path / "plan.html") == 0
+    assert reason in " ".join(capsys.readouterr().out.split())
+    page = (tmp_path / "plan.html").read_text()
+    told = json.loads(re.search(r'<script type="application/json" id="plan">(.*?)</script>', page, re.DOTALL)[1])
+    assert [reason in other["reason"] for other in told["refused"]] == [True]
+    assert diptych(f"{command} --generate-effort 0 --generate-schedule", tmp_path / "schedule.csv") == 0
+    assert reason in " ".join(capsys.readouterr().out.split())
+    assert diptych("plan --memory-limit 80GiB --ranks 4") == 0
+    assert "refused, by setting: --num-layers " in " ".join(capsys.readouterr().out.split())
+
+
 def test_help_lists_the_flags_of_every_command(capsys):
     with pytest.raises(SystemExit):
         diptych("--help")

@@ -114,6 +114,14 @@ def test_every_kind_of_layer_type_and_mode_within_two_percent(kind, dtype, mode,
         assert prediction.peak == pytest.approx(peak, rel=0.02), hyper
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_saved_bytes_with_dropout_within_a_thousandth(batch):
+    """Dropout saves the numbers of its rows, which count where little else is saved."""
+    config = replace(PLAIN, hidden_dropout=0.1, **RECOMPUTE["full uniform"])
+    (saved, _), _ = measured(config, batch)
+    assert predict_memory(config, batch).saved == pytest.approx(saved, rel=1e-3)
+
+
 @pytest.mark.parametrize(("length", "batch"), [(640, 1), (1100, 1), (200, 2), (16, 2)])
 @pytest.mark.parametrize("kind", ["gdn", "kda"])
 def test_the_rule_over_several_segments_and_short_sequences_within_two_percent(kind, length, batch):

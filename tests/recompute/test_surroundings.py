@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from reference_torch.recompute import CheckpointWithoutOutput, lazy_restore
+from reference_torch.recompute import CheckpointWithoutOutput, MHCBlockRecomputeManager, lazy_restore
 from reference_torch.recompute.region import slot_of
 from tests.recompute.support import aliases, assert_equal, gradients, is_empty, listed, normal, reader, run_process
 
@@ -221,6 +221,23 @@ def test_r13_func_transforms_are_refused_by_name(transform):
     }.get(transform, lambda: transform(call)(x))
     with pytest.raises(NotImplementedError, match=r"torch\.func transform"):
         apply()
+
+
+@pytest.mark.parametrize("context", [lazy_restore, MHCBlockRecomputeManager])
+def test_r13_contexts_inside_a_func_transform_are_refused_by_name_and_end(context):
+    """PyTorch refuses saved-tensor hooks there; what could not be entered is not active afterwards."""
+    entered = context()
+
+    def call(x):
+        with entered:
+            return x.sin().sum()
+
+    x = normal(0, 3, grad=False)
+    with pytest.raises(NotImplementedError, match=r"lazy_restore: expected .* instead of torch\.func\.grad"):
+        torch.func.grad(call)(x)
+    assert not lazy_restore.is_active()
+    assert call(x).isfinite()
+    assert not lazy_restore.is_active()
 
 
 class PassThrough(TorchDispatchMode):

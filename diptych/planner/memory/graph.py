@@ -47,13 +47,18 @@ class GraphBuilder:
         """Return the value between two sublayers."""
         return self.activation("residual_streams", self.streams * self.config.hidden_size)
 
+    def dropout_rows(self) -> list[Node]:
+        """Return the operation that numbers the rows of dropout by two 64-bit words per token; none without dropout."""
+        rows = Value("dropout rows", 2 * 8 * self.tokens)
+        return [Node([], [rows], [rows])] if self.config.hidden_dropout > 0 else []
+
     def embedding(self) -> tuple[list[Node], Value]:
         """Return the operations from token ids to hidden states, and their output."""
         embedded = self.activation("embedded", self.config.hidden_size)
         table = self.weights["embedding.weight"]
         is_summed = not self.config.untie_embeddings_and_output_weights and self.item == self.wide
         shared = table if is_summed else 0  # the sum of the head's gradient and the embedding's
-        nodes = [Node([], [embedded], parameters=table, backward_scratch=shared)]
+        nodes = [*self.dropout_rows(), Node([], [embedded], parameters=table, backward_scratch=shared)]
         if self.streams == 1 and not self.config.enable_hyper_connections:
             embedded.name = "residual_streams"
             return nodes, embedded

@@ -52,7 +52,7 @@ def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, leng
         begin, x = builder.embedding()
     else:
         x = builder.hidden()
-        begin = [Node([], [x], [x])]
+        begin = [*builder.dropout_rows(), Node([], [x], [x])]
     layers: dict[int, Layer] = {}
     for number in _layers(config, stage):
         layers[number], x = builder.layer(number, x)

@@ -4,7 +4,7 @@ Times are seconds of diptych.planner.step_time's roofline, bytes are those of di
 no prediction of its own. The actions of a schedule are numbered rank by rank, in each rank's order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -58,6 +58,8 @@ class PageRequest:
     """Replicas."""
     machine: Machine = field(default_factory=Machine)
     """Rates of the machine."""
+    name_settings: Callable[[str], str] = str
+    """Rewrites the names of settings in a message, for example as flags."""
 
     def __post_init__(self) -> None:
         pieces = self.pieces
@@ -97,7 +99,7 @@ def describe_plan(request: PageRequest) -> dict[str, Any]:
             try:
                 drawn.append(_describe(request, with_schedule(config, name), times))
             except ValueError as error:
-                refused.append({"name": name, "reason": str(error)})
+                refused.append({"name": name, "reason": request.name_settings(str(error))})
     unit = memory_unit(max(rank["memory"]["total"] for rank in chosen["ranks"]))
     return {
         "title": _title(chosen),

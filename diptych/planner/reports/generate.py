@@ -1,6 +1,6 @@
 """The report of a generated schedule, compared with every named one: ``diptych plan --generate-schedule``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -41,13 +41,16 @@ class Planned(NamedTuple):
     """Bytes of the rank that needs most memory."""
 
 
-def print_generated(console: Console, command: PlanRequest, path: Path) -> TransformerConfig:
+def print_generated(
+    console: Console, command: PlanRequest, path: Path, name_settings: Callable[[str], str] = str
+) -> TransformerConfig:
     """Generate a schedule for a pipeline's costs, write it, and print its comparison with the named schedules.
 
     Args:
         console: printed to.
         command: request with generate_schedule.
         path: CSV file to write.
+        name_settings: rewrites the names of settings in a message, for example as flags.
 
     Returns:
         The configuration that runs the file.
@@ -82,7 +85,7 @@ def print_generated(console: Console, command: PlanRequest, path: Path) -> Trans
     console.print()
     console.print(_comparison(made, named, limit))
     for name, reason in refused.items():
-        console.print(f"{name} does not fit: {reason}", highlight=False, markup=False)
+        console.print(f"{name} does not fit: {name_settings(reason)}", highlight=False, markup=False)
     console.print(IN_JAX)
     over = made.simulation.makespan / found.makespan_bound - 1.0
     console.print(

@@ -1,6 +1,6 @@
 """The report of a pipeline: placement of layers, the schedule's table, its time and memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -160,6 +160,7 @@ def print_schedule(
     picture: Path | str | None = None,
     head: float = 0.0,
     roofline: StageTimes | None = None,
+    name_settings: Callable[[str], str] = str,
 ) -> None:
     """Print the placement of layers, the actions of every rank, their cost, and a comparison of all schedules.
 
@@ -172,6 +173,7 @@ def print_schedule(
         picture: a .png or .svg for the timelines of this schedule and the others that fit; None: no picture.
         head: as in plan_pipeline.
         roofline: as in plan_pipeline.
+        name_settings: rewrites the names of settings in a message, for example as flags.
 
     Raises:
         ValueError: as in plan_pipeline; or the picture is neither .png nor .svg.
@@ -202,7 +204,7 @@ def print_schedule(
     console.print(_comparison(plan, others, unit))
     for name, other, reason in others:
         if other is None:
-            console.print(f"{name} does not fit: {reason}", highlight=False, markup=False)
+            console.print(f"{name} does not fit: {name_settings(reason)}", highlight=False, markup=False)
     console.print(f"time: {unit.description}. Memory: saved for backward, without temporary buffers.")
     console.print(IN_JAX)
     if picture is not None:

@@ -1,6 +1,7 @@
 """The report of a search: a table of the fastest configurations of a model on a number of ranks."""
 
 import re
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import track
@@ -12,12 +13,13 @@ from diptych.planner.search import Found, search
 MIB = 2**20
 
 
-def print_search(console: Console, command: PlanRequest) -> None:
+def print_search(console: Console, command: PlanRequest, name_settings: Callable[[str], str] = str) -> None:
     """Search the fastest configurations and print their times, where the time goes, and what limits each.
 
     Args:
         console: printed to.
         command: request with memory_limit and ranks.
+        name_settings: rewrites the names of settings in a message, for example as flags.
 
     Raises:
         ValueError: no configuration fits, or diptych.planner.search.search refuses the request.
@@ -41,7 +43,7 @@ def print_search(console: Console, command: PlanRequest) -> None:
         f"TFLOP/s, {command.memory_bandwidth:g} GB/s of memory, {command.network_bandwidth:g} GB/s between ranks",
         highlight=False,
     )
-    refused = ", ".join(f"{name} {times:,}" for name, times in outcome.refused.most_common())
+    refused = ", ".join(f"{name_settings(name)} {times:,}" for name, times in outcome.refused.most_common())
     console.print(
         f"{outcome.considered:,} configurations are accepted; {outcome.too_large:,} of those looked at need more "
         f"memory, {outcome.simulated:,} were simulated, no other can be among the first {command.num_results}"

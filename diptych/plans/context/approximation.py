@@ -87,7 +87,7 @@ def rank_bounds(k: Any, v: Any, g: Any, beta: Any, cu_seqlens: Any, size: int, i
         size: number of context-parallel ranks R.
         initial_state: initial states; None: zeros. [N, HV, K, V]
     """
-    k, v, g, beta, offsets = (np.asarray(x) for x in (k, v, g, beta, cu_seqlens))
+    k, v, g, beta, cu_seqlens = (np.asarray(x) for x in (k, v, g, beta, cu_seqlens))
     heads = v.shape[2]
     part = v.shape[1] // size
     k = np.repeat(k[0], heads // k.shape[2], axis=1)
@@ -100,7 +100,7 @@ def rank_bounds(k: Any, v: Any, g: Any, beta: Any, cu_seqlens: Any, size: int, i
     transition = np.zeros((size, heads))
     beside = np.zeros((size, heads, k.shape[-1]))
     for rank in range(size - 1):
-        local = local_sequences(offsets, rank, part)
+        local = local_sequences(cu_seqlens, rank, part)
         last = int(local.num_sequences) - 1
         begin, end = (rank * part + int(x) for x in local.cu_seqlens[last : last + 2])
         if int(local.post_num_ranks) == 0:

@@ -322,9 +322,9 @@ def local_sequences(cu_seqlens: Any, rank: Any, part_length: int, xp: Any = np) 
     first = xp.searchsorted(cu_seqlens[1:], begin, side="right")
     last = xp.searchsorted(cu_seqlens[:-1], end, side="left") - 1
     own = xp.minimum(first + xp.arange(len(cu_seqlens)), last + 1)
-    offsets = xp.clip(cu_seqlens[own], begin, end) - begin
+    starts = xp.clip(cu_seqlens[own], begin, end) - begin
     return LocalSequences(
-        cu_seqlens=offsets.astype(xp.int32),
+        cu_seqlens=starts.astype(xp.int32),
         first_sequence=first,
         num_sequences=last - first + 1,
         pre_num_ranks=rank - cu_seqlens[first] // part_length,

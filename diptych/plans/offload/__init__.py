@@ -11,7 +11,12 @@ Both backends follow ``next_layers``. ``plan_offload`` computes the same moves i
 ``diptych.planner.offload_times`` adds their times.
 """
 
-from diptych.plans.offload.activations import ActivationStep, activation_event, next_backwards, plan_activations
+from diptych.plans.offload.activations import (
+    ActivationStep,
+    activation_event,
+    forwards_needed_next,
+    plan_activations,
+)
 from diptych.plans.offload.moves import (
     OffloadPlan,
     Step,
@@ -59,6 +64,6 @@ __all__ = [
     "total_statistics",
     "ActivationStep",
     "activation_event",
-    "next_backwards",
+    "forwards_needed_next",
     "plan_activations",
 ]

@@ -27,7 +27,7 @@ def activation_event(sign: str, forward: Use) -> str:
     return f"{sign}a{forward.layer}.{forward.microbatch}"
 
 
-def next_backwards(upcoming: Iterable[Use], count: int) -> tuple[Use, ...]:
+def forwards_needed_next(upcoming: Iterable[Use], count: int) -> tuple[Use, ...]:
     """Return the forwards of the next ``count`` backwards."""
     backwards = (use._replace(kind="F") for use in upcoming if use.kind == "B")
     return tuple(islice(backwards, count))
@@ -59,13 +59,13 @@ def plan_activations(
         leaves = False
         after = (u.kind for u in ahead[number + 1 :] if u[1:] == use[1:] and u.kind in ("F", "B"))
         if use.kind == "F" and use.layer not in dropped and next(after, None) == "B":
-            leaves = use not in next_backwards(ahead[number + 1 :], num_prefetch_layers + 1)
+            leaves = use not in forwards_needed_next(ahead[number + 1 :], num_prefetch_layers + 1)
             saved.add(use)
             if not leaves:
                 on_device.add(use)
         elif use.kind in ("B", "R"):
             forward = use._replace(kind="F")
-            window = next_backwards(ahead[number:], num_prefetch_layers + 1) if use.kind == "B" else (forward,)
+            window = forwards_needed_next(ahead[number:], num_prefetch_layers + 1) if use.kind == "B" else (forward,)
             fetches = tuple(forward for forward in window if forward in saved - on_device)
             on_device |= set(fetches)
             if use.kind == "B":

@@ -132,6 +132,7 @@ def build_schedule(
     elif name in _V_BUILDERS:
         ranks = _V_BUILDERS[name](p, m)
     else:
+        assert name in ("1f1b", "none"), f"build_schedule: no branch builds {name!r}"
         ranks = [_one_forward_one_backward(rank, p, m) for rank in range(p)]
     schedule = Schedule(name, p, m, v, tuple(map(tuple, ranks)), False, "v" if name in V_SCHEDULES else "loop")
     return _forwards(schedule) if forward_only else schedule

@@ -183,6 +183,8 @@ def _judge(program: Line, code: Any, out: str, err: str) -> Outcome:
             raise Wrong(f"done, with standard error {err!r} and {len(out)} characters of output")
         if re.search(r"\b(nan|inf)\b", out):
             raise Wrong(f"a number that is none in {out!r}")
+        if program.kind in ("plan", "planned"):
+            _check_names(out)
         return Outcome(EQUAL)
     if code != 2:
         raise Wrong(f"exit status {code!r}: {err!r}")
@@ -194,13 +196,18 @@ def _judge(program: Line, code: Any, out: str, err: str) -> Outcome:
     ours = re.sub(r"'[^']*'|\"[^\"]*\"", "''", message)
     if found := INTERNALS.search(ours):
         raise Wrong(f"internals in a message: {found[0]!r} in {message!r}")
-    names = {name for kind in COMMANDS.values() for name in flags_of(kind) if "_" in name} | {*OTHER_NAMES}
-    for word in re.findall(r"(?<![\w./-])[a-z]+(?:_[a-z]+)+(?![\w./])", ours):
-        if word in names:
-            raise Wrong(f"a variable instead of a flag: {word!r} in {message!r}")
+    _check_names(ours)
     if not re.search(r"--[a-z]|expected a command|expected only flags|checkpoint|runs|config|fuzz_command", message):
         raise Wrong(f"no flag is named: {message!r}")
     return Outcome(REFUSED, re.sub(r"'[^']*'|/tmp/\S+|\d+", "_", message))
+
+
+def _check_names(text: str) -> None:
+    """Check that a text names settings by their flags."""
+    names = {name for kind in COMMANDS.values() for name in flags_of(kind) if "_" in name} | {*OTHER_NAMES}
+    for word in re.findall(r"(?<![\w./-])[a-z]+(?:_[a-z]+)+(?![\w./])", text):
+        if word in names:
+            raise Wrong(f"a variable instead of a flag: {word!r} in {text!r}")
 
 
 def _one(rng: np.random.Generator, among: Any) -> Any:
