@@ -96,7 +96,7 @@ class Report:
         return json.dumps({"title": self.title, "rows": rows, "notes": self.notes}, default=str, indent=1)
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=200, highlight=False)
+        console = Console(file=io.StringIO(), width=200, highlight=False, force_terminal=False, force_jupyter=False)
         with console.capture() as captured:
             console.print(self.__rich__())
         lines = [line.rstrip() for line in captured.get().splitlines()]

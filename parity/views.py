@@ -177,6 +177,8 @@ def _draw_outputs(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarra
             flat = array.reshape(-1, array.shape[-1]) if array.ndim else array.reshape(1, 1)
             image = axis.imshow(flat, aspect="auto", interpolation="nearest", **colors)
             axis.set_title(title, fontsize=9, color=INK)
+            axis.grid(False)
+            axis.yaxis.get_major_locator().set_params(integer=True)
             figure.colorbar(image, ax=axis)
     return figure
 
