@@ -92,9 +92,10 @@ def draw_errors(
     limits: tuple[float, float],
     tolerances: Mapping[str, float] | None = None,
     log_sizes: bool = True,
+    log_errors: bool = True,
     **labels: str,
 ) -> None:
-    """Draw errors against a size, on a logarithmic axis.
+    """Draw errors against a size.
 
     An error of exactly 0 is drawn at the lower limit, and an error that is not finite at the upper one, as a cross.
 
@@ -104,7 +105,8 @@ def draw_errors(
         curves: errors at the sizes, by label; see style_of for the colours.
         limits: least and largest error of the axis.
         tolerances: levels to mark in grey, by label.
-        log_sizes: also use a logarithmic axis for sizes.
+        log_sizes: use a logarithmic axis for sizes.
+        log_errors: use a logarithmic axis for errors.
         labels: xlabel, ylabel and title.
     """
     least, most = limits
@@ -116,8 +118,8 @@ def draw_errors(
         if beyond:
             axis.plot(*zip(*beyond, strict=True), "x", color=style["color"], markersize=9, clip_on=False)
             axis.annotate("not finite", beyond[0], (4, -14), textcoords="offset points", color=style["color"])
-    axis.set(yscale="log", ylim=limits, **labels)  # pyright: ignore[reportArgumentType]
-    if any(error == 0.0 for errors in curves.values() for error in errors):
+    axis.set(yscale="log" if log_errors else "linear", ylim=limits, **labels)  # pyright: ignore[reportArgumentType]
+    if log_errors and any(error == 0.0 for errors in curves.values() for error in errors):
         axis.annotate("bitwise equal", (0.01, least), (0, 8), ("axes fraction", "data"), "offset points", color=ORACLE)
     for label, level in (tolerances or {}).items():
         draw_tolerance(axis, level, label)
@@ -142,11 +144,11 @@ def draw_values(
     Args:
         axis: axis to draw on.
         sizes: sizes, for example ranks or tokens.
-        curves: values at the sizes, by label; up to four.
+        curves: values at the sizes, by label; up to six.
         log: use logarithmic axes.
         labels: xlabel, ylabel and title.
     """
-    looks = ((INK, "o-"), (ORACLE, "s-"), (INK, "^--"), (ORACLE, "D--"))
+    looks = ((INK, "o-"), (ORACLE, "s-"), (INK, "^--"), (ORACLE, "D--"), (INK, "v:"), (ORACLE, "P:"))
     for (label, values), (color, look) in zip(curves.items(), looks, strict=False):
         axis.plot(sizes, values, look, color=color, markersize=4, linewidth=1.2, label=label)
     axis.set(**labels)  # pyright: ignore[reportArgumentType]
@@ -175,8 +177,13 @@ def draw_by_name(
     places = np.arange(len(names))
     for label, values in bars.items():
         axis.barh(places, values, 0.6, color=style_of(label)["color"], alpha=0.25, label=label)
+    markers = iter("osD^")
     for label, values in curves.items():
-        axis.plot(values, places, **{**style_of(label), "linestyle": ""}, label=label)
+        style = style_of(label)
+        marker = next(markers) if style is _OTHER else style["marker"] or "|"
+        size = 14 if marker == "|" else style.get("markersize", 5)
+        look = {**style, "linestyle": "", "marker": marker, "markersize": size, "markeredgewidth": 1.8}
+        axis.plot(values, places, **look, label=label)
     axis.set_yticks(places, names)
     axis.grid(axis="y", visible=False)
     axis.set(**labels)  # pyright: ignore[reportArgumentType]
