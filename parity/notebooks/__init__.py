@@ -1,6 +1,7 @@
 """Experiments that the notebooks run: one module per notebook, and the settings that all share.
 
-A function here trains, measures or counts, and returns numbers. The notebook draws them and explains them.
+A function here trains, measures or counts, and returns numbers. The notebook draws them with parity.figures and
+explains them.
 """
 
 import os

@@ -11,7 +11,7 @@ from flax import nnx
 from diptych.planner.reports.schedule import plan_pipeline
 from diptych.plans.config import TransformerConfig
 from diptych.plans.mesh import undivided
-from diptych.plans.schedule.actions import Action, Schedule, ScheduleError
+from diptych.plans.schedule.actions import Action, Kind, Schedule, ScheduleError
 from diptych.plans.schedule.named import build_schedule, get_schedule_table, schedule_for
 from diptych.plans.schedule.placement import V_SCHEDULES
 from diptych.plans.schedule.simulate import Costs, simulate
@@ -180,7 +180,8 @@ def jax_step(
 def slot_by_slot(p: int, m: int, v: int) -> Schedule:
     """Return an interleaved schedule that runs forward and backward of each slot: the first failing variant."""
     slots = get_schedule_table(m, v, p)
-    ranks = [[Action(kind, chunk * p + rank, i) for i, chunk in slots for kind in "FB"] for rank in range(p)]
+    kinds: tuple[Kind, ...] = ("F", "B")
+    ranks = [[Action(kind, chunk * p + rank, i) for i, chunk in slots for kind in kinds] for rank in range(p)]
     return Schedule("slot by slot", p, m, v, tuple(map(tuple, ranks)))
 
 
