@@ -111,7 +111,8 @@ def paired_inputs(ours: Call, theirs: Call) -> tuple[dict[str, str], dict[str, s
     """Return the names under which PyTorch's and JAX's inputs are shared, which are names of PyTorch's inputs.
 
     Inputs of equal name in both signatures belong together; of the others, those of equal shape, in their order. An
-    array that a call receives several times may have one counterpart.
+    array that a call receives several times may have one counterpart. One whose elements are equal, such as the initial
+    state of a recurrence, needs none.
 
     Raises:
         ValueError: a floating input of either side has no counterpart.
@@ -132,11 +133,18 @@ def paired_inputs(ours: Call, theirs: Call) -> tuple[dict[str, str], dict[str, s
     own |= {name: first for name, first in ours.repeated.items() if name in left and first in own}
     found |= {name: found[first] for name, first in theirs.repeated.items() if name not in found and first in found}
     for side, arrays, known in (("JAX", theirs.inputs, found), ("PyTorch", ours.inputs, own)):
-        missing = [name for name in arrays if name not in known and arrays[name].dtype.kind in "fc"]
+        missing = [name for name in arrays if name not in known and not _is_constant(arrays[name])]
         if missing:
             words = ", ".join(f"{name} {arrays[name].shape}" for name in missing)
             raise ValueError(f"expected inputs of equal shapes, got no counterpart for {words} of {side}")
     return own, found
+
+
+def _is_constant(array: Any) -> bool:
+    """Return True for arrays that are not floating, and for those whose elements are all equal."""
+    if array.dtype.kind not in "fc":
+        return True
+    return isinstance(array, np.ndarray) and bool(np.all(array == array[(0,) * array.ndim])) if array.size else True
 
 
 def _argument(call: Call, name: str) -> str:
@@ -153,30 +161,59 @@ def _fit(one: Any, other: Any) -> bool:
     return kinds[0] == kinds[1] or set(kinds) <= set("iu")
 
 
-def paired_outputs(ours: Call, theirs: Call) -> tuple[dict[str, str], frozenset[str]]:
-    """Return JAX's names of outputs and those of PyTorch, and PyTorch's names of those whose channels JAX has last.
+def paired_outputs(ours: Call, theirs: Call) -> dict[str, str]:
+    """Return JAX's names of outputs, and which of PyTorch's belong to them.
+
+    Outputs of equal name belong together; if names differ, those in equal places, or of equal shape where one side has
+    more outputs.
+
+    Raises:
+        ValueError: an output that the model uses has no counterpart.
+    """
+    first, second = ours.outputs, theirs.outputs
+    if first.keys() == second.keys():
+        found = {name: name for name in second}
+    elif len(first) == len(second):
+        found = dict(zip(second, first, strict=True))
+    else:
+        found = {}
+        for name, output in second.items():
+            left = (other for other, array in first.items() if other not in found.values() and _fit(array, output))
+            match = next(left, None)
+            if match is not None:
+                found[name] = match
+    for side, call, known in (("JAX", theirs, found.keys()), ("PyTorch", ours, set(found.values()))):
+        unknown = [name for name in call.outputs if name not in known and _is_used(call, name)]
+        if unknown:
+            raise ValueError(f"expected equal outputs, got no counterpart for {', '.join(unknown)} of {side}")
+    return found
+
+
+def _is_used(call: Call, name: str) -> bool:
+    """Return True if the result depends on an output, or if that is not known."""
+    return bool(np.any(call.cotangents[name])) if name in call.cotangents else True
+
+
+def moved_outputs(ours: Call, theirs: Call, names: Mapping[str, str]) -> frozenset[str]:
+    """Return PyTorch's names of those outputs whose channels JAX has last.
+
+    Args:
+        ours: the call in PyTorch.
+        theirs: the call in JAX.
+        names: JAX's names of outputs and PyTorch's.
 
     Raises:
         ValueError: the outputs have other shapes.
     """
-    found = renamed(theirs.outputs, ours.outputs)
-    names = renamed({name: name for name in theirs.outputs}, ours.outputs)
     moved = set()
-    for name, output in ours.outputs.items():
-        got = found[name].shape if name in found else None
-        fitting = output if name not in found else channels_last(output, found[name])
-        if got != fitting.shape:
-            raise ValueError(f"output {name!r}: expected the shape {output.shape} of PyTorch, got {got} in JAX")
-        if fitting is not output:
+    for other, name in names.items():
+        expected, got = channels_last(ours.outputs[name], theirs.outputs[other]), theirs.outputs[other]
+        if got.shape != expected.shape:
+            shape = ours.outputs[name].shape
+            raise ValueError(f"output {name!r}: expected the shape {shape} of PyTorch, got {got.shape} in JAX")
+        if expected is not ours.outputs[name]:
             moved.add(name)
-    return {names[name]: name for name in ours.outputs}, frozenset(moved)
-
-
-def renamed(values: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values under other names, in their order, if the names differ but their number does not."""
-    if values.keys() == names.keys() or len(values) != len(names):
-        return dict(values)
-    return dict(zip(names, values.values(), strict=True))
+    return frozenset(moved)
 
 
 Names = dict[str, dict[str, str]]

@@ -27,8 +27,8 @@ from parity.alignment import (
     jax_names,
     jax_submodule,
     links_inside,
+    moved_outputs,
     paired_outputs,
-    renamed,
     shared_inputs,
     torch_names,
 )
@@ -336,17 +336,23 @@ class _Search:
         """Return the inherited difference at a point."""
         ours = self.torch_calls[point]
         theirs = self.record.calls[Point(self.paths[point.path], point.number)]
+        try:
+            names = paired_outputs(ours, theirs)
+        except ValueError:
+            return PointDifference(point, self.paths[point.path], 0.0, True, 0.0, True)
         found = []
         for kind in ("outputs", "cotangents"):
-            first, second = getattr(ours, kind), renamed(getattr(theirs, kind), getattr(ours, kind))
-            worst, differs = 0.0, not first.keys() <= second.keys()
-            for name in first.keys() & second.keys():
-                expected = channels_last(first[name], second[name])
-                if expected.shape != second[name].shape:
+            first, second = getattr(ours, kind), getattr(theirs, kind)
+            worst, differs = 0.0, False
+            for other, name in names.items():
+                if name not in first or other not in second:
+                    continue
+                expected = channels_last(first[name], second[other])
+                if expected.shape != second[other].shape:
                     differs = True
                     continue
                 spread = max(changes.get((point, kind, name), 0.0) for changes in spreads)
-                result = judge(expected, second[name], spread, self.unit, self.length)
+                result = judge(expected, second[other], spread, self.unit, self.length)
                 worst = max(worst, result.norm)
                 differs = differs or result.verdict == DIFFERENT
             found += [worst, differs]
@@ -414,7 +420,8 @@ class _Search:
     def _compare_alone(self, point: Point) -> Report:
         jax_path = self.paths[point.path]
         ours, theirs = self.torch_calls[point], self.record.calls[Point(jax_path, point.number)]
-        outputs, moved = paired_outputs(ours, theirs)
+        outputs = paired_outputs(ours, theirs)
+        moved = moved_outputs(ours, theirs, outputs)
         first, second = shared_inputs(ours, theirs, bool(moved))
         submodule = self.pair.torch.module("float64").get_submodule(point.path)
         torch_side = TorchImplementation(submodule, first, outputs={name: name for name in outputs.values()})
@@ -426,7 +433,8 @@ class _Search:
         links = self.pair.translate
         assert isinstance(links, Links), "the parameters of modules are linked"
         inside = links_inside(links, own, other)
-        pair = _JudgedPair(torch_side, jax_side, first, inside, precision=self.pair.precision, given=ours.cotangents)
+        given = {name: ours.cotangents[name] for name in outputs.values() if name in ours.cotangents}
+        pair = _JudgedPair(torch_side, jax_side, first, inside, precision=self.pair.precision, given=given)
         return pair.compare(["float64"], gradients=True, seed=self.seed, title=str(point))
 
 

@@ -51,7 +51,8 @@ class Call:
     parent: Point | None
     """The call inside which this one began."""
     inputs: dict[str, Any] = field(default_factory=dict)
-    """Arrays among the arguments by name: positions, then keywords. Of JAX, only shapes of floating ones."""
+    """Arrays among the arguments by name: positions, then keywords. Of JAX, only shapes of floating ones whose elements
+    are not all equal."""
     repeated: dict[str, str] = field(default_factory=dict)
     """Inputs that are the same array as an earlier one, by name, and the name of the first."""
     outputs: Leaves = field(default_factory=dict)
@@ -246,7 +247,7 @@ class _Traced(NamedTuple):
 
     call: Call
     inputs: dict[str, Any]
-    """Arrays that are not floating, by name."""
+    """Arrays that are not floating, and the extremes of the floating ones, by name."""
     outputs: dict[str, Any]
 
 
@@ -283,9 +284,10 @@ class _JaxTracer:
         call = Call(_shapes(bound), {name: _shapes(tree) for name, tree in keyword.items()}, names, parent)
         call.inputs.update({name: _shape(leaf) for name, leaf in inputs.items()})
         call.repeated.update(_repeated(inputs))
-        integers = {name: leaf for name, leaf in inputs.items() if not jnp.issubdtype(leaf.dtype, jnp.inexact)}
+        kept = {name: _extremes(leaf) if leaf.size else leaf for name, leaf in _floating(inputs).items()}
+        kept |= {name: leaf for name, leaf in inputs.items() if name not in kept}
         outputs: dict[str, Any] = {}
-        self.traced[point] = _Traced(call, integers, outputs)
+        self.traced[point] = _Traced(call, kept, outputs)
         self._running.append(point)
         try:
             output = function(*args, **kwargs)
@@ -442,12 +444,30 @@ def record_jax(
             found, gradients = recording.differentiated(part, split, cotangents)
             for point, (inputs, outputs) in found.items():
                 for name, array in inputs.items():
-                    calls[point].inputs[name] = store.keep(np.asarray(array))
+                    _fill_input(calls[point], name, np.asarray(array), store)
                 for name, array in outputs.items():
                     calls[point].outputs[name] = store.keep(widened(np.asarray(array)))
             for (point, name), gradient in gradients.items():
                 calls[point].cotangents[name] = store.keep(widened(np.asarray(gradient)))
     return JaxRecord(calls, hidden, modules)
+
+
+def _extremes(array: Any) -> jax.Array:
+    """Return the smallest and the largest element twice: real and imaginary part."""
+    parts = jnp.real(array), jnp.imag(array)
+    return jnp.stack([extreme(part) for extreme in (jnp.min, jnp.max) for part in parts])
+
+
+def _fill_input(call: Call, name: str, array: np.ndarray, store: ArrayStore) -> None:
+    """Store an input of JAX; of floating ones there are only the extremes."""
+    shape = call.inputs[name]
+    if not jnp.issubdtype(shape.dtype, jnp.inexact):
+        call.inputs[name] = store.keep(array)
+    elif array.size == 0:
+        call.inputs[name] = np.zeros(shape.shape, shape.dtype)
+    elif array[0] == array[2] and array[1] == array[3]:
+        value = array[0] + 1j * array[1] if shape.dtype.kind == "c" else array[0]
+        call.inputs[name] = np.broadcast_to(np.asarray(value, shape.dtype), shape.shape)
 
 
 def _parts(shapes: Mapping[Point, tuple[dict, dict]], most: int) -> list[dict[Point, tuple[dict, dict]]]:

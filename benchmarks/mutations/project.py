@@ -201,11 +201,12 @@ def _is_tanh(mlp: reference_torch.transformer.MLP, inner: torch.Tensor) -> bool:
     return bool((right - F.gelu(inner, approximate="tanh")).norm() < (right - F.gelu(inner)).norm())
 
 
+# A mixing matrix has no effect in the first sublayer, where all streams are equal, nor in the last, before their mean.
 HYPER_BUGS = [
     Bug("transposed mixing matrix", "jax", "layers.1.self_attention_hyper_connection", TransposedMix),
     Bug("missing factor 2 of h_post", "torch", "layers.0.mlp_hyper_connection", HalvedWrite),
-    Bug("too few Sinkhorn iterations", "jax", "layers.0.self_attention_hyper_connection", FewIterations),
-    Bug("stop-gradient on the mixing matrix", "jax", "layers.1.mlp_hyper_connection", StoppedMix, True),
+    Bug("too few Sinkhorn iterations", "jax", "layers.1.self_attention_hyper_connection", FewIterations),
+    Bug("stop-gradient on the mixing matrix", "jax", "layers.0.mlp_hyper_connection", StoppedMix, True),
     Bug("epsilon outside of the root", "torch", "layers.0.input_layernorm", EpsilonOutside),
     Bug("swapped halves of SwiGLU", "jax", "layers.1.mlp", SwappedHalves),
     Bug("rotary pairs interleaved", "jax", "layers.0.self_attention", Interleaved),

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from flax import nnx
+from flax.nnx.nn.attention import dot_product_attention_weights
 from torch import nn
 
 from benchmarks.mutations.cases import Bug, Case, flax_names
@@ -30,7 +31,7 @@ class TorchEncoder(nn.Module):
 
 def _attention(query, key, value, mask=None, **_):
     """Run Flax's attention in the dtype of the query; nnx.dot_product_attention computes its softmax in float32."""
-    weights = nnx.dot_product_attention_weights(query, key, mask=mask)
+    weights = dot_product_attention_weights(query, key, mask=mask)
     return jnp.einsum("...hqk,...khd->...qhd", weights, value)
 
 
