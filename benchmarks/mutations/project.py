@@ -33,7 +33,8 @@ HYPER = TransformerConfig(
     ffn_hidden_size=24,
     seq_length=8,
     enable_hyper_connections=True,
-    mhc_init_gating_factor=0.5,
+    mhc_init_gating_factor=1.0,
+    init_method_std=0.25,
 )
 DELTA = TransformerConfig(
     hidden_size=16,
@@ -43,6 +44,7 @@ DELTA = TransformerConfig(
     seq_length=8,
     layer_pattern="kda,gdn",
     activation="gelu",
+    init_method_std=0.25,
 )
 
 
