@@ -129,8 +129,8 @@ def draw_errors(
         draw_tolerance(axis, level, label)
     if log_sizes:
         axis.set_xscale("log")
-    ticks = sizes if len(sizes) <= MOST_TICKS else sizes[::2]
-    axis.set_xticks(list(ticks), [f"{size:g}" for size in ticks])
+    labelled = sizes if len(sizes) <= MOST_TICKS else sizes[::2]
+    axis.set_xticks(list(labelled), [f"{size:g}" for size in labelled])
     axis.minorticks_off()
 
 
