@@ -15,15 +15,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-TORCH = "#d1603d"
-JAX = "#1f4e9c"
-FAILING = "#7a4fa3"
-ORACLE = "#8a8a8a"
-INK = "#222222"
+TORCH, JAX, FAILING, ORACLE, INK = "#d1603d", "#1f4e9c", "#7a4fa3", "#8a8a8a", "#222222"
 """Colours of PyTorch, of JAX, of a failing variant, of oracles and tolerances, and of everything else."""
 DASHED = ("median", "bfloat16")
 """Words in the label of a curve that make it dashed, with white markers."""
-MOST_TICKS = 10
+MOST_LABELS = 10
 """Number of sizes above which draw_errors labels every second one."""
 
 STYLES: dict[str, dict[str, Any]] = {
@@ -129,7 +125,7 @@ def draw_errors(
         draw_tolerance(axis, level, label)
     if log_sizes:
         axis.set_xscale("log")
-    labelled = sizes if len(sizes) <= MOST_TICKS else sizes[::2]
+    labelled = sizes if len(sizes) <= MOST_LABELS else sizes[::2]
     axis.set_xticks(list(labelled), [f"{size:g}" for size in labelled])
     axis.minorticks_off()
 
