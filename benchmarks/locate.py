@@ -217,7 +217,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     draw_tolerance(axis, 0.125, "tolerances 0.125 and 0.05")
     draw_tolerance(axis, 5e-2, "")
     draw_tolerance(axis, 1.3e-5, "defaults of torch.testing, numpy: about 1e-5 for outputs near 1")
-    axis.set(yscale="log", xlabel="bugs, ordered by the difference of outputs in float32", ylabel="largest difference of outputs")
+    axis.set(
+        yscale="log",
+        xlabel="bugs, ordered by the difference of outputs in float32",
+        ylabel="largest difference of outputs",
+    )
     axis.set_xticks(range(len(ordered)), [row["bug"] for row in ordered], rotation=90, fontsize=6, color=INK)
     axis.legend(loc="upper left")
     figure.savefig(path, dpi=110)

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int, Integer, UInt32
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model import operations
-from diptych.plans.model.implementation import uses_kernels
+from diptych.plans.model.implementation import require_packages, uses_kernels
 from diptych.plans.model.parameters import ParameterSpec, initial_value, rotary_frequencies
 from diptych.plans.model.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, dropout_threshold
 from jax_impl.attention import causal_attention as causal_attention
@@ -387,9 +387,12 @@ def kernel_backend(impl: str, x: Array) -> Any | None:
 
     Raises:
         ValueError: an unknown impl.
+        ModuleNotFoundError: Triton is not installed, or PyTorch, in which a CPU interprets the kernels.
     """
-    if not uses_kernels(impl, on_cuda=_platform(x) in ("gpu", "cuda")):
+    platform = _platform(x)
+    if not uses_kernels(impl, on_cuda=platform in ("gpu", "cuda")):
         return None
+    require_packages("triton", *(("torch",) if platform == "cpu" else ()))
     from diptych_kernels import jax_backend as jax_ops
 
     return jax_ops

@@ -174,8 +174,7 @@ def _origins_of_call(
     first = 0
     stacked = len(equation.outvars)
     if kind == "scan":  # from these indices on, inputs are slices and results are stacked
-        stacked = params["num_carry"]
-        constants = params["num_consts"]
+        constants, stacked = _scan_counts(params)
         first = constants + stacked
         inputs = inputs[:constants] + inputs[first:]  # a carry equals its operand only in the first iteration
     inner_origins = _origins(inner, {i: origins[o] for i, o in inputs if not isinstance(o, Literal) and o in origins})
@@ -189,6 +188,17 @@ def _origins_of_call(
         is_new = index >= stacked or kind == "cond"
         result[o] = own.setdefault(variable, (o, name)) if is_new and variable not in outside else inner_origins[i]
     return result
+
+
+def _scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the number of constants and of carried values of a scan, from the parameters of its equation.
+
+    JAX 0.10 stores both numbers. From JAX 0.11 on, the tree of the operands has them as its first two parts.
+    """
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carry, _ = params["ft_in"].unpack()
+    return len(constants), len(carry)
 
 
 # Manual saving of named values, for callers that split forward and backward themselves.

@@ -10,10 +10,13 @@ import jax
 import numpy as np
 
 import jax_impl.train
+import jax_impl.transformer
+import reference_torch.transformer
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.mesh import undivided
 from diptych.plans.model.data import Batch, Corpus
 from diptych.plans.training import StepResult
+from parity.location import Location, locate
 from parity.measured_memory import MeasuredMemory, measure_torch
 from parity.ranks import torch_trainer
 from parity.tolerances import GRADIENT, GRADIENT_FLOOR, LOSS
@@ -69,6 +72,8 @@ class Comparison:
     offload: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Statistics of offload during training, by backend; empty without offload. See
     diptych.plans.offload.describe_statistics."""
+    first_difference: str | None = None
+    """If a tolerance is exceeded: the first submodule in which the models differ without dropout; see parity.locate."""
 
     @property
     def worst_step(self) -> StepPair:
@@ -163,7 +168,18 @@ def compare(
     gradients += compare_gradients(parameters, train_config.train_iters, config, train_config, corpus)
     result.memory = measure_torch(undivided(config), corpus.batch(0, train_config.microbatch, config.seq_length))
     result.gradients = sorted(gradients, key=lambda g: g.relative, reverse=True)
+    if result.failures:
+        result.first_difference = locate_difference(config, corpus.batch(0, 1, config.seq_length)).summary
     return result
+
+
+def locate_difference(config: TransformerConfig, batch: Batch) -> Location:
+    """Return the first submodule in which the backends' undivided models differ in float64, without dropout."""
+    exact = replace(undivided(config), params_dtype="float64", bf16=False)
+    with jax.enable_x64(True):
+        ours, theirs = reference_torch.transformer.GPTModel(exact), jax_impl.transformer.GPTModel(exact)
+        names = {name: name for name, _ in ours.named_parameters()}
+        return locate(ours, theirs, [batch.tokens], names=names)
 
 
 def compare_gradients(

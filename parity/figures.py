@@ -15,18 +15,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-TORCH = "#d1603d"
-JAX = "#1f4e9c"
-FAILING = "#7a4fa3"
-ORACLE = "#8a8a8a"
-INK = "#222222"
+TORCH, JAX, FAILING, ORACLE, INK = "#d1603d", "#1f4e9c", "#7a4fa3", "#8a8a8a", "#222222"
 """Colours of PyTorch, of JAX, of a failing variant, of oracles and tolerances, and of everything else."""
+DASHED = ("median", "bfloat16")
+"""Words in the label of a curve that make it dashed, with white markers."""
+MOST_LABELS = 10
+"""Number of sizes above which draw_errors labels every second one."""
 
 STYLES: dict[str, dict[str, Any]] = {
     "PyTorch": {"color": TORCH, "marker": "D", "markersize": 6, "linewidth": 2.2},
     "JAX": {"color": JAX, "marker": "o", "markersize": 4, "linewidth": 1.0},
     "failing": {"color": FAILING, "marker": "s", "markersize": 4, "linewidth": 1.4},
     "oracle": {"color": ORACLE, "marker": "", "linewidth": 0.9},
+    "predicted": {"color": ORACLE, "marker": "", "linewidth": 0.9},
+    "reference": {"color": ORACLE, "marker": ".", "linewidth": 0.9},
 }
 """Line style of a curve, by the first word of its label. JAX is drawn thinner, so that equal curves are both seen."""
 
@@ -60,24 +62,27 @@ def style_of(label: str) -> dict[str, Any]:
     """Return the line style of a curve, as keyword arguments of matplotlib.
 
     Args:
-        label: label of the curve; its first word (PyTorch, JAX, failing or oracle) selects the style.
+        label: label of the curve; its first word (a key of STYLES) selects the style. A word of DASHED makes it dashed.
     """
-    return STYLES.get(label.replace(",", " ").replace(":", " ").split()[0], _OTHER)
+    style = STYLES.get(label.replace(",", " ").replace(":", " ").split()[0], _OTHER)
+    is_dashed = any(word in label for word in DASHED)
+    return {**style, "linestyle": "--", "markerfacecolor": "white"} if is_dashed else style
 
 
-def new_figure(columns: int = 1, height: float = 3.2, **options: Any) -> "tuple[Figure, list[Axes]]":
-    """Return a figure with one row of axes.
+def new_figure(columns: int = 1, height: float = 3.2, rows: int = 1, **options: Any) -> "tuple[Figure, list[Axes]]":
+    """Return a figure and its axes, row by row.
 
     Args:
-        columns: number of axes; a single one takes six inches, several share eleven.
+        columns: number of axes of a row; a single one takes six inches, several share eleven.
         height: height in inches.
+        rows: number of rows.
         options: further arguments of matplotlib.pyplot.subplots.
     """
     import matplotlib.pyplot as plt
 
     width = 6.0 if columns == 1 else 11.0
-    figure, axes = plt.subplots(1, columns, figsize=(width, height), squeeze=False, **options)
-    return figure, list(axes[0])
+    figure, axes = plt.subplots(rows, columns, figsize=(width, height), squeeze=False, **options)
+    return figure, list(axes.flat)
 
 
 def draw_errors(
@@ -87,9 +92,10 @@ def draw_errors(
     limits: tuple[float, float],
     tolerances: Mapping[str, float] | None = None,
     log_sizes: bool = True,
+    log_errors: bool = True,
     **labels: str,
 ) -> None:
-    """Draw errors against a size, on a logarithmic axis.
+    """Draw errors against a size.
 
     An error of exactly 0 is drawn at the lower limit, and an error that is not finite at the upper one, as a cross.
 
@@ -99,7 +105,8 @@ def draw_errors(
         curves: errors at the sizes, by label; see style_of for the colours.
         limits: least and largest error of the axis.
         tolerances: levels to mark in grey, by label.
-        log_sizes: also use a logarithmic axis for sizes.
+        log_sizes: use a logarithmic axis for sizes.
+        log_errors: use a logarithmic axis for errors.
         labels: xlabel, ylabel and title.
     """
     least, most = limits
@@ -111,14 +118,15 @@ def draw_errors(
         if beyond:
             axis.plot(*zip(*beyond, strict=True), "x", color=style["color"], markersize=9, clip_on=False)
             axis.annotate("not finite", beyond[0], (4, -14), textcoords="offset points", color=style["color"])
-    axis.set(yscale="log", ylim=limits, **labels)  # pyright: ignore[reportArgumentType]
-    if any(error == 0.0 for errors in curves.values() for error in errors):
+    axis.set(yscale="log" if log_errors else "linear", ylim=limits, **labels)  # pyright: ignore[reportArgumentType]
+    if log_errors and any(error == 0.0 for errors in curves.values() for error in errors):
         axis.annotate("bitwise equal", (0.01, least), (0, 8), ("axes fraction", "data"), "offset points", color=ORACLE)
     for label, level in (tolerances or {}).items():
         draw_tolerance(axis, level, label)
     if log_sizes:
         axis.set_xscale("log")
-    axis.set_xticks(list(sizes), [f"{size:g}" for size in sizes])
+    labelled = sizes if len(sizes) <= MOST_LABELS else sizes[::2]
+    axis.set_xticks(list(labelled), [f"{size:g}" for size in labelled])
     axis.minorticks_off()
 
 
@@ -136,11 +144,11 @@ def draw_values(
     Args:
         axis: axis to draw on.
         sizes: sizes, for example ranks or tokens.
-        curves: values at the sizes, by label; up to four.
+        curves: values at the sizes, by label; up to six.
         log: use logarithmic axes.
         labels: xlabel, ylabel and title.
     """
-    looks = ((INK, "o-"), (ORACLE, "s-"), (INK, "^--"), (ORACLE, "D--"))
+    looks = ((INK, "o-"), (ORACLE, "s-"), (INK, "^--"), (ORACLE, "D--"), (INK, "v:"), (ORACLE, "P:"))
     for (label, values), (color, look) in zip(curves.items(), looks, strict=False):
         axis.plot(sizes, values, look, color=color, markersize=4, linewidth=1.2, label=label)
     axis.set(**labels)  # pyright: ignore[reportArgumentType]
@@ -148,6 +156,37 @@ def draw_values(
         axis.set(xscale="log", yscale="log")
         axis.set_xticks(list(sizes), [f"{size:g}" for size in sizes])
         axis.minorticks_off()
+
+
+def draw_by_name(
+    axis: "Axes",
+    names: Sequence[str],
+    curves: Mapping[str, Sequence[float]],
+    bars: Mapping[str, Sequence[float]],
+    **labels: str,
+) -> None:
+    """Draw values of named things, one row each, the first at the bottom.
+
+    Args:
+        axis: axis to draw on.
+        names: names of the rows.
+        curves: values to draw as markers, by label; see style_of for the colours.
+        bars: values to draw as pale bars behind them, by label.
+        labels: xlabel and title.
+    """
+    places = np.arange(len(names))
+    for label, values in bars.items():
+        axis.barh(places, values, 0.6, color=style_of(label)["color"], alpha=0.25, label=label)
+    markers = iter("osD^")
+    for label, values in curves.items():
+        style = style_of(label)
+        marker = next(markers) if style is _OTHER else style["marker"] or "|"
+        size = 14 if marker == "|" else style.get("markersize", 5)
+        look = {**style, "linestyle": "", "marker": marker, "markersize": size, "markeredgewidth": 1.8}
+        axis.plot(values, places, **look, label=label)
+    axis.set_yticks(places, names)
+    axis.grid(axis="y", visible=False)
+    axis.set(**labels)  # pyright: ignore[reportArgumentType]
 
 
 def print_errors(heading: str, sizes: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:

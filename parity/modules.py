@@ -13,7 +13,7 @@ from parity.functions import Pair, Report
 from parity.implementations import JaxImplementation, TorchImplementation, make_inputs
 from parity.names import resolve
 from parity.pytrees import Leaves
-from parity.suggestions import SuggestedNames, propose_names, retargeted, target_of
+from parity.suggestions import SuggestedNames, propose_names, retargeted, settle_square, target_of
 
 AGREEMENT = 1e-9
 """Relative difference of outputs in float64 below which a mapping of names is right."""
@@ -137,8 +137,9 @@ def suggest_names(
     likely = dict(found.names)
     likely, best = improved(likely, disagreement(likely), found.ambiguous)
     chosen, best = improved(likely, best, dict(itertools.islice(found.unlikely.items(), MAX_UNLIKELY)))
-    is_decided = best < AGREEMENT
-    return replace(found, names=chosen if is_decided else likely, ambiguous={} if is_decided else found.ambiguous)
+    if best < AGREEMENT:
+        return replace(found, names=chosen, ambiguous={})
+    return settle_square(replace(found, names=likely), ours)
 
 
 def shapes_of(arrays: Leaves) -> dict[str, tuple[int, ...]]:

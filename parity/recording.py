@@ -169,7 +169,7 @@ class _TorchRecorder:
         call.repeated.update(_repeated(inputs))
         for name, leaf in inputs.items():
             self._versions[leaf] = leaf._version
-            call.inputs[name] = self._kept(point, "inputs", name, leaf.detach().clone())
+            call.inputs[name] = self._stored(point, "inputs", name, leaf.detach().clone())
 
     def _leave(self, path: str, output: Any) -> Any:
         """End a call, and return its output with a new tensor in place of each one that other calls have seen."""
@@ -182,7 +182,7 @@ class _TorchRecorder:
             output = map_arrays(output, lambda _, leaf: self._separated(leaf, count > 1), OUTPUT)
         for name, leaf in _output_leaves(output).items():
             self._versions[leaf] = leaf._version
-            self.calls[point].outputs[name] = self._kept(point, "outputs", name, leaf.detach().clone())
+            self.calls[point].outputs[name] = self._stored(point, "outputs", name, leaf.detach().clone())
             if leaf.requires_grad:
                 leaf.register_hook(partial(self._receive, point, name))
         self._is_over = not self._running
@@ -199,9 +199,9 @@ class _TorchRecorder:
         return leaf.clone() if is_view or is_one_of_several else leaf
 
     def _receive(self, point: Point, name: str, gradient: torch.Tensor) -> None:
-        self.calls[point].cotangents[name] = self._kept(point, "cotangents", name, gradient)
+        self.calls[point].cotangents[name] = self._stored(point, "cotangents", name, gradient)
 
-    def _kept(self, point: Point, kind: str, name: str, tensor: torch.Tensor) -> Any:
+    def _stored(self, point: Point, kind: str, name: str, tensor: torch.Tensor) -> Any:
         return self._keep(point, kind, name, widened(to_numpy(tensor)))
 
 
@@ -284,10 +284,10 @@ class _JaxTracer:
         call = Call(_shapes(bound), {name: _shapes(tree) for name, tree in keyword.items()}, names, parent)
         call.inputs.update({name: _shape(leaf) for name, leaf in inputs.items()})
         call.repeated.update(_repeated(inputs))
-        kept = {name: _extremes(leaf) if leaf.size else leaf for name, leaf in _floating(inputs).items()}
-        kept |= {name: leaf for name, leaf in inputs.items() if name not in kept}
+        recorded = {name: _extremes(leaf) if leaf.size else leaf for name, leaf in _floating(inputs).items()}
+        recorded |= {name: leaf for name, leaf in inputs.items() if name not in recorded}
         outputs: dict[str, Any] = {}
-        self.traced[point] = _Traced(call, kept, outputs)
+        self.traced[point] = _Traced(call, recorded, outputs)
         self._running.append(point)
         try:
             output = function(*args, **kwargs)

@@ -149,6 +149,8 @@ def print_summary(console: Console, comparison: Comparison, most: int = 8) -> No
         console.print(f"in {backend}:\n{describe_statistics(stats)}", highlight=False)
     for failure in comparison.failures:
         console.print(f"[red]over tolerance[/red] {failure}")
+    if comparison.first_difference is not None:
+        console.print(f"in float64, without dropout: {comparison.first_difference}", markup=False)
     if not comparison.failures:
         console.print("[green]equal within tolerance[/green]")
 
@@ -202,6 +204,7 @@ def write_json(
         "memory_bytes": comparison.memory._asdict() if comparison.memory is not None else None,
         "offload": comparison.offload or None,
         "failures": comparison.failures,
+        "first_difference": comparison.first_difference,
     }
     path.write_text(json.dumps(finite_json(content), indent=1, allow_nan=False) + "\n")
 

@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -116,6 +116,36 @@ def propose_names(ours: Shapes, theirs: Shapes) -> SuggestedNames:
             unlikely[sources[i]] = list(rules[i, j].unlikely)
     left, missing = _unmatched(names, ours, theirs)
     return SuggestedNames(names, ambiguous, tuple(left), tuple(missing), unlikely)
+
+
+def settle_square(found: SuggestedNames, ours: Shapes) -> SuggestedNames:
+    """Give square matrices the orientation of all other matrices whose names end alike, and end their ambiguity.
+
+    Args:
+        found: a proposal whose ambiguous entries the outputs cannot decide, for example because there is a bug.
+        ours: shapes of PyTorch's parameters.
+    """
+
+    def ends(source: str, rule: Any) -> tuple[str, str]:
+        return source.rpartition(".")[2], str(target_of(rule)).rpartition(".")[2]
+
+    def is_transposed(rule: Any) -> bool:
+        return not isinstance(rule, str) and rule.get("transpose") is True
+
+    seen: dict[tuple[str, str], set[bool]] = {}
+    for source, rule in found.names.items():
+        shape = ours.get(source, ())
+        if len(shape) == 2 and shape[0] != shape[1]:
+            seen.setdefault(ends(source, rule), set()).add(is_transposed(rule))
+    names, ambiguous = dict(found.names), dict(found.ambiguous)
+    for source, others in found.ambiguous.items():
+        rules = [names[source], *others]
+        orientations = seen.get(ends(source, rules[0]), set())
+        fitting = [rule for rule in rules if {is_transposed(rule)} == orientations]
+        if len(rules) == 2 and target_of(rules[0]) == target_of(rules[1]) and len(fitting) == 1:
+            names[source] = fitting[0]
+            del ambiguous[source]
+    return replace(found, names=names, ambiguous=ambiguous)
 
 
 def _unmatched(names: Mapping[str, Any], ours: Shapes, theirs: Shapes) -> tuple[Shapes, Shapes]:

@@ -297,7 +297,7 @@ class _TorchTraining:
         }
         gradients = self._side.run(values, "float64", cotangents).parameter_gradients
         for name, parameter in self._parameters.items():
-            parameter.grad = torch.from_numpy(gradients[name])
+            parameter.grad = torch.tensor(gradients[name])  # a copy, because optimizers may clip it in place
         self._optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()

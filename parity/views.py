@@ -178,6 +178,8 @@ def _draw_outputs(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarra
             image = axis.imshow(flat, aspect="auto", interpolation="nearest", **colors)
             axis.grid(False)
             axis.set_title(title, fontsize=9, color=INK)
+            axis.grid(False)
+            axis.yaxis.get_major_locator().set_params(integer=True)
             figure.colorbar(image, ax=axis)
     return figure
 

@@ -243,6 +243,7 @@ def apply_h_post(
     return name_value(h_post.to(x.dtype)[..., None] * y[..., None, :], "expanded")
 
 
+@as_one_operation
 def write_streams(
     residual: Float[Tensor, "b t s d"],
     h_res: Float[Tensor, "b t s s"] | None,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model import operations
-from diptych.plans.model.implementation import uses_kernels
+from diptych.plans.model.implementation import require_packages, uses_kernels
 from diptych.plans.model.parameters import ParameterSpec, initial_value, rotary_frequencies
 from diptych.plans.model.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, TILE_ROWS, dropout_threshold
 from reference_torch.attention import causal_attention as causal_attention
@@ -362,9 +362,11 @@ def kernel_backend(impl: str, x: Tensor) -> Any | None:
 
     Raises:
         ValueError: an unknown impl.
+        ModuleNotFoundError: Triton is not installed.
     """
     if not uses_kernels(impl, on_cuda=x.is_cuda):
         return None
+    require_packages("triton")
     from diptych_kernels import torch_backend as torch_ops
 
     return torch_ops

@@ -421,3 +421,18 @@ def test_missing_framework_is_named(missing, blocked):
     for line in lines:
         assert f"expected an installed framework for {missing!r}, but {missing!r} is missing" in line
         assert line.endswith(f"pip install 'diptych[{missing}]'")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("backend", "missing"), [("torch", "triton"), ("jax", "triton"), ("jax", "torch")])
+def test_missing_package_of_the_kernels_is_named(backend, missing):
+    """On a CPU the interpreter of the kernels computes in PyTorch, also for JAX."""
+    sizes = "--impl triton --hidden-size 16 --num-layers 1 --seq-length 8 --train-iters 1 --eval-iters 1"
+    command = f"train --backend {backend} {sizes}".split()
+    script = BLOCK.format(blocked={missing}) + f"from parity.cli.main import main\nsys.exit(main({command}))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert f"but {missing!r} is missing; pip install 'diptych[all]'" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -70,6 +70,7 @@ def test_compare_over_tolerance_names_parameter_and_step(corpus, tmp_path, capsy
     printed = " ".join(capsys.readouterr().out.split())
     assert "over tolerance gradient of decoder.layers.0.mlp.linear_fc" in printed
     assert "at step 0 in float64: expected a relative difference of at most 1.0e-12, got" in printed
+    assert "first difference: decoder.layers.0.mlp (forward), between " in printed
     assert "equal within tolerance" not in printed
 
 

@@ -1,10 +1,12 @@
 """Experiments that the notebooks run: one module per notebook, and the settings that all share.
 
-A function here trains, measures or counts, and returns numbers. The notebook draws them and explains them.
+A function here trains, measures or counts, and returns numbers. The notebook draws them with parity.figures and
+explains them.
 """
 
 import os
 import sys
+from collections.abc import Sequence
 
 from parity.figures import use_style
 
@@ -34,3 +36,14 @@ def start(devices: int = 1, quick_compile: bool = True) -> None:
     torch.set_num_threads(1)
     use_style()
     print(f"python {sys.version.split()[0]}, torch {torch.__version__}, jax {jax.__version__}, on a CPU")
+
+
+def assert_bounds(headline: Sequence[tuple[str, float, float, float]]) -> None:
+    """Print the main numbers of a notebook and assert that each is within its bounds.
+
+    Args:
+        headline: name, value, least and most of each number.
+    """
+    for name, value, least, most in headline:
+        print(f"{value:9.3g}  {name}")
+        assert least <= value <= most, f"{name}: expected {least:.3g} to {most:.3g}, got {value:.3g}"

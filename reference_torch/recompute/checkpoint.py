@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from reference_torch.recompute import internals
 from reference_torch.recompute.guards import RecomputeUsageError
@@ -97,7 +96,7 @@ class CheckpointWithoutOutput:
         name = self._name or getattr(fn, "__qualname__", type(fn).__qualname__)
         region = Region(fn, args, kwargs, name, self._generators)
         output = region.forward(args, kwargs)
-        leaves = tree_leaves(output)
+        leaves = internals.leaves_of(output)
         self._slots, self.retained = region.make_slots(leaves)
         if region.is_nested:  # readers find the slots through the outputs, because nothing else may hold this object
             for slot in self._slots:
@@ -447,11 +446,20 @@ def _restore_readers_on_first_use(hook_tensor: Tensor, first: Region) -> None:
         seen.add(node)
         pending.extend(following for following, _ in node.next_functions)
         with internals.without_dispatch_modes():
-            for attribute in dir(type(node)):
-                if attribute.startswith("_raw_saved_"):
-                    raw = getattr(node, attribute)
-                    for value in raw if isinstance(raw, tuple) else (raw,):
-                        _hook_saved(value, pack)
+            for attribute in _saved_attributes(type(node)):
+                raw = getattr(node, attribute)
+                for value in raw if isinstance(raw, tuple) else (raw,):
+                    _hook_saved(value, pack)
+
+
+_attributes: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
+def _saved_attributes(kind: type) -> tuple[str, ...]:
+    """Return the attributes of a kind of autograd node that hold its saved values."""
+    if kind not in _attributes:
+        _attributes[kind] = tuple(attribute for attribute in dir(kind) if attribute.startswith("_raw_saved_"))
+    return _attributes[kind]
 
 
 def _hook_saved(value: Any, pack: _Pack) -> None:

@@ -14,6 +14,7 @@ import torch._compile
 import torch.autograd.forward_ad
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 outside_compiled_graphs = torch._compile._disable_dynamo
 """A decorator for functions that torch.compile must not trace; a call breaks the graph."""
@@ -59,6 +60,15 @@ def storage_from_pointer(pointer: int, device: torch.device, size: int) -> torch
         size: bytes.
     """
     return torch._C._construct_storage_from_data_pointer(pointer, device, size)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """Return the leaves of nested tuples, lists and dicts; a tensor and a tuple of tensors take no walk."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if type(tree) is tuple and all(isinstance(leaf, Tensor) for leaf in tree):
+        return list(tree)
+    return tree_leaves(tree)
 
 
 def version_watch(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from reference_torch.recompute import internals
 from reference_torch.recompute.guard_memory import reset_guard_memory
@@ -304,12 +304,14 @@ class Region:
         self.function = function
         self.name = name
         self.replays = 0
-        leaves, self._structure = tree_flatten((args, kwargs))
+        leaves, self._structure = _flattened(args, kwargs)
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         inputs = [leaves[i] for i in self._places]
         self._constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._require_grad = [t.requires_grad for t in inputs]
         self._versions = [t._version for t in inputs]
+        self._forward_inputs = inputs
+        """The inputs until forward ends."""
         slots = [slot for slot in map(slot_of, inputs) if slot is not None]
         self.upstream = list({slot.address: slot for slot in slots}.values())
         if internals.outer_saved_tensor_hooks() is None:  # otherwise the hooks hold aliases of the inputs
@@ -355,11 +357,13 @@ class Region:
         Raises:
             RecomputeUsageError: the call changes an input in place.
         """
-        inputs = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        inputs = self._forward_inputs
+        self._forward_inputs = []
+        input_ids = {id(tensor) for tensor in inputs}
 
         def drop(tensor: Tensor) -> _Handle:
             owner = tensor if tensor._base is None else tensor._base
-            if owner.is_leaf and owner.requires_grad and id(owner) not in inputs:
+            if owner.is_leaf and owner.requires_grad and id(owner) not in input_ids:
                 self._parameters[id(owner)] = weakref.ref(owner), owner._version
             handle = _Handle(self, len(self._handles))
             self._handles.append(weakref.ref(handle))
@@ -377,7 +381,7 @@ class Region:
                 "not support the saved-tensor hooks of recompute; take the transform out of the call"
             ) from error
         self.has_returned = True
-        if [leaf._version for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)] != self._versions:
+        if [tensor._version for tensor in inputs] != self._versions:
             raise RecomputeUsageError(
                 f"{self.name!r}: expected a call that leaves its inputs as they are, got one that changes an input in "
                 "place, which cannot be replayed; let it work on a copy"
@@ -441,8 +445,8 @@ class Region:
         if self._before_replay is not None:
             read = [reference() for reference, _ in self._parameters.values()]
             self._before_replay([parameter for parameter in read if parameter is not None])
-        args, kwargs = self._inputs()
-        operations = OperationRecorder([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+        args, kwargs, inputs = self._inputs()
+        operations = OperationRecorder(inputs)
         recorded: dict[int, _Recorded] = {}
         count = 0
 
@@ -468,10 +472,10 @@ class Region:
         hooks = saved_tensors_hooks(record, _no_second_graph)
         with self.state.entered(), replaying(), torch.enable_grad(), operations, hooks:
             output = self.function(*args, **kwargs)
-        del args, kwargs
+        del args, kwargs, inputs
         if count != len(self._saved):
             raise mismatch(f"{len(self._saved)} values saved for backward", str(count))
-        outputs = [leaf.detach() if isinstance(leaf, Tensor) else None for leaf in tree_leaves(output)]
+        outputs = [leaf.detach() if isinstance(leaf, Tensor) else None for leaf in internals.leaves_of(output)]
         del output
         layout = [_layout(output) for output in outputs]
         if layout != self._output_layout:
@@ -487,8 +491,8 @@ class Region:
         self._refill(outputs, recorded)
         self._recorded.update(recorded)
 
-    def _inputs(self) -> tuple[tuple, dict]:
-        """Return the arguments of the replay, after a check that parameters and inputs are unchanged."""
+    def _inputs(self) -> tuple[tuple, dict, list[Tensor]]:
+        """Return the arguments of a replay and the tensors among them, after a check that inputs are unchanged."""
         for reference, version in self._parameters.values():
             parameter = reference()
             if parameter is not None and parameter._version != version:
@@ -505,9 +509,13 @@ class Region:
                 f"{self.name!r}: expected its inputs unchanged until its replay, got one modified in place: {error}"
             ) from error
         leaves = list(self._constants)
+        tensors = []
         for place, tensor, requires_grad in zip(self._places, inputs, self._require_grad, strict=True):
             leaves[place] = tensor.detach().requires_grad_(requires_grad)
-        return tree_unflatten(leaves, self._structure)
+            tensors.append(leaves[place])
+        if self._structure is None:
+            return tuple(leaves), {}, tensors
+        return *tree_unflatten(leaves, self._structure), tensors
 
     def _refill(self, outputs: list[Tensor | None], recorded: dict[int, _Recorded]) -> None:
         """Move the replayed outputs into the empty slots, and rebind recorded values in the same memory."""
@@ -526,6 +534,17 @@ class Region:
             for (i, value), tensor in zip(aliases.items(), rebound, strict=True):
                 unchanged = value.tensor._version == value.version
                 recorded[i] = _Recorded(tensor, tensor._version if unchanged else -1, slot.watches)
+
+
+def _flattened(args: tuple, kwargs: dict) -> tuple[list[Any], TreeSpec | None]:
+    """Return the leaves of arguments and their structure; None: positional arguments without containers."""
+    if not kwargs and all(type(value) in _LEAVES for value in args):
+        return list(args), None
+    return tree_flatten((args, kwargs))
+
+
+_LEAVES = frozenset({Tensor, nn.Parameter, bool, int, float, str, type(None)})
+"""Frequent types of arguments that are no containers."""
 
 
 @internals.outside_compiled_graphs

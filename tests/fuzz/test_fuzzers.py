@@ -1,5 +1,7 @@
 """A hundred programs of every fuzzer: equal to the plain program, or refused by an error of this project."""
 
+import mmap
+
 import pytest
 
 from tests.fuzz.harness import EQUAL, TECHNIQUES, Growth, GrowthWatch, Wrong, load, run_programs
@@ -22,14 +24,18 @@ def test_a_hundred_programs(technique):
 
 @pytest.mark.parametrize("leaks", [True, False])
 def test_a_leak_is_seen_in_a_long_run(leaks):
-    """A mebibyte from every program, or from those of the first window."""
-    kept = []
+    """Two mebibytes from every program, or from those of the first window.
+
+    They are mapped, because an allocation may reuse memory that earlier tests of this process have freed.
+    """
+    leaked = []
     watch = GrowthWatch(programs=8, mebibytes=4.0)
 
     def run(programs: int) -> None:
         for program in range(programs):
             if leaks or program < 8:
-                kept.append(bytearray(b"x") * 2**20)
+                leaked.append(mmap.mmap(-1, 2 * 2**20))
+                leaked[-1].write(b"x" * 2 * 2**20)
             watch.check()
 
     if leaks:

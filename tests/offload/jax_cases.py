@@ -20,6 +20,7 @@ from jax_impl import ops
 from jax_impl.offload import branch_moves, is_on_host
 from jax_impl.pipeline import OffloadedPipeline, make_pipeline_step
 from jax_impl.pipeline.offload import slots_of
+from jax_impl.recompute import _scan_counts
 from jax_impl.train import Trainer
 from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
@@ -201,7 +202,7 @@ def carried(program) -> list[int]:
     found = []
     for equation in program.eqns:
         if equation.primitive.name == "scan":
-            consts, carry = equation.params["num_consts"], equation.params["num_carry"]
+            consts, carry = _scan_counts(equation.params)
             values = [v.aval for v in equation.invars[consts : consts + carry]]
             found += [a.size * a.dtype.itemsize for a in values if a.ndim == 2]
         for inner in jax.extend.core.jaxprs_in_params(equation.params):

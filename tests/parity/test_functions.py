@@ -60,6 +60,11 @@ def test_equal_functions_in_three_dtypes():
     assert "equal: all 6 comparisons" in str(report)
 
 
+def test_a_report_is_plain_text_in_a_notebook(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as ipykernel does
+    assert "\x1b" not in str(compare_functions(torch_rope, jax_rope, **ROPE, dtypes=["float64"]))
+
+
 WRONG = {
     "rope interleaved": (torch_rope, jax_rope_interleaved, ROPE),
     "gelu variant": (F.gelu, jax.nn.gelu, {"inputs": [X]}),

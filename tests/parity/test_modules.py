@@ -209,6 +209,31 @@ def test_shapes_draw_the_difficult_sizes():
     assert all(drawn_sizes()[kind] for kind in DIFFICULT.split(", "))
 
 
+class Layers(nn.Module):
+    """A square matrix beside others, all with names and orientation that both frameworks share."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 6, bias=False), nn.Linear(6, 6, bias=False), nn.Linear(6, 3, bias=False)
+
+    def forward(self, x):
+        return self.c(torch.tanh(self.b(self.a(x))))
+
+
+def jax_layers(p, x):
+    return jnp.tanh(x @ p["a"]["weight"].T @ p["b"]["weight"].T) @ p["c"]["weight"].T * 1.01  # a bug
+
+
+def test_a_square_matrix_is_oriented_as_the_others_where_a_bug_hides_its_orientation():
+    shapes = {name: jnp.zeros(layer.weight.shape) for name, layer in Layers().named_children()}
+    pair = Layers(), (jax_layers, {name: {"weight": zeros} for name, zeros in shapes.items()})
+    assert suggest_names(*pair).ambiguous
+    found = suggest_names(*pair, [normal((5, 4))])
+    assert dict(found) == {name: name for name in ("a.weight", "b.weight", "c.weight")}
+    assert not found.ambiguous
+    assert not compare_modules(*pair, [normal((5, 4))], **EXACT).is_equal
+
+
 def test_numbers_in_another_order_are_another_name():
     shapes = {f"blocks.{n}.norm{m}.weight": (4,) for n in (1, 2) for m in (1, 2)}
     found = propose_names(shapes, shapes)

@@ -82,6 +82,23 @@ def test_optimizers_that_are_equal(name):
     compare_training(*linear(), LINEAR, **LOSSES, optimizers=EQUAL[name]).check()
 
 
+def clipped(parameters):
+    optimizer = torch.optim.SGD(parameters, RATE)
+
+    def clip(*_):
+        torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+def test_an_optimizer_that_clips_in_place():
+    """PyTorch divides by the norm plus 1e-6, optax by the norm: only what follows the gradients differs."""
+    optimizers = clipped, optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(RATE))
+    report = compare_training(*linear(), LINEAR[:1], **LOSSES, optimizers=optimizers)
+    assert report.different[0].kind == "step 0, parameter"
+
+
 def test_a_schedule_in_float32_is_rounding_and_is_named():
     report = compare_training(*linear(), LINEAR, **LOSSES, optimizers=EQUAL["momentum and schedule"])
     assert report.notes[0].startswith("JAX's optimizer computes in float32")

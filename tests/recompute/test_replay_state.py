@@ -1,14 +1,15 @@
 """A replay runs under the random numbers and the autocast of its forward, and puts back what it found (R2, R3)."""
 
 import contextlib
+import random
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from reference_torch.recompute import CheckpointWithoutOutput, lazy_restore
-from reference_torch.recompute.state import NumpyState
+from reference_torch.recompute import CheckpointWithoutOutput, lazy_restore, state
+from reference_torch.recompute.state import NumpyState, PythonState
 from tests.recompute.support import assert_equal, gradients, normal, reader
 
 # R2
@@ -220,8 +221,12 @@ def test_r03_a_cast_cached_before_the_call_is_made_again_in_the_replay():
     assert_equal(run(True), run(False))
 
 
+@pytest.mark.parametrize("layout", ["known", "unknown"])
 @pytest.mark.parametrize("normals", [0, 1])
-def test_every_kind_of_draw_from_numpys_generator_is_noticed(normals):
+def test_every_kind_of_draw_from_numpys_generator_is_noticed(normals, layout, monkeypatch):
+    if layout == "unknown":
+        monkeypatch.setattr(state, "_GAUSS_OFFSET", None)
+    assert (state._numpy_gauss() == b"") == (layout == "unknown")
     for draw in (
         np.random.rand,
         lambda: np.random.rand(312),  # two words each: the position is the same afterwards
@@ -232,7 +237,36 @@ def test_every_kind_of_draw_from_numpys_generator_is_noticed(normals):
         np.random.standard_normal(normals)
         snapshot = NumpyState()
         assert snapshot.is_current()
+        expected = np.random.standard_normal(5)
+        np.random.set_state(snapshot.state)
+        assert snapshot.is_current()
         draw()
         assert not snapshot.is_current()
         np.random.set_state(snapshot.state)
         assert snapshot.is_current()
+        assert (np.random.standard_normal(5) == expected).all()
+
+
+@pytest.mark.parametrize("layout", ["known", "unknown"])
+@pytest.mark.parametrize("normals", [0, 1])
+def test_every_kind_of_draw_from_pythons_generator_is_noticed(normals, layout, monkeypatch):
+    if layout == "unknown":
+        monkeypatch.setattr(state, "_PYTHON_OFFSET", None)
+    assert (state._python_memory() == b"") == (layout == "unknown")
+    for draw in (
+        random.random,
+        lambda: random.gauss(0.0, 1.0),  # the second of a pair, if one is drawn before, changes no word
+        lambda: [random.getrandbits(32) for _ in range(624)],  # the position is the same afterwards
+        lambda: random.seed(1),
+    ):
+        random.seed(0)
+        for _ in range(normals):
+            random.gauss(0.0, 1.0)
+        snapshot = PythonState()
+        assert snapshot.state == random.getstate()
+        assert snapshot.is_current()
+        draw()
+        assert not snapshot.is_current()
+        random.setstate(snapshot.state)
+        assert snapshot.is_current()
+        assert snapshot.state == random.getstate()

@@ -87,12 +87,7 @@ def print_generated(
     for name, reason in refused.items():
         console.print(f"{name} does not fit: {name_settings(reason)}", highlight=False, markup=False)
     console.print(IN_JAX)
-    over = made.simulation.makespan / found.makespan_bound - 1.0
-    console.print(
-        f"{GENERATED}: makespan {made.simulation.makespan:.5g} s, at least {found.makespan_bound:.5g} s: {over:.1%} "
-        "above a lower bound for all schedules of these stages",
-        highlight=False,
-    )
+    _print_bound(console, made.simulation.makespan, found.makespan_bound)
     print_written(console, path)
     if command.picture is not None:
         drawn = [made, *(each for each in named if each.schedule.num_stages == made.schedule.num_stages)]
@@ -103,6 +98,14 @@ def print_generated(
         pipeline_schedule=None,
         pipeline_schedule_file=read_schedule(path),
         microbatch_group_size_per_vp_stage=None,
+    )
+
+
+def _print_bound(console: Console, makespan: float, bound: float) -> None:
+    console.print(
+        f"{GENERATED}: makespan {makespan:.5g} s, at least {bound:.5g} s: {makespan / bound - 1.0:.1%} above a lower "
+        "bound for all schedules of these stages",
+        highlight=False,
     )
 
 

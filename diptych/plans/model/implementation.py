@@ -1,5 +1,7 @@
 """Choice between the framework's operations and the shared Triton kernels, and the limits of the kernels."""
 
+import importlib.util
+
 IMPLEMENTATIONS = ("auto", "reference", "triton")
 """``auto`` is triton on a CUDA device and reference elsewhere; triton on a CPU is Triton's interpreter."""
 
@@ -41,3 +43,25 @@ def uses_kernels(impl: str, on_cuda: bool) -> bool:
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {IMPLEMENTATIONS}, got {impl!r}")
     return impl == "triton" or (impl == "auto" and on_cuda)
+
+
+def require_packages(*names: str) -> None:
+    """Check that the packages that run the kernels are installed.
+
+    Raises:
+        ModuleNotFoundError: a package is not installed.
+    """
+    for name in names:
+        if not _is_installed(name):
+            raise ModuleNotFoundError(
+                f"impl: expected installed packages {' and '.join(names)}, which run the kernels on this device, but "
+                f"{name!r} is missing; pip install 'diptych[all]', or choose impl='reference'",
+                name=name,
+            )
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
