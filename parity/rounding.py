@@ -31,6 +31,8 @@ FACTOR = 3.0
 """Multiple of the spread that counts as rounding; benchmarks/tolerances.py measures what correct pairs need."""
 DRAWS = 3
 """Perturbations of each implementation."""
+DRAWS_INSIDE = 40
+"""Most runs that emulate rounding of each operation, before a difference in a narrow dtype counts."""
 EQUAL = "bitwise equal"
 ROUNDING = "rounding"
 DIFFERENT = "different"
