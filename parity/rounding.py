@@ -13,6 +13,9 @@ $$\lVert a - b\rVert \le F s + 2 u \sqrt{n}\, \max(\lVert a\rVert, \lVert b\rVer
 The second term is the floor: both results are rounded once, and a sum of $n$ terms accumulates about $\sqrt{n}$
 rounding errors.
 
+In float32 and bfloat16, a difference above this bound is not reported yet: the operations of PyTorch are then run with
+emulated rounding (parity.operation_rounding), and $s$ grows to the largest change in up to DRAWS_INSIDE runs.
+
 References:
     Parker, Monte Carlo Arithmetic, UCLA CSD-970002 (1997): random perturbations as a model of rounding errors.
     Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41 (2019):
