@@ -11,7 +11,7 @@ PROGRAMS = 100
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_a_hundred_programs(technique):
-    run_programs(technique, range(5))  # what is made on first use exists
+    run_programs(technique, range(5))  # warms up what is created on first use
     before = Growth()
     counts = run_programs(technique, range(5, PROGRAMS))
     before.check()
@@ -22,14 +22,14 @@ def test_a_hundred_programs(technique):
 
 @pytest.mark.parametrize("leaks", [True, False])
 def test_a_leak_is_seen_in_a_long_run(leaks):
-    """A mebibyte from every program, or from those of the first window."""
-    kept = []
+    """Every program leaks a mebibyte, or only those of the first window do."""
+    leaked = []
     watch = GrowthWatch(programs=8, mebibytes=4.0)
 
     def run(programs: int) -> None:
         for program in range(programs):
             if leaks or program < 8:
-                kept.append(bytearray(b"x") * 2**20)
+                leaked.append(bytearray(b"x") * 2**20)
             watch.check()
 
     if leaks:
