@@ -144,7 +144,8 @@ def test_make_targets_exist(target):
 @pytest.mark.parametrize("name", sorted({word[5:] for words in WHOLE for word in words if word.startswith("NAME=")}))
 def test_benchmarks_named_on_the_pages_exist(name):
     source = (ROOT / f"benchmarks/{name}.py").read_text()
-    assert "def main() -> None:" in source or "sys.exit(main(" in source
+    assert re.search(r"^def main\(", source, re.MULTILINE)
+    assert 'if __name__ == "__main__":' in source
 
 
 def test_the_list_of_benchmarks_ends_when_its_reader_has_gone():
