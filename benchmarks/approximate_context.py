@@ -1,10 +1,10 @@
-"""States that ranks do not pass on whole: bytes, the bound that gates give beforehand, and the error there is.
+"""Approximate state exchange between context ranks: bytes, the error bound from the gates, and the measured error.
 
     python -m benchmarks.approximate_context          (make bench NAME=approximate_context)
 
-One KDA layer's rule over four gloo ranks in float64, forward and backward, so that all that is wrong is what was left
-out. Errors of states are the largest over ranks and heads, relative to the largest state; those of outputs and
-gradients are relative norms beside the exact exchange.
+The benchmark runs the delta rule of one KDA layer over four gloo ranks, forward and backward. It computes in float64,
+so that the approximation is the only error. The error of states is the maximum over ranks and heads, relative to the
+largest state. The errors of outputs and gradients are relative norms of the difference from the exact exchange.
 """
 
 import os
@@ -31,21 +31,24 @@ from reference_torch.context_parallel import build_cp_context, exchange
 from reference_torch.delta_rule import chunk_kda
 from reference_torch.rank_pool import RankPool
 
-RANKS, PER_RANK, HEADS, WIDTH = 4, 256, 4, 64
+RANKS = 4
+PER_RANK = 256
+HEADS = 4
+WIDTH = 64
 RESULT = Path("benchmarks/results/approximate_context-cpu.json")
 
 
 class Text(NamedTuple):
-    """What tokens do to a state."""
+    """The distribution of gates and betas of a sequence."""
 
     name: str
     decay: float
-    """Of log decays, which are this times 0.1 to 2 a token."""
+    """Scale of the log decays, which are this factor times 0.1 to 2 per token."""
     share: float
-    """Of beta, which is at most this."""
+    """Maximum of beta."""
 
     def arrays(self) -> list[np.ndarray]:
-        """q, k, v, g and beta of all tokens, float64."""
+        """Return q, k, v, g and beta of all tokens in float64."""
         q, k, v, g, beta = Load(RANKS * PER_RANK, HEADS, WIDTH, self.decay).arrays()
         return [x.astype(np.float64) for x in (q, k, v, g, beta * np.float32(self.share))]
 
@@ -57,26 +60,28 @@ TEXTS = (
     Text("middling decay, small beta", 0.01, 0.02),
     Text("fast decay", 0.1, 1.0),
 )
-WAYS: dict[str, dict[str, Any]] = {
+APPROXIMATIONS: dict[str, dict[str, Any]] = {
     "the nearest rank": {"cp_exchange": "ring", "cp_truncate_ranks": 1},
     "the nearest two": {"cp_exchange": "ring", "cp_truncate_ranks": 2},
     **{f"rank {rank}": {"cp_transition_rank": rank} for rank in (2, 8, 16, 31)},
 }
 
 
-def run_rule(text: Text, way: dict[str, Any]) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Of this rank: the state it begins with, and its outputs and gradients."""
+def run_rule(text: Text, options: dict[str, Any]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return the initial state of this rank, and its outputs and gradients."""
     rank = dist.get_rank()
     part = slice(rank * PER_RANK, (rank + 1) * PER_RANK)
     inputs = [torch.from_numpy(x[:, part].copy()).requires_grad_() for x in text.arrays()]
     offsets = torch.tensor([0, RANKS * PER_RANK], dtype=torch.int32)
-    context, found, plain = build_cp_context(offsets, dist.group.WORLD, **way), [], exchange.run_exchange
+    context = build_cp_context(offsets, dist.group.WORLD, **options)
+    found = []
+    plain = exchange.run_exchange
 
-    def watched(*arguments: Any) -> exchange.Exchanged:
+    def recorded(*arguments: Any) -> exchange.Exchanged:
         found.append(plain(*arguments))
         return found[-1]
 
-    exchange.run_exchange = watched
+    exchange.run_exchange = recorded
     try:
         o = chunk_kda(*inputs, cp_context=context)[0]
         gradients = torch.autograd.grad(o, inputs, inputs[2].detach())
@@ -86,19 +91,21 @@ def run_rule(text: Text, way: dict[str, Any]) -> tuple[np.ndarray, list[np.ndarr
 
 
 def measure(pool: RankPool, text: Text) -> list[dict[str, Any]]:
-    """Return one row for each approximation."""
+    """Return one row of results for each approximation."""
     _, k, v, g, beta = text.arrays()
     bounds = rank_bounds(k, v, g, beta, np.array([0, RANKS * PER_RANK], np.int32), RANKS)
-    exact_states, exact = together(pool.run("benchmarks.approximate_context:run_rule", text, {}))
-    largest, rows = norms(exact_states).max(), []
-    for name, way in WAYS.items():
-        states, found = together(pool.run("benchmarks.approximate_context:run_rule", text, way))
-        ranks, rank = way.get("cp_truncate_ranks"), way.get("cp_transition_rank")
+    exact_states, exact = gather(pool.run("benchmarks.approximate_context:run_rule", text, {}))
+    largest = norms(exact_states).max()
+    rows = []
+    for name, options in APPROXIMATIONS.items():
+        states, found = gather(pool.run("benchmarks.approximate_context:run_rule", text, options))
+        ranks = options.get("cp_truncate_ranks")
+        rank = options.get("cp_transition_rank")
         bound = low_rank_bounds(bounds, rank) if rank else truncation_bounds(bounds, ranks)
-        wrong = norms(states - exact_states)
-        if (wrong > bound * (1 + 1e-9) + 1e-12 * largest).any():
-            raise AssertionError(f"{text.name}, {name}: a state is further off than its bound")
-        cost = exchange_cost(way.get("cp_exchange", "all_gather"), RANKS, HEADS, WIDTH, WIDTH, 4, ranks, rank)
+        errors = norms(states - exact_states)
+        if (errors > bound * (1 + 1e-9) + 1e-12 * largest).any():
+            raise AssertionError(f"{text.name}, {name}: the error of a state exceeds its bound")
+        cost = exchange_cost(options.get("cp_exchange", "all_gather"), RANKS, HEADS, WIDTH, WIDTH, 4, ranks, rank)
         differences = [relative_difference(ours, theirs) for ours, theirs in zip(found, exact, strict=True)]
         rows.append(
             {
@@ -107,7 +114,7 @@ def measure(pool: RankPool, text: Text) -> list[dict[str, Any]]:
                 "rounds": cost.rounds,
                 "payload": cost.payload_bytes / exchange_cost("all_gather", RANKS, HEADS, WIDTH, WIDTH).payload_bytes,
                 "state_bound": float(bound.max() / largest),
-                "state_error": float(wrong.max() / largest),
+                "state_error": float(errors.max() / largest),
                 "output_error": differences[0],
                 "gradient_error": max(differences[1:]),
             }
@@ -115,27 +122,27 @@ def measure(pool: RankPool, text: Text) -> list[dict[str, Any]]:
     return rows
 
 
-def together(ranks: list) -> tuple[np.ndarray, list[np.ndarray]]:
-    """States by rank, and outputs and gradients of all tokens."""
+def gather(ranks: list) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return the states by rank, and outputs and gradients of all tokens."""
     return np.stack([state for state, _ in ranks]), [
         np.concatenate(x, axis=1) for x in zip(*(found for _, found in ranks), strict=True)
     ]
 
 
 def norms(states: np.ndarray) -> np.ndarray:
-    """Return Frobenius norms. [R, HV]."""
+    """Return the Frobenius norms [R, HV] of states."""
     return np.sqrt((states**2).sum((-1, -2)))
 
 
 def main() -> None:
-    """Measure, print, write JSON."""
+    """Measure, print the table, and write the JSON file."""
     console = Console(width=130)
     with RankPool(RANKS, 300.0, ("benchmarks.approximate_context",)) as pool:
         rows = [row for text in track(TEXTS, "texts", console=console, transient=True) for row in measure(pool, text)]
-    title = f"{PER_RANK} tokens on each of {RANKS} ranks, H={HEADS}, K=V={WIDTH}; sent: beside all_gather's"
+    title = f"{PER_RANK} tokens on each of {RANKS} ranks, H={HEADS}, K=V={WIDTH}; sent: relative to all_gather"
     table = Table(box=None, title=title, title_justify="left")
-    for heading in ("text", "passed on", "rounds", "sent", "state, bound", "state", "outputs", "gradients"):
-        table.add_column(heading, justify="left" if heading in ("text", "passed on") else "right")
+    for heading in ("text", "exchange", "rounds", "sent", "state, bound", "state", "outputs", "gradients"):
+        table.add_column(heading, justify="left" if heading in ("text", "exchange") else "right")
     for row in rows:
         errors = (f"{row[name]:.1e}" for name in ("state_bound", "state_error", "output_error", "gradient_error"))
         table.add_row(row["text"], row["way"], str(row["rounds"]), f"{row['payload']:.2f}", *errors)

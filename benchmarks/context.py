@@ -1,9 +1,10 @@
-"""Context parallelism: bytes beside the formula, step time, what a narrower wire costs, a sequence of 128K tokens.
+"""Context parallelism: bytes and their formula, step time, errors of a bfloat16 wire, and a sequence of 128K tokens.
 
     python -m benchmarks.context           (make bench NAME=context)
 
-One KDA layer's rule, forward and backward, one sequence over gloo ranks of one thread each. Where there are more ranks
-than cores, times are of ranks that take turns: compare a row's exchange with the same ranks without one.
+The benchmark runs the delta rule of one KDA layer, forward and backward, on one sequence over gloo ranks of one thread
+each. If there are more ranks than cores, ranks share cores: compare an exchange only with the same number of ranks
+without exchange.
 """
 
 import os
@@ -26,20 +27,24 @@ from parity.compare import relative_difference
 from parity.report import environment
 from reference_torch.rank_pool import RankPool
 
-PER_RANK, TURNS = 1024, 7
-HEADS, WIDTH = 4, 64
+PER_RANK = 1024
+TURNS = 7
+HEADS = 4
+WIDTH = 64
 LONG = Load(2**17, 2, 32)
 SLOW = 2**-10
-"""Log decays of so many thousandths a token: what a rank begins with is then felt over all its part."""
+"""Scale of the log decays at which the initial state of a rank influences all tokens of its part."""
 DELAYS = (0.05, 0.1, 0.15, 0.2, 0.4)
 DELAY = "delay of a step's computation"
 RESULT = Path("benchmarks/results/context-cpu.json")
-JOBS, MIB = "benchmarks.jobs.context", 2**20
+JOBS = "benchmarks.jobs.context"
+MIB = 2**20
 
 
 def bytes_and_times(pool: RankPool) -> list[dict[str, Any]]:
-    """Of one number of ranks, PER_RANK tokens each."""
-    size, load = pool.size, Load(PER_RANK * pool.size, HEADS, WIDTH)
+    """Return one row per exchange for the ranks of a pool, with PER_RANK tokens each."""
+    size = pool.size
+    load = Load(PER_RANK * pool.size, HEADS, WIDTH)
     seconds = pool.run(f"{JOBS}:time_steps", load, EXCHANGES, TURNS)
     rows = []
     for exchange in EXCHANGES:
@@ -53,7 +58,7 @@ def bytes_and_times(pool: RankPool) -> list[dict[str, Any]]:
             {
                 "ranks": size,
                 "exchange": exchange,
-                "payload bytes": sum(max(ranks[way][0] for ranks in sent) for way in (0, 1)),
+                "payload bytes": sum(max(ranks[direction][0] for ranks in sent) for direction in (0, 1)),
                 "payload bytes by formula": 2 * cost.payload_bytes,
                 "wire bytes": sum(wire for ranks in sent for _, wire in ranks),
                 "wire bytes by formula": 2 * cost.wire_bytes,
@@ -65,7 +70,7 @@ def bytes_and_times(pool: RankPool) -> list[dict[str, Any]]:
 
 
 def wire_errors(pool: RankPool) -> list[dict[str, Any]]:
-    """Of outputs and gradients, beside one process in float64."""
+    """Return the errors of outputs and gradients relative to one process in float64."""
     load = Load(PER_RANK * pool.size, HEADS, WIDTH, SLOW)
     exact = results(load, {}, "float64")
     rows = []
@@ -81,26 +86,27 @@ def wire_errors(pool: RankPool) -> list[dict[str, Any]]:
 
 
 def overlap() -> list[dict[str, Any]]:
-    """C13: a step of two ranks whose exchanges take some share of its time on their way, forward and backward."""
+    """Return step times of two ranks with delayed messages, relative to the longer of computation and communication."""
     load = Load(2 * 512, 8, 64)
     with RankPool(2, 600.0, (JOBS,)) as pool:
 
         def measure(delays: tuple[float, ...]) -> dict[tuple[float, bool], float]:
             found = pool.run(f"{JOBS}:time_with_delay", load, delays, TURNS)
-            return {way: statistics.median(map(max, zip(*(f[way] for f in found), strict=True))) for way in found[0]}
+            return {key: statistics.median(map(max, zip(*(f[key] for f in found), strict=True))) for key in found[0]}
 
-        about = measure((0.0,))[0.0, True]
-        seconds = measure((0.0, *(share * about for share in DELAYS)))
-    compute, rows = seconds[0.0, True], []
+        estimate = measure((0.0,))[0.0, True]
+        seconds = measure((0.0, *(share * estimate for share in DELAYS)))
+    compute = seconds[0.0, True]
+    rows = []
     for share in DELAYS:
-        delay = share * about
-        ratios = {way: seconds[delay, way == "on"] / max(compute, 2 * delay) for way in ("off", "on")}
+        delay = share * estimate
+        ratios = {mode: seconds[delay, mode == "on"] / max(compute, 2 * delay) for mode in ("off", "on")}
         rows.append({DELAY: delay / compute, "seconds of computation": compute} | ratios)
     return rows
 
 
 def long_sequence() -> dict[str, Any]:
-    """C14: as many tokens as a long text has, over eight ranks."""
+    """Return time and memory of a step of 128K tokens over eight ranks."""
     with RankPool(8, 600.0, (JOBS,)) as pool:
         found = pool.run(f"{JOBS}:long_sequence", LONG)
     return {
@@ -112,45 +118,49 @@ def long_sequence() -> dict[str, Any]:
 
 
 def show(console: Console, rows: list[dict], errors: list[dict], late: list[dict], long: dict[str, Any]) -> None:
-    """Tables."""
+    """Print the tables."""
     table = Table(title=f"{PER_RANK} tokens a rank, H={HEADS}, K=V={WIDTH}, float32, forward and backward")
     for name in ("ranks", "exchange", "one rank sends", "formula", "on the wire", "formula", "ms alone", "ms", "ratio"):
         table.add_column(name, justify="right")
     for row in rows:
         sizes = [f"{row[name]:,}" for name in row if "bytes" in name]
         times = row["seconds without exchange"], row["seconds"]
-        shown = [*(f"{1000 * t:.1f}" for t in times), f"{times[1] / times[0]:.2f}"]
-        table.add_row(str(row["ranks"]), row["exchange"], *sizes, *shown)
+        cells = [*(f"{1000 * t:.1f}" for t in times), f"{times[1] / times[0]:.2f}"]
+        table.add_row(str(row["ranks"]), row["exchange"], *sizes, *cells)
     console.print(table)
-    table = Table(title="Relative error beside one process in float64, 4 ranks, slow decays")
+    table = Table(title="Error relative to one process in float64, 4 ranks, slow decays")
     for name in errors[0]:
         table.add_column(name, justify="right")
     for row in errors:
         table.add_row(row["exchange"], row["wire"], f"{row['outputs']:.1e}", f"{row['gradients']:.1e}")
     console.print(table)
-    table = Table(title="Step beside the longer of computing and sending, two ranks, all_gather delayed twice")
-    for name in ("delay, of computing", "one after the other", "overlapped"):
+    table = Table(title="Step / max(computation, communication), two ranks, all_gather delayed twice")
+    for name in ("delay / computation", "sequential", "overlapped"):
         table.add_column(name, justify="right")
     for row in late:
         table.add_row(f"{row[DELAY]:.0%}", f"{row['off']:.2f}", f"{row['on']:.2f}")
     console.print(table)
-    grown, given = long["grown bytes a rank"], long["bytes of arguments and results a rank"]
+    grown = long["grown bytes a rank"]
+    given = long["bytes of arguments and results a rank"]
     console.print(
         f"{LONG.length:,} tokens over 8 ranks, H={LONG.heads}, K=V={LONG.width}: {long['seconds']:.1f} s; "
-        f"a rank grew by {grown / MIB:.0f} MiB, arguments and results are {given / MIB:.0f} MiB"
+        f"memory of a rank grew by {grown / MIB:.0f} MiB, arguments and results are {given / MIB:.0f} MiB"
     )
 
 
 def main() -> None:
-    """Measure, print, write JSON."""
+    """Measure, print the tables, and write the JSON file."""
     torch.set_num_threads(1)
-    console, rows, errors = Console(width=150), [], []
+    console = Console(width=150)
+    rows = []
+    errors = []
     for size in (1, 2, 4):
         with RankPool(size, 600.0, (JOBS,)) as pool, console.status(f"{size} ranks"):
             rows += bytes_and_times(pool)
             errors = wire_errors(pool) if size == 4 else errors
     with console.status("overlap, and a long sequence"):
-        late, long = overlap(), long_sequence()
+        late = overlap()
+        long = long_sequence()
     show(console, rows, errors, late, long)
     content = {"environment": environment(), "exchanges": rows, "wire": errors, "overlap": late, "long sequence": long}
     RESULT.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,10 +1,10 @@
-"""The chunked delta rule beside the recurrence: time, how it grows with the sequence, and what is saved for backward.
+"""Chunked and recurrent delta rule: time, growth with the sequence length, and memory saved for backward.
 
     python -m benchmarks.delta_rule           (make bench NAME=delta_rule)
 
-Forward and backward of one sequence of B=1, H=4, K=V=64 in float32, one thread. The recurrence is this project's own
-``recurrent_*``: in PyTorch a loop over unbound tokens, in JAX a scan. In PyTorch also the same loop with its products
-written as einsum. Turns of all ways alternate; medians.
+Each step is forward and backward of one sequence of B=1, H=4, K=V=64 in float32 on one thread. The recurrence is
+``recurrent_*`` of this project, a loop over unbound tokens in PyTorch and a scan in JAX. A second PyTorch loop computes
+its products by einsum. The variants run in alternation, and times are medians.
 """
 
 import os
@@ -31,18 +31,22 @@ import jax_impl.delta_rule
 import reference_torch.delta_rule
 from parity.report import environment
 
-HEADS, WIDTH, LENGTH, TURNS = 4, 64, 4096, 5
+HEADS = 4
+WIDTH = 64
+LENGTH = 4096
+TURNS = 5
 LENGTHS = tuple(2**n for n in range(10, 16))
 RULES = {"KDA": "kda", "GDN": "gated_delta_rule"}
-RESULT, PICTURE = Path("benchmarks/results/delta_rule-cpu.json"), Path("docs/images/delta_rule.png")
+RESULT = Path("benchmarks/results/delta_rule-cpu.json")
+PICTURE = Path("docs/images/delta_rule.png")
 MIB = 2**20
 
 Step = Callable[[], Any]
-"""One forward and backward."""
+"""A function that runs one forward and backward."""
 
 
 def arrays(rule: str, length: int) -> list[np.ndarray]:
-    """q, k, v, g and beta as a trained layer's might be: unit keys, decays of 0.1 to 2 a token, beta in (0, 1)."""
+    """Return random q, k, v, g and beta: unit queries and keys, log decays of 0.1 to 2 per token, beta in (0, 1)."""
     draw = np.random.default_rng(0)
     q, k, v = draw.standard_normal((3, 1, length, HEADS, WIDTH))
     g = -np.log1p(np.exp(draw.standard_normal((1, length, HEADS, WIDTH) if rule == "KDA" else (1, length, HEADS))))
@@ -52,7 +56,7 @@ def arrays(rule: str, length: int) -> list[np.ndarray]:
 
 
 def torch_step(rule: str, form: str, length: int, **options: Any) -> Step:
-    """In PyTorch."""
+    """Return a step in PyTorch."""
     function = getattr(reference_torch.delta_rule, f"{form}_{RULES[rule]}")
     inputs = [torch.from_numpy(x).requires_grad_() for x in arrays(rule, length)]
     cotangent = torch.from_numpy(arrays(rule, length)[2])
@@ -67,7 +71,8 @@ def einsum_step(rule: str, length: int) -> Step:
     def step() -> Any:
         q, k, v, g, beta = inputs
         decay = (g if rule == "KDA" else g[..., None]).exp()
-        state, outputs = torch.zeros(1, HEADS, WIDTH, WIDTH), []
+        state = torch.zeros(1, HEADS, WIDTH, WIDTH)
+        outputs = []
         tokens = (x.unbind(1) for x in (q * WIDTH**-0.5, k, v, decay, beta))
         for q_t, k_t, v_t, decay_t, beta_t in zip(*tokens, strict=True):
             state = state * decay_t[..., None]
@@ -80,7 +85,7 @@ def einsum_step(rule: str, length: int) -> Step:
 
 
 def jax_step(rule: str, form: str, length: int, **options: Any) -> Step:
-    """In JAX, compiled."""
+    """Return a compiled step in JAX."""
     function = getattr(jax_impl.delta_rule, f"{form}_{RULES[rule]}")
 
     def both(inputs: list[jax.Array], cotangent: jax.Array) -> Any:
@@ -96,7 +101,7 @@ STEPS = {"torch": torch_step, "jax": jax_step}
 
 
 def medians(steps: dict[str, Step], turns: int = TURNS) -> dict[str, float]:
-    """Seconds of each, in turns, after one that does not count."""
+    """Return the median seconds of steps that run in alternation, after one warm-up each."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(turns + 1):
         for name, step in steps.items():
@@ -107,26 +112,26 @@ def medians(steps: dict[str, Step], turns: int = TURNS) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def beside_recurrence() -> list[dict[str, Any]]:
-    """At one length, chunked and recurrent."""
+def compare_with_recurrence() -> list[dict[str, Any]]:
+    """Measure the chunked and recurrent forms at one length."""
     rows = []
     for backend, make in STEPS.items():
         for rule in RULES:
-            ways = {
+            variants = {
                 "recurrent": make(rule, "recurrent", LENGTH),
                 "chunked": make(rule, "chunk", LENGTH),
                 "chunked, all kept": make(rule, "chunk", LENGTH, disable_recompute=True),
                 "chunks of 32": make(rule, "chunk", LENGTH, chunk_size=32),
             }
             if backend == "torch":
-                ways["recurrent, einsum"] = einsum_step(rule, LENGTH)
-            seconds = medians(ways)
+                variants["recurrent, einsum"] = einsum_step(rule, LENGTH)
+            seconds = medians(variants)
             rows.append({"backend": backend, "rule": rule, "seconds": seconds})
     return rows
 
 
 def growth(console: Console) -> list[dict[str, Any]]:
-    """Seconds at every length, and the exponent that fits them."""
+    """Measure every length, and fit the exponent of the growth."""
     rows = []
     for backend, make in STEPS.items():
         for rule in RULES:
@@ -140,8 +145,8 @@ def growth(console: Console) -> list[dict[str, Any]]:
     return rows
 
 
-def kept_bytes() -> list[dict[str, Any]]:
-    """Return the bytes that PyTorch saves for backward: by the rule's own backward, and by autograd."""
+def saved_bytes() -> list[dict[str, Any]]:
+    """Return the bytes that PyTorch saves for backward, with the custom backward of the rule and with autograd."""
 
     def saved(rule: str, **options: Any) -> int:
         storages: dict[int, int] = {}
@@ -159,18 +164,18 @@ def kept_bytes() -> list[dict[str, Any]]:
     return [{"rule": r, "kept": saved(r), "by autodiff": saved(r, disable_recompute=True)} for r in RULES]
 
 
-def show(console: Console, rows: list[dict], growing: list[dict], kept: list[dict]) -> None:
-    """Tables and picture."""
+def show(console: Console, rows: list[dict], growing: list[dict], saved: list[dict]) -> None:
+    """Print the tables and draw the picture."""
     table = Table(title=f"Forward and backward, ms: T={LENGTH}, H={HEADS}, K=V={WIDTH}, float32")
-    ways = list(rows[0]["seconds"])
-    for name in ("", *ways, "recurrent / chunked", "einsum / chunked"):
+    variants = list(rows[0]["seconds"])
+    for name in ("", *variants, "recurrent / chunked", "einsum / chunked"):
         table.add_column(name, justify="right")
     for row in rows:
         seconds = row["seconds"]
-        times = [f"{1000 * seconds[way]:.0f}" if way in seconds else "" for way in ways]
+        times = [f"{1000 * seconds[name]:.0f}" if name in seconds else "" for name in variants]
         ratios = [
-            f"{seconds[way] / seconds['chunked']:.1f}x" if way in seconds else ""
-            for way in ("recurrent", "recurrent, einsum")
+            f"{seconds[name] / seconds['chunked']:.1f}x" if name in seconds else ""
+            for name in ("recurrent", "recurrent, einsum")
         ]
         table.add_row(f"{row['backend']} {row['rule']}", *times, *ratios)
     console.print(table)
@@ -178,7 +183,7 @@ def show(console: Console, rows: list[dict], growing: list[dict], kept: list[dic
         listed = ", ".join(f"{1000 * s:.0f}" for s in row["seconds"])
         lengths = f"T = {LENGTHS[0]} to {LENGTHS[-1]}"
         console.print(f"{row['backend']} {row['rule']}: {listed} ms at {lengths}, exponent {row['exponent']:.2f}")
-    for row in kept:
+    for row in saved:
         share = row["kept"] / row["by autodiff"]
         sizes = f"{row['kept'] / MIB:.1f} MiB, by autodiff {row['by autodiff'] / MIB:.1f} MiB ({share:.1%})"
         console.print(f"saved for backward in torch, {row['rule']}: {sizes}")
@@ -192,12 +197,14 @@ def show(console: Console, rows: list[dict], growing: list[dict], kept: list[dic
 
 
 def main() -> None:
-    """Measure, print, draw, write JSON."""
+    """Measure, print, draw, and write the JSON file."""
     torch.set_num_threads(1)
     console = Console(width=150)
-    rows, growing, kept = beside_recurrence(), growth(console), kept_bytes()
-    show(console, rows, growing, kept)
-    content = {"environment": environment(), "beside the recurrence": rows, "growth": growing, "kept": kept}
+    rows = compare_with_recurrence()
+    growing = growth(console)
+    saved = saved_bytes()
+    show(console, rows, growing, saved)
+    content = {"environment": environment(), "beside the recurrence": rows, "growth": growing, "kept": saved}
     RESULT.write_text(json.dumps(content, indent=1) + "\n")
     console.print(f"written: {RESULT}, {PICTURE}")
 

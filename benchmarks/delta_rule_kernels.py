@@ -1,13 +1,14 @@
-"""The delta rule's kernels on one GPU, beside the roofline, the reference and flash-linear-attention.
+"""Kernels of the delta rule on one GPU, compared with the roofline, the reference and flash-linear-attention.
 
     python -m benchmarks.delta_rule_kernels     (make bench-gpu; writes benchmarks/results/delta-rule-<gpu>-<date>.json)
     python -m benchmarks.delta_rule_kernels --tokens 65536 --heads 4
     python -m benchmarks.delta_rule_kernels --interpret --tokens 20 --heads 2 --width 16    (no GPU: times mean nothing)
 
-All of it in one run: the bandwidth of a large copy and the rate of a large product, then each kernel at its fastest
-block, as time and as a share of the larger of two times: of the bytes it must move at that bandwidth, and of the
-operations it must do at that rate. Then KDA and GDN whole, forward, and forward with backward, beside the reference's
-chunked form and fla-core's kernels, where installed. Times are medians; inputs are random.
+One run measures everything. First it measures the bandwidth of a large copy and the rate of a large matrix product.
+Then it measures each kernel at its fastest block. The roofline is the larger of two times, that of the kernel's bytes
+at this bandwidth and that of its operations at this rate. Last it measures KDA and GDN, forward alone and with
+backward, and compares them with the chunked reference and, if installed, fla-core. Times are medians; inputs are
+random.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.kernels import RESULTS, commit, compared, copy_bandwidth, jax_is_there, random_inputs, seconds
+from benchmarks.kernels import RESULTS, commit, compare_implementations, copy_bandwidth, has_jax, random_inputs, seconds
 from diptych_kernels import aot as ahead
 from diptych_kernels import jax_backend as jax_ops
 from diptych_kernels import torch_backend as torch_ops
@@ -35,7 +36,7 @@ from reference_torch.delta_rule import chunk_gated_delta_rule, chunk_kda
 
 
 def main() -> None:
-    """Measure, show, write."""
+    """Measure, print the tables, and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--heads", type=int, default=32)
@@ -44,7 +45,7 @@ def main() -> None:
     given = parser.parse_args()
     if not given.interpret and not torch.cuda.is_available():
         raise SystemExit(
-            "benchmarks.delta_rule_kernels: expected a CUDA device, got none; --interpret tries it without"
+            "benchmarks.delta_rule_kernels: expected a CUDA device, got none; pass --interpret to run without one"
         )
     content = measure(given.tokens, given.heads, given.width, "cpu" if given.interpret else "cuda")
     show(Console(), content)
@@ -57,7 +58,7 @@ def main() -> None:
 
 
 def measure(tokens: int, heads: int, width: int, device: str) -> dict[str, Any]:
-    """All rows, with where and when they were measured."""
+    """Return all rows, with machine, versions and date."""
     roofline = copy_bandwidth(device), product_rate(device)
     recorded = ahead.delta_rule_production(tokens=tokens, heads=heads, key=width, value=width)
     rows: list[dict[str, Any]] = []
@@ -101,9 +102,10 @@ def kernel_rows(
         block = choose(partial(torch_ops.measure, inputs=inputs))
     launch = recorded.build(block, **recorded.sizes)
     times = {"torch": seconds(lambda: torch_ops.run(launch, inputs), device)}
-    if device == "cuda" and jax_is_there(device):
+    if device == "cuda" and has_jax(device):
         times["jax"] = jax_ops.measure(launch, inputs)
-    moved, multiplied = recorded.all_bytes(), recorded.flops()
+    moved = recorded.all_bytes()
+    multiplied = recorded.flops()
     least = max(moved / roofline[0], multiplied / roofline[1])
     return [
         {
@@ -120,7 +122,7 @@ def kernel_rows(
 
 
 def tables_in(inputs: tuple[torch.Tensor, ...], recorded: ahead.Recorded) -> tuple[torch.Tensor, ...]:
-    """Replace random integers by tables of one sequence in parts, and limit decays to at most 1."""
+    """Replace random integers by valid tables of one segmented sequence, and make log decays at most 0."""
     of = recorded.sizes["of"]
     starts = torch.arange(of.chunks) * of.chunk_size
     chunks = torch.stack([starts, (starts + of.chunk_size).clamp(max=of.tokens)], -1)
@@ -138,7 +140,7 @@ def tables_in(inputs: tuple[torch.Tensor, ...], recorded: ahead.Recorded) -> tup
 
 
 def fla() -> Any | None:
-    """fla-core's functions by the names of ours, or None where it is not installed."""
+    """Return the functions of fla-core by name, or None if it is not installed."""
     if importlib.util.find_spec("fla") is None or not torch.cuda.is_available():
         return None
     kda, gdn = (importlib.import_module(f"fla.ops.{name}") for name in ("kda", "gated_delta_rule"))
@@ -146,23 +148,23 @@ def fla() -> Any | None:
 
 
 def operation_rows(tokens: int, heads: int, width: int, device: str) -> list[dict[str, Any]]:
-    """KDA and GDN whole: kernels, reference, fla-core."""
-    peer = fla()
+    """Measure KDA and GDN with kernels, with the reference and with fla-core."""
+    fla_core = fla()
     rows: list[dict[str, Any]] = []
     for name, rule in track({"kda": chunk_kda, "gdn": chunk_gated_delta_rule}.items(), "operations"):
         arrays = arguments(name, tokens, heads, width, device)
-        contestants: dict[str, Callable] = {
+        implementations: dict[str, Callable] = {
             "kernels": lambda *a, rule=rule: rule(*a, impl="triton")[0],
             "reference": lambda *a, rule=rule: rule(*a, impl="reference")[0],
         }
-        if peer is not None:
-            contestants["fla-core"] = lambda *a, name=name: peer[name](*a)[0]
-        rows += compared(name, contestants, arrays, device)
+        if fla_core is not None:
+            implementations["fla-core"] = lambda *a, name=name: fla_core[name](*a)[0]
+        rows += compare_implementations(name, implementations, arrays, device)
     return rows
 
 
 def pre_process_shares(kernels: list[dict[str, Any]], operations: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the cost of the scan before a context rank knows its initial state, relative to its forward."""
+    """Return the time of the scan that precedes the state exchange of a context rank, relative to forward."""
     maps = {"kda": "scan.scan_forward (maps)", "gdn": "scan.scan_forward (one decay, maps)"}
     forward = {row["operation"]: row["microseconds"]["kernels"] for row in operations if row["direction"] == "forward"}
     times = {row["kernel"]: row["microseconds"] for row in kernels if row["backend"] == "torch"}
@@ -170,16 +172,17 @@ def pre_process_shares(kernels: list[dict[str, Any]], operations: list[dict[str,
 
 
 def arguments(name: str, tokens: int, heads: int, width: int, device: str) -> list[torch.Tensor]:
-    """q, k, v, g, beta."""
+    """Return random q, k, v, g and beta."""
     q, k, v = (torch.randn(1, tokens, heads, width, device=device) for _ in range(3))
     decay = (1, tokens, heads, width) if name == "kda" else (1, tokens, heads)
-    g, beta = -torch.rand(decay, device=device), torch.rand(1, tokens, heads, device=device)
+    g = -torch.rand(decay, device=device)
+    beta = torch.rand(1, tokens, heads, device=device)
     q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
     return [q.bfloat16(), k.bfloat16(), v.bfloat16(), g, beta.bfloat16()]
 
 
 def show(console: Console, content: dict[str, Any]) -> None:
-    """Two short tables."""
+    """Print two tables."""
     size = f"{content['tokens']} tokens, {content['heads']} heads, K = V = {content['key']}, {content['dtype']}"
     rates = f"a copy {content['copy_bytes_per_second'] / 1e9:,.0f} GB/s, a product "
     rates += f"{content['product_flops_per_second'] / 1e12:,.1f} TFLOP/s"

@@ -1,12 +1,12 @@
-"""What a step takes by a schedule made for its costs, and by the best one with a name, beside what both are to take.
+"""Step time of a generated schedule and of the best named schedule, measured and predicted.
 
     python -m benchmarks.generated_schedule             (make bench NAME=generated_schedule)
 
-1. Stages that sleep, unlike each other, on 4 gloo ranks of this machine; and on 4 CPU devices of JAX, in lock-step.
-2. Stages that compute, on a rank a core: each action's time is measured first (benchmarks/stage_costs.py), the table is
-   made for those times, and whole steps are set beside the makespan.
+1. Sleeping stages of unequal costs, on 4 gloo ranks of this machine, and on 4 CPU devices of JAX in lock-step.
+2. Stages that compute, with one core per rank. The time of each action is measured first (benchmarks/stage_costs.py).
+   The schedule is generated for these times, and measured steps are compared with its makespan.
 
-Both tables run from files, turn by turn; medians are quoted.
+Both schedules are read from files and run in alternation. Times are medians.
 """
 
 import json
@@ -36,20 +36,23 @@ from diptych.plans.schedule.simulate import Costs, simulate
 from parity.report import environment
 from reference_torch.rank_pool import RankPool
 
-STEPS, ROUNDS = 2, 2
-REAL_ROUNDS, TIMED = 6, 6
-"""Of stages that compute: times that all tables take turns, and steps by which their actions are measured."""
+STEPS = 2
+ROUNDS = 2
+REAL_ROUNDS = 6
+"""Rounds in which the schedules of computing stages alternate."""
+TIMED = 6
+"""Steps in which the actions of computing stages are timed."""
 JOBS = "benchmarks.jobs.generated_schedule"
 RESULT = Path("benchmarks/results/generated_schedule-cpu.json")
 
 
 class Case(NamedTuple):
-    """Stages, and what a rank may keep."""
+    """A pipeline: its costs, placement and memory limit."""
 
     name: str
     stages_per_rank: int
     costs: Costs
-    """Seconds; in units of one microbatch's activations on a stage."""
+    """Times in seconds; memory in units of the activations of one microbatch on a stage."""
     memory_limit: float | None = None
     placement: Placement = "loop"
     ranks: int = 4
@@ -69,7 +72,7 @@ CASES = (
 
 
 IN_JAX = {"jax_predicted_seconds": ".3f", "jax_seconds": ".3f", "jax_excess": "+.1%"}
-"""Of rows that have them: as they are shown."""
+"""Formats of the columns that only rows with JAX results have."""
 
 REAL = TransformerConfig(
     hidden_size=256,
@@ -92,15 +95,16 @@ REAL_CASES: dict[str, tuple[TransformerConfig, Placement, int]] = {
         4,
     ),
 }
-"""Models, where their stages lie, and microbatches of one sequence."""
+"""Model, placement of its stages, and number of microbatches of one sequence."""
 
 
 def main() -> None:
-    """Measure, print, and write the JSON file."""
+    """Measure, print the tables, and write the JSON file."""
     console = Console(width=120)
-    slept, real = measure_sleeping(console), measure_real(console)
-    show(console, "stages that sleep", slept)
-    show(console, "stages that compute", real)
+    slept = measure_sleeping(console)
+    real = measure_real(console)
+    show(console, "sleeping stages", slept)
+    show(console, "computing stages", real)
     results = {"environment": environment(), "time": slept, "real": real}
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     RESULT.write_text(json.dumps(results, indent=1) + "\n")
@@ -108,7 +112,7 @@ def main() -> None:
 
 
 def measure_sleeping(console: Console) -> list[dict[str, Any]]:
-    """Rows of the first table."""
+    """Measure the sleeping stages and return the rows of the first table."""
     tables = [(case, schedule) for case in CASES for schedule in (best_named(case), generated(case))]
     seconds: list[list[float]] = [[] for _ in tables]
     with (
@@ -116,18 +120,18 @@ def measure_sleeping(console: Console) -> list[dict[str, Any]]:
         RankPool(max(case.ranks for case in CASES), 300.0, (JOBS,)) as pool,
     ):
         configs = [
-            config_of(case, write_table(folder, str(place), schedule_to_csv(schedule)))
-            for place, (case, schedule) in enumerate(tables)
+            config_of(case, write_table(folder, str(number), schedule_to_csv(schedule)))
+            for number, (case, schedule) in enumerate(tables)
         ]
         for _ in track(range(ROUNDS), "rounds of sleeping stages", console=console, transient=True):
-            for place, (case, _) in enumerate(tables):
-                job = (f"{JOBS}:time_table", configs[place], case.microbatches, case.costs, STEPS)
-                seconds[place] += np.max(pool.run(*job), axis=0).tolist()
-        # JAX's devices have no slow link.
+            for number, (case, _) in enumerate(tables):
+                job = (f"{JOBS}:time_table", configs[number], case.microbatches, case.costs, STEPS)
+                seconds[number] += np.max(pool.run(*job), axis=0).tolist()
+        # The JAX devices of one process have no slow link.
         costs = [replace(case.costs, communication=0.0) for case, _ in tables]
-        given = zip(configs, tables, costs, strict=True)
+        inputs = zip(configs, tables, costs, strict=True)
         in_jax = time_apart(
-            [Sleeping(config, case.microbatches, own) for config, (case, _), own in given], STEPS * ROUNDS
+            [Sleeping(config, case.microbatches, own) for config, (case, _), own in inputs], STEPS * ROUNDS
         )
     rows = zip(tables, seconds, costs, in_jax, strict=True)
     return [
@@ -143,11 +147,12 @@ def measure_sleeping(console: Console) -> list[dict[str, Any]]:
 
 
 def measure_real(console: Console) -> list[dict[str, Any]]:
-    """Rows of the second table."""
+    """Measure the computing stages and return the rows of the second table."""
     tables = []
     for name, (config, placement, count) in track(REAL_CASES.items(), "actions", console=console, transient=True):
         costs = measure(config, 1, count, TIMED)
-        ranks, stages = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+        ranks = config.pipeline_model_parallel_size
+        stages = config.virtual_pipeline_model_parallel_size or 1
         case = Case(name, stages, costs, None, placement, ranks, count)
         tables += [(case, config, schedule) for schedule in (best_named(case), generated(case))]
     seconds: list[list[float]] = [[] for _ in tables]
@@ -156,11 +161,11 @@ def measure_real(console: Console) -> list[dict[str, Any]]:
         RankPool(max(case.ranks for case, *_ in tables), 300.0, (JOBS,)) as pool,
     ):
         paths = [write_table(folder, str(n), schedule_to_csv(schedule)) for n, (*_, schedule) in enumerate(tables)]
-        for _ in track(range(REAL_ROUNDS), "rounds of stages that compute", console=console, transient=True):
-            for place, (case, config, _) in enumerate(tables):
-                by_file = replace(config, pipeline_schedule=None, pipeline_schedule_file=read_schedule(paths[place]))
+        for _ in track(range(REAL_ROUNDS), "rounds of computing stages", console=console, transient=True):
+            for number, (case, config, _) in enumerate(tables):
+                by_file = replace(config, pipeline_schedule=None, pipeline_schedule_file=read_schedule(paths[number]))
                 ranks = pool.run(f"{JOBS}:time_steps", by_file, 1, case.microbatches, STEPS)
-                seconds[place] += np.max(ranks, axis=0).tolist()
+                seconds[number] += np.max(ranks, axis=0).tolist()
     return [
         row_of(case, schedule, times) | {"costs": asdict(case.costs)}
         for (case, _, schedule), times in zip(tables, seconds, strict=True)
@@ -184,7 +189,7 @@ def generated(case: Case) -> Schedule:
 
 
 def config_of(case: Case, path: str) -> TransformerConfig:
-    """Stages that sleep have no layers that matter; width and length are those of what is sent."""
+    """Return the configuration of sleeping stages; only the shape of the messages matters."""
     return TransformerConfig(
         16,
         case.ranks * case.stages_per_rank,
@@ -216,9 +221,9 @@ def show(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
     """Print the rows as a table."""
     title += f": {rows[0]['ranks']} ranks, {rows[0]['microbatches']} microbatches"
     table = Table(box=None, title=title, title_justify="left")
-    headings = ["costs", "schedule", "kept at most", "predicted s", "median s", "over"]
+    headings = ["costs", "schedule", "peak memory", "predicted s", "median s", "excess"]
     in_jax = "jax_seconds" in rows[0]
-    for heading in [*headings, *(["in JAX: predicted s", "median s", "over"] if in_jax else [])]:
+    for heading in [*headings, *(["in JAX: predicted s", "median s", "excess"] if in_jax else [])]:
         table.add_column(heading, justify="left" if heading in ("costs", "schedule") else "right")
     for row in rows:
         table.add_row(

@@ -1,12 +1,13 @@
-"""Every kernel on one GPU, from both backends, beside a copy of memory and beside its peers.
+"""Every kernel on one GPU, from both backends, compared with a memory copy and with liger-kernel.
 
     python -m benchmarks.kernels                          (make bench-gpu; writes benchmarks/results/<gpu>-<date>.json)
     python -m benchmarks.kernels --tokens 16384 --width 8192
-    python -m benchmarks.kernels --interpret --tokens 8 --width 16    (no GPU: tries the benchmark, times mean nothing)
+    python -m benchmarks.kernels --interpret --tokens 8 --width 16    (no GPU: times are meaningless)
 
-All of it in one run: the bandwidth of a large copy, then each kernel at its fastest block, as time and as a share of
-that bandwidth at the bytes it must move; then whole operations, forward and backward, beside the eager reference and
-liger-kernel's of the same formula, where installed. Times are medians; inputs are random.
+One run measures everything. First it measures the bandwidth of a large copy. Then it measures each kernel at its
+fastest block, and relates the bytes that the kernel must move to this bandwidth. Last it measures complete operations,
+forward and backward, and compares them with the eager reference and, if installed, the same formula of liger-kernel.
+Times are medians; inputs are random.
 """
 
 import argparse
@@ -37,14 +38,14 @@ RESULTS = Path("benchmarks/results")
 
 
 def main() -> None:
-    """Measure, show, write."""
+    """Measure, print the tables, and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--width", type=int, default=4096, help="D, of one of 4 residual streams")
+    parser.add_argument("--width", type=int, default=4096, help="D, the width of each of the 4 residual streams")
     parser.add_argument("--interpret", action="store_true", help="run on the CPU, in Triton's interpreter")
     given = parser.parse_args()
     if not given.interpret and not torch.cuda.is_available():
-        raise SystemExit("benchmarks.kernels: expected a CUDA device, got none; --interpret tries it without")
+        raise SystemExit("benchmarks.kernels: expected a CUDA device, got none; pass --interpret to run without one")
     content = measure(given.tokens, given.width, "cpu" if given.interpret else "cuda")
     show(Console(), content)
     if not given.interpret:
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 def measure(tokens: int, width: int, device: str) -> dict[str, Any]:
-    """All rows, with where and when they were measured."""
+    """Return all rows, with machine, versions and date."""
     bandwidth = copy_bandwidth(device)
     rows = []
     for name, recorded in track(ahead.production(tokens, width=width).items(), "kernels"):
@@ -81,13 +82,13 @@ def measure(tokens: int, width: int, device: str) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Of the working tree; unknown outside a repository."""
+    """Return the commit of the working tree, or "unknown" outside a repository."""
     done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 
 
 def seconds(function: Callable[[], Any], device: str) -> float:
-    """Median time of a call: by events on a GPU, by the clock elsewhere."""
+    """Return the seconds of a call: the median by CUDA events, or one call by the clock on a CPU."""
     if device == "cuda":
         from triton.testing import do_bench
 
@@ -98,14 +99,14 @@ def seconds(function: Callable[[], Any], device: str) -> float:
 
 
 def copy_bandwidth(device: str) -> float:
-    """Bytes read and written a second by a copy many times the cache."""
+    """Return the bytes read and written per second by a copy that exceeds the caches."""
     source = torch.empty(2**30 if device == "cuda" else 2**20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * len(source) / seconds(lambda: target.copy_(source), device)
 
 
 def random_inputs(recorded: ahead.Recorded, device: str) -> tuple[torch.Tensor, ...]:
-    """Arrays of a launch's input shapes; one array where one stands in for others."""
+    """Return random arrays of the input shapes of a launch; inputs that are one object share one array."""
     made: dict[int, torch.Tensor] = {}
     for x in recorded.inputs:
         dtype = getattr(torch, x.dtype)
@@ -119,7 +120,7 @@ def random_inputs(recorded: ahead.Recorded, device: str) -> tuple[torch.Tensor, 
 def kernel_rows(
     name: str, recorded: ahead.Recorded, tokens: int, device: str, bandwidth: float
 ) -> list[dict[str, Any]]:
-    """One kernel at its fastest block, from the backends that are there."""
+    """Measure a kernel at its fastest block, with every available backend."""
     inputs = random_inputs(recorded, device)
     block = tuning.first(recorded.build)
     if device == "cuda":
@@ -128,7 +129,7 @@ def kernel_rows(
         block = tuning.choose(recorded.build, recorded.sizes, name_of_device, measured)
     launch = recorded.build(block, **recorded.sizes)
     times = {"torch": seconds(lambda: torch_ops.run(launch, inputs), device)}
-    if jax_is_there(device):
+    if has_jax(device):
         short = {} if device == "cuda" else {"repeats": 1, "rounds": 3}
         times["jax"] = jax_ops.measure(launch, inputs, **short)
     moved = recorded.ideal_bytes(tokens) * tokens or recorded.all_bytes()  # a sum has no row per token
@@ -145,15 +146,15 @@ def kernel_rows(
     ]
 
 
-def jax_is_there(device: str) -> bool:
-    """Whether JAX can run what PyTorch runs."""
+def has_jax(device: str) -> bool:
+    """Return True if JAX can run the kernels on this device."""
     import jax
 
     return device == "cpu" or (jax_ops.jax_triton() is not None and jax.default_backend() != "cpu")
 
 
 def liger() -> Any | None:
-    """liger-kernel's functions, or None where it is not installed."""
+    """Return the functions of liger-kernel, or None if it is not installed."""
     if importlib.util.find_spec("liger_kernel") is None or not torch.cuda.is_available():
         return None
     from liger_kernel.transformers import functional
@@ -162,12 +163,16 @@ def liger() -> Any | None:
 
 
 def operation_rows(tokens: int, width: int, device: str) -> list[dict[str, Any]]:
-    """Whole operations, forward, and forward with backward: kernels, eager reference, liger-kernel."""
+    """Measure operations with kernels, with the eager reference and with liger-kernel."""
     random = partial(torch.randn, device=device)
     x = random(1, tokens, 4, width).bfloat16()
-    y, both = random(1, tokens, width).bfloat16(), random(tokens, 8 * width).bfloat16()
-    phi, alpha, bias = random(4 * width, 24) / (4 * width) ** 0.5, torch.full((3,), 0.1, device=device), random(24)
-    h_pre, h_res = torch.rand(1, tokens, 4, device=device), torch.rand(1, tokens, 4, 4, device=device)
+    y = random(1, tokens, width).bfloat16()
+    both = random(tokens, 8 * width).bfloat16()
+    phi = random(4 * width, 24) / (4 * width) ** 0.5
+    alpha = torch.full((3,), 0.1, device=device)
+    bias = random(24)
+    h_pre = torch.rand(1, tokens, 4, device=device)
+    h_res = torch.rand(1, tokens, 4, 4, device=device)
     peer = liger()
     operations: dict[str, tuple[list[torch.Tensor], Callable, Callable, Callable | None]] = {
         "compute_mappings": (
@@ -195,18 +200,19 @@ def operation_rows(tokens: int, width: int, device: str) -> list[dict[str, Any]]
             peer and (lambda x: peer.liger_swiglu(*x.chunk(2, -1))),
         ),
     }
-    rows, names = [], ("kernels", "eager reference", "liger-kernel")
+    rows = []
+    names = ("kernels", "eager reference", "liger-kernel")
     for name, (arrays, *functions) in track(operations.items(), "operations"):
-        contestants = {who: function for who, function in zip(names, functions, strict=True) if function}
-        rows += compared(name, contestants, arrays, device)
+        implementations = {who: function for who, function in zip(names, functions, strict=True) if function}
+        rows += compare_implementations(name, implementations, arrays, device)
     return rows
 
 
-def compared(
-    name: str, contestants: dict[str, Callable], arrays: list[torch.Tensor], device: str
+def compare_implementations(
+    name: str, implementations: dict[str, Callable], arrays: list[torch.Tensor], device: str
 ) -> list[dict[str, Any]]:
-    """Measure an operation, forward alone and with backward, for ``kernels`` and for the others."""
-    timed = {who: directions(function, arrays, device) for who, function in contestants.items()}
+    """Measure the implementations of an operation, forward alone and with backward."""
+    timed = {who: time_directions(function, arrays, device) for who, function in implementations.items()}
     rows = []
     for direction in ("forward", "forward and backward"):
         taken = {who: times[direction] for who, times in timed.items()}
@@ -221,8 +227,8 @@ def compared(
     return rows
 
 
-def directions(function: Callable, arrays: list[torch.Tensor], device: str) -> dict[str, float]:
-    """Seconds of the function alone, and with all its gradients."""
+def time_directions(function: Callable, arrays: list[torch.Tensor], device: str) -> dict[str, float]:
+    """Return the seconds of forward, and of forward with the gradients of all inputs."""
     leaves = [x.detach().requires_grad_() for x in arrays]
     with torch.no_grad():
         outputs = function(*arrays)
@@ -238,7 +244,7 @@ def directions(function: Callable, arrays: list[torch.Tensor], device: str) -> d
 
 
 def show(console: Console, content: dict[str, Any]) -> None:
-    """Two short tables."""
+    """Print two tables."""
     size = f"{content['tokens']} tokens, S = 4, D = {content['width']}, {content['dtype']}"
     copied = f"a copy moves {content['copy_bytes_per_second'] / 1e9:,.0f} GB/s"
     table = Table("kernel", "backend", "µs", "of copy", title=f"{content['device']}: {size}; {copied}")

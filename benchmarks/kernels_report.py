@@ -1,6 +1,6 @@
-"""The tables in docs/kernels.md: what every kernel uses, compiled ahead of time for two GPUs, without either.
+"""The tables in docs/kernels.md: resources of every kernel, compiled ahead of time for two GPUs.
 
-python -m benchmarks.kernels_report          (make bench NAME=kernels_report: writes them anew)
+python -m benchmarks.kernels_report          (make bench NAME=kernels_report: updates them)
 """
 
 from pathlib import Path
@@ -11,15 +11,19 @@ from rich.progress import track
 from diptych_kernels import aot as ahead
 
 PAGE = Path(__file__).parent.parent / "docs" / "kernels.md"
-BEGIN, END = "<!-- table: python -m benchmarks.kernels_report -->\n", "<!-- end of table -->\n"
+BEGIN = "<!-- table: python -m benchmarks.kernels_report -->\n"
+END = "<!-- end of table -->\n"
 BEGIN_DELTA = "<!-- table of the delta rule: python -m benchmarks.kernels_report -->\n"
-TOKENS, STREAMS, WIDTH, DTYPE = 8192, 4, 4096, "bfloat16"
+TOKENS = 8192
+STREAMS = 4
+WIDTH = 4096
+DTYPE = "bfloat16"
 HEADS = 32
 Used = dict[str, dict[int, ahead.Resources]]
 
 
 def recorded_launches(delta_rule: bool = False) -> dict[str, ahead.Recorded]:
-    """Every kernel at its production shape, by name."""
+    """Return the launch of every kernel at its production shape, by name."""
     if delta_rule:
         return ahead.delta_rule_production(tokens=TOKENS, heads=HEADS, dtype=DTYPE)
     return ahead.production(TOKENS, STREAMS, WIDTH, DTYPE)
@@ -36,15 +40,16 @@ def resources(delta_rule: bool = False) -> Used:
 
 
 def table(used: Used) -> str:
-    """Markdown: a row a kernel of streams and activations."""
+    """Return the Markdown table of the kernels of streams and activations."""
     size = f"{TOKENS} tokens of S = {STREAMS}, D = {WIDTH}, {DTYPE}"
     cells = {name: f"{entry.ideal_bytes(TOKENS):,}" for name, entry in recorded_launches().items()}
     return _table(used, size, "ideal bytes per token", cells, recorded_launches())
 
 
 def delta_rule_table(used: Used) -> str:
-    """Markdown: a row a kernel of the delta rule."""
-    recorded, count = recorded_launches(delta_rule=True), TOKENS * HEADS
+    """Return the Markdown table of the kernels of the delta rule."""
+    recorded = recorded_launches(delta_rule=True)
+    count = TOKENS * HEADS
     size = f"{TOKENS} tokens of {HEADS} heads, K = V = 128, {DTYPE}, g float32"
     cells = {name: f"{entry.all_bytes() // count:,} | {entry.flops() // count:,}" for name, entry in recorded.items()}
     return _table(used, size, "bytes per token and head | FLOPs per token and head", cells, recorded)
@@ -68,13 +73,13 @@ def _table(used: Used, size: str, heading: str, cells: dict[str, str], recorded:
 
 
 def printed(page: str, begin: str) -> str:
-    """Return the table of a page that begins with these words."""
+    """Return the table that follows a marker in a page."""
     start = page.index(begin) + len(begin)
     return page[start : page.index(END, start)]
 
 
 def main() -> None:
-    """Replace the tables in the page."""
+    """Update the tables in the page."""
     page = PAGE.read_text()
     for begin, text in ((BEGIN, table(resources())), (BEGIN_DELTA, delta_rule_table(resources(delta_rule=True)))):
         page = page.replace(begin + printed(page, begin) + END, begin + text + END)

@@ -1,16 +1,16 @@
-"""What a training step costs: both backends against a plain PyTorch network, mHC against none.
+"""Time of a training step of both backends, compared with a plain PyTorch network, with and without mHC.
 
     python -m benchmarks.mhc            (make bench NAME=mhc)
 
-The process is pinned to one core and one thread, so that PyTorch and XLA are given the same. All
-contestants take turns, step by step, in one run; a ratio is of medians over those turns. Then the
-PyTorch step with mHC is profiled, and every operation that copies a whole residual stream is named.
+The process is pinned to one core and one thread, so that PyTorch and XLA have the same resources. The trainers
+alternate step by step in one run, and ratios are those of medians. Then the PyTorch step with mHC is profiled, and each
+operation that copies all residual streams is named.
 """
 
 import os
 
 if hasattr(os, "sched_setaffinity"):
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before XLA counts the cores
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # XLA counts the cores when it is imported
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import json
@@ -30,17 +30,20 @@ from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
 from diptych.plans.model.data import load_corpus
 from parity.report import environment
 
-STEPS, WARM_UP = 40, 4
+STEPS = 40
+WARM_UP = 4
 RESULT = Path("benchmarks/results/mhc-cpu.json")
 
 
 def main() -> None:
-    """Measure, print and write the results."""
+    """Measure, print the tables, and write the JSON file."""
     torch.set_num_threads(1)
-    console, corpus, train = Console(), load_corpus(DataConfig()), TrainConfig()
+    console = Console()
+    corpus = load_corpus(DataConfig())
+    train = TrainConfig()
     hyper = TransformerConfig(hidden_size=128, num_layers=2, num_attention_heads=4, enable_hyper_connections=True)
     residual = replace(hyper, enable_hyper_connections=False)
-    contestants = {
+    trainers = {
         "plain PyTorch, explicit softmax": PlainTrainer(residual, train, corpus, "explicit"),
         "plain PyTorch, fused attention": PlainTrainer(residual, train, corpus, "fused"),
         "torch": reference_torch.train.Trainer(residual, train, corpus, device="cpu"),
@@ -48,9 +51,9 @@ def main() -> None:
         "jax": jax_impl.train.Trainer(residual, train, corpus),
         "jax, mHC": jax_impl.train.Trainer(hyper, train, corpus),
     }
-    seconds = {name: [] for name in contestants}
+    seconds = {name: [] for name in trainers}
     for step in range(WARM_UP + STEPS):
-        for name, trainer in contestants.items():
+        for name, trainer in trainers.items():
             start = time.perf_counter()
             trainer.train_step(step)
             if step >= WARM_UP:
@@ -65,7 +68,7 @@ def main() -> None:
         "torch: step time with mHC / without": medians["torch, mHC"] / medians["torch"],
         "jax: step time with mHC / without": medians["jax, mHC"] / medians["jax"],
     }
-    profile = profile_step(contestants["torch, mHC"], hyper, train)
+    profile = profile_step(trainers["torch, mHC"], hyper, train)
     show(console, hyper, train, medians, ratios, profile)
     RESULT.parent.mkdir(exist_ok=True)
     content = {
@@ -82,7 +85,7 @@ def main() -> None:
 
 
 def profile_step(trainer, config: TransformerConfig, train: TrainConfig, steps: int = 5) -> list[dict]:
-    """Operations of PyTorch steps by self time; copies of stream-wide tensors apart, with who made them."""
+    """Return the slowest operations of PyTorch steps, and all copies of stream-wide tensors with their callers."""
     wide = train.global_batch_size * config.seq_length * config.num_residual_streams * config.hidden_size
     with torch.profiler.profile(record_shapes=True) as profile:
         for step in range(steps):
@@ -108,16 +111,17 @@ def profile_step(trainer, config: TransformerConfig, train: TrainConfig, steps: 
         row["ms_per_step"] += event.self_cpu_time_total / 1e3 / steps
         row["calls_per_step"] += 1 / steps
     ordered = sorted(rows.values(), key=lambda row: -row["ms_per_step"])
-    return [row for place, row in enumerate(ordered) if place < 12 or row["copy"]]
+    return [row for index, row in enumerate(ordered) if index < 12 or row["copy"]]
 
 
 def show(console: Console, config, train, medians: dict, ratios: dict, profile: list[dict]) -> None:
     """Print the medians, the ratios and the profile."""
-    seen = environment()
-    console.print(f"{seen['machine']}; pinned to {seen['xla_cores']} core, torch threads {seen['torch_threads']}")
+    machine = environment()
+    cores = f"pinned to {machine['xla_cores']} core, torch threads {machine['torch_threads']}"
+    console.print(f"{machine['machine']}; {cores}")
     console.print(
         f"{config.num_layers} layers, D={config.hidden_size}, S={config.num_residual_streams}, "
-        f"T={config.seq_length}, batch {train.global_batch_size}, float32; {STEPS} steps in turn"
+        f"T={config.seq_length}, batch {train.global_batch_size}, float32; {STEPS} alternating steps"
     )
     table = Table("training step", "median ms", box=None)
     for name, median in medians.items():
@@ -127,7 +131,7 @@ def show(console: Console, config, train, medians: dict, ratios: dict, profile: 
     for name, ratio in ratios.items():
         table.add_row(name, f"{ratio:.2f}")
     console.print(table)
-    table = Table("PyTorch step with mHC", "ms a step", "calls a step", box=None)
+    table = Table("PyTorch step with mHC", "ms per step", "calls per step", box=None)
     for row in profile:
         table.add_row(row["operation"], f"{row['ms_per_step']:.2f}", f"{row['calls_per_step']:.0f}")
     console.print(table)

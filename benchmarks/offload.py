@@ -1,10 +1,10 @@
-"""What tensor offload moves, keeps on the device and costs, beside its plan and torch.autograd.graph.save_on_cpu.
+"""Transfers, device memory and time of tensor offload, compared with its plan and with save_on_cpu of PyTorch.
 
     python -m benchmarks.offload              (make bench NAME=offload)
 
-On a GPU: bytes, waits, memory and time of a training step. Without one the "device" is a second place in the same
-memory, so only counts and bytes mean anything, and they are all that is shown. What prefetch hides is shown with a link
-that is slowed down until a layer's copy takes as long as its forward, beside the time that the plan predicts.
+On a GPU, the benchmark measures bytes, waits, memory and time of a training step. Without a GPU, "device" and host are
+the same memory, and only counts and bytes are printed. A second table measures the overlap of prefetch. It slows the
+link down until the copy of a layer takes as long as its forward, and compares step times with the plan's prediction.
 """
 
 import os
@@ -43,7 +43,10 @@ CONFIG = TransformerConfig(
     use_flash_attn=True,
     bf16=DEVICE == "cuda",
 )
-BATCH, STEPS, AHEAD, MIN_BYTES = 4, 5, range(5), 2**16
+BATCH = 4
+STEPS = 5
+AHEAD = range(5)
+MIN_BYTES = 2**16
 RESULT = Path(f"benchmarks/results/offload-{DEVICE}.json")
 MIB = 2**20
 MODES = {
@@ -55,7 +58,7 @@ MODES = {
 
 @dataclass
 class Row:
-    """One way, and what a step of it was seen to do."""
+    """The measurements of one offload mode."""
 
     way: str
     ahead: int | None
@@ -64,10 +67,10 @@ class Row:
     copies: int
     late: int | None
     parameter_peak: int | None
-    """Bytes of offloaded layers on the device at most."""
+    """Peak bytes of offloaded layers on the device."""
     planned_peak: int | None
     saved: int
-    """Bytes held after forward, of all that forward and backward allocate."""
+    """Bytes allocated by forward that are live when it ends."""
     seconds: float | None
     waited: float | None
 
@@ -91,7 +94,7 @@ class Step:
         return self.model(self.tokens[:, :-1], self.tokens[:, 1:])
 
     def finish(self, loss: torch.Tensor) -> None:
-        """Backward and update."""
+        """Run backward and the optimizer step."""
         loss.backward()
         self.manager.step(self.optimizer)
 
@@ -112,7 +115,7 @@ def _synchronize() -> None:
 
 @contextlib.contextmanager
 def _counted_save_on_cpu(moved: list[int]) -> Iterator[None]:
-    """PyTorch's own: on a GPU it is run; without one, what it would copy is counted."""
+    """Save activations on the CPU as PyTorch does; without a GPU, only count the bytes that it would copy."""
 
     def pack(tensor: torch.Tensor) -> Any:
         moved.append(tensor.nbytes)
@@ -122,16 +125,19 @@ def _counted_save_on_cpu(moved: list[int]) -> Iterator[None]:
         yield
 
 
-def measure(way: str, ahead: int | None, **offload: Any) -> Row:
-    """Steady state: what one step moves and keeps once every buffer exists."""
+def measure(mode: str, ahead: int | None, **offload: Any) -> Row:
+    """Measure one offload mode after a warm-up step that allocates all buffers."""
     gc.collect()
-    step, moved = Step(**offload), []
+    step = Step(**offload)
+    moved = []
     manager = step.manager
-    with _counted_save_on_cpu(moved) if way == "save_on_cpu" else contextlib.nullcontext():
+    with _counted_save_on_cpu(moved) if mode == "save_on_cpu" else contextlib.nullcontext():
         step()
-        before, moved[:] = manager.stats, []
+        before = manager.stats
+        moved[:] = []
         step()
-        after, packed = manager.stats, [*moved]
+        after = manager.stats
+        packed = [*moved]
         seconds = [step() for _ in range(STEPS)] if DEVICE == "cuda" else None
         waited = (manager.stats["seconds_waited"] - after["seconds_waited"]) / STEPS
         saved = measure_memory(step.forward, step.finish).saved
@@ -147,7 +153,7 @@ def measure(way: str, ahead: int | None, **offload: Any) -> Row:
         }
     moves_parameters = bool(offload.get("parameters"))
     row = Row(
-        way,
+        mode,
         ahead,
         found["bytes_in"],
         found["bytes_out"],
@@ -170,15 +176,16 @@ def plan_of(manager: TensorOffloadManager) -> OffloadPlan:
 
 
 def slow_link() -> list[dict[str, Any]]:
-    """Measure steps over a link that needs as long for a layer as its forward, and the predicted time."""
+    """Measure and predict steps over a link on which the copy of a layer takes as long as its forward."""
     plain = Step()
     plain()
-    whole = statistics.median(plain() for _ in range(3))
-    layer = whole / (3 * CONFIG.num_layers)  # a backward takes two forwards
-    rows: list[dict[str, Any]] = [{"ahead": None, "seconds": whole}]
+    baseline = statistics.median(plain() for _ in range(3))
+    layer = baseline / (3 * CONFIG.num_layers)  # backward takes as long as two forwards
+    rows: list[dict[str, Any]] = [{"ahead": None, "seconds": baseline}]
     for ahead in track(range(3), "slow link", transient=True):
         step = Step(parameters=True, num_prefetch_layers=ahead)
-        manager, plan = step.manager, plan_of(step.manager)
+        manager = step.manager
+        plan = plan_of(step.manager)
         storages = manager.storages()
         bandwidth = sum(storages[0].values()) / layer
         step()
@@ -196,9 +203,17 @@ def show(console: Console, rows: list[Row], slow: list[dict[str, Any]]) -> None:
     table = Table(
         box=None, title=f"one step on {DEVICE}: {CONFIG.num_layers} layers, D={CONFIG.hidden_size}, B={BATCH}"
     )
-    for heading in ("offload", "ahead", "to device, MiB", "to host, MiB", "copies", "late", "layers there, MiB (plan)"):
+    for heading in (
+        "offload",
+        "ahead",
+        "to device, MiB",
+        "to host, MiB",
+        "copies",
+        "late",
+        "resident layers, MiB (plan)",
+    ):
         table.add_column(heading, justify="right")
-    for heading in ("held after forward, MiB", "step, s", "waited, s"):
+    for heading in ("saved for backward, MiB", "step, s", "waited, s"):
         table.add_column(heading, justify="right")
     for row in rows:
         peak = "" if row.parameter_peak is None else f"{row.parameter_peak / MIB:.1f} ({row.planned_peak / MIB:.1f})"  # pyright: ignore
@@ -215,8 +230,8 @@ def show(console: Console, rows: list[Row], slow: list[dict[str, Any]]) -> None:
             "" if row.waited is None else f"{row.waited:.3f}",
         )
     console.print(table)
-    table = Table(box=None, title="a link on which a layer's copy takes as long as its forward")
-    for heading in ("layers ahead", "step, s", "predicted, s", "copies alone, s"):
+    table = Table(box=None, title="link on which the copy of a layer takes as long as its forward")
+    for heading in ("prefetched layers", "step, s", "predicted, s", "copies alone, s"):
         table.add_column(heading, justify="right")
     for row in slow:
         name = "no offload" if row["ahead"] is None else str(row["ahead"])
@@ -225,13 +240,13 @@ def show(console: Console, rows: list[Row], slow: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measure every way, print the tables, write JSON."""
+    """Measure every mode, print the tables, and write the JSON file."""
     torch.set_num_threads(1)
     console = Console(width=150)
     rows = [measure("none", None), measure("save_on_cpu", None)]
-    for way, what in MODES.items():
-        for ahead in track(AHEAD, way, console=console):
-            rows.append(measure(way, ahead, num_prefetch_layers=ahead, **what))
+    for mode, options in MODES.items():
+        for ahead in track(AHEAD, mode, console=console):
+            rows.append(measure(mode, ahead, num_prefetch_layers=ahead, **options))
     slow = slow_link()
     show(console, rows, slow)
     content = {"environment": environment(), "model": asdict(CONFIG), "batch": BATCH}

@@ -1,9 +1,10 @@
-"""Context parallelism over packed documents: a step of the second of two ranks beside the same part alone.
+"""Context parallelism over packed documents: a step of each rank, compared with the same tokens on one rank.
 
     python -m benchmarks.packed_context
 
-Two gloo ranks of one thread each, 2,048 tokens a rank, H=4, K=V=64, float32, forward and backward of KDA. The first
-document ends 64 tokens after the border; documents of 256 tokens follow.
+The benchmark runs KDA forward and backward on two gloo ranks of one thread each, with 2,048 tokens per rank, H=4,
+K=V=64 and float32. The first document ends 64 tokens after the border between the ranks; documents of 256 tokens
+follow.
 """
 
 import os
@@ -21,12 +22,16 @@ from reference_torch.context_parallel import build_cp_context
 from reference_torch.delta_rule import chunk_kda
 from reference_torch.rank_pool import RankPool
 
-PART, HEADS, WIDTH, TURNS = 2048, 4, 64, 9
+PART = 2048
+HEADS = 4
+WIDTH = 64
+TURNS = 9
 
 
 def step_times() -> dict[str, list[float]]:
-    """Return this rank's seconds of every step, with its context and with its sequences as if they began here."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    """Return the CPU seconds of each step of this rank, with context parallelism and with independent sequences."""
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     ends = np.r_[0, PART + 64 : size * PART : 256, size * PART].astype(np.int32)
     context = build_cp_context(torch.from_numpy(ends), dist.group.WORLD)
     draw = torch.Generator().manual_seed(rank)
@@ -34,10 +39,10 @@ def step_times() -> dict[str, list[float]]:
     beta = torch.rand(1, PART, HEADS, generator=draw)
     inputs = [torch.nn.functional.normalize(q, dim=-1), torch.nn.functional.normalize(k, dim=-1), v]
     inputs = [x.requires_grad_() for x in (*inputs, -torch.nn.functional.softplus(raw), beta)]
-    ways = {"over ranks": {"cp_context": context}, "alone": {"cu_seqlens": context.cu_seqlens}}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    variants = {"over ranks": {"cp_context": context}, "alone": {"cu_seqlens": context.cu_seqlens}}
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(TURNS + 1):
-        for name, options in ways.items():
+        for name, options in variants.items():
             dist.barrier()
             begin = time.process_time()
             o, _ = chunk_kda(*inputs, **options)
@@ -48,7 +53,7 @@ def step_times() -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Print seconds of computing of each rank."""
+    """Print the median CPU seconds of each rank."""
     with RankPool(2) as pool:
         found = pool.run("benchmarks.packed_context:step_times")
     for rank, seconds in enumerate(found):

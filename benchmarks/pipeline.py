@@ -1,11 +1,12 @@
-"""What a pipeline step takes, beside what its table predicts and beside torch.distributed.pipelining.
+"""Time and memory of a pipeline step, compared with the prediction and with torch.distributed.pipelining.
 
     python -m benchmarks.pipeline             (make bench NAME=pipeline)
 
-Stages that sleep, on 4 gloo ranks of this machine: what is over the predicted makespan is the executor's own. All runs
-take turns, so that neighbours in time are compared; medians are quoted. Then the same stages on 4 CPU devices of JAX,
-beside what slots in lock-step take; bytes freed by ``deallocate_pipeline_outputs``, overlap over a slow link, the cost
-of splitting a backward, and in JAX the compiled program's temporary bytes against the number of microbatches.
+Sleeping stages run on 4 gloo ranks of this machine, so that the time above the predicted makespan is the overhead of
+the executor. All runs alternate, and times are medians. The same stages then run on 4 CPU devices of JAX and are
+compared with the time of lock-step slots. The benchmark also measures the bytes freed by
+``deallocate_pipeline_outputs``, overlap on a slow link, the cost of a split backward, and temporary bytes of the JAX
+program by number of microbatches.
 """
 
 import json
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what a rank frees goes back at once, and can be measured
+os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory returns to the system at once
 
 import numpy as np
 import torch
@@ -38,8 +39,11 @@ from reference_torch.pipeline import DeferredWeightGradients
 from reference_torch.rank_pool import RankPool
 from reference_torch.transformer import GPTModel
 
-RANKS, MICROBATCHES, UNIT = 4, 8, 0.1
-STEPS, ROUNDS = 2, 2
+RANKS = 4
+MICROBATCHES = 8
+UNIT = 0.1
+STEPS = 2
+ROUNDS = 2
 RESULT = Path("benchmarks/results/pipeline-cpu.json")
 MIB = 2**20
 
@@ -55,7 +59,7 @@ class Case:
 
     @property
     def config(self) -> TransformerConfig:
-        """Stages that sleep have no layers that matter; width and length are those of what is sent."""
+        """Return the configuration of sleeping stages; only the shape of the messages matters."""
         return TransformerConfig(
             16,
             RANKS * self.stages_per_rank,
@@ -69,18 +73,18 @@ class Case:
 
     @property
     def costs(self) -> Costs:
-        """Of one stage: a rank's time is the same however many stages it has."""
+        """Return the costs of a stage; the time of a rank does not depend on its number of stages."""
         unit = UNIT / self.stages_per_rank
         return Costs(unit, unit, unit, self.delay)
 
     @property
     def schedule(self) -> Schedule:
-        """The table."""
+        """Return the schedule."""
         return build_schedule(self.name, RANKS, MICROBATCHES, self.stages_per_rank)
 
     @property
     def predicted(self) -> float:
-        """Makespan of the table, seconds."""
+        """Return the makespan of the schedule in seconds."""
         return simulate(self.schedule, self.costs).makespan
 
 
@@ -93,7 +97,7 @@ DELAYED = (Case("1f1b", delay=0.03), Case("1f1b", delay=0.03, overlap=False))
 
 
 def main() -> None:
-    """Measure, print, and write the JSON file."""
+    """Measure, print the tables, and write the JSON file."""
     console = Console()
     results: dict[str, Any] = {"environment": environment(), "unit_seconds": UNIT, "microbatches": MICROBATCHES}
     with RankPool(RANKS, 300.0, ("benchmarks.jobs.pipeline",)) as pool:
@@ -113,7 +117,7 @@ def main() -> None:
 
 
 def measure_times(pool: RankPool, console: Console) -> list[dict]:
-    """Median step of every case and peer, and how far it is over the table's makespan."""
+    """Measure every case in this project and in torch.distributed.pipelining."""
     seconds: dict[tuple[str, Case], list[float]] = {}
     for _ in track(range(ROUNDS), "rounds of sleeping stages", console=console, transient=True):
         for case in (*CASES, *DELAYED):
@@ -127,14 +131,14 @@ def measure_times(pool: RankPool, console: Console) -> list[dict]:
 
 
 def measure_jax_times() -> list[dict]:
-    """Measure JAX pipelines, and the predicted time of lock-step slots."""
-    ways = [(case, "canonical") for case in CASES] + [(case, "fused") for case in CASES if case.name in FUSED]
+    """Measure every case in JAX, and predict it from lock-step slots."""
+    runs = [(case, "canonical") for case in CASES] + [(case, "fused") for case in CASES if case.name in FUSED]
     seconds = time_apart(
-        [Sleeping(case.config, MICROBATCHES, case.costs, slots) for case, slots in ways], STEPS * ROUNDS
+        [Sleeping(case.config, MICROBATCHES, case.costs, slots) for case, slots in runs], STEPS * ROUNDS
     )
     return [
         row_of(f"JAX, {slots} slots", case, lockstep_makespan(case.schedule, case.costs, fused=slots == "fused"), times)
-        for (case, slots), times in zip(ways, seconds, strict=True)
+        for (case, slots), times in zip(runs, seconds, strict=True)
     ]
 
 
@@ -154,7 +158,7 @@ def row_of(executor: str, case: Case, predicted: float, times: list[float]) -> d
 
 
 def measure_peaks(pool: RankPool) -> dict:
-    """Bytes of a step on every rank, with what was sent freed and kept."""
+    """Measure peak bytes of a step on every rank, with and without deallocate_pipeline_outputs."""
     config = TransformerConfig(
         128,
         8,
@@ -172,12 +176,12 @@ def measure_peaks(pool: RankPool) -> dict:
     return {
         "boundary_bytes": boundary,
         "freed": [freed for freed, _ in peaks],
-        "kept": [kept for _, kept in peaks],
+        "kept": [not_freed for _, not_freed in peaks],
     }
 
 
 def measure_split() -> dict:
-    """Multiplications of I and W together, relative to B's, of one layer at D=512."""
+    """Count the FLOPs of I and W together, relative to B, of one layer at D=512."""
     model = GPTModel(TransformerConfig(512, 1, 8, seq_length=64, vocab_size=512))
     tokens = torch.zeros(2, 64, dtype=torch.int64)
 
@@ -187,21 +191,21 @@ def measure_split() -> dict:
         return counter.get_total_flops()
 
     loss = model(tokens, tokens)
-    whole = flops(loss.backward)
+    full = flops(loss.backward)
     deferred = DeferredWeightGradients()
     with deferred:
         loss = model(tokens, tokens)
         inputs = flops(loss.backward)
     weights = flops(deferred.run)
-    return {"B": whole, "I": inputs, "W": weights, "ratio": (inputs + weights) / whole}
+    return {"B": full, "I": inputs, "W": weights, "ratio": (inputs + weights) / full}
 
 
 def show(console: Console, results: dict) -> None:
-    """Tables, and whether the targets are met."""
-    title = f"{RANKS} ranks, {MICROBATCHES} microbatches, stages that sleep"
+    """Print the results."""
+    title = f"{RANKS} ranks, {MICROBATCHES} microbatches, sleeping stages"
     table = Table(box=None, title=title, title_justify="left")
-    for heading in ("schedule", "executor", "predicted s", "median s", "over"):
-        table.add_column(heading, justify="right" if " s" in heading or heading == "over" else "left")
+    for heading in ("schedule", "executor", "predicted s", "median s", "excess"):
+        table.add_column(heading, justify="right" if " s" in heading or heading == "excess" else "left")
     for row in results["time"]:
         link = f", link {row['link_delay'] * 1000:g} ms late" if row["link_delay"] else ""
         link += "" if row["overlap"] else ", no overlap"
@@ -214,12 +218,12 @@ def show(console: Console, results: dict) -> None:
         )
     console.print(table)
     memory = results["memory"]
-    for rank, (freed, kept) in enumerate(zip(memory["freed"], memory["kept"], strict=True)):
+    for rank, (freed, not_freed) in enumerate(zip(memory["freed"], memory["kept"], strict=True)):
         console.print(
-            f"rank {rank}: peak {freed / MIB:.1f} MiB with what was sent freed, {kept / MIB:.1f} kept "
-            f"({(kept - freed) / memory['boundary_bytes']:.1f} boundary tensors)"
+            f"rank {rank}: peak {freed / MIB:.1f} MiB with sent outputs freed, {not_freed / MIB:.1f} MiB without "
+            f"({(not_freed - freed) / memory['boundary_bytes']:.1f} boundary tensors)"
         )
-    console.print(f"(I + W) / B, multiplications of PyTorch at D=512: {results['split_backward']['ratio']:.3f}")
+    console.print(f"(I + W) / B, FLOPs of PyTorch at D=512: {results['split_backward']['ratio']:.3f}")
     for line in results["jax"]["lines"]:
         console.print(line)
 

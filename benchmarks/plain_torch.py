@@ -1,7 +1,7 @@
-"""The same network without mHC, written by hand in plain PyTorch with nothing of this project in it.
+"""A GPT without mHC in plain PyTorch that imports nothing from this project.
 
-What a step of it costs is what the PyTorch backend is measured against. The mathematics is the
-backend's: pre-norm, rotary positions, explicit causal softmax, SwiGLU, tied head, fused AdamW.
+Its step time is the baseline of the PyTorch backend. Its architecture equals that of the backend: pre-norm, rotary
+positions, causal softmax attention, SwiGLU, tied head and fused AdamW.
 """
 
 import torch
@@ -10,11 +10,13 @@ from torch import nn
 
 
 class PlainGPT(nn.Module):
-    """A hand-written GPT without hyper-connections."""
+    """A GPT without hyper-connections."""
 
     def __init__(self, width: int, layers: int, heads: int, inner: int, length: int, attention: str) -> None:
         super().__init__()
-        self.width, self.heads, self.attention = width, heads, attention
+        self.width = width
+        self.heads = heads
+        self.attention = attention
         self.embedding = nn.Parameter(0.02 * torch.randn(256, width))
         self.layers = nn.ParameterList()
         for _ in range(layers):
@@ -48,7 +50,9 @@ class PlainGPT(nn.Module):
         for norm1, qkv_weight, out_weight, norm2, up, down in zip(*[parameters] * 6, strict=True):
             qkv = F.linear(F.rms_norm(x, (self.width,), norm1, 1e-5), qkv_weight)
             q, k, v = qkv.view(batch, length, 3 * self.heads, -1).split(self.heads, 2)
-            q, k, v = self.rotate(q).transpose(1, 2), self.rotate(k).transpose(1, 2), v.transpose(1, 2)
+            q = self.rotate(q).transpose(1, 2)
+            k = self.rotate(k).transpose(1, 2)
+            v = v.transpose(1, 2)
             if self.attention == "fused":
                 y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             else:
@@ -64,7 +68,9 @@ class PlainTrainer:
     """Training steps of the plain network on the same corpus."""
 
     def __init__(self, config, train, corpus, attention: str) -> None:
-        self.corpus, self.shape, self.clip = corpus, (train.global_batch_size, config.seq_length), train.clip_grad
+        self.corpus = corpus
+        self.shape = (train.global_batch_size, config.seq_length)
+        self.clip = train.clip_grad
         inner = config.layer(0).ffn_hidden_size
         size = (config.hidden_size, config.num_layers, config.num_attention_heads, inner, config.seq_length)
         self.model = PlainGPT(*size, attention)

@@ -1,10 +1,10 @@
-"""What each way of recomputing keeps, needs and costs: bytes measured and predicted, and time, beside PyTorch's own.
+"""Memory and time of each recompute mode, measured and predicted, compared with torch.utils.checkpoint.
 
     python -m benchmarks.recompute            (make bench NAME=recompute)
 
-One thread on one core. Memory is every allocation of one forward and backward pass; times are medians of steps that
-all ways take in turns, so that a ratio is of neighbours in time. Beside the project's own ways stand
-torch.utils.checkpoint around whole layers (non-reentrant) and its selective form, which keeps matrix products.
+The benchmark runs on one thread of one core. Memory counts all allocations of one forward and backward pass. The modes
+alternate step by step, and times are medians. The baselines are torch.utils.checkpoint around whole layers
+(non-reentrant) and its selective form, which saves matrix products.
 """
 
 import os
@@ -42,8 +42,10 @@ CONFIG = TransformerConfig(
     enable_hyper_connections=True,
     use_flash_attn=True,
 )
-BATCH, ROUNDS = 2, 5
-RESULT, PICTURE = Path("benchmarks/results/recompute-cpu.json"), Path("docs/images/recompute.png")
+BATCH = 2
+ROUNDS = 5
+RESULT = Path("benchmarks/results/recompute-cpu.json")
+PICTURE = Path("docs/images/recompute.png")
 MIB = 2**20
 SELECTIVE = {"recompute_granularity": "selective"}
 BEST = block_length(CONFIG.num_layers, CONFIG.num_residual_streams)
@@ -67,15 +69,16 @@ MODES = {
         "recompute_num_layers": CONFIG.num_layers // 2,
     },
 }
-DEFAULT, WITH_ACTIVATION = f"mhc + layernorm, blocks of {BEST}", "mhc + layernorm + activation"
+DEFAULT = f"mhc + layernorm, blocks of {BEST}"
+WITH_ACTIVATION = "mhc + layernorm + activation"
 WHOLE = "torch.utils.checkpoint, whole layers"
 TARGETS = {DEFAULT: (0.60, 0.68, 1.12), WITH_ACTIVATION: (0.43, 0.55, 1.12)}
-"""Largest saved bytes, peak and time, relative to none."""
+"""Upper limits of saved bytes, peak and time, relative to no recompute."""
 
 
 @dataclass
-class Way:
-    """One way of recomputing, and what was seen of it."""
+class Mode:
+    """The model and measurements of one recompute mode."""
 
     config: TransformerConfig
     model: GPTModel
@@ -85,7 +88,7 @@ class Way:
 
     @property
     def median(self) -> float:
-        """Seconds of a step."""
+        """Return the median seconds of a step."""
         return float(np.median(self.seconds))
 
 
@@ -99,39 +102,40 @@ def checkpointed(context_fn: Callable | None) -> GPTModel:
     return model
 
 
-def keep_products(context, operation, *args, **kwargs) -> CheckpointPolicy:
-    """PyTorch's usual selective policy: keep what matrix products and attention give."""
+def save_products(context, operation, *args, **kwargs) -> CheckpointPolicy:
+    """Save the outputs of matrix products and attention."""
     aten = torch.ops.aten
-    kept = {aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default}
-    return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+    saved = {aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default}
+    return CheckpointPolicy.MUST_SAVE if operation in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def main() -> None:
-    """Measure every way, print the table, write JSON and picture."""
+    """Measure every mode, print the table, write the JSON file and draw the picture."""
     torch.set_num_threads(1)
     console = Console(width=130)
-    ways = {name: Way(c := replace(CONFIG, **flags), GPTModel(c)) for name, flags in MODES.items()}
-    ways[WHOLE] = Way(CONFIG, checkpointed(None))
-    selective = partial(create_selective_checkpoint_contexts, keep_products)
-    ways["torch.utils.checkpoint, keeping products"] = Way(CONFIG, checkpointed(selective))
+    configs = {name: replace(CONFIG, **flags) for name, flags in MODES.items()}
+    modes = {name: Mode(config, GPTModel(config)) for name, config in configs.items()}
+    modes[WHOLE] = Mode(CONFIG, checkpointed(None))
+    selective = partial(create_selective_checkpoint_contexts, save_products)
+    modes["torch.utils.checkpoint, keeping products"] = Mode(CONFIG, checkpointed(selective))
     tokens, targets = torch.randint(0, CONFIG.vocab_size, (2, BATCH, CONFIG.seq_length))
 
-    def backward(way: Way, loss: torch.Tensor) -> object:
-        return torch.autograd.grad(loss, list(way.model.parameters()))
+    def backward(mode: Mode, loss: torch.Tensor) -> object:
+        return torch.autograd.grad(loss, list(mode.model.parameters()))
 
-    for way in track(ways.values(), "memory", console=console):
-        forward = partial(way.model, tokens, targets)
-        backward(way, forward())
-        way.memory = measure_memory(forward, partial(backward, way))
+    for mode in track(modes.values(), "memory", console=console):
+        forward = partial(mode.model, tokens, targets)
+        backward(mode, forward())
+        mode.memory = measure_memory(forward, partial(backward, mode))
     for name in MODES:
-        prediction = predict_memory(ways[name].config, BATCH)
-        ways[name].predicted = prediction.saved, prediction.peak
+        prediction = predict_memory(modes[name].config, BATCH)
+        modes[name].predicted = prediction.saved, prediction.peak
     for _ in track(range(ROUNDS), "time", console=console):
-        for way in ways.values():
+        for mode in modes.values():
             start = time.perf_counter()
-            backward(way, way.model(tokens, targets))
-            way.seconds.append(time.perf_counter() - start)
-    rows = summarise(ways)
+            backward(mode, mode.model(tokens, targets))
+            mode.seconds.append(time.perf_counter() - start)
+    rows = summarise(modes)
     show(console, rows)
     content = {"environment": environment(), "model": asdict(CONFIG), "batch": BATCH, "rounds": ROUNDS, "ways": rows}
     RESULT.write_text(json.dumps(content, indent=1) + "\n")
@@ -139,24 +143,25 @@ def main() -> None:
     console.print(f"written: {RESULT}, {PICTURE}")
 
 
-def summarise(ways: dict[str, Way]) -> list[dict]:
-    """One row a way: bytes, seconds, ratios to none, predictions."""
-    base, rows = ways["none"], []
-    for name, way in ways.items():
-        assert way.memory is not None
+def summarise(modes: dict[str, Mode]) -> list[dict]:
+    """Return one row per mode: bytes, seconds, ratios to no recompute, and predictions."""
+    base = modes["none"]
+    rows = []
+    for name, mode in modes.items():
+        assert mode.memory is not None
         assert base.memory is not None
         row = {
             "way": name,
-            "saved_bytes": way.memory.saved,
-            "peak_bytes": way.memory.peak,
-            "step_seconds": way.median,
-            "saved": way.memory.saved / base.memory.saved,
-            "peak": way.memory.peak / base.memory.peak,
-            "time": float(np.median([a / b for a, b in zip(way.seconds, base.seconds, strict=True)])),
+            "saved_bytes": mode.memory.saved,
+            "peak_bytes": mode.memory.peak,
+            "step_seconds": mode.median,
+            "saved": mode.memory.saved / base.memory.saved,
+            "peak": mode.memory.peak / base.memory.peak,
+            "time": float(np.median([a / b for a, b in zip(mode.seconds, base.seconds, strict=True)])),
         }
-        if way.predicted is not None:
+        if mode.predicted is not None:
             row["predicted_saved"], row["predicted_peak"] = (
-                p / m for p, m in zip(way.predicted, way.memory, strict=True)
+                p / m for p, m in zip(mode.predicted, mode.memory, strict=True)
             )
         if name in TARGETS:
             row["targets"] = TARGETS[name]
@@ -165,14 +170,14 @@ def summarise(ways: dict[str, Way]) -> list[dict]:
 
 
 def show(console: Console, rows: list[dict]) -> None:
-    """Print the table, and whether the targets are met."""
+    """Print the table and compare it with the targets."""
     table = Table(box=None)
-    table.add_column("way of recomputing", no_wrap=True)
+    table.add_column("recompute mode", no_wrap=True)
     for heading in ("saved MiB", "peak MiB", "step s", "saved", "peak", "time", "predicted / measured"):
         table.add_column(heading, justify="right")
     for row in rows:
         predicted = (
-            f"{row['predicted_saved']:.3f} {row['predicted_peak']:.3f}" if "predicted_saved" in row else "not ours"
+            f"{row['predicted_saved']:.3f} {row['predicted_peak']:.3f}" if "predicted_saved" in row else "not predicted"
         )
         table.add_row(
             row["way"],
@@ -192,7 +197,7 @@ def show(console: Console, rows: list[dict]) -> None:
 
 
 def draw(rows: list[dict]) -> None:
-    """Bytes against time, one point a way."""
+    """Draw time over bytes, with one point per mode."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")
@@ -203,7 +208,7 @@ def draw(rows: list[dict]) -> None:
             own = "predicted_saved" in row
             axes.plot(row[key], row["time"], "o" if own else "s", color="#1f4e9c" if own else "#d1603d", ms=7)
             axes.annotate(str(number), (row[key], row["time"]), xytext=(5, 4), textcoords="offset points", fontsize=9)
-        axes.set(xlabel=f"bytes {title}, relative to keeping everything", title=title.capitalize())
+        axes.set(xlabel=f"bytes {title}, relative to no recompute", title=title.capitalize())
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("time of a step, relative")
     names = "\n".join(f"{number}  {row['way']}" for number, row in enumerate(rows, 1))

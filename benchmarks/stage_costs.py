@@ -1,11 +1,11 @@
-"""Measures F, I and W of every stage of a pipeline, and its messages, and writes them for ``diptych plan``.
+"""Measure F, I and W of every stage of a pipeline, and its messages, and write them for ``diptych plan``.
 
     python -m benchmarks.stage_costs --output stage_costs.json --num-layers 4 --pipeline-model-parallel-size 2
 
-PyTorch's executor runs a configuration's table with every backward split, a process a rank on this machine, and each
-action is timed from when it has what it needs; medians over microbatches and steps are written. So ranks that share
-cores slow each other down in the numbers as in the run. A message is half of a round trip between two ranks that do
-nothing else.
+The PyTorch executor runs the schedule of a configuration with every backward split, in one process per rank on this
+machine. The time of an action starts when its inputs have arrived, and medians over microbatches and steps are written.
+Ranks that share cores slow each other down, as in training. The time of a message is half of a round trip between two
+otherwise inactive ranks.
 """
 
 import sys
@@ -40,13 +40,13 @@ class Measurement:
 
     model: tyro.conf.OmitArgPrefixes[TransformerConfig] = field(default_factory=lambda: Plan().model)
     output: Path = Path("runs/stage_costs.json")
-    """JSON file to write, as diptych.planner.stage_costs has it."""
+    """JSON file to write, in the format of diptych.planner.stage_costs."""
     micro_batch_size: int = Plan.micro_batch_size
-    """Sequences of a microbatch."""
+    """Sequences per microbatch."""
     num_microbatches: int = 8
-    """Of a step."""
+    """Microbatches per step."""
     steps: int = 3
-    """That are timed, after one that is not."""
+    """Timed steps, after one warm-up step."""
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "num_microbatches", "steps"):
@@ -60,7 +60,7 @@ class Measurement:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, write, and print."""
+    """Measure the stages, write the file, and print the costs."""
     command = tyro.cli(Measurement, prog="stage_costs", args=arguments)
     costs = measure(command.model, command.micro_batch_size, command.num_microbatches, command.steps)
     count = num_stages(command.model)
@@ -75,13 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(config: TransformerConfig, batch: int, num_microbatches: int, steps: int) -> Costs:
-    """Seconds of every stage's actions and of a message.
+    """Measure the seconds of the actions of every stage and of a message.
 
     Args:
-        config: the model's, with its pipeline; no context ranks.
-        batch: sequences of a microbatch.
-        num_microbatches: of a step.
-        steps: that are timed.
+        config: configuration of the model with a pipeline and without context ranks.
+        batch: sequences per microbatch.
+        num_microbatches: microbatches per step.
+        steps: timed steps.
     """
     streams = config.num_residual_streams if config.enable_hyper_connections else 1
     shape = (batch, config.seq_length, streams * config.hidden_size)

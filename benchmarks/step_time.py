@@ -1,11 +1,12 @@
-"""What a step of training takes, beside what diptych.planner.step_time predicts from this machine's measured rates.
+"""Measured time of training steps, compared with the prediction of diptych.planner.step_time.
 
     python -m benchmarks.step_time            (make bench NAME=step_time)
 
-Two processes of one thread each. Rates (products, memory, messages, the least an operation takes) are measured on both
-at once; so is every case, of one rank on both, or of two ranks together. In JAX one process on one core. Medians of
-steps; ratios are predicted to measured. What a search needs is the order: of all pairs of cases whose measured times
-differ by more than a tenth, how many are predicted in their order.
+PyTorch runs two processes of one thread each, and JAX one process on one core. The rates of the machine (products,
+memory, messages, latency of an operation) are measured on both processes at once. A case with one rank runs on both
+processes at once, and a case with two ranks runs on them together. Times are medians of steps, and ratios are predicted
+over measured. The search of the planner needs the order of configurations. The benchmark therefore counts the pairs
+that are predicted in the measured order, among the pairs whose measured times differ by more than a tenth.
 """
 
 import json
@@ -28,17 +29,18 @@ from diptych.plans.config import TrainConfig, TransformerConfig
 from parity.report import environment
 from reference_torch.rank_pool import RankPool
 
-RANKS, STEPS = 2, 4
+RANKS = 2
+STEPS = 4
 JOBS = "benchmarks.jobs.step_time"
 BASE = TransformerConfig(256, 4, 4, seq_length=256)
 RESULT = Path("benchmarks/results/step_time-cpu.json")
 DIFFERENT = 1.1
-"""Times further apart than this factor have an order."""
+"""Ratio above which two measured times count as different."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train."""
+    """A configuration of training."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -48,21 +50,21 @@ class Case:
 
     @property
     def config(self) -> TransformerConfig:
-        """The model, with its pipeline."""
+        """Return the configuration of the model and its pipeline."""
         return replace(BASE, **self.settings)
 
     @property
     def train(self) -> TrainConfig:
-        """Of a batch of its size."""
+        """Return the training settings of the batch size."""
         return TrainConfig(global_batch_size=self.global_batch_size, micro_batch_size=self.micro_batch_size)
 
     @property
     def together(self) -> bool:
-        """Whether ranks work on one model."""
+        """Return True if the ranks train one model together."""
         return self.replicas * self.config.model_parallel_size > 1
 
     def predicted(self, machine: Machine) -> float:
-        """Seconds of a step."""
+        """Return the predicted seconds of a step."""
         count = self.global_batch_size // self.micro_batch_size // self.replicas
         return step_time(self.config, self.micro_batch_size, count, self.replicas, machine).total
 
@@ -98,8 +100,9 @@ CASES = (
 
 
 def main() -> None:
-    """Measure, print, and write the JSON file."""
-    console, seconds = Console(), {}
+    """Measure, print the tables, and write the JSON file."""
+    console = Console()
+    seconds = {}
     torch_machine, seconds["torch"] = measure_torch(console)
     rates, seconds["jax"] = measure_jax(console)
     machines = {"torch": torch_machine, "jax": replace(torch_machine, **rates, operation_latency=0.0)}
@@ -113,7 +116,7 @@ def main() -> None:
 
 
 def measure_torch(console: Console) -> tuple[Machine, dict[str, list[float]]]:
-    """Rates of the slower rank, and seconds of every case's steps."""
+    """Measure the rates of the slower rank, and the step times of every case."""
     with RankPool(RANKS, 300.0, (JOBS, "reference_torch.train")) as pool:
         both = pool.run(f"{JOBS}:torch_rates")
         slowest = {name: (max if name.endswith("latency") else min)(rates[name] for rates in both) for name in both[0]}
@@ -125,7 +128,7 @@ def measure_torch(console: Console) -> tuple[Machine, dict[str, list[float]]]:
 
 
 def measure_jax(console: Console) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Rates, and seconds of steps, of one process on one core."""
+    """Measure rates and step times of one JAX process on one core."""
     with RankPool(1, 600.0, ("benchmarks.jobs.step_time",)) as pool:
         (rates,) = pool.run(f"{JOBS}:jax_rates")
         alone = [case for case in CASES if not case.together]
@@ -136,8 +139,9 @@ def measure_jax(console: Console) -> tuple[dict[str, float], dict[str, list[floa
 
 
 def row_of(case: Case, machine: Machine, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Return the times of a case."""
-    measured, predicted = median(seconds[case.name]), case.predicted(machine)
+    """Return the measured and predicted times of a case."""
+    measured = median(seconds[case.name])
+    predicted = case.predicted(machine)
     return {
         "case": case.name,
         "measured_seconds": measured,
@@ -148,7 +152,7 @@ def row_of(case: Case, machine: Machine, seconds: dict[str, list[float]]) -> dic
 
 
 def summary(rows: list[dict]) -> dict[str, float]:
-    """Return the median and the extremes of the ratios, and the share of pairs in the right order."""
+    """Return the median and extremes of the ratios, and the number of pairs that are predicted in order."""
     ratios = sorted(row["ratio"] for row in rows)
     apart = right = 0
     for one, other in combinations(rows, 2):
@@ -187,7 +191,7 @@ def show(console: Console, results: dict) -> None:
         console.print(f"{backend}: {rates}", highlight=False, soft_wrap=True)
         console.print(
             f"  ratio {part['median_ratio']:.2f} ({part['lowest_ratio']:.2f} to {part['highest_ratio']:.2f}); "
-            f"{part['pairs_in_order']} of {part['pairs']} pairs in their order"
+            f"{part['pairs_in_order']} of {part['pairs']} pairs predicted in order"
         )
 
 

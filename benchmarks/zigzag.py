@@ -1,10 +1,10 @@
-"""Zigzag attention beside the contiguous layout: products a rank computes, and step time.
+"""FLOPs and step time of zigzag attention, compared with the contiguous layout.
 
     python -m benchmarks.zigzag           (make bench NAME=zigzag)
 
-Softmax attention of one layer, without its projections, forward and backward, one sequence over gloo ranks of one
-thread each. Steps of both layouts are taken in turns, and a step is as long as its slowest rank. Where there are more
-ranks than cores, ranks take turns: compare a row's two times with each other, not with another row's.
+The benchmark runs softmax attention of one layer without projections, forward and backward, on one sequence over gloo
+ranks of one thread each. Steps of both layouts alternate, and the time of a step is that of its slowest rank. If there
+are more ranks than cores, ranks share cores: compare the two times of a row, but not times of different rows.
 """
 
 import os
@@ -29,24 +29,30 @@ from parity.report import environment
 from reference_torch.context_parallel import build_cp_context, cp_attention
 from reference_torch.rank_pool import RankPool
 
-HEADS, GROUPS, WIDTH = 4, 2, 64
-SIZES, LENGTHS, TURNS = (2, 4), (2048, 4096), 7
+HEADS = 4
+GROUPS = 2
+WIDTH = 64
+SIZES = (2, 4)
+LENGTHS = (2048, 4096)
+TURNS = 7
 RESULT = Path("benchmarks/results/zigzag-cpu.json")
 JOBS = "benchmarks.zigzag"
 
 
 class Load(NamedTuple):
-    """One sequence."""
+    """The length of a sequence and the implementation of attention."""
 
     length: int
     fused: bool
 
 
 class Part:
-    """This rank's part of a load."""
+    """The part of a load that this rank computes."""
 
     def __init__(self, load: Load) -> None:
-        self.load, self.size, generator = load, dist.get_world_size(), torch.Generator().manual_seed(dist.get_rank())
+        self.load = load
+        self.size = dist.get_world_size()
+        generator = torch.Generator().manual_seed(dist.get_rank())
         self.inputs = [
             torch.randn(1, load.length // self.size, heads, WIDTH, generator=generator).requires_grad_()
             for heads in (HEADS, GROUPS, GROUPS)
@@ -54,18 +60,19 @@ class Part:
         self.cotangent = torch.randn(self.inputs[0].shape, generator=generator)
 
     def context(self, layout: str) -> FLACPContext:
-        """In a layout."""
+        """Return the context of a layout."""
         offsets = torch.tensor([0, self.load.length], dtype=torch.int32)
         return build_cp_context(offsets, dist.group.WORLD, cp_attention_layout=layout)
 
     def step(self, context: FLACPContext) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         torch.autograd.grad(cp_attention(*self.inputs, context, self.load.fused), self.inputs, self.cotangent)
 
 
 def count_flops(load: Load) -> dict[str, int]:
-    """Of products, forward and backward, by layout."""
-    part, found = Part(load), {}
+    """Return the FLOPs of matrix products in forward and backward, by layout."""
+    part = Part(load)
+    found = {}
     for layout in ATTENTION_LAYOUTS:
         with FlopCounterMode(display=False) as counter:
             part.step(part.context(layout))
@@ -74,7 +81,7 @@ def count_flops(load: Load) -> dict[str, int]:
 
 
 def time_steps(load: Load, turns: int) -> dict[str, list[float]]:
-    """Seconds of every step by layout, all ranks starting together; the first of each is left out."""
+    """Return the seconds of every step by layout, without the warm-up; all ranks start together."""
     part = Part(load)
     contexts = {layout: part.context(layout) for layout in ATTENTION_LAYOUTS}
     seconds: dict[str, list[float]] = {layout: [] for layout in contexts}
@@ -89,8 +96,9 @@ def time_steps(load: Load, turns: int) -> dict[str, list[float]]:
 
 
 def measure(pool: RankPool, load: Load) -> dict[str, Any]:
-    """One row."""
-    size, part = pool.size, load.length // pool.size
+    """Measure one load and return its row."""
+    size = pool.size
+    part = load.length // pool.size
     counted = None if load.fused else pool.run(f"{JOBS}:count_flops", load)
     seconds = pool.run(f"{JOBS}:time_steps", load, TURNS)
     row: dict[str, Any] = {"ranks": size, "tokens": load.length, "fused": load.fused}
@@ -124,8 +132,9 @@ def show(console: Console, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measure, print, write JSON."""
-    console, rows = Console(width=130), []
+    """Measure, print the tables, and write the JSON file."""
+    console = Console(width=130)
+    rows = []
     for size in SIZES:
         with RankPool(size, 600.0, ("torch.distributed",)) as pool, console.status(f"{size} ranks"):
             rows += [measure(pool, Load(length, fused)) for length in LENGTHS for fused in (False, True)]

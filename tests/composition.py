@@ -1,11 +1,11 @@
-"""Any configuration the rules accept, beside the plain one that must learn the same.
+"""Random accepted configurations, compared with the plain model on one device.
 
-A composition is drawn dimension by dimension, biased to pairs: two features are chosen first, everything else with a
-probability of its own. One step of it, on as many ranks as it asks for, is compared with one step of the plain model on
-one device of PyTorch: loss, every gradient, every parameter after AdamW's step, and the loss of the batch after it.
-Compositions of PyTorch also save a checkpoint after that step, read it into a new trainer and take a second step.
+A draw fixes features of two dimensions and adds every other dimension with a probability. One step of the composition
+on its ranks is compared with one step of the plain model in PyTorch on one device: loss, every gradient, every
+parameter after the step of AdamW, and the loss of the next batch. In PyTorch, a composition also saves a checkpoint
+after the step, a new trainer reads it, and takes a second step.
 
-    python -m tests.composition        # draws hundreds, and writes which pairs were covered to docs/composition.md
+    python -m tests.composition_report        # runs hundreds, and writes the covered pairs to docs/composition.md
 """
 
 import tempfile
@@ -44,38 +44,40 @@ BASE = TransformerConfig(
     pipeline_timeout=30.0,
 )
 SEQUENCES = 8
-"""Of a step, on all replicas together."""
-STEP, NEXT = 5, 6
-"""Numbers of the batches, of which the first is learnt."""
+"""Sequences of a step, on all replicas together."""
+STEP = 5
+"""Number of the batch of the step."""
+NEXT = 6
+"""Number of the batch of the loss after the step."""
 
 
 class Composition(NamedTuple):
-    """A configuration, and on how many ranks it learns from what."""
+    """A configuration, its number of replicas and its corpus."""
 
     model: TransformerConfig
     train: TrainConfig
     replicas: int
     documents: bool
     features: tuple[str, ...]
-    """What of it is not plain, by the names of FEATURES."""
+    """Names of its features, as in FEATURES."""
 
     @property
     def ranks(self) -> int:
-        """Processes, or devices."""
+        """Return the number of processes in PyTorch, or devices in JAX."""
         return self.replicas * self.model.model_parallel_size
 
 
 class Outcome(NamedTuple):
-    """Of one step."""
+    """The results of one step."""
 
     loss: float
     gradients: dict[str, np.ndarray]
     parameters: dict[str, np.ndarray]
-    """After it."""
+    """Parameters after the step."""
     next_loss: float
-    """Of another batch, after it."""
+    """Loss of the next batch after the step."""
     resumed: dict[str, np.ndarray] | None = None
-    """Parameters and moments after a second step, before which a new trainer read the first one's checkpoint."""
+    """Parameters and moments after the second step of a trainer that resumed from the checkpoint of the first."""
 
 
 def _schedule(name: str, virtual: int | None = None) -> dict[str, Any]:
@@ -160,29 +162,29 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "kernels": {"kernels": {"impl": "triton"}},
 }
-"""What can be other than plain: of each dimension at most one feature, with the settings that make it."""
+"""Settings of every feature, by dimension; a composition has at most one feature of each dimension."""
 FEATURES = {name: (dimension, settings) for dimension, named in DIMENSIONS.items() for name, settings in named.items()}
 REFUSED = {"context ranks, pipelined": ("schedule", "parameters offloaded", "activations offloaded")}
-"""Dimensions whose features a feature does not go with."""
+"""Dimensions whose features are rejected together with a feature."""
 QUICK = [name for name in FEATURES if name != "kernels"]
-"""Those the interpreter has no part in."""
+"""Features that do not run in the Triton interpreter."""
 RARE = ("kernels", "bf16")
-"""Never drawn but as one of the two: the interpreter takes its time, and bfloat16 hides small mistakes."""
+"""Features that are drawn only as one of the two fixed ones: kernels are slow, and bfloat16 hides small errors."""
 
 
 def are_accepted(first: str, second: str) -> bool:
-    """Whether two features of two dimensions go together."""
+    """Return True if two features of two dimensions are accepted together."""
     dimensions = FEATURES[first][0], FEATURES[second][0]
     return dimensions[1] not in REFUSED.get(first, ()) and dimensions[0] not in REFUSED.get(second, ())
 
 
 @st.composite
 def compositions(draw: Callable, among: Sequence[str] = (*FEATURES,)) -> Composition:
-    """Any accepted composition.
+    """Draw an accepted composition.
 
     Args:
-        draw: hypothesis's.
-        among: features it may have.
+        draw: the draw function of Hypothesis.
+        among: allowed features.
     """
     allowed = {dimension: [name for name in named if name in among] for dimension, named in DIMENSIONS.items()}
     allowed = {dimension: named for dimension, named in allowed.items() if named}
@@ -200,16 +202,17 @@ def compositions(draw: Callable, among: Sequence[str] = (*FEATURES,)) -> Composi
 
 
 def compose(names: Iterable[str], micro_batch_size: int = 2) -> Composition:
-    """The composition of some features.
+    """Return the composition of some features.
 
     Raises:
-        ValueError: the rules do not accept it.
+        ValueError: if the configuration is rejected.
     """
     names = sorted(names, key=[*FEATURES].index)
     settings: dict[str, Any] = {}
     for name in names:
         settings |= FEATURES[name][1]
-    replicas, documents = settings.pop("replicas", 1), settings.pop("documents", False)
+    replicas = settings.pop("replicas", 1)
+    documents = settings.pop("documents", False)
     model = replace(BASE, **settings)
     train = TrainConfig(
         train_iters=8,
@@ -229,7 +232,7 @@ MUST_BE_ACCEPTED = [
     for recompute in ("recompute mhc", "recompute mhc + layernorm", "recompute whole layers, block")
     for offload in ((), ("parameters offloaded", "activations offloaded"))
 ] + [("KDA", "context ranks", "1f1b", "dropout"), ("replicas", "1f1b", "dropout")]
-"""By name, embeddings tied."""
+"""Features of the compositions that must be accepted; embeddings are tied."""
 
 LIKE_ANY = {
     name: field.default
@@ -237,24 +240,25 @@ LIKE_ANY = {
     if any(word in name for word in ("recompute", "offload", "pipeline", "context_parallel", "cp_", "p2p"))
     or name in ("impl", "variable_seq_lengths", "calculate_per_token_loss", "microbatch_group_size_per_vp_stage")
 }
-"""Settings that change how a model learns, but nothing of what."""
+"""Default values of the settings that change how a step is executed, but not its result."""
 
 
 def plain(composition: Composition) -> Composition:
-    """The same model and data on one device, everything kept, by PyTorch's own operations."""
+    """Return the same model and data on one device, without recompute, offload and kernels."""
     model = replace(composition.model, **LIKE_ANY)
     train = replace(composition.train, micro_batch_size=SEQUENCES)
     return Composition(model, train, 1, composition.documents, ())
 
 
 def corpus_of(composition: Composition) -> Corpus:
-    """What is learnt."""
+    """Return the corpus of a composition."""
     return corpus_of_documents() if composition.documents else tiny_corpus()
 
 
 def step_of(trainer: Any, composition: Composition) -> Outcome:
-    """One step of either backend's trainer, on this rank."""
-    corpus, length = corpus_of(composition), composition.model.seq_length
+    """Take one step with a trainer of either backend on this rank."""
+    corpus = corpus_of(composition)
+    length = composition.model.seq_length
     loss, gradients = trainer.loss_and_gradients(corpus.batch(STEP, SEQUENCES, length), STEP)
     result = trainer.train_step(STEP)
     assert abs(result.loss - loss) <= 1e-9 + LOSS[composition.model.compute_dtype], "a step's loss is not the batch's"
@@ -289,7 +293,7 @@ def torch_step(composition: Composition, folder: Path | None = None) -> Outcome:
 
 
 def _end(*trainers: Any) -> None:
-    """Close what would stay: offload's buffers, and threads of process groups, which trainers of one mesh share."""
+    """Close offload managers, and destroy process groups, which trainers of one mesh share."""
     for trainer in trainers:
         trainer.offload.close()
     groups = {group for trainer in trainers for group in trainer._groups}
@@ -298,13 +302,13 @@ def _end(*trainers: Any) -> None:
 
 
 class Pools:
-    """Processes that stay from one composition to the next, by their number."""
+    """Pools of processes that compositions reuse, by number of ranks."""
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
 
     def step(self, composition: Composition, timeout: float = 120.0):
-        """One step of PyTorch, on as many ranks as the composition has."""
+        """Take one step in PyTorch on the ranks of the composition."""
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             if composition.ranks == 1:
@@ -319,7 +323,7 @@ class Pools:
 
 
 def jax_step(composition: Composition) -> Outcome:
-    """Of JAX, on as many devices."""
+    """Take one step in JAX on the devices of the composition."""
     import jax
 
     from jax_impl.groups import make_mesh
@@ -338,47 +342,50 @@ def _plain_step(composition: Composition) -> Outcome:
 def _distances(
     found: dict[str, np.ndarray], expected: dict[str, np.ndarray], exact: bool
 ) -> Iterator[tuple[str, float]]:
-    """Of every gradient, relative."""
-    whole = np.sqrt(sum(np.vdot(g, g) for g in expected.values()))
+    """Yield the relative difference of every gradient."""
+    total = np.sqrt(sum(np.vdot(g, g) for g in expected.values()))
     for name, gradient in expected.items():
-        away = relative_difference(found[name], gradient)
-        if not exact:  # of what nearly cancels, little is left to compare
-            away *= min(1.0, np.linalg.norm(gradient) / (0.1 * whole))
-        yield name, float(away)
+        difference = relative_difference(found[name], gradient)
+        if not exact:  # a gradient whose terms nearly cancel is measured against a share of the total norm
+            difference *= min(1.0, np.linalg.norm(gradient) / (0.1 * total))
+        yield name, float(difference)
 
 
-def assert_learns_as_plain(found: Outcome, composition: Composition, rounds_alike: bool = True) -> None:
-    """Compare one step with the plain one.
+def assert_learns_as_plain(found: Outcome, composition: Composition, same_rounding: bool = True) -> None:
+    """Compare one step with the step of the plain model.
 
     Args:
-        found: of the step.
-        composition: what was stepped.
-        rounds_alike: in bfloat16 it rounds where the plain one does, as PyTorch's does and JAX's does not: deep small
-            models of the delta rule are then 0.05 to 0.16 from their float32 gradients, each in a direction of its
-            own, and may be twice as far from each other as the plain one is from float32.
+        found: results of the step.
+        composition: the composition of the step.
+        same_rounding: whether bfloat16 rounds at the same operations as in the plain model. This is true in PyTorch.
+            In JAX it is false, and the tolerance is then at least twice the distance of the plain model from float32.
+            This distance is 0.05 to 0.16 for small deep models with the delta rule.
     """
-    expected, dtype = _plain_step(plain(composition)), composition.model.compute_dtype
+    expected = _plain_step(plain(composition))
+    dtype = composition.model.compute_dtype
     exact = dtype == "float64"
     limit = 1e-10 if exact else GRADIENT[dtype]
-    if dtype == "bfloat16" and not rounds_alike:
+    if dtype == "bfloat16" and not same_rounding:
         wide = _plain_step(plain(composition._replace(model=replace(composition.model, bf16=False))))
-        limit = max(limit, 2 * max(away for _, away in _distances(expected.gradients, wide.gradients, exact)))
+        limit = max(
+            limit, 2 * max(difference for _, difference in _distances(expected.gradients, wide.gradients, exact))
+        )
     tolerance = 1e-11 if exact else LOSS[dtype]
     assert abs(found.loss - expected.loss) <= tolerance, f"loss {found.loss}, plain {expected.loss}"
     assert found.gradients.keys() == expected.gradients.keys()
-    for name, away in _distances(found.gradients, expected.gradients, exact):
-        assert away <= limit, f"gradient of {name}: {away:.1e} from the plain one"
+    for name, difference in _distances(found.gradients, expected.gradients, exact):
+        assert difference <= limit, f"gradient of {name}: {difference:.1e} from the plain one"
     for name, parameter in expected.parameters.items() if exact else ():
-        away = relative_difference(found.parameters[name], parameter)
-        assert away <= 1e-8, f"{name} after the step: {away:.1e}"  # AdamW divides by the root of squares near 0
+        difference = relative_difference(found.parameters[name], parameter)
+        assert difference <= 1e-8, f"{name} after the step: {difference:.1e}"  # AdamW divides by roots of small squares
     if exact and found.resumed is not None and expected.resumed is not None:
         for name, array in expected.resumed.items():
-            away = relative_difference(found.resumed[name], array)
-            assert away <= 1e-8, f"{name} after a resumed step: {away:.1e}"
+            difference = relative_difference(found.resumed[name], array)
+            assert difference <= 1e-8, f"{name} after a resumed step: {difference:.1e}"
     limit = 1e-8 if exact else LOSS[dtype]
-    assert abs(found.next_loss - expected.next_loss) <= limit, f"loss after it {found.next_loss}"
+    assert abs(found.next_loss - expected.next_loss) <= limit, f"loss after the step {found.next_loss}"
 
 
 def pairs_of(composition: Composition) -> set[tuple[str, str]]:
-    """Of features, in the order of FEATURES."""
+    """Return all pairs of features, in the order of FEATURES."""
     return set(combinations(composition.features, 2))

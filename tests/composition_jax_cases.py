@@ -15,18 +15,18 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)
 pytestmark = pytest.mark.usefixtures("few_rounds")
 COMPILED = settings(phases=[Phase.explicit, Phase.generate], suppress_health_check=[*hypothesis.HealthCheck])
-"""Every example is compiled anew: none is tried again to make it smaller."""
+"""Settings without shrinking, because every example is compiled."""
 
 NARROW = (
     ("bf16", "1f1b", "mHC", "recompute mhc"),
     ("bf16", "context ranks", "KDA"),
     ("bf16", "replicas", "zb-h1", "parameters offloaded"),
 )
-"""Drawn too seldom to be left to chance."""
+"""Compositions that random draws rarely contain."""
 
 
 def check(composition) -> None:
-    assert_learns_as_plain(jax_step(composition), composition, rounds_alike=False)
+    assert_learns_as_plain(jax_step(composition), composition, same_rounding=False)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""The table in docs/composition.md: which pairs of features have learnt together what the plain model learns.
+"""The table in docs/composition.md: pairs of features that were compared with the plain model together.
 
-python -m tests.composition_report [torch cases] [JAX cases]          (make composition: some minutes)
+python -m tests.composition_report [torch cases] [JAX cases]          (make composition; takes minutes)
 """
 
 import json
@@ -31,26 +31,29 @@ from tests.composition import (
 )
 
 ROOT = Path(__file__).parent.parent
-PAGE, RESULTS = ROOT / "docs" / "composition.md", ROOT / "benchmarks" / "results" / "composition-cpu.json"
-BEGIN, END = "<!-- table: python -m tests.composition_report -->\n", "<!-- end of table -->\n"
-TORCH_CASES, JAX_CASES = 300, 60
+PAGE = ROOT / "docs" / "composition.md"
+RESULTS = ROOT / "benchmarks" / "results" / "composition-cpu.json"
+BEGIN = "<!-- table: python -m tests.composition_report -->\n"
+END = "<!-- end of table -->\n"
+TORCH_CASES = 300
+JAX_CASES = 60
 SEED = 20261122
 
 
 @dataclass(frozen=True)
 class Case:
-    """A composition that was run."""
+    """The result of running one composition."""
 
     backend: str
     features: tuple[str, ...]
     ranks: int
     seconds: float
     failure: str
-    """The empty string: it learnt as the plain one."""
+    """The error; empty if the step equals that of the plain model within tolerance."""
 
 
 def draw(count: int) -> list[Composition]:
-    """So many compositions, the same every time."""
+    """Draw compositions with a fixed seed."""
     drawn: list[Composition] = []
 
     @hypothesis.seed(SEED)
@@ -66,26 +69,28 @@ def draw(count: int) -> list[Composition]:
 
 
 def run(backend: str, composition: Composition, pools: Pools) -> Case:
-    """One composition, compared with the plain one."""
-    start, failure = time.monotonic(), ""
+    """Run one composition and compare it with the plain model."""
+    start = time.monotonic()
+    failure = ""
     try:
         found = pools.step(composition) if backend == "torch" else jax_step(composition)
-        assert_learns_as_plain(found, composition, rounds_alike=backend == "torch")
-    except Exception as error:  # whatever it is: it is the result
+        assert_learns_as_plain(found, composition, same_rounding=backend == "torch")
+    except Exception as error:  # every error is a result
         failure = f"{type(error).__name__}: {error}".splitlines()[0]
     return Case(backend, composition.features, composition.ranks, round(time.monotonic() - start, 2), failure)
 
 
-def counted(cases: list[dict]) -> Counter[tuple[str, str, str]]:
-    """How often a pair of features was run, by backend and the pair in the order of FEATURES."""
+def count_pairs(cases: list[dict]) -> Counter[tuple[str, str, str]]:
+    """Count the runs of each pair of features, by backend and pair in the order of FEATURES."""
     return Counter((case["backend"], *pair) for case in cases for pair in combinations(case["features"], 2))
 
 
 def table(results: dict) -> str:
-    """Markdown: dimensions by dimensions, runs in PyTorch / in JAX of any pair of their features."""
-    cases, names = results["cases"], [*DIMENSIONS]
+    """Return the Markdown table of runs in PyTorch / in JAX, by pair of dimensions."""
+    cases = results["cases"]
+    names = [*DIMENSIONS]
     pairs: Counter[tuple[str, str, str]] = Counter()
-    for (backend, *pair), times in counted(cases).items():
+    for (backend, *pair), times in count_pairs(cases).items():
         dimensions = sorted((FEATURES[name][0] for name in pair), key=names.index)
         pairs[backend, dimensions[0], dimensions[1]] += times
     environment = results["environment"]
@@ -93,7 +98,7 @@ def table(results: dict) -> str:
     failed = [case for case in cases if case["failure"]]
     possible = [p for p in combinations(QUICK, 2) if FEATURES[p[0]][0] != FEATURES[p[1]][0]]
     possible = [pair for pair in possible if are_accepted(*pair)]
-    seen = {backend: sum((backend, *pair) in counted(cases) for pair in possible) for backend in runs}
+    seen = {backend: sum((backend, *pair) in count_pairs(cases) for pair in possible) for backend in runs}
     versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("torch", "jax"))
     lines = [
         f"{environment['date'][:10]}, {environment['machine']}, {versions}: {runs['torch']} compositions in PyTorch, "
@@ -109,18 +114,20 @@ def table(results: dict) -> str:
             for column, second in enumerate(names[1:-1], start=1)
         ]
         lines.append(f"| {first} | " + " | ".join(cells) + " |")
-    lines += [f"\nUnlike the plain model, {c['backend']}: {', '.join(c['features'])}: {c['failure']}" for c in failed]
+    lines += [
+        f"\nDifferent from the plain model, {c['backend']}: {', '.join(c['features'])}: {c['failure']}" for c in failed
+    ]
     return "\n".join(lines) + "\n"
 
 
-def written(page: str, text: str) -> str:
-    """The page with the table in its place."""
+def updated(page: str, text: str) -> str:
+    """Return the page with a new table."""
     before, rest = page.split(BEGIN)
     return before + BEGIN + text + END + rest.split(END, 1)[1]
 
 
 def main() -> None:
-    """Run, and write results and table; so many cases in PyTorch and in JAX as the command says."""
+    """Run the numbers of cases that the command line gives, and write results and table."""
     import jax
 
     torch_cases, jax_cases = map(int, sys.argv[1:] or (TORCH_CASES, JAX_CASES))
@@ -130,7 +137,8 @@ def main() -> None:
     jax.config.update("jax_disable_most_optimizations", True)
     from parity.report import environment
 
-    drawn, pools = draw(torch_cases), Pools()
+    drawn = draw(torch_cases)
+    pools = Pools()
     try:
         cases = [run("torch", each, pools) for each in track(drawn, "in PyTorch")]
     finally:
@@ -139,11 +147,11 @@ def main() -> None:
     cases += [run("jax", each, pools) for each in track(rare_first[:jax_cases], "in JAX")]
     results = {"environment": environment(), "seed": SEED, "cases": [asdict(case) for case in cases]}
     RESULTS.write_text(json.dumps(json.loads(json.dumps(results)), indent=1) + "\n")
-    PAGE.write_text(written(PAGE.read_text(), table(json.loads(RESULTS.read_text()))))
+    PAGE.write_text(updated(PAGE.read_text(), table(json.loads(RESULTS.read_text()))))
     failed = [case for case in cases if case.failure]
     for case in failed:
         print(case)
-    print(f"{len(cases)} compositions, {len(failed)} unlike the plain model; written: {RESULTS}, {PAGE}")
+    print(f"{len(cases)} compositions, {len(failed)} different from the plain model; written: {RESULTS}, {PAGE}")
     sys.exit(bool(failed))
 
 

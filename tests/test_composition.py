@@ -143,7 +143,7 @@ def test_a_wrong_gradient_is_seen():
     wrong = found.gradients | {name: found.gradients[name] * (1 + 1e-9)}
     with pytest.raises(AssertionError, match=rf"gradient of {name}: 1\.0e-09 from the plain one"):
         assert_learns_as_plain(found._replace(gradients=wrong), composition)
-    with pytest.raises(AssertionError, match="loss after it"):
+    with pytest.raises(AssertionError, match="loss after the step"):
         assert_learns_as_plain(found._replace(next_loss=found.next_loss + 1e-7), composition)
 
 

@@ -1,1 +1,1 @@
-"""What the ranks of benchmarks run."""
+"""Code that the ranks of benchmarks execute."""

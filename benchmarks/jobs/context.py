@@ -1,4 +1,4 @@
-"""What the ranks of benchmarks/context.py run: one layer's rule, forward and backward, on this rank's part."""
+"""Code that the ranks of benchmarks/context.py execute: the delta rule of one layer on the part of a rank."""
 
 import resource
 import time
@@ -19,21 +19,22 @@ NAMES = ("q", "k", "v", "g", "beta")
 
 
 class Load(NamedTuple):
-    """One sequence of one layer."""
+    """The sizes of one sequence of one layer."""
 
     length: int
-    """Tokens of all ranks."""
+    """Tokens of all ranks together."""
     heads: int
     width: int
-    """K and V."""
+    """Width of keys and of values."""
     decay: float = 1.0
-    """Of log decays, which are then between 0.1 and 2 a token."""
+    """Scale of the log decays, which are this factor times 0.1 to 2 per token."""
 
     def arrays(self, rank: int = 0, size: int = 1) -> list[np.ndarray]:
-        """Return q, k, v, g and beta of a rank, with unit keys and decays of 0.1 to 2 per token."""
+        """Return random q, k, v, g and beta of a rank, with unit queries and keys."""
         parts = []
-        for place in range(rank * 8 // size, (rank + 1) * 8 // size):  # an eighth at a time: the same for 1 to 8 ranks
-            draw, length = np.random.default_rng(place), self.length // 8
+        for eighth in range(rank * 8 // size, (rank + 1) * 8 // size):  # so that 1, 2, 4 and 8 ranks get equal tokens
+            draw = np.random.default_rng(eighth)
+            length = self.length // 8
             q, k, v = draw.standard_normal((3, 1, length, self.heads, self.width), np.float32)
             raw = draw.standard_normal((1, length, self.heads, self.width), np.float32)
             g = -np.float32(self.decay) * np.log1p(np.exp(raw))
@@ -43,19 +44,19 @@ class Load(NamedTuple):
 
 
 class Part:
-    """This rank's part of a load, ready to be computed."""
+    """The part of a load that this rank computes."""
 
     def __init__(self, load: Load, dtype: torch.dtype = torch.float32) -> None:
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.offsets = torch.tensor([0, load.length], dtype=torch.int32)
         self.inputs = [torch.from_numpy(x).to(dtype).requires_grad_() for x in load.arrays(self.rank, self.size)]
 
-    def context(self, **travel: Any) -> FLACPContext:
-        """How states travel."""
-        return build_cp_context(self.offsets, dist.group.WORLD if self.size > 1 else None, **travel)
+    def context(self, **options: Any) -> FLACPContext:
+        """Return the context of an exchange."""
+        return build_cp_context(self.offsets, dist.group.WORLD if self.size > 1 else None, **options)
 
     def step(self, context: FLACPContext | None) -> tuple[torch.Tensor, ...]:
-        """Return outputs, and gradients of all inputs under cotangents v; without a context, of the part alone."""
+        """Return outputs and gradients of all inputs; without a context, the part is an independent sequence."""
         o = self.forward(context)
         return o.detach(), *self.backward(o)
 
@@ -64,18 +65,18 @@ class Part:
         return chunk_kda(*self.inputs, cp_context=context)[0]
 
     def backward(self, o: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Gradients of all inputs."""
+        """Return the gradients of all inputs with v as the cotangents."""
         return torch.autograd.grad(o, self.inputs, self.inputs[2].detach())
 
 
 def time_steps(load: Load, exchanges: tuple[str, ...], turns: int) -> dict[str, list[float]]:
-    """Seconds of every step, all ranks starting together: without exchange, and with each."""
+    """Return the seconds of every step, without exchange and with each exchange; all ranks start together."""
     part = Part(load)
-    ways: dict[str, FLACPContext | None] = {"alone": None}
-    ways |= {exchange: part.context(cp_exchange=exchange) for exchange in exchanges}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    contexts: dict[str, FLACPContext | None] = {"alone": None}
+    contexts |= {exchange: part.context(cp_exchange=exchange) for exchange in exchanges}
+    seconds: dict[str, list[float]] = {name: [] for name in contexts}
     for turn in range(turns + 1):
-        for name, context in ways.items():
+        for name, context in contexts.items():
             dist.barrier()
             begin = time.perf_counter()
             part.step(context)
@@ -84,14 +85,14 @@ def time_steps(load: Load, exchanges: tuple[str, ...], turns: int) -> dict[str, 
     return seconds
 
 
-def results(load: Load, travel: dict[str, Any], dtype: str = "float32") -> list[np.ndarray]:
-    """Return outputs and gradients of this rank's part."""
+def results(load: Load, options: dict[str, Any], dtype: str = "float32") -> list[np.ndarray]:
+    """Return the outputs and gradients of the part of this rank."""
     part = Part(load, getattr(torch, dtype))
-    return [x.numpy() for x in part.step(part.context(**travel))]
+    return [x.numpy() for x in part.step(part.context(**options))]
 
 
 def count_bytes(load: Load, exchange: str) -> list[list[int]]:
-    """Of forward and of backward: bytes this rank handed over, each once, and bytes that others were to receive."""
+    """Return the payload bytes and the wire bytes that this rank sends, in forward and in backward."""
     part = Part(load)
     with _counted() as forward:
         o = part.forward(part.context(cp_exchange=exchange))
@@ -102,7 +103,9 @@ def count_bytes(load: Load, exchange: str) -> list[list[int]]:
 
 @contextmanager
 def _counted() -> Iterator[list[int]]:
-    sent, plain_send, plain_gather = [0, 0], dist.isend, dist.all_gather
+    sent = [0, 0]
+    plain_send = dist.isend
+    plain_gather = dist.all_gather
 
     def send(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
         sent[0] += tensor.nbytes
@@ -114,15 +117,17 @@ def _counted() -> Iterator[list[int]]:
         sent[1] += tensor.nbytes * (len(out) - 1)
         return plain_gather(out, tensor, **options)
 
-    dist.isend, dist.all_gather = send, gather
+    dist.isend = send
+    dist.all_gather = gather
     try:
         yield sent
     finally:
-        dist.isend, dist.all_gather = plain_send, plain_gather
+        dist.isend = plain_send
+        dist.all_gather = plain_gather
 
 
 def long_sequence(load: Load) -> tuple[float, int, int]:
-    """Seconds of a step; bytes by which it raised the process's largest size; bytes of arguments and results."""
+    """Return seconds of a step, growth of the peak memory of the process, and bytes of arguments and results."""
     part = Part(load)
     context = part.context()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -134,20 +139,22 @@ def long_sequence(load: Load) -> tuple[float, int, int]:
 
 
 class _Late:
-    """A collective whose result is there some time after it was begun, and no sooner."""
+    """A collective whose result arrives after a delay."""
 
     def __init__(self, work: dist.Work, delay: float) -> None:
-        self._work, self._there = work, time.perf_counter() + delay
+        self._work = work
+        self._arrival = time.perf_counter() + delay
 
     def wait(self, timeout: Any) -> None:
-        """As a Work's."""
-        time.sleep(max(0.0, self._there - time.perf_counter()))
+        """Wait for the result, as torch.distributed.Work does."""
+        time.sleep(max(0.0, self._arrival - time.perf_counter()))
         self._work.wait(timeout)
 
 
 def time_with_delay(load: Load, delays: tuple[float, ...], turns: int) -> dict[tuple[float, bool], list[float]]:
-    """Seconds of steps whose exchanges take so long on their way, without overlap and with it, in turns."""
-    part, plain = Part(load), dist.all_gather
+    """Return the seconds of alternating steps with delayed exchanges, without and with overlap."""
+    part = Part(load)
+    plain = dist.all_gather
     seconds: dict[tuple[float, bool], list[float]] = {(d, overlap): [] for d in delays for overlap in (False, True)}
     try:
         for turn in range(turns + 1):

@@ -1,6 +1,6 @@
-"""The jobs of the ranks of benchmarks/generated_schedule.py and benchmarks/stage_costs.py.
+"""Code that the ranks of benchmarks/generated_schedule.py and benchmarks/stage_costs.py execute.
 
-They run any schedule over stages that sleep as long as their costs state, and time each action of real stages.
+It runs any schedule over sleeping stages with given costs, and times each action of real stages.
 """
 
 import time
@@ -25,9 +25,9 @@ from reference_torch.stage import Microbatch, forward_step, model_provider
 
 
 def time_table(config: TransformerConfig, num_microbatches: int, costs: Costs, steps: int) -> list[float]:
-    """Seconds of several steps of a configuration's table over stages that sleep, the first left out.
+    """Return the seconds of several steps of a schedule over sleeping stages, without the warm-up.
 
-    What is split sleeps for W where its product is computed.
+    With a split backward, a stage sleeps for W when it computes the product of W.
     """
     rank = dist.get_rank()
     weights: dict[int, float] = {}
@@ -76,9 +76,9 @@ def time_table(config: TransformerConfig, num_microbatches: int, costs: Costs, s
 def time_actions(
     config: TransformerConfig, batch: int, num_microbatches: int, steps: int
 ) -> list[tuple[Action, float]]:
-    """Seconds of every action this rank runs in several steps of real stages, the first step left out.
+    """Return the seconds of every action of this rank in several steps of real stages, without the warm-up.
 
-    What is timed begins when an action has what it needs, and ends before its result is sent.
+    The time of an action starts when its inputs have arrived, and ends before its result is sent.
     """
     step = _real_step(config, batch, num_microbatches)
     found: list[tuple[Action, float]] = []
@@ -108,12 +108,12 @@ def time_actions(
 
 
 def time_steps(config: TransformerConfig, batch: int, num_microbatches: int, steps: int) -> list[float]:
-    """Seconds of several steps of real stages, the first left out, all ranks starting together."""
+    """Return the seconds of several steps of real stages, without the warm-up; all ranks start together."""
     return _timed(_real_step(config, batch, num_microbatches), steps)
 
 
 def _real_step(config: TransformerConfig, batch: int, num_microbatches: int) -> Callable[..., None]:
-    """Forward and backward of all microbatches, the same random tokens in each; takes the trace to write, or None."""
+    """Return a function that runs a step on equal random microbatches and appends its actions to a trace."""
     rank = dist.get_rank()
     built = get_model(lambda **ends: model_provider(config, **ends), config, rank)
     stages = built if isinstance(built, list) else [built]
@@ -139,8 +139,9 @@ def _real_step(config: TransformerConfig, batch: int, num_microbatches: int) -> 
 
 
 def time_messages(shape: tuple[int, ...], dtype: str, rounds: int) -> list[float]:
-    """Seconds that a tensor takes from rank 0 to rank 1, half of a round trip each; nothing on other ranks."""
-    rank, x = dist.get_rank(), torch.zeros(shape, dtype=getattr(torch, dtype))
+    """Return half of the seconds of each round trip between ranks 0 and 1; on other ranks, an empty list."""
+    rank = dist.get_rank()
+    x = torch.zeros(shape, dtype=getattr(torch, dtype))
     seconds = []
     for _ in range(rounds if rank < 2 else 0):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the ranks of benchmarks/pipeline.py run: stages that sleep, a link that is slow, and the peer's schedules."""
+"""Code that the ranks of benchmarks/pipeline.py execute: sleeping stages, a slow link, and schedules of PyTorch."""
 
 import threading
 import time
@@ -31,11 +31,11 @@ PEERS = {
     "zb-v": ScheduleZBVZeroBubble,
     "dualpipe-v": ScheduleDualPipeV,
 }
-"""Schedules torch.distributed.pipelining has too."""
+"""Schedules that torch.distributed.pipelining also has."""
 
 
 class Slept(torch.autograd.Function):
-    """The identity, which sleeps in forward and in backward."""
+    """The identity that sleeps in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
@@ -52,41 +52,43 @@ class Slept(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """A linear map that takes its time in F, and in I; subclasses in W.
+    """A linear map that sleeps in F and in I; subclasses also sleep in W.
 
     Args:
-        forward, input_gradient, weight_gradient: seconds.
+        forward, input_gradient, weight_gradient: seconds to sleep.
     """
 
     def __init__(self, forward: float, input_gradient: float, weight_gradient: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(WIDTH))
-        self.times, self.weight_time = (forward, input_gradient), weight_gradient
+        self.times = (forward, input_gradient)
+        self.weight_time = weight_gradient
         self.input_tensor: Tensor | None = None
 
     def slow_weight(self) -> Tensor:
-        """Return the weight, whose gradient takes the time of W."""
+        """Return the weight, whose gradient takes as long as W."""
         raise NotImplementedError
 
     def set_input_tensor(self, input_tensor: Tensor) -> None:
-        """As the schedules call it."""
+        """Set the input that the stage receives from the previous stage."""
         self.input_tensor = input_tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] to the same."""
-        x, self.input_tensor = x if self.input_tensor is None else self.input_tensor, None
+        """Map [B, T, D] to [B, T, D]."""
+        x = x if self.input_tensor is None else self.input_tensor
+        self.input_tensor = None
         return Slept.apply(nn.functional.linear(x, self.slow_weight()), *self.times)
 
 
 class OurStage(SleepingStage):
-    """Where backward is whole, sleeps when the weight's gradient is there; split, time_ours sleeps where W is."""
+    """A stage that sleeps after the gradient of its weight; with a split backward, time_ours adds the sleep of W."""
 
     def __init__(self, *times: float) -> None:
         super().__init__(*times)
         self.weight.register_hook(self._sleep)
 
     def _sleep(self, gradient: Tensor | None) -> None:
-        """Autograd also comes here with none, from an operation that has noted it down."""
+        """Sleep if there is a gradient; autograd passes None if an operation deferred it."""
         if gradient is not None:
             time.sleep(self.weight_time)
 
@@ -96,15 +98,15 @@ class OurStage(SleepingStage):
 
 
 class PeerStage(SleepingStage):
-    """Sleeps in the graph, between the weight and the product: the peer runs parts of the graph for I and for W."""
+    """A stage that sleeps between weight and product, because PyTorch runs parts of the graph for I and for W."""
 
     def slow_weight(self) -> Tensor:
-        """Behind an operation that sleeps in backward."""
+        """Return the output of an operation that sleeps in backward."""
         return Slept.apply(self.weight, 0.0, self.weight_time)
 
 
 class SlowLink(P2PCommunicator):
-    """Every message is sent late, and no rank waits for it meanwhile."""
+    """A communicator that sends every message after a delay, without blocking the sender."""
 
     delay = 0.0
 
@@ -113,7 +115,7 @@ class SlowLink(P2PCommunicator):
 
 
 class _Late:
-    """A send that begins after a while."""
+    """A send that starts after a delay."""
 
     def __init__(self, post: Callable[[], dist.Work | None], delay: float) -> None:
         self._begun = threading.Event()
@@ -126,14 +128,14 @@ class _Late:
         self._begun.set()
 
     def wait(self, timeout: Any) -> None:
-        """As a Work's."""
+        """Wait for the message, as torch.distributed.Work does."""
         self._begun.wait()
         if self._work is not None:
             self._work.wait(timeout)
 
 
 def time_ours(config: TransformerConfig, num_microbatches: int, costs: Costs, delay: float, steps: int) -> list[float]:
-    """Seconds of several steps of a sleeping pipeline, the first left out, all ranks starting together."""
+    """Return the seconds of several steps of sleeping stages, without the warm-up; all ranks start together."""
     times = _times(costs)
     built = get_model(lambda **_: OurStage(*times), config)
     stages = built if isinstance(built, list) else [built]
@@ -148,7 +150,7 @@ def time_ours(config: TransformerConfig, num_microbatches: int, costs: Costs, de
         time.sleep(times[-1])
         plain(*arguments)
 
-    split_backward._Product.add_to_gradient = slowly  # W takes its time where it is computed
+    split_backward._Product.add_to_gradient = slowly  # sleeps for W when W is computed
     try:
         x = torch.ones(1, 1, WIDTH)
 
@@ -173,9 +175,11 @@ def time_ours(config: TransformerConfig, num_microbatches: int, costs: Costs, de
 
 
 def time_peer(name: str, stages_per_rank: int, num_microbatches: int, costs: Costs, steps: int) -> list[float]:
-    """Return the seconds of the same stages in torch.distributed.pipelining."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    count, example = size * stages_per_rank, torch.ones(1, 1, WIDTH)
+    """Return the seconds of several steps of the same stages in torch.distributed.pipelining."""
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    count = size * stages_per_rank
+    example = torch.ones(1, 1, WIDTH)
     placement = "v" if name in V_SCHEDULES else "loop"
     numbers = [stage_at(StagePlace(i, rank), size, placement) for i in range(stages_per_rank)]
     stages = [
@@ -186,19 +190,20 @@ def time_peer(name: str, stages_per_rank: int, num_microbatches: int, costs: Cos
     x = torch.ones(num_microbatches, 1, WIDTH)
 
     def step() -> None:
-        first, last = 0 in numbers, count - 1 in numbers
+        first = 0 in numbers
+        last = count - 1 in numbers
         schedule.step(*((x,) if first else ()), **({"target": x} if last else {}))
 
     return _timed(step, steps)
 
 
 def _times(costs: Costs) -> tuple[float, float, float]:
-    """Seconds of F, I and W, alike for every stage."""
+    """Return the seconds of F, I and W, which are equal for all stages."""
     return float(costs.of("forward", 0)), float(costs.of("input_gradient", 0)), float(costs.of("weight_gradient", 0))
 
 
 def peak_bytes(config: TransformerConfig, batch: int, num_microbatches: int) -> tuple[int, int]:
-    """Most bytes a step of a real stage holds above its parameters: with what was sent freed, and kept."""
+    """Return the peak bytes of a step of a real stage above its parameters, with sent outputs freed and not freed."""
     groups = make_groups(config, make_mesh(config))
     assert groups.pp is not None, "a pipeline has ranks"
     tokens = torch.zeros(batch, config.seq_length, dtype=torch.int32).numpy()
@@ -230,9 +235,10 @@ def peak_bytes(config: TransformerConfig, batch: int, num_microbatches: int) -> 
 
 
 def _peak_resident(step: Callable[[], object]) -> int:
-    """Most bytes of memory this process holds during a step, above those before it, of all its threads.
+    """Return the growth of the peak memory of this process during a step.
 
-    Exact for large tensors where every allocation is a mapping of its own (MALLOC_MMAP_THRESHOLD_). Linux only.
+    The result is exact for large tensors if each allocation is a separate mapping (MALLOC_MMAP_THRESHOLD_). This
+    function works on Linux only.
     """
 
     def status(name: str) -> int:
@@ -240,7 +246,7 @@ def _peak_resident(step: Callable[[], object]) -> int:
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
     before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the highest mark
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     step()
     return status("VmHWM") - before
 

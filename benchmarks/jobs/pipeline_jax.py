@@ -1,7 +1,7 @@
-"""The JAX part of benchmarks/pipeline.py, in a process of its own: it forces four CPU devices.
+"""The JAX part of benchmarks/pipeline.py, which runs in a separate process with four CPU devices.
 
-Temporary bytes are those XLA reports for the compiled step of one rank. Beside the table's executor stands GPipe as
-automatic differentiation makes it: jax.grad of the same pipeline's forward.
+XLA reports the temporary bytes of the compiled step of one rank. The baseline of the executor is GPipe by automatic
+differentiation, which is jax.grad of the forward of the same pipeline.
 """
 
 import json
@@ -23,7 +23,9 @@ from jax_impl.pipeline.saved import StageAutodiff, Task
 from jax_impl.pipeline.stages import Batch, StagedParameters, divide_model, names_of
 from jax_impl.transformer import GPTModel
 
-RANKS, COUNTS, ROUNDS = 4, (8, 16, 32, 64), 5
+RANKS = 4
+COUNTS = (8, 16, 32, 64)
+ROUNDS = 5
 MIB = 2**20
 CONFIG = TransformerConfig(128, 4, 4, seq_length=64, pipeline_model_parallel_size=RANKS)
 WIDE = TransformerConfig(
@@ -32,7 +34,7 @@ WIDE = TransformerConfig(
 
 
 def main() -> None:
-    """Measure, and print what was found as JSON."""
+    """Measure, and print the results as JSON."""
     jax.config.update("jax_num_cpu_devices", RANKS)
     memory = {
         **{f"1f1b, keeps {keep}": [step_bytes(m, keep) for m in COUNTS] for keep in ("residuals", "inputs")},
@@ -44,7 +46,7 @@ def main() -> None:
 
 
 def lines(memory: dict, seconds: dict, split: dict):
-    """Yield the results in words."""
+    """Yield the results as text."""
     for name, sizes in memory.items():
         listed = ", ".join(f"{size / MIB:.2f}" for size in sizes)
         counts = ", ".join(map(str, COUNTS))
@@ -56,7 +58,7 @@ def lines(memory: dict, seconds: dict, split: dict):
         yield f"(I + W) / B, compiled operations of JAX at D=512, keeping {keep}: {ratio:.3f}"
 
 
-def made(m: int, **options: Any) -> tuple[Any, StagedParameters, tuple[np.ndarray, np.ndarray]]:
+def build_step(m: int, **options: Any) -> tuple[Any, StagedParameters, tuple[np.ndarray, np.ndarray]]:
     """Return a step, its parameters, and a batch of m microbatches of one sequence."""
     model = GPTModel(undivided(CONFIG))
     step = make_pipeline_step(model, CONFIG, **options)
@@ -65,28 +67,28 @@ def made(m: int, **options: Any) -> tuple[Any, StagedParameters, tuple[np.ndarra
 
 
 def step_bytes(m: int, keep: str) -> int:
-    """Temporary bytes of a rank's step."""
-    step, staged, batch = made(m, keep=keep)
+    """Return the temporary bytes of a step of one rank."""
+    step, staged, batch = build_step(m, keep=keep)
     return step.lower(staged, *batch).compile().memory_analysis().temp_size_in_bytes
 
 
 def differentiated_bytes(m: int) -> int:
-    """Return the temporary bytes if JAX differentiates the pipeline's forward."""
-    step, staged, batch = made(m, door="shard_map", forward_only=True)
+    """Return the temporary bytes if JAX differentiates the forward of the pipeline."""
+    step, staged, batch = build_step(m, door="shard_map", forward_only=True)
     gradient = jax.jit(jax.grad(lambda staged: step(staged, *batch).mean()))
     return gradient.lower(staged).compile().memory_analysis().temp_size_in_bytes
 
 
 def step_seconds() -> dict[str, float]:
-    """Median step of every way of running the table, all taking turns."""
-    ways = {}
+    """Return the median seconds of a step of each variant; the variants alternate."""
+    variants = {}
     for slots in ("canonical", "fused"):
         for keep in ("residuals", "inputs"):
-            step, staged, batch = made(8, keep=keep, slots=slots)
-            ways[f"{slots} slots, keeps {keep}"] = partial(step, staged, *batch)
-    times: dict[str, list[float]] = {name: [] for name in ways}
+            step, staged, batch = build_step(8, keep=keep, slots=slots)
+            variants[f"{slots} slots, keeps {keep}"] = partial(step, staged, *batch)
+    times: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(ROUNDS + 1):
-        for name, run in ways.items():
+        for name, run in variants.items():
             start = time.perf_counter()
             jax.block_until_ready(run())
             if turn:  # the first compiles
@@ -95,7 +97,7 @@ def step_seconds() -> dict[str, float]:
 
 
 def split_cost(keep: str) -> float:
-    """Operations of I and W together, relative to B's, of a middle-sized stage as XLA counts them."""
+    """Return the FLOPs of I and W together, relative to B, of a stage at D=512 as XLA counts them."""
     stages = divide_model(GPTModel, WIDE, schedule_for(WIDE, 2), training=True)
     params = nnx.split(GPTModel(undivided(WIDE)), nnx.Param)[1]
     staged = stages.stack(dict(zip(names_of(params), jax.tree.leaves(params), strict=True)))
@@ -104,7 +106,7 @@ def split_cost(keep: str) -> float:
     task = Task(rank, Batch(tokens, tokens, jnp.zeros(2, jnp.int32), jnp.uint32(0)), jnp.int32(0), jnp.int32(0))
     x = jnp.zeros((2, WIDE.seq_length, WIDE.hidden_size), WIDE.compute_dtype)
     program = stages.programs[0]
-    whole, split = (StageAutodiff(stages.programs, task, x, keep, splits) for splits in (False, True))  # pyright: ignore
+    full, split = (StageAutodiff(stages.programs, task, x, keep, splits) for splits in (False, True))  # pyright: ignore
 
     def flops(function: Callable, *arguments: Any) -> float:
         return jax.jit(function).lower(*arguments).compile().cost_analysis()["flops"]
@@ -114,7 +116,7 @@ def split_cost(keep: str) -> float:
         return result.gradients, result.input_gradient, result.weight_operands
 
     zeros = partial(jax.tree.map, lambda like: jnp.zeros(like.shape, like.dtype))
-    both = flops(lambda t, x, k, g: whole.backward(program, t, x, k, g)[:2], task, x, zeros(whole.residual_shapes), x)
+    both = flops(lambda t, x, k, g: full.backward(program, t, x, k, g)[:2], task, x, zeros(full.residual_shapes), x)
     inputs = flops(input_gradients, task, x, zeros(split.residual_shapes), x)
     weights = flops(lambda w: split.weight_gradients(program, w), zeros(split.weight_operand_shapes))
     return (inputs + weights) / both

@@ -1,6 +1,7 @@
-"""Pipelines of JAX whose stages sleep, on CPU devices of a process of its own; for pipeline.py, generated_schedule.py.
+"""JAX pipelines of sleeping stages on CPU devices of a separate process.
 
-As a program it reads cases from standard input, pickled by time_apart, and prints their seconds as JSON.
+benchmarks/pipeline.py and benchmarks/generated_schedule.py use this module. As a program, it reads cases that
+time_apart pickles from standard input, and prints their seconds as JSON.
 """
 
 import json
@@ -24,21 +25,21 @@ from diptych.plans.schedule.simulate import Costs
 
 
 class Sleeping(NamedTuple):
-    """A pipeline, and how long its actions sleep."""
+    """A pipeline of sleeping stages."""
 
     config: TransformerConfig
-    """With the schedule; what its stages compute is small beside their sleep."""
+    """Configuration with the schedule; the stages should compute much faster than they sleep."""
     num_microbatches: int
     costs: Costs
-    """Seconds."""
+    """Seconds that the actions sleep."""
     slots: str = "canonical"
     """See jax_impl.pipeline.make_pipeline_step."""
 
 
 def time_apart(cases: Sequence[Sleeping], steps: int) -> list[list[float]]:
-    """Seconds of several steps of each, in a process that has the devices; the first step, which compiles, left out."""
+    """Return the seconds of several steps of each case in a separate process, without the compilation."""
     ranks = max(case.config.pipeline_model_parallel_size for case in cases)
-    # A rank that sleeps holds one of XLA's threads.
+    # A sleeping rank occupies a thread of XLA.
     environment = os.environ | {"NPROC": str(4 * ranks), "JAX_NUM_CPU_DEVICES": str(ranks), "JAX_PLATFORMS": "cpu"}
     result = subprocess.run(
         [sys.executable, "-m", "benchmarks.jobs.sleeping_jax"],
@@ -51,18 +52,20 @@ def time_apart(cases: Sequence[Sleeping], steps: int) -> list[list[float]]:
 
 
 def time_sleeping(case: Sleeping, steps: int) -> list[float]:
-    """Seconds of several steps on devices of this process; the first, which compiles, left out."""
+    """Return the seconds of several steps on devices of this process, without the compilation."""
     import jax
     from flax import nnx
 
     from jax_impl.pipeline import make_pipeline_step
     from jax_impl.transformer import GPTModel
 
-    config, m = case.config, case.num_microbatches
+    config = case.config
+    m = case.num_microbatches
     model = GPTModel(undivided(config))
     step = make_pipeline_step(model, config, slots=case.slots)
     staged = step.stage_parameters(nnx.split(model, nnx.Param)[1])
-    tokens, seconds = np.zeros((m, 1, config.seq_length), np.int32), []
+    tokens = np.zeros((m, 1, config.seq_length), np.int32)
+    seconds = []
     with _stages_sleep(schedule_for(config, m), case.costs):
         for _ in range(steps + 1):
             start = time.perf_counter()
@@ -99,7 +102,7 @@ def _stages_sleep(schedule: Schedule, costs: Costs) -> Iterator[None]:
 
     def backward(execution: _Execution, state: Any, row: Any, result: _SlotResult) -> _SlotResult:
         result = plain[1](execution, state, row, result)
-        kind: Kind = "I" if schedule.splits_backward else "B"  # of a whole one, W comes after it in the same slot
+        kind: Kind = "I" if schedule.splits_backward else "B"  # after a full backward, W follows in the same slot
         return result._replace(input_gradient=slept(result.input_gradient, kind, row.backward_stage))
 
     def weight_gradients(execution: _Execution, row: Any, weights: Any, result: _SlotResult) -> _SlotResult:

@@ -1,4 +1,4 @@
-"""What benchmarks/step_time.py runs: a rank's rates, and steps of training, in either backend."""
+"""Code that the ranks of benchmarks/step_time.py execute: rates and training steps in both backends."""
 
 import os
 import time
@@ -10,46 +10,56 @@ import numpy as np
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.model.data import Corpus
 
-SIZE, LARGE, MESSAGE = 1024, 2**22, 2**22
-"""Width of a product, numbers of a large array, and of a large message."""
+SIZE = 1024
+"""Width of the matrices of a product."""
+LARGE = 2**22
+"""Elements of a large array."""
+MESSAGE = 2**22
+"""Elements of a large message."""
 TURNS = 7
 
 
 def torch_rates() -> dict[str, float]:
-    """Of this rank while all do the same: products, memory, messages and the least an operation takes."""
+    """Measure products, memory, messages and the latency of an operation, on all ranks at once."""
     import torch
     import torch.distributed as dist
 
-    a, b = torch.randn(SIZE, SIZE), torch.randn(SIZE, SIZE)
-    x, y = torch.ones(LARGE), torch.empty(LARGE)
+    a = torch.randn(SIZE, SIZE)
+    b = torch.randn(SIZE, SIZE)
+    x = torch.ones(LARGE)
+    y = torch.empty(LARGE)
     few = torch.ones(8, requires_grad=True)
     rates = {
         "compute_rate": 2 * SIZE**3 / _seconds(lambda: a @ b),
         "memory_bandwidth": 2 * x.nbytes / _seconds(lambda: torch.mul(x, 2.0, out=y)),
         "operation_latency": _seconds(lambda: [few * 2.0 for _ in range(100)]) / 100,
     }
-    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    rank = dist.get_rank()
+    peer = 1 - dist.get_rank()
 
     def exchange(message: torch.Tensor) -> None:
-        """Return the seconds of a round trip."""
+        """Send a message to the other rank and back."""
         for sender in (0, 1):
             (dist.send if rank == sender else dist.recv)(message, peer)
 
-    small, large = torch.zeros(1), torch.zeros(MESSAGE)
+    small = torch.zeros(1)
+    large = torch.zeros(MESSAGE)
     rates["network_latency"] = _seconds(lambda: exchange(small)) / 2
     rates["network_bandwidth"] = large.nbytes / (_seconds(lambda: exchange(large)) / 2)
     return rates
 
 
 def jax_rates() -> dict[str, float]:
-    """Of the only device, on one core; this process stays there."""
+    """Measure products and memory of one device, and pin this process to one core."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     import jax
     import jax.numpy as jnp
 
-    a, x = jnp.ones((SIZE, SIZE)), jnp.ones(LARGE)
-    product, scaled = jax.jit(jnp.matmul), jax.jit(lambda x: x * 2.0)
+    a = jnp.ones((SIZE, SIZE))
+    x = jnp.ones(LARGE)
+    product = jax.jit(jnp.matmul)
+    scaled = jax.jit(lambda x: x * 2.0)
     return {
         "compute_rate": 2 * SIZE**3 / _seconds(lambda: product(a, a).block_until_ready()),
         "memory_bandwidth": 2 * x.nbytes / _seconds(lambda: scaled(x).block_until_ready()),
@@ -57,7 +67,7 @@ def jax_rates() -> dict[str, float]:
 
 
 def torch_steps(config: TransformerConfig, train: TrainConfig, steps: int, together: bool) -> list[float]:
-    """Seconds of steps, the first left out; every rank alone, or all as one mesh."""
+    """Return the seconds of steps without the warm-up; each rank trains alone, or all ranks form a mesh."""
     from reference_torch.groups import make_mesh
     from reference_torch.train import Trainer
 
@@ -74,7 +84,7 @@ def jax_steps(config: TransformerConfig, train: TrainConfig, steps: int) -> list
 
 
 def random_corpus() -> Corpus:
-    """Bytes that cannot be learnt."""
+    """Return a corpus of random bytes."""
     text = np.random.default_rng(0).integers(0, 256, 65536).astype(np.uint8)
     return Corpus("random", text[:-8192], text[-8192:], 0)
 

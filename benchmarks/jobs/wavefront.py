@@ -1,4 +1,4 @@
-"""What ranks run for benchmarks/wavefront.py."""
+"""Code that the ranks of benchmarks/wavefront.py execute."""
 
 import time
 from dataclasses import replace
@@ -17,27 +17,31 @@ from reference_torch.context_parallel.states import run_pipelined
 from reference_torch.groups import ProcessGroups
 from reference_torch.pipeline import get_forward_backward_func
 
-TOKENS, HEADS, WIDTH = 8, 1, 4
+TOKENS = 8
+HEADS = 1
+WIDTH = 4
 
 
 class SleepingLayers(nn.Module):
-    """As many as asked, each of which takes a state before it sleeps, and hands one on.
+    """Layers that each receive a state, sleep, and send a state to the next rank.
 
     Args:
-        count: of layers.
-        forward, backward: seconds of all of them.
+        count: number of layers.
+        forward, backward: seconds of all layers together.
     """
 
     def __init__(self, count: int, forward: float, backward: float) -> None:
         super().__init__()
-        self.count, self.times = count, (forward / count, backward / count)
+        self.count = count
+        self.times = (forward / count, backward / count)
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor, context: Any) -> Tensor:
-        """[1, T, H, W] to the same."""
+        """Map [1, T, H, W] to [1, T, H, W]."""
         x = x * self.weight
         for number in range(self.count):
-            here, like = context.of_layer(number), x.new_zeros(HEADS, WIDTH, WIDTH)
+            here = context.of_layer(number)
+            like = x.new_zeros(HEADS, WIDTH, WIDTH)
             x, _ = run_pipelined(None, like, here, partial(self._sleep, x), x)
         return x
 
@@ -48,9 +52,10 @@ class SleepingLayers(nn.Module):
 
 
 def time_sleeping(layers: int, forward: float, backward: float, count: int, turns: int) -> list[float]:
-    """Seconds of steps of so many microbatches, all ranks starting together; the first is left out."""
+    """Return the seconds of steps without the warm-up; all ranks start together."""
     config = TransformerConfig(8, layers, 1, context_parallel_size=dist.get_world_size(), cp_exchange="pipelined")
-    model, group = SleepingLayers(layers, forward, backward), dist.group.WORLD
+    model = SleepingLayers(layers, forward, backward)
+    group = dist.group.WORLD
     offsets = torch.tensor([0, TOKENS * dist.get_world_size()], dtype=torch.int32)
 
     def step(_: Any, model: SleepingLayers) -> tuple[Tensor, Any]:
@@ -78,24 +83,25 @@ def time_sleeping(layers: int, forward: float, backward: float, count: int, turn
 def torch_steps(
     model: TransformerConfig, train: TrainConfig, exchanges: tuple[str, ...], turns: int
 ) -> dict[str, list[float]]:
-    """Seconds of steps by exchange, and of this rank alone with as many tokens; in turns, the first left out."""
+    """Return the seconds of alternating steps by exchange, and of this rank alone, without the warm-up."""
     from reference_torch.groups import make_mesh
     from reference_torch.train import Trainer
 
-    size, trainers = dist.get_world_size(), {}
+    size = dist.get_world_size()
+    trainers = {}
     for exchange in exchanges:
         config = replace(model, context_parallel_size=size, cp_exchange=exchange)
         trainers[exchange] = Trainer(config, train, random_corpus(), device="cpu", mesh=make_mesh(config))
     alone = replace(model, seq_length=model.seq_length // size)
     trainers["alone"] = Trainer(alone, train, random_corpus(), device="cpu")
-    seconds: dict[str, list[float]] = {way: [] for way in trainers}
+    seconds: dict[str, list[float]] = {name: [] for name in trainers}
     for turn in range(turns + 1):
-        for way, trainer in trainers.items():
+        for name, trainer in trainers.items():
             dist.barrier()
             begin = time.perf_counter()
             trainer.train_step(turn)
-            seconds[way].append(time.perf_counter() - begin)
-    return {way: steps[1:] for way, steps in seconds.items()}
+            seconds[name].append(time.perf_counter() - begin)
+    return {name: steps[1:] for name, steps in seconds.items()}
 
 
 def jax_steps(
@@ -118,10 +124,10 @@ def jax_steps(
     alone = replace(model, seq_length=model.seq_length // size)
     mesh = Mesh(np.array(jax.devices()[:size]).reshape(size, 1), ("dp", "pp"))
     trainers["alone"] = Trainer(alone, replicas, random_corpus(), mesh)
-    seconds: dict[str, list[float]] = {way: [] for way in trainers}
+    seconds: dict[str, list[float]] = {name: [] for name in trainers}
     for turn in range(turns + 1):
-        for way, trainer in trainers.items():
+        for name, trainer in trainers.items():
             begin = time.perf_counter()
             trainer.train_step(turn)
-            seconds[way].append(time.perf_counter() - begin)
-    return {way: steps[1:] for way, steps in seconds.items()}
+            seconds[name].append(time.perf_counter() - begin)
+    return {name: steps[1:] for name, steps in seconds.items()}

@@ -1,9 +1,9 @@
-"""docs/api.md: signatures and first sentences of the public names, read off the code, both backends side by side.
+"""Generate docs/api.md: signatures and first sentences of the public names of both backends.
 
-    python -m docs.generate.api          (writes it anew)
+    python -m docs.generate.api          (updates the page)
 
-A module's names are those its package lists in ``__all__``; of a module without one, the functions and classes it
-defines. Methods stand below their class.
+The public names of a module are those of ``__all__``, or else the functions and classes that it defines. Methods follow
+their class.
 """
 
 import ast
@@ -44,7 +44,7 @@ SHARED = (
     "diptych.plans.checkpoint",
     "diptych_kernels.api",
 )
-"""Modules there are once."""
+"""Modules that do not belong to a backend."""
 MODULES = (
     "",
     "ops",
@@ -62,7 +62,7 @@ MODULES = (
     "saving",
     "train",
 )
-"""Modules of a backend; the empty one is the package itself."""
+"""Modules of a backend; the empty name is the package itself."""
 HEAD = """# API reference
 
 This page lists every public name with its arguments and the first sentence of its docstring.
@@ -71,21 +71,24 @@ errors. "The same" in the JAX column means that the arguments equal those of PyT
 call of a module is `forward` in PyTorch and `__call__` in JAX. `diptych train --help` lists the settings.
 
 """
-SAME, ABSENT = "the same", ""
-MOST_ARGUMENTS, SHOWN_ARGUMENTS = 14, 3
-"""Longer lists of arguments, as those of settings, are shortened to the first few."""
+SAME = "the same"
+ABSENT = ""
+MOST_ARGUMENTS = 14
+"""Longer lists of arguments, such as those of settings, are shortened."""
+SHORTENED_ARGUMENTS = 3
+"""Length of a shortened list."""
 
 
 class Entry(NamedTuple):
     """A public name."""
 
     arguments: str | None
-    """None: the name is not a function or class."""
+    """Arguments of a function or class; None for other values."""
     sentence: str
 
 
 def page() -> str:
-    """Return the page."""
+    """Return the text of the page."""
     parts = [HEAD, "## Shared plans\n\n"]
     for name in SHARED:
         entries = entries_of(importlib.import_module(name))
@@ -147,7 +150,7 @@ def _arguments(value: Any, bound: bool = False) -> str:
         value, bound = (own, True) if inspect.isfunction(own) else (value, False)
     parameters = [*inspect.signature(value).parameters.values()][int(bound) :]
     words = [*_separated(parameters)]
-    return ", ".join(words if len(words) <= MOST_ARGUMENTS else [*words[:SHOWN_ARGUMENTS], "..."])
+    return ", ".join(words if len(words) <= MOST_ARGUMENTS else [*words[:SHORTENED_ARGUMENTS], "..."])
 
 
 def _separated(parameters: list[inspect.Parameter]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Figure docs/images/architecture.png: the packages, their imports, and the mesh of ranks with its messages.
+"""Draw docs/images/architecture.png: the packages, their imports, and the mesh of ranks with its messages.
 
     python -m docs.generate.architecture          (draws the figure)
 
@@ -15,9 +15,16 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 
 PICTURE = Path(__file__).parents[1] / "images" / "architecture.png"
-INK, GREY = "#222222", "#666666"
-PLANS, KERNELS, TORCH, JAX, PARITY, USERS = "#f6edc9", "#e4e4e4", "#f7d9cd", "#d5e5f4", "#dcecd8", "#f4f4f4"
-DPI, SIZE = 130, (11.0, 8.8)
+INK = "#222222"
+GREY = "#666666"
+PLANS = "#f6edc9"
+KERNELS = "#e4e4e4"
+TORCH = "#f7d9cd"
+JAX = "#d5e5f4"
+PARITY = "#dcecd8"
+USERS = "#f4f4f4"
+DPI = 130
+SIZE = (11.0, 8.8)
 
 PLANS_FILES = (
     (
@@ -129,7 +136,9 @@ def draw_modules(axes: Axes) -> None:
 
 def draw_mesh(axes: Axes) -> None:
     """Draw two replicas of two context ranks of a pipeline of four."""
-    pp, cp, dp = 4, 2, 2
+    pp = 4
+    cp = 2
+    dp = 2
     for replica in range(dp):
         left = 0.45 + replica * 5.6
         frame = FancyBboxPatch(

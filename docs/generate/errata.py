@@ -1,4 +1,4 @@
-"""Programs of the sources' drafts, run as written; docs/history/errata.md shows the output.
+"""Programs of the sources' drafts, run as written; docs/history/errata.md contains the output.
 
 python -m docs.generate.errata
 """
@@ -20,7 +20,7 @@ from reference_torch.recompute import MHCBlockRecomputeManager, measure_memory
 
 
 def block_of_hyper_connections() -> Iterator[str]:
-    """000: eight hyper-connections in a block, with and without the step that writes to the streams."""
+    """000: Measure a block of eight hyper-connections, as drafted and with the writes to the streams managed too."""
     config = TransformerConfig(hidden_size=64, num_layers=8, num_attention_heads=1, enable_hyper_connections=True)
     modules = [HyperConnectionModule(config, number) for number in range(8)]
     x = torch.randn(1, 256, 4, 64, requires_grad=True)
@@ -37,14 +37,14 @@ def block_of_hyper_connections() -> Iterator[str]:
             manager.discard_all_outputs_and_register_unified_recompute(streams)
         return streams
 
-    block(False)  # makes the one buffer that stands in for emptied memory
+    block(False)  # allocates the shared buffer that replaces freed memory
     for name, as_drafted in (("as drafted", True), ("writing managed too", False)):
-        kept, _ = measure_memory(lambda: block(as_drafted), lambda y: y.backward(torch.ones_like(y)))  # noqa: B023
-        yield f"a block of 8 hyper-connections, {name}, keeps {kept / x.nbytes:.1f} times its streams"
+        saved, _ = measure_memory(lambda: block(as_drafted), lambda y: y.backward(torch.ones_like(y)))  # noqa: B023
+        yield f"a block of 8 hyper-connections, {name}, keeps {saved / x.nbytes:.1f} times its streams"
 
 
 def hook_on_a_sum() -> Iterator[str]:
-    """000: a hook on the sum of what a block returns."""
+    """000: Register a hook on the sum of the outputs of a block."""
     x = torch.ones(3, requires_grad=True)
     fired: list[Tensor] = []
     output = x * 2
@@ -54,7 +54,7 @@ def hook_on_a_sum() -> Iterator[str]:
 
 
 def one_forward_one_backward(p: int = 4, m: int = 8) -> Iterator[str]:
-    """001: the 1F1B loop as a table."""
+    """001: Validate the 1F1B loop as a schedule."""
 
     def as_written(rank: int, forward_only: bool) -> tuple[Action, ...]:
         warmup = num_warmup_microbatches(rank, p, m)
@@ -74,7 +74,7 @@ def one_forward_one_backward(p: int = 4, m: int = 8) -> Iterator[str]:
 
 
 def freed_outputs() -> Iterator[str]:
-    """001: an output whose data are exchanged for a scalar, of an operation that keeps what it gives."""
+    """001: Replace the data of an output by a scalar, for operations that do and do not save their output."""
     for name, function in (("multiplication", lambda x: x * 2), ("exp", torch.exp)):
         output = function(torch.ones(8, requires_grad=True))
         memory = StorageWeakRef(output.untyped_storage())
@@ -83,14 +83,16 @@ def freed_outputs() -> Iterator[str]:
 
 
 def recurrence(tokens: int = 64, width: int = 16) -> Iterator[str]:
-    """002: the error of the state before its decay, beside that after it."""
+    """002: Compare the delta rule error before the decay of the state with the error after it."""
     draw = np.random.default_rng(0)
     q, k, v = (draw.normal(size=(tokens, width)) for _ in range(3))
     k /= np.linalg.norm(k, axis=1, keepdims=True)
-    gamma, beta = np.exp(-draw.uniform(0, 0.5, tokens)), draw.uniform(0, 1, tokens)
+    gamma = np.exp(-draw.uniform(0, 0.5, tokens))
+    beta = draw.uniform(0, 1, tokens)
 
     def outputs(decay_first: bool) -> np.ndarray:
-        state, found = np.zeros((width, width)), []
+        state = np.zeros((width, width))
+        found = []
         for t in range(tokens):
             decayed = gamma[t] * state
             error = v[t] - (decayed if decay_first else state).T @ k[t]
@@ -102,12 +104,12 @@ def recurrence(tokens: int = 64, width: int = 16) -> Iterator[str]:
 
 
 def states_of_ranks(ranks: int = 4, key: int = 16, value: int = 8) -> Iterator[str]:
-    """002: what goes back to rank 0 from the ranks after it, and the prefix sum over those before rank 3."""
+    """002: Compute the gradient that later ranks send to rank 0, and the prefix sum over the ranks before rank 3."""
     draw = np.random.default_rng(1)
     transitions = draw.normal(size=(ranks, key, key)) / 4
     added, weights = draw.normal(size=(2, ranks, key, value))
 
-    def begins_with(added: np.ndarray) -> np.ndarray:
+    def initial_states(added: np.ndarray) -> np.ndarray:
         states = [np.zeros((key, value))]
         for r in range(ranks - 1):
             states.append(transitions[r] @ states[-1] + added[r])
@@ -116,22 +118,23 @@ def states_of_ranks(ranks: int = 4, key: int = 16, value: int = 8) -> Iterator[s
     # The loss, sum of weights times states, is linear in what rank 0 adds: unit steps give its gradient.
     steps = np.zeros((key * value, *added.shape))
     steps[:, 0] = np.eye(key * value).reshape(-1, key, value)
-    exact = np.array([(begins_with(steps[i]) * weights).sum() for i in range(key * value)]).reshape(key, value)
+    exact = np.array([(initial_states(steps[i]) * weights).sum() for i in range(key * value)]).reshape(key, value)
 
-    def passed_back(maps: np.ndarray, order: Sequence[int]) -> str:
+    def gradient_error(maps: np.ndarray, order: Sequence[int]) -> str:
         gradient = np.zeros((key, value))
         for r in order:
             gradient = maps[r] @ gradient + weights[r]
         return _off(gradient, exact)
 
-    turned = transitions.swapaxes(1, 2)
-    yield f"gradients of states by M^T, farthest rank first: {passed_back(turned, [3, 2, 1])} off"
-    yield f"by M: {passed_back(transitions, [3, 2, 1])} off; nearest first: {passed_back(turned, [1, 2, 3])} off"
+    transposed = transitions.swapaxes(1, 2)
+    yield f"gradients of states by M^T, farthest rank first: {gradient_error(transposed, [3, 2, 1])} off"
+    by_m = gradient_error(transitions, [3, 2, 1])
+    yield f"by M: {by_m} off; nearest first: {gradient_error(transposed, [1, 2, 3])} off"
     prefix = [np.eye(key)]
     for transition in transitions:
         prefix.append(transition @ prefix[-1])
     summed = np.sum([prefix[3 - i] @ added[i] for i in range(3)], axis=0)
-    yield f"the prefix sum as written: {_off(summed, begins_with(added)[3])} off"
+    yield f"the prefix sum as written: {_off(summed, initial_states(added)[3])} off"
 
 
 def _off(found: np.ndarray, true: np.ndarray) -> str:
@@ -139,7 +142,7 @@ def _off(found: np.ndarray, true: np.ndarray) -> str:
 
 
 def order_of_gradients() -> Iterator[str]:
-    """004: when a hook on a layer's output fires."""
+    """004: Record the order in which hooks on a layer's tensors fire."""
     layer = torch.nn.Linear(4, 4)
     order: list[str] = []
     x = torch.randn(2, 4, requires_grad=True)
@@ -151,9 +154,10 @@ def order_of_gradients() -> Iterator[str]:
 
 
 def exchanged_parameters() -> Iterator[str]:
-    """004: a parameter whose data are exchanged between forward and backward."""
+    """004: Replace the data of a parameter between forward and backward."""
     for name, function in (("linear", torch.nn.functional.linear), ("matmul", lambda x, weight: x @ weight)):
-        x, weight = torch.ones(2, 8, requires_grad=True), torch.nn.Parameter(torch.ones(8, 8))
+        x = torch.ones(2, 8, requires_grad=True)
+        weight = torch.nn.Parameter(torch.ones(8, 8))
         memory = StorageWeakRef(weight.untyped_storage())
         y = function(x, weight)
         weight.data = torch.zeros(8, 8)
@@ -165,7 +169,7 @@ def exchanged_parameters() -> Iterator[str]:
 
 
 def manager_made_last() -> Iterator[str]:
-    """004: what layers get that ask for the manager while the model is built, before it is made."""
+    """004: Ask for the offload manager before it exists, as layers do while the model is built."""
     yield f"before the manager is made, layers get {get_offload_manager()}"
 
 

@@ -1,9 +1,11 @@
 """Test that the commands on the pages in docs/ run, and that the targets of make exist."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 
 import pytest
 
@@ -107,7 +109,7 @@ def test_commands_told_in_passing_exist(words, capsys):
 
 
 TABLES = {
-    "benchmarks.kept_values": "tests/recompute/test_recompute.py",
+    "benchmarks.saved_values": "tests/recompute/test_recompute.py",
     "benchmarks.kernels_report": "tests/kernels/test_ahead.py",
     "tests.composition_report": "tests/test_composition.py",
 }
@@ -142,7 +144,17 @@ def test_make_targets_exist(target):
 @pytest.mark.parametrize("name", sorted({word[5:] for words in WHOLE for word in words if word.startswith("NAME=")}))
 def test_benchmarks_named_on_the_pages_exist(name):
     source = (ROOT / f"benchmarks/{name}.py").read_text()
-    assert "def main() -> None:" in source or "sys.exit(main(" in source
+    assert re.search(r"^def main\(", source, re.MULTILINE)
+    assert 'if __name__ == "__main__":' in source
+
+
+def test_the_list_of_benchmarks_ends_when_its_reader_has_gone():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as output:
+        command = [sys.executable, "-m", "benchmarks"]
+        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 SHRUNK = {

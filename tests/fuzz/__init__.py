@@ -1,1 +1,1 @@
-"""Adversarial fuzzers, one a technique: random programs of what users write, held against the plain program."""
+"""Adversarial fuzzers, one per technique: random user programs, compared with the plain program."""

@@ -1,6 +1,6 @@
-"""Run fuzzers for a given time, or one program again: ``python -m tests.fuzz --minutes 30``.
+"""Run fuzzers for a given time, or repeat one program: ``python -m tests.fuzz --minutes 30``.
 
-Programs run in a process of their own, so that a crash or a hang of one is told and the others go on.
+Programs run in a separate process. A crash or a hang of one program is reported, and the other programs continue.
 """
 
 import argparse
@@ -17,15 +17,15 @@ from tests.fuzz.worker import Worker
 
 
 def fuzz(techniques: list[str], minutes: float, first: int) -> int:
-    """Run each technique's programs for its share of the time; print what was refused and what failed.
+    """Run each technique's programs for its share of the time; print refusals and failures.
 
     Args:
-        techniques: names.
-        minutes: over all of them.
-        first: number of each technique's first program.
+        techniques: names of techniques.
+        minutes: time for all techniques together.
+        first: number of the first program of each technique.
 
     Returns:
-        How many programs failed.
+        The number of programs that failed.
     """
     failed = 0
     for technique in techniques:
@@ -57,7 +57,7 @@ def main() -> int:
     parser.add_argument("techniques", nargs="*", help=f"of {', '.join(TECHNIQUES)}; default: all")
     parser.add_argument("--minutes", type=float, default=5.0, help="time over all techniques")
     parser.add_argument("--first", type=int, default=None, help="number of the first program; default: by the clock")
-    parser.add_argument("--program", type=int, default=None, help="run only this one, in this process")
+    parser.add_argument("--program", type=int, default=None, help="run only this program, in this process")
     args = parser.parse_args()
     techniques = args.techniques or list(TECHNIQUES)
     if args.program is not None:

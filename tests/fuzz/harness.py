@@ -1,4 +1,4 @@
-"""The contract of a fuzzer, and how its programs are drawn, run and judged."""
+"""The interface of a fuzzer, and functions that draw, run and judge its programs."""
 
 import contextlib
 import gc
@@ -28,38 +28,38 @@ class Outcome(NamedTuple):
 
 
 class Wrong(AssertionError):
-    """A program whose results differ from the plain program's, or that ended in an error which is not ours."""
+    """A program whose results differ from the plain program's, or that ended in an error of another origin."""
 
 
 class Fuzzer(Protocol):
-    """A module of tests/fuzz/grammars: a grammar of programs, and the judgement on one of them."""
+    """A module of tests/fuzz/grammars: a grammar of programs, and a check of one program."""
 
     HARD_CASES: frozenset[str]
     """Features of the grammar that a hundred programs must contain."""
 
     def draw(self, rng: np.random.Generator) -> Any:
-        """Draw a program: a value whose repr shows the whole of it."""
+        """Draw a program: a value with a complete repr."""
 
     def features(self, program: Any) -> Iterable[str]:
         """Name the features of the grammar that a program uses."""
 
     def check(self, program: Any) -> Outcome:
-        """Run a program beside the plain one.
+        """Run a program and compare it with the plain one.
 
         Raises:
-            Wrong: the results differ. Any other exception is a failure as well: an error that is not ours.
+            Wrong: if the results differ. Any other exception is also a failure.
         """
 
 
 TECHNIQUES = tuple(sorted(path.stem for path in (Path(__file__).parent / "grammars").glob("[!_]*.py")))
-"""The fuzzers there are: the modules of tests/fuzz/grammars."""
+"""Names of the fuzzers, which are modules of tests/fuzz/grammars."""
 
 
 def load(technique: str) -> Fuzzer:
     """Import the fuzzer of a technique.
 
     Raises:
-        ValueError: there is no such technique.
+        ValueError: if the technique is unknown.
     """
     if technique not in TECHNIQUES:
         raise ValueError(f"technique: expected one of {', '.join(TECHNIQUES)}, got {technique!r}")
@@ -67,15 +67,15 @@ def load(technique: str) -> Fuzzer:
 
 
 def program_of(technique: str, number: int) -> Any:
-    """Draw program ``number`` of a technique: the same one each time."""
+    """Draw program ``number`` of a technique, which is the same each time."""
     return load(technique).draw(np.random.default_rng([zlib.crc32(technique.encode()), number]))
 
 
 def judge(technique: str, number: int) -> Outcome:
-    """Draw a program and run it beside the plain one.
+    """Draw a program, run it and compare it with the plain one.
 
     Raises:
-        Wrong: with the program and how to run it again.
+        Wrong: if it fails; the message contains the program and the command that repeats it.
     """
     program = program_of(technique, number)
     try:
@@ -88,7 +88,7 @@ def judge(technique: str, number: int) -> Outcome:
 
 
 class Growth:
-    """Threads and memory of this process at one moment, to be compared with a later one."""
+    """A record of threads and memory of this process, for comparison at a later time."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -96,10 +96,10 @@ class Growth:
         self.mebibytes = _resident_mebibytes()
 
     def check(self, threads: int = 0, mebibytes: float = 64.0) -> None:
-        """Compare with now.
+        """Compare the record with the present state.
 
         Raises:
-            Wrong: there are more threads, or more memory, than the allowance given.
+            Wrong: if threads or memory grew by more than the allowance.
         """
         now = Growth()
         if now.threads > self.threads + threads:
@@ -109,10 +109,10 @@ class Growth:
 
 
 def check_nothing_grows(run: Callable[[], object], threads: int = 0, mebibytes: float = 8.0) -> None:
-    """Run something again and again until it leaves nothing; what leaks does so every time, what fills caches once.
+    """Run a function up to three times until nothing grows; leaks recur in every run, caches grow only once.
 
     Raises:
-        Wrong: three runs left more threads, or more memory, than the allowance given.
+        Wrong: if threads or memory grew by more than the allowance in each of three runs.
     """
     for attempt in range(3):
         before = Growth()
@@ -125,15 +125,16 @@ def check_nothing_grows(run: Callable[[], object], threads: int = 0, mebibytes: 
 
 
 class GrowthWatch:
-    """A watch over a long run: what leaks grows in every window of programs, what fills caches does so once.
+    """A detector of leaks in a long run: leaks grow in every window of programs, caches only once.
 
     Args:
         programs: number of programs in a window.
-        mebibytes: growth of resident memory that one window may have.
+        mebibytes: allowed growth of resident memory per window.
     """
 
     def __init__(self, programs: int = 100, mebibytes: float = 8.0) -> None:
-        self._programs, self._mebibytes = programs, mebibytes
+        self._programs = programs
+        self._mebibytes = mebibytes
         self._count = 0
         self._sizes: list[Growth] = []
 
@@ -141,7 +142,7 @@ class GrowthWatch:
         """Count one program; at the end of a window, compare the last four.
 
         Raises:
-            Wrong: threads or memory grew in each of the last three windows.
+            Wrong: if threads or memory grew in each of the last three windows.
         """
         self._count += 1
         if self._count % self._programs:
@@ -161,7 +162,7 @@ def run_programs(technique: str, numbers: Iterable[int]) -> Counter:
     """Run programs and count verdicts and features, each feature under ``uses <feature>``.
 
     Raises:
-        Wrong: at the first program that is neither equal nor refused.
+        Wrong: if a program is neither equal nor refused.
     """
     counts: Counter = Counter()
     for number in numbers:

@@ -13,7 +13,7 @@ PROGRAMS = 100
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_a_hundred_programs(technique):
-    run_programs(technique, range(5))  # what is made on first use exists
+    run_programs(technique, range(5))  # warms up what is created on first use
     before = Growth()
     counts = run_programs(technique, range(5, PROGRAMS))
     before.check()

@@ -7,11 +7,11 @@ from multiprocessing.connection import Connection
 from tests.fuzz.harness import GrowthWatch, judge, load, program_of
 
 SECONDS_A_PROGRAM = 120.0
-"""A program that takes longer is taken for a hang."""
+"""Time limit in seconds, above which a program counts as hanging."""
 
 
 def _serve(technique: str, pipe: Connection) -> None:
-    """Judge the programs whose numbers arrive, until None does."""
+    """Judge the programs whose numbers arrive, until None arrives."""
     import torch
 
     torch.set_num_threads(1)
@@ -28,7 +28,7 @@ def _serve(technique: str, pipe: Connection) -> None:
 
 
 class Worker:
-    """A process that judges programs of one technique, started anew after a crash or a hang."""
+    """A process that judges programs of one technique, restarted after a crash or a hang."""
 
     def __init__(self, technique: str) -> None:
         self._technique = technique

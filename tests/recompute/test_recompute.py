@@ -288,7 +288,7 @@ def test_jax_drops_by_one_checkpoint_a_block():
 
 @pytest.mark.thorough
 def test_table_in_the_docs_is_what_both_backends_keep():
-    from benchmarks.kept_values import BEGIN, END, PAGE, table
+    from benchmarks.saved_values import BEGIN, END, PAGE, table
 
     page = PAGE.read_text()
     assert page[page.index(BEGIN) + len(BEGIN) : page.index(END)] == table()

@@ -1,1 +1,1 @@
-"""The grammars: one module a technique, each a tests.fuzz.harness.Fuzzer."""
+"""The grammars, one module per technique; each implements tests.fuzz.harness.Fuzzer."""

@@ -38,11 +38,11 @@ class Part(NamedTuple):
     stale_steps: int = 0
     """Steps trained before the checkpoint is read, which it must undo."""
     validates: bool = False
-    """Whether the validation loss is computed after each step."""
+    """True if the validation loss is computed after each step."""
 
 
 class Result(NamedTuple):
-    """What the steps reported."""
+    """The reports of the steps."""
 
     losses: list[float]
     norms: list[float]
@@ -50,7 +50,7 @@ class Result(NamedTuple):
 
 
 def corpus_of(part: Part) -> Corpus:
-    """Return the text to learn."""
+    """Return the training corpus."""
     return corpus_of_documents() if part.documents else tiny_corpus()
 
 
@@ -113,7 +113,7 @@ class JaxChild:
         """Run a part there.
 
         Raises:
-            RuntimeError: it failed, with the child's traceback.
+            RuntimeError: if it fails, with the traceback of the child.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -125,14 +125,14 @@ class JaxChild:
         return value
 
     def is_running(self) -> bool:
-        """Return whether the process is there."""
+        """Return True if the process runs."""
         return self._process.poll() is None
 
 
 def serve() -> None:
     """Run parts in JAX until standard input ends."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what is printed by others does not mix with the answers
+    os.dup2(2, 1)  # keeps other output apart from the answers
     from diptych.plans.model.implementation import callback_threads
 
     os.environ["NPROC"] = str(callback_threads(DEVICES))

@@ -46,7 +46,7 @@ TOML_LINES = {
     "a long text": 'text = "' + "x" * 10**6 + '"',
     "a text of two lines": 'text = """a\nb"""',
 }
-"""Lines that are put into the TOML file, by name."""
+"""Lines that are inserted into the TOML file, by name."""
 COSTS: dict[str, Any] = {
     "forward_seconds": [0.011, 0.010],
     "input_gradient_seconds": [0.013, 0],
@@ -75,7 +75,7 @@ ODD: dict[str, Any] = {
     "long": "x" * 10**6,
     "surrogate": "\ud800",
 }
-"""Values of JSON that stand where others are expected."""
+"""JSON values of unexpected types."""
 
 
 def schedule_text() -> str:
@@ -179,7 +179,7 @@ IMPOSSIBLE = {
     "surplus array": _surplus,
     "array missing": _fewer,
 }
-"""Changes after which a checkpoint cannot be one of ours, by name."""
+"""Changes that make a checkpoint invalid, by name."""
 POSSIBLE = {
     "nothing": _nothing,
     "another step": _entry("step", 7),
@@ -187,7 +187,7 @@ POSSIBLE = {
     "weights of 0": _array("model.", np.zeros_like),
     "another rate": _setting("train", "lr", 0.5),
 }
-"""Changes after which it is another checkpoint of ours."""
+"""Changes after which the checkpoint is a different, valid one."""
 RAW = ("deep record", "record is a list", "record is no JSON", "no record", "checksum missing", "checksum a list")
 RAW += ("checksum of another", "header of 2**60 bytes", "record of 4,301 digits", "settings twice")
 """Forgeries of a file's header."""
@@ -196,7 +196,8 @@ RAW += ("checksum of another", "header of 2**60 bytes", "record of 4,301 digits"
 def forged(name: str) -> bytes:
     """Return a checkpoint changed as named, with a checksum that is right where it can be."""
     content = checkpoint_bytes()
-    arrays, record = load(content), _record(content)
+    arrays = load(content)
+    record = _record(content)
     if name in RAW:
         if name == "header of 2**60 bytes":
             return (2**60).to_bytes(8, "little") + content[8:]

@@ -1,6 +1,6 @@
-"""A rank that stands in for one that trains: it meets the others, exchanges messages with them, and ends.
+"""A substitute for a training rank: it connects to the other ranks, exchanges messages with them, and ends.
 
-Standard library only, so that it starts in some hundredths of a second. Its plan stands in the environment.
+It uses only the standard library, so that it starts in hundredths of a second. It reads its plan from the environment.
 """
 
 import json
@@ -17,7 +17,8 @@ PHASES = ("start", "meeting", "joined", "message 1", "message 2", "end")
 
 def main() -> int:
     """Run the plan; return the exit code."""
-    plan, rank = json.loads(os.environ[PLAN]), int(os.environ["RANK"])
+    plan = json.loads(os.environ[PLAN])
+    rank = int(os.environ["RANK"])
     if plan["grandchild"] == rank:
         child = subprocess.Popen(["sleep", "300"], stdin=subprocess.DEVNULL)
         with open(f"{plan['folder']}/grandchild", "w") as file:
@@ -51,7 +52,7 @@ def _take_part(plan: dict, rank: int, size: int) -> int:
 
 
 def _strike(plan: dict, rank: int, phase: str) -> None:
-    """Do what the plan has for this rank here."""
+    """Execute the faults that the plan has for this rank in a phase."""
     for fault in plan["faults"]:
         if (fault["rank"], fault["when"]) != (rank, phase):
             continue
@@ -70,7 +71,7 @@ def _strike(plan: dict, rank: int, phase: str) -> None:
 
 
 def _meet(rank: int, size: int, timeout: float) -> list[socket.socket]:
-    """The links of rank 0 to all others, or the one link to rank 0."""
+    """Return the links of rank 0 to all other ranks, or the link to rank 0."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     end = time.monotonic() + timeout
     if rank == 0:
@@ -96,7 +97,7 @@ def _meet(rank: int, size: int, timeout: float) -> list[socket.socket]:
 
 
 def _exchange(links: list[socket.socket]) -> None:
-    """Say something to every link, and wait for its answer."""
+    """Send a message on every link, and wait for its answer."""
     for link in links:
         link.sendall(b"x")
     for link in links:

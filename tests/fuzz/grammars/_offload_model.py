@@ -1,4 +1,4 @@
-"""The models of the fuzzer of offload: layers that are easily offloaded wrong, in orders that are."""
+"""The models of the offload fuzzer: layers, and orders of layers, that are difficult to offload."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ WIDTH = 4
 
 @dataclass(frozen=True)
 class Program:
-    """A model, an optimizer, a manager, and what is done with them."""
+    """A model, an optimizer, a manager, and actions of a user."""
 
     layers: tuple[str, ...]
     order: str
@@ -24,11 +24,11 @@ class Program:
     clip: bool
     early_alias: bool
     actions: tuple[tuple[str, int], ...]
-    """Names, and a number each action takes what it needs from."""
+    """Names of the actions, each with a number that determines its choices."""
 
 
 class Broken(RuntimeError):
-    """Raised in the middle on purpose."""
+    """The exception that a program raises on purpose."""
 
 
 class _BreaksInBackward(torch.autograd.Function):
@@ -42,11 +42,12 @@ class _BreaksInBackward(torch.autograd.Function):
 
 
 class _Layer(nn.Module):
-    """A layer of one of the kinds."""
+    """A layer of a given kind."""
 
     def __init__(self, kind: str, generator: torch.Generator) -> None:
         super().__init__()
-        self.kind, self.breaks = kind, ""
+        self.kind = kind
+        self.breaks = ""
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator) * 0.5)
         if kind in ("mlp", "bias", "frozen"):
             self.bias = nn.Parameter(torch.randn(WIDTH, generator=generator))
@@ -89,13 +90,14 @@ class _Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers between an embedding and a head that stay."""
+    """Layers between an embedding and a head that are not offloaded."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(7)
         self.order = program.order
-        self.first, self.head = nn.Linear(2, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Linear(2, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
         for part in (self.first, self.head):
             part.weight.data.copy_(torch.randn(part.weight.shape, generator=generator))
             part.bias.data.zero_()

@@ -1,4 +1,4 @@
-"""What the fuzzer's user does with a model, with a manager of offload or without one."""
+"""The actions of a user on a model, with and without an offload manager."""
 
 import copy
 import io
@@ -29,22 +29,24 @@ def alias_of(number: int) -> str:
 
 
 class Run:
-    """One of the two models, and what a user holds of it."""
+    """One of the two models, and the references that a user holds."""
 
     def __init__(self, program: Program, offload: bool) -> None:
-        self.program, self.model = program, Model(program)
+        self.program = program
+        self.model = Model(program)
         self.early = [p.detach() for p in self.model.parameters()][:3] if program.early_alias else []
         self.aliases: list[Any] = []
         self.losses: list[Tensor] = []
         self.saved: dict[str, Tensor] = {}
         self.optimizer: torch.optim.Optimizer | None = None
         self.manager: TensorOffloadManager | None = None
-        self.offloads, self.seen = offload, 0
+        self.offloads = offload
+        self.seen = 0
         self._register()
         self._make_optimizer()
 
     def act(self, name: str, number: int) -> dict[str, Any] | Exception:
-        """Do something; return what came of it."""
+        """Execute an action and return its result or its exception."""
         torch.manual_seed(number)
         try:
             found = getattr(self, "_" + name.replace(" ", "_").replace(".", "_"))(number)
@@ -58,7 +60,7 @@ class Run:
         return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in (found or {}).items()}
 
     def end(self) -> dict[str, Any]:
-        """Everything the user can see."""
+        """Return everything that is visible to the user."""
         gradients = {f"gradient of {k}": p.grad for k, p in self.model.named_parameters() if p.grad is not None}
         aliases = {f"alias {k}": torch.as_tensor(a).clone() for k, a in enumerate([*self.early, *self.aliases])}
         state = {k: v.clone() for k, v in self.model.state_dict().items()}
@@ -72,8 +74,9 @@ class Run:
         return gradients | aliases | state | parameters | buffers
 
     def close(self) -> None:
-        """Let everything go; the manager is closed where that was not its fate anyway."""
-        manager, self.manager = self.manager, None
+        """Drop all references, and close the manager in half of the programs."""
+        manager = self.manager
+        self.manager = None
         if manager is not None and self.seen % 2:
             manager.close()
         self.losses.clear()
@@ -83,7 +86,7 @@ class Run:
         if stats["copies_in"] < 0 or stats["bytes_in"] < 0 or (simple and stats["peak_bytes"] < 0):
             raise Wrong(f"impossible statistics: {stats}")
 
-    # What users do.
+    # Actions.
 
     def _register(self) -> None:
         if not self.offloads:
@@ -98,7 +101,8 @@ class Run:
         self.manager.offload_all_layers()
 
     def _make_optimizer(self) -> None:
-        kind, parameters = self.program.optimizer, [p for p in self.model.parameters() if p.requires_grad]
+        kind = self.program.optimizer
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
         if kind == "in backward":
             for parameter in parameters:
                 own = torch.optim.SGD([parameter], lr=0.05, momentum=0.9)
@@ -242,7 +246,7 @@ class Run:
         return self._used(copy.deepcopy(self.model), number)
 
     def _used(self, copied: nn.Module, number: int) -> dict[str, Any]:
-        """Train a copy; it must be a model of its own."""
+        """Train a copy, which must be independent of the original."""
         hooks = sum(len(v) for part in copied.modules() for k, v in vars(part).items() if k.endswith("_hooks"))
         torch.manual_seed(number)
         loss = copied(self._batch(number)).square().mean()
@@ -257,7 +261,7 @@ class Run:
         layer.requires_grad_(not layer.weight.requires_grad)
 
     def _move(self, number: int) -> None:
-        """What only a manager can do, and nobody may notice."""
+        """Move a layer, which must have no visible effect."""
         if self.manager is None:
             return
         layers = [*self.manager.layer_params]

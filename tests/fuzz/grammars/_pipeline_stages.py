@@ -11,12 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 from diptych.plans.config import TransformerConfig
 
-WIDTH, LENGTH = 4, 3
+WIDTH = 4
+LENGTH = 3
 
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What a stage computes and returns."""
+    """The operations and the output of a stage."""
 
     operations: tuple[str, ...]
     output: str = "tensor"
@@ -37,9 +38,9 @@ class Program:
     dtype: str = "float64"
     bf16: bool = False
     size: int = 1
-    """Sequences of a microbatch."""
+    """Sequences per microbatch."""
     lengths: tuple[int, ...] | None = None
-    """Tokens of each microbatch's sequences, where lengths vary."""
+    """Tokens of the sequences of each microbatch, if lengths vary."""
     data: str = "fresh"
     """``reused``: the iterator yields one buffer, which it overwrites."""
     reducer: str = "mean"
@@ -49,7 +50,7 @@ class Program:
     deallocate: bool = True
     overlap: bool = True
     raises: tuple[str, int, int] | None = None
-    """(F or B, stage, microbatch): where a stage raises an exception."""
+    """(F or B, stage, microbatch) of the exception that a stage raises."""
 
     @property
     def config(self) -> TransformerConfig:
@@ -81,7 +82,7 @@ class Planned(Exception):
 
 
 class Cube(torch.autograd.Function):
-    """A function with a backward of its own."""
+    """A function with a custom backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -103,12 +104,15 @@ class Operation(nn.Module):
 
     def __init__(self, name: str, stage: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.name, self.stage, self.calls = name, stage, 0
+        self.name = name
+        self.stage = stage
+        self.calls = 0
         factory: dict[str, Any] = {"dtype": dtype}
         other = torch.float64 if dtype == torch.float32 else torch.float32
         self.linear = nn.Linear(WIDTH, WIDTH, bias=name != "linear without bias", **factory)
         if name == "mlp":
-            self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, **factory), nn.Linear(2 * WIDTH, WIDTH, **factory)
+            self.up = nn.Linear(WIDTH, 2 * WIDTH, **factory)
+            self.down = nn.Linear(2 * WIDTH, WIDTH, **factory)
         elif name == "weight in another type":
             self.linear = nn.Linear(WIDTH, WIDTH, bias=False, dtype=other)
         elif name == "complex":
@@ -233,9 +237,9 @@ OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
     "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
     "expanded": lambda x: x.mean(-1, keepdim=True).expand(x.shape),
     "slice": lambda x: torch.cat([x, x], -1)[..., :WIDTH],
-    "kept": lambda x: x,
+    "stored": lambda x: x,
 }
-"""What a stage may return of its result."""
+"""Allowed outputs of a stage."""
 
 BAD: dict[str, Callable[[Tensor], Any]] = {
     "none": lambda x: None,
@@ -257,7 +261,7 @@ BAD: dict[str, Callable[[Tensor], Any]] = {
     "array": lambda x: x.detach().float().numpy(),
     "sparse": lambda x: x.to_sparse(),
 }
-"""What no stage may return before the last."""
+"""Outputs that only the last stage may return."""
 
 BAD_LOSSES: dict[str, Callable[[Tensor], Any]] = {
     "loss none": lambda loss: None,
@@ -265,7 +269,7 @@ BAD_LOSSES: dict[str, Callable[[Tensor], Any]] = {
     "loss number": lambda loss: 1.0,
     "loss of several": lambda loss: torch.stack([loss, loss]),
 }
-"""What no reducer may return."""
+"""Results that no reducer may return."""
 
 
 class Stage(nn.Module):
@@ -274,18 +278,20 @@ class Stage(nn.Module):
     def __init__(self, program: Program, number: int) -> None:
         super().__init__()
         torch.manual_seed(100 + number)
-        self.number, self.program, self.calls = number, program, 0
+        self.number = number
+        self.program = program
+        self.calls = 0
         self.spec = program.stages[number]
         dtype = getattr(torch, program.config.compute_dtype)
         self.operations = nn.ModuleList(Operation(name, number, dtype) for name in self.spec.operations)
-        self.kept: list[Any] = []
+        self.stored: list[Any] = []
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Take the output of the stage before."""
+        """Set the output of the previous stage as input."""
         self.entered = input_tensor
 
     def forward(self, data: Tensor) -> Any:
-        """Run the operations, one after the other, and return what the program says."""
+        """Run the operations, one after the other, and return the output of the program."""
         microbatch = self.calls % self.program.num_microbatches
         self.calls += 1
         if self.program.raises == ("F", self.number, microbatch):
@@ -308,15 +314,15 @@ class Stage(nn.Module):
         if kind in BAD:
             return BAD[kind](x)
         if self.program.tensors == 1:
-            if kind == "kept":
-                self.kept = [x.detach()]
+            if kind == "stored":
+                self.stored = [x.detach()]
             return OUTPUTS[kind](x)
         several = [OUTPUTS["tensor" if kind in ("list", "tuple") else kind](x), torch.sin(x), x][: self.program.tensors]
         return tuple(several) if kind == "tuple" else several
 
 
 class Failing(torch.autograd.Function):
-    """Raises in backward."""
+    """The identity that raises in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, number: int) -> Tensor:

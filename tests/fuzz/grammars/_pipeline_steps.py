@@ -15,12 +15,13 @@ from tests.fuzz.grammars._pipeline_stages import BAD_LOSSES, LENGTH, WIDTH, Prog
 
 
 class Cut(Exception):
-    """A stage's output has no gradient, but something before it has to learn; the stage's number."""
+    """A stage whose output has no gradient although earlier parameters need one; the argument is its number."""
 
 
 def build(program: Program, numbers: Sequence[int]) -> list[Stage]:
     """Make stages; those of one rank share one linear map in their operations of that name."""
-    placement, shared = program.config.placement, {}
+    placement = program.config.placement
+    shared = {}
     stages = [Stage(program, number) for number in numbers]
     for stage in stages:
         rank = place_of(stage.number, program.pp_size, placement).pp_rank
@@ -31,7 +32,7 @@ def build(program: Program, numbers: Sequence[int]) -> list[Stage]:
 
 
 class Result(NamedTuple):
-    """What a step leaves."""
+    """The results of a step."""
 
     reports: list[float]
     gradients: dict[str, Tensor]
@@ -74,7 +75,7 @@ def step_function(program: Program) -> Callable[..., tuple[Any, Callable[..., An
 
 
 def plain(program: Program) -> dict[int, Result]:
-    """Compose the stages in this process, with a copy between them; return what each replica has after the steps."""
+    """Compose the stages in this process, with copies between them; return the result of each replica."""
     replicas = [build(program, range(len(program.stages))) for _ in range(program.replicas)]
     reports: list[list[float]] = [[] for _ in replicas]
     for step in range(program.steps):
@@ -127,7 +128,7 @@ def _through(stages: Sequence[Stage], data: Tensor, step_func: Any) -> tuple[Ten
 
 
 def _copy(x: Tensor) -> Tensor:
-    """What a pipeline hands to the next stage, which is differentiated whatever it is."""
+    """Return a copy that requires a gradient, as a pipeline sends to the next stage."""
     return x.clone() if x.requires_grad else x.clone().requires_grad_(torch.is_grad_enabled())
 
 
@@ -139,7 +140,7 @@ def _named(stage: Stage, what: str) -> Iterator[tuple[str, Tensor]]:
 def _result(stages: Sequence[Stage], reports: list[float]) -> Result:
     gradients = {name: p.grad for stage in stages for name, p in _named(stage, "parameters") if p.grad is not None}
     buffers = {name: b for stage in stages for name, b in _named(stage, "buffers") if "scratch" not in name}
-    buffers |= {f"{stage.number}.kept": kept for stage in stages for kept in stage.kept}
+    buffers |= {f"{stage.number}.stored": stored for stage in stages for stored in stage.stored}
     return Result(reports, gradients, buffers)
 
 
@@ -156,8 +157,9 @@ def _groups_of(program: Program) -> ProcessGroups:
 
 
 def run(program: Program) -> tuple[int, Result]:
-    """Run the program on this rank; return its replica and what its stages have then."""
-    config, groups = program.config, _groups_of(program)
+    """Run the program on this rank; return its replica and the results of its stages."""
+    config = program.config
+    groups = _groups_of(program)
     placement = config.placement
     own = [n for n in range(len(program.stages)) if place_of(n, program.pp_size, placement).pp_rank == groups.pp_rank]
     stages = build(program, own)

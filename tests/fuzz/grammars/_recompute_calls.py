@@ -1,4 +1,4 @@
-"""What programs of the fuzzer of recompute call: functions and modules as users write them, and what they see."""
+"""Functions and modules that programs of the recompute fuzzer call, and the objects that their closures use."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ N = 4
 
 
 class World:
-    """What closures of a program see: modules, frozen tensors, buffers, counters, a cache."""
+    """Objects that the closures of a program use: modules, frozen tensors, buffers, counters, a cache."""
 
     def __init__(self, complex_numbers: bool) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -46,7 +46,7 @@ class World:
 
     @property
     def targets(self) -> list[Tensor]:
-        """Every tensor whose gradient is compared."""
+        """Return every tensor whose gradient is compared."""
         modules = [self.linear, self.norm, self.batch]
         return [*self.leaves, self.weight, self.narrow, *(p for module in modules for p in module.parameters())]
 
@@ -106,7 +106,7 @@ def _nested(w: World, x: Tensor) -> Tensor:
 
 
 class Doubling(torch.autograd.Function):
-    """A user's own autograd function that saves its output."""
+    """A custom autograd function that saves its output."""
 
     @staticmethod
     def forward(ctx, x):
@@ -166,7 +166,7 @@ CALLS: dict[str, Callable[[World, Tensor], Any]] = {
     "constant of a constructor": lambda w, x: x.tanh() * torch.DoubleTensor([1, 2, 3, 4]),
 }
 COUNTING = frozenset({"counter", "rebound statistics"} | {name for name in CALLS if name.startswith("next ")})
-"""Calls that compute something else each time."""
+"""Calls whose results differ each time."""
 REAL_CALLS: dict[str, Callable[[World, Tensor], Any]] = {
     "dropout": lambda w, x: F.dropout(x.sin(), 0.4),
     "dropout module": lambda w, x: w.dropout(x).tanh(),

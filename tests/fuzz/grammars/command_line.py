@@ -1,8 +1,7 @@
-"""Command lines, right and wrong: each is done, or refused in one message that names what is wrong, and nothing else.
+"""Valid and invalid command lines: each is executed, or refused with one message that names the error.
 
-A line is made of a command and flags whose values are usual, odd or impossible, with typos, abbreviations, repeats and
-values that are missing. Lines of kind ``planned`` are different: configurations that train, each of which has to be
-planned.
+A line has a command and flags whose values are usual, odd or impossible, with typos, abbreviations, repeats and missing
+values. Lines of kind ``planned`` are configurations that train; each of them must be planned.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ HARD_CASES = frozenset(
 )
 TINY = "--hidden-size 8 --num-layers 1 --num-attention-heads 2 --seq-length 8 --global-batch-size 2 --eval-iters 1"
 FIRST = {"hidden_size": 128, "num_layers": 2, "num_attention_heads": 4, "enable_hyper_connections": True}
-"""The command's own model, where it differs from TransformerConfig's defaults."""
+"""Settings in which the model of the command differs from the defaults of TransformerConfig."""
 USUAL: dict[str, tuple[str, ...]] = {
     "num_layers": ("1", "2", "4", "8"),
     "hidden_size": ("8", "64", "96"),
@@ -74,7 +73,7 @@ USUAL: dict[str, tuple[str, ...]] = {
     "output": ("{out}/c.png",),
     "seq-length": ("8",),
 }
-"""What people write, by setting."""
+"""Typical values, by setting."""
 ODD = {
     "huge": ("1000000000000000000000", "1e308", "99999999", "1e400"),
     "negative": ("-1", "-0", "-3.5"),
@@ -97,7 +96,7 @@ KINDS = (
     "curves",
 )
 SMALL = ("num_microbatches", "num_layers", "seq_length", "data_parallel_size", "pipeline_model_parallel_size", "ranks")
-"""Settings whose huge values are drawn below 10**5, which must be done and not only refused."""
+"""Settings whose huge values are drawn below 10**5, so that they are executed and not only refused."""
 COSTLY = frozenset(
     {"generate_schedule", "memory_limit", "ranks", "nproc", "train_iters", "num_processes", "process_id"}
 )
@@ -116,7 +115,7 @@ INTERNALS = re.compile(
 
 
 class Line(NamedTuple):
-    """A command line; ``{out}`` stands for a folder that is made for it."""
+    """A command line; ``{out}`` is replaced by a new folder."""
 
     kind: str
     arguments: tuple[str, ...]
@@ -128,7 +127,8 @@ def draw(rng: np.random.Generator) -> Line:
     kind = _one(rng, KINDS)
     if kind == "planned":
         return _planned(rng)
-    uses, arguments = {kind}, [kind]
+    uses = {kind}
+    arguments = [kind]
     settings = flags_of(COMMANDS[kind])
     if kind in ("train", "compare"):
         arguments += [*TINY.split(), "--train-iters", "1", "--data-path", "{out}/text"]
@@ -140,7 +140,7 @@ def draw(rng: np.random.Generator) -> Line:
     for _ in range(int(rng.integers(0, 5))):
         if names:
             arguments += _flag(rng, _one(rng, names), settings, uses)
-    if kind in ("train", "compare") and rng.random() < 0.98:  # training takes time: refused by its last flag
+    if kind in ("train", "compare") and rng.random() < 0.98:  # training is slow, so the last flag is refused
         arguments += [
             _one(rng, ("--train-iters=0", "--lr=-1", "--num-threads=0", "--log-interval=0", "--adam-eps=nan"))
         ]
@@ -150,7 +150,7 @@ def draw(rng: np.random.Generator) -> Line:
 
 
 def features(program: Line) -> Iterable[str]:
-    """Name what a command line uses."""
+    """Name the features of a command line."""
     return program.uses
 
 
@@ -158,11 +158,12 @@ def check(program: Line) -> Outcome:
     """Run the command line in this process.
 
     Raises:
-        Wrong: it ended otherwise than done or refused, or its messages are not for users.
+        Wrong: if it is neither executed nor refused, or its messages show internals.
     """
     folder = Path(tempfile.mkdtemp(prefix="fuzz_command"))
     (folder / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 30)
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     threads = torch.get_num_threads()
     try:
         arguments = [argument.replace("{out}", str(folder)) for argument in program.arguments]
@@ -215,8 +216,9 @@ def _one(rng: np.random.Generator, among: Any) -> Any:
 
 
 def _flag(rng: np.random.Generator, name: str, settings: dict[str, Any], uses: set[str]) -> list[str]:
-    """Draw a flag and its value, and note down what is odd about them."""
-    spelled, is_switch = flag(name), settings.get(name) is bool
+    """Draw a flag and its value, and record its oddities."""
+    spelled = flag(name)
+    is_switch = settings.get(name) is bool
     if "pipeline" in name:
         uses.add("pipeline")
     if is_switch and rng.random() < 0.9:
@@ -308,8 +310,10 @@ def _settings(rng: np.random.Generator) -> tuple[dict[str, Any], set[str]]:
 
 def _pipeline(rng: np.random.Generator, settings: dict[str, Any], layers: int) -> set[str]:
     """Draw a pipeline, often with stages that have no layer."""
-    ranks, virtual = int(_one(rng, (2, 2, 3, 4))), _one(rng, (None, None, 2))
-    settings["pipeline_model_parallel_size"], settings["virtual_pipeline_model_parallel_size"] = ranks, virtual
+    ranks = int(_one(rng, (2, 2, 3, 4)))
+    virtual = _one(rng, (None, None, 2))
+    settings["pipeline_model_parallel_size"] = ranks
+    settings["virtual_pipeline_model_parallel_size"] = virtual
     settings["pipeline_schedule"] = _one(
         rng, (None, "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-min", "dualpipe-v")
     )
@@ -330,7 +334,8 @@ def _flags_of_config(config: TransformerConfig) -> list[str]:
     """Write a configuration as flags."""
     found: list[str] = []
     for each in fields(config):
-        value, spelled = getattr(config, each.name), flag(each.name)
+        value = getattr(config, each.name)
+        spelled = flag(each.name)
         if value == FIRST.get(each.name, each.default):
             continue
         if isinstance(value, bool):

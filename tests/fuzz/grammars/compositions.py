@@ -1,10 +1,9 @@
-"""Accepted configurations of training: a run saved on one mesh and resumed on another, beside the plain run.
+"""Accepted configurations of training: runs that are saved on one mesh and resumed on another.
 
-A program is a model, two ways of executing it (schedule, layout of stages, context ranks, replicas, recompute, offload,
-backend), and the number of steps before the checkpoint. The final checkpoint must hold the parameters and both moments
-of an uninterrupted run of one PyTorch process without any of it, and each step must report its losses. Both ways must
-also be planned: every configuration that trains can be. Some programs change a setting of the model at the checkpoint;
-those must be refused.
+A program is a model, two executions (schedule, layout of stages, context ranks, replicas, recompute, offload, backend),
+and the number of steps before the checkpoint. The final checkpoint must contain the parameters and both moments of an
+uninterrupted plain run of one PyTorch process, and each step must report the same losses. ``diptych plan`` must accept
+both executions. Some programs change a setting of the model at the checkpoint; those must be refused.
 """
 
 import io
@@ -34,7 +33,7 @@ from tests.fuzz.harness import EQUAL, REFUSED, Outcome, Wrong
 
 JOB = "tests.fuzz.grammars._composition_run:run_torch"
 SECONDS = 60.0
-"""A rank that has not answered by then waits for a message that never comes: parts take a fraction of a second."""
+"""Timeout in seconds; parts take a fraction of a second."""
 PATTERNS = (
     "attention",
     "attention",
@@ -49,12 +48,12 @@ OTHER = {"hidden_dropout": 0.7, "seed": 12, "init_method_std": 0.19, "sinkhorn_i
 """Settings with values that no drawn model has."""
 
 LOSS = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 2e-2}
-"""Of any of the steps, absolute."""
+"""Absolute tolerance of the losses of each step."""
 STATE = {"float64": 1e-8, "float32": 1e-3, "bfloat16": 1e-1}
-"""Parameters and moments after all steps, norm-wise relative. float32 and bfloat16: AdamW's division by a small root
-amplifies differences of gradients, which parity.tolerances bounds by 1e-5 and 4e-2."""
+"""Norm-wise relative tolerance of parameters and moments after all steps. In float32 and bfloat16, AdamW divides by
+small roots and so amplifies differences of gradients, which parity.tolerances bounds by 1e-5 and 4e-2."""
 SHARE = {"float64": 1e-6, "float32": 1e-1, "bfloat16": 3e-1}
-"""Of the largest norm of a kind of array: arrays below it are measured against it, because their terms cancel."""
+"""Share of the largest norm of a kind of array. Arrays below it are measured against it, because terms cancel."""
 
 HARD_CASES = frozenset(
     {
@@ -83,40 +82,40 @@ HARD_CASES = frozenset(
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a model is trained."""
+class Execution:
+    """One execution of training."""
 
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of the model's configuration, besides the model itself."""
+    """Settings of the configuration that do not change the model."""
     replicas: int = 1
     file: bool = False
-    """Whether the schedule is written to a file first, and read from there."""
+    """True if the schedule is read from a file."""
     backend: str = "torch"
 
 
 @dataclass(frozen=True)
 class Program:
-    """A model, and the ways in which it is trained before and after the checkpoint."""
+    """A model, and its executions before and after the checkpoint."""
 
     model: dict[str, Any]
     batch: tuple[int, int]
-    """Sequences of a step, and of a microbatch."""
-    before: Way
-    after: Way
+    """Sequences per step and per microbatch."""
+    before: Execution
+    after: Execution
     steps: tuple[int, int]
-    """Before and after the checkpoint."""
+    """Numbers of steps before and after the checkpoint."""
     documents: bool = False
     stale_steps: int = 0
     """Steps that the second trainer takes before it reads the checkpoint."""
     validates: bool = False
-    """Whether the validation loss is computed after each step."""
+    """True if the validation loss is computed after each step."""
     other: str = ""
     """A setting of the model that is changed at the checkpoint."""
 
 
-def config_of(program: Program, way: Way) -> TransformerConfig:
-    """Return the configuration of one way, its schedule by name."""
-    return replace(BASE, **program.model, **way.settings)
+def config_of(program: Program, execution: Execution) -> TransformerConfig:
+    """Return the configuration of an execution with a named schedule."""
+    return replace(BASE, **program.model, **execution.settings)
 
 
 def train_of(program: Program) -> TrainConfig:
@@ -142,8 +141,8 @@ def draw(rng: np.random.Generator) -> Program:
         program = _draw(rng)
         train = train_of(program)
         try:
-            for way in (program.before, program.after):
-                check_trainable(config_of(program, way), train, way.replicas)
+            for execution in (program.before, program.after):
+                check_trainable(config_of(program, execution), train, execution.replicas)
         except ValueError:
             continue
         if "jax" not in (program.before.backend, program.after.backend) or _compiles_soon(program):
@@ -151,8 +150,11 @@ def draw(rng: np.random.Generator) -> Program:
 
 
 def _compiles_soon(program: Program) -> bool:
-    """Return whether JAX compiles a program in seconds."""
-    ranks = [config_of(program, way).model_parallel_size * way.replicas for way in (program.before, program.after)]
+    """Return True if JAX compiles a program in seconds."""
+    ranks = [
+        config_of(program, execution).model_parallel_size * execution.replicas
+        for execution in (program.before, program.after)
+    ]
     return program.model["num_layers"] <= 2 and "enable_hyper_connections" not in program.model and max(ranks) <= 2
 
 
@@ -168,7 +170,7 @@ def _draw(rng: np.random.Generator) -> Program:
         model |= {"params_dtype": "float32", "bf16": chance < 0.07}
     in_jax = rng.random() < 0.08 and model.get("params_dtype") is None
     size = int(rng.choice([4, 8]))
-    before, after = (_draw_way(rng, model) for _ in range(2))
+    before, after = (_draw_execution(rng, model) for _ in range(2))
     if in_jax:
         before, after = (before, replace(after, backend="jax"))[:: 1 if rng.random() < 0.5 else -1]
     refused = not in_jax and rng.random() < 0.04
@@ -185,8 +187,8 @@ def _draw(rng: np.random.Generator) -> Program:
     )
 
 
-def _draw_way(rng: np.random.Generator, model: Mapping[str, Any]) -> Way:
-    """Draw one rank, mostly two, or rarely four."""
+def _draw_execution(rng: np.random.Generator, model: Mapping[str, Any]) -> Execution:
+    """Draw an execution, mostly on two ranks, rarely on four."""
     kind = str(rng.choice(["one", "pipeline", "context", "replicas", "four"], p=[0.33, 0.47, 0.1, 0.05, 0.05]))
     settings: dict[str, Any] = {}
     replicas = 2 if kind == "replicas" else 1
@@ -213,7 +215,7 @@ def _draw_way(rng: np.random.Generator, model: Mapping[str, Any]) -> Way:
         settings.pop("mhc_recompute_layer_num", None)
     for name in (*HYPER, "do_self_attention_hyper_connection"):
         settings.pop(name, None)
-    return Way(settings, replicas, file="pipeline_schedule" in settings and rng.random() < 0.15)
+    return Execution(settings, replicas, file="pipeline_schedule" in settings and rng.random() < 0.15)
 
 
 def _draw_schedule(rng: np.random.Generator, model: Mapping[str, Any], p: int) -> dict[str, Any]:
@@ -223,7 +225,8 @@ def _draw_schedule(rng: np.random.Generator, model: Mapping[str, Any], p: int) -
     settings = {"pipeline_schedule": name, "pipeline_model_parallel_size": p}
     if v > 1:
         settings["virtual_pipeline_model_parallel_size"] = v
-    layers, chance = model["num_layers"], rng.random()
+    layers = model["num_layers"]
+    chance = rng.random()
     if chance < 0.1:
         counted = ["account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"]
         return settings | {each: True for each in counted if rng.random() < 0.7}
@@ -240,12 +243,12 @@ def _pick(rng: np.random.Generator, values: Any) -> Any:
 
 
 def features(program: Program) -> Iterable[str]:
-    """Name what is hard about a program."""
+    """Name the difficult features of a program."""
     from diptych.plans.schedule.partition import get_stage_place, layers_by_stage
 
-    ways = (program.before, program.after)
-    for way in ways:
-        config = config_of(program, way)
+    executions = (program.before, program.after)
+    for execution in executions:
+        config = config_of(program, execution)
         counts = layers_by_stage(config)
         by_rank: dict[int, int] = {}
         for stage, layers in enumerate(counts):
@@ -255,17 +258,17 @@ def features(program: Program) -> Iterable[str]:
         tied = not config.untie_embeddings_and_output_weights
         hard = {
             name: True,
-            "tied on one rank": name in V_SCHEDULES and tied and way is program.after,
+            "tied on one rank": name in V_SCHEDULES and tied and execution is program.after,
             "empty stage": 0 in counts,
             "empty rank": 0 in by_rank.values(),
-            "schedule file": way.file,
+            "schedule file": execution.file,
             "context ranks": config.context_parallel_size > 1,
-            "replicas": way.replicas > 1,
-            "four ranks": way.replicas * config.model_parallel_size == 4,
+            "replicas": execution.replicas > 1,
+            "four ranks": execution.replicas * config.model_parallel_size == 4,
             "parameters offloaded": config.enable_tensor_offload,
             "activations offloaded": config.enable_activation_offload,
             "recompute": config.recompute_granularity is not None,
-            "JAX": way.backend == "jax",
+            "JAX": execution.backend == "jax",
             "one layer": config.num_layers == 1,
             "mHC": config.enable_hyper_connections,
             "dropout": config.hidden_dropout > 0.0,
@@ -286,7 +289,7 @@ _children: list[JaxChild] = []
 
 
 def _run(part: Part, backend: str) -> Result:
-    """Run a part on as many ranks, or JAX devices, as it asks for."""
+    """Run a part on its ranks or JAX devices."""
     if backend == "jax":
         if not _children or not _children[-1].is_running():
             _children[:] = [JaxChild()]
@@ -299,35 +302,35 @@ def _run(part: Part, backend: str) -> Result:
 
 
 def check(program: Program) -> Outcome:
-    """Plan both ways, train with a checkpoint between them, and compare with the plain run."""
+    """Plan both executions, train with a checkpoint between them, and compare with the plain run."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        configs = [_with_file(program, way, folder) for way in (program.before, program.after)]
-        for config, way in zip(configs, (program.before, program.after), strict=True):
-            _check_plan(program, way, config, folder)
+        configs = [_with_file(program, execution, folder) for execution in (program.before, program.after)]
+        for config, execution in zip(configs, (program.before, program.after), strict=True):
+            _check_plan(program, execution, config, folder)
         if program.other:
             configs[1] = replace(configs[1], **{program.other: OTHER[program.other]})
         return _check_run(program, configs, folder)
 
 
-def _with_file(program: Program, way: Way, folder: Path) -> TransformerConfig:
-    config = config_of(program, way)
-    if not way.file:
+def _with_file(program: Program, execution: Execution, folder: Path) -> TransformerConfig:
+    config = config_of(program, execution)
+    if not execution.file:
         return config
-    path = folder / f"{'before' if way is program.before else 'after'}.csv"
-    count = microbatches(train_of(program), way.replicas)[1]
+    path = folder / f"{'before' if execution is program.before else 'after'}.csv"
+    count = microbatches(train_of(program), execution.replicas)[1]
     path.write_text(schedule_to_csv(schedule_for(config, count)))
     return replace(config, pipeline_schedule=None, pipeline_schedule_file=read_schedule(path))
 
 
-def _check_plan(program: Program, way: Way, config: TransformerConfig, folder: Path) -> None:
-    """Plan one way; a configuration that trains must not be refused."""
-    size, count = microbatches(train_of(program), way.replicas)
+def _check_plan(program: Program, execution: Execution, config: TransformerConfig, folder: Path) -> None:
+    """Plan one execution, which must not be refused."""
+    size, count = microbatches(train_of(program), execution.replicas)
     page = folder / "plan.html" if program.validates and config.cp_exchange != "pipelined" else None
     output = io.StringIO()
-    command = Plan(config, size, num_microbatches=count, data_parallel_size=way.replicas, html=page)
+    command = Plan(config, size, num_microbatches=count, data_parallel_size=execution.replicas, html=page)
     if _plan(command, Console(file=output, width=160)) != 0 or not output.getvalue():
-        raise Wrong(f"nothing was planned for {way}")
+        raise Wrong(f"nothing was planned for {execution}")
     if re.search(r"\b(nan|inf)\b", output.getvalue()):
         raise Wrong(f"a plan has numbers that are none: {output.getvalue()}")
 
@@ -372,7 +375,7 @@ def _check_run(program: Program, configs: list[TransformerConfig], folder: Path)
 
 
 def _plain(part: Part, last: int, micro_batch_size: int, **settings: Any) -> tuple[Result, dict[str, np.ndarray]]:
-    """Run the plain model from the beginning in this process; return also what its checkpoint holds."""
+    """Run the plain model in this process from the beginning; also return the content of its checkpoint."""
     model = replace(part.model, **LIKE_ANY, **settings)
     train = replace(part.train, micro_batch_size=micro_batch_size)
     with tempfile.TemporaryDirectory() as name:
@@ -381,12 +384,14 @@ def _plain(part: Part, last: int, micro_batch_size: int, **settings: Any) -> tup
 
 
 def _compare(part: Part, result: Result, arrays: dict[str, np.ndarray]) -> None:
-    """Compare all that a run reported and saved with the plain run.
+    """Compare everything that a run reported and saved with the plain run.
 
-    What exceeds a tolerance in float32 or bfloat16 is measured against the distance of two plain runs that round
-    differently: training amplifies rounding errors, in some models by orders of magnitude.
+    In float32 and bfloat16, a difference above the tolerance is compared with that of two plain runs that round
+    differently, because training amplifies rounding errors, in some models by orders of magnitude.
     """
-    dtype, last, micro = part.model.compute_dtype, len(result.losses), part.train.microbatch
+    dtype = part.model.compute_dtype
+    last = len(result.losses)
+    micro = part.train.microbatch
     size = part.train.global_batch_size
     plain = _plain(part, last, size if dtype == "float64" else micro)
     worst = max(_distances((result, arrays), plain, dtype), key=lambda each: each[1])
@@ -404,7 +409,7 @@ def _compare(part: Part, result: Result, arrays: dict[str, np.ndarray]) -> None:
 def _distances(
     ours: tuple[Result, dict[str, np.ndarray]], theirs: tuple[Result, dict[str, np.ndarray]], dtype: str
 ) -> Iterator[tuple[str, float]]:
-    """Yield what was compared, in words, and its difference in units of the tolerance."""
+    """Yield a description of each comparison and its difference in units of the tolerance."""
     for name, found, expected in zip(Result._fields, ours[0], theirs[0], strict=True):
         if len(found) != len(expected):
             raise Wrong(f"{name}: expected {expected}, got {found}")

@@ -1,7 +1,7 @@
-"""Calls of the gated delta rule as users write them, beside the recurrence in float64 on the same numbers.
+"""Random calls of the gated delta rule, compared with the recurrence in float64.
 
-A program is a call of a chunked or recurrent form in one backend: shapes, documents, types, memory layouts, what has a
-gradient, a number that is not finite, what wraps the call, or what is wrong with it.
+A program is a call of a chunked or recurrent form in one backend. It varies shapes, documents, types, memory layouts,
+arguments with gradients, values that are not finite, wrappers of the call, and errors of the caller.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ HARD_CASES = frozenset(
     {
         *("torch", "jax", "kda", "gated_delta_rule", "empty document", "document of one token", "no documents"),
         *("not finite", "strong decay", "no decay", "shared heads", "initial state", "gate", "some gradients"),
-        *("expanded", "transposed", "sliced", "float64", "float32", "bfloat16", "wrong", "all kept"),
+        *("expanded", "transposed", "sliced", "float64", "float32", "bfloat16", "wrong", "no recompute"),
         *("changed in place", "transformed", "several segments"),
     }
 )
@@ -36,7 +36,7 @@ SHAPES = [  # batch, tokens, heads, group, key, value
     *((3, 17, 1, 2, 2, 5), (1, 130, 1, 1, 16, 8)),
 ]
 JAX_SHAPES = [(1, 24, 1, 3, 5, 4)]
-"""One: JAX compiles for each."""
+"""A single shape, because JAX compiles for each."""
 WRAPPERS = ("plain",) * 12 + ("checkpoint", "autocast", "no_grad", "inference", "meta", "twice", "vmap", "grad", "jvp")
 REFUSED_WRAPPERS = ("twice", "vmap", "grad", "jvp")
 WRONG = {
@@ -59,7 +59,7 @@ WRONG = {
     "gate without A_log": lambda a: a.update(use_gate_in_kernel=True, A_log=None),
 }
 TOLERANCES = {"float64": (1e-10, 1e-9), "float32": (2e-4, 2e-3), "bfloat16": (8e-3, 4e-2), "float16": (4e-3, 2e-2)}
-"""Of outputs and gradients, norm-wise relative."""
+"""Norm-wise relative tolerances of outputs and of gradients."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class Program:
     offsets: tuple[int, ...] | None
     dtype: str
     narrow: tuple[str, ...]
-    """Arguments that are of q's type where float32 would do."""
+    """Arguments that have the type of q instead of float32."""
     layouts: tuple[tuple[str, str], ...]
     wanted: tuple[str, ...]
     """Arguments with a gradient."""
     of: str
-    """What the loss is of: outputs, states or both."""
+    """Inputs of the loss: outputs, states or both."""
     strength: float
     state: bool
     gate: bool
@@ -96,7 +96,8 @@ class Program:
 
 def draw(rng: np.random.Generator) -> Program:
     """See tests.fuzz.harness.Fuzzer."""
-    backend, rule = ("jax" if rng.random() < 0.08 else "torch"), str(rng.choice(["kda", "gated_delta_rule"]))
+    backend = "jax" if rng.random() < 0.08 else "torch"
+    rule = str(rng.choice(["kda", "gated_delta_rule"]))
     is_jax = backend == "jax"
     shape = (JAX_SHAPES if is_jax else SHAPES)[rng.integers(len(JAX_SHAPES if is_jax else SHAPES))]
     offsets = None
@@ -149,7 +150,8 @@ def draw(rng: np.random.Generator) -> Program:
 
 def features(program: Program) -> Iterator[str]:
     """See tests.fuzz.harness.Fuzzer."""
-    p, steps = program, np.diff(program.offsets or (0, program.shape[1]))
+    p = program
+    steps = np.diff(program.offsets or (0, program.shape[1]))
     yield from (p.backend, p.rule, p.dtype, *(layout for _, layout in p.layouts))
     names = {
         "empty document": (steps == 0).any(),
@@ -163,7 +165,7 @@ def features(program: Program) -> Iterator[str]:
         "gate": p.gate,
         "some gradients": 0 < len(p.wanted) < 5,
         "wrong": p.wrong is not None,
-        "all kept": p.keep,
+        "no recompute": p.keep,
         "changed in place": p.changed is not None,
         "transformed": p.wrapper in REFUSED_WRAPPERS,
         "several segments": p.shape[1] > p.segment and not p.keep,
@@ -173,9 +175,11 @@ def features(program: Program) -> Iterator[str]:
 
 def numbers(program: Program, poisoned: bool = True) -> dict[str, np.ndarray]:
     """Return the arguments, rounded to their types, in float64."""
-    p, rng = program, np.random.default_rng(program.seed)
+    p = program
+    rng = np.random.default_rng(program.seed)
     batch, length, heads, group, key, value = p.shape
-    value_heads, per_head = heads * group, (batch, length, heads * group)
+    value_heads = heads * group
+    per_head = (batch, length, heads * group)
     sequences = batch if p.offsets is None else len(p.offsets) - 1
     decay = per_head + ((key,) if p.rule == "kda" else ())
     q, k = (rng.standard_normal((batch, length, heads, key)) for _ in range(2))
@@ -202,7 +206,7 @@ def _dtype(p: Program, name: str) -> torch.dtype:
 
 
 def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """Return a view of the numbers in another layout, or of some of them for all."""
+    """Return a view of the elements in another layout, or an expanded view of some of them."""
     if layout == "transposed":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "expanded":
@@ -213,7 +217,7 @@ def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def run_torch(p: Program, arrays: dict[str, np.ndarray], exact: bool) -> list[torch.Tensor | None]:
-    """Return outputs, states and gradients of what has one; exact: of the recurrence in float64."""
+    """Return outputs, states and gradients; if exact, those of the recurrence in float64."""
     leaves = {n: torch.from_numpy(x).to(torch.float64 if exact else _dtype(p, n)) for n, x in arrays.items()}
     leaves = {n: x.requires_grad_(n in p.wanted) for n, x in leaves.items()}
     given: dict[str, Any] = {n: laid_out(x, dict(p.layouts).get(n, "")) for n, x in leaves.items()}
@@ -234,7 +238,7 @@ def run_torch(p: Program, arrays: dict[str, np.ndarray], exact: bool) -> list[to
     if p.wrapper in ("no_grad", "inference", "meta"):
         return [o.detach(), states.detach()]
     used = [x for x, name in ((o, "outputs"), (states, "states")) if p.of in (name, "both") and x.requires_grad]
-    if not used or not p.wanted:  # what is asked of does not depend on what is wanted
+    if not used or not p.wanted:  # the loss does not depend on these arguments
         return [o.detach(), states.detach(), *(torch.zeros_like(leaves[n]) for n in p.wanted)]
     if p.changed is not None and not exact:
         with torch.no_grad():
@@ -260,7 +264,9 @@ def _wrapped(wrapper: str) -> Iterator[None]:
     modes = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=wrapper == "autocast")
     with modes.get(wrapper, contextlib.nullcontext)(), autocast, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)  # of torch.func.jvp's first call
+        warnings.filterwarnings(
+            "ignore", ".*torch.jit.script", DeprecationWarning
+        )  # from the first call of torch.func.jvp
         yield
 
 
@@ -287,7 +293,8 @@ _COMPILED: dict[tuple, Any] = {}
 def run_jax(p: Program, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
     """Return outputs, states and gradients; compiled once for all programs of a rule, a shape and a type."""
     function = getattr(jax_rule, f"chunk_{p.rule}")
-    names, key = [*arrays], (p.rule, p.shape, p.dtype)
+    names = [*arrays]
+    key = (p.rule, p.shape, p.dtype)
 
     def both(arrays: dict[str, Any], offsets: Any, cotangents: Any) -> Any:
         def call(arrays: dict[str, Any]) -> Any:
@@ -312,7 +319,8 @@ def check(program: Program) -> Outcome:
     """See tests.fuzz.harness.Fuzzer."""
     if not _COMPILED:
         _begin(program)
-    usual, chunked.SEGMENT_SIZE = chunked.SEGMENT_SIZE, program.segment
+    usual = chunked.SEGMENT_SIZE
+    chunked.SEGMENT_SIZE = program.segment
     try:
         return _checked(program)
     finally:
@@ -320,11 +328,12 @@ def check(program: Program) -> Outcome:
 
 
 def _begin(like: Program) -> None:
-    """Compile for all of JAX's programs, and use what PyTorch loads on first use: it is not to be taken for growth."""
+    """Compile all JAX programs and warm PyTorch up, so that first use does not count as a leak."""
     for rule in ("kda", "gated_delta_rule"):
         for dtype in ("float64", "float32"):
             settings = {"layouts": (), "narrow": (), "state": True, "gate": False, "poison": None, "chunk_size": 16}
-            shape, offsets = JAX_SHAPES[0], (0, 1, 2, 3, 4, JAX_SHAPES[0][1])
+            shape = JAX_SHAPES[0]
+            offsets = (0, 1, 2, 3, 4, JAX_SHAPES[0][1])
             p = replace(like, rule=rule, dtype=dtype, shape=shape, offsets=offsets, **settings)
             run_jax(p, numbers(p))
             for wrapper in ("meta", "jvp"):
@@ -355,7 +364,7 @@ def _checked(p: Program) -> Outcome:
 
 
 def _judged(p: Program, error: Exception) -> Outcome:
-    """A refusal of ours, where there is something to refuse."""
+    """Accept an error of this project if the call is invalid."""
     message = str(error)
     if p.changed is not None and re.search("modified (by an )?inplace", message):
         return Outcome(REFUSED, "changed in place")
@@ -378,9 +387,10 @@ def _assert_close(p: Program, ours: list[np.ndarray], exact: list[np.ndarray]) -
 
 
 def _assert_isolated(p: Program, ours: list[np.ndarray], exact: list[np.ndarray]) -> None:
-    """What is not finite is where it is a token at a time; earlier tokens and other documents see nothing of it."""
+    """Check that values that are not finite do not affect earlier tokens or other documents."""
     assert p.poison is not None
-    token, offsets = p.poison[1], p.offsets or (0, p.shape[1])
+    token = p.poison[1]
+    offsets = p.offsets or (0, p.shape[1])
     for name, a, b in zip(("o", "states"), ours, exact, strict=False):
         if not np.array_equal(np.isfinite(a), np.isfinite(b)):
             raise Wrong(f"{name}: finite where the recurrence is not, or not where it is")

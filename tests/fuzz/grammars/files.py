@@ -1,7 +1,7 @@
-"""Files that users, editors, crashes and forgers have changed: each is read right, or refused by one error of ours.
+"""Changed or forged files: each is read correctly, or refused with one error of this project.
 
-A program is a kind of file and the changes made to it. Harmless changes (a byte order mark, line ends) must not change
-what is read. After other changes, the reader returns what an independent reader finds, or an error that names the file.
+A program is a kind of file and its changes. Harmless changes (a byte order mark, line ends) must not change the result.
+After other changes, the reader returns what an independent reader finds, or an error that names the file.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from tests.fuzz.harness import EQUAL, REFUSED, Outcome, Wrong
 KINDS = ("toml", "costs", "csv", "metrics", "corpus", "checkpoint")
 HARMLESS = ("nothing", "byte order mark", "carriage returns", "line ends")
 BYTES = ("cut", "zeros", "flip", "no UTF-8", "insert", "double", "empty", "UTF-16")
-"""Changes to bytes, each at a place that is drawn."""
+"""Changes of bytes at random positions."""
 DEEP = "[" * 10**5 + "]" * 10**5
 TEXTS = ("[" * 10**5, DEEP, '{"a":' * 10**5, "1" * 5000, "\u2028", ",", '"', "é", "=", "\n", "\x00", "#")
 CELLS = (
@@ -61,12 +61,14 @@ HARD_CASES = frozenset({*KINDS, "changed", "harmless", "bytes", "deep", "huge nu
 INTERNALS = re.compile(
     r"Traceback|object at 0x|<class|KeyError|IndexError|unhashable|invalid literal|recursion|JSONDecode"
 )
-SECONDS, MEBIBYTES = 20.0, 2048
-"""Processor time and address space that one file may take."""
+SECONDS = 20.0
+"""Limit of the processor time for one file."""
+MEBIBYTES = 2048
+"""Limit of the address space for one file."""
 
 
 class File(NamedTuple):
-    """A file: its kind, and what is changed, with the place of each change as a share of the file."""
+    """A kind of file and its changes, with the position of each change as a share of the file."""
 
     kind: str
     changes: tuple[tuple[str, Any, float], ...]
@@ -125,10 +127,10 @@ def features(program: File) -> Iterable[str]:
 
 
 def check(program: File) -> Outcome:
-    """Write the file, read it by its reader, and compare with what an independent reader finds.
+    """Write the file, read it, and compare the result with that of an independent reader.
 
     Raises:
-        Wrong: it was read wrongly, or refused by an error that does not name it, or it took too much time.
+        Wrong: if the result is wrong, an error does not name the file, or reading takes too long.
     """
     folder = Path(tempfile.mkdtemp(prefix="fuzz_files"))
     contents.checkpoint_bytes()  # made once
@@ -146,7 +148,7 @@ def check(program: File) -> Outcome:
 
 @contextlib.contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """Limit what this process may allocate beside what it has: a huge allocation fails, and the machine lives on."""
+    """Limit further allocations of this process, so that a huge allocation raises an error."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEBIBYTES * 2**20, hard))
@@ -157,7 +159,7 @@ def _bounded_memory() -> Iterator[None]:
 
 
 def _judged(program: File, error: Exception, folder: Path) -> str:
-    """Return the message of a refusal without what is drawn, or raise what is wrong about it."""
+    """Return the message of a refusal without drawn values, or raise Wrong if the message is bad."""
     if _is_harmless(program):
         raise Wrong(f"a right file is refused: {error}") from error
     text = str(error)
@@ -181,7 +183,7 @@ def _one(rng: np.random.Generator, among: Any) -> Any:
 
 
 def _changed(content: bytes, program: File) -> bytes:
-    """Apply the changes that know nothing of the kind of file."""
+    """Apply the changes that do not depend on the kind of file."""
     for name, detail, share in program.changes:
         place = int(share * len(content))
         if name == "byte order mark":
@@ -247,7 +249,8 @@ def _costs(program: File, folder: Path) -> Outcome:
     value: dict[str, Any] = dict(contents.COSTS)
     names = [*contents.COSTS]
     for change, detail, share in program.changes:
-        name, odd = names[int(share * len(names))], contents.ODD.get(detail)
+        name = names[int(share * len(names))]
+        odd = contents.ODD.get(detail)
         if change == "entry":
             value[name] = odd
         elif change == "number" and isinstance(value.get(name), list):
@@ -319,10 +322,10 @@ def _metrics(program: File, folder: Path) -> Outcome:
     for line in found:
         if type(line["step"]) is not int or not 0 <= line["step"] < 2**63:
             raise Wrong(f"a step that is none: {line!r:.200}")
-    kept = [line for line in found if line["step"] < 3 or ("validation_loss" in line and line["step"] == 3)]
-    with mock.patch.dict(sys.modules, {"tensorboard.summary": None}):  # whose writer has a thread for good
+    remaining = [line for line in found if line["step"] < 3 or ("validation_loss" in line and line["step"] == 3)]
+    with mock.patch.dict(sys.modules, {"tensorboard.summary": None}):  # its writer starts a permanent thread
         Metrics(folder, 3, "torch").write({"step": 3, "loss": 1.0})
-    _same([json.dumps(line) for line in read_metrics(path)[:-1]], [json.dumps(line) for line in kept])
+    _same([json.dumps(line) for line in read_metrics(path)[:-1]], [json.dumps(line) for line in remaining])
     if program.draws_curves:
         path.write_bytes(content)
         write_curves([folder], folder / "curves.png")
@@ -331,7 +334,8 @@ def _metrics(program: File, folder: Path) -> Outcome:
 
 def _corpus(program: File, folder: Path) -> Outcome:
     name, detail, share = program.changes[0]
-    path, text = folder / "text", b"the quick brown fox\n" * 40
+    path = folder / "text"
+    text = b"the quick brown fox\n" * 40
     files = {"a": text}
     files |= {"two": {"b": text}, "binary": {"b": bytes(range(256))}}.get(detail, {})
     files |= {"hidden": {".b": text}, "empty file": {"a": b""}, "loop": {}}.get(detail, {})

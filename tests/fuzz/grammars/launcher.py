@@ -1,7 +1,7 @@
-"""Runs of several processes in which ranks are killed, stopped, or hang, from their start to their end.
+"""Runs of several processes in which ranks are killed, are stopped or hang at any time.
 
-Most programs run a stand-in of a rank through the real launcher; few run ``diptych train`` itself. Whatever happens the
-launcher ends in time, fails unless all ranks ended well, names the rank, and leaves no process and no file open.
+Most programs run a substitute of a rank through the real launcher; few run ``diptych train`` itself. In all cases the
+launcher ends in time, fails unless all ranks succeed, names the rank, and leaves no process and no open file.
 """
 
 import contextlib
@@ -26,13 +26,17 @@ from tests.fuzz.harness import EQUAL, REFUSED, Outcome, Wrong
 
 STAND_IN = "tests.fuzz.grammars._launcher_rank"
 KINDS = ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGTERM", "hang", "exit")
-"""What happens to a rank. ``pause``, a stop that is continued in time, happens to some as well."""
+"""Faults of ranks. Some programs also have ``pause``, a stop that is continued in time."""
 LATEST = 0.4
-"""Seconds after the start at which a rank or the launcher is struck at the latest."""
+"""Latest time of a fault of a rank or the launcher, in seconds after the start."""
 SLACK = 20.0
-"""Seconds a loaded machine may take on top of the launcher's own clocks."""
-GRACE, POLL_INTERVAL, SHORT, LONG = 0.2, 0.01, 0.4, 30.0
-"""Seconds; SHORT clocks where a program waits for them to run out, LONG where none may."""
+"""Seconds that a loaded machine may take in addition to the timeouts of the launcher."""
+GRACE = 0.2
+POLL_INTERVAL = 0.01
+SHORT = 0.4
+"""Timeout in seconds for programs that must time out."""
+LONG = 30.0
+"""Timeout in seconds for programs that must not time out."""
 
 HARD_CASES = frozenset(
     {
@@ -50,7 +54,7 @@ HARD_CASES = frozenset(
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a rank, and when: in one of its phases, or so many seconds after it was started."""
+    """A fault of a rank, in one of its phases or at a number of seconds after its start."""
 
     kind: str
     rank: int
@@ -59,28 +63,29 @@ class Fault:
 
 @dataclass(frozen=True)
 class Program:
-    """One run."""
+    """One run of the launcher."""
 
     ranks: int
     faults: tuple[Fault, ...] = ()
     interrupt: tuple[str, float] | None = None
-    """A signal to the launcher, and when."""
+    """A signal to the launcher, and its time."""
     grandchild: int | None = None
-    """The rank that starts a process of its own."""
+    """The rank that starts another process."""
     seconds: float = 0.0
-    """How long ranks compute."""
+    """Seconds that ranks compute."""
     real: bool = False
-    """Whether ``diptych train --nproc`` runs."""
+    """True if ``diptych train --nproc`` runs."""
 
     @property
     def waits(self) -> bool:
-        """Whether some rank keeps the others waiting until a clock has run out."""
+        """Return True if a rank blocks the others until a timeout."""
         return any(fault.kind in ("SIGSTOP", "hang") for fault in self.faults)
 
 
 def draw(rng: np.random.Generator) -> Program:
     """Draw a run."""
-    ranks, chance = int(rng.integers(2, 5)), rng.random()
+    ranks = int(rng.integers(2, 5))
+    chance = rng.random()
     seconds = float(np.round(rng.random() * 0.1, 3))
     grandchild = int(rng.integers(ranks)) if rng.random() < 0.2 else None
     if chance < 0.15:
@@ -112,7 +117,7 @@ def _draw_fault(rng: np.random.Generator, ranks: int) -> Fault:
 
 
 def features(program: Program) -> Iterable[str]:
-    """Name what happens in a run."""
+    """Name the faults of a run."""
     for fault in program.faults:
         yield fault.kind
         yield f"{fault.kind} at {'spawn' if fault.when in (0.0, 'start') else fault.when}"
@@ -128,11 +133,11 @@ def features(program: Program) -> Iterable[str]:
 
 
 def check(program: Program, expected: str = "") -> Outcome:
-    """Run a program and check its end; if ranks were slower than a short clock, run it again with a longer one.
+    """Run a program and check its end; if ranks exceeded a short timeout, run it again with a longer one.
 
     Args:
-        program: the run.
-        expected: pattern of what the launcher must say.
+        program: the run to check.
+        expected: pattern that the message of the launcher must contain.
     """
     try:
         return _check(program, expected)
@@ -145,58 +150,58 @@ def check(program: Program, expected: str = "") -> Outcome:
 def _check(program: Program, expected: str, patience: float = 1.0) -> Outcome:
     files = _open_files()
     with tempfile.TemporaryDirectory() as folder:
-        with _said(folder) as said, _Striker(program) as striker:
+        with _captured_stderr(folder) as captured, _Striker(program) as striker:
             begin = time.monotonic()
             code = _launch(program, folder, patience)
             seconds = time.monotonic() - begin
-        told = said.read_text()
+        output = captured.read_text()
         grandchild = Path(folder, "grandchild")
         pids = [*striker.seen, *(int(file.read_text()) for file in [grandchild] if file.exists())]
     end = time.monotonic() + 5.0
     while any(map(_is_there, pids)) and time.monotonic() < end:
-        time.sleep(0.005)  # what a rank had started is killed, and nobody here can reap it
+        time.sleep(0.005)  # a process that a rank started is killed, and this process cannot reap it
     left = [pid for pid in pids if _is_there(pid)]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     if left:
-        raise Wrong(f"processes {left} of {striker.seen} outlived the launcher, which said: {told}")
+        raise Wrong(f"processes {left} of {striker.seen} outlived the launcher, which wrote: {output}")
     if seconds > SLACK * patience + (60.0 if program.real else 0.0):
-        raise Wrong(f"the launcher took {seconds:.1f} s: {told}")
+        raise Wrong(f"the launcher took {seconds:.1f} s: {output}")
     if _open_files() > files:
         raise Wrong(f"open files grew from {files} to {_open_files()}")
-    outcome = _judged(program, code, told, striker.struck)
+    outcome = _judged(program, code, output, striker.struck)
     if not re.search(expected, outcome.detail):
-        raise Wrong(f"expected {expected!r} in what the launcher said: {outcome.detail}")
+        raise Wrong(f"expected {expected!r} in what the launcher wrote: {outcome.detail}")
     return outcome
 
 
-def _judged(program: Program, code: int, told: str, struck: bool) -> Outcome:
-    lines = re.findall(r"diptych: (.*)", told)
+def _judged(program: Program, code: int, output: str, struck: bool) -> Outcome:
+    lines = re.findall(r"diptych: (.*)", output)
     if program.interrupt is not None:
         if code < 0 or (code == 0 and struck):
-            raise Wrong(f"interrupted, and exit code {code}: {told}")
+            raise Wrong(f"interrupted, and exit code {code}: {output}")
         return Outcome(REFUSED, "interrupted")
     harmful = [fault for fault in program.faults if fault.kind != "pause"]
     if code == 0:
-        # What strikes a rank by the clock may come after its end.
+        # A timed fault may occur after the end of the rank.
         if any(isinstance(fault.when, str) for fault in harmful) or lines:
-            raise Wrong(f"exit code 0 after {harmful}: {told}")
+            raise Wrong(f"exit code 0 after {harmful}: {output}")
         return Outcome(EQUAL)
     if not harmful:
-        raise Wrong(f"exit code {code} without a fault: {told}")
-    if not any(_is_named(fault, told) for fault in harmful):
-        raise Wrong(f"exit code {code}, and none of {harmful} is named: {told}")
+        raise Wrong(f"exit code {code} without a fault: {output}")
+    if not any(_is_named(fault, output) for fault in harmful):
+        raise Wrong(f"exit code {code}, and none of {harmful} is named: {output}")
     return Outcome(REFUSED, re.sub(r"\d+", "n", " | ".join(lines)))
 
 
-def _is_named(fault: Fault, told: str) -> bool:
-    """Whether the launcher says which rank it was."""
+def _is_named(fault: Fault, output: str) -> bool:
+    """Return True if the launcher names the rank of a fault."""
     rank = rf"ranks?( \d+,)* {fault.rank}\b"
     if fault.kind in ("SIGSTOP", "hang"):
-        return bool(re.search(rf"diptych: {rank}.* (did not|has been stopped|still ran)", told))
+        return bool(re.search(rf"diptych: {rank}.* (did not|has been stopped|still ran)", output))
     if fault.kind == "exit":
-        return bool(re.search(f"diptych: failed, .*{rank} with exit code 3", told))
-    return bool(re.search(f"diptych: {rank} was ended by {fault.kind}", told))
+        return bool(re.search(f"diptych: failed, .*{rank} with exit code 3", output))
+    return bool(re.search(f"diptych: {rank} was ended by {fault.kind}", output))
 
 
 def _launch(program: Program, folder: str, patience: float) -> int:
@@ -206,7 +211,8 @@ def _launch(program: Program, folder: str, patience: float) -> int:
     clock = SHORT * patience if program.waits else LONG
     plan = {"faults": faults, "grandchild": program.grandchild, "folder": folder, "seconds": program.seconds}
     before = processes.GRACE, processes.POLL_INTERVAL
-    processes.GRACE, processes.POLL_INTERVAL = GRACE, POLL_INTERVAL
+    processes.GRACE = GRACE
+    processes.POLL_INTERVAL = POLL_INTERVAL
     os.environ[PLAN] = json.dumps({**plan, "timeout": clock})
     try:
         return start_processes(program.ranks, STAND_IN, [], 3 * clock, clock)
@@ -216,7 +222,7 @@ def _launch(program: Program, folder: str, patience: float) -> int:
 
 
 def _launch_training(program: Program, folder: str) -> int:
-    """``diptych train``, whose ranks are struck by the clock."""
+    """Run ``diptych train`` with timed faults of its ranks."""
     Path(folder, "text").write_bytes(b"a text that is learnt by heart. " * 40)
     sizes = "--hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --global-batch-size 4"
     layers = f"--num-layers {program.ranks} --pipeline-model-parallel-size {program.ranks}"
@@ -226,12 +232,12 @@ def _launch_training(program: Program, folder: str) -> int:
 
 
 @contextlib.contextmanager
-def _said(folder: str) -> Iterator[Path]:
-    """Collect what the launcher and all ranks write to standard error, and drop what goes to standard output."""
-    path = Path(folder, "said")
+def _captured_stderr(folder: str) -> Iterator[Path]:
+    """Collect standard error of the launcher and all ranks, and discard standard output."""
+    path = Path(folder, "captured")
     sys.stderr.flush()
     sys.stdout.flush()
-    kept = os.dup(1), os.dup(2)
+    originals = os.dup(1), os.dup(2)
     with path.open("w") as file, open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -239,13 +245,13 @@ def _said(folder: str) -> Iterator[Path]:
             with contextlib.redirect_stderr(file):
                 yield path
         finally:
-            for number, copy in enumerate(kept, 1):
+            for number, copy in enumerate(originals, 1):
                 os.dup2(copy, number)
                 os.close(copy)
 
 
 class _Striker:
-    """A thread that strikes ranks and the launcher by the clock, and notes every process it has seen."""
+    """A thread that executes timed faults of ranks and the launcher, and records all processes."""
 
     def __init__(self, program: Program) -> None:
         self.seen: list[int] = []
@@ -295,7 +301,7 @@ class _Striker:
 
 
 def _is_there(pid: int) -> bool:
-    """Whether a process runs or is stopped; one that has ended and was not reaped does not."""
+    """Return True if a process runs or is stopped, and False if it has ended but is not reaped."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     return False

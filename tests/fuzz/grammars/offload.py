@@ -1,4 +1,4 @@
-"""Sequences of what users do with a model and an offload manager, beside the same model without one."""
+"""Random actions on a model with an offload manager, compared with the same model without one."""
 
 import contextlib
 import gc
@@ -59,7 +59,8 @@ HARD_CASES = frozenset(
 
 def draw(rng: np.random.Generator) -> Program:
     """Draw a program of three to ten actions."""
-    names, weights = list(ACTIONS), np.array([*ACTIONS.values()], float)
+    names = list(ACTIONS)
+    weights = np.array([*ACTIONS.values()], float)
     actions = rng.choice(names, size=rng.integers(3, 11), p=weights / weights.sum())
     return Program(
         layers=tuple(map(str, rng.choice(LAYERS, size=rng.integers(2, 6)))),
@@ -90,7 +91,7 @@ def features(program: Program) -> Iterable[str]:
 
 @contextlib.contextmanager
 def _reentrant_checkpoints_do_not_warn() -> Iterator[None]:
-    """PyTorch's reentrant checkpoint warns of inputs without gradient, also in the plain program."""
+    """The reentrant checkpoint of PyTorch warns about inputs without gradient, also in the plain program."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
         yield
@@ -98,7 +99,7 @@ def _reentrant_checkpoints_do_not_warn() -> Iterator[None]:
 
 @_reentrant_checkpoints_do_not_warn()
 def check(program: Program) -> Outcome:
-    """Run the actions on both models, and compare what each of them gives."""
+    """Run the actions on both models, and compare their results."""
     threads = threading.active_count()
     runs = [Run(program, offload=False), Run(program, offload=True)]
     try:
@@ -107,7 +108,7 @@ def check(program: Program) -> Outcome:
             if isinstance(results[1], OffloadError | RecomputeError):
                 return Outcome(REFUSED, str(results[1]))
             _compare(f"action {place}, {name}", *results)
-            if isinstance(results[0], Exception):  # what it has left half done is nobody's promise
+            if isinstance(results[0], Exception):  # the state after an exception is unspecified
                 return Outcome(EQUAL)
         results = [run.end() for run in runs]
         _compare("the end", *results)
@@ -115,13 +116,13 @@ def check(program: Program) -> Outcome:
         for run in runs:
             run.close()
         del run
-    kept = weakref.ref(runs[1].model)
+    model_reference = weakref.ref(runs[1].model)
     runs.clear()
-    if kept() is not None or threading.active_count() > threads:
+    if model_reference() is not None or threading.active_count() > threads:
         gc.collect()
-    if kept() is not None:
+    if model_reference() is not None:
         raise Wrong("the model is still there after manager and model have been dropped")
-    # PyTorch's engine holds what a failed backward has not come to, and with it memories and their link.
+    # After a failed backward, the engine of PyTorch holds the rest of the graph, and with it host memory and links.
     fails = any(name == "raise in backward" for name, _ in program.actions)
     if threading.active_count() > threads and not fails:
         raise Wrong(f"threads grew from {threads} to {threading.active_count()}")
@@ -145,7 +146,7 @@ def _compare(where: str, expected: Any, found: Any) -> None:
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
-    """Compare bit by bit, NaN included."""
+    """Return True if values are bitwise equal, including NaN."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return one.detach().cpu().resolve_conj().contiguous().numpy().tobytes() == (

@@ -1,4 +1,4 @@
-"""Calls of the public operations, good and bad, in both backends, by the reference and by kernels.
+"""Valid and invalid calls of the public operations, in both backends, by the reference and by kernels.
 
 The property: both backends, and reference and kernels, accept and refuse the same call with the same message, or their
 results and gradients agree within the tolerances.
@@ -31,8 +31,14 @@ HARD_CASES = frozenset(
         *("another shape", "another type", "a list", "numpy", "strided", "transformed", "differentiated twice"),
     }
 )
-B, T, S, D, V = 2, 3, 2, 4, 5
-ROWS, STREAMS, TOKENS = (B, T), (B, T, S, D), (B, T, D)
+B = 2
+T = 3
+S = 2
+D = 4
+V = 5
+ROWS = (B, T)
+STREAMS = (B, T, S, D)
+TOKENS = (B, T, D)
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "linear": {"x": TOKENS, "weight": (3, D), "bias": (3,)},
     "add_bias": {"x": TOKENS, "bias": (D,)},
@@ -54,7 +60,7 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "apply_h_post": {"x": TOKENS, "bias": (D,), "h_post": (B, T, S)},
     "write_streams": {"residual": STREAMS, "h_res": (B, T, S, S), "x": TOKENS, "bias": (D,), "h_post": (B, T, S)},
 }
-"""Arguments that are arrays."""
+"""Names of array arguments."""
 NUMBERS: dict[str, dict[str, Any]] = {
     "rms_norm": {"epsilon": 1e-5},
     "rotary_embedding": {"base": 100.0},
@@ -79,7 +85,7 @@ INTEGERS = {"before": T, "positions": 50, "targets": V, "samples": 2**20}
 WITH_KERNELS = {"gelu", "swiglu", "sinkhorn", "compute_mappings", "aggregate"}
 WITH_KERNELS |= {"apply_h_res", "apply_h_post", "write_streams"}
 TRANSFORMED = ("dropout", "short_convolution", "sinkhorn", "gelu", "swiglu", "write_streams")
-"""Operations with a backward of their own, in a backend or in kernels."""
+"""Operations with a custom backward, in a backend or in kernels."""
 DTYPES = ("float64", "float32", "bfloat16")
 
 
@@ -91,7 +97,7 @@ class Program:
     impl: str
     dtype: str
     change: tuple[str, str, Any] | None
-    """What is wrong: a kind, an argument, and of what sort."""
+    """The error of the call: its kind, the argument, and a detail."""
     strided: bool
     transform: str
     seed: int
@@ -101,7 +107,8 @@ def draw(rng: np.random.Generator) -> Program:
     """See tests.fuzz.harness.Fuzzer."""
     name = str(rng.choice([*SHAPES]))
     kernels = name in WITH_KERNELS and rng.random() < 0.3
-    argument, change = str(rng.choice([*SHAPES[name]])), None
+    argument = str(rng.choice([*SHAPES[name]]))
+    change = None
     kind = str(rng.choice(["", "shape", "type", "kind", "number", "state"], p=[0.3, 0.24, 0.12, 0.12, 0.16, 0.06]))
     if kind == "number" and name not in NUMBERS:
         kind = "ids" if name == "cross_entropy" else "shape"
@@ -146,8 +153,9 @@ def features(program: Program) -> Iterator[str]:
 
 
 def values(p: Program) -> dict[str, np.ndarray]:
-    """Return the arrays of a good call, floating ones in float64."""
-    rng, found = np.random.default_rng(p.seed), {}
+    """Return the arrays of a valid call, with floating-point arrays in float64."""
+    rng = np.random.default_rng(p.seed)
+    found = {}
     for name, shape in SHAPES[p.name].items():
         if name in INTEGERS:
             found[name] = rng.integers(0, INTEGERS[name], shape)
@@ -160,30 +168,31 @@ def values(p: Program) -> dict[str, np.ndarray]:
 
 
 class Backend:
-    """How one framework makes arrays and calls functions."""
+    """Functions of one framework that create arrays and call operations."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.is_torch = name, name == "torch"
-        self.rooms = (torch_ops, torch_mhc) if self.is_torch else (jax_ops, jax_mhc)
+        self.name = name
+        self.is_torch = name == "torch"
+        self.modules = (torch_ops, torch_mhc) if self.is_torch else (jax_ops, jax_mhc)
 
     def array(self, x: np.ndarray, dtype: str, strided: bool = False) -> Any:
-        """Return an array of a type; strided: which is a view of another."""
+        """Return an array of a type; if strided, as a view of another array."""
         if not self.is_torch:
-            return jnp.asarray(x.astype(jnp.dtype(dtype)))  # by numpy: JAX would compile it for every shape
+            return jnp.asarray(x.astype(jnp.dtype(dtype)))  # in NumPy, because JAX would compile it for every shape
         y = torch.from_numpy(np.ascontiguousarray(x)).to(getattr(torch, dtype))
         return torch.stack([y, y], -1)[..., 0] if strided else y
 
     def function(self, p: Program) -> Callable[..., Any]:
         """Return the operation, without the annotation checks of the tests."""
-        room = next(room for room in self.rooms if hasattr(room, p.name))
-        return inspect.unwrap(getattr(room, p.name))
+        module = next(module for module in self.modules if hasattr(module, p.name))
+        return inspect.unwrap(getattr(module, p.name))
 
     def state(self, p: Program) -> Any:
         """Return a dropout state of the arrays' rows."""
         dtype = "int64" if self.is_torch else "uint32"
         rows = np.random.default_rng(0).integers(0, 2**32, (2, *ROWS))
         low, high = (self.array(x, dtype) for x in rows)
-        state = self.rooms[0].DropoutState(7, 5, low, high)
+        state = self.modules[0].DropoutState(7, 5, low, high)
         if p.change is not None and p.change[0] == "state":
             _, name, how = p.change
             x = getattr(state, name)
@@ -196,7 +205,7 @@ BACKENDS = (Backend("torch"), Backend("jax"))
 
 
 def arguments(p: Program, backend: Backend) -> dict[str, Any]:
-    """Return what one backend is called with."""
+    """Return the arguments for one backend."""
     kind, name, sort = p.change or ("", "", None)
     given = {}
     for key, x in values(p).items():
@@ -250,7 +259,8 @@ def _run_torch(p: Program, function: Callable, given: dict[str, Any], floating: 
         return [x.detach().double().numpy() for x in outputs]
     drawn = zip(_cotangents([x.shape for x in graded]), graded, strict=True)
     cotangents = [torch.from_numpy(c).to(x.dtype) for c, x in drawn]
-    leaves, twice = [given[n] for n in floating], p.transform == "differentiated twice"
+    leaves = [given[n] for n in floating]
+    twice = p.transform == "differentiated twice"
     unused = {"allow_unused": True, "materialize_grads": True}
     gradients = torch.autograd.grad(graded, leaves, cotangents, create_graph=twice, **unused)
     if twice:
@@ -263,7 +273,7 @@ def _run_torch(p: Program, function: Callable, given: dict[str, Any], floating: 
 
 
 _COMPILED: dict[tuple[str, ...], Any] = {}
-"""Good calls, by what they are compiled for."""
+"""Compiled valid calls, by the properties that determine compilation."""
 
 
 def _run_jax(p: Program, function: Callable, given: dict[str, Any], floating: list[str]) -> list[np.ndarray]:
@@ -272,7 +282,7 @@ def _run_jax(p: Program, function: Callable, given: dict[str, Any], floating: li
     def call(own: dict[str, Any]) -> list[Any]:
         return [x for x in _listed(function(**(given | own))) if isinstance(x, jax.Array)]
 
-    if p.change is not None and p.change[0] != "ids":  # accepted all the same: nothing is compiled for it
+    if p.change is not None and p.change[0] != "ids":  # accepted nevertheless, and not compiled
         return [np.empty(x.shape) for x in jax.eval_shape(call, arrays)]
 
     def computed(arrays: dict[str, Any]) -> list[Any]:
@@ -326,21 +336,21 @@ _BEGUN: list[bool] = []
 
 
 def _begin() -> None:
-    """Run every good call once, and some bad ones: what is made on first use is not to be taken for growth."""
+    """Run every valid call and some invalid ones, so that first use does not count as a leak."""
     rng = np.random.default_rng(1)
     for _ in range(150):
         with contextlib.suppress(Exception):
             check(draw(rng))
     for name in SHAPES:
         for impl in ("reference", *["triton"] * (name in WITH_KERNELS)):
-            ways = ["", "mapped", "differentiated twice"] if name in TRANSFORMED else [""]
-            for transform in ways:
+            transforms = ["", "mapped", "differentiated twice"] if name in TRANSFORMED else [""]
+            for transform in transforms:
                 if impl == "reference" or transform != "mapped":
                     check(Program(name, impl, "float64", None, False, transform, 0))
 
 
 def _words(message: str) -> str:
-    """Without what an array is called in each framework."""
+    """Return a message without the framework's names of arrays."""
     return re.sub(r"(Tensor|ArrayImpl|int64|uint32)", "array", message)
 
 

@@ -1,8 +1,8 @@
-"""Pipelines of user-written stages on real ranks, beside the same stages composed in one process.
+"""Pipelines of user-written stages on real ranks, compared with the same stages composed in one process.
 
-Most programs train; some have a stage or a reducer that returns what no pipeline can send or differentiate, and some
-raise an exception on one rank. Those must end soon, with an error that names the stage and what it returned, or with
-the exception itself.
+Most programs train. In some, a stage or a reducer returns a value that a pipeline cannot send or differentiate. In
+others, one rank raises an exception. Both must end soon, with an error that names the stage and the returned value, or
+with the exception itself.
 """
 
 import re
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-import torch._dynamo  # which torch.utils.checkpoint loads on first use: not a program's memory
+import torch._dynamo  # torch.utils.checkpoint loads it on first use, which is not a leak
 
 from diptych.plans.schedule.named import check_sizes
 from diptych.plans.schedule.placement import SCHEDULES, V_SCHEDULES
@@ -33,16 +33,16 @@ from tests.fuzz.harness import EQUAL, REFUSED, Outcome, Wrong
 
 JOB = "tests.fuzz.grammars._pipeline_steps:run"
 SECONDS = 15.0
-"""A rank that has not answered by then waits for a message that never comes: programs take milliseconds."""
+"""Timeout in seconds; programs take milliseconds."""
 GRACE = 0.15
-"""Seconds the other ranks get to answer after the first error; they wait for the rank that raised it."""
+"""Seconds in which the other ranks must answer after the first error."""
 SHARE = {"bfloat16": 1.0, "float32": 1e-2, "float64": 1e-2}
-"""Of the largest gradient's norm: below it gradients all but cancel, as parity.tolerances.GRADIENT_FLOOR says."""
+"""Share of the largest gradient norm below which terms cancel; see parity.tolerances.GRADIENT_FLOOR."""
 VIRTUAL = tuple(name for name in SCHEDULES if name.startswith("interleaved"))
-"""Schedules of any number of stages a rank."""
+"""Schedules with any number of stages per rank."""
 
 RARE = ("input in place", "input view in place", "reused scratch", "identity", "unused", "cube", "exp", "checkpoint")
-"""Operations of few stages: those in place, those that leave a first stage nothing to learn, and one that is slow."""
+"""Rare operations: in place, without parameters that learn in a first stage, or slow."""
 
 HARD_CASES = frozenset(
     {
@@ -113,12 +113,13 @@ def _draw_stage(rng: np.random.Generator) -> StageSpec:
 
 
 def _with_rarities(rng: np.random.Generator, program: Program) -> Program:
-    """Change what few programs have: lengths, divisions, and what goes wrong."""
+    """Draw rare properties: lengths, divisions and errors."""
     if rng.random() < 0.15 and program.data == "fresh":
         program = replace(program, lengths=tuple(int(n) for n in rng.integers(1, 6, program.num_microbatches)))
     if program.reducer == "tokens" and rng.random() < 0.5:
         program = replace(program, per_token=True)
-    chance, number = rng.random(), int(rng.integers(len(program.stages)))
+    chance = rng.random()
+    number = int(rng.integers(len(program.stages)))
     if chance < 0.1 and number < len(program.stages) - 1:
         spec = replace(program.stages[number], output=str(rng.choice([*BAD])))
         return replace(program, stages=(*program.stages[:number], spec, *program.stages[number + 1 :]), steps=1)
@@ -131,7 +132,7 @@ def _with_rarities(rng: np.random.Generator, program: Program) -> Program:
 
 
 def features(program: Program) -> Iterable[str]:
-    """Name what is hard about a program."""
+    """Name the difficult features of a program."""
     names = [name for spec in program.stages for name in spec.operations]
     outputs = {spec.output for spec in program.stages[:-1]}
     hard = {
@@ -178,7 +179,8 @@ def _run(program: Program) -> list[tuple[int, Result]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return [steps.run(program)]
-    before, rank_pool.GRACE_SECONDS = rank_pool.GRACE_SECONDS, GRACE
+    before = rank_pool.GRACE_SECONDS
+    rank_pool.GRACE_SECONDS = GRACE
     try:
         return _pool(size).run(JOB, program)
     finally:
@@ -186,7 +188,7 @@ def _run(program: Program) -> list[tuple[int, Result]]:
 
 
 def check(program: Program) -> Outcome:
-    """Run a program on ranks and composed; judge what it was refused with."""
+    """Run a program on ranks and composed; judge its error."""
     torch.set_num_threads(1)
     composed = _composed(program)
     bad = f"stage {composed} has an output without gradient" if isinstance(composed, Cut) else _bad(program)
@@ -209,13 +211,13 @@ def _notes(error: BaseException) -> str:
 
 
 def _bad(program: Program) -> str | None:
-    """What must be refused about a program, or None."""
+    """Return the reason why a program must be refused, or None."""
     last = len(program.stages) - 1
     for number, spec in enumerate(program.stages[:-1]):
         if spec.output not in BAD:
             continue
         if spec.output == "longer" and program.lengths is not None and program.tensors == 1:
-            continue  # lengths vary: the one that comes may be any
+            continue  # lengths vary, so any length may arrive
         if spec.output in ("detached", "made without gradient") and program.forward_only:
             continue
         return f"stage {number} returns {spec.output}"
@@ -225,10 +227,10 @@ def _bad(program: Program) -> str | None:
 
 
 def _composed(program: Program) -> dict[int, Result] | Exception:
-    """What the composed stages have, or raise."""
+    """Return the result or the exception of the composed stages."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of hooks on modules whose input is data
+            warnings.simplefilter("ignore")  # from hooks on modules whose input is data
             return steps.plain(program)
     except Exception as error:
         return error
@@ -238,37 +240,38 @@ OURS = re.compile(r"^rank \d+: (ValueError|PipelineError|NotImplementedError): (
 NAMES_PLACE = re.compile(r"rank \d+, \d+[FBIW]\d+: ")
 
 
-def _judge_error(program: Program, bad: str | None, composed: dict | Exception, told: str) -> Outcome:
-    """Accept a refusal of what must be refused, the program's own exception, and what the composed stages raise."""
-    if "no answer in" in told:
-        raise Wrong(f"no answer: {told}")
+def _judge_error(program: Program, bad: str | None, composed: dict | Exception, error_text: str) -> Outcome:
+    """Accept a required refusal, the exception of the program, and errors that the composed stages also raise."""
+    if "no answer in" in error_text:
+        raise Wrong(f"no answer: {error_text}")
     if program.raises is not None:
         kind, stage, microbatch = program.raises
-        if f"Planned: {'forward' if kind == 'F' else 'backward'} of stage {stage}" in told:
-            if not re.search(rf"{stage}[{'F' if kind == 'F' else 'BI'}]{microbatch}\b", told):
-                raise Wrong(f"expected the error to name {stage}{kind}{microbatch}: {told}")
+        if f"Planned: {'forward' if kind == 'F' else 'backward'} of stage {stage}" in error_text:
+            if not re.search(rf"{stage}[{'F' if kind == 'F' else 'BI'}]{microbatch}\b", error_text):
+                raise Wrong(f"expected the error to name {stage}{kind}{microbatch}: {error_text}")
             return Outcome(REFUSED, f"the program's own exception in {kind}")
-    ours = OURS.search(told)
-    if ours is not None and NAMES_PLACE.search(told) and _may_be_refused(program):
+    ours = OURS.search(error_text)
+    if ours is not None and NAMES_PLACE.search(error_text) and _may_be_refused(program):
         return Outcome(REFUSED, re.sub(r"\d+", "n", ours["text"]))
-    if isinstance(composed, Exception) and f"{type(composed).__name__}: {str(composed)[:40]}" in told:
+    if isinstance(composed, Exception) and f"{type(composed).__name__}: {str(composed)[:40]}" in error_text:
         return Outcome(REFUSED, "as the composed stages")
     sometimes = any("sometimes" in spec.operations for spec in program.stages)
-    if (sometimes or isinstance(composed, Cut)) and "that requires a gradient, got a detached one" in told:
-        # Of whichever stage and microbatch comes first.
+    if (sometimes or isinstance(composed, Cut)) and "that requires a gradient, got a detached one" in error_text:
+        # The error names the first such stage and microbatch.
         return Outcome(REFUSED, "an output without gradient" if ours is None else re.sub(r"\d+", "n", ours["text"]))
     if bad is not None:
         stage = re.search(r"stage (\d+)", bad)
         assert stage is not None
-        if ours is None or f"stage {stage[1]}" not in told:
-            raise Wrong(f"expected an error of ours that names stage {stage[1]}, since {bad}: {told}")
+        if ours is None or f"stage {stage[1]}" not in error_text:
+            raise Wrong(f"expected an error of ours that names stage {stage[1]}, since {bad}: {error_text}")
         return Outcome(REFUSED, re.sub(r"\d+", "n", ours["text"]))
-    raise Wrong(f"an error that is not ours, or needless: {told}")
+    raise Wrong(f"an error that is not ours, or needless: {error_text}")
 
 
 def _may_be_refused(program: Program) -> bool:
-    """Whether a pipeline may refuse what composed stages can do: memory reused while microbatches are in flight, and
-    an operation in place on what a stage has received.
+    """Return True if a pipeline may refuse a program that composed stages can run.
+
+    This holds for memory reused while microbatches are in flight, and for operations in place on received tensors.
     """
     names = {name for spec in program.stages for name in spec.operations}
     return program.data == "reused" or bool(names & {"reused scratch", "input in place", "input view in place"})
@@ -289,12 +292,13 @@ def _compare(program: Program, ranks: list[tuple[int, Result]], expected: dict[i
 
 
 def _compare_tensors(what: str, found: dict, expected: dict, dtype: str) -> None:
-    """Compare norm-wise; a gradient whose terms all but cancel is measured against a share of the largest."""
+    """Compare norm-wise; a gradient whose terms cancel is measured against a share of the largest one."""
     tolerance = GRADIENT[dtype]
     floor = SHARE[dtype] * max((float(tensor.abs().norm()) for tensor in expected.values()), default=0.0)
     for name in sorted({*found, *expected}):
-        ours, theirs = found.get(name), expected.get(name)
-        if ours is None or theirs is None:  # a pipeline sends zeros where nothing depends on a tensor
+        ours = found.get(name)
+        theirs = expected.get(name)
+        if ours is None or theirs is None:  # a pipeline sends zeros if the loss does not depend on a tensor
             given = ours if theirs is None else theirs
             if given is not None and bool(given.ne(0).any()):
                 raise Wrong(f"{what} {name}: expected {theirs}, got {ours}")
@@ -304,6 +308,7 @@ def _compare_tensors(what: str, found: dict, expected: dict, dtype: str) -> None
         if torch.equal(ours, theirs):
             continue
         ours, theirs = (x.to(torch.complex128 if x.is_complex() else torch.float64) for x in (ours, theirs))
-        difference, scale = float((ours - theirs).abs().norm()), max(float(theirs.abs().norm()), floor)
+        difference = float((ours - theirs).abs().norm())
+        scale = max(float(theirs.abs().norm()), floor)
         if not difference <= tolerance * scale:
             raise Wrong(f"{what} {name}: difference {difference:.1e} of {scale:.1e}, tolerance {tolerance:.0e}")

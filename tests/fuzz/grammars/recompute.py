@@ -1,9 +1,9 @@
-"""Random programs of checkpointed calls: what users write inside them, between them, and before backward.
+"""Random programs of checkpointed calls, with user operations inside and between them and before backward.
 
-A program is a chain of steps. A step is a call, plain in the oracle and checkpointed in the program under test, or
-something a user does between calls: an operation in place, a view, an alias, a change of a closure. The gradients of
-all leaves, under normal cotangents, must be bitwise equal to the plain program's; or an error of this project says
-why not. Where the plain program itself is refused by PyTorch, any error will do.
+A program is a chain of steps. A step is a call, plain in the oracle and checkpointed in the program under test, or an
+operation between calls: in place, a view, an alias, or a change of a closure. The gradients of all leaves under normal
+cotangents must be bitwise equal to those of the plain program, or an error of this project must state the reason. If
+PyTorch refuses the plain program, any error is accepted.
 """
 
 import contextlib
@@ -120,7 +120,7 @@ TRANSFORMS = ("func.grad", "vmap")
 
 
 class PassThrough(TorchDispatchMode):
-    """A user's dispatch mode that does nothing."""
+    """A user-defined dispatch mode without effect."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run the operation."""
@@ -129,7 +129,7 @@ class PassThrough(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Step:
-    """A call, what happens to its result, and whether a loss reads it by itself."""
+    """A call, the operation on its result, and whether a separate loss reads it."""
 
     call: str
     between: str
@@ -138,7 +138,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """A chain of steps, who owns the checkpoints, and what surrounds forward and backward."""
+    """A chain of steps, the owner of its checkpoints, and the context of forward and backward."""
 
     complex_numbers: bool
     owner: str
@@ -146,9 +146,9 @@ class Program:
     context_around_backward: bool
     steps: tuple[Step, ...]
     late: str
-    """What happens after forward, before backward."""
+    """The operation between forward and backward."""
     twice: bool
-    """Whether backward runs twice, with retain_graph."""
+    """True if backward runs twice, with retain_graph."""
     drop_references: bool
 
 
@@ -178,14 +178,14 @@ TOGETHER = (
     ("float32 product", "nothing"),
     ("float32 layer", "nothing"),
 )
-"""Calls with a change after them that a replay could miss."""
+"""Calls followed by a change that a replay could miss."""
 
 
 def draw(rng: np.random.Generator) -> Program:
-    """Draw a program; about half of them change nothing they should not.
+    """Draw a program; about half of the programs contain no forbidden change.
 
-    PyTorch's own checkpoint replays silently with whatever a closure holds by then, so what changes closures is not
-    drawn inside one.
+    The checkpoint of PyTorch replays silently with the current values of closures, so changes of closures are not drawn
+    inside it.
     """
     complex_numbers = bool(rng.random() < 0.3)
     owner = str(rng.choice(OWNERS))
@@ -197,7 +197,7 @@ def draw(rng: np.random.Generator) -> Program:
         calls = [call for call in calls if call not in unnoticed]
         betweens = [name for name in betweens if name in GENTLE or name in IN_PLACE]
     steps = []
-    if rng.random() < 0.5 and owner != "outer checkpoint":  # a call, and the change that it would not notice
+    if rng.random() < 0.5 and owner != "outer checkpoint":  # a call, and a change that a replay could miss
         call, change = TOGETHER[rng.integers(len(TOGETHER))]
         if call in calls:
             steps.append(Step(call, change, bool(rng.random() < 0.3)))
@@ -206,7 +206,7 @@ def draw(rng: np.random.Generator) -> Program:
         steps.append(Step(str(rng.choice(calls)), str(between), bool(rng.random() < 0.3)))
     late = rough and owner != "outer checkpoint" and rng.random() < 0.4
     context = str(rng.choice([*CONTEXTS, *TRANSFORMS])) if rng.random() < 0.4 else "none"
-    if context == "autocast" and not complex_numbers:  # which leaves float64 as it is
+    if context == "autocast" and not complex_numbers:  # autocast does not change float64
         steps[0] = replace(steps[0], call=str(rng.choice(["float32 product", "float32 layer"])))
     return Program(
         complex_numbers=complex_numbers,
@@ -221,7 +221,7 @@ def draw(rng: np.random.Generator) -> Program:
 
 
 def features(program: Program) -> Iterator[str]:
-    """Name the rare corners a program visits."""
+    """Name the rare features of a program."""
     done = {step.between for step in program.steps} | {program.late}
     if program.complex_numbers:
         yield "complex"
@@ -253,10 +253,12 @@ def features(program: Program) -> Iterator[str]:
 
 def check(program: Program) -> Outcome:
     """Compare the gradients of a program with those of the plain one."""
-    plain = replace(program, context="none") if program.context == "save on cpu" else program  # it checks no versions
+    plain = (
+        replace(program, context="none") if program.context == "save on cpu" else program
+    )  # it does not check versions
     try:
         expected = _run(plain, recompute=False)
-    except Exception as error:  # PyTorch itself refuses: the program under test may not be silent either
+    except Exception as error:  # PyTorch refuses, so the program under test must raise too
         plain_error: Exception | None = error
         expected = []
     else:
@@ -276,7 +278,7 @@ def check(program: Program) -> Outcome:
     if in_replay():
         raise Wrong("a replay did not end")
     if plain_error is not None:
-        # A replay computes what an operation in place destroyed in the plain program: right, if it is finite.
+        # A replay recomputes a value that an operation in place destroys in the plain program.
         if bool(actual[0].isfinite()) and any(not bool(value.isfinite().all()) for value in actual):
             raise Wrong(f"values that are not finite where the plain program raises {plain_error}")
         return Outcome(REFUSED, "PyTorch refuses the plain program")
@@ -288,10 +290,10 @@ def check(program: Program) -> Outcome:
 
 
 def _is_gentle(program: Program) -> bool:
-    """Whether a program changes nothing that its calls read."""
+    """Return True if a program does not change values that its calls read."""
     changing = COUNTING | {"changes input", "saved then changed inside", "gradient inside"}
     if program.context in TRANSFORMS:
-        return False  # what torch.func transforms is refused by name
+        return False  # transformations of torch.func are refused by name
     done = {step.between for step in program.steps} | {program.late}
     return done <= set(GENTLE) and not changing & {step.call for step in program.steps}
 
@@ -347,7 +349,7 @@ def _run(program: Program, recompute: bool) -> list[Tensor]:
 
 
 def _run_transformed(program: Program, w: World, recompute: bool) -> list[Tensor]:
-    """Run a program inside a transformation of torch.func; return what that computes."""
+    """Run a program inside a transformation of torch.func and return its result."""
 
     def loss(h: Tensor) -> Tensor:
         return _forward(program, w, h * 1, recompute)
@@ -378,16 +380,16 @@ def _forward(program: Program, w: World, h: Tensor, recompute: bool) -> Tensor:
         scope = manager
     checkpoints: list[CheckpointWithoutOutput] = []
     losses: list[Tensor] = []
-    kept: list[Tensor] = []
+    referenced: list[Tensor] = []
     with scope:
         for step in program.steps:
             h = _step(program, w, step, h, recompute, manager, checkpoints)
             if step.read:
                 losses.append(_read(h))
             if not program.drop_references:
-                kept.append(h)
+                referenced.append(h)
             if manager is not None and owner == "scoped manager":
-                manager.discard_consumed(h, *kept)
+                manager.discard_consumed(h, *referenced)
         total = _read(h * 1) + sum(losses)
         if program.drop_references:
             del h
@@ -431,7 +433,7 @@ def _step(
 
 
 def _square(values: Tensor, complex_numbers: bool) -> Tensor:
-    """Bring any result to N x N, by views where that is possible."""
+    """Reshape a result to N x N, by views if possible."""
     if complex_numbers and not values.is_complex():
         values = torch.complex(values, values * 0.5)
     return (

@@ -1,6 +1,6 @@
-"""The table in docs/recompute.md: which named values each way of recomputing keeps, read off both backends.
+"""The table in docs/recompute.md: named values that each recompute mode saves for backward, read from both backends.
 
-python -m benchmarks.kept_values          (writes it anew)
+python -m benchmarks.saved_values          (updates it)
 """
 
 from dataclasses import replace
@@ -19,7 +19,8 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.recompute import VALUES
 
 PAGE = Path(__file__).parent.parent / "docs" / "recompute.md"
-BEGIN, END = "<!-- table: python -m benchmarks.kept_values -->\n", "<!-- end of table -->\n"
+BEGIN = "<!-- table: python -m benchmarks.saved_values -->\n"
+END = "<!-- end of table -->\n"
 CONFIG = TransformerConfig(
     hidden_size=32, num_layers=4, num_attention_heads=4, seq_length=16, enable_hyper_connections=True
 )
@@ -32,11 +33,11 @@ MODES = {
 }
 
 
-def kept(config: TransformerConfig) -> dict[str, int]:
-    """Bytes kept by name.
+def saved_bytes(config: TransformerConfig) -> dict[str, int]:
+    """Return the bytes of each named value that are saved for backward.
 
     Raises:
-        AssertionError: the backends differ.
+        AssertionError: if the backends differ.
     """
     tokens = np.arange(2 * config.seq_length).reshape(2, -1)
     model = reference_torch.transformer.GPTModel(config)
@@ -46,13 +47,13 @@ def kept(config: TransformerConfig) -> dict[str, int]:
     theirs = jax_impl.recompute.residual_report(lambda p: nnx.merge(graph, p)(inputs, inputs), params)
     sizes = {name: value.bytes for name, value in ours.items()}
     if sizes != {name: value.bytes for name, value in theirs.items()}:
-        raise AssertionError(f"the backends keep different values: {ours} and {theirs}")
+        raise AssertionError(f"the backends save different values: {ours} and {theirs}")
     return sizes
 
 
 def table() -> str:
-    """Markdown: a row a value, a column a way of recomputing, bytes relative to keeping everything."""
-    sizes = {mode: kept(replace(CONFIG, **flags)) for mode, flags in MODES.items()}
+    """Return the Markdown table of values and recompute modes; bytes are relative to no recompute."""
+    sizes = {mode: saved_bytes(replace(CONFIG, **flags)) for mode, flags in MODES.items()}
     lines = ["| value | " + " | ".join(MODES) + " |", "|---" * (len(MODES) + 1) + "|"]
     for name in VALUES:
         whole = sizes["none"].get(name, 0)
@@ -63,9 +64,10 @@ def table() -> str:
 
 
 def main() -> None:
-    """Replace the table in the page."""
+    """Update the table in the page."""
     page = PAGE.read_text()
-    start, end = page.index(BEGIN) + len(BEGIN), page.index(END)
+    start = page.index(BEGIN) + len(BEGIN)
+    end = page.index(END)
     PAGE.write_text(page[:start] + table() + page[end:])
 
 
