@@ -163,6 +163,11 @@ WRONG = {
         "locate examples/locate_a_bug.py:torch_side examples/locate_a_bug.py:jax_side --names {broken}",
         "--names: expected a TOML file of names, got",
     ),
+    "locate no submodules": (
+        "locate examples/locate_a_bug.py:torch_side examples/locate_a_bug.py:jax_side --modules {broken}",
+        "--modules: expected a TOML file of names, got",
+    ),
+    "locate in no memory": ("locate a.py:build b.py:build --memory-limit -1", "--memory-limit: expected at least 0"),
     "locate no function": ("locate examples/locate_a_bug.py:side b.py:build", "expected a function 'side' in examples"),
     "locate no inputs": (
         "locate examples/locate_a_bug.py:jax_side examples/locate_a_bug.py:jax_side",

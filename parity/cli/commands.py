@@ -261,12 +261,22 @@ class Locate:
     """FILE.py:FUNCTION that returns the nnx.Module, or (linen module, variables)."""
     names: Path | None = None
     """TOML file that maps PyTorch's names of parameters to JAX's names; None: proposed from shapes and names."""
+    modules: Path | None = None
+    """TOML file that maps PyTorch's names of submodules to JAX's names; None: by their parameters and paths."""
+    ignore: tuple[str, ...] = ()
+    """Patterns of parameters, of either side, without counterpart."""
     output_dir: Path = Path("runs/locate")
     """Folder for location.json, location.html and location.png."""
     seed: int = 0
     """Seed of cotangents and perturbations."""
+    precision: Literal["float64", "float32", "bfloat16"] = "float64"
+    """Dtype in whose ulps differences are judged; float32 if a side computes in float32 on purpose."""
+    memory_limit: int = 2**30
+    """Bytes of recorded arrays that stay in memory; others are in a temporary folder until the command ends."""
 
     def __post_init__(self) -> None:
+        if self.memory_limit < 0:
+            raise ValueError(f"memory_limit: expected at least 0 bytes, got {self.memory_limit}")
         for side in (self.torch_side, self.jax_side):
             if not re.fullmatch(r".+\.py:[A-Za-z_]\w*", side):
                 raise ValueError(f"torch_side, jax_side: expected FILE.py:FUNCTION, got {side!r}")

@@ -31,12 +31,22 @@ def run_locate(command: Locate) -> Location:
     """
     from parity.location_figure import draw_location
 
-    names = None if command.names is None else _read_names(command.names)
+    names, modules = (_read_names(flag, getattr(command, flag)) for flag in ("names", "modules"))
     side = _load(command.torch_side)()
     if not isinstance(side, tuple) or len(side) != 2:
         raise ValueError(f"torch_side: expected {command.torch_side} to return (module, inputs), got {_kind(side)}")
     module, inputs = side
-    location = locate(module, _load(command.jax_side)(), inputs, names=names, seed=command.seed)
+    location = locate(
+        module,
+        _load(command.jax_side)(),
+        inputs,
+        names=names,
+        modules=modules,
+        ignore=command.ignore,
+        seed=command.seed,
+        precision=command.precision,
+        memory_limit=command.memory_limit,
+    )
     command.output_dir.mkdir(parents=True, exist_ok=True)
     picture = command.output_dir / "location.png"
     draw_location(location, picture)
@@ -67,16 +77,18 @@ def _load(side: str) -> Callable[[], Any]:
     return found[function]
 
 
-def _read_names(path: Path) -> dict[str, Any]:
-    """Return the mapping of a TOML file.
+def _read_names(flag: str, path: Path | None) -> dict[str, Any] | None:
+    """Return the mapping of a TOML file, or None without a file.
 
     Raises:
         ValueError: the file does not exist or is not TOML.
     """
+    if path is None:
+        return None
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"names: expected a TOML file of names, got {path}: {error}") from None
+        raise ValueError(f"{flag}: expected a TOML file of names, got {path}: {error}") from None
 
 
 def _kind(value: Any) -> str:
