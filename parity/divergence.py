@@ -42,10 +42,9 @@ from diptych.plans.model.data import Batch, Corpus
 from diptych.plans.model.parameters import initial_value, parameter_specs
 from diptych.plans.training import learning_rate
 from parity.compare import relative_difference
-
-BFLOAT16 = np.dtype(jnp.bfloat16)
-EPSILON = {"bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
-"""Machine epsilon by dtype: the unit of differences in ulps."""
+from parity.implementations import Implementation, JaxImplementation, TorchImplementation, Values, make_inputs
+from parity.pytrees import BFLOAT16, to_numpy
+from parity.rounding import EPSILON
 
 Parameters = Mapping[str, np.ndarray]
 """Arrays by canonical parameter name."""
@@ -111,7 +110,7 @@ def layer_values(
         model = reference_torch.transformer.GPTModel(config)
         reference_torch.saving.import_parameters(model, parameters)
         with torch.no_grad():
-            return [as_numpy(x) for x in _layer_values("torch", model, torch.from_numpy(tokens))]
+            return [to_numpy(x) for x in _layer_values("torch", model, torch.from_numpy(tokens))]
     graph, params = nnx.split(jax_impl.transformer.GPTModel(config), nnx.Param)
 
     @partial(jax.jit, compiler_options=compiler_options)
@@ -232,10 +231,8 @@ def compare_operation(
     Returns:
         The error, and PyTorch's results.
     """
-    ours = _run_torch(functions[0], inputs)
-    exact = _run_torch(functions[0], [_widened(x) for x in inputs])
-    given = [None if x is None else jnp.asarray(x) for x in inputs]
-    theirs = [np.asarray(x) for x in _listed(jax.jit(functions[1])(*given))]
+    ours, exact = (run_torch(functions[0], *inputs, dtype=run_dtype) for run_dtype in (None, "float64"))
+    theirs = _run(JaxImplementation, functions[1], inputs, None)
     a, b, truth = (np.concatenate([x.ravel().astype(np.float64) for x in xs]) for xs in (ours, theirs, exact))
     unit = EPSILON[dtype or str(ours[0].dtype)]
     between, of_torch, of_jax = (relative_difference(*pair) / unit for pair in ((a, b), (a, truth), (b, truth)))
@@ -269,14 +266,14 @@ def operation_errors(trainer: reference_torch.train.Trainer, batch: Batch) -> li
     layer = f"decoder.layers.{config.num_layers - 1}"
     streams = layer_values("torch", config, values, batch.tokens)[config.num_layers - 1]
     written = _mixer(run, config, values, layer, streams)
-    mean = _run_torch(lambda x: x.mean(-2), [written])[0]
+    mean = run_torch(lambda x: x.mean(-2), written)[0]
     product = operation_pair("ops.linear")
     norm = operation_pair("ops.rms_norm", epsilon=config.layernorm_epsilon)
-    normed = _run_torch(norm[0], [mean, values[f"{layer}.pre_mlp_layernorm.weight"]])[0]
+    normed = run_torch(norm[0], mean, values[f"{layer}.pre_mlp_layernorm.weight"])[0]
     inner = run("product, MLP in", product, normed, values[f"{layer}.mlp.linear_fc1.weight"])
     activated = run("activation", operation_pair(f"ops.{config.layer(config.num_layers - 1).activation}"), inner)
     run("product, MLP out", product, activated, values[f"{layer}.mlp.linear_fc2.weight"])
-    normed = _run_torch(norm[0], [mean, values["decoder.final_layernorm.weight"]])[0]
+    normed = run_torch(norm[0], mean, values["decoder.final_layernorm.weight"])[0]
     head = "output_layer" if config.untie_embeddings_and_output_weights else "embedding"
     logits = run("product, head", product, normed, values[f"{head}.weight"])
     run("loss", operation_pair("ops.cross_entropy"), logits, batch.targets)
@@ -310,7 +307,7 @@ def _mixer(
     rotary = operation_pair("ops.rotary_embedding", base=config.rotary_base)
     positions = np.arange(q.shape[1])
     q = run("rotary", rotary, q, positions)
-    k = _run_torch(rotary[0], [k, positions])[0]
+    k = run_torch(rotary[0], k, positions)[0]
     attended = run("attention", operation_pair("ops.causal_attention"), q, k, v)
     attended = attended.reshape(*attended.shape[:2], -1)
     projection = values[f"{layer}.self_attention.linear_proj.weight"]
@@ -357,37 +354,22 @@ def adamw(train: TrainConfig, step: int) -> OperationPair:
     return in_torch, in_jax
 
 
-def as_torch(array: np.ndarray) -> torch.Tensor:
-    """Return a tensor with the array's elements and dtype, including bfloat16."""
-    array = np.ascontiguousarray(array)
-    return (
-        torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-        if array.dtype == BFLOAT16
-        else torch.from_numpy(array)
-    )
+def run_torch(function: Callable[..., Any], *inputs: np.ndarray | None, dtype: str | None = None) -> list[np.ndarray]:
+    """Return the results of a function of tensors, without gradients.
+
+    Args:
+        function: returns a tensor or a tuple.
+        *inputs: arrays; None is passed through.
+        dtype: dtype of floating inputs; None: their own.
+    """
+    return _run(TorchImplementation, function, inputs, dtype)
 
 
-def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Return an array with the tensor's elements and dtype, including bfloat16."""
-    return (
-        tensor.contiguous().view(torch.int16).numpy().view(BFLOAT16)
-        if tensor.dtype == torch.bfloat16
-        else tensor.numpy()
-    )
-
-
-def _run_torch(function: Callable[..., Any], inputs: Sequence[np.ndarray | None]) -> list[np.ndarray]:
-    with torch.no_grad():
-        return [as_numpy(x) for x in _listed(function(*(None if x is None else as_torch(x) for x in inputs)))]
-
-
-def _listed(results: Any) -> list[Any]:
-    return list(results) if isinstance(results, tuple | list) else [results]
-
-
-def _widened(x: np.ndarray | None) -> np.ndarray | None:
-    """Return floating-point arrays in float64; integers and None unchanged."""
-    return x if x is None or np.issubdtype(x.dtype, np.integer) else x.astype(np.float64)
+def _run(
+    kind: Callable[..., Implementation], function: Callable, inputs: Sequence[np.ndarray | None], dtype: str | None
+) -> list[np.ndarray]:
+    call = make_inputs(inputs)
+    return [*kind(function, call).run(Values(call.arrays, {}), dtype, None).outputs.values()]
 
 
 def _module(backend: str, name: str) -> Any:

@@ -100,7 +100,7 @@ class Values(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The results of a run; floating ones are widened to float64, exactly."""
+    """The results of a run; floating ones are widened to float64, exactly, unless the run had no dtype."""
 
     outputs: Leaves
     input_gradients: Leaves
@@ -109,6 +109,10 @@ class Run(NamedTuple):
     """Gradients of trainable parameters by name; empty without cotangents."""
     is_floating: dict[str, bool]
     """True for outputs with a floating dtype."""
+
+
+Cotangents = Leaves | Callable[[str, Any], np.ndarray]
+"""Cotangents of floating outputs by name, or a function of the name and something with the output's shape and dtype."""
 
 
 class Implementation(Protocol):
@@ -121,8 +125,13 @@ class Implementation(Protocol):
     trainable: frozenset[str]
     """Names of the parameters that get a gradient."""
 
-    def run(self, values: Values, dtype: str, cotangents: Leaves | None) -> Run:
-        """Run forward, and backward if cotangents of the floating outputs are given, in one of pytrees.DTYPES.
+    def run(self, values: Values, dtype: str | None, cotangents: Cotangents | None) -> Run:
+        """Run forward, and backward if cotangents of the floating outputs are given.
+
+        Args:
+            values: the values to start from.
+            dtype: one of pytrees.DTYPES; None: every array keeps its dtype, and so do the results.
+            cotangents: as in Cotangents.
 
         Raises:
             ValueError: outputs are not arrays.
@@ -162,13 +171,13 @@ def _named_errors(label: str, function: Any, call: CallInputs) -> Iterator[None]
 
 
 @contextlib.contextmanager
-def _missing_kernels(label: str, dtype: str) -> Iterator[None]:
+def _missing_kernels(label: str, dtype: str | None) -> Iterator[None]:
     """Explain that a framework lacks an operation in a dtype."""
     try:
         yield
     except NotImplementedError as error:
         raise ValueError(
-            f"{label}: expected operations that exist in {dtype}, got: {error}; pass dtypes without it"
+            f"{label}: expected operations that exist in {dtype or 'these dtypes'}, got: {error}; pass other dtypes"
         ) from error
 
 
@@ -199,7 +208,7 @@ class TorchImplementation:
         self._call = call
         self._names = outputs
         self._device = device
-        self._copies: dict[str, nn.Module] = {}
+        self._copies: dict[str | None, nn.Module] = {}
         self.parameters: Leaves = {}
         self.trainable: frozenset[str] = frozenset()
         if isinstance(function, nn.Module):
@@ -207,14 +216,15 @@ class TorchImplementation:
             self.parameters = {n: widened(to_numpy(v)) for n, v in values.items() if v.dtype.is_floating_point}
             self.trainable = frozenset(n for n, v in values.items() if isinstance(v, nn.Parameter) and v.requires_grad)
 
-    def module(self, dtype: str) -> nn.Module:
+    def module(self, dtype: str | None) -> nn.Module:
         """Return the copy of the module that runs in a dtype."""
         assert isinstance(self.function, nn.Module), "only modules are copied"
         if dtype not in self._copies:
-            self._copies[dtype] = copy.deepcopy(self.function).to(self._device, TORCH_DTYPES[dtype])
+            kind = None if dtype is None else TORCH_DTYPES[dtype]
+            self._copies[dtype] = copy.deepcopy(self.function).to(self._device, kind)
         return self._copies[dtype]
 
-    def run(self, values: Values, dtype: str, cotangents: Leaves | None) -> Run:
+    def run(self, values: Values, dtype: str | None, cotangents: Cotangents | None) -> Run:
         """See Implementation.run."""
         function, parameters = self._prepared(values, dtype)
         inputs = {name: self._tensor(array, dtype) for name, array in values.inputs.items()}
@@ -229,15 +239,16 @@ class TorchImplementation:
             with _named_errors(self.label, self.function, self._call):
                 found = _selected(named_leaves(function(*positional, **keyword), OUTPUT), self._names)
             _check_outputs(found, self.label)
-            of_inputs: Leaves = {}
-            of_parameters: Leaves = {}
+            of_inputs: dict[str, torch.Tensor] = {}
+            of_parameters: dict[str, torch.Tensor] = {}
+            floating = {name: value.is_floating_point() or value.is_complex() for name, value in found.items()}
             if cotangents is not None:
-                of_inputs, of_parameters = _torch_gradients(found, (inputs, parameters), cotangents)
-        outputs = {name: widened(to_numpy(value)) for name, value in found.items()}
-        floating = {name: value.is_floating_point() or value.is_complex() for name, value in found.items()}
-        return Run(outputs, of_inputs, of_parameters, floating)
+                given = _drawn(cotangents, {name: value for name, value in found.items() if floating[name]})
+                of_inputs, of_parameters = _torch_gradients(found, (inputs, parameters), given)
+        results = [_results(group, dtype) for group in (found, of_inputs, of_parameters)]
+        return Run(results[0], results[1], results[2], floating)
 
-    def _prepared(self, values: Values, dtype: str) -> tuple[Callable, dict[str, torch.Tensor]]:
+    def _prepared(self, values: Values, dtype: str | None) -> tuple[Callable, dict[str, torch.Tensor]]:
         """Return what is called, with its parameters set, and the trainable parameters by name."""
         if not isinstance(self.function, nn.Module):
             return self.function, {}
@@ -252,19 +263,31 @@ class TorchImplementation:
                     leaves[name] = value
         return module, leaves
 
-    def _tensor(self, array: np.ndarray, dtype: str) -> torch.Tensor:
+    def _tensor(self, array: np.ndarray, dtype: str | None) -> torch.Tensor:
         """Return a tensor of the rounded values, which requires a gradient if it is floating."""
         if not is_floating(array):
             return torch.tensor(array, device=self._device)
+        dtype = dtype or array.dtype.name
         kind = None if array.dtype.kind == "c" else TORCH_DTYPES[dtype]
         exact = rounded(array, dtype)
         exact = exact if exact.dtype.kind == "c" else exact.astype(np.float64)
         return torch.tensor(exact, dtype=kind, device=self._device).requires_grad_()
 
 
+def _drawn(cotangents: Cotangents, outputs: Mapping[str, Any]) -> Leaves:
+    """Return the cotangents of floating outputs."""
+    return {n: cotangents(n, value) for n, value in outputs.items()} if callable(cotangents) else cotangents
+
+
+def _results(found: Mapping[str, Any], dtype: str | None) -> Leaves:
+    """Return results as NumPy arrays, widened if the run has a dtype."""
+    arrays = {name: to_numpy(value) for name, value in found.items()}
+    return arrays if dtype is None else {name: widened(array) for name, array in arrays.items()}
+
+
 def _torch_gradients(
     outputs: Mapping[str, torch.Tensor], groups: Sequence[Mapping[str, torch.Tensor]], cotangents: Leaves
-) -> list[Leaves]:
+) -> list[dict[str, torch.Tensor]]:
     """Return the gradients of groups of tensors by name; zeros for tensors that no output depends on."""
     given = [value for group in groups for value in group.values() if value.requires_grad]
     reached = {name: value for name, value in outputs.items() if value.requires_grad}
@@ -273,7 +296,7 @@ def _torch_gradients(
         grads = [torch.tensor(cotangents[n], dtype=out.dtype, device=out.device) for n, out in reached.items()]
         found = torch.autograd.grad([*reached.values()], given, grads, allow_unused=True)
     gradients = iter(torch.zeros_like(x) if grad is None else grad for x, grad in zip(given, found, strict=True))
-    return [{n: widened(to_numpy(next(gradients))) for n, x in group.items() if x.requires_grad} for group in groups]
+    return [{n: next(gradients) for n, x in group.items() if x.requires_grad} for group in groups]
 
 
 def _torch_values(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -283,7 +306,7 @@ def _torch_values(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: str) -> Iterator[None]:
+def _default_dtype(dtype: str | None) -> Iterator[None]:
     """Let constants that a function creates be float64 in a float64 run, as JAX does with 64-bit types enabled."""
     before = torch.get_default_dtype()
     if dtype == "float64":
@@ -328,21 +351,21 @@ class JaxImplementation:
         self.function = function
         self._call = call
         self._names = outputs
-        self._programs: dict[str, _JaxProgram] = {}
+        self._programs: dict[str | None, _JaxProgram] = {}
         program = self._program("float32")
         self.parameters = {name: widened(to_numpy(value)) for name, value in program.parameters.items()}
         self.trainable = program.trainable
-        self._runs: dict[tuple[str, bool], Callable] = {}
+        self._runs: dict[tuple[str | None, bool], Callable] = {}
 
-    def _program(self, dtype: str) -> _JaxProgram:
+    def _program(self, dtype: str | None) -> _JaxProgram:
         """Return the callable as it runs in a dtype."""
         if dtype not in self._programs:
             self._programs[dtype] = _program(self.function, dtype)
         return self._programs[dtype]
 
-    def run(self, values: Values, dtype: str, cotangents: Leaves | None) -> Run:
+    def run(self, values: Values, dtype: str | None, cotangents: Cotangents | None) -> Run:
         """See Implementation.run."""
-        with jax.enable_x64(dtype == "float64"):
+        with contextlib.nullcontext() if dtype is None else jax.enable_x64(dtype == "float64"):
             varied, fixed = self.split(values, dtype)
             gradient = cotangents is not None
             if (dtype, gradient) not in self._runs:
@@ -352,15 +375,17 @@ class JaxImplementation:
             if cotangents is None:
                 outputs, gradients = self._runs[dtype, gradient](varied, fixed), {}
             else:
-                outputs, gradients = self._runs[dtype, gradient](varied, fixed, cotangents)
-            by_kind: dict[str, Leaves] = {"inputs": {}, "parameters": {}}
-            for (kind, name), value in gradients.items():
-                by_kind[kind][name] = widened(np.asarray(value))
+                shapes = jax.eval_shape(partial(self.outputs, dtype), varied, fixed) if callable(cotangents) else {}
+                given = _drawn(cotangents, {n: x for n, x in shapes.items() if jnp.issubdtype(x.dtype, jnp.inexact)})
+                outputs, gradients = self._runs[dtype, gradient](varied, fixed, given)
             floating = {name: jnp.issubdtype(value.dtype, jnp.inexact) for name, value in outputs.items()}
-            arrays = {name: widened(np.asarray(value)) for name, value in outputs.items()}
-            return Run(arrays, by_kind["inputs"], by_kind["parameters"], floating)
+            of_inputs, of_parameters = (
+                _results({name: value for (kind, name), value in gradients.items() if kind == group}, dtype)
+                for group in ("inputs", "parameters")
+            )
+            return Run(_results(outputs, dtype), of_inputs, of_parameters, floating)
 
-    def split(self, values: Values, dtype: str) -> tuple[dict, dict]:
+    def split(self, values: Values, dtype: str | None) -> tuple[dict, dict]:
         """Return the arrays that get a gradient and the others, by their kind and name."""
         varied, fixed = {}, {}
         for kind, arrays, trainable in (
@@ -378,7 +403,7 @@ class JaxImplementation:
             return jax.make_jaxpr(partial(self.outputs, "float64"))(*self.split(values, "float64"))
 
     def outputs(
-        self, dtype: str, varied: Mapping, fixed: Mapping, observe: Observe = _unobserved
+        self, dtype: str | None, varied: Mapping, fixed: Mapping, observe: Observe = _unobserved
     ) -> dict[str, jax.Array]:
         """Return all outputs by name.
 
@@ -398,7 +423,9 @@ class JaxImplementation:
         _check_outputs(found, self.label)
         return {name: jnp.asarray(value) for name, value in found.items()}
 
-    def _differentiated(self, dtype: str, varied: Mapping, fixed: Mapping, cotangents: Mapping) -> tuple[dict, dict]:
+    def _differentiated(
+        self, dtype: str | None, varied: Mapping, fixed: Mapping, cotangents: Mapping
+    ) -> tuple[dict, dict]:
         """Return all outputs, and the gradients of the varied values.
 
         JAX's pullback of complex values is the transposed, PyTorch's the conjugated transposed Jacobian: cotangents and
@@ -415,12 +442,14 @@ class JaxImplementation:
         return outputs, jax.tree.map(jnp.conj, gradients)
 
 
-def _jax_array(array: np.ndarray, dtype: str) -> jax.Array:
+def _jax_array(array: np.ndarray, dtype: str | None) -> jax.Array:
     """Return an array of the rounded values.
 
     Raises:
         ValueError: an integer does not fit the 32 bits that JAX uses by default.
     """
+    if dtype is None:
+        return jnp.asarray(array)
     narrow = array.dtype in (np.int64, np.uint64) and dtype != "float64"
     if narrow and array.size and (array.max() > np.iinfo(np.int32).max or array.min() < np.iinfo(np.int32).min):
         raise ValueError(
@@ -430,7 +459,7 @@ def _jax_array(array: np.ndarray, dtype: str) -> jax.Array:
     return jnp.asarray(rounded(array, dtype))
 
 
-def _program(function: Any, dtype: str) -> _JaxProgram:
+def _program(function: Any, dtype: str | None) -> _JaxProgram:
     """Return any supported JAX callable, as it runs in a dtype, as a function of parameters and inputs."""
     if isinstance(function, nnx.Module):
         return _nnx_program(_computing_in(function, dtype))
@@ -456,14 +485,16 @@ def _program(function: Any, dtype: str) -> _JaxProgram:
     return _pytree_program(lambda module, *args, **kwargs: module(*args, **kwargs), function)
 
 
-def _computing_in(module: nnx.Module, dtype: str) -> nnx.Module:
-    """Return a copy of a module that computes in a dtype, as PyTorch's Module.to does.
+def _computing_in(module: nnx.Module, dtype: str | None) -> nnx.Module:
+    """Return a copy of a module that computes in a dtype, as PyTorch's Module.to does; None: in its own.
 
     Flax's modules store the dtype in which they compute. It is replaced where it is that of the module's parameters. A
     narrower dtype is a decision of the module, and stays. The dtype of parameters is also that of a recurrent cell's
     first state.
     """
     copied = nnx.clone(module)
+    if dtype is None:
+        return copied
     for _, node in nnx.iter_graph(copied):
         if isinstance(node, nnx.Module) and getattr(node, "param_dtype", None) is jnp.float32:
             setattr(node, "param_dtype", jnp.dtype(DTYPES[dtype]))  # noqa: B010
@@ -476,8 +507,10 @@ def _computing_in(module: nnx.Module, dtype: str) -> nnx.Module:
     return copied
 
 
-def _storing_in(module: linen.Module, dtype: str) -> linen.Module:
+def _storing_in(module: linen.Module, dtype: str | None) -> linen.Module:
     """Return a linen module whose recurrent cells have a first state of a dtype, and with it those in its fields."""
+    if dtype is None:
+        return module
     values = {field.name: getattr(module, field.name, None) for field in dataclasses.fields(module)}
     changed: dict[str, Any] = {
         name: _storing_in(value, dtype)

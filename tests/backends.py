@@ -5,17 +5,16 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from flax import nnx
 from hypothesis import settings
 
 from diptych.plans.config import DataConfig, TransformerConfig
 from diptych.plans.model.data import Corpus
 from jax_impl.train import Trainer as JaxTrainer
 from parity.compare import relative_difference
+from parity.implementations import OUTPUT, JaxImplementation, TorchImplementation, Values, make_inputs
 
 BACKENDS = ("torch", "jax")
 TORCH_FIRST = ("torch", pytest.param("jax", marks=pytest.mark.thorough))
@@ -23,6 +22,7 @@ TORCH_FIRST = ("torch", pytest.param("jax", marks=pytest.mark.thorough))
 TORCH_DAILY = ("torch", pytest.param("jax", marks=pytest.mark.slow))
 """Where make test has seen JAX do nearly the same, and leaves it to make test-all."""
 PACKAGES = {"torch": "reference_torch", "jax": "jax_impl"}
+IMPLEMENTATIONS = {"torch": TorchImplementation, "jax": JaxImplementation}
 
 
 def draws_are_fixed() -> bool:
@@ -54,39 +54,13 @@ def value_and_gradients(
     backend: str, function: Callable, inputs: Sequence[np.ndarray], seed: int = 0
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Outputs, and gradients of all floating inputs under normal cotangents drawn from ``seed``."""
-    if backend == "torch":
-        arrays = [torch.from_numpy(np.ascontiguousarray(x)) for x in inputs]
-        arrays = [a.requires_grad_() if a.is_floating_point() else a for a in arrays]
-        outputs = _listed(function(*arrays))
-        cotangents = [torch.from_numpy(c) for c in _cotangents([o.detach().numpy() for o in outputs], seed)]
-        gradients = torch.autograd.grad(outputs, [a for a in arrays if a.requires_grad], cotangents)
-        return [o.detach().numpy() for o in outputs], [g.numpy() for g in gradients]
+    call = make_inputs(list(inputs))
 
-    floating = [i for i, x in enumerate(inputs) if np.issubdtype(x.dtype, np.floating)]
+    def cotangent(name, output) -> np.ndarray:
+        return normal(seed + (0 if name == OUTPUT else int(name)), *output.shape)
 
-    def of_floating(*values):
-        arrays = [jnp.asarray(x) for x in inputs]
-        for place, value in zip(floating, values, strict=True):
-            arrays[place] = value
-        return _listed(function(*arrays))
-
-    @jax.jit
-    def run(values, cotangents):
-        outputs, pull_back = jax.vjp(of_floating, *values)
-        return outputs, pull_back(cotangents)
-
-    values = [inputs[i] for i in floating]
-    shapes = jax.eval_shape(of_floating, *values)
-    outputs, gradients = run(values, _cotangents(shapes, seed))
-    return [np.asarray(o) for o in outputs], [np.asarray(g) for g in gradients]
-
-
-def _listed(outputs) -> list:
-    return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
-
-
-def _cotangents(outputs, seed: int) -> list[np.ndarray]:
-    return [normal(seed + i, *o.shape).astype(o.dtype) for i, o in enumerate(outputs)]
+    run = IMPLEMENTATIONS[backend](function, call).run(Values(call.arrays, {}), None, cotangent)
+    return [*run.outputs.values()], [run.input_gradients[n] for n in call.arrays if n in run.input_gradients]
 
 
 def assert_close(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray], tolerance: float) -> None:
@@ -101,22 +75,10 @@ def model_gradients(
     backend: str, config: TransformerConfig, tokens: np.ndarray, cotangent: np.ndarray, **arguments
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Logits of a new model and every parameter's gradient under a cotangent of the logits."""
-    if backend == "torch":
-        model = room(backend, "transformer").GPTModel(config)
-        logits = model(torch.from_numpy(tokens), **arguments)
-        names, parameters = zip(*model.named_parameters(), strict=True)
-        gradients = torch.autograd.grad(logits, parameters, torch.from_numpy(cotangent))
-        return logits.detach().numpy(), {n: g.numpy() for n, g in zip(names, gradients, strict=True)}
-    graph, params = nnx.split(room(backend, "transformer").GPTModel(config), nnx.Param)
-
-    @jax.jit
-    def run(params):
-        logits, pull_back = jax.vjp(lambda p: nnx.merge(graph, p)(jnp.asarray(tokens), **arguments), params)
-        return logits, pull_back(jnp.asarray(cotangent))[0]
-
-    logits, gradients = run(params)
-    flat = nnx.to_flat_state(gradients)
-    return np.asarray(logits), {".".join(path): np.asarray(leaf[...]) for path, leaf in flat}
+    call = make_inputs([tokens], arguments)
+    model = IMPLEMENTATIONS[backend](room(backend, "transformer").GPTModel(config), call)
+    run = model.run(Values(call.arrays, model.parameters), config.params_dtype, {OUTPUT: cotangent})
+    return run.outputs[OUTPUT], run.parameter_gradients
 
 
 @contextlib.contextmanager

@@ -15,12 +15,9 @@ from jax_impl.train import Trainer as JaxTrainer
 from parity import divergence
 from parity.compare import relative_difference
 from parity.divergence import (
-    EPSILON,
     OperationError,
     Trajectory,
     adamw,
-    as_numpy,
-    as_torch,
     compare_operation,
     computing_in,
     drift,
@@ -30,9 +27,11 @@ from parity.divergence import (
     one_ulp,
     operation_errors,
     operation_pair,
+    run_torch,
     state_of,
     trajectory,
 )
+from parity.rounding import EPSILON
 from parity.tolerances import GRADIENT
 from reference_torch.forward_context import ForwardContext
 from reference_torch.train import Trainer as TorchTrainer
@@ -146,8 +145,10 @@ def test_state_is_what_the_trainer_holds():
 
 def test_bfloat16_goes_into_torch_and_back():
     array = normal(0, 3, 4).astype(ml_dtypes.bfloat16)
-    np.testing.assert_array_equal(as_torch(array.T).float().numpy(), array.T.astype(np.float32))
-    np.testing.assert_array_equal(as_numpy(as_torch(array).t()), array.T)
+    widened, same = run_torch(lambda x: (x.float(), x), array.T)
+    np.testing.assert_array_equal(widened, array.T.astype(np.float32))
+    assert same.dtype == array.dtype
+    np.testing.assert_array_equal(same, array.T)
 
 
 @pytest.mark.parametrize("dtype", EPSILON)
@@ -177,7 +178,7 @@ def test_truth_is_float64():
     x = normal(0, 64, 64, dtype=np.float32)
     error, _ = compare_operation("norm", operation_pair("ops.rms_norm", epsilon=0.5), x, np.ones(64, np.float32))
     exact = x.astype(np.float64) / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 0.5)
-    ours = as_numpy(operation_pair("ops.rms_norm", epsilon=0.5)[0](torch.from_numpy(x), torch.ones(64)))
+    (ours,) = run_torch(operation_pair("ops.rms_norm", epsilon=0.5)[0], x, np.ones(64, np.float32))
     assert error.torch == pytest.approx(relative_difference(ours, exact) / EPSILON["float32"], rel=1e-4)
 
 
@@ -210,7 +211,7 @@ def test_operations_are_given_what_the_model_computes(monkeypatch):
 
     def watched(name, functions, *inputs, dtype):
         given[name] = inputs
-        gave[name] = divergence._run_torch(functions[0], inputs)
+        gave[name] = run_torch(functions[0], *inputs)
         return OperationError(name, 0.0, 0.0, 0.0, 0.0), gave[name]
 
     monkeypatch.setattr(divergence, "compare_operation", watched)

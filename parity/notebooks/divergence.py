@@ -21,10 +21,8 @@ from diptych.plans.training import has_weight_decay, learning_rate
 from jax_impl.train import Trainer as JaxTrainer
 from parity.compare import relative_difference
 from parity.divergence import (
-    EPSILON,
     OperationError,
     Trajectory,
-    as_torch,
     compare_operation,
     computing_in,
     drift,
@@ -34,9 +32,11 @@ from parity.divergence import (
     one_ulp,
     operation_errors,
     operation_pair,
+    run_torch,
     state_of,
     trajectory,
 )
+from parity.rounding import EPSILON
 from reference_torch.train import Trainer as TorchTrainer
 
 DTYPES = ("float64", "float32", "bfloat16")
@@ -116,7 +116,7 @@ def product_errors(lengths: Sequence[int], generator: np.random.Generator) -> Cu
         x, weight = (generator.standard_normal(shape, "float32") for shape in ((4, 32, terms), (96, terms)))
         order = generator.permutation(terms)
         error, (found,) = compare_operation("product", product, x, weight)
-        reordered = product[0](as_torch(x[..., order]), as_torch(weight[:, order])).numpy()
+        (reordered,) = run_torch(product[0], x[..., order], weight[:, order])
         exact, _ = compare_operation("in float64", (_in_float64, _in_float64), x, weight)
         row = {
             "PyTorch from float64": error.torch,

@@ -1,4 +1,4 @@
-"""The command ``diptych locate`` passes every setting of ``locate``, and its exit code tells whether the models differ."""
+"""The command ``diptych locate`` passes every setting of ``locate``."""
 
 import dataclasses
 import inspect
