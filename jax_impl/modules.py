@@ -31,7 +31,7 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation with a gain.
+    """Root-mean-square normalisation with a gain: the weight plus the offset of its specification.
 
     Args:
         config: configuration of the model.
@@ -41,11 +41,14 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, config: TransformerConfig, name: str, specs: dict[str, ParameterSpec] | None = None) -> None:
         self.epsilon = config.layernorm_epsilon
-        self.weight = parameter(config, f"{name}.weight", (specs or norm_spec(config))["weight"])
+        spec = (specs or norm_spec(config))["weight"]
+        self.offset = spec.offset
+        self.weight = parameter(config, f"{name}.weight", spec)
 
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
         """Call ops.rms_norm."""
-        return rms_norm(x, self.weight[...], self.epsilon)
+        weight = self.weight[...]
+        return rms_norm(x, weight + self.offset if self.offset else weight, self.epsilon)
 
 
 def _value(bias: nnx.Param | None) -> Array | None:

@@ -352,13 +352,16 @@ def short_convolution(
     return jax.checkpoint(convolved)(x, weight.astype(x.dtype))  # backward recomputes the shifted copies
 
 
-def rotary_embedding(x: Float[Array, "b t h d"], positions: Int[Array, " t"], base: float) -> Float[Array, "b t h d"]:
-    """Rotate the pairs (x[i], x[i + d/2]) by the angle position * base**(-2i/d).
+def rotary_embedding(
+    x: Float[Array, "b t h d"], positions: Int[Array, " t"], base: float, width: int | None = None
+) -> Float[Array, "b t h d"]:
+    """Rotate the pairs (x[i], x[i + w/2]) of the first w channels by the angle position * base**(-2i/w).
 
     Args:
-        x: queries or keys; d is even. [B, T, H, d]
+        x: queries or keys. [B, T, H, d]
         positions: positions of the tokens within their sequence. [T] integer
         base: base of the wavelengths.
+        width: number w of turned channels, even; the others stay. None: d.
 
     Returns:
         The rotated queries or keys in the type of x. [B, T, H, d]
@@ -366,16 +369,19 @@ def rotary_embedding(x: Float[Array, "b t h d"], positions: Int[Array, " t"], ba
     Raises:
         ValueError: an argument has a wrong shape, type or value.
 
-    Reference: Su et al., arXiv 2104.09864, eq. 15. Here the channels of a pair are d/2 apart (GPT-NeoX order).
+    Reference: Su et al., arXiv 2104.09864, eq. 15. Here the channels of a pair are w/2 apart (GPT-NeoX order).
     """
-    operations.check_rotary(operand("x", x), operand("positions", positions), base)
+    operations.check_rotary(operand("x", x), operand("positions", positions), base, width)
+    width = x.shape[-1] if width is None else width
+    if width == 0:
+        return x
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    frequencies = jnp.asarray(rotary_frequencies(x.shape[-1], base), wide)
+    frequencies = jnp.asarray(rotary_frequencies(width, base), wide)
     angle = positions.astype(wide)[:, None, None] * frequencies
     cos = jnp.cos(angle).astype(x.dtype)
     sin = jnp.sin(angle).astype(x.dtype)
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    first, second, passed = jnp.split(x, (width // 2, width), axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, passed], axis=-1)
 
 
 def kernel_backend(impl: str, x: Array) -> Any | None:

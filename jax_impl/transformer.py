@@ -45,7 +45,7 @@ from jax_impl.recompute import checkpoint_blocks, name_value
 
 
 class SelfAttention(nnx.Module):
-    """Causal softmax attention with rotary positions and grouped queries.
+    """Causal softmax attention with rotary positions, grouped queries and, if configured, normed heads and a gate.
 
     Args:
         config: configuration of the model.
@@ -58,6 +58,13 @@ class SelfAttention(nnx.Module):
         self.layer_number = layer_number
         specs = attention_specs(config)
         self.linear_qkv = Linear(config, f"{name}.linear_qkv", specs["linear_qkv"])
+        self.q_layernorm, self.k_layernorm = (
+            RMSNorm(config, f"{name}.{norm}", specs[norm]) if norm in specs else None
+            for norm in ("q_layernorm", "k_layernorm")
+        )
+        self.linear_gate = (
+            Linear(config, f"{name}.linear_gate", specs["linear_gate"]) if "linear_gate" in specs else None
+        )
         self.linear_proj = Linear(config, f"{name}.linear_proj", specs["linear_proj"])
 
     def __call__(
@@ -77,8 +84,8 @@ class SelfAttention(nnx.Module):
         qkv = add_bias(*self.linear_qkv(hidden_states))
         qkv = qkv.reshape(batch, length, heads + 2 * groups, self.config.head_dim)
         q, k, v = jnp.split(qkv, (heads, heads + groups), axis=2)
-        q = rotary_embedding(q, context.positions, self.config.rotary_base)
-        k = rotary_embedding(k, context.positions, self.config.rotary_base)
+        q = self._positioned(q, self.q_layernorm, context.positions)
+        k = self._positioned(k, self.k_layernorm, context.positions)
         attend = fused_attention if self.config.use_flash_attn else causal_attention
         if isinstance(context.sequences, FLACPContext):
             q = name_value(q, "q")
@@ -94,7 +101,15 @@ class SelfAttention(nnx.Module):
             assert isinstance(past, AttentionState), "the cache was made for another layer pattern"
             attended, state = cached_attention(q, k, v, past, context.cache.length)
             context.cache.layers[self.layer_number] = state
-        return self.linear_proj(attended.reshape(batch, length, -1))
+        attended = attended.reshape(batch, length, -1)
+        if self.linear_gate is not None:
+            attended = attended * nnx.sigmoid(add_bias(*self.linear_gate(hidden_states)))
+        return self.linear_proj(attended)
+
+    def _positioned(self, x: Array, norm: RMSNorm | None, positions: Array) -> Array:
+        """Norm queries or keys [B, T, H, d], if there is a norm, and turn them by their positions."""
+        x = x if norm is None else norm(x)
+        return rotary_embedding(x, positions, self.config.rotary_base, self.config.rotary_dim)
 
 
 class MLP(nnx.Module):

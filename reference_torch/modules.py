@@ -31,7 +31,7 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation with a gain.
+    """Root-mean-square normalisation with a gain: the weight plus the offset of its specification.
 
     Args:
         config: configuration of the model.
@@ -42,8 +42,10 @@ class RMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, name: str, specs: dict[str, ParameterSpec] | None = None) -> None:
         super().__init__()
         self.epsilon = config.layernorm_epsilon
-        self.weight = parameter(config, f"{name}.weight", (specs or norm_spec(config))["weight"])
+        spec = (specs or norm_spec(config))["weight"]
+        self.offset = spec.offset
+        self.weight = parameter(config, f"{name}.weight", spec)
 
     def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
         """Call ops.rms_norm."""
-        return rms_norm(x, self.weight, self.epsilon)
+        return rms_norm(x, self.weight + self.offset if self.offset else self.weight, self.epsilon)

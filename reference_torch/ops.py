@@ -324,14 +324,15 @@ class _ShortConvolution(torch.autograd.Function):
 
 @as_one_operation
 def rotary_embedding(
-    x: Float[Tensor, "b t h d"], positions: Int[Tensor, " t"], base: float
+    x: Float[Tensor, "b t h d"], positions: Int[Tensor, " t"], base: float, width: int | None = None
 ) -> Float[Tensor, "b t h d"]:
-    """Rotate the pairs (x[i], x[i + d/2]) by the angle position * base**(-2i/d).
+    """Rotate the pairs (x[i], x[i + w/2]) of the first w channels by the angle position * base**(-2i/w).
 
     Args:
-        x: queries or keys; d is even. [B, T, H, d]
+        x: queries or keys. [B, T, H, d]
         positions: positions of the tokens within their sequence. [T] integer
         base: base of the wavelengths.
+        width: number w of turned channels, even; the others stay. None: d.
 
     Returns:
         The rotated queries or keys in the type of x. [B, T, H, d]
@@ -339,18 +340,21 @@ def rotary_embedding(
     Raises:
         ValueError: an argument has a wrong shape, type or value.
 
-    Reference: Su et al., arXiv 2104.09864, eq. 15. Here the channels of a pair are d/2 apart (GPT-NeoX order).
+    Reference: Su et al., arXiv 2104.09864, eq. 15. Here the channels of a pair are w/2 apart (GPT-NeoX order).
     """
-    operations.check_rotary(operand("x", x), operand("positions", positions), base)
-    half = x.shape[-1] // 2
+    operations.check_rotary(operand("x", x), operand("positions", positions), base, width)
+    width = x.shape[-1] if width is None else width
+    if width == 0:
+        return x
+    half = width // 2
     wide = torch.promote_types(x.dtype, torch.float32)
-    frequencies = torch.from_numpy(rotary_frequencies(x.shape[-1], base)).to(x.device, wide)
+    frequencies = torch.from_numpy(rotary_frequencies(width, base)).to(x.device, wide)
     angle = positions.to(wide)[:, None, None] * frequencies
     cos = angle.cos().to(x.dtype)
     sin = angle.sin().to(x.dtype)
     first = x[..., :half]
-    second = x[..., half:]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    second = x[..., half:width]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, x[..., width:]], dim=-1)
 
 
 def kernel_backend(impl: str, x: Tensor) -> Any | None:

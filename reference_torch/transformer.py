@@ -46,7 +46,7 @@ from reference_torch.recompute import SAVE_ALL, BlockRecomputation, name_value, 
 
 
 class SelfAttention(nn.Module):
-    """Causal softmax attention with rotary positions and grouped queries.
+    """Causal softmax attention with rotary positions, grouped queries and, if configured, normed heads and a gate.
 
     Args:
         config: configuration of the model.
@@ -60,6 +60,13 @@ class SelfAttention(nn.Module):
         self.layer_number = layer_number
         specs = attention_specs(config)
         self.linear_qkv = Linear(config, f"{name}.linear_qkv", specs["linear_qkv"])
+        self.q_layernorm, self.k_layernorm = (
+            RMSNorm(config, f"{name}.{norm}", specs[norm]) if norm in specs else None
+            for norm in ("q_layernorm", "k_layernorm")
+        )
+        self.linear_gate = (
+            Linear(config, f"{name}.linear_gate", specs["linear_gate"]) if "linear_gate" in specs else None
+        )
         self.linear_proj = Linear(config, f"{name}.linear_proj", specs["linear_proj"])
 
     def forward(
@@ -79,12 +86,11 @@ class SelfAttention(nn.Module):
         qkv = linear(hidden_states, self.linear_qkv.weight, self.linear_qkv.bias)
         qkv = qkv.view(batch, length, heads + 2 * groups, self.config.head_dim)
         q, k, v = qkv.split((heads, groups, groups), dim=2)
-        q = rotary_embedding(q, context.positions, self.config.rotary_base)
-        k = rotary_embedding(k, context.positions, self.config.rotary_base)
+        q = self._positioned(q, self.q_layernorm, context.positions)
+        k = self._positioned(k, self.k_layernorm, context.positions)
         attend = fused_attention if self.config.use_flash_attn else causal_attention
-        q = name_value(q, "q")
-        k = name_value(k, "k")
-        v = name_value(v.contiguous(), "v")  # a view would save the joint projection of q, k and v for backward
+        # Views would save the joint projection of q, k and v for backward.
+        q, k, v = (name_value(x.contiguous(), name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
         sequences = context.sequences
         if isinstance(sequences, FLACPContext):
             cp_context = sequences.of_layer(self.layer_number)
@@ -98,7 +104,15 @@ class SelfAttention(nn.Module):
             assert isinstance(past, AttentionState), "the cache was made for another layer pattern"
             attended, state = cached_attention(q, k, v, past, context.cache.length)
             context.cache.layers[self.layer_number] = state
-        return self.linear_proj(name_value(attended, "core_attn").flatten(2))
+        attended = name_value(attended, "core_attn").flatten(2)
+        if self.linear_gate is not None:
+            attended = attended * torch.sigmoid(add_bias(*self.linear_gate(hidden_states)))
+        return self.linear_proj(attended)
+
+    def _positioned(self, x: Tensor, norm: RMSNorm | None, positions: Tensor) -> Tensor:
+        """Norm queries or keys [B, T, H, d], if there is a norm, and turn them by their positions."""
+        x = x if norm is None else norm(x)
+        return rotary_embedding(x, positions, self.config.rotary_base, self.config.rotary_dim)
 
 
 class MLP(nn.Module):

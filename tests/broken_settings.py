@@ -37,6 +37,7 @@ BROKEN = {
     (TransformerConfig, "vocab_size"): ({"vocab_size": 0}, r"vocab_size: .* got 0"),
     (TransformerConfig, "seq_length"): ({"seq_length": 0}, r"seq_length: .* got 0"),
     (TransformerConfig, "rotary_base"): ({"rotary_base": 0.0}, r"rotary_base: .*\(0, inf\), got 0\.0"),
+    (TransformerConfig, "rotary_percent"): ({"rotary_percent": 1.5}, r"rotary_percent: .*\[0, 1\], got 1\.5"),
     (TransformerConfig, "layernorm_epsilon"): ({"layernorm_epsilon": 0.0}, r"layernorm_epsilon: .*\(0, inf\)"),
     (TransformerConfig, "hidden_dropout"): ({"hidden_dropout": -0.1}, r"hidden_dropout: .*\[0, 1\), got -0\.1"),
     (TransformerConfig, "init_method_std"): ({"init_method_std": -1.0}, r"init_method_std: .*\[0, inf\)"),
@@ -59,12 +60,9 @@ BROKEN = {
         {"num_attention_heads": 5},
         r"num_attention_heads: expected a divisor of hidden_size=32, got 5; .* kv_channels",
     ),
-    (TransformerConfig, "head width is even"): ({"kv_channels": 3}, r"kv_channels: expected an even .* got 3"),
-    (TransformerConfig, "groups divide heads"): ({"num_query_groups": 3}, r"num_query_groups: expected a divisor .* 3"),
-    (TransformerConfig, "linear_num_key_heads"): ({"linear_num_key_heads": 0}, r"linear_num_key_heads: .* >= 1, got 0"),
-    (TransformerConfig, "linear_num_value_heads"): (
-        {"linear_num_value_heads": 0},
-        r"linear_num_value_heads: .* >= 1, got 0",
+    (TransformerConfig, "rotary width is even"): (
+        {"kv_channels": 6, "rotary_percent": 0.5},
+        r"kv_channels, rotary_percent: expected an even number of turned channels .* got 3 of 6",
     ),
     (TransformerConfig, "linear_key_head_dim"): ({"linear_key_head_dim": 0}, r"linear_key_head_dim: .* >= 1, got 0"),
     (TransformerConfig, "linear_value_head_dim"): (
@@ -285,6 +283,9 @@ BROKEN = {
             "do_mlp_hyper_connection",
             "add_bias_linear",
             "use_flash_attn",
+            "qk_layernorm",
+            "attention_output_gate",
+            "layernorm_zero_centered_gamma",
             "recompute_hyper_connections",
             "recompute_pre_mlp_layernorm",
             "recompute_mlp",

@@ -153,6 +153,11 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
     "precision": {"bf16": {"params_dtype": "float32", "bf16": True}},
     "embedding": {"untied embedding": {"untie_embeddings_and_output_weights": True}},
     "attention": {"fused attention": {"use_flash_attn": True}, "grouped queries": {"num_query_groups": 1}},
+    "heads": {
+        "normed heads": {"qk_layernorm": True, "rotary_percent": 0.5},
+        "gated heads": {"attention_output_gate": True, "rotary_percent": 0.0},
+    },
+    "norms": {"zero-centered norms": {"layernorm_zero_centered_gamma": True}},
     "biases": {"biases": {"add_bias_linear": True}},
     "loss": {"loss per token": {"calculate_per_token_loss": True}},
     "messages": {

@@ -32,6 +32,20 @@ SMALL = TransformerConfig(
     params_dtype="float64",
 )
 HYPER = replace(SMALL, enable_hyper_connections=True, num_residual_streams=3)
+GATED = replace(
+    SMALL,
+    kv_channels=12,
+    rotary_percent=0.5,
+    qk_layernorm=True,
+    attention_output_gate=True,
+    layernorm_zero_centered_gamma=True,
+    layernorm_epsilon=0.1,
+)
+PLAIN = {
+    "usual": SMALL,
+    "gated, with normed heads": GATED,
+    "without positions": replace(SMALL, rotary_percent=0.0),
+}
 
 
 def tokens_for(config: TransformerConfig, batch: int = 2, length: int | None = None, seed: int = 0) -> np.ndarray:
@@ -43,25 +57,33 @@ def plain_network(config: TransformerConfig, parameters: dict, tokens, scale: fl
     """A pre-norm transformer from PyTorch's own functions; a sublayer's input is scaled before its norm."""
 
     def norm(x, weight, factor=1.0):
-        return F.rms_norm(factor * x, (config.hidden_size,), weight, config.layernorm_epsilon)
+        weight = weight + 1 if config.layernorm_zero_centered_gamma else weight
+        return F.rms_norm(factor * x, weight.shape, weight, config.layernorm_epsilon)
 
-    def rotate(x):  # [B, T, H, d]
-        half = x.shape[-1] // 2
+    def rotate(x, weight):  # [B, T, H, d]
+        x = norm(x, weight) if config.qk_layernorm else x
+        turned = round(x.shape[-1] * config.rotary_percent)
+        x, passed = x[..., :turned], x[..., turned:]
+        half = turned // 2
         angle = torch.arange(x.shape[1])[:, None, None] * config.rotary_base ** (
             -torch.arange(half, dtype=x.dtype) / half
         )
         turn = torch.polar(torch.ones_like(angle), angle)
         turned = torch.complex(x[..., :half], x[..., half:]) * turn
-        return torch.cat([turned.real, turned.imag], -1)
+        return torch.cat([turned.real, turned.imag, passed], -1)
 
     x = parameters["embedding.weight"][tokens]
     for number in range(config.num_layers):
         p = {k.removeprefix(f"decoder.layers.{number}."): v for k, v in parameters.items()}
         heads = config.num_attention_heads
-        qkv = norm(x, p["input_layernorm.weight"], scale) @ p["self_attention.linear_qkv.weight"].T
+        normed = norm(x, p["input_layernorm.weight"], scale)
+        qkv = normed @ p["self_attention.linear_qkv.weight"].T
+        normed_heads = (p.get(f"self_attention.{name}_layernorm.weight") for name in "qk")
         q, k, v = qkv.view(*tokens.shape, 3 * heads, -1).split(heads, 2)
-        q, k, v = (t.transpose(1, 2) for t in (rotate(q), rotate(k), v))
+        q, k, v = (t.transpose(1, 2) for t in (*map(rotate, (q, k), normed_heads), v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        if config.attention_output_gate:
+            attended = attended * torch.sigmoid(normed @ p["self_attention.linear_gate.weight"].T)
         x = x + attended @ p["self_attention.linear_proj.weight"].T
         gate, value = (norm(x, p["pre_mlp_layernorm.weight"], scale) @ p["mlp.linear_fc1.weight"].T).chunk(2, -1)
         x = x + (F.silu(gate) * value) @ p["mlp.linear_fc2.weight"].T
@@ -80,11 +102,12 @@ def plain_gradients(config, tokens, cotangent, scale=1.0):
     return logits.detach().numpy(), {n: g.numpy() for n, g in zip(parameters, gradients, strict=True)}
 
 
+@pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_without_mhc_it_is_the_plain_network(backend):
-    tokens, cotangent = tokens_for(SMALL), normal(1, 2, 12, 11)
-    logits, gradients = model_gradients(backend, SMALL, tokens, cotangent)
-    expected_logits, expected = plain_gradients(SMALL, tokens, cotangent)
+def test_without_mhc_it_is_the_plain_network(backend, name):
+    config, tokens, cotangent = PLAIN[name], tokens_for(SMALL), normal(1, 2, 12, 11)
+    logits, gradients = model_gradients(backend, config, tokens, cotangent)
+    expected_logits, expected = plain_gradients(config, tokens, cotangent)
     assert_close([logits], [expected_logits], 1e-13)
     assert gradients.keys() == expected.keys()
     assert_close(list(gradients.values()), [expected[name] for name in gradients], 1e-12)

@@ -77,6 +77,12 @@ KINDS = {
     "fused attention": {"use_flash_attn": True},
     "attention": {},
     "grouped attention": {"num_query_groups": 2},
+    "gated attention": {
+        "qk_layernorm": True,
+        "attention_output_gate": True,
+        "rotary_percent": 0.5,
+        "layernorm_zero_centered_gamma": True,
+    },
     "gdn": {"layer_pattern": "gdn"},
     "kda": {"layer_pattern": "kda", "linear_num_value_heads": 8, "linear_value_head_dim": 16},
 }

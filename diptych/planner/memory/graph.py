@@ -189,7 +189,8 @@ class GraphBuilder:
         width = self.widths[f"{name}.weight"]
         product = normed
         if self.item < self.wide:
-            x = self._cast(nodes, x, self.wide, region)
+            source, x = x, Value(f"{x.name} in float32", normed.size // self.item * self.wide)
+            nodes.append(Node([source], [x], [], region))  # of a joint projection, only the normed part
             product = Value("product", x.size)
         scaled = Value("normalised", normed.size // self.item * self.wide)
         inverse = Value("norm statistics", scaled.size // width)
@@ -238,12 +239,22 @@ class GraphBuilder:
         nodes += self._linear(normed, qkv, f"{name}.linear_qkv", ())
         turned = [self.activation(n, w * width) for n, w in (("q", heads), ("k", groups))]
         for value in turned:
-            angles = Value("rotary angles", self.length * width * self.item)  # cosines and sines
-            nodes.append(Node([qkv], [value, angles], [angles], (), 0, value.size, value.size))
+            given = qkv
+            if config.qk_layernorm:
+                given = Value(value.name, value.size)
+                nodes += self._norm(qkv, given, f"{name}.{value.name}_layernorm", ())
+            angles = Value("rotary angles", self.length * config.rotary_dim * self.item)  # cosines and sines
+            nodes.append(Node([given], [value, angles], [angles], (), 0, value.size, value.size))
         v = self.activation("v", groups * width)
         attended = self.activation("core_attn", heads * width)
         nodes.append(Node([qkv], [v]))
         self._core_attention(nodes, [*turned, v], attended)
+        if config.attention_output_gate:
+            gate = self._mapped(nodes, normed, "gate", heads * width, f"{name}.linear_gate")
+            opened, gated = Value("gate", attended.size), Value("gated", attended.size)
+            nodes.append(Node([gate], [opened], [opened]))
+            nodes.append(Node([attended, opened], [gated], [attended, opened]))
+            attended = gated
         output = self.activation("attention_output", config.hidden_size)
         nodes += self._linear(attended, output, f"{name}.linear_proj", ())
         return self._biased(nodes, output, f"{name}.linear_proj", ())

@@ -85,8 +85,16 @@ class TransformerConfig:
     """Maximum sequence length T."""
     rotary_base: float = 10000.0
     """Base of the rotary position embedding's wavelengths."""
+    rotary_percent: float = 1.0
+    """Share of the channels of a head that the rotary position embedding turns, the first ones; 0: no positions."""
+    qk_layernorm: bool = False
+    """Normalize queries and keys per head before the rotary position embedding."""
+    attention_output_gate: bool = False
+    """Multiply the output of softmax attention by the sigmoid of a projection of its input."""
     layernorm_epsilon: float = 1e-5
     """Epsilon added to the mean square in every norm."""
+    layernorm_zero_centered_gamma: bool = False
+    """Multiply by 1 + weight instead of weight in all norms but the output norm of gdn and kda layers."""
     use_flash_attn: bool = False
     """Use the framework's fused attention kernel, if there is one; it does not store the T x T weights."""
     impl: Literal["auto", "reference", "triton"] = "auto"
@@ -258,6 +266,11 @@ class TransformerConfig:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that the rotary position embedding turns."""
+        return int(self.head_dim * self.rotary_percent)
+
+    @property
     def query_groups(self) -> int:
         """Number of key/value heads."""
         return self.num_query_groups or self.num_attention_heads
@@ -372,6 +385,10 @@ MODEL_RULES: tuple[Rule, ...] = (
     count("vocab_size"),
     count("seq_length"),
     number("rotary_base", "(0, inf)"),
+    number("rotary_percent", "[0, 1]"),
+    flag("qk_layernorm"),
+    flag("attention_output_gate"),
+    flag("layernorm_zero_centered_gamma"),
     number("layernorm_epsilon", "(0, inf)"),
     number("hidden_dropout", "[0, 1)"),
     number("init_method_std", "[0, inf)"),
@@ -397,9 +414,12 @@ MODEL_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "head width is even",
-        lambda c: c.head_dim % 2 == 0,
-        lambda c: f"kv_channels: expected an even head width (rotary embedding rotates pairs), got {c.head_dim}",
+        "rotary width is even",
+        lambda c: c.rotary_dim % 2 == 0,
+        lambda c: (
+            "kv_channels, rotary_percent: expected an even number of turned channels (rotary embedding rotates "
+            f"pairs), got {c.rotary_dim} of {c.head_dim}"
+        ),
     ),
     Rule(
         "groups divide heads",

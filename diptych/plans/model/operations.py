@@ -192,12 +192,21 @@ def check_convolution(x: Operand, weight: Operand, before: Operand) -> None:
         raise ValueError(f"before: expected shape {x.shape[1:2]} or {x.shape[:2]}, got {tuple(before.shape)}")
 
 
-def check_rotary(x: Operand, positions: Operand, base: Any) -> None:
-    """Reject arguments of the rotary embedding: x [B, T, H, d] with odd d, positions not [T], or an invalid base."""
+def check_rotary(x: Operand, positions: Operand, base: Any, width: Any = None) -> None:
+    """Reject arguments of the rotary embedding.
+
+    Args:
+        x: queries or keys. [B, T, H, d]
+        positions: positions. [T]
+        base: base of the wavelengths.
+        width: number of turned channels, even and at most d; None: d.
+    """
     check_floating(x=x)
     check_axes("x", x.shape, "BTHd")
-    if x.shape[-1] % 2:
+    if width is None and x.shape[-1] % 2:
         raise ValueError(f"x: expected heads of an even width, got {x.shape[-1]}")
+    if width is not None and (not isinstance(width, int) or width % 2 or not 0 <= width <= x.shape[-1]):
+        raise ValueError(f"width: expected an even number of channels of at most {x.shape[-1]}, got {width!r}")
     if positions.dtype not in FLOATING:
         check_integers(positions=positions)
     check_shape("positions", positions.shape, x.shape[1:2])

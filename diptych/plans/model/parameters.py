@@ -25,6 +25,8 @@ class ParameterSpec(NamedTuple):
     mean: float = 0.0
     std: float = 0.0
     drawn: Literal["normal", "log rate", "time step"] = "normal"
+    offset: float = 0.0
+    """Added to the parameter where it is used: 1 for the gain of a zero-centered norm."""
 
 
 def initial_value(seed: int, name: str, spec: ParameterSpec) -> np.ndarray:
@@ -48,7 +50,7 @@ def initial_value(seed: int, name: str, spec: ParameterSpec) -> np.ndarray:
 
 
 def rotary_frequencies(head_dim: int, base: float) -> np.ndarray:
-    """Return the angle per position of each pair of a head, ``base**(-2i / head_dim)``, as [head_dim / 2] float64."""
+    """Return the angle per position of each turned pair, ``base**(-2i / head_dim)``, as [head_dim / 2] float64."""
     return base ** (-2.0 * np.arange(head_dim // 2) / head_dim)
 
 
@@ -68,13 +70,15 @@ def linear_spec(
 
 
 def attention_specs(config: TransformerConfig) -> dict[str, dict[str, ParameterSpec]]:
-    """Return the parameters of the linear maps of causal self-attention, by submodule."""
+    """Return the parameters of causal self-attention, by submodule."""
     queries = config.num_attention_heads * config.head_dim
     keys_values = 2 * config.query_groups * config.head_dim
-    return {
-        "linear_qkv": linear_spec(config, queries + keys_values, config.hidden_size),
-        "linear_proj": linear_spec(config, config.hidden_size, queries, is_output=True),
-    }
+    specs = {"linear_qkv": linear_spec(config, queries + keys_values, config.hidden_size)}
+    if config.qk_layernorm:
+        specs |= {name: norm_spec(config, config.head_dim) for name in ("q_layernorm", "k_layernorm")}
+    if config.attention_output_gate:
+        specs["linear_gate"] = linear_spec(config, queries, config.hidden_size)
+    return specs | {"linear_proj": linear_spec(config, config.hidden_size, queries, is_output=True)}
 
 
 def delta_rule_specs(config: TransformerConfig, mixer: str) -> dict[str, dict[str, ParameterSpec]]:
@@ -132,9 +136,10 @@ def mlp_specs(config: TransformerConfig, layer_number: int) -> dict[str, dict[st
     }
 
 
-def norm_spec(config: TransformerConfig) -> dict[str, ParameterSpec]:
-    """Return the parameters of an RMSNorm."""
-    return {"weight": ParameterSpec((config.hidden_size,), mean=1.0)}
+def norm_spec(config: TransformerConfig, width: int | None = None) -> dict[str, ParameterSpec]:
+    """Return the parameters of an RMSNorm over so many channels; None: over hidden_size."""
+    offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
+    return {"weight": ParameterSpec((width or config.hidden_size,), mean=1.0 - offset, offset=offset)}
 
 
 def hyper_connection_spec(config: TransformerConfig) -> dict[str, ParameterSpec]:
