@@ -5,6 +5,7 @@ no renaming. diptych/plans/checkpoint.py reads and writes the files.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,17 +81,19 @@ def import_arrays(
     return import_parameters(model, split_arrays(arrays, MODEL)), optimizer
 
 
-def load_model(path: Path | str) -> GPTModel:
+def load_model(path: Path | str, seq_length: int | None = None) -> GPTModel:
     """Return the model of a checkpoint of either backend.
 
     Args:
         path: a checkpoint file, or a folder whose newest checkpoint is read.
+        seq_length: maximum sequence length of the model; None: the recorded one.
 
     Raises:
         CheckpointError: see diptych.plans.checkpoint.read_checkpoint.
     """
     checkpoint = read_checkpoint(path)
-    graph, params = nnx.split(GPTModel(recorded_model(checkpoint.settings)), nnx.Param)
+    config = recorded_model(checkpoint.settings)
+    graph, params = nnx.split(GPTModel(replace(config, seq_length=seq_length or config.seq_length)), nnx.Param)
     return nnx.merge(graph, import_parameters(params, split_arrays(checkpoint.arrays, MODEL)))
 
 

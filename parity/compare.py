@@ -130,6 +130,7 @@ def compare(
     *,
     loss_tolerance: float | None = None,
     gradient_tolerance: float | None = None,
+    parameters: Mapping[str, np.ndarray] | None = None,
     on_step: Callable[[StepPair], None] = lambda pair: None,
 ) -> Comparison:
     """Train both backends from equal parameters and compare the loss of every step, and gradients before and after.
@@ -143,6 +144,7 @@ def compare(
         loss_tolerance: largest accepted difference of losses; None: that of parity.tolerances for the model's dtype.
         gradient_tolerance: largest accepted relative difference of gradients; None: that of parity.tolerances for the
             model's dtype.
+        parameters: parameters to begin with, by canonical name; None: initial ones.
         on_step: called after each step.
 
     Raises:
@@ -155,6 +157,9 @@ def compare(
         GRADIENT[config.compute_dtype] if gradient_tolerance is None else gradient_tolerance,
     )
     with torch_trainer(config, train_config, corpus) as ours, ThreadPoolExecutor(max_workers=1) as other_thread:
+        if parameters is not None:
+            ours.set_parameters(parameters)
+            theirs.set_parameters(parameters)
         gradients = compare_gradients(ours.parameters(), 0, config, train_config, corpus)
         for step in range(train_config.train_iters):
             their_step = other_thread.submit(theirs.train_step, step)

@@ -5,6 +5,7 @@ no renaming. diptych/plans/checkpoint.py reads and writes the files.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -94,17 +95,19 @@ def import_arrays(
     return model, optimizer
 
 
-def load_model(path: Path | str) -> GPTModel:
+def load_model(path: Path | str, seq_length: int | None = None) -> GPTModel:
     """Return the model of a checkpoint of either backend.
 
     Args:
         path: a checkpoint file, or a folder whose newest checkpoint is read.
+        seq_length: maximum sequence length of the model; None: the recorded one.
 
     Raises:
         CheckpointError: see diptych.plans.checkpoint.read_checkpoint.
     """
     checkpoint = read_checkpoint(path)
-    model = GPTModel(recorded_model(checkpoint.settings))
+    config = recorded_model(checkpoint.settings)
+    model = GPTModel(replace(config, seq_length=seq_length or config.seq_length))
     import_parameters(model, split_arrays(checkpoint.arrays, MODEL))
     return model
 

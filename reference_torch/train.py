@@ -9,6 +9,7 @@ and replica. The command for several processes takes the arguments of ``diptych 
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,12 @@ from diptych.plans.checkpoint import (
     MODEL,
     SECOND_MOMENT,
     Checkpoint,
+    check_model,
+    check_settings,
     check_settings_on_all_ranks,
     read_on_all_ranks,
     run_settings,
+    split_arrays,
     write_checkpoint,
 )
 from diptych.plans.config import TrainConfig, TransformerConfig
@@ -235,6 +239,18 @@ class Trainer:
         checkpoint = Checkpoint(self.steps_taken, arrays, self._settings())
         return on_first_rank(lambda: write_checkpoint(folder, checkpoint, keep), self._groups)
 
+    def begin_with(self, path: Path) -> None:
+        """Overwrite the initial parameters with the weights of a checkpoint, in the dtype of this run.
+
+        Args:
+            path: a checkpoint file, or a folder whose newest checkpoint is read.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged or has another model; or processes found different checkpoints.
+        """
+        checkpoint = read_on_all_ranks(path, partial(check_model, model=self.config), self._gather_texts)
+        self.set_parameters(split_arrays(checkpoint.arrays, MODEL))
+
     def resume(self, path: Path) -> int:
         """Continue from a checkpoint of either backend with any number of pipeline stages.
 
@@ -248,7 +264,7 @@ class Trainer:
             CheckpointError: the checkpoint is damaged or has other settings, which the message names; or processes
                 found different checkpoints.
         """
-        checkpoint = read_on_all_ranks(path, self._settings(), self._gather_texts)
+        checkpoint = read_on_all_ranks(path, partial(check_settings, settings=self._settings()), self._gather_texts)
         import_arrays(self.stages, self._optimizer, self._own(checkpoint.arrays), checkpoint.step)
         self.steps_taken = checkpoint.step
         return checkpoint.step

@@ -8,6 +8,9 @@ and, in its header, one JSON record: format version, step, settings of model, tr
 checksum over arrays and record. No other training position is stored, because batches, dropout masks and the learning
 rate depend on the step only. Any safetensors reader can read the weights.
 
+A file with weights alone (write_weights) has the first kind of arrays, and the record of the model. A run begins with
+them (``diptych train --init``).
+
 A file is written under a temporary name, flushed to disk, and then renamed, so that the last complete checkpoint
 survives when a process is killed.
 """
@@ -17,8 +20,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,20 +30,26 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as encode
 
 from diptych.plans.checkpoint_schema import (
+    FILE_TYPES,
     FIRST_MOMENT,
-    FORMAT_VERSION,
+    FORMATS,
     MODEL,
+    RUN_FORMAT,
     SECOND_MOMENT,
+    WEIGHTS_FORMAT,
     SchemaError,
     StoredArray,
     check_numbers,
     check_record,
     decides_steps,
+    defines_model,
     parse_record,
     recorded_model,
 )
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.model.data import Corpus
+from diptych.plans.model.parameters import parameter_specs
+from diptych.plans.tensor_files import TensorFile, TensorFileError, TensorInfo, write_tensors
 
 __all__ = ["FIRST_MOMENT", "MODEL", "SECOND_MOMENT", "recorded_model"]
 RECORD = "diptych"
@@ -61,9 +70,14 @@ class Checkpoint(NamedTuple):
     arrays: dict[str, np.ndarray]
     """Parameters and both moments of AdamW, by prefixed canonical name."""
     settings: dict[str, Any]
-    """Settings of the run, under the keys ``model``, ``train`` and ``data``."""
+    """Settings of the run, under the keys ``model``, ``train`` and ``data``; of weights alone, only ``model``."""
     checksum: str = ""
     """Checksum over arrays and record; only in a checkpoint that was read."""
+
+    @property
+    def is_run(self) -> bool:
+        """True if a run can continue from it; False for weights alone."""
+        return "train" in self.settings
 
 
 def run_settings(model: TransformerConfig, train: TrainConfig, corpus: Corpus) -> dict[str, Any]:
@@ -106,8 +120,8 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Pat
     _check_latest(folder, checkpoint.step)
     path = folder / f"step_{checkpoint.step:08d}.safetensors"
     partial = folder / f".{path.name}.{os.getpid()}.partial"
-    record = {"format": FORMAT_VERSION, "step": checkpoint.step, "settings": checkpoint.settings}
-    record["checksum"] = _checksum(checkpoint.arrays, record)
+    record = {"format": RUN_FORMAT, "step": checkpoint.step, "settings": checkpoint.settings}
+    record["checksum"] = _checksum(record, sorted(checkpoint.arrays), checkpoint.arrays.__getitem__)
     untouched = "earlier checkpoints are untouched"
     try:
         check_numbers(checkpoint.arrays)
@@ -133,6 +147,48 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Pat
             f"checkpoint: expected to write {len(content):,} bytes to {path}, got {error.strerror or error}; "
             f"{untouched}"
         ) from None
+    return path
+
+
+def write_weights(folder: Path, model: TransformerConfig, read: Callable[[str], np.ndarray]) -> Path:
+    """Write a checkpoint of weights alone, one parameter at a time.
+
+    Args:
+        folder: folder of the checkpoint; created if it does not exist.
+        model: configuration of the model.
+        read: returns a parameter by canonical name, in params_dtype.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        CheckpointError: the folder has checkpoints or is not writable, the disk is full, or an element is not finite.
+    """
+    check_unused(folder)
+    path = folder / f"step_{0:08d}.safetensors"
+    settings = {"model": {name: value for name, value in asdict(model).items() if decides_steps(name)}}
+    record = {"format": WEIGHTS_FORMAT, "step": 0, "settings": settings}
+    specs = parameter_specs(model)
+    tensors = {MODEL + name: TensorInfo(FILE_TYPES[model.params_dtype], specs[name].shape) for name in sorted(specs)}
+    digest = _Checksum(record)
+
+    def checked(name: str) -> np.ndarray:
+        array = read(name.removeprefix(MODEL))
+        check_numbers({name: array})
+        digest.add(name, array)
+        return array
+
+    def recorded(checksum: str) -> dict[str, str]:
+        return {RECORD: json.dumps(record | {"checksum": checksum})}
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(path, tensors, checked, lambda: recorded(digest.digits), recorded("0" * len(digest.digits)))
+        _flush_folder(folder)
+    except SchemaError as error:
+        raise CheckpointError(f"checkpoint: expected to write weights, got {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"checkpoint: expected to write {path}, got {error.strerror or error}") from None
     return path
 
 
@@ -191,6 +247,49 @@ def read_checkpoint(path: Path | str) -> Checkpoint:
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged, violates the schema, or has a later format.
     """
+    path = find_checkpoint(path)
+    try:
+        record, arrays = _read(path)
+    except (SafetensorError, SchemaError, OSError) as error:
+        raise _damaged(path, error) from None
+    checksum = record.pop("checksum")
+    if checksum != _checksum(record, sorted(arrays), arrays.__getitem__):
+        raise _changed(path)
+    try:
+        check_numbers(arrays)
+    except SchemaError as error:
+        raise _damaged(path, error) from None
+    return Checkpoint(record["step"], arrays, record["settings"], checksum)
+
+
+def open_weights(path: Path) -> tuple[TensorFile, TransformerConfig]:
+    """Verify a checkpoint and return its arrays, to be read one at a time, and its model on one rank.
+
+    Args:
+        path: path of the file.
+
+    Raises:
+        CheckpointError: see read_checkpoint.
+    """
+    try:
+        file, record = _open(path)
+    except (TensorFileError, SchemaError, OSError) as error:
+        raise _damaged(path, error) from None
+    checksum = record.pop("checksum")
+    if checksum != _checksum(record, sorted(file.tensors), file.read):
+        raise _changed(path)
+    return file, recorded_model(record["settings"])
+
+
+def find_checkpoint(path: Path | str) -> Path:
+    """Return the path of a checkpoint's file.
+
+    Args:
+        path: a checkpoint, or a folder, whose newest checkpoint is found.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     path = Path(path)
     if path.is_dir():
         found = list_checkpoints(path)
@@ -201,38 +300,56 @@ def read_checkpoint(path: Path | str) -> Checkpoint:
         raise CheckpointError(f"checkpoint: expected a file or folder, got {path}, which does not exist")
     elif not path.is_file():
         raise CheckpointError(f"checkpoint: expected a file or folder, got {path}, which is a device or pipe")
-    remedy = "remove it to continue from the previous checkpoint"
-    try:
-        record, arrays = _read(path)
-    except (SafetensorError, SchemaError, OSError) as error:
-        got = str(error) if isinstance(error, SchemaError) else repr(error)
-        raise CheckpointError(f"checkpoint: expected a whole checkpoint in {path}, got {got}; {remedy}") from None
-    checksum = record.pop("checksum")
-    if checksum != _checksum(arrays, record):
-        raise CheckpointError(f"checkpoint: expected {path} unchanged, got another checksum; {remedy}")
-    try:
-        check_numbers(arrays)
-    except SchemaError as error:
-        raise CheckpointError(f"checkpoint: expected a whole checkpoint in {path}, got {error}; {remedy}") from None
-    return Checkpoint(record["step"], arrays, record["settings"], checksum)
+    return path
+
+
+REMEDY = "remove it to continue from the previous checkpoint"
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    got = str(error) if isinstance(error, SchemaError) else repr(error)
+    return CheckpointError(f"checkpoint: expected a whole checkpoint in {path}, got {got}; {REMEDY}")
+
+
+def _changed(path: Path) -> CheckpointError:
+    return CheckpointError(f"checkpoint: expected {path} unchanged, got another checksum; {REMEDY}")
+
+
+def _open(path: Path) -> tuple[TensorFile, dict[str, Any]]:
+    """Return a file whose arrays are read on demand, and its valid record."""
+    file = TensorFile(path)
+    arrays = {name: StoredArray(info.shape, info.dtype) for name, info in file.tensors.items()}
+    return file, _record(path, file.metadata.get(RECORD), arrays)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return the record and the arrays of a file; the arrays are read only if the record is valid."""
     with safe_open(path, "np") as file:
-        record = parse_record((file.metadata() or {}).get(RECORD))
-        version = record.get("format")
-        if isinstance(version, int) and version > FORMAT_VERSION:
-            raise CheckpointError(
-                f"checkpoint: expected format {FORMAT_VERSION} or earlier in {path}, got {version}; a later version "
-                "wrote it, use that one"
-            )
         stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        check_record(record, {name: StoredArray((*x.get_shape(),), x.get_dtype()) for name, x in stored.items()})
-        named = _step_of(path)
-        if named is not None and named != record["step"]:
-            raise SchemaError(f"step {record['step']}, where its name says {named}")
+        arrays = {name: StoredArray((*x.get_shape(),), x.get_dtype()) for name, x in stored.items()}
+        record = _record(path, (file.metadata() or {}).get(RECORD), arrays)
         return record, {name: file.get_tensor(name) for name in stored}
+
+
+def _record(path: Path, text: str | None, arrays: Mapping[str, StoredArray]) -> dict[str, Any]:
+    """Return the valid record of a file with given arrays.
+
+    Raises:
+        SchemaError: the record is invalid.
+        CheckpointError: a later version wrote it.
+    """
+    record = parse_record(text)
+    version = record.get("format")
+    if isinstance(version, int) and version > max(FORMATS):
+        raise CheckpointError(
+            f"checkpoint: expected format {max(FORMATS)} or earlier in {path}, got {version}; a later version wrote "
+            "it, use that one"
+        )
+    check_record(record, arrays)
+    named = _step_of(path)
+    if named is not None and named != record["step"]:
+        raise SchemaError(f"step {record['step']}, where its name says {named}")
+    return record
 
 
 def _step_of(path: Path) -> int | None:
@@ -252,15 +369,15 @@ def _check_latest(folder: Path, step: int) -> None:
 
 
 def read_on_all_ranks(
-    path: Path | str, settings: Mapping[str, Any], gather_texts: Callable[[str], Sequence[str]]
+    path: Path | str, check: Callable[[Checkpoint], None], gather_texts: Callable[[str], Sequence[str]]
 ) -> Checkpoint:
-    """Read the checkpoint of a run on all its processes and check that it is the same one.
+    """Read a checkpoint on all processes of a run and check that it is the same one.
 
     Machines may have separate disks under one path, with different newest checkpoints.
 
     Args:
         path: see read_checkpoint.
-        settings: settings of the run; see check_settings.
+        check: rejects a checkpoint that does not fit the run.
         gather_texts: function that gathers one text from every process, in the order of the ranks.
 
     Raises:
@@ -270,7 +387,7 @@ def read_on_all_ranks(
     failure = None
     try:
         checkpoint = read_checkpoint(path)
-        check_settings(checkpoint, settings)
+        check(checkpoint)
         found = f"step {checkpoint.step}, checksum {checkpoint.checksum[:12]}"
     except Exception as error:  # of any type: the other processes wait in gather_texts
         failure = error
@@ -330,6 +447,8 @@ def check_settings(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
         CheckpointError: settings differ; the message names every differing field, its value in the checkpoint and its
             given value.
     """
+    if not checkpoint.is_run:
+        raise CheckpointError("checkpoint: expected one of a run, got weights alone; begin a run with them by --init")
     differing = [
         f"{field} {checkpoint.settings.get(part, {}).get(field)!r} in the checkpoint, {values.get(field)!r} here"
         for part, values in settings.items()
@@ -342,19 +461,75 @@ def check_settings(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
         raise CheckpointError(f"checkpoint: expected the settings of its run, got others: {'; '.join(differing)}")
 
 
+def check_model(checkpoint: Checkpoint, model: TransformerConfig) -> None:
+    """Reject a model that does not compute what the model of a checkpoint computes from its weights.
+
+    Raises:
+        CheckpointError: a setting differs; the message names it.
+    """
+    recorded = recorded_model(checkpoint.settings)
+    for name, value in asdict(model).items():
+        if defines_model(name) and getattr(recorded, name) != value:
+            raise CheckpointError(
+                f"checkpoint: expected the model of its weights, with {name} {getattr(recorded, name)!r}, got {value!r}"
+            )
+
+
+def with_model_of(path: Path | str, model: TransformerConfig, default: TransformerConfig) -> TransformerConfig:
+    """Return the settings of a run that begins with the weights of a checkpoint, which define its model.
+
+    Args:
+        path: a checkpoint, or a folder whose newest checkpoint is read.
+        model: settings of the run.
+        default: settings of a run that gives none.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or a setting that was given differs; the message names it.
+    """
+    path = find_checkpoint(path)
+    try:
+        recorded = recorded_model(_open(path)[1]["settings"])
+    except (TensorFileError, SchemaError, OSError) as error:
+        raise _damaged(path, error) from None
+    defined = {name: value for name, value in asdict(recorded).items() if defines_model(name)}
+    for name, value in defined.items():
+        given = getattr(model, name)
+        if given not in (value, getattr(default, name)):
+            raise CheckpointError(
+                f"{name}: expected {value!r}, as in the weights of {path}, got {given!r}; leave it out"
+            )
+    return replace(model, **defined)
+
+
 def split_arrays(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
     """Return the arrays whose names have a prefix, by name without the prefix."""
     return {name[len(prefix) :]: array for name, array in arrays.items() if name.startswith(prefix)}
 
 
-def _checksum(arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a record and its arrays, in hexadecimal digits."""
-    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
-    for name in sorted(arrays):
-        array = np.ascontiguousarray(arrays[name])
-        digest.update(f"{name} {array.dtype} {array.shape}".encode())
-        digest.update(array.tobytes())
-    return digest.hexdigest()
+class _Checksum:
+    """The SHA-256 of a record and its arrays, which are added in the order of their names."""
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        self._digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
+
+    def add(self, name: str, array: np.ndarray) -> None:
+        """Add an array."""
+        array = np.ascontiguousarray(array)
+        self._digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        self._digest.update(array.reshape(-1).data)
+
+    @property
+    def digits(self) -> str:
+        """The checksum of what was added, in hexadecimal digits."""
+        return self._digest.hexdigest()
+
+
+def _checksum(record: Mapping[str, Any], names: Iterable[str], read: Callable[[str], np.ndarray]) -> str:
+    """Return the checksum of a record and the named arrays, read one at a time."""
+    digest = _Checksum(record)
+    for name in names:
+        digest.add(name, read(name))
+    return digest.digits
 
 
 def _write_through(path: Path, content: bytes) -> None:

@@ -6,7 +6,8 @@ The record is JSON of this form; ``format`` counts versions of it.
      "settings": {"model": {...}, "train": {...}, "data": {"corpus_digest": "<16>", "data_seed": 0, ...}}}
 
 ``model`` and ``train`` are valid settings of TransformerConfig and TrainConfig. Every parameter of the model has three
-arrays, in its ``params_dtype``.
+arrays, in its ``params_dtype``. Format 2 has weights alone: its settings are those of the model, its step is 0, and
+every parameter has one array.
 """
 
 import re
@@ -19,7 +20,9 @@ from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.text_files import one_line, parse_json
 
-FORMAT_VERSION = 1
+RUN_FORMAT = 1
+WEIGHTS_FORMAT = 2
+FORMATS = (RUN_FORMAT, WEIGHTS_FORMAT)
 MODEL = "model."
 FIRST_MOMENT = "first_moment."
 SECOND_MOMENT = "second_moment."
@@ -44,6 +47,11 @@ _EXECUTION = frozenset(
     }
 )
 
+_TRAINING = frozenset(
+    {"seq_length", "hidden_dropout", "init_method_std", "params_dtype", "bf16", "seed", "use_flash_attn"}
+)
+"""Settings of a run that may differ from those with which the weights were made."""
+
 
 class SchemaError(ValueError):
     """An error for an invalid record or array; the message names it and the expected value."""
@@ -60,6 +68,11 @@ class StoredArray(NamedTuple):
 def decides_steps(name: str) -> bool:
     """Return True if a setting of the model determines the result of a step, not only its execution."""
     return name not in _EXECUTION and not any(part in name for part in ("recompute", "pipeline", "offload"))
+
+
+def defines_model(name: str) -> bool:
+    """Return True if a setting determines what a model computes from its parameters, without dropout."""
+    return decides_steps(name) and name not in _TRAINING
 
 
 def recorded_model(settings: Mapping[str, Any]) -> TransformerConfig:
@@ -103,25 +116,30 @@ def check_record(record: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -
     """
     _check_keys("record", record, {"format", "step", "settings", "checksum"})
     version, step, settings, checksum = (record[name] for name in ("format", "step", "settings", "checksum"))
-    if not _is_integer(version) or version != FORMAT_VERSION:
-        raise SchemaError(f"format {one_line(version)}, where {FORMAT_VERSION} was expected")
+    if not _is_integer(version) or version not in FORMATS:
+        raise SchemaError(f"format {one_line(version)}, where one of {', '.join(map(str, FORMATS))} was expected")
     if not isinstance(checksum, str) or not re.fullmatch("[0-9a-f]{64}", checksum):
         raise SchemaError(f"checksum {one_line(checksum)}, where 64 hexadecimal digits were expected")
-    _check_keys("settings", settings, {"model", "train", "data"})
+    is_run = version == RUN_FORMAT
+    _check_keys("settings", settings, {"model", "train", "data"} if is_run else {"model"})
     for part, values in settings.items():
         if not isinstance(values, dict):
             raise SchemaError(f"settings of {part} that are no JSON object but {one_line(values)}")
         for name, value in values.items():
             if not all(isinstance(item, str | int | float | None) for item in _items(value)):
                 raise SchemaError(f"{name} {one_line(value)}, where text, a number, true, false or null was expected")
-    _check_data(settings["data"])
-    train = _construct("train", lambda: TrainConfig(**settings["train"]))
-    if not _is_integer(step) or not 0 <= step <= train.train_iters:
-        raise SchemaError(f"step {one_line(step)}, where one from 0 to train_iters={train.train_iters} was expected")
+    last = 0
+    if is_run:
+        _check_data(settings["data"])
+        last = _construct("train", lambda: TrainConfig(**settings["train"])).train_iters
+    if not _is_integer(step) or not 0 <= step <= last:
+        of = f"train_iters={last}" if is_run else "0 of weights alone"
+        raise SchemaError(f"step {one_line(step)}, where one from 0 to {of} was expected")
     layers = settings["model"].get("num_layers")
     if not _is_integer(layers) or layers > len(arrays):  # before anything is done a layer at a time
         raise SchemaError(f"num_layers {one_line(layers)}, with {len(arrays)} arrays in all")
-    _check_arrays(_construct("model", lambda: recorded_model(settings)), arrays)
+    prefixes = (MODEL, FIRST_MOMENT, SECOND_MOMENT) if is_run else (MODEL,)
+    _check_arrays(_construct("model", lambda: recorded_model(settings)), arrays, prefixes)
 
 
 def check_numbers(arrays: Mapping[str, np.ndarray]) -> None:
@@ -154,10 +172,9 @@ def _check_data(data: Mapping[str, Any]) -> None:
             raise SchemaError(f"{name} {one_line(data[name])}, which no corpus has")
 
 
-def _check_arrays(model: TransformerConfig, arrays: Mapping[str, StoredArray]) -> None:
+def _check_arrays(model: TransformerConfig, arrays: Mapping[str, StoredArray], prefixes: tuple[str, ...]) -> None:
     """Reject missing or surplus arrays, and arrays of another shape or type than the model's."""
     specs = parameter_specs(model)
-    prefixes = (MODEL, FIRST_MOMENT, SECOND_MOMENT)
     expected = {prefix + name: spec.shape for prefix in prefixes for name, spec in specs.items()}
     for names, what in ((expected.keys() - arrays.keys(), "no"), (arrays.keys() - expected.keys(), "a surplus")):
         if names:

@@ -11,6 +11,7 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from diptych.planner.request import PlanRequest
+from diptych.plans.checkpoint import with_model_of
 from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
 from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.csv import read_schedule
@@ -46,9 +47,13 @@ class ModelFlags(TransformerConfig):
 
 
 def with_configuration(command: Any) -> Any:
-    """Return the command with its ModelFlags replaced by a TransformerConfig."""
+    """Return the command with its ModelFlags replaced by a TransformerConfig, that of the weights it begins with."""
     model = getattr(command, "model", None)
-    return replace(command, model=TransformerConfig(**vars(model))) if isinstance(model, ModelFlags) else command
+    if not isinstance(model, ModelFlags):
+        return command
+    found = TransformerConfig(**vars(model))
+    init = getattr(command, "init", None)
+    return replace(command, model=found if init is None else with_model_of(init, found, _demo_model()))
 
 
 def _demo_model() -> ModelFlags:
@@ -66,6 +71,9 @@ class TrainingRun:
     model: tyro.conf.OmitArgPrefixes[ModelFlags] = field(default_factory=_demo_model)
     train: tyro.conf.OmitArgPrefixes[TrainConfig] = field(default_factory=TrainConfig)
     data: tyro.conf.OmitArgPrefixes[DataConfig] = field(default_factory=DataConfig)
+    init: Path | None = None
+    """Weights to begin with, from diptych import or a run: a checkpoint, or a folder whose newest one is read. They
+    define the model: its settings need no flags. Beside them may be the model's own tokenizer. None: new weights."""
     num_threads: int = 1
     """CPU threads of PyTorch; XLA uses all cores that the process may use."""
     log_interval: int = 20
@@ -238,6 +246,30 @@ class Info:
 
 
 @dataclass(frozen=True)
+class Import:
+    """Convert a Hugging Face folder to a checkpoint of weights, which train, compare, sample and export read."""
+
+    folder: tyro.conf.Positional[Path]
+    """Folder with config.json and safetensors, as transformers saves it."""
+    output: Path
+    """Folder for the checkpoint, and for the tokenizer and configuration of the model."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """Convert a checkpoint to a Hugging Face folder, which transformers loads."""
+
+    checkpoint: tyro.conf.Positional[Path]
+    """A checkpoint, or the folder of a run, of which the newest checkpoint is read."""
+    folder: tyro.conf.Positional[Path]
+    """Folder to write."""
+    family: str | None = None
+    """Family of the model, as in docs/models.md; None: that of the folder from which its weights were imported."""
+    dtype: Literal["float64", "float32", "float16", "bfloat16"] | None = None
+    """Type of the exported weights; None: that of the checkpoint."""
+
+
+@dataclass(frozen=True)
 class Curves:
     """Plot loss, gradient norm and learning rate of runs."""
 
@@ -288,6 +320,8 @@ Command = tyro.conf.OmitSubcommandPrefixes[
     | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Sample, tyro.conf.subcommand("sample")]
     | Annotated[Info, tyro.conf.subcommand("info")]
+    | Annotated[Import, tyro.conf.subcommand("import")]
+    | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Curves, tyro.conf.subcommand("curves")]
     | Annotated[Locate, tyro.conf.subcommand("locate")]
 ]

@@ -16,6 +16,8 @@ from parity.cli.commands import (
     Command,
     Compare,
     Curves,
+    Export,
+    Import,
     Info,
     Locate,
     Plan,
@@ -32,6 +34,8 @@ COMMANDS: dict[str, type] = {
     "plan": Plan,
     "sample": Sample,
     "info": Info,
+    "import": Import,
+    "export": Export,
     "curves": Curves,
     "locate": Locate,
 }
@@ -39,6 +43,7 @@ GROUPS = {"model": TransformerConfig, "train": TrainConfig, "data": DataConfig}
 """Fields of a command that are configurations; their own fields are flags."""
 POSITIONAL = {
     "checkpoint": "a checkpoint, or a run's folder",
+    "folder": "a Hugging Face folder",
     "runs": "folders given to train --save",
     "torch_side": "two functions, TORCH_FILE.py:FUNCTION JAX_FILE.py:FUNCTION",
     "jax_side": "a second function, JAX_FILE.py:FUNCTION",

@@ -5,6 +5,7 @@ A subcommand imports only the backends that it uses: ``diptych train --backend j
 """
 
 import importlib
+import math
 import os
 import re
 import sys
@@ -30,14 +31,27 @@ from diptych.planner.reports.search import print_search
 from diptych.planner.step_time import StageTimes
 from diptych.plans.checkpoint import MODEL, list_checkpoints, read_checkpoint, recorded_model, split_arrays
 from diptych.plans.context.sequences import check_shared
+from diptych.plans.families.folder import SOURCE, copy_source, export_folder, import_folder, source_of
 from diptych.plans.model.data import load_corpus
 from diptych.plans.model.implementation import callback_threads
+from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.model.sampling import next_token, text_of
 from diptych.plans.schedule.csv import schedule_to_csv
 from diptych.plans.schedule.messages import PipelineError
 from diptych.plans.schedule.named import schedule_for
 from diptych.plans.training import NonFiniteLossError, check_trainable
-from parity.cli.commands import Compare, Curves, Info, Locate, Plan, Sample, Train, TrainingRun
+from parity.cli.commands import (
+    Compare,
+    Curves,
+    Export,
+    Import,
+    Info,
+    Locate,
+    Plan,
+    Sample,
+    Train,
+    TrainingRun,
+)
 from parity.cli.flags import in_flags, parse
 from parity.cli.launch import (
     check_processes,
@@ -50,6 +64,7 @@ from parity.cli.launch import (
 from parity.cli.output import standard_output
 from parity.cli.processes import start_processes
 from parity.cli.run import SavePlan, run_training
+from parity.cli.tokenizer import tokenizer_beside
 from parity.frameworks import import_with_frameworks
 
 USER_ERROR = 2
@@ -147,7 +162,7 @@ def _compare(command: Compare, console: Console) -> int:
         _load_backend(backend, *_demands(command))
     from parity import compare, report
 
-    corpus = load_corpus(command.data)
+    corpus = load_corpus(command.data, tokenizer_beside(command.init))
     _check_output(command.output_dir, ("report.json", "compare.png"))
     _print_setting(command, corpus, console)
     seen = report.environment()
@@ -161,6 +176,7 @@ def _compare(command: Compare, console: Console) -> int:
             corpus,
             loss_tolerance=command.loss_tolerance,
             gradient_tolerance=command.gradient_tolerance,
+            parameters=None if command.init is None else split_arrays(read_checkpoint(command.init).arrays, MODEL),
             on_step=live.step,
         )
     console.print()
@@ -177,13 +193,18 @@ def _train(command: Train, console: Console) -> int:
     module = _load_backend(command.backend, dtype, threads, command.ranks_here, impl)
     place = _place(command)
     console.quiet |= (command.process_id or 0) > 0
-    corpus = load_corpus(command.data)
+    corpus = load_corpus(command.data, tokenizer_beside(command.init))
     if command.save is not None:
         _check_output(command.save, ())
     _print_setting(command, corpus, console)
     trainer = module.Trainer(command.model, command.train, corpus, **place)
     plan = SavePlan(command.save, command.save_interval, command.exit_step, command.resume_if_saved)
     resume = command.resume or (command.resume_if_saved and trainer.any_process(_has_checkpoint(command.save)))
+    if command.init is not None and not resume:
+        trainer.begin_with(command.init)
+        source = source_of(command.init)
+        if command.save is not None and source is not None and trainer.reports:
+            copy_source(source, command.save / SOURCE)
     run_training(trainer, plan, console, command.log_interval, resume, command.backend)
     return 0
 
@@ -250,12 +271,15 @@ def _sample(command: Sample, console: Console) -> int:
     _load_backend(command.backend, config.params_dtype)
     package = PACKAGES[command.backend]
     saving, decoding = (importlib.import_module(f"{package}.{name}") for name in ("saving", "decoding"))
-    decoder = decoding.Decoder(saving.load_model(command.checkpoint))
-    tokens = list(command.prompt.encode(errors="surrogateescape"))  # keeps bytes that are not valid UTF-8
+    tokenizer = tokenizer_beside(command.checkpoint)
+    prompt = command.prompt.encode(errors="surrogateescape")  # keeps bytes that are not valid UTF-8
+    tokens = [*prompt] if tokenizer is None else tokenizer.encode(prompt)
+    longest = min(config.seq_length, len(tokens) + command.length)
+    decoder = decoding.Decoder(saving.load_model(command.checkpoint, seq_length=longest))
     for index in range(command.length):
         logits = decoder.next_logits(np.array(tokens))
         tokens.append(next_token(logits, command.temperature, command.seed, index))
-    sys.stdout.write(text_of(tokens) + "\n")
+    sys.stdout.write((text_of(tokens) if tokenizer is None else tokenizer.decode(tokens)) + "\n")
     return 0
 
 
@@ -268,6 +292,23 @@ def _info(command: Info, console: Console) -> int:
     for part, settings in checkpoint.settings.items():
         line = f"{part}: " + ", ".join(f"{field} {value}" for field, value in settings.items())
         console.print(line, soft_wrap=True, markup=False)
+    return 0
+
+
+def _import(command: Import, console: Console) -> int:
+    """Run ``diptych import`` and return the exit code."""
+    found = import_folder(command.folder, command.output)
+    count = sum(math.prod(spec.shape) for spec in parameter_specs(found.model).values())
+    console.print(f"{found.family.name}: {found.model.num_layers} layers, {count:,} parameters", highlight=False)
+    if found.skipped:
+        console.print(f"left out, as transformers does: {', '.join(found.skipped)}", markup=False, soft_wrap=True)
+    print_written(console, found.checkpoint)
+    return 0
+
+
+def _export(command: Export, console: Console) -> int:
+    """Run ``diptych export`` and return the exit code."""
+    print_written(console, *export_folder(command.checkpoint, command.folder, command.family, command.dtype))
     return 0
 
 
@@ -299,6 +340,8 @@ _ACTIONS: dict[type, Callable[[Any, Console], int]] = {
     Plan: _plan,
     Sample: _sample,
     Info: _info,
+    Import: _import,
+    Export: _export,
     Curves: _curves,
     Locate: _locate,
 }

@@ -9,7 +9,7 @@ import sysconfig
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -43,14 +43,14 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes for training and validation."""
+    """Tokens for training and validation: bytes, or token ids of a tokenizer."""
 
     name: str
     """Name in messages and reports."""
     training: np.ndarray
-    """Training bytes. uint8"""
+    """Training tokens. uint8 bytes, or int32"""
     validation: np.ndarray
-    """Validation bytes. uint8"""
+    """Validation tokens. uint8 bytes, or int32"""
     seed: int
     """Seed of the data order."""
     training_documents: np.ndarray | None = None
@@ -79,7 +79,7 @@ class Corpus:
             _places(split, data, seq_length)
             if int(data.max()) >= vocab_size:
                 raise ValueError(
-                    f"vocab_size: expected more than the corpus's largest byte, {int(data.max())}, got {vocab_size}; "
+                    f"vocab_size: expected more than the corpus's largest token, {int(data.max())}, got {vocab_size}; "
                     "256 takes any byte"
                 )
 
@@ -134,8 +134,25 @@ class Corpus:
         return Batch(tokens, targets, documents_in_windows(documents, starts, seq_length, self._most[key]))
 
 
-def load_corpus(config: DataConfig) -> Corpus:
+class Tokenizer(Protocol):
+    """A function from text to token ids."""
+
+    def encode(self, text: bytes) -> list[int]:
+        """Return the tokens of a text, without those at its beginning and end."""
+        ...
+
+    @property
+    def separator(self) -> list[int]:
+        """The tokens after each document."""
+        ...
+
+
+def load_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpus:
     """Read the configured corpus and split it.
+
+    Args:
+        config: settings of the data.
+        tokenizer: makes the tokens of each file; None: bytes are tokens.
 
     Raises:
         ValueError: the path does not exist, cannot be read, or holds no bytes.
@@ -154,20 +171,28 @@ def load_corpus(config: DataConfig) -> Corpus:
         except OSError as error:
             raise ValueError(f"data_path: expected readable files, got {error}") from None
         name = str(path)
-    content = SEPARATOR.join(documents)
-    if not content:
+    if not SEPARATOR.join(documents):
         raise ValueError(f"data_path: expected a corpus with text in it, got 0 bytes from {name!r}")
-    data = np.frombuffer(content, np.uint8)
+    data, lengths = _tokens(documents, tokenizer)
     training_length = len(data) - int(len(data) * config.validation_fraction)
     training = data[:training_length]
     validation = data[training_length:]
     if not config.reset_attention_mask:
         return Corpus(name, training, validation, config.data_seed)
-    lengths = np.array([len(document) + len(SEPARATOR) for document in documents], np.int64)
     starts = np.cumsum(lengths) - lengths
     starts = starts[starts < len(data)]  # an empty last document has no byte
     first = int(np.searchsorted(starts, training_length))
     return Corpus(name, training, validation, config.data_seed, starts[:first], starts[first:] - training_length)
+
+
+def _tokens(documents: list[bytes], tokenizer: Tokenizer | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of all documents with separators between them, and their number for each document."""
+    if tokenizer is None:
+        lengths = [len(document) + len(SEPARATOR) for document in documents]
+        return np.frombuffer(SEPARATOR.join(documents), np.uint8), np.array(lengths, np.int64)
+    parts = [np.array(tokenizer.encode(document) + tokenizer.separator, np.int32) for document in documents]
+    data = np.concatenate(parts)
+    return data[: len(data) - len(tokenizer.separator)], np.array([len(part) for part in parts], np.int64)
 
 
 def _read_standard_library() -> list[bytes]:

@@ -1,0 +1,215 @@
+"""The table of a model family: how config.json and the tensors of a Hugging Face folder map to this project's model."""
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from diptych.plans.config import TransformerConfig
+from diptych.plans.families.layouts import Link
+from diptych.plans.text_files import one_line
+
+COMMON_KEYS = frozenset(
+    {
+        *("architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "use_cache", "auto_map"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "tokenizer_class", "_name_or_path"),
+        *("output_attentions", "output_hidden_states", "return_dict", "is_encoder_decoder", "chunk_size_feed_forward"),
+        *("id2label", "label2id", "problem_type", "is_decoder", "add_cross_attention", "cross_attention_hidden_size"),
+    }
+)
+"""Keys of config.json that do not change what a model computes."""
+
+
+OWN_KEYS = frozenset({"layer_types", "tie_word_embeddings"})
+"""Keys of config.json that all families read in the same way."""
+
+
+class FamilyError(ValueError):
+    """An error for a model that no family describes; the message names the setting or the tensor."""
+
+
+class Setting(NamedTuple):
+    """A setting that both formats have."""
+
+    theirs: str
+    """Key in config.json, with dots between nested keys."""
+    ours: str
+    """Field of TransformerConfig."""
+    default: Any = None
+    """Value of transformers if the key is missing; None: it is required."""
+
+
+class Required(NamedTuple):
+    """A setting of config.json that must have one value."""
+
+    theirs: str
+    value: Any
+    reason: str = "it is not implemented"
+    default: Any = None
+    """Value of transformers if the key is missing; None: the required one."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """The table of one family."""
+
+    name: str
+    """Name, the model_type that is written."""
+    model_types: tuple[str, ...]
+    """Values of model_type that are read."""
+    architecture: str
+    """Class of transformers that reads an exported folder."""
+    settings: tuple[Setting, ...]
+    fixed: Mapping[str, Any]
+    """Settings of TransformerConfig that all models of the family share."""
+    required: tuple[Required, ...]
+    ignored_keys: frozenset[str]
+    """Further keys of config.json that do not change what the model computes."""
+    layer_types: Mapping[str, str]
+    """Mixers of this project by their names in layer_types."""
+    links: Callable[[TransformerConfig], list[Link]]
+    """Return the layouts of all tensors of a model."""
+    ignored_tensors: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that transformers does not read either."""
+
+
+def settings_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of TransformerConfig for the content of config.json.
+
+    Raises:
+        FamilyError: a setting is missing, unknown or not implemented.
+    """
+    config = _with_usual_keys(config)
+    known = {s.theirs for s in (*family.settings, *family.required)} | COMMON_KEYS | family.ignored_keys | OWN_KEYS
+    unknown = next((path for path in _paths(config, known) if path not in known), None)
+    if unknown is not None:
+        value = one_line(_get(config, unknown, None))
+        raise FamilyError(
+            f"config.json: expected settings of {family.name}, got {unknown!r} = {value}, whose meaning is unknown; "
+            "remove it if it does not change what the model computes"
+        )
+    for required in family.required:
+        value = _get(config, required.theirs, required.value if required.default is None else required.default)
+        if value != required.value:
+            raise FamilyError(
+                f"config.json, {required.theirs}: expected {required.value!r}, got {one_line(value)}: {required.reason}"
+            )
+    found = dict(family.fixed)
+    for setting in family.settings:
+        value = _get(config, setting.theirs, setting.default)
+        if value is None:
+            raise FamilyError(f"config.json: expected {setting.theirs}, got none")
+        found[setting.ours] = value
+    found["layer_pattern"] = ",".join(_pattern(family, config.get("layer_types"), found["num_layers"]))
+    found["untie_embeddings_and_output_weights"] = not config.get("tie_word_embeddings", False)
+    return found
+
+
+def config_of(family: Family, model: TransformerConfig, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the content of config.json for a model.
+
+    Args:
+        family: the table.
+        model: the model.
+        like: config.json of the folder from which the model came; its other settings are kept. None: defaults.
+
+    Raises:
+        FamilyError: the family has no such model; the message names the setting.
+    """
+    for name, value in family.fixed.items():
+        if getattr(model, name) != value:
+            raise FamilyError(f"{name}: expected {value!r} in {family.name}, got {getattr(model, name)!r}")
+    config = copy.deepcopy(dict(_with_usual_keys(like or {})))
+    for setting in family.settings:
+        _set(config, setting.theirs, getattr(model, setting.ours))
+    for required in family.required:
+        _set(config, required.theirs, required.value)
+    names = {ours: theirs for theirs, ours in family.layer_types.items()}
+    mixers = [model.layer(number).mixer for number in range(model.num_layers)]
+    missing = next((mixer for mixer in mixers if mixer not in names), None)
+    if missing is not None:
+        raise FamilyError(f"layer_pattern: expected layers out of {', '.join(names)} in {family.name}, got {missing}")
+    config["layer_types"] = [names[mixer] for mixer in mixers]
+    config["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
+    config["model_type"] = family.name
+    config["architectures"] = [family.architecture]
+    again = settings_of(family, config)
+    differing = next((name for name, value in again.items() if not _is_equal(name, value, model)), None)
+    if differing is not None:
+        raise FamilyError(
+            f"{differing}: expected {again[differing]!r}, as {family.name} has it, got {getattr(model, differing)!r}"
+        )
+    return config
+
+
+def _is_equal(name: str, value: Any, model: TransformerConfig) -> bool:
+    """Return True if a setting has the same meaning in a model."""
+    if name == "layer_pattern":
+        pattern = value.split(",")
+        return all(pattern[n % len(pattern)] == model.layer(n).mixer for n in range(model.num_layers))
+    return getattr(model, name) == value
+
+
+def _pattern(family: Family, types: Any, num_layers: int) -> Sequence[str]:
+    """Return the shortest sequence of mixers that, repeated, gives all layers.
+
+    Raises:
+        FamilyError: the number of layers differs, or a type is unknown.
+    """
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise FamilyError(f"config.json, layer_types: expected a list of {num_layers} types, got {one_line(types)}")
+    for name in types:
+        if name not in family.layer_types:
+            known = ", ".join(family.layer_types)
+            raise FamilyError(f"config.json, layer_types: expected types out of {known}, got {one_line(name)}")
+    mixers = [family.layer_types[name] for name in types]
+    for length in range(1, num_layers + 1):
+        if all(mixer == mixers[number % length] for number, mixer in enumerate(mixers)):
+            return mixers[:length]
+    return mixers
+
+
+def _with_usual_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with the keys of transformers 5, for those of earlier versions."""
+    found = dict(config)
+    if "rope_parameters" not in found and "rope_theta" in found:
+        found["rope_parameters"] = {"rope_type": "default"} | {
+            key: found[key] for key in ("rope_theta", "partial_rotary_factor") if key in found
+        }
+        if isinstance(found.get("rope_scaling"), dict):
+            found["rope_parameters"] |= found["rope_scaling"]
+    for key in ("rope_theta", "partial_rotary_factor", "rope_scaling"):
+        found.pop(key, None)
+    interval = found.pop("full_attention_interval", None)
+    layers = found.get("num_hidden_layers")
+    if "layer_types" not in found and isinstance(interval, int) and isinstance(layers, int) and interval > 0:
+        found["layer_types"] = [
+            "full_attention" if (n + 1) % interval == 0 else "linear_attention" for n in range(layers)
+        ]
+    return found
+
+
+def _paths(config: Mapping[str, Any], known: Collection[str], prefix: str = "") -> Iterator[str]:
+    """Yield the paths of all settings; a mapping is one setting unless some of its entries are known."""
+    for key, value in config.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and any(name.startswith(f"{path}.") for name in known):
+            yield from _paths(value, known, f"{path}.")
+        else:
+            yield path
+
+
+def _get(config: Any, path: str, default: Any) -> Any:
+    """Return a nested value, or the default if a key is missing."""
+    for key in path.split("."):
+        if not isinstance(config, Mapping) or key not in config:
+            return default
+        config = config[key]
+    return config
+
+
+def _set(config: dict[str, Any], path: str, value: Any) -> None:
+    *outer, last = path.split(".")
+    for key in outer:
+        config = config.setdefault(key, {})
+    config[last] = value

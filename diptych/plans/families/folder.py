@@ -1,0 +1,271 @@
+"""Conversion between a Hugging Face folder and a checkpoint of this project, one tensor at a time.
+
+A Hugging Face folder has ``config.json`` and either ``model.safetensors`` or shards with an index. A converted model is
+a folder with a checkpoint of weights alone, and with the files of the source that its export and its tokenizer need.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from diptych.plans.checkpoint import MODEL, find_checkpoint, open_weights, write_weights
+from diptych.plans.config import TransformerConfig
+from diptych.plans.families import FAMILIES, find_family
+from diptych.plans.families.family import Family, FamilyError, config_of, settings_of
+from diptych.plans.families.layouts import Layout, assemble
+from diptych.plans.tensor_files import FLOATING_TYPES, TensorFile, TensorInfo, bytes_of, write_tensors
+from diptych.plans.text_files import one_line, parse_json, read_text
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SOURCE = "source"
+"""Folder beside a checkpoint with the files of its Hugging Face folder, without the weights."""
+COPIED = (
+    *(CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+)
+"""Files that are kept, if there are any."""
+SHARD_BYTES = 5 * 10**9
+"""Largest size of an exported shard, as in transformers."""
+LONGEST_LIST = 5
+"""Names that an error lists."""
+
+
+class Imported(NamedTuple):
+    """A converted model."""
+
+    checkpoint: Path
+    model: TransformerConfig
+    family: Family
+    skipped: tuple[str, ...]
+    """Tensors that were left out, because transformers does not read them either."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's config.json.
+
+    Raises:
+        FamilyError: there is none, or it is not a JSON object.
+    """
+    try:
+        content = parse_json(read_text(folder / CONFIG))
+    except (OSError, ValueError) as error:
+        raise FamilyError(f"{folder}: expected a Hugging Face folder with {CONFIG}, got {one_line(error)}") from None
+    if not isinstance(content, dict):
+        raise FamilyError(f"{folder / CONFIG}: expected a JSON object, got {one_line(content)}")
+    return content
+
+
+def model_of(folder: Path) -> tuple[Family, TransformerConfig]:
+    """Return the family and the configuration of a folder's model, in float32.
+
+    Raises:
+        FamilyError: the model is not supported; the message names the setting.
+        ValueError: a setting breaks a rule of TransformerConfig.
+    """
+    config = read_config(folder)
+    family = find_family(config)
+    return family, TransformerConfig(**settings_of(family, config))
+
+
+def import_folder(folder: Path, output: Path) -> Imported:
+    """Convert a Hugging Face folder to a checkpoint of weights.
+
+    Weights in float64 stay float64; others become float32, exactly. Memory: two tensors.
+
+    Args:
+        folder: the Hugging Face folder.
+        output: folder for the checkpoint; it must have none yet.
+
+    Raises:
+        FamilyError: the model is not supported, or tensors are missing, unknown or of another shape.
+        CheckpointError: the checkpoint cannot be written.
+    """
+    family, model = model_of(folder)
+    tensors = _Tensors(folder)
+    links = family.links(model)
+    skipped = _check_names(tensors, [layout for link in links for layout in link.theirs], family, model)
+    if any(tensors.info(name).dtype == "F64" for name in tensors.names):
+        model = replace(model, params_dtype="float64")
+    sources = {layout.name: (layout, link.theirs) for link in links for layout in link.ours}
+
+    def read(name: str) -> np.ndarray:
+        target, theirs = sources[name]
+        return assemble(target, theirs, tensors.read, np.dtype(model.params_dtype))
+
+    checkpoint = write_weights(output, model, read)
+    copy_source(folder, output / SOURCE)
+    return Imported(checkpoint, model, family, skipped)
+
+
+def copy_source(folder: Path, output: Path) -> None:
+    """Copy the files of COPIED that a folder has."""
+    output.mkdir(parents=True, exist_ok=True)
+    for name in COPIED:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, output / name)
+
+
+def source_of(checkpoint: Path) -> Path | None:
+    """Return the folder with the source's files of a checkpoint (a file or its folder), or None if there is none."""
+    folder = (checkpoint if checkpoint.is_dir() else checkpoint.parent) / SOURCE
+    return folder if (folder / CONFIG).is_file() else None
+
+
+def export_folder(run: Path, folder: Path, family: str | None = None, dtype: str | None = None) -> list[Path]:
+    """Convert a checkpoint to a Hugging Face folder that transformers loads.
+
+    Args:
+        run: a checkpoint, or a folder whose newest checkpoint is exported.
+        folder: folder to write; it must not have config.json yet.
+        family: name of the family; None: that of the folder from which the model was imported.
+        dtype: float32, float64, float16 or bfloat16; None: that of the checkpoint.
+
+    Returns:
+        The paths of the written weights.
+
+    Raises:
+        FamilyError: no family has such a model, or the folder is in use.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    path = find_checkpoint(run)
+    weights, model = open_weights(path)
+    source = source_of(path)
+    like = None if source is None else read_config(source)
+    table = _family(family, like)
+    if (folder / CONFIG).exists():
+        raise FamilyError(f"{folder}: expected a new folder, got one with {CONFIG}; give another, or remove it")
+    dtype = dtype or model.params_dtype
+    if dtype not in FLOATING_TYPES:
+        raise FamilyError(f"dtype: expected one of {', '.join(FLOATING_TYPES)}, got {dtype!r}")
+    config = config_of(table, model, like) | {"dtype": dtype}
+    config.pop("torch_dtype", None)
+    links = table.links(model)
+    sources = {layout.name: (layout, link.ours) for link in links for layout in link.theirs}
+    kind = np.dtype(dtype) if dtype != "bfloat16" else np.dtype(np.float32)
+
+    def read(name: str) -> np.ndarray:
+        target, ours = sources[name]
+        return assemble(target, ours, lambda own: weights.read(MODEL + own), kind)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    infos = {name: TensorInfo(FLOATING_TYPES[dtype], layout.shape) for name, (layout, _) in sources.items()}
+    written = []
+    if source is not None:
+        copy_source(source, folder)
+    shards = [*_shards(infos)]
+    for number, names in enumerate(shards, 1):
+        name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_tensors(folder / name, {each: infos[each] for each in names}, read, metadata={"format": "pt"})
+        written.append(folder / name)
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": bytes_of(infos.values())},
+            "weight_map": {name: path.name for names, path in zip(shards, written, strict=True) for name in names},
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return written
+
+
+def _family(name: str | None, like: Mapping[str, Any] | None) -> Family:
+    """Return the family by name, or that of the source's config.json."""
+    if name is None and like is not None:
+        return find_family(like)
+    if name not in FAMILIES:
+        raise FamilyError(
+            f"family: expected one of {', '.join(FAMILIES)} for a model that was not imported, got {name!r}"
+        )
+    return FAMILIES[name]
+
+
+def _shards(infos: Mapping[str, TensorInfo]) -> Iterator[list[str]]:
+    """Yield the names of the tensors of each shard, in order."""
+    names: list[str] = []
+    size = 0
+    for name, info in infos.items():
+        each = bytes_of([info])
+        if names and size + each > SHARD_BYTES:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += each
+    yield names
+
+
+class _Tensors:
+    """The tensors of a folder, read from its shards on demand.
+
+    Raises:
+        FamilyError: there are no weights, the index is damaged, or a shard is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if (folder / INDEX).is_file():
+            files = self._shards_of_index(folder / INDEX)
+        elif (folder / SINGLE).is_file():
+            files = {SINGLE}
+        else:
+            raise FamilyError(f"{folder}: expected {SINGLE} or {INDEX}, got neither; save it with safetensors")
+        self._file_of: dict[str, TensorFile] = {}
+        for name in sorted(files):
+            try:
+                file = TensorFile(folder / name)
+            except OSError as error:
+                raise FamilyError(f"{folder / name}: expected a shard of the index, got {one_line(error)}") from None
+            self._file_of |= dict.fromkeys(file.tensors, file)
+
+    def _shards_of_index(self, path: Path) -> set[str]:
+        try:
+            files = set(parse_json(read_text(path))["weight_map"].values())
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise FamilyError(f"{path}: expected an index with a weight_map, got {one_line(error)}") from None
+        wrong = next((name for name in files if not isinstance(name, str) or Path(name).name != name), None)
+        if wrong is not None:
+            raise FamilyError(f"{path}: expected names of files in this folder, got {one_line(wrong)}")
+        return files
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return [*self._file_of]
+
+    def info(self, name: str) -> TensorInfo:
+        """Return type and shape of a tensor."""
+        return self._file_of[name].tensors[name]
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a tensor."""
+        return self._file_of[name].read(name)
+
+
+def _check_names(
+    tensors: _Tensors, expected: Iterable[Layout], family: Family, model: TransformerConfig
+) -> tuple[str, ...]:
+    """Reject missing and unknown tensors, and other shapes or types; return the names of the tensors to skip."""
+    shapes = {layout.name: layout.shape for layout in expected}
+    found = set(tensors.names)
+    skipped = {name for name in found - shapes.keys() if name.startswith(family.ignored_tensors)}
+    if not model.untie_embeddings_and_output_weights and "lm_head.weight" in found:
+        skipped.add("lm_head.weight")  # a copy of the embedding
+    for names, what in ((shapes.keys() - found, "no"), (found - shapes.keys() - skipped, "also")):
+        if names:
+            listed = ", ".join(sorted(names)[:LONGEST_LIST]) + ("..." if len(names) > LONGEST_LIST else "")
+            raise FamilyError(
+                f"{tensors.folder}: expected the {len(shapes)} tensors of {family.name}, got {what} {listed}"
+            )
+    for name, shape in shapes.items():
+        info = tensors.info(name)
+        if info.shape != shape or info.dtype not in FLOATING_TYPES.values():
+            raise FamilyError(
+                f"{tensors.folder}, {name}: expected shape {list(shape)} in {', '.join(FLOATING_TYPES)}, got "
+                f"{list(info.shape)} in {info.dtype}"
+            )
+    return tuple(sorted(skipped))

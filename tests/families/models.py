@@ -1,0 +1,124 @@
+"""Tiny random models of transformers, exact in float64: the oracle of every family."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+VOCABULARY = 97
+LAYERS = ["linear_attention", "full_attention", "linear_attention"]
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rms_norm_eps": 1e-3,
+}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "layer_types": LAYERS,
+}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}}
+FAMILIES: dict[str, Any] = {
+    "qwen3_next": lambda **more: transformers.Qwen3NextConfig(
+        **SIZES, **LINEAR, **ROPE, head_dim=12, num_experts=0, **more
+    ),
+    "qwen3_5_text": lambda **more: transformers.Qwen3_5TextConfig(**SIZES, **LINEAR, **ROPE, head_dim=12, **more),
+}
+"""Configurations by the name of the family."""
+
+
+class Exact(TorchFunctionMode):
+    """A mode in which a model computes in float64 where it would widen to float32."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.float:
+            return args[0].to(torch.float64)
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return function(*(torch.float64 if arg is torch.float32 else arg for arg in args), **kwargs)
+
+
+class Results(NamedTuple):
+    """Results of a batch."""
+
+    logits: np.ndarray
+    """[B, T, V]"""
+    loss: float
+    gradients: dict[str, np.ndarray]
+    """Gradients of the loss, by the model's own names."""
+
+
+@cache
+def build(family: str, **settings: Any):
+    """A model whose weights are moved away from their initial values, where many mistakes hardly show."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family](**settings))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("A_log", "dt_bias")):
+                parameter.zero_()  # initial decays are so strong that their gradients are rounding errors
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    model = model.double().eval()
+    rotary = getattr(model.model, "rotary_emb", None)
+    if rotary is not None:
+        with Exact():
+            rotary.inv_freq = rotary.compute_default_rope_parameters(model.config)[0]
+    return model
+
+
+def save(model, folder: Path, dtype: torch.dtype = torch.float64, shard: str = "5GB") -> Path:
+    """Save a model as transformers does, in a type."""
+    before = {name: parameter.data for name, parameter in model.named_parameters()}
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    for name, parameter in model.to(torch.float64).named_parameters():
+        parameter.data = before[name]
+    return folder
+
+
+def batch(seed: int = 2, shape: tuple[int, int] = (2, 70)) -> np.ndarray:
+    """Token ids. Their length exceeds a chunk of the delta rule."""
+    return np.random.default_rng(seed).integers(0, VOCABULARY, shape)
+
+
+def results(model, tokens: np.ndarray) -> Results:
+    """Logits, the mean loss of the next tokens, and all gradients."""
+    model.zero_grad()
+    inputs = torch.from_numpy(tokens)
+    with Exact():
+        logits = model(inputs, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs[:, 1:].flatten())
+        loss.backward()
+    gradients = {name: p.grad.numpy().copy() for name, p in model.named_parameters() if p.grad is not None}
+    return Results(logits.detach().numpy(), loss.item(), gradients)
+
+
+@contextlib.contextmanager
+def patched(target: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute for a while."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, name, value)
+        yield
