@@ -1,6 +1,7 @@
 """Tiny random models of transformers, exact in float64: the oracle of every family."""
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Iterator
 from functools import cache
@@ -29,6 +30,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "rms_norm_eps": 1e-3,
+    "head_dim": 12,
 }
 LINEAR = {
     "linear_num_key_heads": 2,
@@ -39,10 +41,8 @@ LINEAR = {
 }
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}}
 FAMILIES: dict[str, Any] = {
-    "qwen3_next": lambda **more: transformers.Qwen3NextConfig(
-        **SIZES, **LINEAR, **ROPE, head_dim=12, num_experts=0, **more
-    ),
-    "qwen3_5_text": lambda **more: transformers.Qwen3_5TextConfig(**SIZES, **LINEAR, **ROPE, head_dim=12, **more),
+    "qwen3_next": lambda more: transformers.Qwen3NextConfig(**{**SIZES, **LINEAR, **ROPE, "num_experts": 0, **more}),
+    "qwen3_5_text": lambda more: transformers.Qwen3_5TextConfig(**{**SIZES, **LINEAR, **ROPE, **more}),
 }
 """Configurations by the name of the family."""
 
@@ -75,7 +75,7 @@ def build(family: str, **settings: Any):
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family](**settings))
+        model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family](settings))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -92,10 +92,7 @@ def build(family: str, **settings: Any):
 
 def save(model, folder: Path, dtype: torch.dtype = torch.float64, shard: str = "5GB") -> Path:
     """Save a model as transformers does, in a type."""
-    before = {name: parameter.data for name, parameter in model.named_parameters()}
-    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
-    for name, parameter in model.to(torch.float64).named_parameters():
-        parameter.data = before[name]
+    copy.deepcopy(model).to(dtype).save_pretrained(folder, max_shard_size=shard)
     return folder
 
 

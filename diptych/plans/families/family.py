@@ -123,7 +123,8 @@ def config_of(family: Family, model: TransformerConfig, like: Mapping[str, Any] 
     for setting in family.settings:
         _set(config, setting.theirs, getattr(model, setting.ours))
     for required in family.required:
-        _set(config, required.theirs, required.value)
+        if like is None or _get(config, required.theirs, None) is not None:
+            _set(config, required.theirs, required.value)
     names = {ours: theirs for theirs, ours in family.layer_types.items()}
     mixers = [model.layer(number).mixer for number in range(model.num_layers)]
     missing = next((mixer for mixer in mixers if mixer not in names), None)

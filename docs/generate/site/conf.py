@@ -19,7 +19,7 @@ html_copy_source = False
 html_show_sphinx = False
 
 _TABLES_OF_CONTENTS = {
-    "Introduction": ["docs/concepts", "docs/using", "docs/find", "docs/hardware"],
+    "Introduction": ["docs/concepts", "docs/using", "docs/models", "docs/find", "docs/hardware"],
     "Comparison": ["docs/comparison", "docs/pairs"],
     "Techniques": [
         "docs/hyper_connections",

@@ -1,0 +1,92 @@
+"""From a folder of transformers to training in both backends and back, on the command line."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from diptych.plans.checkpoint import MODEL, read_checkpoint, split_arrays
+from diptych.plans.config import DataConfig
+from diptych.plans.model.data import load_corpus
+from parity.cli.main import main
+from parity.cli.tokenizer import tokenizer_beside
+from tests.families import models
+
+pytestmark = pytest.mark.thorough
+SMALL = "--seq-length 16 --global-batch-size 4 --micro-batch-size 2 --train-iters 2 --eval-iters 1 --lr-warmup-iters 0"
+
+
+def run(line: str) -> None:
+    """Run a command, which succeeds."""
+    assert main(line.split()) == 0
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A folder of transformers, with ids for all bytes."""
+    return models.save(models.build("qwen3_next", vocab_size=256), tmp_path / "tiny", torch.float32)
+
+
+def with_tokenizer(folder: Path) -> Path:
+    """Add a tokenizer of words to a folder."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers import models as kinds
+
+    words = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", "the", "fox", "jumps", "over", "dog"])}
+    tokenizer = Tokenizer(kinds.WordLevel(words, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_a_model_comes_in_is_compared_sampled_and_goes_out(folder, tmp_path, capsys):
+    ours, out, text = tmp_path / "ours", tmp_path / "out", tmp_path / "text"
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 40)
+    run(f"import {folder} --output {ours}")
+    run(f"compare --init {ours} --data-path {text} --output-dir {tmp_path / 'compared'} {SMALL}")
+    report = json.loads((tmp_path / "compared" / "report.json").read_text())
+    assert report["model"]["qk_layernorm"]
+    capsys.readouterr()
+    said = []
+    for backend in ("torch", "jax"):
+        run(f"sample {ours} --backend {backend} --length 5 --temperature 0")
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    run(f"export {ours} {out}")
+    before, after = (models.transformers.AutoModelForCausalLM.from_pretrained(path) for path in (folder, out))
+    tokens = torch.from_numpy(models.batch())
+    assert torch.equal(before(tokens).logits, after(tokens).logits)
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_a_model_is_trained_on_a_text_with_its_own_tokenizer(backend, folder, tmp_path, capsys):
+    with_tokenizer(folder)
+    ours, tuned, out, text = (tmp_path / name for name in ("ours", "tuned", "out", "text"))
+    text.write_text("the fox jumps over the dog " * 60)
+    run(f"import {folder} --output {ours}")
+    run(f"train --backend {backend} --init {ours} --save {tuned} --data-path {text} {SMALL}")
+    capsys.readouterr()
+    run(f"info {tuned}")
+    assert "step 2" in capsys.readouterr().out
+    tokenizer = tokenizer_beside(tuned)
+    assert tokenizer is not None
+    assert tokenizer.encode(b"the fox") == [3, 4]
+    corpus = load_corpus(DataConfig(data_path=text), tokenizer)
+    np.testing.assert_array_equal(corpus.training[:7], [3, 4, 5, 6, 3, 7, 3])
+    run(f"export {tuned} {out}")
+    embedding = models.transformers.AutoModelForCausalLM.from_pretrained(out).model.embed_tokens.weight
+    trained = split_arrays(read_checkpoint(tuned).arrays, MODEL)["embedding.weight"]
+    np.testing.assert_array_equal(embedding.detach().numpy(), trained)
+    assert (out / "tokenizer.json").exists()
+
+
+def test_settings_that_the_weights_contradict_are_named(folder, tmp_path, capsys):
+    ours = tmp_path / "ours"
+    run(f"import {folder} --output {ours}")
+    capsys.readouterr()
+    assert main(f"train --init {ours} --num-layers 5 {SMALL}".split()) == 2
+    assert "--num-layers: expected 3, as in the weights of" in capsys.readouterr().err
+    assert main(f"train --save {ours} --resume {SMALL}".split()) == 2
+    assert "expected one of a run, got weights alone; begin a run with them by --init" in capsys.readouterr().err

@@ -1,0 +1,217 @@
+"""Hugging Face folders: import and export keep every weight, and say by name what does not fit."""
+
+import json
+import shutil
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from diptych.plans.checkpoint import MODEL, CheckpointError, read_checkpoint, recorded_model, split_arrays
+from diptych.plans.families import FamilyError, find_family, folder
+from diptych.plans.families.folder import CONFIG, export_folder, import_folder, model_of
+from diptych.plans.tensor_files import (
+    TensorFile,
+    TensorFileError,
+    TensorInfo,
+    from_bfloat16,
+    to_bfloat16,
+    write_tensors,
+)
+from tests.families import models
+
+TYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def state_of(path: Path) -> dict[str, torch.Tensor]:
+    """The weights that transformers reads from a folder, and the type in which it does."""
+    return models.transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto").state_dict()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_a_folder_comes_back_as_it_was(family, dtype, tmp_path, monkeypatch):
+    """In shards of few kilobytes, with a tied head in float32; transformers reads equal weights."""
+    model = models.build(family, tie_word_embeddings=dtype == "float32")
+    theirs = models.save(model, tmp_path / "theirs", TYPES[dtype], shard="20KB")
+    assert len([*theirs.glob("*.safetensors")]) > 2
+    (theirs / "tokenizer.json").write_text("{}")
+    import_folder(theirs, tmp_path / "ours")
+    monkeypatch.setattr(folder, "SHARD_BYTES", 20_000)
+    written = export_folder(tmp_path / "ours", tmp_path / "again", dtype=dtype)
+    assert len(written) > 2
+    before, after = state_of(theirs), state_of(tmp_path / "again")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype
+        assert torch.equal(after[name], tensor), name
+    first, second = (json.loads((path / CONFIG).read_text()) for path in (theirs, tmp_path / "again"))
+    assert second | {"dtype": dtype} == first | {"dtype": dtype, "transformers_version": second["transformers_version"]}
+    assert (tmp_path / "again" / "tokenizer.json").read_text() == "{}"
+
+
+def test_weights_in_bfloat16_become_float32_exactly(tmp_path):
+    theirs = models.save(models.build("qwen3_next"), tmp_path / "theirs", torch.bfloat16)
+    checkpoint = read_checkpoint(import_folder(theirs, tmp_path / "ours").checkpoint)
+    assert not checkpoint.is_run
+    assert recorded_model(checkpoint.settings).params_dtype == "float32"
+    ours = split_arrays(checkpoint.arrays, MODEL)["embedding.weight"]
+    np.testing.assert_array_equal(ours, state_of(theirs)["model.embed_tokens.weight"].float().numpy())
+
+
+def test_rounding_to_bfloat16_is_that_of_pytorch():
+    """All signs and exponents, ties to even, the largest numbers, and what is not finite."""
+    bits = np.random.default_rng(0).integers(0, 2**32, 200_000, np.uint32)
+    ties = (np.arange(2**16, dtype=np.uint32) << 16) | 0x8000
+    special = np.array([0, 0x80000000, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 1], np.uint32)
+    values = np.concatenate([bits, ties, special]).view(np.float32)
+    expected = torch.from_numpy(values).bfloat16()
+    with np.errstate(invalid="ignore"):
+        found = from_bfloat16(to_bfloat16(values))
+    np.testing.assert_array_equal(found, expected.float().numpy())
+
+
+def test_settings_of_earlier_versions_of_transformers(tmp_path):
+    """Rotary settings at the top level, and an interval in place of layer types."""
+    theirs = models.save(models.build("qwen3_next"), tmp_path)
+    config = json.loads((theirs / CONFIG).read_text())
+    expected = model_of(theirs)[1]
+    config |= {"rope_theta": 100.0, "partial_rotary_factor": 0.5, "rope_scaling": None, "full_attention_interval": 2}
+    for key in ("rope_parameters", "layer_types"):
+        del config[key]
+    (theirs / CONFIG).write_text(json.dumps(config))
+    assert model_of(theirs)[1] == expected
+
+
+def tiny(tmp_path: Path) -> Path:
+    """A folder of float64 weights in one file."""
+    return models.save(models.build("qwen3_next"), tmp_path / "theirs")
+
+
+def with_setting(key: str, value):
+    """A folder with another setting in config.json; None: without it."""
+
+    def change(path: Path) -> None:
+        config = json.loads((path / CONFIG).read_text())
+        config = {k: v for k, v in config.items() if k != key} | ({} if value is None else {key: value})
+        (path / CONFIG).write_text(json.dumps(config))
+
+    return change
+
+
+def with_tensors(change):
+    """A folder with other tensors."""
+
+    def apply(path: Path) -> None:
+        file = TensorFile(path / "model.safetensors")
+        found = change({name: file.read(name) for name in file.tensors})
+        infos = {name: TensorInfo("F64", x.shape) for name, x in found.items()}
+        write_tensors(path / "model.safetensors", infos, found.__getitem__)
+
+    return apply
+
+
+REFUSED = {
+    "no folder": (shutil.rmtree, r"expected a Hugging Face folder with config\.json, got .*No such file"),
+    "no object": (lambda path: (path / CONFIG).write_text("[]"), "expected a JSON object"),
+    "another family": (with_setting("model_type", "gpt2"), "model_type: expected one of .*qwen3_next, got 'gpt2'"),
+    "a vision tower": (
+        lambda path: (path / CONFIG).write_text('{"model_type": "qwen3_5", "text_config": {}, "vision_config": {}}'),
+        r"expected a language model alone, got 'qwen3_5' with vision_config; .*AutoModelForCausalLM",
+    ),
+    "experts": (with_setting("num_experts", 8), "num_experts: expected 0, got 8: layers of experts are not"),
+    "experts by default": (with_setting("num_experts", None), "num_experts: expected 0, got 512"),
+    "another activation": (with_setting("hidden_act", "gelu"), "hidden_act: expected 'silu', got 'gelu'"),
+    "biases": (with_setting("attention_bias", True), "attention_bias: expected False, got True"),
+    "scaled rotary embedding": (
+        with_setting("rope_parameters", {"rope_type": "yarn", "rope_theta": 1.0}),
+        r"rope_parameters\.rope_type: expected 'default', got 'yarn'",
+    ),
+    "unknown setting": (with_setting("sliding_window", 4), "got 'sliding_window' = 4, whose meaning is unknown"),
+    "unknown nested setting": (
+        with_setting("rope_parameters", {"rope_type": "default", "rope_theta": 1.0, "factor": 2.0}),
+        r"got 'rope_parameters\.factor' = 2\.0, whose meaning is unknown",
+    ),
+    "missing setting": (with_setting("hidden_size", None), "expected hidden_size, got none"),
+    "another type of layer": (
+        with_setting("layer_types", ["mamba"] * 3),
+        "expected types out of linear_attention, full",
+    ),
+    "too few types of layers": (with_setting("layer_types", []), r"expected a list of 3 types, got \[\]"),
+    "no weights": (lambda path: (path / "model.safetensors").unlink(), r"expected model\.safetensors or .*got neither"),
+    "missing tensor": (
+        with_tensors(lambda x: {n: a for n, a in x.items() if "norm.weight" not in n}),
+        "expected the .* tensors of qwen3_next, got no model.layers.0.input_layernorm.weight, .*",
+    ),
+    "unknown tensor": (
+        with_tensors(lambda x: x | {"model.extra": np.zeros(3)}),
+        "expected the .* tensors of qwen3_next, got also model.extra",
+    ),
+    "another shape": (
+        with_tensors(lambda x: x | {"model.norm.weight": np.zeros(3)}),
+        r"model\.norm\.weight: expected shape \[24\] in .*, got \[3\] in F64",
+    ),
+    "not finite": (
+        with_tensors(lambda x: x | {"model.norm.weight": np.full(24, np.nan)}),
+        "expected to write weights, got nan in model.decoder.final_layernorm.weight",
+    ),
+    "damaged weights": (
+        lambda path: (path / "model.safetensors").write_bytes(b"\xff" * 40),
+        "expected a safetensors file, got one of 40 bytes without a header",
+    ),
+    "index that leaves the folder": (
+        lambda path: (path / folder.INDEX).write_text('{"weight_map": {"model.norm.weight": "../a.safetensors"}}'),
+        r"expected names of files in this folder, got '\.\./a\.safetensors'",
+    ),
+    "missing shard": (
+        lambda path: (path / folder.INDEX).write_text('{"weight_map": {"model.norm.weight": "a.safetensors"}}'),
+        r"a\.safetensors: expected a shard of the index, got .*No such file",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_supported_is_named(name, tmp_path):
+    path = tiny(tmp_path)
+    change, message = REFUSED[name]
+    change(path)
+    with pytest.raises((FamilyError, CheckpointError, TensorFileError), match=message):
+        import_folder(path, tmp_path / "ours")
+    assert not [*tmp_path.glob("ours/*")]
+
+
+def test_a_folder_in_use_is_refused(tmp_path):
+    path = tiny(tmp_path)
+    import_folder(path, tmp_path / "ours")
+    with pytest.raises(CheckpointError, match="expected a folder without checkpoints for a new run"):
+        import_folder(path, tmp_path / "ours")
+    with pytest.raises(FamilyError, match=r"expected a new folder, got one with config\.json"):
+        export_folder(tmp_path / "ours", path)
+
+
+def test_tensors_that_transformers_ignores_are_left_out_and_named(tmp_path):
+    path = tiny(tmp_path)
+    with_tensors(lambda x: x | {"mtp.norm.weight": np.zeros(3)})(path)
+    assert import_folder(path, tmp_path / "ours").skipped == ("mtp.norm.weight",)
+
+
+def test_import_takes_the_memory_of_two_tensors(tmp_path):
+    model = models.build("qwen3_next", hidden_size=512, vocab_size=2048, intermediate_size=1024)
+    path = models.save(model, tmp_path / "theirs", torch.bfloat16, shard="1MB")
+    largest = 4 * 2048 * 512
+    total = sum(4 * parameter.numel() for parameter in model.parameters())
+    tracemalloc.start()
+    try:
+        import_folder(path, tmp_path / "ours")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert total > 4 * largest
+    assert peak < 2.7 * largest  # the bits of a tensor, its values, and the parameter made of them
+
+
+def test_find_family_takes_every_name():
+    for family in models.FAMILIES:
+        assert find_family({"model_type": family}).name == family
