@@ -123,17 +123,17 @@ def kernel_rows(
 
 def tables_in(inputs: tuple[torch.Tensor, ...], recorded: ahead.Recorded) -> tuple[torch.Tensor, ...]:
     """Replace random integers by valid tables of one segmented sequence, and make log decays at most 0."""
-    of = recorded.sizes["of"]
-    starts = torch.arange(of.chunks) * of.chunk_size
-    chunks = torch.stack([starts, (starts + of.chunk_size).clamp(max=of.tokens)], -1)
+    call = recorded.sizes["call"]
+    starts = torch.arange(call.chunks) * call.chunk_size
+    chunks = torch.stack([starts, (starts + call.chunk_size).clamp(max=call.tokens)], -1)
     found = []
     for x in inputs:
         if x.dtype == torch.int32 and x.shape[1] == 2:
             x = chunks.to(x)
         elif x.dtype == torch.int32:
-            each = -(-of.chunks // len(x))
+            each = -(-call.chunks // len(x))
             first = torch.arange(len(x)) * each
-            ends = [(number * of.chunk_size).clamp(max=of.tokens) for number in (first, first + each)]
+            ends = [(number * call.chunk_size).clamp(max=call.tokens) for number in (first, first + each)]
             x = torch.stack([*ends, first], -1).to(x)
         found.append(-x.abs() / 32 if x.is_floating_point() else x)
     return tuple(found)

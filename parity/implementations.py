@@ -177,7 +177,7 @@ def _missing_kernels(label: str, dtype: str | None) -> Iterator[None]:
         yield
     except NotImplementedError as error:
         raise ValueError(
-            f"{label}: expected operations that exist in {dtype or 'these dtypes'}, got: {error}; pass other dtypes"
+            f"{label}: expected operations that exist in {dtype or 'their dtype'}, got: {error}; pass dtypes without it"
         ) from error
 
 

@@ -268,7 +268,8 @@ def rms_norm(x: Float[Tensor, "*b d"], weight: Float[Tensor, " d"], epsilon: flo
     Reference: Zhang and Sennrich, arXiv 1910.07467, eq. 4. Here epsilon is added under the root.
     """
     operations.check_norm(operand("x", x), operand("weight", weight), epsilon)
-    return F.rms_norm(at_least_float32(x), weight.shape, weight, epsilon).to(x.dtype)
+    wide = at_least_float32(x)
+    return F.rms_norm(wide, weight.shape, weight.to(wide.dtype), epsilon).to(x.dtype)
 
 
 @as_one_operation

@@ -356,7 +356,7 @@ class TorchGru(nn.Module):
 def linen_gru(dtypes: Any) -> Report:
     """Compare GRUs with a bias inside the reset gate."""
     layer = linen.RNN(linen.GRUCell(4))
-    variables = layer.init(jax.random.key(0), jnp.ones((2, 5, 8)))
+    variables = layer.init(jax.random.key(0), jnp.ones((2, 5, 8), jnp.float32))
     names = {
         "inner.weight_ih_l0": {
             "to": ["cell.ir.kernel", "cell.iz.kernel", "cell.in.kernel"],

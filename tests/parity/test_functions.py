@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from flax import linen, nnx
 
 from parity import DifferenceError, compare_functions
+from parity.implementations import JaxImplementation, Values, make_inputs
 from parity.rounding import DIFFERENT, EQUAL, ROUNDING
 from tests.parity.generated_programs import draw
 
@@ -250,6 +251,19 @@ def test_a_hundred_ulps_in_any_operation_are_detected(first, count):
         program = draw(seed)
         for wrong in range(len(program.steps)):
             report = compare_functions(program.torch(), program.jax(wrong), program.inputs(), **EXACT)
-            if report.is_equal:
+            if report.is_equal and changes_a_result(program, wrong):
                 missed.append((seed, wrong))
     assert not missed
+
+
+def changes_a_result(program, wrong: int) -> bool:
+    """Whether a wrong operation changes any bit: a mask may hide its whole result."""
+    call = make_inputs(program.inputs())
+    values = Values(call.arrays, {})
+
+    def cotangent(name, output):
+        return np.random.default_rng(0).standard_normal(output.shape)
+
+    runs = [JaxImplementation(f, call).run(values, "float64", cotangent) for f in (program.jax(), program.jax(wrong))]
+    first, second = ((*run.outputs.values(), *run.input_gradients.values()) for run in runs)
+    return not all(map(np.array_equal, first, second))

@@ -39,6 +39,7 @@ jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
 STEPS = """
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -61,7 +62,7 @@ step(updated, tokens, targets)
 
 
 def undivided(params):
-    return sum(nnx.merge(graph, params)(*part) for part in zip(tokens, targets)) / 2
+    return sum(nnx.merge(graph, params)(*map(jnp.asarray, part)) for part in zip(tokens, targets)) / 2
 
 
 expected, theirs = jax.jit(jax.value_and_grad(undivided))(params)
@@ -173,3 +174,4 @@ def in_two_processes(script: str, *arguments: str) -> None:
     finally:
         for process in processes:
             process.kill()
+            process.communicate()  # closes its pipes
