@@ -64,6 +64,12 @@ BROKEN = {
         {"kv_channels": 6, "rotary_percent": 0.5},
         r"kv_channels, rotary_percent: expected an even number of turned channels .* got 3 of 6",
     ),
+    (TransformerConfig, "groups divide heads"): ({"num_query_groups": 3}, r"num_query_groups: expected a divisor .* 3"),
+    (TransformerConfig, "linear_num_key_heads"): ({"linear_num_key_heads": 0}, r"linear_num_key_heads: .* >= 1, got 0"),
+    (TransformerConfig, "linear_num_value_heads"): (
+        {"linear_num_value_heads": 0},
+        r"linear_num_value_heads: .* >= 1, got 0",
+    ),
     (TransformerConfig, "linear_key_head_dim"): ({"linear_key_head_dim": 0}, r"linear_key_head_dim: .* >= 1, got 0"),
     (TransformerConfig, "linear_value_head_dim"): (
         {"linear_value_head_dim": 0},

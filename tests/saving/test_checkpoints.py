@@ -163,8 +163,8 @@ def test_every_kind_of_flipped_bit_is_refused(saved):
 def test_later_format(saved):
     with safe_open(saved, "np") as file:
         record = json.loads(file.metadata()[RECORD])
-    save_file(load_file(saved), saved, {RECORD: json.dumps({**record, "format": 2})})
-    with pytest.raises(CheckpointError, match=r"expected format 1 or earlier in .*, got 2; a later version wrote it"):
+    save_file(load_file(saved), saved, {RECORD: json.dumps({**record, "format": 3})})
+    with pytest.raises(CheckpointError, match=r"expected format 2 or earlier in .*, got 3; a later version wrote it"):
         read_checkpoint(saved)
 
 

@@ -71,12 +71,13 @@ def set_first(value):
 
 
 FORGED = {
-    "format 0": (of_record(format=0), "got format 0, where 1 was expected"),
+    "format 0": (of_record(format=0), "got format 0, where one of 1, 2 was expected"),
     "format -1": (of_record(format=-1), "got format -1"),
+    "a run as weights alone": (of_record(format=2), "got settings with a surplus 'data'"),
     "format true": (of_record(format=True), "got format True"),
     "format null": (of_record(format=None), "got format None"),
     "format 1.0": (of_record(format=1.0), "got format 1.0"),
-    "format NaN": (of_record(format=float("nan")), "got format nan, where 1 was expected"),
+    "format NaN": (of_record(format=float("nan")), "got format nan, where one of 1, 2 was expected"),
     "no format": (without("format"), "got record without 'format'"),
     "step true": (of_record(step=True), "got step True, where one from 0 to train_iters=20"),
     "step beyond the end": (of_record(step=21), "got step 21, where one from 0 to train_iters=20"),
