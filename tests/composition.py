@@ -125,6 +125,16 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
         "KDA": {"layer_pattern": "kda,attention"},
         "GDN": {"layer_pattern": "gdn,attention"},
         "GELU": {"layer_pattern": "attention+gelu,attention"},
+        "Qwen3-Next": {
+            "layer_pattern": "gdn,attention",
+            "kv_channels": 8,
+            "num_query_groups": 1,
+            "rotary_percent": 0.5,
+            "qk_layernorm": True,
+            "attention_output_gate": True,
+            "layernorm_zero_centered_gamma": True,
+            "untie_embeddings_and_output_weights": True,
+        },
     },
     "recompute": {
         "recompute mhc": {**HYPER, **_selective("mhc")},
@@ -238,6 +248,17 @@ MUST_BE_ACCEPTED = [
     for offload in ((), ("parameters offloaded", "activations offloaded"))
 ] + [("KDA", "context ranks", "1f1b", "dropout"), ("replicas", "1f1b", "dropout")]
 """Features of the compositions that must be accepted; embeddings are tied."""
+OF_FAMILIES = [
+    (family, *features)
+    for family in ("Qwen3-Next",)
+    for features in (
+        ("1f1b", "context ranks"),
+        ("recompute core_attn + mlp", "parameters offloaded", "activations offloaded"),
+        ("documents", "replicas"),
+        ("bf16", "recompute whole layers, block"),
+    )
+]
+"""Features of the compositions that models of published families must have."""
 
 LIKE_ANY = {
     name: field.default

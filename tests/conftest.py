@@ -36,7 +36,7 @@ _common = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.to
 # The same examples in every run of make check and make test; make test-all draws new ones.
 hypothesis.settings.register_profile("fast", max_examples=8, derandomize=True, **_common)
 hypothesis.settings.register_profile("test", max_examples=25, derandomize=True, **_common)
-hypothesis.settings.register_profile("all", max_examples=30, **_common)
+hypothesis.settings.register_profile("all", max_examples=20, **_common)
 hypothesis.settings.load_profile("test")
 
 

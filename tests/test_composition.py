@@ -18,6 +18,7 @@ from tests.composition import (
     HYPER,
     LIKE_ANY,
     MUST_BE_ACCEPTED,
+    OF_FAMILIES,
     QUICK,
     Pools,
     are_accepted,
@@ -42,7 +43,7 @@ def pools():
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("features", MUST_BE_ACCEPTED, ids="+".join)
+@pytest.mark.parametrize("features", [*MUST_BE_ACCEPTED, *OF_FAMILIES], ids="+".join)
 def test_what_must_be_accepted_learns_as_plain(features, pools):
     composition = compose(features)
     assert composition.features == tuple(sorted(features, key=[*FEATURES].index))
