@@ -491,13 +491,28 @@ def with_model_of(path: Path | str, model: TransformerConfig, default: Transform
         recorded = recorded_model(_open(path)[1]["settings"])
     except (TensorFileError, SchemaError, OSError) as error:
         raise _damaged(path, error) from None
-    defined = {name: value for name, value in asdict(recorded).items() if defines_model(name)}
+    return with_definition(recorded, model, default, f"the weights of {path}")
+
+
+def with_definition(
+    defining: TransformerConfig, model: TransformerConfig, default: TransformerConfig, source: str
+) -> TransformerConfig:
+    """Return settings of a run with those settings of another model that define what it computes.
+
+    Args:
+        defining: the other model.
+        model: settings of the run.
+        default: settings of a run that gives none.
+        source: what the other model is, for the message.
+
+    Raises:
+        CheckpointError: a setting that was given differs; the message names it.
+    """
+    defined = {name: value for name, value in asdict(defining).items() if defines_model(name)}
     for name, value in defined.items():
         given = getattr(model, name)
         if given not in (value, getattr(default, name)):
-            raise CheckpointError(
-                f"{name}: expected {value!r}, as in the weights of {path}, got {given!r}; leave it out"
-            )
+            raise CheckpointError(f"{name}: expected {value!r}, as in {source}, got {given!r}; leave it out")
     return replace(model, **defined)
 
 

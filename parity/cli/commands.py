@@ -11,8 +11,9 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from diptych.planner.request import PlanRequest
-from diptych.plans.checkpoint import with_model_of
+from diptych.plans.checkpoint import with_definition, with_model_of
 from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
+from diptych.plans.families.folder import CONFIG, model_of
 from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.csv import read_schedule
 
@@ -47,13 +48,17 @@ class ModelFlags(TransformerConfig):
 
 
 def with_configuration(command: Any) -> Any:
-    """Return the command with its ModelFlags replaced by a TransformerConfig, that of the weights it begins with."""
+    """Return the command with its ModelFlags replaced by a TransformerConfig, whose model a folder may define."""
     model = getattr(command, "model", None)
     if not isinstance(model, ModelFlags):
         return command
     found = TransformerConfig(**vars(model))
-    init = getattr(command, "init", None)
-    return replace(command, model=found if init is None else with_model_of(init, found, _demo_model()))
+    init, folder = (getattr(command, name, None) for name in ("init", "model_folder"))
+    if init is not None:
+        found = with_model_of(init, found, _demo_model())
+    if folder is not None:
+        found = with_definition(model_of(folder)[1], found, _demo_model(), str(folder / CONFIG))
+    return replace(command, model=found)
 
 
 def _demo_model() -> ModelFlags:
@@ -207,6 +212,8 @@ class Plan(PlanRequest):
     """
 
     model: tyro.conf.OmitArgPrefixes[ModelFlags] = field(default_factory=_demo_model)
+    model_folder: Annotated[Path | None, tyro.conf.arg(name="model")] = None
+    """Hugging Face folder whose config.json defines the model; its settings need no flags. Weights are not read."""
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ POSITIONAL = {
     "jax_side": "a second function, JAX_FILE.py:FUNCTION",
 }
 """Positional settings, with descriptions."""
+OTHER_FLAGS = {"model_folder": "--model"}
+"""Flags whose name is not that of their setting."""
 OTHER_NAMES = {
     "group_size": "microbatch_group_size_per_vp_stage",
     "pp_size": "pipeline_model_parallel_size",
@@ -77,7 +79,7 @@ def flags_of(command: type) -> dict[str, Any]:
 
 def flag(name: str) -> str:
     """Return the flag of a setting."""
-    return f"--{name.replace('_', '-')}"
+    return OTHER_FLAGS.get(name) or f"--{name.replace('_', '-')}"
 
 
 @functools.cache

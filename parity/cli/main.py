@@ -30,8 +30,10 @@ from diptych.planner.reports.schedule import print_schedule
 from diptych.planner.reports.search import print_search
 from diptych.planner.step_time import StageTimes
 from diptych.plans.checkpoint import MODEL, list_checkpoints, read_checkpoint, recorded_model, split_arrays
+from diptych.plans.config import TransformerConfig
 from diptych.plans.context.sequences import check_shared
 from diptych.plans.families.folder import SOURCE, copy_source, export_folder, import_folder, source_of
+from diptych.plans.mesh import undivided
 from diptych.plans.model.data import load_corpus
 from diptych.plans.model.implementation import callback_threads
 from diptych.plans.model.parameters import parameter_specs
@@ -242,6 +244,8 @@ def _plan(command: Plan, console: Console) -> int:
         PageRequest(model, *shape, command.data_parallel_size, command.machine, name_settings) if command.html else None
     )
     check_shared(command.micro_batch_size, model.seq_length, model.context_parallel_size)
+    if command.model_folder is not None:
+        console.print(f"{command.model_folder}: {_describe_size(model)}", highlight=False, markup=False)
     console.print(describe_mesh(model, command.data_parallel_size), highlight=False)
     if command.generate_schedule is not None:
         model = print_generated(console, command, command.generate_schedule, name_settings)
@@ -298,12 +302,17 @@ def _info(command: Info, console: Console) -> int:
 def _import(command: Import, console: Console) -> int:
     """Run ``diptych import`` and return the exit code."""
     found = import_folder(command.folder, command.output)
-    count = sum(math.prod(spec.shape) for spec in parameter_specs(found.model).values())
-    console.print(f"{found.family.name}: {found.model.num_layers} layers, {count:,} parameters", highlight=False)
+    console.print(f"{found.family.name}: {_describe_size(found.model)}", highlight=False)
     if found.skipped:
         console.print(f"left out, as transformers does: {', '.join(found.skipped)}", markup=False, soft_wrap=True)
     print_written(console, found.checkpoint)
     return 0
+
+
+def _describe_size(model: TransformerConfig) -> str:
+    """Return the number of layers and parameters of a model."""
+    count = sum(math.prod(spec.shape) for spec in parameter_specs(undivided(model)).values())
+    return f"{model.num_layers} layers, {count:,} parameters"
 
 
 def _export(command: Export, console: Console) -> int:

@@ -82,6 +82,15 @@ def test_a_model_is_trained_on_a_text_with_its_own_tokenizer(backend, folder, tm
     assert (out / "tokenizer.json").exists()
 
 
+def test_a_folder_is_planned_without_its_weights(folder, capsys):
+    (folder / "model.safetensors").unlink()
+    run(f"plan --model {folder} --seq-length 64")
+    count = sum(parameter.numel() for parameter in models.build("qwen3_next", vocab_size=256).parameters())
+    assert f"3 layers, {count:,} parameters" in capsys.readouterr().out
+    assert main(f"plan --model {folder} --hidden-size 7".split()) == 2
+    assert "--hidden-size: expected 24, as in" in capsys.readouterr().err
+
+
 def test_settings_that_the_weights_contradict_are_named(folder, tmp_path, capsys):
     ours = tmp_path / "ours"
     run(f"import {folder} --output {ours}")
