@@ -176,6 +176,7 @@ IMPOSSIBLE = {
     "NaN in moments": _array("first_moment.", _filled(math.nan)),
     "NaN in second moments": _array("second_moment.", _filled(math.nan)),
     "negative second moments": _array("second_moment.", _filled(-1.0)),
+    "a run as weights alone": _entry("format", 2),
     "surplus array": _surplus,
     "array missing": _fewer,
 }
@@ -205,7 +206,7 @@ def forged(name: str) -> bytes:
     change = {**IMPOSSIBLE, **POSSIBLE}[name]
     del record["checksum"]
     change(record, arrays)
-    record["checksum"] = checkpoints._checksum(arrays, record)
+    record["checksum"] = checkpoints._checksum(record, sorted(arrays), arrays.__getitem__)
     return save(arrays, {checkpoints.RECORD: json.dumps(record)})
 
 
