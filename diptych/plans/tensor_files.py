@@ -122,7 +122,9 @@ def _is_size(value: Any) -> bool:
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
     """Return the float32 values of bfloat16 bits, exactly."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+    wide = bits.astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
 
 
 def to_bfloat16(values: np.ndarray) -> np.ndarray:

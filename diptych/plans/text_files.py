@@ -7,6 +7,8 @@ from typing import Any
 
 LARGEST = 64 * 2**20
 """Maximum size of a text file in bytes."""
+PART = 2**20
+"""Bytes that are read at once."""
 
 
 def read_text(path: str | Path, largest: int = LARGEST) -> str:
@@ -16,10 +18,12 @@ def read_text(path: str | Path, largest: int = LARGEST) -> str:
         ValueError: the file exceeds ``largest`` bytes (a device or pipe may be endless) or is not UTF-8.
         OSError: the file cannot be read.
     """
+    content = bytearray()
     with Path(path).open("rb") as file:
-        content = file.read(largest + 1)
-    if len(content) > largest:
-        raise ValueError(f"more than {largest:,} bytes")
+        while part := file.read(PART):
+            content += part
+            if len(content) > largest:
+                raise ValueError(f"more than {largest:,} bytes")
     return content.decode("utf-8-sig")
 
 

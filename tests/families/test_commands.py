@@ -12,6 +12,7 @@ from diptych.plans.config import DataConfig
 from diptych.plans.model.data import load_corpus
 from parity.cli.main import main
 from parity.cli.tokenizer import tokenizer_beside
+from tests.backends import TORCH_DAILY
 from tests.families import models
 
 pytestmark = pytest.mark.thorough
@@ -60,7 +61,7 @@ def test_a_model_comes_in_is_compared_sampled_and_goes_out(folder, tmp_path, cap
     assert torch.equal(before(tokens).logits, after(tokens).logits)
 
 
-@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize("backend", TORCH_DAILY)
 def test_a_model_is_trained_on_a_text_with_its_own_tokenizer(backend, folder, tmp_path, capsys):
     with_tokenizer(folder)
     ours, tuned, out, text = (tmp_path / name for name in ("ours", "tuned", "out", "text"))

@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from diptych.plans.families.folder import import_folder
-from tests.backends import BACKENDS, room
+from tests.backends import TORCH_DAILY, room
 from tests.families import models
 
 pytestmark = pytest.mark.thorough
 NEW = 64
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TORCH_DAILY)
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_generates_what_transformers_generates(family, backend, tmp_path):
     model = models.build(family)
