@@ -104,10 +104,13 @@ class SelfAttention(nn.Module):
             assert isinstance(past, AttentionState), "the cache was made for another layer pattern"
             attended, state = cached_attention(q, k, v, past, context.cache.length)
             context.cache.layers[self.layer_number] = state
-        attended = name_value(attended, "core_attn").flatten(2)
-        if self.linear_gate is not None:
-            attended = attended * torch.sigmoid(add_bias(*self.linear_gate(hidden_states)))
-        return self.linear_proj(attended)
+        return self.linear_proj(self._gated(name_value(attended, "core_attn").flatten(2), hidden_states))
+
+    def _gated(self, attended: Tensor, hidden_states: Tensor) -> Tensor:
+        """Multiply the output of attention [B, T, H d] by its gate, if there is one."""
+        if self.linear_gate is None:
+            return attended
+        return attended * torch.sigmoid(add_bias(*self.linear_gate(hidden_states)))
 
     def _positioned(self, x: Tensor, norm: RMSNorm | None, positions: Tensor) -> Tensor:
         """Norm queries or keys [B, T, H, d], if there is a norm, and turn them by their positions."""

@@ -138,7 +138,7 @@ WRONG = {
         "train --data-path {medium}",
         "a validation split of at least --seq-length + 1 = 129",
     ),
-    "vocabulary": ("compare --vocab-size 100", "--vocab-size: expected more than the corpus's largest byte"),
+    "vocabulary": ("compare --vocab-size 100", "--vocab-size: expected more than the corpus's largest token"),
     "output": ("compare --output-dir {empty}/below", "expected a folder to write to"),
     "picture": (
         "plan --pipeline-model-parallel-size 2 --picture {out}.pdf",

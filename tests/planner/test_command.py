@@ -89,7 +89,7 @@ def test_a_pipeline_whose_first_rank_has_no_layers_is_planned_with_offload(capsy
         ),
         (
             "plann",
-            "sample, info, curves, locate, got 'plann'; did you mean plan?",
+            "sample, info, import, export, curves, locate, got 'plann'; did you mean plan?",
         ),
         ("plan --num-layers", "--num-layers: expected a value, got none"),
         ("plan --num-layers x", "--num-layers: expected an integer, got 'x'"),
