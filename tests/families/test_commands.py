@@ -88,7 +88,7 @@ def test_a_folder_is_planned_without_its_weights(folder, capsys):
     run(f"plan --model {folder} --seq-length 64")
     count = sum(parameter.numel() for parameter in models.build("qwen3_next", vocab_size=256).parameters())
     assert f"3 layers, {count:,} parameters" in capsys.readouterr().out
-    assert main(f"plan --model {folder} --hidden-size 7".split()) == 2
+    assert main(f"plan --model {folder} --hidden-size 8".split()) == 2
     assert "--hidden-size: expected 24, as in" in capsys.readouterr().err
 
 
