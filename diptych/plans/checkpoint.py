@@ -21,7 +21,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +56,13 @@ RECORD = "diptych"
 """Key of the JSON record in the file's header."""
 METRICS = "metrics.jsonl"
 """Name of the file with a run's metrics, in the folder of its checkpoints."""
+
+
+_DEFAULTS = {
+    part: {field.name: field.default for field in fields(kind) if field.default is not MISSING}
+    for part, kind in (("model", TransformerConfig), ("train", TrainConfig))
+}
+"""Values of settings that a checkpoint of an earlier version does not record."""
 
 
 class CheckpointError(ValueError):
@@ -449,13 +456,14 @@ def check_settings(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
     """
     if not checkpoint.is_run:
         raise CheckpointError("checkpoint: expected one of a run, got weights alone; begin a run with them by --init")
+    recorded = {part: _DEFAULTS.get(part, {}) | checkpoint.settings.get(part, {}) for part in settings}
     differing = [
-        f"{field} {checkpoint.settings.get(part, {}).get(field)!r} in the checkpoint, {values.get(field)!r} here"
+        f"{field} {recorded[part].get(field)!r} in the checkpoint, {values.get(field)!r} here"
         for part, values in settings.items()
         for field in sorted({*values, *checkpoint.settings.get(part, {})})
         if decides_steps(field)  # earlier versions recorded more
-        if field != "training_bytes" or field in checkpoint.settings.get(part, {})  # which they did not record
-        if checkpoint.settings.get(part, {}).get(field) != values.get(field)
+        if field != "training_bytes" or field in recorded[part]  # which they did not record
+        if recorded[part].get(field) != values.get(field)
     ]
     if differing:
         raise CheckpointError(f"checkpoint: expected the settings of its run, got others: {'; '.join(differing)}")

@@ -3,6 +3,7 @@
 import json
 import shutil
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 from diptych.plans.checkpoint import MODEL, CheckpointError, read_checkpoint, recorded_model, split_arrays
-from diptych.plans.families import FamilyError, find_family, folder
+from diptych.plans.config import TransformerConfig
+from diptych.plans.families import QWEN3_NEXT, FamilyError, find_family, folder
+from diptych.plans.families.family import config_of, settings_of
 from diptych.plans.families.folder import CONFIG, export_folder, import_folder, model_of
 from diptych.plans.tensor_files import (
     TensorFile,
@@ -216,6 +219,13 @@ def test_import_takes_the_memory_of_two_tensors(tmp_path):
         tracemalloc.stop()
     assert total > 4 * largest
     assert peak < 2.7 * largest  # the bits of a tensor, its values, and the parameter made of them
+
+
+def test_a_layer_that_the_family_lacks_is_not_exported():
+    model = TransformerConfig(**settings_of(QWEN3_NEXT, models.build("qwen3_next").config.to_dict()))
+    for change in ("gdn+gelu,attention,gdn", "gdn,attention+ffn=8,gdn", "kda,attention,gdn"):
+        with pytest.raises(FamilyError, match="layer_pattern: expected"):
+            config_of(QWEN3_NEXT, replace(model, layer_pattern=change))
 
 
 def test_find_family_takes_every_name():

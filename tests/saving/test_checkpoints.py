@@ -16,6 +16,7 @@ from diptych.plans.checkpoint import (
     RECORD,
     Checkpoint,
     CheckpointError,
+    check_settings,
     list_checkpoints,
     read_checkpoint,
     split_arrays,
@@ -158,6 +159,16 @@ def test_every_kind_of_flipped_bit_is_refused(saved):
             read_checkpoint(saved)
     saved.write_bytes(content)
     read_checkpoint(saved)
+
+
+def test_settings_that_an_earlier_version_did_not_have_are_the_defaults(saved):
+    checkpoint = read_checkpoint(saved)
+    for name in ("qk_layernorm", "rotary_percent"):
+        del checkpoint.settings["model"][name]
+    now = read_checkpoint(saved).settings
+    check_settings(checkpoint, now)
+    with pytest.raises(CheckpointError, match="qk_layernorm False in the checkpoint, True here"):
+        check_settings(checkpoint, now | {"model": now["model"] | {"qk_layernorm": True}})
 
 
 def test_later_format(saved):

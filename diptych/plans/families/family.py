@@ -135,20 +135,19 @@ def config_of(family: Family, model: TransformerConfig, like: Mapping[str, Any] 
     config["model_type"] = family.name
     config["architectures"] = [family.architecture]
     again = settings_of(family, config)
-    differing = next((name for name, value in again.items() if not _is_equal(name, value, model)), None)
+    exported = TransformerConfig(**again)
+    for number in range(model.num_layers):
+        if exported.layer(number) != model.layer(number):
+            raise FamilyError(
+                f"layer_pattern: expected layer {number} as {family.name} has it, {exported.layer(number)}, got "
+                f"{model.layer(number)}"
+            )
+    differing = next((n for n, value in again.items() if n != "layer_pattern" and getattr(model, n) != value), None)
     if differing is not None:
         raise FamilyError(
             f"{differing}: expected {again[differing]!r}, as {family.name} has it, got {getattr(model, differing)!r}"
         )
     return config
-
-
-def _is_equal(name: str, value: Any, model: TransformerConfig) -> bool:
-    """Return True if a setting has the same meaning in a model."""
-    if name == "layer_pattern":
-        pattern = value.split(",")
-        return all(pattern[n % len(pattern)] == model.layer(n).mixer for n in range(model.num_layers))
-    return getattr(model, name) == value
 
 
 def _pattern(family: Family, types: Any, num_layers: int) -> Sequence[str]:
