@@ -29,7 +29,14 @@ from diptych.planner.reports.offload import print_offload
 from diptych.planner.reports.schedule import print_schedule
 from diptych.planner.reports.search import print_search
 from diptych.planner.step_time import StageTimes
-from diptych.plans.checkpoint import MODEL, list_checkpoints, read_checkpoint, recorded_model, split_arrays
+from diptych.plans.checkpoint import (
+    MODEL,
+    check_unused,
+    list_checkpoints,
+    read_checkpoint,
+    recorded_model,
+    split_arrays,
+)
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.sequences import check_shared
 from diptych.plans.families.folder import SOURCE, copy_source, export_folder, import_folder, source_of
@@ -206,6 +213,7 @@ def _train(command: Train, console: Console) -> int:
         trainer.begin_with(command.init)
         source = source_of(command.init)
         if command.save is not None and source is not None and trainer.reports:
+            check_unused(command.save, command.resume_if_saved)  # before anything of an earlier run is overwritten
             copy_source(source, command.save / SOURCE)
     run_training(trainer, plan, console, command.log_interval, resume, command.backend)
     return 0
