@@ -98,9 +98,6 @@ class CheckpointWithoutOutput:
         output = region.forward(args, kwargs)
         leaves = internals.leaves_of(output)
         self._slots, self.retained = region.make_slots(leaves)
-        if region.is_nested:  # readers find the slots through the outputs, because nothing else may hold this object
-            for slot in self._slots:
-                slot.live_with_outputs()
         self._outputs = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         self._region = region
         self._called = True
@@ -234,10 +231,13 @@ class MHCBlockRecomputeManager:
         Raises:
             RecomputeUsageError: the manager has already discarded its outputs.
         """
-        if in_replay():  # an outer checkpoint replays this call and needs its output
-            return CheckpointWithoutOutput().checkpoint(fn, *args, **kwargs)
-        self._check_unfinished()
         ckpt = CheckpointWithoutOutput()
+        if self._finished and in_replay():  # an outer checkpoint replays a part of the block
+            output = ckpt.checkpoint(fn, *args, **kwargs)
+            for slot in ckpt._slots:
+                slot.live_with_outputs()
+            return output
+        self._check_unfinished()
         output = ckpt.checkpoint(fn, *args, **kwargs)
         self.add_checkpoint(ckpt)
         return output
@@ -288,7 +288,7 @@ class MHCBlockRecomputeManager:
         for slot in self._pending:
             if slot is not result:
                 slot.discard()
-        if result is not None and (result in self._pending or in_replay()):
+        if result is not None and result in self._pending:
             result.keep()
         self._pending = []
         if self._scope is not None:  # readers hold their slots; the manager must not prolong them

@@ -149,9 +149,10 @@ class Slot:
         return _is_any_changed(self.watches)
 
     def live_with_outputs(self) -> None:
-        """Keep this slot alive as long as any of its outputs."""
+        """Keep this slot alive as long as the graph of any of its outputs, and so of every view of them."""
         for tensor in self.tensors:
-            vars(tensor)["_slot"] = self
+            assert tensor.grad_fn is not None, "an output without a graph has no slot"
+            tensor.grad_fn.metadata[self] = None  # pyright: ignore[reportIndexIssue]
 
     def keep(self) -> None:
         """Make the output permanent and release the region, since no replay is needed for it."""

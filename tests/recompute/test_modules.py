@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from diptych.plans.config.recompute import MODULE_NAMES
 from diptych.plans.recompute import recompute_blocks
-from reference_torch.recompute import MHCBlockRecomputeManager
+from reference_torch.recompute import MHCBlockRecomputeManager, lazy_restore
 from tests.backends import draws_are_fixed
 from tests.recompute.model_support import COMBINED, CONFIG, call, expected_gradients, model_gradients, plain, selective
 from tests.recompute.support import assert_equal, is_empty, normal, reader, reference_counting_only, traced
@@ -161,6 +161,45 @@ def test_r27_nothing_is_discarded_in_the_recompute_of_a_torch_checkpoint(reentra
     loss.backward(normal(1, *loss.shape, grad=False))
     assert empty == [not reentrant, False]
     assert_equal([x.grad], torch.autograd.grad(reader(F.gelu(x)), x, normal(1, *loss.shape, grad=False)))
+
+
+@pytest.mark.parametrize("manager_is_outside", [False, True])
+def test_r27_torch_checkpoint_recomputes_as_many_values_as_forward_saved(manager_is_outside):
+    """Its recompute counts saved values, so a reader of a view must find its slot whether or not the output is held.
+
+    All values have one shape, so PyTorch cannot notice a value more or less.
+    """
+
+    def part(x, weight, run):
+        view = run(lambda x: x.tanh().view(-1).view(6, 6), x).view(-1).view(6, 6)  # the output itself is gone
+        return ((view @ weight).sin() * view) @ weight
+
+    def block(x, weight):
+        with MHCBlockRecomputeManager() as manager:
+            z = part(x, weight, manager.checkpoint)
+            manager.discard_all_outputs_and_register_unified_recompute(z)
+        return z
+
+    def block_of_checkpointed_parts(x, weight):
+        manager = MHCBlockRecomputeManager()
+
+        def recomputed(x, weight):
+            with lazy_restore():
+                return part(x, weight, manager.checkpoint)
+
+        z = torch_checkpoint(recomputed, x, weight, use_reentrant=False)
+        manager.discard_all_outputs_and_register_unified_recompute(z)
+        return z
+
+    def gradients(function):
+        x, weight = normal(0, 6, 6), normal(1, 6, 6)
+        return torch.autograd.grad(function(x, weight).pow(2).sum(), (x, weight))
+
+    def checkpointed_block(x, weight):
+        return torch_checkpoint(block, x, weight, use_reentrant=False)
+
+    run = block_of_checkpointed_parts if manager_is_outside else checkpointed_block
+    assert_equal(gradients(run), gradients(lambda x, weight: part(x, weight, call)))
 
 
 drawn: Counter = Counter()

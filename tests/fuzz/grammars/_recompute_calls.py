@@ -136,6 +136,7 @@ CALLS: dict[str, Callable[[World, Tensor], Any]] = {
     "in place inside": _inside_in_place,
     "saved then changed inside": _saved_then_changed,
     "view of result": lambda w, x: x.tanh().t(),
+    "flat view of result": lambda w, x: x.tanh().view(-1).view(N, N),
     "two": lambda w, x: (x.tanh(), (x * 2).sin().t()),
     "aliases": lambda w, x: (lambda y: (y, y.view(-1), y.t()))(x.tanh()),
     "tuple and dict": lambda w, x: {"a": [x.sin()], "b": (None, x.cos())},

@@ -7,6 +7,7 @@ PyTorch refuses the plain program, any error is accepted.
 """
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -98,6 +99,7 @@ BETWEEN: dict[str, Callable[[World, Tensor], Tensor]] = {
     "no grad write": _no_grad_write,
     "copy": lambda w, h: h.clone().mul_(2),
     "view": lambda w, h: h.t(),
+    "flat view": lambda w, h: h.view(-1).view(N, N) if h.is_contiguous() else h,
     "detached reader": lambda w, h: h * h.detach().sin(),
     "two readers": lambda w, h: h * h.sin() + h.cos(),
     "optimizer step": _optimizer_step,
@@ -112,8 +114,9 @@ BETWEEN: dict[str, Callable[[World, Tensor], Tensor]] = {
     "collect garbage": lambda w, h: (gc.collect(), h)[1],
     "inplace on dtype view": lambda w, h: (h.detach().view(torch.int64).bitwise_and_(-2), h)[1],
 }
-GENTLE = ("nothing", "copy", "view", "two readers", "detached reader")
-OWNERS = ("checkpoint", "scope", "manager", "scoped manager", "outer checkpoint", "force")
+GENTLE = ("nothing", "copy", "view", "flat view", "two readers", "detached reader")
+OWNERS = ("checkpoint", "scope", "manager", "scoped manager", "force")
+SURROUNDED = ("nothing", "program", "steps")
 CONTEXTS = ("none", "flop counter", "dispatch mode", "autocast", "save on cpu", "anomaly", "no grad", "inference")
 TRANSFORMS = ("func.grad", "vmap")
 """Contexts in which the whole program is a function that torch.func transforms."""
@@ -142,6 +145,8 @@ class Program:
 
     complex_numbers: bool
     owner: str
+    outer_checkpoint: str
+    """What PyTorch's checkpoint surrounds, one of SURROUNDED."""
     context: str
     context_around_backward: bool
     steps: tuple[Step, ...]
@@ -155,6 +160,7 @@ class Program:
 HARD_CASES = frozenset(
     {"complex", "dropped references", "changed in place", "closure changed", "mode", "several in a manager"}
     | {"train or eval switched", "late change", "autocast", "inference", "functorch", "nested", "view of another dtype"}
+    | {"outer checkpoint", "view of a view in an outer checkpoint"}
 )
 IN_PLACE = {"relu in place", "augmented", "view in place", "slice in place", "detached in place", "no grad write"}
 CLOSURE = {"optimizer step", "write frozen", "write buffer", "rescale", "replace closure"}
@@ -189,28 +195,31 @@ def draw(rng: np.random.Generator) -> Program:
     """
     complex_numbers = bool(rng.random() < 0.3)
     owner = str(rng.choice(OWNERS))
+    outer_checkpoint = str(rng.choice(SURROUNDED, p=(0.7, 0.2, 0.1)))
     calls = [*CALLS, *(COMPLEX_CALLS if complex_numbers else REAL_CALLS)]
     rough = rng.random() < 0.6
     betweens = list(BETWEEN) if rough else list(GENTLE)
-    if owner == "outer checkpoint":
-        unnoticed = COUNTING | {"cached", "stashing", "batch norm", "drawn by NumPy", "drawn by an own generator"}
+    if outer_checkpoint != "nothing":
+        unnoticed = COUNTING | {"cached", "stashing", "batch norm", "workspace", "drawn by NumPy"}
+        unnoticed |= {"drawn by an own generator"}
         calls = [call for call in calls if call not in unnoticed]
         betweens = [name for name in betweens if name in GENTLE or name in IN_PLACE]
     steps = []
-    if rng.random() < 0.5 and owner != "outer checkpoint":  # a call, and a change that a replay could miss
+    if rng.random() < 0.5 and outer_checkpoint == "nothing":  # a call, and a change that a replay could miss
         call, change = TOGETHER[rng.integers(len(TOGETHER))]
         if call in calls:
             steps.append(Step(call, change, bool(rng.random() < 0.3)))
     for _ in range(rng.integers(1, 4)):
         between = rng.choice(betweens if rng.random() < 0.5 else GENTLE)
         steps.append(Step(str(rng.choice(calls)), str(between), bool(rng.random() < 0.3)))
-    late = rough and owner != "outer checkpoint" and rng.random() < 0.4
+    late = rough and outer_checkpoint == "nothing" and rng.random() < 0.4
     context = str(rng.choice([*CONTEXTS, *TRANSFORMS])) if rng.random() < 0.4 else "none"
     if context == "autocast" and not complex_numbers:  # autocast does not change float64
         steps[0] = replace(steps[0], call=str(rng.choice(["float32 product", "float32 layer"])))
     return Program(
         complex_numbers=complex_numbers,
         owner=owner,
+        outer_checkpoint=outer_checkpoint,
         context=context,
         context_around_backward=bool(rng.random() < 0.5),
         steps=tuple(steps),
@@ -241,6 +250,10 @@ def features(program: Program) -> Iterator[str]:
         yield "functorch"
     if any(step.call == "nested" for step in program.steps):
         yield "nested"
+    if program.outer_checkpoint != "nothing":
+        yield "outer checkpoint"
+        if any(step.call == "flat view of result" and step.between == "flat view" for step in program.steps):
+            yield "view of a view in an outer checkpoint"
     if "inplace on dtype view" in done:
         yield "view of another dtype"
     if "manager" in program.owner and len(program.steps) > 1:
@@ -272,7 +285,8 @@ def check(program: Program) -> Outcome:
     except Exception as error:
         if plain_error is not None and type(error) is type(plain_error):
             return Outcome(REFUSED, "as PyTorch does")
-        if program.owner == "outer checkpoint" and "modified by an inplace operation" in str(error):
+        refusals = ("modified by an inplace operation", "don't yet support saved tensor hooks")
+        if program.outer_checkpoint != "nothing" and any(refusal in str(error) for refusal in refusals):
             return Outcome(REFUSED, "PyTorch's checkpoint refuses")
         raise
     if in_replay():
@@ -299,8 +313,10 @@ def _is_gentle(program: Program) -> bool:
 
 
 def _bits(values: Tensor) -> Tensor:
+    """Return the bytes of values; every NaN has the same bytes."""
     values = values.detach().resolve_conj().resolve_neg()
-    return (torch.view_as_real(values) if values.is_complex() else values).reshape(-1).contiguous().view(torch.uint8)
+    values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1).contiguous()
+    return values.masked_fill(values.isnan(), torch.nan).view(torch.uint8)
 
 
 def _context(name: str) -> contextlib.AbstractContextManager:
@@ -335,16 +351,13 @@ def _run(program: Program, recompute: bool) -> list[Tensor]:
     evaluated = program.context in ("no grad", "inference")
     if recompute:
         w.cache["recompute"] = torch.ones(())
-    with around if not program.context_around_backward or evaluated else contextlib.nullcontext():
-        if program.owner == "outer checkpoint" and recompute:
-            loss = torch_checkpoint(lambda h: _forward(program, w, h, recompute), w.leaves[0] * 1, use_reentrant=False)
-        elif program.context_around_backward and not evaluated:
-            with around:
-                return _finish(program, w, _forward(program, w, w.leaves[0] * 1, recompute))
-        else:
-            loss = _forward(program, w, w.leaves[0] * 1, recompute)
-    if evaluated:
-        return [loss]
+    with around:
+        surrounded = recompute and program.outer_checkpoint == "program"
+        loss = _call(surrounded, lambda h: _forward(program, w, h, recompute), w.leaves[0] * 1)
+        if evaluated:
+            return [loss]
+        if program.context_around_backward:
+            return _finish(program, w, loss)
     return _finish(program, w, loss)
 
 
@@ -370,6 +383,11 @@ def _finish(program: Program, w: World, loss: Tensor) -> list[Tensor]:
     return results
 
 
+def _call(surrounded: bool, function: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
+    """Call a function of one tensor, inside PyTorch's checkpoint if ``surrounded``."""
+    return torch_checkpoint(function, h, use_reentrant=False) if surrounded else function(h)
+
+
 def _forward(program: Program, w: World, h: Tensor, recompute: bool) -> Tensor:
     owner = program.owner
     manager = MHCBlockRecomputeManager() if recompute and "manager" in owner else None
@@ -383,7 +401,9 @@ def _forward(program: Program, w: World, h: Tensor, recompute: bool) -> Tensor:
     referenced: list[Tensor] = []
     with scope:
         for step in program.steps:
-            h = _step(program, w, step, h, recompute, manager, checkpoints)
+            surrounded = recompute and program.outer_checkpoint == "steps"
+            run = functools.partial(_step, program, w, step, recompute, manager, checkpoints)
+            h = _call(surrounded, run, h)
             if step.read:
                 losses.append(_read(h))
             if not program.drop_references:
@@ -408,10 +428,10 @@ def _step(
     program: Program,
     w: World,
     step: Step,
-    h: Tensor,
     recompute: bool,
     manager: MHCBlockRecomputeManager | None,
     checkpoints: list[CheckpointWithoutOutput],
+    h: Tensor,
 ) -> Tensor:
     call = {**CALLS, **REAL_CALLS, **COMPLEX_CALLS}[step.call]
     function: Callable = w.linear if step.call == "linear module" else lambda x: call(w, x)
