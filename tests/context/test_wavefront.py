@@ -220,6 +220,7 @@ def test_the_tables_of_measured_steps_are_the_benchmark_s():
         assert f"| {backend} | {ranks} | {alone:.2f} | " + " | ".join(f"{r:.2f}" for r in ratios) + " |\n" in page
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(900)
 def test_in_jax():

@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 from tests.conftest import GIVEN
 
 PATHS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
-DAILY = ("00_start_here", "05_offload")
+DAILY = ("00_start_here",)
 """What make test executes."""
 LONGEST_CELL = 15
 """Lines of a code cell; longer code belongs to parity/notebooks."""

@@ -117,6 +117,7 @@ def test_states_may_pass_what_float16_holds():
         assert relative_difference(ours, theirs) <= 2e-3
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_what_jax_measures_on_has_work_in_it():
     """Tables that say nothing would leave loops empty, and their fastest block would be everybody's."""

@@ -149,6 +149,7 @@ def test_lowered_for_a_gpu_it_copies_from_pinned_memory():
 # Pipelines and replicas: tests/offload/jax_cases.py, in a process that has a device for every rank.
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)
 def test_pipelines_of_several_devices():

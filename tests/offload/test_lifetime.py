@@ -179,7 +179,7 @@ def unchecked_shapes():
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-@pytest.mark.parametrize("more", [{}, EVERYTHING])
+@pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.slow), EVERYTHING])
 def test_three_hundred_steps_leave_nothing(managers, more):
     model = build()
     manager = managers(model, 1, **more)
@@ -367,7 +367,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("n", [0, 1])
 @pytest.mark.parametrize("what", COMPILED)
-@pytest.mark.parametrize("more", [{}, EVERYTHING])
+@pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.slow), EVERYTHING])
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_models_break_the_graph_at_offloaded_layers(managers, what, n, more):
     torch._dynamo.reset()

@@ -47,16 +47,16 @@ ENDS = {
     "a rank is stopped in a message": (Program(3, (Fault("SIGSTOP", 1, "message 1"),)), STOPPED),
     "a rank is stopped when all others have ended": (
         Program(2, (Fault("SIGSTOP", 1, "end"),)),
-        r"rank n has been stopped \(by SIGSTOP or a debugger\) for n\.n s; continue it in time \(kill -CONT\), or",
+        r"rank n has been stopped \(by SIGSTOP or a debugger\) for n s; continue it in time \(kill -CONT\), or",
     ),
     "every rank is stopped": (Program(2, (Fault("SIGSTOP", 0, "joined"), Fault("SIGSTOP", 1, "joined"))), STOPPED),
     "every rank hangs before it has joined": (
         Program(2, (Fault("hang", 0, "start"), Fault("hang", 1, "start"))),
-        r"ranks n, n did not join the others within join_timeout=n\.n s; see the output of the ranks, or raise",
+        r"ranks n, n did not join the others within join_timeout=n s; see the output of the ranks, or raise",
     ),
     "a rank hangs when all others have ended": (
         Program(2, (Fault("hang", 1, "end"),)),
-        r"rank n still ran n\.n s after another rank had ended; find what it waits for, or raise pipeline_timeout",
+        r"rank n still ran n s after another rank had ended; find what it waits for, or raise pipeline_timeout",
     ),
     "a rank is stopped, and goes on in time": (Program(2, (Fault("pause", 1, "message 1"),)), ""),
     "a rank leaves a process of its own": (Program(2, grandchild=1), ""),

@@ -192,7 +192,7 @@ def test_r21_outside_the_scope_a_call_that_kept_its_output_finds_its_input_resto
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("exchange", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("function", ["hooked_block", "hooked_checkpoint"])
 def test_r21_outside_the_scope_a_hook_tensor_without_gradient_ends_in_right_gradients(function, exchange):
     """In a process of its own: without the exchange of memory a failure is a crash."""

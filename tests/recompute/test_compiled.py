@@ -74,7 +74,7 @@ def test_a_checkpoint_in_a_compiled_function_breaks_the_graph(body, backward_ins
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("scope", [True, False])
+@pytest.mark.parametrize("scope", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_compiled_function_in_a_checkpoint_is_replayed(scope):
     x = normal(0, 3, 4)
 

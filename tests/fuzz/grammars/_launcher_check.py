@@ -106,7 +106,7 @@ def _judged(program: Program, code: int, output: str, struck: bool) -> Outcome:
         raise Wrong(f"exit code {code} without a fault: {output}")
     if not any(_is_named(fault, output) for fault in harmful):
         raise Wrong(f"exit code {code}, and none of {harmful} is named: {output}")
-    return Outcome(REFUSED, re.sub(r"\d+", "n", " | ".join(lines)))
+    return Outcome(REFUSED, re.sub(r"\d+(\.\d+)?", "n", " | ".join(lines)))
 
 
 def _is_named(fault: Fault, output: str) -> bool:
