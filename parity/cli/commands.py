@@ -11,9 +11,9 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from diptych.planner.request import PlanRequest
-from diptych.plans.checkpoint import with_definition, with_model_of
+from diptych.plans.checkpoint import list_checkpoints, with_definition, with_model_of
 from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
-from diptych.plans.families.folder import CONFIG, model_of
+from diptych.plans.families.folder import CONFIG, model_of, source_of
 from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.csv import read_schedule
 
@@ -53,6 +53,8 @@ def with_configuration(command: Any) -> Any:
     if not isinstance(model, ModelFlags):
         return command
     found = TransformerConfig(**vars(model))
+    if isinstance(command, Train) and command.init is None and command.resumes_imported_model:
+        command = replace(command, init=command.save)
     init, folder = (getattr(command, name, None) for name in ("init", "model_folder"))
     if init is not None:
         found = with_model_of(init, found, _demo_model())
@@ -165,6 +167,13 @@ class Train(TrainingRun):
                 "save: expected a folder with resume, resume_if_saved or save_interval, got none; give --save FOLDER"
             )
         self._check_coordinator()
+
+    @property
+    def resumes_imported_model(self) -> bool:
+        """True if the run goes on with a model that came from a folder, whose definition and tokenizer it keeps."""
+        if self.save is None or not (self.resume or self.resume_if_saved):
+            return False
+        return source_of(self.save) is not None and bool(list_checkpoints(self.save))
 
     def _check_coordinator(self) -> None:
         """Reject incomplete or unsupported settings of JAX's coordinator."""

@@ -67,10 +67,15 @@ def test_a_model_is_trained_on_a_text_with_its_own_tokenizer(backend, folder, tm
     ours, tuned, out, text = (tmp_path / name for name in ("ours", "tuned", "out", "text"))
     text.write_text("the fox jumps over the dog " * 60)
     run(f"import {folder} --output {ours}")
-    run(f"train --backend {backend} --init {ours} --save {tuned} --data-path {text} {SMALL}")
+    run(f"train --backend {backend} --init {ours} --save {tuned} --data-path {text} {SMALL} --exit-step 1")
+    run(f"train --backend {backend} --resume --save {tuned} --data-path {text} {SMALL}")
     capsys.readouterr()
     run(f"info {tuned}")
     assert "step 2" in capsys.readouterr().out
+    config = (tuned / "source" / "config.json").read_bytes()
+    (ours / "source" / "config.json").write_text("{}")
+    assert main(f"train --backend {backend} --init {ours} --save {tuned} --data-path {text} {SMALL}".split()) == 2
+    assert (tuned / "source" / "config.json").read_bytes() == config
     tokenizer = tokenizer_beside(tuned)
     assert tokenizer is not None
     assert tokenizer.encode(b"the fox") == [3, 4]
