@@ -37,10 +37,17 @@ class RMSNorm(nnx.Module):
         config: configuration of the model.
         name: canonical name of the module.
         specs: shape of the gain; None: as wide as the model.
+        epsilon: added to the mean square; None: config.layernorm_epsilon.
     """
 
-    def __init__(self, config: TransformerConfig, name: str, specs: dict[str, ParameterSpec] | None = None) -> None:
-        self.epsilon = config.layernorm_epsilon
+    def __init__(
+        self,
+        config: TransformerConfig,
+        name: str,
+        specs: dict[str, ParameterSpec] | None = None,
+        epsilon: float | None = None,
+    ) -> None:
+        self.epsilon = epsilon or config.layernorm_epsilon
         spec = (specs or norm_spec(config))["weight"]
         self.offset = spec.offset
         self.weight = parameter(config, f"{name}.weight", spec)

@@ -108,7 +108,9 @@ class SelfAttention(nnx.Module):
 
     def _positioned(self, x: Array, norm: RMSNorm | None, positions: Array) -> Array:
         """Norm queries or keys [B, T, H, d], if there is a norm, and turn them by their positions."""
-        x = x if norm is None else norm(x)
+        if norm is not None:
+            joint = self.config.qk_layernorm_scope == "projection"
+            x = norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape) if joint else norm(x)
         return rotary_embedding(x, positions, self.config.rotary_base, self.config.rotary_dim)
 
 
@@ -140,7 +142,7 @@ MIXER_MODULES = {"attention": SelfAttention, "gdn": GatedDeltaNet, "kda": KimiDe
 
 
 class TransformerLayer(nnx.Module):
-    """A mixer and an MLP, each with a norm before it and a hyper-connection or a plain residual around it.
+    """A mixer and an MLP, each with a norm before or after it and a hyper-connection or a plain residual around it.
 
     Args:
         config: configuration of the model.
@@ -157,14 +159,15 @@ class TransformerLayer(nnx.Module):
             if layer.self_attention_hyper_connection
             else None
         )
-        self.input_layernorm = RMSNorm(config, f"{name}.input_layernorm")
+        mixer_norm, mlp_norm = layer.norm_names
+        setattr(self, mixer_norm, RMSNorm(config, f"{name}.{mixer_norm}"))
         self.self_attention = MIXER_MODULES[layer.mixer](config, layer_number, f"{name}.self_attention")
         self.mlp_hyper_connection = (
             HyperConnectionModule(config, layer_number, f"{name}.mlp_hyper_connection")
             if layer.mlp_hyper_connection
             else None
         )
-        self.pre_mlp_layernorm = RMSNorm(config, f"{name}.pre_mlp_layernorm")
+        setattr(self, mlp_norm, RMSNorm(config, f"{name}.{mlp_norm}"))
         self.mlp = MLP(config, layer_number, f"{name}.mlp")
 
     def __call__(
@@ -183,16 +186,23 @@ class TransformerLayer(nnx.Module):
         """
         connection = self.self_attention_hyper_connection
         aggregated, mixed, h_post = self._read(connection, hidden_states)
-        normed = name_value(self.input_layernorm(aggregated), "input_layernorm")
+        normed = self._norm("input_layernorm", aggregated)
         output = name_value(add_bias(*self.self_attention(normed, context)), "attention_output")
+        output = self._norm("post_attention_layernorm", output)
         site = attention_site(self.layer_number)
         hidden_states = self._write(connection, output, h_post, mixed, context.dropout, site)
 
         connection = self.mlp_hyper_connection
         aggregated, mixed, h_post = self._read(connection, hidden_states)
-        normed = name_value(self.pre_mlp_layernorm(aggregated), "pre_mlp_layernorm")
+        normed = self._norm("pre_mlp_layernorm", aggregated)
         output = name_value(add_bias(*self.mlp(normed)), "mlp_output")
+        output = self._norm("post_mlp_layernorm", output)
         return self._write(connection, output, h_post, mixed, context.dropout, mlp_site(self.layer_number))
+
+    def _norm(self, name: str, x: Array) -> Array:
+        """Apply the norm of a name, if the layer has it; it has either those before or those after the sublayers."""
+        norm = getattr(self, name, None)
+        return x if norm is None else name_value(norm(x), name)
 
     def _read(
         self, connection: HyperConnectionModule | None, hidden_states: Array

@@ -85,7 +85,7 @@ class _DeltaRuleMixer(nn.Module):
         self.linear_beta = Linear(config, f"{name}.linear_beta", specs["linear_beta"])
         self._make_projections(name, specs)
         self.decay_gate = DecayGate(config, f"{name}.decay_gate", specs["decay_gate"])
-        self.out_norm = RMSNorm(config, f"{name}.out_norm", specs["out_norm"])
+        self.out_norm = RMSNorm(config, f"{name}.out_norm", specs["out_norm"], config.linear_norm_epsilon)
         self.linear_proj = Linear(config, f"{name}.linear_proj", specs["linear_proj"])
 
     def forward(

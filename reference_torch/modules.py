@@ -37,11 +37,18 @@ class RMSNorm(nn.Module):
         config: configuration of the model.
         name: canonical name of the module.
         specs: shape of the gain; None: as wide as the model.
+        epsilon: added to the mean square; None: config.layernorm_epsilon.
     """
 
-    def __init__(self, config: TransformerConfig, name: str, specs: dict[str, ParameterSpec] | None = None) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        name: str,
+        specs: dict[str, ParameterSpec] | None = None,
+        epsilon: float | None = None,
+    ) -> None:
         super().__init__()
-        self.epsilon = config.layernorm_epsilon
+        self.epsilon = epsilon or config.layernorm_epsilon
         spec = (specs or norm_spec(config))["weight"]
         self.offset = spec.offset
         self.weight = parameter(config, f"{name}.weight", spec)

@@ -114,7 +114,9 @@ class SelfAttention(nn.Module):
 
     def _positioned(self, x: Tensor, norm: RMSNorm | None, positions: Tensor) -> Tensor:
         """Norm queries or keys [B, T, H, d], if there is a norm, and turn them by their positions."""
-        x = x if norm is None else norm(x)
+        if norm is not None:
+            joint = self.config.qk_layernorm_scope == "projection"
+            x = norm(x.reshape(*x.shape[:2], -1)).view(x.shape) if joint else norm(x)
         return rotary_embedding(x, positions, self.config.rotary_base, self.config.rotary_dim)
 
 
@@ -149,7 +151,7 @@ MIXER_MODULES = {"attention": SelfAttention, "gdn": GatedDeltaNet, "kda": KimiDe
 
 
 class TransformerLayer(nn.Module):
-    """A mixer and an MLP, each with a norm before it and a hyper-connection or a plain residual around it.
+    """A mixer and an MLP, each with a norm before or after it and a hyper-connection or a plain residual around it.
 
     Args:
         config: configuration of the model.
@@ -167,14 +169,15 @@ class TransformerLayer(nn.Module):
             if layer.self_attention_hyper_connection
             else None
         )
-        self.input_layernorm = RMSNorm(config, f"{name}.input_layernorm")
+        mixer_norm, mlp_norm = layer.norm_names
+        setattr(self, mixer_norm, RMSNorm(config, f"{name}.{mixer_norm}"))
         self.self_attention = MIXER_MODULES[layer.mixer](config, layer_number, f"{name}.self_attention")
         self.mlp_hyper_connection = (
             HyperConnectionModule(config, layer_number, f"{name}.mlp_hyper_connection")
             if layer.mlp_hyper_connection
             else None
         )
-        self.pre_mlp_layernorm = RMSNorm(config, f"{name}.pre_mlp_layernorm")
+        setattr(self, mlp_norm, RMSNorm(config, f"{name}.{mlp_norm}"))
         self.mlp = MLP(config, layer_number, f"{name}.mlp")
 
     def forward(
@@ -194,8 +197,9 @@ class TransformerLayer(nn.Module):
         recompute = context.recompute
         connection = self.self_attention_hyper_connection
         aggregated, mixed, h_post = self._read(connection, hidden_states, recompute)
-        normed = name_value(recompute("input_layernorm", self.input_layernorm, aggregated), "input_layernorm")
+        normed = self._norm("input_layernorm", aggregated, recompute)
         output = name_value(add_bias(*self.self_attention(normed, context)), "attention_output")
+        output = self._norm("post_attention_layernorm", output, recompute)
         site = attention_site(self.layer_number)
         hidden_states = recompute(
             "residual_streams", self._write, connection, output, h_post, mixed, context.dropout, site
@@ -204,15 +208,20 @@ class TransformerLayer(nn.Module):
 
         connection = self.mlp_hyper_connection
         aggregated, mixed, h_post = self._read(connection, hidden_states, recompute)
-        normed = recompute("pre_mlp_layernorm", self.pre_mlp_layernorm, aggregated)
-        normed = name_value(normed, "pre_mlp_layernorm")
+        normed = self._norm("pre_mlp_layernorm", aggregated, recompute)
         output = recompute("mlp_output", self._mlp_output, normed, recompute.inside("mlp_output"))
+        output = self._norm("post_mlp_layernorm", output, recompute)
         site = mlp_site(self.layer_number)
         hidden_states = recompute(
             "residual_streams", self._write, connection, output, h_post, mixed, context.dropout, site
         )
         recompute.discard_consumed(hidden_states)
         return hidden_states
+
+    def _norm(self, name: str, x: Tensor, recompute: BlockRecomputation) -> Tensor:
+        """Apply the norm of a name, if the layer has it; it has either those before or those after the sublayers."""
+        norm = getattr(self, name, None)
+        return x if norm is None else name_value(recompute(name, norm, x), name)
 
     def _mlp_output(self, normed: Tensor, recompute: BlockRecomputation) -> Tensor:
         """Return the output of the MLP with its bias, [B, T, D]."""

@@ -39,6 +39,14 @@ BROKEN = {
     (TransformerConfig, "rotary_base"): ({"rotary_base": 0.0}, r"rotary_base: .*\(0, inf\), got 0\.0"),
     (TransformerConfig, "rotary_percent"): ({"rotary_percent": 1.5}, r"rotary_percent: .*\[0, 1\], got 1\.5"),
     (TransformerConfig, "layernorm_epsilon"): ({"layernorm_epsilon": 0.0}, r"layernorm_epsilon: .*\(0, inf\)"),
+    (TransformerConfig, "linear_norm_epsilon"): (
+        {"linear_norm_epsilon": 0.0},
+        r"linear_norm_epsilon: expected None or a number in \(0, inf\), got 0\.0",
+    ),
+    (TransformerConfig, "qk_layernorm_scope"): (
+        {"qk_layernorm_scope": "heads"},
+        r"qk_layernorm_scope: expected one of .*'head', 'projection'.* got 'heads'",
+    ),
     (TransformerConfig, "hidden_dropout"): ({"hidden_dropout": -0.1}, r"hidden_dropout: .*\[0, 1\), got -0\.1"),
     (TransformerConfig, "init_method_std"): ({"init_method_std": -1.0}, r"init_method_std: .*\[0, inf\)"),
     (TransformerConfig, "params_dtype"): ({"params_dtype": "int8"}, r"params_dtype: expected one of .* got 'int8'"),

@@ -135,6 +135,14 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
             "layernorm_zero_centered_gamma": True,
             "untie_embeddings_and_output_weights": True,
         },
+        "OLMo-hybrid": {
+            "layer_pattern": "gdn,attention+post-norm",
+            "rotary_percent": 0.0,
+            "qk_layernorm": True,
+            "qk_layernorm_scope": "projection",
+            "linear_allow_neg_eigval": True,
+            "linear_norm_epsilon": 1e-3,
+        },
     },
     "recompute": {
         "recompute mhc": {**HYPER, **_selective("mhc")},
@@ -165,9 +173,13 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
     "attention": {"fused attention": {"use_flash_attn": True}, "grouped queries": {"num_query_groups": 1}},
     "heads": {
         "normed heads": {"qk_layernorm": True, "rotary_percent": 0.5},
+        "normed projections": {"qk_layernorm": True, "qk_layernorm_scope": "projection"},
         "gated heads": {"attention_output_gate": True, "rotary_percent": 0.0},
     },
-    "norms": {"zero-centered norms": {"layernorm_zero_centered_gamma": True}},
+    "norms": {
+        "zero-centered norms": {"layernorm_zero_centered_gamma": True},
+        "post-norm": {"layer_pattern": "attention+post-norm,attention"},
+    },
     "biases": {"biases": {"add_bias_linear": True}},
     "loss": {"loss per token": {"calculate_per_token_loss": True}},
     "messages": {
@@ -250,7 +262,7 @@ MUST_BE_ACCEPTED = [
 """Features of the compositions that must be accepted; embeddings are tied."""
 OF_FAMILIES = [
     (family, *features)
-    for family in ("Qwen3-Next",)
+    for family in ("Qwen3-Next", "OLMo-hybrid")
     for features in (
         ("1f1b", "context ranks"),
         ("recompute core_attn + mlp", "parameters offloaded", "activations offloaded"),

@@ -41,8 +41,17 @@ GATED = replace(
     layernorm_zero_centered_gamma=True,
     layernorm_epsilon=0.1,
 )
+POST_NORM = replace(
+    SMALL,
+    layer_pattern="attention+post-norm,attention",
+    rotary_percent=0.0,
+    qk_layernorm=True,
+    qk_layernorm_scope="projection",
+    layernorm_epsilon=0.1,
+)
 PLAIN = {
     "usual": SMALL,
+    "norms after attention, over all heads": POST_NORM,
     "gated, with normed heads": GATED,
     "without positions": replace(SMALL, rotary_percent=0.0),
 }
@@ -54,14 +63,15 @@ def tokens_for(config: TransformerConfig, batch: int = 2, length: int | None = N
 
 
 def plain_network(config: TransformerConfig, parameters: dict, tokens, scale: float = 1.0):
-    """A pre-norm transformer from PyTorch's own functions; a sublayer's input is scaled before its norm."""
+    """A transformer from PyTorch's own functions; a sublayer's input is scaled before its norm."""
 
     def norm(x, weight, factor=1.0):
         weight = weight + 1 if config.layernorm_zero_centered_gamma else weight
         return F.rms_norm(factor * x, weight.shape, weight, config.layernorm_epsilon)
 
     def rotate(x, weight):  # [B, T, H, d]
-        x = norm(x, weight) if config.qk_layernorm else x
+        if config.qk_layernorm:
+            x = norm(x.flatten(2), weight).view_as(x) if len(weight) > x.shape[-1] else norm(x, weight)
         turned = round(x.shape[-1] * config.rotary_percent)
         x, passed = x[..., :turned], x[..., turned:]
         half = turned // 2
@@ -76,7 +86,9 @@ def plain_network(config: TransformerConfig, parameters: dict, tokens, scale: fl
     for number in range(config.num_layers):
         p = {k.removeprefix(f"decoder.layers.{number}."): v for k, v in parameters.items()}
         heads = config.num_attention_heads
-        normed = norm(x, p["input_layernorm.weight"], scale)
+        before = [p.get(f"{name}_layernorm.weight") for name in ("input", "pre_mlp")]
+        after = [p.get(f"post_{name}_layernorm.weight") for name in ("attention", "mlp")]
+        normed = x if before[0] is None else norm(x, before[0], scale)
         qkv = normed @ p["self_attention.linear_qkv.weight"].T
         normed_heads = (p.get(f"self_attention.{name}_layernorm.weight") for name in "qk")
         q, k, v = qkv.view(*tokens.shape, 3 * heads, -1).split(heads, 2)
@@ -84,9 +96,12 @@ def plain_network(config: TransformerConfig, parameters: dict, tokens, scale: fl
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         if config.attention_output_gate:
             attended = attended * torch.sigmoid(normed @ p["self_attention.linear_gate.weight"].T)
-        x = x + attended @ p["self_attention.linear_proj.weight"].T
-        gate, value = (norm(x, p["pre_mlp_layernorm.weight"], scale) @ p["mlp.linear_fc1.weight"].T).chunk(2, -1)
-        x = x + (F.silu(gate) * value) @ p["mlp.linear_fc2.weight"].T
+        output = attended @ p["self_attention.linear_proj.weight"].T
+        x = x + (output if after[0] is None else norm(output, after[0]))
+        normed = x if before[1] is None else norm(x, before[1], scale)
+        gate, value = (normed @ p["mlp.linear_fc1.weight"].T).chunk(2, -1)
+        output = (F.silu(gate) * value) @ p["mlp.linear_fc2.weight"].T
+        x = x + (output if after[1] is None else norm(output, after[1]))
     return norm(x, parameters["decoder.final_layernorm.weight"]) @ parameters["embedding.weight"].T
 
 

@@ -31,10 +31,12 @@ VALUES = (
     "attention_weights",
     "core_attn",
     "attention_output",
+    "post_attention_layernorm",
     "pre_mlp_layernorm",
     "fc1",
     "activation",
     "mlp_output",
+    "post_mlp_layernorm",
 )
 """Names of a layer's values, equal in both backends, in kernels and in reports.
 
@@ -45,7 +47,7 @@ activation function.
 
 MODULES: dict[str, tuple[str, ...]] = {
     "mhc": ("residual_streams", "h_pre", "h_post", "h_res", "aggregated", "mixed", "expanded"),
-    "layernorm": ("input_layernorm", "pre_mlp_layernorm"),
+    "layernorm": ("input_layernorm", "pre_mlp_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     "pre_mlp_layernorm": ("pre_mlp_layernorm",),
     "core_attn": ("attention_weights", "core_attn"),
     "activation": ("activation",),

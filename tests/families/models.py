@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import tempfile
 import warnings
 from collections.abc import Iterator
 from functools import cache
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+
+from diptych.plans.tensor_files import TensorFile
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -40,9 +43,24 @@ LINEAR = {
     "layer_types": LAYERS,
 }
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}}
+
+
+def without(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    """Settings without one."""
+    return {key: value for key, value in settings.items() if key != name}
+
+
 FAMILIES: dict[str, Any] = {
     "qwen3_next": lambda more: transformers.Qwen3NextConfig(**{**SIZES, **LINEAR, **ROPE, "num_experts": 0, **more}),
     "qwen3_5_text": lambda more: transformers.Qwen3_5TextConfig(**{**SIZES, **LINEAR, **ROPE, **more}),
+    "olmo_hybrid": lambda more: transformers.OlmoHybridConfig(
+        **{
+            **without(SIZES, "head_dim"),
+            **LINEAR,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+            **more,
+        }
+    ),
 }
 """Configurations by the name of the family."""
 
@@ -66,7 +84,7 @@ class Results(NamedTuple):
     """[B, T, V]"""
     loss: float
     gradients: dict[str, np.ndarray]
-    """Gradients of the loss, by the model's own names."""
+    """Gradients of the loss, by the names of tensors in files."""
 
 
 @cache
@@ -109,8 +127,18 @@ def results(model, tokens: np.ndarray) -> Results:
         logits = model(inputs, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs[:, 1:].flatten())
         loss.backward()
-    gradients = {name: p.grad.numpy().copy() for name, p in model.named_parameters() if p.grad is not None}
-    return Results(logits.detach().numpy(), loss.item(), gradients)
+    return Results(logits.detach().numpy(), loss.item(), gradients_of(model))
+
+
+def gradients_of(model) -> dict[str, np.ndarray]:
+    """Gradients as the tensors that transformers would save if they were the weights."""
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for target, source in zip(twin.parameters(), model.parameters(), strict=True):
+            target.copy_(source.grad)
+    with tempfile.TemporaryDirectory() as folder:
+        file = TensorFile(save(twin, Path(folder)) / "model.safetensors")
+        return {name: file.read(name).copy() for name in file.tensors}
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import torch
 
 from diptych.plans.checkpoint import MODEL, CheckpointError, read_checkpoint, recorded_model, split_arrays
 from diptych.plans.config import TransformerConfig
-from diptych.plans.families import QWEN3_NEXT, FamilyError, find_family, folder
+from diptych.plans.families import OLMO_HYBRID, QWEN3_NEXT, FamilyError, find_family, folder
 from diptych.plans.families.family import config_of, settings_of
 from diptych.plans.families.folder import CONFIG, export_folder, import_folder, model_of
 from diptych.plans.tensor_files import (
@@ -125,7 +125,7 @@ def with_tensors(change):
 REFUSED = {
     "no folder": (shutil.rmtree, r"expected a Hugging Face folder with config\.json, got .*No such file"),
     "no object": (lambda path: (path / CONFIG).write_text("[]"), "expected a JSON object"),
-    "another family": (with_setting("model_type", "gpt2"), "model_type: expected one of .*qwen3_next, got 'gpt2'"),
+    "another family": (with_setting("model_type", "gpt2"), "model_type: expected one of .*qwen3_next, .*got 'gpt2'"),
     "a vision tower": (
         lambda path: (path / CONFIG).write_text('{"model_type": "qwen3_5", "text_config": {}, "vision_config": {}}'),
         r"expected a language model alone, got 'qwen3_5' with vision_config; .*AutoModelForCausalLM",
@@ -226,6 +226,43 @@ def test_a_layer_that_the_family_lacks_is_not_exported():
     for change in ("gdn+gelu,attention,gdn", "gdn,attention+ffn=8,gdn", "kda,attention,gdn"):
         with pytest.raises(FamilyError, match="layer_pattern: expected"):
             config_of(QWEN3_NEXT, replace(model, layer_pattern=change))
+
+
+def test_olmo_hybrid_says_whether_it_has_positions(tmp_path):
+    path = models.save(models.build("olmo_hybrid"), tmp_path / "theirs")
+    assert model_of(path)[1].rotary_percent == 0.0
+    with_setting("rope_parameters", {"rope_type": "default", "rope_theta": 100.0})(path)
+    model = model_of(path)[1]
+    assert (model.rotary_percent, model.rotary_base) == (1.0, 100.0)
+    with pytest.raises(FamilyError, match="rotary_percent: expected 0.0 or 1.0 in olmo_hybrid, got 0.5"):
+        config_of(OLMO_HYBRID, replace(model, rotary_percent=0.5))
+    with_setting("rope_parameters", None)(path)
+    with pytest.raises(FamilyError, match="rope_parameters: expected a rope_theta, null for a model without"):
+        model_of(path)
+
+
+def test_olmo_hybrid_has_names_of_files_and_names_of_modules(tmp_path):
+    """The convolution is cut into q, k and v in published files, and into thirds by transformers 5.23."""
+    path = models.save(models.build("olmo_hybrid"), tmp_path / "theirs")
+    first = read_checkpoint(import_folder(path, tmp_path / "first").checkpoint).arrays
+    export_folder(tmp_path / "first", tmp_path / "cut")
+    file = TensorFile(tmp_path / "cut" / "model.safetensors")
+    rows = [file.tensors[f"model.layers.0.linear_attn.{part}_conv1d.weight"].shape[0] for part in "qkv"]
+    assert rows == [16, 16, 24]
+    others = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
+
+    def renamed(tensors):
+        return {".".join(others.get(part, part) for part in name.split(".")): x for name, x in tensors.items()}
+
+    with_tensors(renamed)(tmp_path / "cut")
+    second = read_checkpoint(import_folder(tmp_path / "cut", tmp_path / "second").checkpoint).arrays
+    assert first.keys() == second.keys()
+    for name, array in first.items():
+        np.testing.assert_array_equal(second[name], array)
+    norm = "model.layers.0.attention_layer_norm.weight"
+    with_tensors(lambda tensors: tensors | {norm: np.zeros(24)})(tmp_path / "cut")
+    with pytest.raises(FamilyError, match="expected either model.layers.0.*norm.weight or .*, got both"):
+        import_folder(tmp_path / "cut", tmp_path / "third")
 
 
 def test_find_family_takes_every_name():

@@ -22,6 +22,10 @@ QWEN3_5_27B = {
 SIZES = {
     "Qwen3.5-9B": (lambda: transformers.Qwen3_5TextConfig(), 8_953_803_264),
     "Qwen3.5-27B": (lambda: transformers.Qwen3_5TextConfig(**QWEN3_5_27B), 26_895_998_464),
+    "OLMo-hybrid-7B": (
+        lambda: transformers.OlmoHybridConfig(rope_parameters={"rope_type": "default", "rope_theta": None}),
+        None,
+    ),
     "Qwen3-Next without experts": (lambda: transformers.Qwen3NextConfig(num_experts=0), None),
 }
 

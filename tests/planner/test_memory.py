@@ -83,6 +83,11 @@ KINDS = {
         "rotary_percent": 0.5,
         "layernorm_zero_centered_gamma": True,
     },
+    "post-norm": {
+        "layer_pattern": "attention+post-norm,gdn+post-norm",
+        "qk_layernorm": True,
+        "qk_layernorm_scope": "projection",
+    },
     "gdn": {"layer_pattern": "gdn"},
     "kda": {"layer_pattern": "kda", "linear_num_value_heads": 8, "linear_value_head_dim": 16},
 }

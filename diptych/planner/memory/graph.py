@@ -92,20 +92,23 @@ class GraphBuilder:
         nodes: list[Node] = []
         ends = []
         layer_input = x
+        mixer_norm, mlp_norm = layer.norm_names
         sublayers = (
-            ("self_attention", "input_layernorm", layer.self_attention_hyper_connection),
-            ("mlp", "pre_mlp_layernorm", layer.mlp_hyper_connection),
+            ("self_attention", mixer_norm, layer.self_attention_hyper_connection),
+            ("mlp", mlp_norm, layer.mlp_hyper_connection),
         )
         for sublayer, norm, hyper in sublayers:
             connection = f"{prefix}.{sublayer}_hyper_connection"
-            aggregated, mixed, h_post = self._read(nodes, x, connection if hyper else None)
-            normed = self.activation(norm, self.config.hidden_size)
-            nodes += self._norm(aggregated, normed, f"{prefix}.{norm}", (norm,))
+            normed, mixed, h_post = self._read(nodes, x, connection if hyper else None)
+            if layer.norm == "pre":
+                normed = self._layer_norm(nodes, normed, prefix, norm)
             if sublayer == "mlp":
                 output = self._mlp(nodes, normed, f"{prefix}.mlp", layer)
             else:
                 mixer = self._attention if layer.mixer == "attention" else self._delta_rule
                 output = mixer(nodes, normed, f"{prefix}.self_attention")
+            if layer.norm == "post":
+                output = self._layer_norm(nodes, output, prefix, norm)
             x = self._write(nodes, output, mixed, h_post)
             ends.append(len(nodes))
         nodes[-1].alive.append(layer_input)
@@ -182,6 +185,12 @@ class GraphBuilder:
         """Return the bytes of dropout's mask, plus a scaled copy or a tile of 64-bit random words with their input."""
         width = x.size // self.item // self.tokens
         return self.tokens * width + max(x.size, 12 * 8 * min(TILE_ROWS, self.tokens) * (width // 4))
+
+    def _layer_norm(self, nodes: list[Node], x: Value, layer: str, name: str) -> Value:
+        """Append a norm of a layer, and return its output."""
+        normed = self.activation(name, self.config.hidden_size)
+        nodes += self._norm(x, normed, f"{layer}.{name}", (name,))
+        return normed
 
     def _norm(self, x: Value, normed: Value, name: str, region: tuple[str, ...]) -> list[Node]:
         """Return the operations of x * rsqrt(mean(x**2)) * weight, as PyTorch's composite norm runs them."""

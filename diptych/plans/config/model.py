@@ -64,7 +64,7 @@ class TransformerConfig:
     """Activation function of the MLP."""
     layer_pattern: str = "attention"
     """Layers, separated by commas and repeated over the depth; each is a mixer (attention, gdn, kda) and, after +,
-    options: swiglu, gelu, ffn=<width>, no-attention-hc, no-mlp-hc."""
+    options: swiglu, gelu, ffn=<width>, post-norm, no-attention-hc, no-mlp-hc."""
     linear_num_key_heads: int | None = None
     """Query and key heads of gdn and kda layers; None: num_attention_heads."""
     linear_num_value_heads: int | None = None
@@ -88,11 +88,15 @@ class TransformerConfig:
     rotary_percent: float = 1.0
     """Share of the channels of a head that the rotary position embedding turns, the first ones; 0: no positions."""
     qk_layernorm: bool = False
-    """Normalize queries and keys per head before the rotary position embedding."""
+    """Normalize queries and keys before the rotary position embedding."""
+    qk_layernorm_scope: Literal["head", "projection"] = "head"
+    """With qk_layernorm: the channels of a norm, those of one head or those of all heads together (projection)."""
     attention_output_gate: bool = False
     """Multiply the output of softmax attention by the sigmoid of a projection of its input."""
     layernorm_epsilon: float = 1e-5
     """Epsilon added to the mean square in every norm."""
+    linear_norm_epsilon: float | None = None
+    """Epsilon of the output norm of gdn and kda layers; None: layernorm_epsilon."""
     layernorm_zero_centered_gamma: bool = False
     """Multiply by 1 + weight instead of weight in all norms but the output norm of gdn and kda layers."""
     use_flash_attn: bool = False
@@ -387,9 +391,15 @@ MODEL_RULES: tuple[Rule, ...] = (
     number("rotary_base", "(0, inf)"),
     number("rotary_percent", "[0, 1]"),
     flag("qk_layernorm"),
+    choice("qk_layernorm_scope", ("head", "projection")),
     flag("attention_output_gate"),
     flag("layernorm_zero_centered_gamma"),
     number("layernorm_epsilon", "(0, inf)"),
+    Rule(
+        "linear_norm_epsilon",
+        lambda c: c.linear_norm_epsilon is None or number("linear_norm_epsilon", "(0, inf)").holds(c),
+        lambda c: f"linear_norm_epsilon: expected None or a number in (0, inf), got {c.linear_norm_epsilon!r}",
+    ),
     number("hidden_dropout", "[0, 1)"),
     number("init_method_std", "[0, inf)"),
     choice("params_dtype", DTYPES),

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from diptych.plans.families.family import Family, FamilyError
+from diptych.plans.families.olmo import OLMO_HYBRID
 from diptych.plans.families.qwen import QWEN3_5, QWEN3_NEXT
 from diptych.plans.text_files import one_line
 
-FAMILIES = {family.name: family for family in (QWEN3_5, QWEN3_NEXT)}
+FAMILIES = {family.name: family for family in (QWEN3_5, QWEN3_NEXT, OLMO_HYBRID)}
 """All families by name."""
 
 

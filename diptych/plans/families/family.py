@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from diptych.plans.config import TransformerConfig
@@ -66,11 +66,17 @@ class Family:
     ignored_keys: frozenset[str]
     """Further keys of config.json that do not change what the model computes."""
     layer_types: Mapping[str, str]
-    """Mixers of this project by their names in layer_types."""
+    """Entries of layer_pattern by their names in layer_types."""
     links: Callable[[TransformerConfig], list[Link]]
     """Return the layouts of all tensors of a model."""
     ignored_tensors: tuple[str, ...] = ()
     """Beginnings of the names of tensors that transformers does not read either."""
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    """Parts of the names of tensors by what files may have in their place; transformers reads both."""
+    read: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    """Return config.json with the keys of ``settings``, where the family's own keys differ from them."""
+    write: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    """Return config.json with the family's own keys; the reverse of ``read``."""
 
 
 def settings_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,7 +85,7 @@ def settings_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         FamilyError: a setting is missing, unknown or not implemented.
     """
-    config = _with_usual_keys(config)
+    config = family.read(_with_usual_keys(config))
     known = {s.theirs for s in (*family.settings, *family.required)} | COMMON_KEYS | family.ignored_keys | OWN_KEYS
     unknown = next((path for path in _paths(config, known) if path not in known), None)
     if unknown is not None:
@@ -119,13 +125,13 @@ def config_of(family: Family, model: TransformerConfig, like: Mapping[str, Any] 
     for name, value in family.fixed.items():
         if getattr(model, name) != value:
             raise FamilyError(f"{name}: expected {value!r} in {family.name}, got {getattr(model, name)!r}")
-    config = copy.deepcopy(dict(_with_usual_keys(like or {})))
+    config = {} if like is None else copy.deepcopy(family.read(_with_usual_keys(like)))
     for setting in family.settings:
         _set(config, setting.theirs, getattr(model, setting.ours))
     for required in family.required:
         if like is None or _get(config, required.theirs, None) is not None:
             _set(config, required.theirs, required.value)
-    names = {ours: theirs for theirs, ours in family.layer_types.items()}
+    names = {ours.split("+")[0]: theirs for theirs, ours in family.layer_types.items()}
     mixers = [model.layer(number).mixer for number in range(model.num_layers)]
     missing = next((mixer for mixer in mixers if mixer not in names), None)
     if missing is not None:
@@ -134,6 +140,7 @@ def config_of(family: Family, model: TransformerConfig, like: Mapping[str, Any] 
     config["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
     config["model_type"] = family.name
     config["architectures"] = [family.architecture]
+    config = family.write(config)
     again = settings_of(family, config)
     exported = TransformerConfig(**again)
     for number in range(model.num_layers):

@@ -6,8 +6,9 @@ a folder with a checkpoint of weights alone, and with the files of the source th
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from diptych.plans.checkpoint import MODEL, find_checkpoint, open_weights, write
 from diptych.plans.config import TransformerConfig
 from diptych.plans.families import FAMILIES, find_family
 from diptych.plans.families.family import Family, FamilyError, config_of, settings_of
-from diptych.plans.families.layouts import Layout, assemble
+from diptych.plans.families.layouts import Link, assemble
 from diptych.plans.tensor_files import FLOATING_TYPES, TensorFile, TensorInfo, bytes_of, write_tensors
 from diptych.plans.text_files import one_line, parse_json, read_text
 
@@ -88,16 +89,17 @@ def import_folder(folder: Path, output: Path) -> Imported:
         CheckpointError: the checkpoint cannot be written.
     """
     family, model = model_of(folder)
-    tensors = _Tensors(folder)
+    tensors = _Tensors(folder, family.other_names)
     links = family.links(model)
-    skipped = _check_names(tensors, [layout for link in links for layout in link.theirs], family, model)
+    skipped = _check_names(tensors, links, family, model)
     if any(tensors.info(name).dtype == "F64" for name in tensors.names):
         model = replace(model, params_dtype="float64")
-    sources = {layout.name: (layout, link.theirs) for link in links for layout in link.ours}
+    sources = {layout.name: (layout, link) for link in links for layout in link.ours}
 
     def read(name: str) -> np.ndarray:
-        target, theirs = sources[name]
-        return assemble(target, theirs, tensors.read, np.dtype(model.params_dtype))
+        target, link = sources[name]
+        read_theirs = partial(_read_rows, tensors, link) if link.are_rows_of_one else tensors.read
+        return assemble(target, link.theirs, read_theirs, np.dtype(model.params_dtype))
 
     checkpoint = write_weights(output, model, read)
     copy_source(folder, output / SOURCE)
@@ -202,11 +204,15 @@ def _shards(infos: Mapping[str, TensorInfo]) -> Iterator[list[str]]:
 class _Tensors:
     """The tensors of a folder, read from its shards on demand.
 
+    Args:
+        folder: the folder.
+        others: parts of names by what may stand in their place; see Family.other_names.
+
     Raises:
-        FamilyError: there are no weights, the index is damaged, or a shard is missing.
+        FamilyError: there are no weights, the index is damaged, a shard is missing, or a tensor has two names.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, others: Mapping[str, str]) -> None:
         self.folder = folder
         if (folder / INDEX).is_file():
             files = self._shards_of_index(folder / INDEX)
@@ -214,13 +220,18 @@ class _Tensors:
             files = {SINGLE}
         else:
             raise FamilyError(f"{folder}: expected {SINGLE} or {INDEX}, got neither; save it with safetensors")
-        self._file_of: dict[str, TensorFile] = {}
+        self._place_of: dict[str, tuple[TensorFile, str]] = {}
         for name in sorted(files):
             try:
                 file = TensorFile(folder / name)
             except OSError as error:
                 raise FamilyError(f"{folder / name}: expected a shard of the index, got {one_line(error)}") from None
-            self._file_of |= dict.fromkeys(file.tensors, file)
+            for own in file.tensors:
+                usual = ".".join(others.get(part, part) for part in own.split("."))
+                known = self._place_of.get(usual, (file, own))[1]
+                if known != own:
+                    raise FamilyError(f"{folder}: expected either {known} or {own}, got both")
+                self._place_of[usual] = file, own
 
     def _shards_of_index(self, path: Path) -> set[str]:
         try:
@@ -235,22 +246,30 @@ class _Tensors:
     @property
     def names(self) -> list[str]:
         """Names of all tensors."""
-        return [*self._file_of]
+        return [*self._place_of]
 
     def info(self, name: str) -> TensorInfo:
         """Return type and shape of a tensor."""
-        return self._file_of[name].tensors[name]
+        file, own = self._place_of[name]
+        return file.tensors[own]
 
     def read(self, name: str) -> np.ndarray:
         """Return a tensor."""
-        return self._file_of[name].read(name)
+        file, own = self._place_of[name]
+        return file.read(own)
 
 
-def _check_names(
-    tensors: _Tensors, expected: Iterable[Layout], family: Family, model: TransformerConfig
-) -> tuple[str, ...]:
+def _read_rows(tensors: _Tensors, link: Link, name: str) -> np.ndarray:
+    """Return one tensor of a link whose tensors may be cut at other rows in the files."""
+    joined = np.concatenate([tensors.read(layout.name) for layout in link.theirs])
+    places = [layout.name for layout in link.theirs]
+    ends = np.cumsum([layout.shape[0] for layout in link.theirs])
+    return np.split(joined, ends[:-1])[places.index(name)]
+
+
+def _check_names(tensors: _Tensors, links: Sequence[Link], family: Family, model: TransformerConfig) -> tuple[str, ...]:
     """Reject missing and unknown tensors, and other shapes or types; return the names of the tensors to skip."""
-    shapes = {layout.name: layout.shape for layout in expected}
+    shapes = {layout.name: layout.shape for link in links for layout in link.theirs}
     found = set(tensors.names)
     skipped = {name for name in found - shapes.keys() if name.startswith(family.ignored_tensors)}
     if not model.untie_embeddings_and_output_weights and "lm_head.weight" in found:
@@ -261,6 +280,11 @@ def _check_names(
             raise FamilyError(
                 f"{tensors.folder}: expected the {len(shapes)} tensors of {family.name}, got {what} {listed}"
             )
+    for link in links:
+        if link.are_rows_of_one:
+            found_rows = sum(tensors.info(layout.name).shape[0] for layout in link.theirs)
+            if found_rows == sum(layout.shape[0] for layout in link.theirs):
+                shapes |= {layout.name: (tensors.info(layout.name).shape[0], *layout.tail) for layout in link.theirs}
     for name, shape in shapes.items():
         info = tensors.info(name)
         if info.shape != shape or info.dtype not in FLOATING_TYPES.values():

@@ -58,6 +58,8 @@ class Link(NamedTuple):
     """Tensors of this project, by canonical name."""
     theirs: tuple[Layout, ...]
     """Tensors of a Hugging Face model."""
+    are_rows_of_one: bool = False
+    """Their tensors are consecutive rows of one matrix, which files may also cut at other rows."""
 
 
 def assemble(

@@ -3,11 +3,20 @@
 Reference: the classes Qwen3NextForCausalLM and Qwen3_5ForCausalLM of transformers 5.23.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from diptych.plans.config import TransformerConfig
+from diptych.plans.families.blocks import (
+    attention_links,
+    convolution_link,
+    delta_rule_links,
+    mlp_links,
+    norm_links,
+    outer_links,
+)
 from diptych.plans.families.family import Family, Required, Setting
-from diptych.plans.families.layouts import Layout, Link, same
+from diptych.plans.families.layouts import Layout, Link
 
 SETTINGS = (
     Setting("hidden_size", "hidden_size"),
@@ -43,54 +52,10 @@ FIXED = {
     "add_bias_linear": False,
     "linear_allow_neg_eigval": False,
     "enable_hyper_connections": False,
+    "qk_layernorm_scope": "head",
+    "linear_norm_epsilon": None,
 }
 LAYER_TYPES = {"linear_attention": "gdn", "full_attention": "attention"}
-
-
-def _attention(config: TransformerConfig, ours: str, theirs: str) -> list[Link]:
-    """Return the links of a softmax attention layer; each head's queries and gate are neighbours in their tensor."""
-    heads, groups, width = config.num_attention_heads, config.query_groups, config.head_dim
-    tail = (config.hidden_size,)
-    joint = {"q": heads * width, "k": groups * width, "v": groups * width}
-    projections = Link(
-        (
-            Layout(f"{ours}.linear_qkv.weight", joint, 1, tail),
-            Layout(f"{ours}.linear_gate.weight", {"gate": heads * width}, 1, tail),
-        ),
-        (
-            Layout(f"{theirs}.q_proj.weight", {"q": width, "gate": width}, heads, tail),
-            Layout(f"{theirs}.k_proj.weight", {"k": groups * width}, 1, tail),
-            Layout(f"{theirs}.v_proj.weight", {"v": groups * width}, 1, tail),
-        ),
-    )
-    return [
-        projections,
-        same(f"{ours}.q_layernorm.weight", f"{theirs}.q_norm.weight", (width,)),
-        same(f"{ours}.k_layernorm.weight", f"{theirs}.k_norm.weight", (width,)),
-        same(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", (config.hidden_size, heads * width)),
-    ]
-
-
-def _delta_rule(config: TransformerConfig, ours: str, theirs: str, projections: tuple[Layout, ...]) -> list[Link]:
-    """Return the links of a gated delta rule layer with the given projections of their format."""
-    heads, value_heads, key, value = config.linear_heads
-    width, kernel = config.hidden_size, config.linear_conv_kernel_dim
-    channels = 2 * heads * key + value_heads * value
-    parts = {"q": heads * key, "k": heads * key, "v": value_heads * value}
-    mapped = (
-        Layout(f"{ours}.linear_qkv.weight", parts, 1, (width,)),
-        Layout(f"{ours}.linear_gate.weight", {"z": value_heads * value}, 1, (width,)),
-        Layout(f"{ours}.linear_beta.weight", {"b": value_heads}, 1, (width,)),
-        Layout(f"{ours}.linear_decay.weight", {"a": value_heads}, 1, (width,)),
-    )
-    return [
-        Link(mapped, projections),
-        same(f"{ours}.conv1d.weight", f"{theirs}.conv1d.weight", (channels, kernel), (channels, 1, kernel)),
-        same(f"{ours}.decay_gate.A_log", f"{theirs}.A_log", (value_heads,)),
-        same(f"{ours}.decay_gate.dt_bias", f"{theirs}.dt_bias", (value_heads,)),
-        same(f"{ours}.out_norm.weight", f"{theirs}.norm.weight", (value,)),
-        same(f"{ours}.linear_proj.weight", f"{theirs}.out_proj.weight", (width, value_heads * value)),
-    ]
 
 
 def _fused_by_key_head(config: TransformerConfig, theirs: str) -> tuple[Layout, ...]:
@@ -118,37 +83,22 @@ def _separate(config: TransformerConfig, theirs: str) -> tuple[Layout, ...]:
     )
 
 
-def _mlp(ours: str, theirs: str, width: int, inner: int) -> list[Link]:
-    """Return the links of a gated MLP."""
-    return [
-        Link(
-            (Layout(f"{ours}.linear_fc1.weight", {"gate": inner, "up": inner}, 1, (width,)),),
-            (
-                Layout(f"{theirs}.gate_proj.weight", {"gate": inner}, 1, (width,)),
-                Layout(f"{theirs}.up_proj.weight", {"up": inner}, 1, (width,)),
-            ),
-        ),
-        same(f"{ours}.linear_fc2.weight", f"{theirs}.down_proj.weight", (width, inner)),
-    ]
-
-
-def _links(config: TransformerConfig, projections) -> list[Link]:
+def _links(
+    config: TransformerConfig, projections: Callable[[TransformerConfig, str], tuple[Layout, ...]]
+) -> list[Link]:
     """Return the links of a model whose delta rule layers have the given projections."""
-    width = config.hidden_size
-    links = [same("embedding.weight", "model.embed_tokens.weight", (config.vocab_size, width))]
+    links = outer_links(config)
     for number in range(config.num_layers):
         ours, theirs = f"decoder.layers.{number}", f"model.layers.{number}"
-        links.append(same(f"{ours}.input_layernorm.weight", f"{theirs}.input_layernorm.weight", (width,)))
         if config.layer(number).mixer == "attention":
-            links += _attention(config, f"{ours}.self_attention", f"{theirs}.self_attn")
+            links += attention_links(config, f"{ours}.self_attention", f"{theirs}.self_attn")
         else:
             mixer = f"{theirs}.linear_attn"
-            links += _delta_rule(config, f"{ours}.self_attention", mixer, projections(config, mixer))
-        links.append(same(f"{ours}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight", (width,)))
-        links += _mlp(f"{ours}.mlp", f"{theirs}.mlp", width, config.layer(number).ffn_hidden_size)
-    links.append(same("decoder.final_layernorm.weight", "model.norm.weight", (width,)))
-    if config.untie_embeddings_and_output_weights:
-        links.append(same("output_layer.weight", "lm_head.weight", (config.vocab_size, width)))
+            names = ("norm", "out_proj")
+            links += delta_rule_links(config, f"{ours}.self_attention", mixer, projections(config, mixer), names)
+            links.append(convolution_link(config, f"{ours}.self_attention", mixer, joint=True))
+        links += norm_links(config, number, ours, theirs, ("input_layernorm", "post_attention_layernorm"))
+        links += mlp_links(config, number, f"{ours}.mlp", f"{theirs}.mlp")
     return links
 
 

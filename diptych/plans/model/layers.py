@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 MIXERS = ("attention", "gdn", "kda")
 """Softmax attention, Gated DeltaNet, Kimi delta attention."""
@@ -18,6 +18,15 @@ class LayerConfig:
     ffn_hidden_size: int
     self_attention_hyper_connection: bool
     mlp_hyper_connection: bool
+    norm: Literal["pre", "post"] = "pre"
+    """Place of the norms: on the input of each sublayer (pre), or on its output (post)."""
+
+    @property
+    def norm_names(self) -> tuple[str, str]:
+        """Names of the norms of mixer and MLP."""
+        if self.norm == "pre":
+            return "input_layernorm", "pre_mlp_layernorm"
+        return "post_attention_layernorm", "post_mlp_layernorm"
 
 
 class LayerDefaults(NamedTuple):
@@ -36,7 +45,8 @@ def parse_layer(description: str, defaults: LayerDefaults) -> LayerConfig:
     """Parse one entry of ``layer_pattern``.
 
     Grammar: ``mixer[+option]...`` where an option is an activation (``gelu``, ``swiglu``), ``ffn=<inner width>``,
-    ``no-attention-hc`` or ``no-mlp-hc`` (both without effect without mHC); e.g. ``attention+gelu+no-mlp-hc``, ``kda``.
+    ``post-norm``, ``no-attention-hc`` or ``no-mlp-hc`` (both without effect without mHC); e.g.
+    ``attention+gelu+no-mlp-hc``, ``kda``.
 
     Args:
         description: the entry.
@@ -60,6 +70,8 @@ def parse_layer(description: str, defaults: LayerDefaults) -> LayerConfig:
             activation = option
         elif option.startswith("ffn=") and option[4:].isascii() and option[4:].isdecimal() and int(option[4:]) > 0:
             ffn = int(option[4:])
+        elif option == "post-norm":
+            continue
         elif option == "no-attention-hc":
             attention_hc = False
         elif option == "no-mlp-hc":
@@ -67,9 +79,10 @@ def parse_layer(description: str, defaults: LayerDefaults) -> LayerConfig:
         else:
             raise ValueError(
                 f"layer_pattern: expected an option out of {ACTIVATIONS}, ffn=<width of at least 1>, "
-                f"no-attention-hc, no-mlp-hc, got {option!r} in {description!r}"
+                f"post-norm, no-attention-hc, no-mlp-hc, got {option!r} in {description!r}"
             )
     if ffn is None:
         ffn = 4 * defaults.hidden_size if activation == "gelu" else math.ceil(defaults.hidden_size / 3) * 8
     hyper = defaults.enable_hyper_connections
-    return LayerConfig(mixer, activation, ffn, hyper and attention_hc, hyper and mlp_hc)
+    norm = "post" if "post-norm" in options else "pre"
+    return LayerConfig(mixer, activation, ffn, hyper and attention_hc, hyper and mlp_hc, norm)

@@ -75,7 +75,9 @@ def attention_specs(config: TransformerConfig) -> dict[str, dict[str, ParameterS
     keys_values = 2 * config.query_groups * config.head_dim
     specs = {"linear_qkv": linear_spec(config, queries + keys_values, config.hidden_size)}
     if config.qk_layernorm:
-        specs |= {name: norm_spec(config, config.head_dim) for name in ("q_layernorm", "k_layernorm")}
+        joint = config.qk_layernorm_scope == "projection"
+        for name, heads in (("q_layernorm", config.num_attention_heads), ("k_layernorm", config.query_groups)):
+            specs[name] = norm_spec(config, config.head_dim * (heads if joint else 1))
     if config.attention_output_gate:
         specs["linear_gate"] = linear_spec(config, queries, config.hidden_size)
     return specs | {"linear_proj": linear_spec(config, config.hidden_size, queries, is_output=True)}
@@ -201,14 +203,15 @@ def _walk(
     for number in range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank)):
         prefix = f"decoder.layers.{number}"
         layer = config.layer(number)
+        mixer_norm, mlp_norm = layer.norm_names
         if layer.self_attention_hyper_connection:
             yield from prefixed(f"{prefix}.self_attention_hyper_connection", hyper_connection_spec(config))
-        yield from prefixed(f"{prefix}.input_layernorm", norm_spec(config))
+        yield from prefixed(f"{prefix}.{mixer_norm}", norm_spec(config))
         for name, specs in mixer_specs(config, number).items():
             yield from prefixed(f"{prefix}.self_attention.{name}", specs)
         if layer.mlp_hyper_connection:
             yield from prefixed(f"{prefix}.mlp_hyper_connection", hyper_connection_spec(config))
-        yield from prefixed(f"{prefix}.pre_mlp_layernorm", norm_spec(config))
+        yield from prefixed(f"{prefix}.{mlp_norm}", norm_spec(config))
         for name, specs in mlp_specs(config, number).items():
             yield from prefixed(f"{prefix}.mlp.{name}", specs)
     if post_process:
