@@ -234,8 +234,8 @@ def test_olmo_hybrid_says_whether_it_has_positions(tmp_path):
     with_setting("rope_parameters", {"rope_type": "default", "rope_theta": 100.0})(path)
     model = model_of(path)[1]
     assert (model.rotary_percent, model.rotary_base) == (1.0, 100.0)
-    with pytest.raises(FamilyError, match="rotary_percent: expected 0.0 or 1.0 in olmo_hybrid, got 0.5"):
-        config_of(OLMO_HYBRID, replace(model, rotary_percent=0.5))
+    with pytest.raises(FamilyError, match="rotary_percent: expected 0.0 or 1.0 in olmo_hybrid, got 0.3"):
+        config_of(OLMO_HYBRID, replace(model, rotary_percent=1 / 3))
     with_setting("rope_parameters", None)(path)
     with pytest.raises(FamilyError, match="rope_parameters: expected a rope_theta, null for a model without"):
         model_of(path)
