@@ -26,6 +26,8 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests.daily import left_out  # noqa: E402
+
 pytest_plugins = ["pytester"]
 
 torch.set_num_threads(1)
@@ -105,6 +107,22 @@ def _long_ones_first(items: list[pytest.Item]) -> None:
     short = [item for item in items if most(item) < LONG]
     place = max(0, len(items) // 8 - len(long[::2]))
     items[:] = [*long[::2], *short[:place], *long[1::2], *short[place:]]
+
+
+class _Daily:
+    """Marks as slow what make test leaves out, before -m selects."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items):
+        items = [item for item in items if not item.get_closest_marker("slow")]
+        for item, is_left_out in zip(items, left_out([item.nodeid for item in items]), strict=True):
+            if is_left_out:
+                item.add_marker(pytest.mark.slow)
+
+
+def pytest_configure(config):
+    """Register the plugin of tests.daily."""
+    config.pluginmanager.register(_Daily())
 
 
 @pytest.hookimpl(trylast=True)  # of what -m leaves

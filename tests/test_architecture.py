@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import parity
+from tests.daily import EVERY
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {
@@ -266,6 +267,12 @@ def test_every_kind_of_import_is_seen(source, tmp_path):
     path.write_text(source + "\n")
     assert "reference_torch.transformer" in imports(path)
     assert imported_modules(path, {"reference_torch", "reference_torch.transformer"}) == {"reference_torch.transformer"}
+
+
+def test_what_make_test_leaves_out_exists():
+    for name in EVERY:
+        path, function = name.split("::")
+        assert f"\ndef {function}(" in (ROOT / path).read_text(), name
 
 
 @pytest.mark.parametrize("package", [*FOLDERS.values(), "tests", "benchmarks", "examples", "docs"])

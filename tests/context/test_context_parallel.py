@@ -316,3 +316,10 @@ def slowest(found: list[dict], way: tuple[float, bool]) -> float:
 @pytest.mark.timeout(900)
 def test_c2_c3_c4_in_jax():
     run_cases("not slow", 880, "tests/context/jax_cases.py")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(1800)
+def test_more_in_jax():
+    run_cases("slow", 1780, "tests/context/jax_cases.py")

@@ -88,3 +88,10 @@ def test_maps_of_nearest_ranks_and_of_low_rank_keep_them_apart():
 @pytest.mark.timeout(900)
 def test_isolation_in_jax():
     run_cases("not slow", 880, "tests/context/isolation_jax_cases.py")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(900)
+def test_more_isolation_in_jax():
+    run_cases("slow", 880, "tests/context/isolation_jax_cases.py")

@@ -188,7 +188,7 @@ def test_a_mesh_that_does_not_fit_is_refused():
 
 COMMAND = (
     "--hidden-size 16 --num-layers 2 --num-attention-heads 2 --seq-length 8 --eval-iters 1 --global-batch-size 2 "
-    "--micro-batch-size 1 --pipeline-model-parallel-size 2 --pipeline-timeout 10 --data-path"
+    "--micro-batch-size 1 --pipeline-model-parallel-size 2 --pipeline-timeout 60 --data-path"
 )
 
 

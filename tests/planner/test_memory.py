@@ -50,16 +50,9 @@ def measured(config: TransformerConfig, batch: int):
     return measure_memory(forward, backward), residual_report(forward)
 
 
-CASES = [
-    pytest.param(variant, mode, marks=() if (v + m) % 8 == 0 else pytest.mark.slow)
-    for v, variant in enumerate(VARIANTS)
-    for m, mode in enumerate(MODES)
-]
-"""make test takes an eighth of them."""
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize(("variant", "mode"), CASES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_prediction_within_two_percent(variant, mode):
     flags = MODES[mode]
     if variant == "no mhc" and ("mhc" in mode or mode == "all modules"):
@@ -101,18 +94,13 @@ RECOMPUTE = {
     "mhc": {**SELECTIVE, "recompute_modules": ("mhc", "layernorm", "activation")},
 }
 PLAIN = replace(CONFIG, num_layers=3, use_flash_attn=False, enable_hyper_connections=False)
-EVERY = [
-    pytest.param(kind, dtype, mode, batch, marks=() if (k + d + m + batch) % 6 == 0 else pytest.mark.slow)
-    for k, kind in enumerate(KINDS)
-    for d, dtype in enumerate(DTYPES)
-    for m, mode in enumerate(RECOMPUTE)
-    for batch in (1, 3)
-]
-"""A sixth of them in make test, with every kind, type, mode and batch."""
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("kind", "dtype", "mode", "batch"), EVERY)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("mode", RECOMPUTE)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_layer_type_and_mode_within_two_percent(kind, dtype, mode, batch):
     """With and without hyper-connections, of one sequence and of several."""
     for hyper in (True, False):

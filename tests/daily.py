@@ -1,0 +1,75 @@
+"""Tests of which make test runs a part, so that it stays below 15 minutes on two cores; make test-all runs them whole.
+
+A fuzzer, another test or other parameters see the same in make test. A number n: each n-th set of parameters runs, of
+those that are not marked slow, in the order of collection. Choose one that shares no factor with the lengths of the
+parameters. 0: none runs.
+"""
+
+from collections import Counter
+
+EVERY = {
+    # Fuzzers of offload, pipelines and compositions draw these, among a hundred programs each.
+    "tests/offload/test_lifetime.py::test_three_hundred_steps_leave_nothing": 0,
+    "tests/offload/test_lifetime.py::test_thirty_managers_leave_nothing": 0,
+    "tests/offload/test_lifetime.py::test_a_process_ends_and_forks_with_layers_away": 2,
+    "tests/offload/test_lifetime.py::test_compiled_models_break_the_graph_at_offloaded_layers": 5,
+    "tests/offload/test_lifetime.py::test_inference_mode_between_steps": 3,
+    "tests/offload/test_holders.py::test_an_alias_stays_good": 5,
+    "tests/offload/test_training.py::test_o4_blocks_that_are_recomputed_keep_to_n_and_one_layer": 5,
+    "tests/offload/test_training.py::test_o11_training_with_recompute_and_microbatches": 3,
+    "tests/offload/test_parameters.py::test_o3_ten_steps_are_those_without_offload_bit_by_bit": 3,
+    "tests/offload/test_jax.py::test_the_program_moves_what_the_plan_says": 3,
+    "tests/offload/test_jax.py::test_activations_move_as_the_plan_says": 3,
+    "tests/pipeline/test_torch.py::test_any_schedule_over_any_split_computes_what_one_process_does": 0,
+    "tests/pipeline/test_torch.py::test_four_ranks_compute_what_one_process_does": 0,
+    "tests/context/test_training.py::test_c11_c12_torch_trains_as_one_process": 3,
+    "tests/context/test_training.py::test_c11_replicas_of_ranks_train_as_one_process": 2,
+    "tests/test_composition.py::test_what_must_be_accepted_learns_as_plain": 3,
+    "tests/test_composition.py::test_kernels_learn_as_plain": 0,
+    "tests/test_composition.py::test_the_page_has_the_table_of_the_results": 0,
+    # JAX compiles a program for each; PyTorch runs the same in make test, and JAX some of them.
+    "tests/pipeline/jax_cases/gradients.py::test_equals_the_undivided_model": 3,
+    "tests/pipeline/jax_cases/programs.py::test_a_slot_costs_its_slowest_rank": 0,
+    "tests/context/isolation_jax_cases.py::test_kernels_keep_them_apart": 0,
+    "tests/context/jax_cases.py::test_c5_products_need_not_wait_for_states": 0,
+    "tests/context/jax_cases.py::test_c2_c3_kernels_over_ranks_are_the_reference_on_one": 0,
+    "tests/context/jax_cases.py::test_c8_ranks_compute_what_one_process_hands_on": 2,
+    "tests/context/jax_cases.py::test_c8_states_may_travel_in_bfloat16": 2,
+    "tests/docs/test_derivatives.py::test_jax_has_second_derivatives_of_chunked_forms": 2,
+    "tests/test_training.py::test_twenty_steps_are_adamw_by_hand": 3,
+    "tests/test_decoding.py::test_prefill_and_single_steps_are_the_whole_forward": 3,
+    # Many combinations of few parts.
+    "tests/planner/test_memory.py::test_every_kind_of_layer_type_and_mode_within_two_percent": 23,
+    "tests/planner/test_memory.py::test_prediction_within_two_percent": 11,
+    "tests/planner/test_planner.py::test_four_thousand_ranks_are_planned_quickly_and_shown_briefly": 0,
+    "tests/planner/test_generate.py::test_it_is_the_best_of_all_tables_of_two_ranks": 5,
+    "tests/recompute/test_recompute.py::test_both_backends_keep_the_same_values": 3,
+    "tests/recompute/test_microbatches.py::test_r26_microbatches_in_flight_go_backward_in_any_order": 4,
+    "tests/recompute/test_modules.py::test_r27_with_other_hooks_around_and_inside": 3,
+    "tests/recompute/test_exceptions.py::test_r28_the_step_after_an_exception_in_the_model_is_right": 2,
+    "tests/recompute/test_block_memory.py::test_r23_resident_streams_are_those_between_blocks": 4,
+    "tests/saving/test_schema.py::test_impossible_contents_are_named": 3,
+    "tests/saving/test_meshes.py::test_a_run_resumed_on_a_v_shaped_pipeline_has_the_moments_of_one_process": 3,
+    "tests/saving/test_output.py::test_a_run_whose_output_closes_is_saved": 2,
+    "tests/faults/test_fault_injection.py::test_a_real_run_is_broken_and_judged": 2,
+    "tests/pipeline/test_launcher.py::test_what_all_refuse_is_said_once_and_what_one_refuses_is_said": 2,
+    "tests/kernels/test_ahead.py::test_nothing_spills_at_production_shapes": 0,
+    "tests/kernels/test_delta_rule.py::test_doors_agree_to_the_bit": 2,
+    "tests/kernels/test_delta_rule.py::test_no_output_knows_the_future": 3,
+    "tests/kernels/test_delta_rule_seeds.py::test_offsets_are_64_bit": 2,
+    "tests/docs/test_programs.py::test_programs_run_and_print_what_is_shown": 3,
+    "tests/test_architecture.py::test_missing_package_of_the_kernels_is_named": 3,
+}
+"""Number by test."""
+
+
+def left_out(names: list[str]) -> list[bool]:
+    """Return for each test of a collection, by its name with parameters, whether make test leaves it out."""
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        test = name.split("[")[0]
+        every = EVERY.get(test, 1)
+        found.append(every == 0 or seen[test] % every != 0)
+        seen[test] += 1
+    return found
