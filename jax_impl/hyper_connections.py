@@ -25,14 +25,14 @@ from jaxtyping import Float, Integer
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model import operations
-from diptych.plans.model.parameters import SINKHORN_FLOOR, hyper_connection_spec
+from diptych.plans.model.parameters import SINKHORN_FLOOR, hyper_connection_head_spec, hyper_connection_spec
 from jax_impl.operands import at_least_float32, given_operand, operand
 from jax_impl.ops import DropoutState, add_bias, check_state, dropout, kernel_backend, parameter
 from jax_impl.recompute import name_value
 
 
 def sinkhorn(
-    logits: Float[Array, "*b s s"], iterations: int = 20, last: str = "row", impl: str = "auto"
+    logits: Float[Array, "*b s s"], iterations: int = 20, last: str = "row", impl: str = "auto", epsilon: float = 0.0
 ) -> Float[Array, "*b s s"]:
     """Return doubly stochastic matrices: exp(logits), normalised along rows and columns in turn.
 
@@ -43,6 +43,7 @@ def sinkhorn(
         iterations: pairs of normalisations, >= 1.
         last: ``"row"`` (as in the paper: columns first, row sums are exact) or ``"column"``.
         impl: see diptych.plans.model.implementation.
+        epsilon: added to the first normalisation, and to the sums of the others.
 
     Returns:
         Matrices in the type of logits. [..., S, S]
@@ -51,36 +52,39 @@ def sinkhorn(
         ValueError: an argument has a wrong shape, type or value.
 
     Reference: mHC, eq. 9. The first normalisation is a softmax with a floor of 1e-30; entries below the floor are
-    constants. With the floor no later sum is 0, so no epsilon is needed and the last normalisation is exact.
+    constants. With the floor no later sum is 0, so no epsilon is needed and the last normalisation is exact. With an
+    epsilon there is no floor, and the sums are only nearly 1 (DeepSeek-V4: 1e-6).
     """
     operations.check_iterations(iterations, last)
+    operations.check_epsilon(epsilon)
     operations.check_matrices(operand("logits", logits))
     if kernels := kernel_backend(impl, logits):
-        return kernels.sinkhorn(logits, iterations, last)
+        return kernels.sinkhorn(logits, iterations, last, epsilon)
     tokens_innermost = jnp.moveaxis(at_least_float32(logits), (-2, -1), (0, 1))
     first_axis = 0 if last == "row" else 1  # a sum over axis 0, the row index, normalises columns
-    matrices: Array = _sinkhorn(tokens_innermost, iterations, first_axis)
+    matrices: Array = _sinkhorn(tokens_innermost, iterations, first_axis, epsilon)
     return jnp.moveaxis(matrices, (0, 1), (-2, -1)).astype(logits.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _sinkhorn(logits: Array, iterations: int, first_axis: int) -> Array:  # [S, S, ...]
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _sinkhorn(logits: Array, iterations: int, first_axis: int, epsilon: float) -> Array:  # [S, S, ...]
     """Run Sinkhorn on logits [S, S, ...], whose backward recomputes the iterates."""
-    matrix = _floored_softmax(logits, first_axis)
-    matrix, _ = jax.lax.scan(partial(_normalise_twice, first_axis), matrix, length=iterations - 1)
-    return matrix / matrix.sum(1 - first_axis, keepdims=True)
+    matrix = _first_matrix(jax.nn.softmax(logits, axis=first_axis), epsilon)
+    matrix, _ = jax.lax.scan(partial(_normalise_twice, first_axis, epsilon), matrix, length=iterations - 1)
+    return matrix / (matrix.sum(1 - first_axis, keepdims=True) + epsilon)
 
 
-def _sinkhorn_forward(logits: Array, iterations: int, first_axis: int) -> tuple[Array, Array]:
+def _sinkhorn_forward(logits: Array, iterations: int, first_axis: int, epsilon: float) -> tuple[Array, Array]:
     """Run Sinkhorn, and save only the logits."""
-    return _sinkhorn(logits, iterations, first_axis), logits
+    return _sinkhorn(logits, iterations, first_axis, epsilon), logits
 
 
-def _sinkhorn_backward(iterations: int, first_axis: int, logits: Array, grad: Array) -> tuple[Array]:
+def _sinkhorn_backward(iterations: int, first_axis: int, epsilon: float, logits: Array, grad: Array) -> tuple[Array]:
     """Recompute the iterates, and differentiate each normalisation."""
-    softmax = _floored_softmax(logits, first_axis)
-    matrix, iterates = jax.lax.scan(partial(_normalise_twice, first_axis), softmax, length=iterations - 1)
-    total = matrix.sum(1 - first_axis, keepdims=True)
+    softmax = jax.nn.softmax(logits, axis=first_axis)
+    normalise_twice = partial(_normalise_twice, first_axis, epsilon)
+    matrix, iterates = jax.lax.scan(normalise_twice, _first_matrix(softmax, epsilon), length=iterations - 1)
+    total = matrix.sum(1 - first_axis, keepdims=True) + epsilon
     grad = _normalise_backward(grad, matrix / total, total, 1 - first_axis)
 
     def twice_backward(grad: Array, iterate: tuple) -> tuple[Array, None]:
@@ -89,23 +93,25 @@ def _sinkhorn_backward(iterations: int, first_axis: int, logits: Array, grad: Ar
         return _normalise_backward(grad, other, other_total, 1 - first_axis), None
 
     grad, _ = jax.lax.scan(twice_backward, grad, iterates, reverse=True)
-    grad = jnp.where(softmax > SINKHORN_FLOOR, grad, 0.0)
+    if not epsilon:
+        softmax = _first_matrix(softmax, epsilon)
+        grad = jnp.where(softmax > SINKHORN_FLOOR, grad, 0.0)
     return (softmax * (grad - (grad * softmax).sum(first_axis, keepdims=True)),)
 
 
 _sinkhorn.defvjp(_sinkhorn_forward, _sinkhorn_backward)
 
 
-def _floored_softmax(logits: Array, axis: int) -> Array:
-    """Return the first normalisation."""
-    return jnp.maximum(jax.nn.softmax(logits, axis=axis), SINKHORN_FLOOR)
+def _first_matrix(softmax: Array, epsilon: float) -> Array:
+    """Return the first normalisation: a softmax with an epsilon, or with a floor if it is 0."""
+    return softmax + epsilon if epsilon else jnp.maximum(softmax, SINKHORN_FLOOR)
 
 
-def _normalise_twice(first_axis: int, matrix: Array, _: None) -> tuple[Array, tuple]:
+def _normalise_twice(first_axis: int, epsilon: float, matrix: Array, _: None) -> tuple[Array, tuple]:
     """Normalise over the other axis, then over the first; return both results and the sums they were divided by."""
-    total = matrix.sum(1 - first_axis, keepdims=True)
+    total = matrix.sum(1 - first_axis, keepdims=True) + epsilon
     other = matrix / total
-    first_total = other.sum(first_axis, keepdims=True)
+    first_total = other.sum(first_axis, keepdims=True) + epsilon
     first = other / first_total
     return first, ((other, total), (first, first_total))
 
@@ -124,6 +130,8 @@ def compute_mappings(
     iterations: int = 20,
     last: str = "row",
     epsilon: float = 1e-5,
+    mhc_epsilon: float = 0.0,
+    transposed: bool = False,
     impl: str = "auto",
 ) -> tuple[Float[Array, "b t s"], Float[Array, "b t s"], Float[Array, "b t s s"]]:
     """Return the coefficients h_pre, h_post and h_res of every token.
@@ -136,6 +144,8 @@ def compute_mappings(
         iterations: see sinkhorn.
         last: see sinkhorn.
         epsilon: added to the mean square.
+        mhc_epsilon: added to h_pre, and in sinkhorn.
+        transposed: the last S*S columns of phi give the transpose of h_res.
         impl: see diptych.plans.model.implementation.
 
     Returns:
@@ -149,30 +159,71 @@ def compute_mappings(
     """
     operations.check_iterations(iterations, last)
     parameters = operand("phi", phi), operand("alpha", alpha), operand("bias", bias)
-    operations.check_mappings(operand("x", x), *parameters, epsilon)
+    operations.check_mappings(operand("x", x), *parameters, epsilon, mhc_epsilon)
     if kernels := kernel_backend(impl, x):
-        h_pre, h_post, h_res = kernels.compute_mappings(
-            x, phi, alpha, bias, iterations=iterations, last=last, epsilon=epsilon
-        )
+        options = dict(iterations=iterations, last=last, mhc_epsilon=mhc_epsilon, transposed=transposed)
+        h_pre, h_post, h_res = kernels.compute_mappings(x, phi, alpha, bias, epsilon=epsilon, **options)
         return name_value(h_pre, "h_pre"), name_value(h_post, "h_post"), name_value(h_res, "h_res")
     batch, length, streams, _ = x.shape
-    x_flat = x.reshape(batch * length, -1)  # [N, S*D]
-    projected = at_least_float32(jnp.einsum("kc,nk->cn", phi.astype(x.dtype), x_flat))
-    mean_square = jnp.mean(jnp.square(at_least_float32(x_flat)), axis=-1)
-    inverse_rms = jax.lax.rsqrt(mean_square + epsilon)
     groups = (streams, streams, streams * streams)
     gain = jnp.concatenate([jnp.full(size, alpha[i]) for i, size in enumerate(groups)])
-    h = projected * inverse_rms * gain[:, None] + bias[:, None]
+    h = _project(x, phi, epsilon) * gain[:, None] + bias[:, None]
     h_pre, h_post, h_res = jnp.split(h, (streams, 2 * streams))
-    h_pre = jax.nn.sigmoid(h_pre)
+    h_pre = jax.nn.sigmoid(h_pre) + mhc_epsilon
     h_post = 2 * jax.nn.sigmoid(h_post)
-    h_res = sinkhorn(h_res.reshape(streams, streams, -1).transpose(2, 0, 1), iterations, last, impl)
+    order = (2, 1, 0) if transposed else (2, 0, 1)
+    h_res = sinkhorn(h_res.reshape(streams, streams, -1).transpose(order), iterations, last, impl, mhc_epsilon)
     shape = (batch, length, streams)
     return (
         name_value(h_pre.T.reshape(shape), "h_pre"),
         name_value(h_post.T.reshape(shape), "h_post"),
         name_value(h_res.reshape(*shape, streams), "h_res"),
     )
+
+
+def _project(x: Array, phi: Array, epsilon: float) -> Array:
+    """Return the projection of every token's streams [B, T, S, D], divided by their root mean square. [C, B*T]."""
+    x_flat = x.reshape(x.shape[0] * x.shape[1], -1)  # [N, S*D]
+    projected = at_least_float32(jnp.einsum("kc,nk->cn", phi.astype(x.dtype), x_flat))
+    mean_square = jnp.mean(jnp.square(at_least_float32(x_flat)), axis=-1)
+    return projected * jax.lax.rsqrt(mean_square + epsilon)
+
+
+def contract_streams(
+    x: Float[Array, "b t s d"],
+    phi: Float[Array, "sd s"],
+    alpha: Float[Array, "1"],
+    bias: Float[Array, " s"],
+    *,
+    epsilon: float = 1e-5,
+    mhc_epsilon: float = 0.0,
+    impl: str = "auto",
+) -> Float[Array, "b t d"]:
+    """Return the hidden states after the last layer as a learned sum of the streams.
+
+    The weights are ``sigmoid(r * (x_flat @ phi) * alpha + bias) + mhc_epsilon``, as those of h_pre.
+
+    Args:
+        x: residual streams. [B, T, S, D]
+        phi: projection. [S*D, S]
+        alpha: gain. [1]
+        bias: bias of the projection. [S]
+        epsilon: added to the mean square.
+        mhc_epsilon: added to the weights.
+        impl: see diptych.plans.model.implementation.
+
+    Returns:
+        The weighted sum in the type of x. [B, T, D]
+
+    Raises:
+        ValueError: an argument has a wrong shape, type or value.
+
+    Reference: the class DeepseekV4HyperHead of transformers 5.23.
+    """
+    parameters = operand("phi", phi), operand("alpha", alpha), operand("bias", bias)
+    operations.check_mappings(operand("x", x), *parameters, epsilon, mhc_epsilon, is_head=True)
+    weights = jax.nn.sigmoid(_project(x, phi, epsilon) * alpha + bias[:, None]) + mhc_epsilon
+    return aggregate(x, weights.T.reshape(x.shape[:3]), impl)
 
 
 def aggregate(x: Float[Array, "b t s d"], h_pre: Float[Array, "b t s"], impl: str = "auto") -> Float[Array, "b t d"]:
@@ -365,6 +416,8 @@ class HyperConnectionModule(nnx.Module):
             iterations=self.config.sinkhorn_iterations,
             last=self.config.sinkhorn_last,
             epsilon=self.config.layernorm_epsilon,
+            mhc_epsilon=self.config.mhc_epsilon,
+            transposed=self.config.mhc_transpose_h_res,
             impl=self.config.impl,
         )
 
@@ -421,3 +474,31 @@ class HyperConnectionModule(nnx.Module):
         if x.shape[-2] != n:
             raise ValueError(f"n: expected the number of streams of x, {x.shape[-2]}, got {n}")
         return x.mean(-2)
+
+
+class HyperConnectionHead(nnx.Module):
+    """The learned sum of the streams after the last layer, with the parameters phi, alpha and bias.
+
+    Args:
+        config: configuration of the model.
+        name: canonical name of the module.
+    """
+
+    def __init__(self, config: TransformerConfig, name: str) -> None:
+        self.config = config
+        specs = hyper_connection_head_spec(config)
+        self.phi = parameter(config, f"{name}.phi", specs["phi"])
+        self.alpha = parameter(config, f"{name}.alpha", specs["alpha"])
+        self.bias = parameter(config, f"{name}.bias", specs["bias"])
+
+    def __call__(self, x: Float[Array, "b t s d"]) -> Float[Array, "b t d"]:
+        """Call contract_streams."""
+        return contract_streams(
+            x,
+            self.phi[...],
+            self.alpha[...],
+            self.bias[...],
+            epsilon=self.config.layernorm_epsilon,
+            mhc_epsilon=self.config.mhc_epsilon,
+            impl=self.config.impl,
+        )

@@ -22,7 +22,7 @@ from jax_impl.cache import AttentionState, DecodingCache, cached_attention, cach
 from jax_impl.context_parallel import cp_attention
 from jax_impl.documents import combine_masks, pack_documents
 from jax_impl.forward_context import ForwardContext
-from jax_impl.hyper_connections import DeferredMix, HyperConnectionModule
+from jax_impl.hyper_connections import DeferredMix, HyperConnectionHead, HyperConnectionModule
 from jax_impl.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from jax_impl.modules import Linear, RMSNorm
 from jax_impl.offload import copy_to_device, offloads_layers, run_offloaded
@@ -262,6 +262,8 @@ class TransformerBlock(nnx.Module):
         first = get_transformer_layer_offset(config, vp_stage, pp_rank)
         numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
         self.layers = nnx.Dict({str(number): TransformerLayer(config, number) for number in numbers})
+        learned = post_process and config.enable_hyper_connections and config.mhc_head == "learned"
+        self.hyper_connection_head = HyperConnectionHead(config, "decoder.hyper_connection_head") if learned else None
         self.final_layernorm = RMSNorm(config, "decoder.final_layernorm") if post_process else None
 
     def __call__(
@@ -300,7 +302,9 @@ class TransformerBlock(nnx.Module):
             hidden_states = checkpoint_blocks(run, self.config, self.vp_stage, self.pp_rank)(hidden_states)
         if self.final_layernorm is None:
             return hidden_states
-        if hyper:
+        if self.hyper_connection_head is not None:
+            hidden_states = self.hyper_connection_head(hidden_states)
+        elif hyper:
             hidden_states = HyperConnectionModule.output_contract(hidden_states, streams)
         return self.final_layernorm(hidden_states)
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model import operations
-from diptych.plans.model.parameters import SINKHORN_FLOOR, hyper_connection_spec
+from diptych.plans.model.parameters import SINKHORN_FLOOR, hyper_connection_head_spec, hyper_connection_spec
 from reference_torch.autograd import as_one_operation
 from reference_torch.operands import at_least_float32, given_operand, operand
 from reference_torch.ops import DropoutState, add_bias, check_state, dropout, kernel_backend, parameter
@@ -34,7 +34,7 @@ from reference_torch.recompute import MHCBlockRecomputeManager, name_value
 
 @as_one_operation
 def sinkhorn(
-    logits: Float[Tensor, "*b s s"], iterations: int = 20, last: str = "row", impl: str = "auto"
+    logits: Float[Tensor, "*b s s"], iterations: int = 20, last: str = "row", impl: str = "auto", epsilon: float = 0.0
 ) -> Float[Tensor, "*b s s"]:
     """Return doubly stochastic matrices: exp(logits), normalised along rows and columns in turn.
 
@@ -45,6 +45,7 @@ def sinkhorn(
         iterations: pairs of normalisations, >= 1.
         last: ``"row"`` (as in the paper: columns first, row sums are exact) or ``"column"``.
         impl: see diptych.plans.model.implementation.
+        epsilon: added to the first normalisation, and to the sums of the others.
 
     Returns:
         Matrices in the type of logits. [..., S, S]
@@ -53,15 +54,18 @@ def sinkhorn(
         ValueError: an argument has a wrong shape, type or value.
 
     Reference: mHC, eq. 9. The first normalisation is a softmax with a floor of 1e-30; entries below the floor are
-    constants. With the floor no later sum is 0, so no epsilon is needed and the last normalisation is exact.
+    constants. With the floor no later sum is 0, so no epsilon is needed and the last normalisation is exact. With an
+    epsilon there is no floor, and the sums are only nearly 1 (DeepSeek-V4: 1e-6).
     """
     operations.check_iterations(iterations, last)
+    operations.check_epsilon(epsilon)
     operations.check_matrices(operand("logits", logits))
     if kernels := kernel_backend(impl, logits):
-        return kernels.sinkhorn(logits, iterations, last)
+        return kernels.sinkhorn(logits, iterations, last, epsilon)
     tokens_innermost = at_least_float32(logits).movedim((-2, -1), (0, 1))
     first_axis = 0 if last == "row" else 1  # a sum over axis 0, the row index, normalises columns
-    return _Sinkhorn.apply(tokens_innermost, iterations, first_axis).movedim((0, 1), (-2, -1)).to(logits.dtype)
+    matrices = _Sinkhorn.apply(tokens_innermost, iterations, first_axis, epsilon)
+    return matrices.movedim((0, 1), (-2, -1)).to(logits.dtype)
 
 
 class _Sinkhorn(torch.autograd.Function):
@@ -70,36 +74,40 @@ class _Sinkhorn(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(logits, iterations, first_axis):  # [S, S, ...]
-        matrix, _ = deque(_iterates(logits, iterations, first_axis), maxlen=1).pop()
+    def forward(logits, iterations, first_axis, epsilon):  # [S, S, ...]
+        matrix, _ = deque(_iterates(logits, iterations, first_axis, epsilon), maxlen=1).pop()
         return matrix
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        logits, ctx.iterations, ctx.first_axis = inputs
+        logits, ctx.iterations, ctx.first_axis, ctx.epsilon = inputs
         ctx.save_for_backward(logits)
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         (logits,) = ctx.saved_tensors
-        iterates = list(_iterates(logits, ctx.iterations, ctx.first_axis))
+        iterates = list(_iterates(logits, ctx.iterations, ctx.first_axis, ctx.epsilon))
         axis = 1 - ctx.first_axis
         for matrix, total in reversed(iterates[1:]):
             grad = (grad - (grad * matrix).sum(axis, keepdim=True)) / total
             axis = 1 - axis
         softmax, _ = iterates[0]
-        grad = grad.where(softmax > SINKHORN_FLOOR, 0.0)
-        return softmax * (grad - (grad * softmax).sum(axis, keepdim=True)), None, None
+        if ctx.epsilon:
+            softmax = logits.softmax(axis)
+        else:
+            grad = grad.where(softmax > SINKHORN_FLOOR, 0.0)
+        return softmax * (grad - (grad * softmax).sum(axis, keepdim=True)), None, None, None
 
 
-def _iterates(logits: Tensor, iterations: int, first_axis: int):
+def _iterates(logits: Tensor, iterations: int, first_axis: int, epsilon: float):
     """Yield each normalised matrix and the sums that it was divided by (None for the softmax)."""
     axis = first_axis
-    matrix = logits.softmax(axis).clamp(min=SINKHORN_FLOOR)
+    softmax = logits.softmax(axis)
+    matrix = softmax + epsilon if epsilon else softmax.clamp(min=SINKHORN_FLOOR)
     yield matrix, None
     for _ in range(2 * iterations - 1):
         axis = 1 - axis
-        total = matrix.sum(axis, keepdim=True)
+        total = matrix.sum(axis, keepdim=True) + epsilon
         matrix = matrix / total
         yield matrix, total
 
@@ -114,6 +122,8 @@ def compute_mappings(
     iterations: int = 20,
     last: str = "row",
     epsilon: float = 1e-5,
+    mhc_epsilon: float = 0.0,
+    transposed: bool = False,
     impl: str = "auto",
 ) -> tuple[Float[Tensor, "b t s"], Float[Tensor, "b t s"], Float[Tensor, "b t s s"]]:
     """Return the coefficients h_pre, h_post and h_res of every token.
@@ -126,6 +136,8 @@ def compute_mappings(
         iterations: see sinkhorn.
         last: see sinkhorn.
         epsilon: added to the mean square.
+        mhc_epsilon: added to h_pre, and in sinkhorn.
+        transposed: the last S*S columns of phi give the transpose of h_res.
         impl: see diptych.plans.model.implementation.
 
     Returns:
@@ -139,30 +151,74 @@ def compute_mappings(
     """
     operations.check_iterations(iterations, last)
     parameters = operand("phi", phi), operand("alpha", alpha), operand("bias", bias)
-    operations.check_mappings(operand("x", x), *parameters, epsilon)
+    operations.check_mappings(operand("x", x), *parameters, epsilon, mhc_epsilon)
     if kernels := kernel_backend(impl, x):
-        h_pre, h_post, h_res = kernels.compute_mappings(
-            x, phi, alpha, bias, iterations=iterations, last=last, epsilon=epsilon
-        )
+        options = dict(iterations=iterations, last=last, mhc_epsilon=mhc_epsilon, transposed=transposed)
+        h_pre, h_post, h_res = kernels.compute_mappings(x, phi, alpha, bias, epsilon=epsilon, **options)
         return name_value(h_pre, "h_pre"), name_value(h_post, "h_post"), name_value(h_res, "h_res")
     batch, length, streams, _ = x.shape
-    x_flat = x.flatten(0, 1).flatten(1)  # [N, S*D]
-    projected = at_least_float32(phi.t().to(x.dtype) @ x_flat.t())  # [2*S + S*S, N]
-    norm = torch.linalg.vector_norm(x_flat, dim=-1, dtype=projected.dtype)
-    inverse_rms = (norm * norm / x_flat.shape[-1] + epsilon).rsqrt()
     groups = (streams, streams, streams * streams)
     gain = torch.cat([a.expand(size) for a, size in zip(alpha, groups, strict=True)])
-    h = projected * inverse_rms * gain[:, None] + bias[:, None]
+    h = _project(x, phi, epsilon) * gain[:, None] + bias[:, None]
     h_pre, h_post, h_res = h.split(groups)
     h_pre = h_pre.sigmoid()
+    h_pre = h_pre + mhc_epsilon if mhc_epsilon else h_pre
     h_post = 2 * h_post.sigmoid()
-    h_res = sinkhorn(h_res.view(streams, streams, -1).permute(2, 0, 1), iterations, last, impl)
+    order = (2, 1, 0) if transposed else (2, 0, 1)
+    h_res = sinkhorn(h_res.view(streams, streams, -1).permute(order), iterations, last, impl, mhc_epsilon)
     shape = (batch, length, streams)  # contiguous results, because bmm processes strided matrices one by one
     return (
         name_value(h_pre.t().contiguous().view(shape), "h_pre"),
         name_value(h_post.t().contiguous().view(shape), "h_post"),
         name_value(h_res.contiguous().view(*shape, streams), "h_res"),
     )
+
+
+def _project(x: Tensor, phi: Tensor, epsilon: float) -> Tensor:
+    """Return the projection of every token's streams [B, T, S, D], divided by their root mean square. [C, B*T]."""
+    x_flat = x.flatten(0, 1).flatten(1)  # [N, S*D]
+    projected = at_least_float32(phi.t().to(x.dtype) @ x_flat.t())  # [C, N]
+    norm = torch.linalg.vector_norm(x_flat, dim=-1, dtype=projected.dtype)
+    return projected * (norm * norm / x_flat.shape[-1] + epsilon).rsqrt()
+
+
+@as_one_operation
+def contract_streams(
+    x: Float[Tensor, "b t s d"],
+    phi: Float[Tensor, "sd s"],
+    alpha: Float[Tensor, "1"],
+    bias: Float[Tensor, " s"],
+    *,
+    epsilon: float = 1e-5,
+    mhc_epsilon: float = 0.0,
+    impl: str = "auto",
+) -> Float[Tensor, "b t d"]:
+    """Return the hidden states after the last layer as a learned sum of the streams.
+
+    The weights are ``sigmoid(r * (x_flat @ phi) * alpha + bias) + mhc_epsilon``, as those of h_pre.
+
+    Args:
+        x: residual streams. [B, T, S, D]
+        phi: projection. [S*D, S]
+        alpha: gain. [1]
+        bias: bias of the projection. [S]
+        epsilon: added to the mean square.
+        mhc_epsilon: added to the weights.
+        impl: see diptych.plans.model.implementation.
+
+    Returns:
+        The weighted sum in the type of x. [B, T, D]
+
+    Raises:
+        ValueError: an argument has a wrong shape, type or value.
+
+    Reference: the class DeepseekV4HyperHead of transformers 5.23.
+    """
+    parameters = operand("phi", phi), operand("alpha", alpha), operand("bias", bias)
+    operations.check_mappings(operand("x", x), *parameters, epsilon, mhc_epsilon, is_head=True)
+    weights = (_project(x, phi, epsilon) * alpha + bias[:, None]).sigmoid()
+    weights = weights + mhc_epsilon if mhc_epsilon else weights
+    return aggregate(x, weights.t().contiguous().view(x.shape[:3]), impl)
 
 
 @as_one_operation
@@ -379,6 +435,8 @@ class HyperConnectionModule(nn.Module):
             iterations=self.config.sinkhorn_iterations,
             last=self.config.sinkhorn_last,
             epsilon=self.config.layernorm_epsilon,
+            mhc_epsilon=self.config.mhc_epsilon,
+            transposed=self.config.mhc_transpose_h_res,
             impl=self.config.impl,
         )
 
@@ -446,3 +504,32 @@ class HyperConnectionModule(nn.Module):
         if x.shape[-2] != n:
             raise ValueError(f"n: expected the number of streams of x, {x.shape[-2]}, got {n}")
         return x.mean(-2)
+
+
+class HyperConnectionHead(nn.Module):
+    """The learned sum of the streams after the last layer, with the parameters phi, alpha and bias.
+
+    Args:
+        config: configuration of the model.
+        name: canonical name of the module.
+    """
+
+    def __init__(self, config: TransformerConfig, name: str) -> None:
+        super().__init__()
+        self.config = config
+        specs = hyper_connection_head_spec(config)
+        self.phi = parameter(config, f"{name}.phi", specs["phi"])
+        self.alpha = parameter(config, f"{name}.alpha", specs["alpha"])
+        self.bias = parameter(config, f"{name}.bias", specs["bias"])
+
+    def forward(self, x: Float[Tensor, "b t s d"]) -> Float[Tensor, "b t d"]:
+        """Call contract_streams."""
+        return contract_streams(
+            x,
+            self.phi,
+            self.alpha,
+            self.bias,
+            epsilon=self.config.layernorm_epsilon,
+            mhc_epsilon=self.config.mhc_epsilon,
+            impl=self.config.impl,
+        )

@@ -24,7 +24,7 @@ from reference_torch.cache import AttentionState, DecodingCache, cached_attentio
 from reference_torch.context_parallel import cp_attention
 from reference_torch.documents import combine_masks, pack_documents
 from reference_torch.forward_context import ForwardContext
-from reference_torch.hyper_connections import DeferredMix, HyperConnectionModule
+from reference_torch.hyper_connections import DeferredMix, HyperConnectionHead, HyperConnectionModule
 from reference_torch.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from reference_torch.modules import Linear, RMSNorm
 from reference_torch.ops import (
@@ -286,6 +286,8 @@ class TransformerBlock(nn.Module):
         numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
         self.blocks = recompute_blocks(config, vp_stage, pp_rank)
         self.layers = nn.ModuleDict({str(number): TransformerLayer(config, number) for number in numbers})
+        learned = post_process and config.enable_hyper_connections and config.mhc_head == "learned"
+        self.hyper_connection_head = HyperConnectionHead(config, "decoder.hyper_connection_head") if learned else None
         self.final_layernorm = RMSNorm(config, "decoder.final_layernorm") if post_process else None
 
     def forward(
@@ -318,7 +320,9 @@ class TransformerBlock(nn.Module):
             hidden_states = run_block(block, run, hidden_states, self.training)
         if self.final_layernorm is None:
             return hidden_states
-        if hyper:
+        if self.hyper_connection_head is not None:
+            hidden_states = self.hyper_connection_head(hidden_states)
+        elif hyper:
             hidden_states = HyperConnectionModule.output_contract(hidden_states, streams)
         return self.final_layernorm(hidden_states)
 

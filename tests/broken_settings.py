@@ -43,6 +43,11 @@ BROKEN = {
         {"linear_norm_epsilon": 0.0},
         r"linear_norm_epsilon: expected None or a number in \(0, inf\), got 0\.0",
     ),
+    (TransformerConfig, "mhc_epsilon"): ({"mhc_epsilon": -1.0}, r"mhc_epsilon: .*\[0, inf\), got -1\.0"),
+    (TransformerConfig, "mhc_head"): (
+        {"mhc_head": "sum"},
+        r"mhc_head: expected one of .*'mean', 'learned'.* got 'sum'",
+    ),
     (TransformerConfig, "qk_layernorm_scope"): (
         {"qk_layernorm_scope": "heads"},
         r"qk_layernorm_scope: expected one of .*'head', 'projection'.* got 'heads'",
@@ -298,6 +303,7 @@ BROKEN = {
             "add_bias_linear",
             "use_flash_attn",
             "qk_layernorm",
+            "mhc_transpose_h_res",
             "attention_output_gate",
             "layernorm_zero_centered_gamma",
             "recompute_hyper_connections",

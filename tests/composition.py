@@ -120,7 +120,11 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
         "context ranks, pipelined": {"context_parallel_size": 2, "cp_exchange": "pipelined"},
     },
     "replicas": {"replicas": {"replicas": 2}},
-    "streams": {"mHC": HYPER, "mHC of the MLP": {**HYPER, "do_self_attention_hyper_connection": False}},
+    "streams": {
+        "mHC": HYPER,
+        "mHC of DeepSeek-V4": {**HYPER, "mhc_epsilon": 1e-2, "mhc_transpose_h_res": True, "mhc_head": "learned"},
+        "mHC of the MLP": {**HYPER, "do_self_attention_hyper_connection": False},
+    },
     "layers": {
         "KDA": {"layer_pattern": "kda,attention"},
         "GDN": {"layer_pattern": "gdn,attention"},
@@ -262,7 +266,7 @@ MUST_BE_ACCEPTED = [
 """Features of the compositions that must be accepted; embeddings are tied."""
 OF_FAMILIES = [
     (family, *features)
-    for family in ("Qwen3-Next", "OLMo-hybrid")
+    for family in ("Qwen3-Next", "OLMo-hybrid", "mHC of DeepSeek-V4")
     for features in (
         ("1f1b", "context ranks"),
         ("recompute core_attn + mlp", "parameters offloaded", "activations offloaded"),

@@ -170,7 +170,7 @@ def everything(
     dropout = Write("mix", post=True, bias=True, rate=0.1, seed=1234, site=2)
     write_inputs = [x, h_res, y, Shape((width,), coefficients), h_post]
     no_dropout = [None, None, None]
-    sinkhorn = Sinkhorn(20, "row", 1e-5)
+    sinkhorn = Sinkhorn(20, "row", epsilon=1e-5)
     return [
         *launches_of(
             autodiff_rules.COMPUTE_MAPPINGS, sinkhorn, [x, phi, alpha, Shape((columns,), coefficients)], blocks

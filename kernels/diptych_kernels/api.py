@@ -96,13 +96,14 @@ class Functions(ABC):
         check_floating(**self._operands(**arrays))
         self.check_devices(**arrays)
 
-    def sinkhorn(self, logits: Array, iterations: int = 20, last: str = "row") -> Array:
+    def sinkhorn(self, logits: Array, iterations: int = 20, last: str = "row", epsilon: float = 0.0) -> Array:
         """Compute doubly stochastic matrices by alternate normalisation of the rows and columns of exp(logits).
 
         Args:
             logits: logits of the matrices. [..., S, S], S <= 8
             iterations: pairs of normalisations, >= 1.
             last: axis of the last normalisation, ``"row"`` or ``"column"``.
+            epsilon: added to the first normalisation, and to the sums of the others.
 
         Returns:
             The matrices, in the type of the logits. [..., S, S]
@@ -112,7 +113,8 @@ class Functions(ABC):
         """
         self._check(logits=logits)
         check_matrices(Operand(tuple(logits.shape), dtype_name(logits)))
-        static = _sinkhorn("logits", logits.shape[-1], iterations, last)
+        check_epsilon(epsilon)
+        static = _sinkhorn("logits", logits.shape[-1], iterations, last, epsilon)
         dtype = dtype_name(logits)
         (matrices,) = self.apply(autodiff_rules.SINKHORN, static, self.cast(logits, wide(dtype)))
         return self.cast(matrices, dtype)
@@ -127,6 +129,8 @@ class Functions(ABC):
         iterations: int = 20,
         last: str = "row",
         epsilon: float = 1e-5,
+        mhc_epsilon: float = 0.0,
+        transposed: bool = False,
     ) -> tuple[Array, Array, Array]:
         """Compute the coefficients of mHC from residual streams (arXiv 2512.24880, eqs. 5-9).
 
@@ -140,6 +144,8 @@ class Functions(ABC):
             iterations: pairs of normalisations of Sinkhorn, >= 1.
             last: axis of the last normalisation, ``"row"`` or ``"column"``.
             epsilon: epsilon added to the mean square.
+            mhc_epsilon: added to h_pre, to the first normalisation and to the sums of the others.
+            transposed: the last S*S columns of phi give the transpose of h_res.
 
         Returns:
             h_pre [..., S], h_post [..., S] and h_res [..., S, S], in float32 (float64 for float64 streams).
@@ -152,7 +158,9 @@ class Functions(ABC):
         streams, width = x.shape[-2:]
         columns = streams * (streams + 2)
         check_epsilon(epsilon)
-        static = _sinkhorn("x", streams, iterations, last)._replace(epsilon=float(epsilon))
+        check_epsilon(mhc_epsilon, "mhc_epsilon")
+        static = _sinkhorn("x", streams, iterations, last, mhc_epsilon)
+        static = static._replace(epsilon=float(epsilon), transposed=bool(transposed))
         _check_shape("phi", phi, (streams * width, columns))
         _check_shape("alpha", alpha, (3,))
         _check_shape("bias", bias, (columns,))
@@ -423,8 +431,8 @@ def _check_shape(name: str, x: Array, expected: tuple[int, ...]) -> None:
         raise ValueError(f"{name}: expected shape {tuple(expected)}, got {tuple(x.shape)}")
 
 
-def _sinkhorn(name: str, streams: int, iterations: int, last: str) -> Sinkhorn:
+def _sinkhorn(name: str, streams: int, iterations: int, last: str, mhc_epsilon: float) -> Sinkhorn:
     """Check the arguments of Sinkhorn and return them; ``name`` is the array with the streams."""
     check_iterations(iterations, last)
     _check_streams(name, streams)
-    return Sinkhorn(int(iterations), last)
+    return Sinkhorn(int(iterations), last, float(mhc_epsilon))

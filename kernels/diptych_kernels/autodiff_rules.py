@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from diptych_kernels import launch_configs
-from diptych_kernels.launch_configs import Launch, Write, wide
+from diptych_kernels.launch_configs import Launch, Sinkhorn, Write, wide
 
 Array = Any
 
@@ -68,20 +68,6 @@ def column_sum(backend: Backend, x: Array, rows: int, width: int) -> Array:
     return x.reshape(width)
 
 
-class Sinkhorn(NamedTuple):
-    """Static arguments of compute_mappings and sinkhorn.
-
-    Args:
-        iterations: pairs of normalisations.
-        last: axis of the last normalisation, "row" or "column".
-        epsilon: epsilon added to the mean square of the streams; not used by sinkhorn.
-    """
-
-    iterations: int
-    last: str
-    epsilon: float = 0.0
-
-
 def _sinkhorn_forward(backend: Backend, static: Sinkhorn, logits: Array):
     """Compute the doubly stochastic matrices of logits [..., S, S]. Only the logits are saved."""
     return backend(launch_configs.sinkhorn_forward, _sinkhorn_sizes(static, logits), logits), (logits,)
@@ -103,8 +89,7 @@ def _sinkhorn_sizes(static: Sinkhorn, logits: Array) -> dict[str, Any]:
         lead=tuple(lead),
         streams=streams,
         dtype=dtype_name(logits),
-        iterations=static.iterations,
-        last=static.last,
+        sinkhorn=static,
     )
 
 
@@ -144,8 +129,7 @@ def _mappings_sizes(static: Sinkhorn, x: Array) -> dict[str, Any]:
         lead=tuple(lead),
         streams=streams,
         dtype=wide(dtype_name(x)),
-        iterations=static.iterations,
-        last=static.last,
+        sinkhorn=static,
     )
 
 

@@ -11,7 +11,9 @@ For each token:
 
 x [K] are the S residual streams of width D as one row, K = S D. phi [K, C] is the projection and bias [C] the bias of
 the C = 2 S + S S coefficients. gain [C] is alpha[0] for the first S columns, alpha[1] for the next S, and alpha[2] for
-the last S S. sinkhorn returns exp(h[2S:]), reshaped to [S, S], with rows and columns normalised alternately.
+the last S S. sinkhorn returns exp(h[2S:]), reshaped to [S, S], with rows and columns normalised alternately. With
+TRANSPOSED, the columns give the transpose of these logits. MHC_EPSILON is added to h_pre, to the first normalisation
+and to the sums of the others; it replaces FLOOR.
 
 project_forward and project_backward read x once and compute the first two lines. mappings_forward and
 mappings_backward compute the other lines from about 200 bytes per token.
@@ -112,38 +114,48 @@ def project_backward(
 
 
 @triton.jit
-def normalise(b_m, AXIS: tl.constexpr):
+def normalise(b_m, AXIS: tl.constexpr, MHC_EPSILON: tl.constexpr):
     """Divide the matrices by their sums over AXIS, and return the sums too (1 for the padding beyond S)."""
     total = tl.sum(b_m, AXIS, keep_dims=True)
-    total = tl.where(total == 0.0, 1.0, total)
+    if MHC_EPSILON > 0.0:
+        total += MHC_EPSILON
+    else:
+        total = tl.where(total == 0.0, 1.0, total)
     return b_m / total, total
 
 
 @triton.jit
-def normalise_twice(b_m, FIRST: tl.constexpr):
+def normalise_twice(b_m, FIRST: tl.constexpr, MHC_EPSILON: tl.constexpr):
     """Normalise along the axis other than FIRST, and then along FIRST."""
-    b_m, _ = normalise(b_m, 3 - FIRST)
-    b_m, _ = normalise(b_m, FIRST)
+    b_m, _ = normalise(b_m, 3 - FIRST, MHC_EPSILON)
+    b_m, _ = normalise(b_m, FIRST, MHC_EPSILON)
     return b_m
 
 
 @triton.jit
-def floored_softmax(b_logits, m_s, FIRST: tl.constexpr):
-    """Return the softmax of the logits along FIRST, with entries of at least FLOOR, and 0 outside the mask."""
+def softmax(b_logits, m_s, FIRST: tl.constexpr):
+    """Return the softmax of the logits along FIRST, and 0 outside the mask."""
     top = tl.max(tl.where(m_s, b_logits, float("-inf")), FIRST, keep_dims=True)
     exists = tl.max(m_s.to(tl.int32), FIRST, keep_dims=True) > 0
     top = tl.where(exists, top, 0.0)  # padding must not give NaN; logits that are all -inf do
-    b_m, _ = normalise(tl.where(m_s, tl.exp(b_logits - top), 0.0), FIRST)
-    return tl.where(m_s, tl.where(b_m < FLOOR, FLOOR, b_m), 0.0)
+    b_m, _ = normalise(tl.where(m_s, tl.exp(b_logits - top), 0.0), FIRST, 0.0)
+    return b_m
 
 
 @triton.jit
-def sinkhorn(b_logits, m_s, ITERATIONS: tl.constexpr, FIRST: tl.constexpr):
+def first_matrix(b_softmax, m_s, MHC_EPSILON: tl.constexpr):
+    """Return the softmax plus MHC_EPSILON, or with entries of at least FLOOR if it is 0; 0 outside the mask."""
+    b_m = b_softmax + MHC_EPSILON if MHC_EPSILON > 0.0 else tl.where(b_softmax < FLOOR, FLOOR, b_softmax)
+    return tl.where(m_s, b_m, 0.0)
+
+
+@triton.jit
+def sinkhorn(b_logits, m_s, ITERATIONS: tl.constexpr, FIRST: tl.constexpr, MHC_EPSILON: tl.constexpr):
     """Return doubly stochastic matrices [BN, SP, SP]; FIRST (1 or 2) is the axis that is normalised first."""
-    b_m = floored_softmax(b_logits, m_s, FIRST)
+    b_m = first_matrix(softmax(b_logits, m_s, FIRST), m_s, MHC_EPSILON)
     for _ in range(ITERATIONS - 1):
-        b_m = normalise_twice(b_m, FIRST)
-    b_m, _ = normalise(b_m, 3 - FIRST)
+        b_m = normalise_twice(b_m, FIRST, MHC_EPSILON)
+    b_m, _ = normalise(b_m, 3 - FIRST, MHC_EPSILON)
     return b_m
 
 
@@ -154,13 +166,13 @@ def normalise_gradient(b_grad, b_m, total, AXIS: tl.constexpr):
 
 
 @triton.jit
-def pairs_gradient(b_m, b_grad, COUNT: tl.constexpr, FIRST: tl.constexpr):
+def pairs_gradient(b_m, b_grad, COUNT: tl.constexpr, FIRST: tl.constexpr, MHC_EPSILON: tl.constexpr):
     """Return the gradient of b_m through the next COUNT pairs of normalisations, held in registers."""
     normalised = ()
     for _ in tl.static_range(COUNT):
-        b_m, total = normalise(b_m, 3 - FIRST)
+        b_m, total = normalise(b_m, 3 - FIRST, MHC_EPSILON)
         normalised = normalised + (b_m, total)
-        b_m, total = normalise(b_m, FIRST)
+        b_m, total = normalise(b_m, FIRST, MHC_EPSILON)
         normalised = normalised + (b_m, total)
     for left in tl.static_range(COUNT, 0, -1):
         b_grad = normalise_gradient(b_grad, normalised[4 * left - 2], normalised[4 * left - 1], FIRST)
@@ -169,24 +181,35 @@ def pairs_gradient(b_m, b_grad, COUNT: tl.constexpr, FIRST: tl.constexpr):
 
 
 @triton.jit
-def sinkhorn_gradient(b_logits, b_grad, m_s, ITERATIONS: tl.constexpr, FIRST: tl.constexpr):
+def sinkhorn_gradient(b_logits, b_grad, m_s, ITERATIONS: tl.constexpr, FIRST: tl.constexpr, MHC_EPSILON: tl.constexpr):
     """Return the gradient of the logits, by differentiating each normalisation at its own input."""
     PAIRS: tl.constexpr = ITERATIONS - 1
     PAIRS_IN_REGISTERS: tl.constexpr = 4
-    b_softmax = floored_softmax(b_logits, m_s, FIRST)
-    b_m = b_softmax
+    b_softmax = softmax(b_logits, m_s, FIRST)
+    b_first = first_matrix(b_softmax, m_s, MHC_EPSILON)
+    b_m = b_first
     for _ in range(PAIRS):
-        b_m = normalise_twice(b_m, FIRST)
-    b_m, total = normalise(b_m, 3 - FIRST)  # the last normalisation has no partner
+        b_m = normalise_twice(b_m, FIRST, MHC_EPSILON)
+    b_m, total = normalise(b_m, 3 - FIRST, MHC_EPSILON)  # the last normalisation has no partner
     b_grad = normalise_gradient(b_grad, b_m, total, 3 - FIRST)
     for done in range(PAIRS // PAIRS_IN_REGISTERS):
-        b_m = b_softmax
+        b_m = b_first
         for _ in range(PAIRS - (done + 1) * PAIRS_IN_REGISTERS):
-            b_m = normalise_twice(b_m, FIRST)
-        b_grad = pairs_gradient(b_m, b_grad, PAIRS_IN_REGISTERS, FIRST)
-    b_grad = pairs_gradient(b_softmax, b_grad, PAIRS % PAIRS_IN_REGISTERS, FIRST)
-    b_grad = tl.where(b_softmax > FLOOR, b_grad, 0.0)
+            b_m = normalise_twice(b_m, FIRST, MHC_EPSILON)
+        b_grad = pairs_gradient(b_m, b_grad, PAIRS_IN_REGISTERS, FIRST, MHC_EPSILON)
+    b_grad = pairs_gradient(b_first, b_grad, PAIRS % PAIRS_IN_REGISTERS, FIRST, MHC_EPSILON)
+    if MHC_EPSILON == 0.0:
+        b_softmax = b_first
+        b_grad = tl.where(b_softmax > FLOOR, b_grad, 0.0)
     return b_softmax * (b_grad - tl.sum(b_grad * b_softmax, FIRST, keep_dims=True))
+
+
+@triton.jit
+def logit_columns(S: tl.constexpr, SP: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Return the columns of the projection that give the logits of h_res. [SP, SP]."""
+    o_i = tl.arange(0, SP)[:, None]
+    o_j = tl.arange(0, SP)[None, :]
+    return 2 * S + o_j * S + o_i if TRANSPOSED else 2 * S + o_i * S + o_j
 
 
 @triton.jit
@@ -206,6 +229,7 @@ def sinkhorn_forward(
     S: tl.constexpr,
     ITERATIONS: tl.constexpr,
     FIRST: tl.constexpr,
+    MHC_EPSILON: tl.constexpr,
     SP: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -213,7 +237,7 @@ def sinkhorn_forward(
     o_n, m_n = token_block(tokens, BN)
     offsets, m_s, mask = matrix_block(o_n, m_n, S, SP)
     b_logits = tl.load(logits_ptr + offsets, mask=mask, other=0.0)
-    tl.store(out_ptr + offsets, sinkhorn(b_logits, m_s, ITERATIONS, FIRST), mask=mask)
+    tl.store(out_ptr + offsets, sinkhorn(b_logits, m_s, ITERATIONS, FIRST, MHC_EPSILON), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -225,6 +249,7 @@ def sinkhorn_backward(
     S: tl.constexpr,
     ITERATIONS: tl.constexpr,
     FIRST: tl.constexpr,
+    MHC_EPSILON: tl.constexpr,
     SP: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -233,7 +258,8 @@ def sinkhorn_backward(
     offsets, m_s, mask = matrix_block(o_n, m_n, S, SP)
     b_logits = tl.load(logits_ptr + offsets, mask=mask, other=0.0)
     b_grad = tl.load(grad_ptr + offsets, mask=mask, other=0.0)
-    tl.store(dlogits_ptr + offsets, sinkhorn_gradient(b_logits, b_grad, m_s, ITERATIONS, FIRST), mask=mask)
+    b_dlogits = sinkhorn_gradient(b_logits, b_grad, m_s, ITERATIONS, FIRST, MHC_EPSILON)
+    tl.store(dlogits_ptr + offsets, b_dlogits, mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -249,6 +275,8 @@ def mappings_forward(
     S: tl.constexpr,
     ITERATIONS: tl.constexpr,
     FIRST: tl.constexpr,
+    MHC_EPSILON: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     SP: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -263,14 +291,14 @@ def mappings_forward(
         b_bias = tl.load(bias_ptr + group * S + o_s, mask=o_s < S, other=0.0)
         b_h = b_r[:, None] * b_p * tl.load(alpha_ptr + group) + b_bias
         if group == 0:
-            tl.store(h_pre_ptr + o_n[:, None] * S + o_s, tl.sigmoid(b_h), mask=mask)
+            tl.store(h_pre_ptr + o_n[:, None] * S + o_s, tl.sigmoid(b_h) + MHC_EPSILON, mask=mask)
         else:
             tl.store(h_post_ptr + o_n[:, None] * S + o_s, 2.0 * tl.sigmoid(b_h), mask=mask)
     offsets, m_s, mask = matrix_block(o_n, m_n, S, SP)
-    o_c = 2 * S + tl.arange(0, SP)[None, :, None] * S + tl.arange(0, SP)[None, None, :]
+    o_c = logit_columns(S, SP, TRANSPOSED)[None, :, :]
     b_p = tl.load(projected_ptr + o_n[:, None, None] * C + o_c, mask=mask, other=0.0)
     b_logits = b_r[:, None, None] * b_p * tl.load(alpha_ptr + 2) + tl.load(bias_ptr + o_c, mask=m_s, other=0.0)
-    tl.store(h_res_ptr + offsets, sinkhorn(b_logits, m_s, ITERATIONS, FIRST), mask=mask)
+    tl.store(h_res_ptr + offsets, sinkhorn(b_logits, m_s, ITERATIONS, FIRST, MHC_EPSILON), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -290,6 +318,8 @@ def mappings_backward(
     D: tl.constexpr,
     ITERATIONS: tl.constexpr,
     FIRST: tl.constexpr,
+    MHC_EPSILON: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     SP: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -321,16 +351,16 @@ def mappings_backward(
         o_bias = 3 + group * S + tl.arange(0, SP)
         tl.store(row_ptr + o_bias, tl.sum(b_dh, 0), mask=tl.arange(0, SP) < S)
     offsets, m_s, mask = matrix_block(o_n, m_n, S, SP)
-    o_c = 2 * S + tl.arange(0, SP)[None, :, None] * S + tl.arange(0, SP)[None, None, :]
+    o_c = logit_columns(S, SP, TRANSPOSED)[None, :, :]
     b_p = tl.load(projected_ptr + o_n[:, None, None] * C + o_c, mask=mask, other=0.0)
     alpha = tl.load(alpha_ptr + 2)
     b_logits = b_r[:, None, None] * b_p * alpha + tl.load(bias_ptr + o_c, mask=m_s, other=0.0)
     b_grad = tl.load(dh_res_ptr + offsets, mask=mask, other=0.0)
-    b_dh = sinkhorn_gradient(b_logits, b_grad, m_s, ITERATIONS, FIRST)
+    b_dh = sinkhorn_gradient(b_logits, b_grad, m_s, ITERATIONS, FIRST, MHC_EPSILON)
     tl.store(dprojected_ptr + o_n[:, None, None] * C + o_c, b_dh * b_r[:, None, None] * alpha, mask=mask)
     b_dot = tl.sum(tl.sum(b_dh * b_p, 2), 1)
     tl.store(row_ptr + 2, tl.sum(b_dot * b_r, 0))
-    o_bias = 3 + 2 * S + tl.arange(0, SP)[:, None] * S + tl.arange(0, SP)[None, :]
+    o_bias = 3 + logit_columns(S, SP, TRANSPOSED)
     m_bias = (tl.arange(0, SP)[:, None] < S) & (tl.arange(0, SP)[None, :] < S)
     tl.store(row_ptr + o_bias, tl.sum(b_dh, 0), mask=m_bias)
     b_dr += b_dot * alpha

@@ -269,9 +269,24 @@ def _dot(block: Block, row: int, columns: int, dtype: str) -> dict[str, int | st
     return dict(PRECISION=precision, CP=padded, BN=rows, BK=min(max(fits, 16), power_of_two(row, 16)))
 
 
-def _sinkhorn(streams: int, iterations: int, last: str) -> dict[str, int]:
-    """Return the constants of Sinkhorn; FIRST is an axis of the tile [BN, SP, SP], and 1 normalises columns."""
-    return dict(ITERATIONS=iterations, FIRST=1 if last == "row" else 2, SP=power_of_two(streams, 2))
+class Sinkhorn(NamedTuple):
+    """Static arguments of compute_mappings and sinkhorn."""
+
+    iterations: int
+    """Pairs of normalisations."""
+    last: str
+    """Axis of the last normalisation, "row" or "column"."""
+    mhc_epsilon: float = 0.0
+    """Epsilon added to h_pre, to the first normalisation and to the sums of the others."""
+    epsilon: float = 0.0
+    """Epsilon added to the mean square of the streams; not used by sinkhorn."""
+    transposed: bool = False
+    """The columns of the projection give the transpose of h_res; not used by sinkhorn."""
+
+    def constants(self, streams: int) -> dict[str, int | float]:
+        """Return the constants of the kernels; FIRST is an axis of the tile [BN, SP, SP], and 1 normalises columns."""
+        first = 1 if self.last == "row" else 2
+        return dict(ITERATIONS=self.iterations, FIRST=first, MHC_EPSILON=self.mhc_epsilon, SP=power_of_two(streams, 2))
 
 
 def _matrices(block: Block, streams: int, dtype: str) -> int:
@@ -280,21 +295,21 @@ def _matrices(block: Block, streams: int, dtype: str) -> int:
     return max(1, block.rows * 16 // size)
 
 
-def sinkhorn_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, iterations: int, last: str):
+def sinkhorn_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, sinkhorn: Sinkhorn):
     """Configure the launch logits -> matrices."""
     tokens = math.prod(lead)
     rows = _matrices(block, streams, dtype)
-    constants = _sinkhorn(streams, iterations, last)
+    constants = sinkhorn.constants(streams)
     outputs = [((*lead, streams, streams), dtype)]
     grid = (math.ceil(tokens / rows),)
     return launch_of("coefficients", sinkhorn_forward, block, grid, (tokens,), outputs, S=streams, **constants, BN=rows)
 
 
-def sinkhorn_backward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, iterations: int, last: str):
+def sinkhorn_backward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, sinkhorn: Sinkhorn):
     """Configure the launch logits, grad -> dlogits."""
     tokens = math.prod(lead)
     rows = _matrices(block, streams, dtype)
-    constants = _sinkhorn(streams, iterations, last)
+    constants = sinkhorn.constants(streams)
     outputs = [((*lead, streams, streams), dtype)]
     grid = (math.ceil(tokens / rows),)
     return launch_of(
@@ -302,18 +317,18 @@ def sinkhorn_backward(block: Block, lead: tuple[int, ...], streams: int, dtype: 
     )
 
 
-def mappings_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, iterations: int, last: str):
+def mappings_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, sinkhorn: Sinkhorn):
     """Configure the launch projected, r, alpha, bias -> h_pre, h_post, h_res."""
     tokens = math.prod(lead)
     rows = _matrices(block, streams, dtype)
-    constants = _sinkhorn(streams, iterations, last)
+    constants = dict(**sinkhorn.constants(streams), TRANSPOSED=sinkhorn.transposed)
     outputs = [((*lead, streams), dtype), ((*lead, streams), dtype), ((*lead, streams, streams), dtype)]
     grid = (math.ceil(tokens / rows),)
     return launch_of("coefficients", mappings_forward, block, grid, (tokens,), outputs, S=streams, **constants, BN=rows)
 
 
 def mappings_backward(
-    block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str, iterations: int, last: str
+    block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str, sinkhorn: Sinkhorn
 ) -> Launch:
     """Configure the launch with one partial sum of dalpha and dbias per program.
 
@@ -321,7 +336,7 @@ def mappings_backward(
     """
     tokens = math.prod(lead)
     rows = _matrices(block, streams, dtype)
-    constants = _sinkhorn(streams, iterations, last)
+    constants = dict(**sinkhorn.constants(streams), TRANSPOSED=sinkhorn.transposed)
     programs = max(2, math.ceil(tokens / rows))  # 2: see groups_of
     columns = _coefficients(streams)
     outputs = [((*lead, columns), dtype), (lead, dtype), ((programs, 3 + columns), dtype)]

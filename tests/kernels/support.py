@@ -41,6 +41,7 @@ def written(module, backend: str, x, h_res, y, bias, h_post, **impl):
 
 
 R = {"impl": "reference"}
+DEEPSEEK = {"iterations": 7, "epsilon": 0.1, "mhc_epsilon": 1e-2, "transposed": True}
 CASES = {
     "sinkhorn": Case(
         lambda k, b: k.sinkhorn,
@@ -57,6 +58,12 @@ CASES = {
     "compute_mappings": Case(
         lambda k, b: k.compute_mappings,
         lambda r, o, b: partial(r.compute_mappings, **R),
+        lambda lead, s, d: [(*lead, s, d), (s * d, s * (s + 2)), (3,), (s * (s + 2),)],
+        1,
+    ),
+    "compute_mappings, with epsilon, transposed": Case(
+        lambda k, b: partial(k.compute_mappings, **DEEPSEEK),
+        lambda r, o, b: partial(r.compute_mappings, **DEEPSEEK, **R),
         lambda lead, s, d: [(*lead, s, d), (s * d, s * (s + 2)), (3,), (s * (s + 2),)],
         1,
     ),

@@ -30,6 +30,7 @@ VARIANTS = {
         "untie_embeddings_and_output_weights": True,
     },
     "delta rule": {"layer_pattern": "kda,gdn,attention", "linear_num_value_heads": 8},
+    "mhc with a learned head": {"mhc_head": "learned", "mhc_epsilon": 1e-6, "mhc_transpose_h_res": True},
     "no mhc": {"enable_hyper_connections": False},
 }
 

@@ -71,7 +71,7 @@ class GraphBuilder:
         nodes = []
         if config.enable_hyper_connections:
             mean = self.activation("contracted", config.hidden_size)
-            nodes.append(Node([x], [mean]))
+            nodes += self._contraction(x, mean)
             x = mean
         normed = self.activation("final_layernorm", config.hidden_size)
         nodes += self._norm(x, normed, "decoder.final_layernorm", ())
@@ -83,6 +83,28 @@ class GraphBuilder:
         loss = Value("loss", self.wide)
         nodes.append(Node([logits], [probabilities], [probabilities]))
         nodes.append(Node([probabilities], [loss]))
+        return nodes
+
+    def _contraction(self, x: Value, contracted: Value) -> list[Node]:
+        """Return the operations from the streams after the last layer to their mean or learned sum."""
+        if self.config.mhc_head == "mean":
+            return [Node([x], [contracted])]
+        contracted.name = "aggregated"
+        streams = self.streams
+        phi = self.weights["decoder.hyper_connection_head.phi"]
+        statistics, projected, scaled, h, sigmoids, weights = (
+            self.coefficient("mhc internals", w) for w in (2, streams, streams, streams, streams, streams)
+        )
+        rounded = [] if self.item == self.wide else [Value("weights in bfloat16", phi // 2)]
+        nodes = [
+            Node([x], [projected, *rounded], [x, *rounded], (), phi, flops=self._product(phi)),
+            Node([x], [statistics], [x, statistics]),
+            Node([projected, statistics], [scaled], [projected, statistics], backward_scratch=scaled.size),
+            Node([scaled], [h], [scaled], backward_scratch=scaled.size),
+            Node([h], [weights, sigmoids], [sigmoids]),
+        ]
+        given = self._cast(nodes, weights, self.item, ())
+        nodes.append(Node([x, given], [contracted], [x, given], flops=2 * x.size // self.item))
         return nodes
 
     def layer(self, number: int, x: Value) -> tuple[Layer, Value]:

@@ -54,6 +54,12 @@ class TransformerConfig:
     """Use mHC around the MLP; False: a plain residual on every stream."""
     mhc_init_gating_factor: float = 0.01
     """Initial value of the three scalars alpha of a hyper-connection."""
+    mhc_epsilon: float = 0.0
+    """Epsilon added to h_pre, to the first normalization of h_res and to the sums of the others (the paper: 0)."""
+    mhc_transpose_h_res: bool = False
+    """Columns of the projection of hyper-connections: those of h_res transposed (True), or of h_res (False)."""
+    mhc_head: Literal["mean", "learned"] = "mean"
+    """Hidden states after the last layer with mHC: the mean of the streams, or a learned sum of them."""
     num_query_groups: int | None = None
     """Key/value heads of grouped-query attention; None: num_attention_heads."""
     kv_channels: int | None = None
@@ -354,6 +360,9 @@ MODEL_RULES: tuple[Rule, ...] = (
     count("sinkhorn_iterations"),
     choice("sinkhorn_last", ("row", "column")),
     number("mhc_init_gating_factor", "(-inf, inf)"),
+    number("mhc_epsilon", "[0, inf)"),
+    flag("mhc_transpose_h_res"),
+    choice("mhc_head", ("mean", "learned")),
     count("num_query_groups"),
     count("kv_channels"),
     count("ffn_hidden_size"),

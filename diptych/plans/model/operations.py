@@ -86,10 +86,10 @@ def check_rate(rate: Any) -> None:
         raise ValueError(f"rate: expected a number in [0, 1), got {rate!r}")
 
 
-def check_epsilon(epsilon: Any) -> None:
+def check_epsilon(epsilon: Any, name: str = "epsilon") -> None:
     """Reject an epsilon that is not a finite number of at least 0."""
     if not _is_number(epsilon) or not (math.isfinite(epsilon) and epsilon >= 0):
-        raise ValueError(f"epsilon: expected a finite number of at least 0, got {epsilon!r}")
+        raise ValueError(f"{name}: expected a finite number of at least 0, got {epsilon!r}")
 
 
 def check_word(name: str, value: Any) -> None:
@@ -288,15 +288,18 @@ def check_streams(name: str, x: Operand) -> tuple[int, int, int, int]:
     return batch, length, streams, width
 
 
-def check_mappings(x: Operand, phi: Operand, alpha: Operand, bias: Operand, epsilon: Any) -> None:
-    """Reject parameters of a hyper-connection that do not fit the residual streams x [B, T, S, D]."""
+def check_mappings(
+    x: Operand, phi: Operand, alpha: Operand, bias: Operand, epsilon: Any, mhc_epsilon: Any, is_head: bool = False
+) -> None:
+    """Reject parameters of a hyper-connection, or of a learned head, that do not fit the streams x [B, T, S, D]."""
     _, _, streams, width = check_streams("x", x)
     check_floating(phi=phi, alpha=alpha, bias=bias)
-    columns = streams * (streams + 2)
+    columns = streams if is_head else streams * (streams + 2)
     check_shape("phi", phi.shape, (streams * width, columns))
-    check_shape("alpha", alpha.shape, (3,))
+    check_shape("alpha", alpha.shape, (1 if is_head else 3,))
     check_shape("bias", bias.shape, (columns,))
     check_epsilon(epsilon)
+    check_epsilon(mhc_epsilon, "mhc_epsilon")
 
 
 def check_aggregate(x: Operand, h_pre: Operand) -> None:

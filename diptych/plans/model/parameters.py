@@ -155,6 +155,16 @@ def hyper_connection_spec(config: TransformerConfig) -> dict[str, ParameterSpec]
     }
 
 
+def hyper_connection_head_spec(config: TransformerConfig) -> dict[str, ParameterSpec]:
+    """Return the parameters of the learned sum of the streams after the last layer: projection, gain, bias."""
+    streams = config.num_residual_streams
+    return {
+        "phi": ParameterSpec((streams * config.hidden_size, streams), std=config.init_method_std),
+        "alpha": ParameterSpec((1,), mean=config.mhc_init_gating_factor),
+        "bias": ParameterSpec((streams,)),
+    }
+
+
 def embedding_spec(config: TransformerConfig) -> dict[str, ParameterSpec]:
     """Return the parameters of the token embedding or of an untied output layer."""
     return {"weight": ParameterSpec((config.vocab_size, config.hidden_size), std=config.init_method_std)}
@@ -215,6 +225,8 @@ def _walk(
         for name, specs in mlp_specs(config, number).items():
             yield from prefixed(f"{prefix}.mlp.{name}", specs)
     if post_process:
+        if config.enable_hyper_connections and config.mhc_head == "learned":
+            yield from prefixed("decoder.hyper_connection_head", hyper_connection_head_spec(config))
         yield from prefixed("decoder.final_layernorm", norm_spec(config))
         if not tied:
             yield from prefixed("output_layer", embedding_spec(config))

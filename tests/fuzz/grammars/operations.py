@@ -55,6 +55,7 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "dropout_state": {"samples": (B,), "positions": (T,)},
     "sinkhorn": {"logits": (B, T, S, S)},
     "compute_mappings": {"x": STREAMS, "phi": (S * D, 8), "alpha": (3,), "bias": (8,)},
+    "contract_streams": {"x": STREAMS, "phi": (S * D, S), "alpha": (1,), "bias": (S,)},
     "aggregate": {"x": STREAMS, "h_pre": (B, T, S)},
     "apply_h_res": {"h_res": (B, T, S, S), "residual": STREAMS},
     "apply_h_post": {"x": TOKENS, "bias": (D,), "h_post": (B, T, S)},
@@ -66,12 +67,14 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "rotary_embedding": {"base": 100.0},
     "dropout": {"rate": 0.4, "site": 3},
     "dropout_state": {"seed": 7, "step": 5, "seq_length": T},
-    "sinkhorn": {"iterations": 4, "last": "row"},
-    "compute_mappings": {"iterations": 3, "last": "column", "epsilon": 1e-5},
+    "sinkhorn": {"iterations": 4, "last": "row", "epsilon": 1e-3},
+    "compute_mappings": {"iterations": 3, "last": "column", "epsilon": 1e-5, "mhc_epsilon": 1e-2, "transposed": True},
+    "contract_streams": {"epsilon": 1e-5, "mhc_epsilon": 1e-2},
     "write_streams": {"rate": 0.4, "site": 2},
 }
 BAD: dict[str, list[Any]] = {
     "epsilon": [float("nan"), float("inf"), -1.0, "0", None],
+    "mhc_epsilon": [float("nan"), float("inf"), -1.0, "0", None],
     "base": [0.0, -1.0, float("inf"), "10"],
     "rate": [1.0, 1.5, -0.5, float("nan"), "0.1", None, True],
     "site": [-1, 2**32, 1.5, "3", True],
@@ -82,7 +85,7 @@ BAD: dict[str, list[Any]] = {
     "last": ["both", None, 0],
 }
 INTEGERS = {"before": T, "positions": 50, "targets": V, "samples": 2**20}
-WITH_KERNELS = {"gelu", "swiglu", "sinkhorn", "compute_mappings", "aggregate"}
+WITH_KERNELS = {"gelu", "swiglu", "sinkhorn", "compute_mappings", "contract_streams", "aggregate"}
 WITH_KERNELS |= {"apply_h_res", "apply_h_post", "write_streams"}
 TRANSFORMED = ("dropout", "short_convolution", "sinkhorn", "gelu", "swiglu", "write_streams")
 """Operations with a custom backward, in a backend or in kernels."""
@@ -121,7 +124,7 @@ def draw(rng: np.random.Generator) -> Program:
     elif kind == "kind":
         change = str(rng.choice(["a list", "numpy", "nothing"])), argument, None
     elif kind == "number" and name in NUMBERS:
-        number = str(rng.choice([*NUMBERS[name]]))
+        number = str(rng.choice([each for each in NUMBERS[name] if each in BAD]))
         change = "bad number", number, BAD[number][rng.integers(len(BAD[number]))]
     elif kind == "state" and name in ("dropout", "write_streams"):
         change = "state", str(rng.choice(["row_low", "row_high"])), str(rng.choice(["turned", "one", "float32"]))
