@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int, Integer
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.sequences import FLACPContext
-from diptych.plans.model.parameters import attention_specs, embedding_spec, mlp_specs
+from diptych.plans.model.parameters import attention_specs, embedding_spec
 from diptych.plans.model.philox import attention_site, mlp_site
 from diptych.plans.model.sampling import check_inputs
 from diptych.plans.schedule.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
@@ -24,6 +24,7 @@ from jax_impl.documents import combine_masks, pack_documents
 from jax_impl.forward_context import ForwardContext
 from jax_impl.hyper_connections import DeferredMix, HyperConnectionHead, HyperConnectionModule
 from jax_impl.linear_attention import GatedDeltaNet, KimiDeltaAttention
+from jax_impl.mlp import MLP, MixtureOfExperts
 from jax_impl.modules import Linear, RMSNorm
 from jax_impl.offload import copy_to_device, offloads_layers, run_offloaded
 from jax_impl.ops import (
@@ -35,11 +36,9 @@ from jax_impl.ops import (
     dropout,
     dropout_state,
     fused_attention,
-    gelu,
     linear,
     parameter,
     rotary_embedding,
-    swiglu,
 )
 from jax_impl.recompute import checkpoint_blocks, name_value
 
@@ -114,35 +113,14 @@ class SelfAttention(nnx.Module):
         return rotary_embedding(x, positions, self.config.rotary_base, self.config.rotary_dim)
 
 
-class MLP(nnx.Module):
-    """Two linear maps around an activation function.
-
-    Args:
-        config: configuration of the model.
-        layer_number: global number of the layer, from 0.
-        name: canonical name of the module.
-    """
-
-    def __init__(self, config: TransformerConfig, layer_number: int, name: str) -> None:
-        specs = mlp_specs(config, layer_number)
-        self.activation = config.layer(layer_number).activation
-        self.impl = config.impl
-        self.linear_fc1 = Linear(config, f"{name}.linear_fc1", specs["linear_fc1"])
-        self.linear_fc2 = Linear(config, f"{name}.linear_fc2", specs["linear_fc2"])
-
-    def __call__(self, hidden_states: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Array | None]:
-        """Return the output [B, T, D] and the bias of the second map, not yet added."""
-        inner = name_value(add_bias(*self.linear_fc1(hidden_states)), "fc1")
-        activated = (swiglu if self.activation == "swiglu" else gelu)(inner, self.impl)
-        return self.linear_fc2(name_value(activated, "activation"))
-
-
 MIXER_MODULES = {"attention": SelfAttention, "gdn": GatedDeltaNet, "kda": KimiDeltaAttention}
 """Mixer names of the layer pattern and their modules."""
 
 
 class TransformerLayer(nnx.Module):
-    """A mixer and an MLP, each with a norm before or after it and a hyper-connection or a plain residual around it.
+    """A mixer and a feed-forward sublayer, an MLP or a mixture of experts.
+
+    Each has a norm before or after it, and a hyper-connection or a plain residual around it.
 
     Args:
         config: configuration of the model.
@@ -168,7 +146,7 @@ class TransformerLayer(nnx.Module):
             else None
         )
         setattr(self, mlp_norm, RMSNorm(config, f"{name}.{mlp_norm}"))
-        self.mlp = MLP(config, layer_number, f"{name}.mlp")
+        self.mlp = (MixtureOfExperts if layer.moe else MLP)(config, layer_number, f"{name}.mlp")
 
     def __call__(
         self,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.sequences import FLACPContext
-from diptych.plans.model.parameters import attention_specs, embedding_spec, mlp_specs
+from diptych.plans.model.parameters import attention_specs, embedding_spec
 from diptych.plans.model.philox import attention_site, mlp_site
 from diptych.plans.model.sampling import check_inputs
 from diptych.plans.recompute import RecomputeBlock, recompute_blocks
@@ -26,6 +26,7 @@ from reference_torch.documents import combine_masks, pack_documents
 from reference_torch.forward_context import ForwardContext
 from reference_torch.hyper_connections import DeferredMix, HyperConnectionHead, HyperConnectionModule
 from reference_torch.linear_attention import GatedDeltaNet, KimiDeltaAttention
+from reference_torch.mlp import MLP, MixtureOfExperts
 from reference_torch.modules import Linear, RMSNorm
 from reference_torch.ops import (
     DropoutState,
@@ -36,13 +37,11 @@ from reference_torch.ops import (
     dropout,
     dropout_state,
     fused_attention,
-    gelu,
     linear,
     parameter,
     rotary_embedding,
-    swiglu,
 )
-from reference_torch.recompute import SAVE_ALL, BlockRecomputation, name_value, run_block
+from reference_torch.recompute import BlockRecomputation, name_value, run_block
 
 
 class SelfAttention(nn.Module):
@@ -120,38 +119,14 @@ class SelfAttention(nn.Module):
         return rotary_embedding(x, positions, self.config.rotary_base, self.config.rotary_dim)
 
 
-class MLP(nn.Module):
-    """Two linear maps around an activation function.
-
-    Args:
-        config: configuration of the model.
-        layer_number: global number of the layer, from 0.
-        name: canonical name of the module.
-    """
-
-    def __init__(self, config: TransformerConfig, layer_number: int, name: str) -> None:
-        super().__init__()
-        specs = mlp_specs(config, layer_number)
-        self.activation = config.layer(layer_number).activation
-        self.impl = config.impl
-        self.linear_fc1 = Linear(config, f"{name}.linear_fc1", specs["linear_fc1"])
-        self.linear_fc2 = Linear(config, f"{name}.linear_fc2", specs["linear_fc2"])
-
-    def forward(
-        self, hidden_states: Float[Tensor, "b t d"], recompute: BlockRecomputation = SAVE_ALL
-    ) -> tuple[Float[Tensor, "b t d"], Tensor | None]:
-        """Return the output [B, T, D] and the bias of the second map, not yet added."""
-        inner = name_value(linear(hidden_states, self.linear_fc1.weight, self.linear_fc1.bias), "fc1")
-        activated = recompute("activation", swiglu if self.activation == "swiglu" else gelu, inner, self.impl)
-        return self.linear_fc2(name_value(activated, "activation"))
-
-
 MIXER_MODULES = {"attention": SelfAttention, "gdn": GatedDeltaNet, "kda": KimiDeltaAttention}
 """Mixer names of the layer pattern and their modules."""
 
 
 class TransformerLayer(nn.Module):
-    """A mixer and an MLP, each with a norm before or after it and a hyper-connection or a plain residual around it.
+    """A mixer and a feed-forward sublayer, an MLP or a mixture of experts.
+
+    Each has a norm before or after it, and a hyper-connection or a plain residual around it.
 
     Args:
         config: configuration of the model.
@@ -178,7 +153,7 @@ class TransformerLayer(nn.Module):
             else None
         )
         setattr(self, mlp_norm, RMSNorm(config, f"{name}.{mlp_norm}"))
-        self.mlp = MLP(config, layer_number, f"{name}.mlp")
+        self.mlp = (MixtureOfExperts if layer.moe else MLP)(config, layer_number, f"{name}.mlp")
 
     def forward(
         self,

@@ -43,6 +43,45 @@ BROKEN = {
         {"linear_norm_epsilon": 0.0},
         r"linear_norm_epsilon: expected None or a number in \(0, inf\), got 0\.0",
     ),
+    (TransformerConfig, "num_moe_experts"): ({"num_moe_experts": 0}, r"num_moe_experts: .* >= 1, got 0"),
+    (TransformerConfig, "moe_router_topk"): ({"moe_router_topk": 0}, r"moe_router_topk: .* >= 1, got 0"),
+    (TransformerConfig, "moe_ffn_hidden_size"): ({"moe_ffn_hidden_size": 0}, r"moe_ffn_hidden_size: .* >= 1, got 0"),
+    (TransformerConfig, "moe_shared_expert_intermediate_size"): (
+        {"moe_shared_expert_intermediate_size": 0},
+        r"moe_shared_expert_intermediate_size: .* >= 1, got 0",
+    ),
+    (TransformerConfig, "moe_router_score_function"): (
+        {"moe_router_score_function": "tanh"},
+        r"moe_router_score_function: expected one of .*'softmax', 'sigmoid'.* got 'tanh'",
+    ),
+    (TransformerConfig, "moe_router_num_groups"): (
+        {"moe_router_num_groups": 0},
+        r"moe_router_num_groups: .* >= 1, got 0",
+    ),
+    (TransformerConfig, "moe_router_group_topk"): (
+        {"moe_router_group_topk": 0},
+        r"moe_router_group_topk: .* >= 1, got 0",
+    ),
+    (TransformerConfig, "moe_router_topk_scaling_factor"): (
+        {"moe_router_topk_scaling_factor": 0.0},
+        r"moe_router_topk_scaling_factor: .*\(0, inf\), got 0\.0",
+    ),
+    (TransformerConfig, "layers of experts have experts"): (
+        {"layer_pattern": "attention+moe"},
+        r"num_moe_experts: expected a number with moe in layer_pattern='attention\+moe', got None",
+    ),
+    (TransformerConfig, "experts suffice"): (
+        {"num_moe_experts": 4, "moe_router_topk": 5},
+        r"moe_router_topk: expected at most num_moe_experts=4, got 5",
+    ),
+    (TransformerConfig, "groups of experts"): (
+        {"num_moe_experts": 8, "moe_router_topk": 5, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
+        r"moe_router_num_groups, moe_router_group_topk: expected None, or groups of .* got 4 and 2",
+    ),
+    (TransformerConfig, "a gate needs a shared expert"): (
+        {"moe_shared_expert_gate": True},
+        r"moe_shared_expert_gate: expected False without moe_shared_expert_intermediate_size, got True",
+    ),
     (TransformerConfig, "mhc_epsilon"): ({"mhc_epsilon": -1.0}, r"mhc_epsilon: .*\[0, inf\), got -1\.0"),
     (TransformerConfig, "mhc_head"): (
         {"mhc_head": "sum"},
@@ -304,6 +343,9 @@ BROKEN = {
             "use_flash_attn",
             "qk_layernorm",
             "mhc_transpose_h_res",
+            "moe_shared_expert_gate",
+            "moe_router_norm_topk_prob",
+            "moe_router_enable_expert_bias",
             "attention_output_gate",
             "layernorm_zero_centered_gamma",
             "recompute_hyper_connections",

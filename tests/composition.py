@@ -139,6 +139,23 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
             "layernorm_zero_centered_gamma": True,
             "untie_embeddings_and_output_weights": True,
         },
+        "experts": {
+            "layer_pattern": "gdn+moe,attention+moe,attention",
+            "num_moe_experts": 4,
+            "moe_ffn_hidden_size": 6,
+            "moe_shared_expert_intermediate_size": 10,
+            "moe_shared_expert_gate": True,
+        },
+        "experts in groups": {
+            "layer_pattern": "attention+moe,kda+moe+gelu",
+            "num_moe_experts": 6,
+            "moe_router_topk": 3,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_num_groups": 3,
+            "moe_router_group_topk": 2,
+            "moe_router_topk_scaling_factor": 1.5,
+        },
         "OLMo-hybrid": {
             "layer_pattern": "gdn,attention+post-norm",
             "rotary_percent": 0.0,
@@ -266,7 +283,7 @@ MUST_BE_ACCEPTED = [
 """Features of the compositions that must be accepted; embeddings are tied."""
 OF_FAMILIES = [
     (family, *features)
-    for family in ("Qwen3-Next", "OLMo-hybrid", "mHC of DeepSeek-V4")
+    for family in ("Qwen3-Next", "OLMo-hybrid", "mHC of DeepSeek-V4", "experts", "experts in groups")
     for features in (
         ("1f1b", "context ranks"),
         ("recompute core_attn + mlp", "parameters offloaded", "activations offloaded"),

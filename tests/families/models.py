@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from diptych.plans import families
+from diptych.plans.families.family import Family
 from diptych.plans.tensor_files import TensorFile
 
 transformers = pytest.importorskip("transformers")
@@ -50,8 +52,18 @@ def without(settings: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key != name}
 
 
+EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "shared_expert_intermediate_size": 10,
+    "mlp_only_layers": [1],
+}
 FAMILIES: dict[str, Any] = {
     "qwen3_next": lambda more: transformers.Qwen3NextConfig(**{**SIZES, **LINEAR, **ROPE, "num_experts": 0, **more}),
+    "qwen3_next with experts": lambda more: transformers.Qwen3NextConfig(
+        **{**SIZES, **LINEAR, **ROPE, **EXPERTS, **more}
+    ),
     "qwen3_5_text": lambda more: transformers.Qwen3_5TextConfig(**{**SIZES, **LINEAR, **ROPE, **more}),
     "olmo_hybrid": lambda more: transformers.OlmoHybridConfig(
         **{
@@ -62,7 +74,12 @@ FAMILIES: dict[str, Any] = {
         }
     ),
 }
-"""Configurations by the name of the family."""
+"""Configurations by the name of the family, and of the variant."""
+
+
+def family_of(name: str) -> Family:
+    """The table of a name of FAMILIES."""
+    return families.FAMILIES[name.split()[0]]
 
 
 class Exact(TorchFunctionMode):
@@ -100,6 +117,7 @@ def build(family: str, **settings: Any):
             if name.endswith(("A_log", "dt_bias")):
                 parameter.zero_()  # initial decays are so strong that their gradients are rounding errors
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    model.set_experts_implementation("eager")  # the others know no float64
     model = model.double().eval()
     rotary = getattr(model.model, "rotary_emb", None)
     if rotary is not None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from diptych.plans.checkpoint import MODEL, read_checkpoint, recorded_model, split_arrays
-from diptych.plans.families import FAMILIES
 from diptych.plans.families.folder import import_folder
 from diptych.plans.families.layouts import assemble
 from parity.compare import relative_difference
@@ -49,7 +48,7 @@ def differences(family: str, config, found: models.Results, expected: models.Res
     """Relative differences of logits, loss and every gradient; gradients by the names of transformers."""
     differing = {}
     left = dict(expected.gradients)
-    for link in FAMILIES[family].links(config):
+    for link in models.family_of(family).links(config):
         theirs = {layout.name: left.pop(layout.name) for layout in link.theirs}
         ours = {
             layout.name: assemble(layout, link.ours, found.gradients.__getitem__, np.dtype(np.float64))

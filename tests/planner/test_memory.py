@@ -82,6 +82,20 @@ KINDS = {
         "qk_layernorm": True,
         "qk_layernorm_scope": "projection",
     },
+    "experts": {
+        "layer_pattern": "attention+moe,attention+moe+gelu",
+        "num_moe_experts": 6,
+        "moe_router_topk": 3,
+        "moe_ffn_hidden_size": 24,
+    },
+    "experts with a shared one": {
+        "layer_pattern": "attention+moe",
+        "num_moe_experts": 8,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_shared_expert_intermediate_size": 40,
+        "moe_shared_expert_gate": True,
+    },
     "gdn": {"layer_pattern": "gdn"},
     "kda": {"layer_pattern": "kda", "linear_num_value_heads": 8, "linear_value_head_dim": 16},
 }

@@ -125,7 +125,8 @@ class GraphBuilder:
             if layer.norm == "pre":
                 normed = self._layer_norm(nodes, normed, prefix, norm)
             if sublayer == "mlp":
-                output = self._mlp(nodes, normed, f"{prefix}.mlp", layer)
+                feed_forward = self._mixture_of_experts if layer.moe else self._mlp
+                output = feed_forward(nodes, normed, f"{prefix}.mlp", layer)
             else:
                 mixer = self._attention if layer.mixer == "attention" else self._delta_rule
                 output = mixer(nodes, normed, f"{prefix}.self_attention")
@@ -405,26 +406,114 @@ class GraphBuilder:
 
     def _mlp(self, nodes: list[Node], normed: Value, name: str, layer: LayerConfig) -> Value:
         """Append the MLP, and return its output."""
-        inner = layer.ffn_hidden_size
         region = ("mlp_output",)
-        within = (*region, "activation")
-        activated = self.activation("activation", inner)
-        if layer.activation == "swiglu":
-            fc1 = self.activation("fc1", 2 * inner)
-            silu = self.activation("silu of the gate", inner)
-            nodes += self._linear(normed, fc1, f"{name}.linear_fc1", region)
-            halves = [Value("half of fc1", silu.size, is_view=True) for _ in range(2)]
-            nodes.append(Node([fc1], halves, [], region))
-            gate, value = halves
-            nodes.append(Node([gate], [silu], [fc1], within))
-            nodes.append(Node([silu, value], [activated], [silu, fc1], within))
-        else:
-            fc1 = self.activation("fc1", inner)
-            nodes += self._linear(normed, fc1, f"{name}.linear_fc1", region)
-            nodes.append(Node([fc1], [activated], [fc1], within))
+        rows = self.weights[f"{name}.linear_fc1.weight"] // ITEM_SIZES[self.config.params_dtype]
+        fc1 = self.activation("fc1", rows // self.config.hidden_size)
+        nodes += self._linear(normed, fc1, f"{name}.linear_fc1", region)
+        activated = self._activated(nodes, fc1, layer.activation)
         output = self.activation("mlp_output", self.config.hidden_size)
         nodes += self._linear(activated, output, f"{name}.linear_fc2", region)
         return self._biased(nodes, output, f"{name}.linear_fc2", region)
+
+    def _activated(self, nodes: list[Node], fc1: Value, activation: str) -> Value:
+        """Append the activation function of an MLP, and return its output."""
+        within = ("mlp_output", "activation")
+        if activation == "gelu":
+            activated = Value("activation", fc1.size)
+            nodes.append(Node([fc1], [activated], [fc1], within))
+            return activated
+        activated = Value("activation", fc1.size // 2)
+        silu = Value("silu of the gate", fc1.size // 2)
+        gate, value = (Value("half of fc1", silu.size, is_view=True) for _ in range(2))
+        nodes.append(Node([fc1], [gate, value], [], ("mlp_output",)))
+        nodes.append(Node([gate], [silu], [fc1], within))
+        nodes.append(Node([silu, value], [activated], [silu, fc1], within))
+        return activated
+
+    def _mixture_of_experts(self, nodes: list[Node], normed: Value, name: str, layer: LayerConfig) -> Value:
+        """Append the mixture of experts, and return its output."""
+        config = self.config
+        region = ("mlp_output",)
+        experts, topk = config.num_moe_experts or 0, config.moe_router_topk
+        weights, chosen = self._router(nodes, normed, f"{name}.router", experts, topk)
+        pairs = 8 * topk * self.tokens
+        by_expert, back = Value("order of the experts", pairs), Value("order of the tokens", pairs)
+        rows = self.activation("rows of the experts", topk * config.hidden_size)
+        copies = Value("copies of the tokens", rows.size)
+        nodes.append(Node([chosen], [by_expert], [], region, forward_scratch=2 * pairs))
+        nodes.append(Node([normed], [copies], [], region))
+        nodes.append(Node([copies, by_expert], [rows], [by_expert], region, backward_scratch=rows.size))
+        fc1 = self.activation("fc1", topk * layer.ffn_hidden_size * (2 if layer.activation == "swiglu" else 1))
+        self._grouped_linear(nodes, rows, fc1, f"{name}.experts.linear_fc1")
+        activated = self._activated(nodes, fc1, layer.activation)
+        outputs = Value("outputs of the experts", rows.size)
+        self._grouped_linear(nodes, activated, outputs, f"{name}.experts.linear_fc2")
+        sorted_weights = self.coefficient("sorted weights of the experts", topk)
+        nodes.append(Node([weights, by_expert], [sorted_weights], [by_expert], region))
+        factors = self._cast(nodes, sorted_weights, self.item, region)
+        weighted, ordered = (Value(n, rows.size) for n in ("weighted", "weighted, by token"))
+        output = self.activation("mlp_output", config.hidden_size)
+        nodes.append(Node([outputs, factors], [weighted], [outputs, factors], region))
+        nodes.append(Node([weighted], [ordered, back], [back], region, backward_scratch=rows.size))
+        nodes.append(Node([ordered], [output], [], region))
+        if config.moe_shared_expert_intermediate_size is None:
+            return output
+        return self._with_shared_expert(nodes, normed, output, name, layer)
+
+    def _router(self, nodes: list[Node], normed: Value, name: str, experts: int, topk: int) -> tuple[Value, Value]:
+        """Append the router, and return the weights and the numbers of each token's experts."""
+        region = ("mlp_output",)
+        x = self._cast(nodes, normed, self.wide, region)
+        logits, scores = (self.coefficient(n, experts) for n in ("router logits", "router scores"))
+        weight = self.weights[f"{name}.weight"]
+        nodes.append(Node([x], [logits], [x], region, weight, flops=self._product(weight), is_linear=True))
+        nodes.append(Node([logits], [scores], [scores], region))
+        chosen = Value("chosen experts", 8 * topk * self.tokens)
+        nodes.append(Node([scores], [chosen], [], region, forward_scratch=2 * 8 * experts * self.tokens))
+        weights = self.coefficient("weights of the experts", topk)
+        nodes.append(Node([scores], [weights, chosen], [chosen], region))
+        if self.config.moe_router_norm_topk_prob:
+            normalised, total = self.coefficient("weights of the experts", topk), self.coefficient("their sums", 1)
+            nodes.append(Node([weights], [normalised, total], [weights, total], region))
+            weights = normalised
+        scaled = self.coefficient("weights of the experts", topk)
+        nodes.append(Node([weights], [scaled], [], region))
+        if f"{name}.expert_bias" in self.weights:
+            biased = self.coefficient("weights of the experts", topk)
+            nodes.append(Node([scaled], [biased], [chosen], region, self.weights[f"{name}.expert_bias"]))
+            scaled = biased
+        return scaled, chosen
+
+    def _grouped_linear(self, nodes: list[Node], x: Value, y: Value, name: str) -> None:
+        """Append the maps of all experts, each on its rows."""
+        weight = self.weights[f"{name}.weight"]
+        experts = self.config.num_moe_experts or 1
+        flops = self._product(weight // experts) * self.config.moe_router_topk
+        rounded = [] if self.item == self.wide else [Value("weights in bfloat16", weight // 2)]
+        saves = [x, *rounded]
+        # All experts' weight gradients exist twice while they are joined; the operands are freed by then.
+        scratch = max(0, weight - y.size - sum(value.size for value in saves))
+        nodes.append(Node([x], [y, *rounded], saves, ("mlp_output",), weight, y.size, scratch, flops=flops))
+
+    def _with_shared_expert(
+        self, nodes: list[Node], normed: Value, routed: Value, name: str, layer: LayerConfig
+    ) -> Value:
+        """Append the shared expert, its gate and the sum, and return the sum."""
+        region = ("mlp_output",)
+        shared = self._mlp(nodes, normed, f"{name}.shared_experts", layer)
+        shared.name = "output of the shared expert"
+        routed.name = "output of the experts"
+        if self.config.moe_shared_expert_gate:
+            gate, opened = (self.activation("gate of the shared expert", 1) for _ in range(2))
+            nodes += self._linear(normed, gate, f"{name}.shared_expert_gate", region)
+            gate = self._biased(nodes, gate, f"{name}.shared_expert_gate", region)
+            gated = Value("gated shared expert", shared.size)
+            nodes.append(Node([gate], [opened], [opened], region))
+            nodes.append(Node([opened, shared], [gated], [opened, shared], region))
+            shared = gated
+        output = self.activation("mlp_output", self.config.hidden_size)
+        nodes.append(Node([routed, shared], [output], [], region))
+        return output
 
     def _biased(self, nodes: list[Node], output: Value, name: str, region: tuple[str, ...]) -> Value:
         if f"{name}.bias" not in self.weights:

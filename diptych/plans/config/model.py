@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from diptych.plans.config.context import CONTEXT_RULES
+from diptych.plans.config.experts import EXPERT_RULES
 from diptych.plans.config.pipeline import PIPELINE_RULES
 from diptych.plans.config.recompute import RECOMPUTE_RULES, RecomputeModule
 from diptych.plans.config.rules import Rule, choice, count, flag, number, validate
@@ -70,7 +71,29 @@ class TransformerConfig:
     """Activation function of the MLP."""
     layer_pattern: str = "attention"
     """Layers, separated by commas and repeated over the depth; each is a mixer (attention, gdn, kda) and, after +,
-    options: swiglu, gelu, ffn=<width>, post-norm, no-attention-hc, no-mlp-hc."""
+    options: moe, swiglu, gelu, ffn=<width>, post-norm, no-attention-hc, no-mlp-hc."""
+    num_moe_experts: int | None = None
+    """Experts of a layer with moe in layer_pattern. Every token goes to its experts; none is dropped."""
+    moe_router_topk: int = 2
+    """Experts of a token, beside the shared one."""
+    moe_ffn_hidden_size: int | None = None
+    """Inner width of an expert; None: that of an MLP."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """Inner width of the shared expert, which every token has; None: there is none."""
+    moe_shared_expert_gate: bool = False
+    """Multiply the output of the shared expert by the sigmoid of a projection of its input."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of the experts: the softmax of the router's logits over all experts, or their sigmoid."""
+    moe_router_norm_topk_prob: bool = True
+    """Divide the scores of a token's experts by their sum."""
+    moe_router_enable_expert_bias: bool = False
+    """Choose experts by score plus a bias per expert, which has no gradient; the bias is not in the weights."""
+    moe_router_num_groups: int | None = None
+    """Groups of experts, of which a token chooses some before it chooses experts in them; None: one."""
+    moe_router_group_topk: int | None = None
+    """Groups that a token chooses, by the sum of the two highest scores in each."""
+    moe_router_topk_scaling_factor: float = 1.0
+    """Factor of the weights of a token's experts."""
     linear_num_key_heads: int | None = None
     """Query and key heads of gdn and kda layers; None: num_attention_heads."""
     linear_num_value_heads: int | None = None
@@ -325,6 +348,7 @@ class TransformerConfig:
             hidden_size=self.hidden_size,
             activation=self.activation,
             ffn_hidden_size=self.ffn_hidden_size,
+            moe_ffn_hidden_size=self.moe_ffn_hidden_size,
             enable_hyper_connections=self.enable_hyper_connections,
             self_attention_hyper_connection=self.do_self_attention_hyper_connection,
             mlp_hyper_connection=self.do_mlp_hyper_connection,
@@ -456,6 +480,7 @@ MODEL_RULES: tuple[Rule, ...] = (
             f"got {c.linear_heads[2]} and {c.linear_heads[3]}; impl='reference' supports any number"
         ),
     ),
+    *EXPERT_RULES,
     *PIPELINE_RULES,
     *CONTEXT_RULES,
     *RECOMPUTE_RULES,

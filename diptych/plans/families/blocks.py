@@ -1,6 +1,7 @@
 """Links of the parts that most families share: embedding and head, norms, attention, delta rule and MLP."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.families.layouts import Layout, Link, same
@@ -95,9 +96,56 @@ def convolution_link(config: TransformerConfig, ours: str, theirs: str, joint: b
     return Link((Layout(f"{ours}.conv1d.weight", parts, 1, tail[1:]),), there, are_rows_of_one=True)
 
 
-def mlp_links(config: TransformerConfig, number: int, ours: str, theirs: str) -> list[Link]:
-    """Return the links of a layer's gated MLP."""
-    width, inner = config.hidden_size, config.layer(number).ffn_hidden_size
+class ExpertNames(NamedTuple):
+    """Names of the parts of a mixture of experts in the other format."""
+
+    router: str
+    maps: tuple[str, str, str]
+    """Maps of an expert: gate, up and down."""
+    shared: str
+    """The shared expert, whose maps are gate_proj, up_proj and down_proj."""
+    shared_gate: str = ""
+    bias: str = ""
+
+
+def feed_forward_links(
+    config: TransformerConfig, number: int, ours: str, theirs: str, names: ExpertNames | None = None
+) -> list[Link]:
+    """Return the links of a layer's gated MLP, or of its mixture of experts with names in the other format."""
+    inner = config.layer(number).ffn_hidden_size
+    if not config.layer(number).moe:
+        return _mlp_links(config.hidden_size, inner, ours, theirs)
+    assert names is not None, "the family has no mixtures of experts"
+    width, experts = config.hidden_size, config.num_moe_experts or 0
+    gate, up, down = names.maps
+    ins: dict[str, int] = {}
+    outs: dict[str, int] = {}
+    expanding: list[Layout] = []
+    contracting: list[Layout] = []
+    for expert in range(experts):
+        prefix = f"{theirs}.experts.{expert}"
+        ins |= {f"gate {expert}": inner, f"up {expert}": inner}
+        outs[f"down {expert}"] = width
+        expanding.append(Layout(f"{prefix}.{gate}.weight", {f"gate {expert}": inner}, 1, (width,)))
+        expanding.append(Layout(f"{prefix}.{up}.weight", {f"up {expert}": inner}, 1, (width,)))
+        contracting.append(Layout(f"{prefix}.{down}.weight", {f"down {expert}": width}, 1, (inner,)))
+    links = [
+        same(f"{ours}.router.weight", f"{theirs}.{names.router}.weight", (experts, width)),
+        Link((Layout(f"{ours}.experts.linear_fc1.weight", ins, 1, (width,), experts),), (*expanding,)),
+        Link((Layout(f"{ours}.experts.linear_fc2.weight", outs, 1, (inner,), experts),), (*contracting,)),
+    ]
+    if config.moe_router_enable_expert_bias:
+        links.append(same(f"{ours}.router.expert_bias", f"{theirs}.{names.bias}", (experts,)))
+    shared = config.moe_shared_expert_intermediate_size
+    if shared is not None:
+        links += _mlp_links(width, shared, f"{ours}.shared_experts", f"{theirs}.{names.shared}")
+    if config.moe_shared_expert_gate:
+        links.append(same(f"{ours}.shared_expert_gate.weight", f"{theirs}.{names.shared_gate}.weight", (1, width)))
+    return links
+
+
+def _mlp_links(width: int, inner: int, ours: str, theirs: str) -> list[Link]:
+    """Return the links of a gated MLP."""
     return [
         Link(
             (Layout(f"{ours}.linear_fc1.weight", {"gate": inner, "up": inner}, 1, (width,)),),

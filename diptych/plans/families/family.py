@@ -20,8 +20,10 @@ COMMON_KEYS = frozenset(
 """Keys of config.json that do not change what a model computes."""
 
 
-OWN_KEYS = frozenset({"layer_types", "tie_word_embeddings"})
+OWN_KEYS = frozenset({"layer_types", "mlp_layer_types", "tie_word_embeddings"})
 """Keys of config.json that all families read in the same way."""
+DENSE, SPARSE = "dense", "sparse"
+"""Values of mlp_layer_types: an MLP, and a mixture of experts."""
 
 
 class FamilyError(ValueError):
@@ -49,6 +51,18 @@ class Required(NamedTuple):
     """Value of transformers if the key is missing; None: the required one."""
 
 
+class ExpertSettings(NamedTuple):
+    """Settings of models whose number of experts is not 0."""
+
+    key: str
+    """Key of the number of experts in config.json."""
+    default: int
+    """Its value in transformers if the key is missing."""
+    settings: tuple[Setting, ...]
+    fixed: Mapping[str, Any]
+    """Settings of TransformerConfig that all such models share."""
+
+
 @dataclass(frozen=True)
 class Family:
     """The table of one family."""
@@ -69,6 +83,8 @@ class Family:
     """Entries of layer_pattern by their names in layer_types."""
     links: Callable[[TransformerConfig], list[Link]]
     """Return the layouts of all tensors of a model."""
+    experts: ExpertSettings | None = None
+    """Settings of mixtures of experts; None: the family has none."""
     ignored_tensors: tuple[str, ...] = ()
     """Beginnings of the names of tensors that transformers does not read either."""
     other_names: Mapping[str, str] = field(default_factory=dict)
@@ -79,6 +95,13 @@ class Family:
     """Return config.json with the family's own keys; the reverse of ``read``."""
 
 
+def _with_experts(family: Family, has_experts: bool) -> tuple[tuple[Setting, ...], dict[str, Any]]:
+    """Return the settings and the fixed values of a family's models with or without experts."""
+    if family.experts is None or not has_experts:
+        return family.settings, dict(family.fixed)
+    return (*family.settings, *family.experts.settings), {**family.fixed, **family.experts.fixed}
+
+
 def settings_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of TransformerConfig for the content of config.json.
 
@@ -86,7 +109,8 @@ def settings_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         FamilyError: a setting is missing, unknown or not implemented.
     """
     config = family.read(_with_usual_keys(config))
-    known = {s.theirs for s in (*family.settings, *family.required)} | COMMON_KEYS | family.ignored_keys | OWN_KEYS
+    known = {s.theirs for s in (*_with_experts(family, True)[0], *family.required)} | family.ignored_keys
+    known |= COMMON_KEYS | OWN_KEYS
     unknown = next((path for path in _paths(config, known) if path not in known), None)
     if unknown is not None:
         value = one_line(_get(config, unknown, None))
@@ -100,13 +124,15 @@ def settings_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
             raise FamilyError(
                 f"config.json, {required.theirs}: expected {required.value!r}, got {one_line(value)}: {required.reason}"
             )
-    found = dict(family.fixed)
-    for setting in family.settings:
+    has_experts = family.experts is not None and _get(config, family.experts.key, family.experts.default) != 0
+    settings, found = _with_experts(family, has_experts)
+    for setting in settings:
         value = _get(config, setting.theirs, setting.default)
         if value is None:
             raise FamilyError(f"config.json: expected {setting.theirs}, got none")
         found[setting.ours] = value
-    found["layer_pattern"] = ",".join(_pattern(family, config.get("layer_types"), found["num_layers"]))
+    mlps = config.get("mlp_layer_types") if has_experts else None
+    found["layer_pattern"] = ",".join(_pattern(family, config.get("layer_types"), mlps, found["num_layers"]))
     found["untie_embeddings_and_output_weights"] = not config.get("tie_word_embeddings", False)
     return found
 
@@ -122,11 +148,13 @@ def config_of(family: Family, model: TransformerConfig, like: Mapping[str, Any] 
     Raises:
         FamilyError: the family has no such model; the message names the setting.
     """
-    for name, value in family.fixed.items():
+    has_experts = model.num_moe_experts is not None
+    settings, fixed = _with_experts(family, has_experts)
+    for name, value in fixed.items():
         if getattr(model, name) != value:
             raise FamilyError(f"{name}: expected {value!r} in {family.name}, got {getattr(model, name)!r}")
     config = {} if like is None else copy.deepcopy(family.read(_with_usual_keys(like)))
-    for setting in family.settings:
+    for setting in settings:
         _set(config, setting.theirs, getattr(model, setting.ours))
     for required in family.required:
         if like is None or _get(config, required.theirs, None) is not None:
@@ -137,6 +165,10 @@ def config_of(family: Family, model: TransformerConfig, like: Mapping[str, Any] 
     if missing is not None:
         raise FamilyError(f"layer_pattern: expected layers out of {', '.join(names)} in {family.name}, got {missing}")
     config["layer_types"] = [names[mixer] for mixer in mixers]
+    if family.experts is not None:
+        config["mlp_layer_types"] = [SPARSE if model.layer(n).moe else DENSE for n in range(model.num_layers)]
+        if not has_experts:
+            _set(config, family.experts.key, 0)
     config["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
     config["model_type"] = family.name
     config["architectures"] = [family.architecture]
@@ -157,23 +189,29 @@ def config_of(family: Family, model: TransformerConfig, like: Mapping[str, Any] 
     return config
 
 
-def _pattern(family: Family, types: Any, num_layers: int) -> Sequence[str]:
-    """Return the shortest sequence of mixers that, repeated, gives all layers.
+def _pattern(family: Family, types: Any, mlps: Any, num_layers: int) -> Sequence[str]:
+    """Return the shortest sequence of layers that, repeated, gives all layers.
 
     Raises:
         FamilyError: the number of layers differs, or a type is unknown.
     """
+    mlps = [DENSE] * num_layers if mlps is None else mlps
+    if not isinstance(mlps, list) or len(mlps) != num_layers or not set(mlps) <= {DENSE, SPARSE}:
+        raise FamilyError(
+            f"config.json, mlp_layer_types: expected a list of {num_layers} out of {DENSE}, {SPARSE}, got "
+            f"{one_line(mlps)}"
+        )
     if not isinstance(types, list) or len(types) != num_layers:
         raise FamilyError(f"config.json, layer_types: expected a list of {num_layers} types, got {one_line(types)}")
     for name in types:
         if name not in family.layer_types:
             known = ", ".join(family.layer_types)
             raise FamilyError(f"config.json, layer_types: expected types out of {known}, got {one_line(name)}")
-    mixers = [family.layer_types[name] for name in types]
+    layers = [family.layer_types[name] + "+moe" * (mlp == SPARSE) for name, mlp in zip(types, mlps, strict=True)]
     for length in range(1, num_layers + 1):
-        if all(mixer == mixers[number % length] for number, mixer in enumerate(mixers)):
-            return mixers[:length]
-    return mixers
+        if all(layer == layers[number % length] for number, layer in enumerate(layers)):
+            return layers[:length]
+    return layers
 
 
 def _with_usual_keys(config: Mapping[str, Any]) -> dict[str, Any]:

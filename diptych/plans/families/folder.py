@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,9 +152,11 @@ def export_folder(run: Path, folder: Path, family: str | None = None, dtype: str
     sources = {layout.name: (layout, link.ours) for link in links for layout in link.theirs}
     kind = np.dtype(dtype) if dtype != "bfloat16" else np.dtype(np.float32)
 
+    read_ours = lru_cache(maxsize=1)(lambda own: weights.read(MODEL + own))  # many experts come from one array
+
     def read(name: str) -> np.ndarray:
         target, ours = sources[name]
-        return assemble(target, ours, lambda own: weights.read(MODEL + own), kind)
+        return assemble(target, ours, read_ours, kind)
 
     folder.mkdir(parents=True, exist_ok=True)
     infos = {name: TensorInfo(FLOATING_TYPES[dtype], layout.shape) for name, (layout, _) in sources.items()}

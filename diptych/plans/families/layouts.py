@@ -25,17 +25,20 @@ class Layout:
         parts: number of rows of each part in a repetition, by name, in their order.
         repeats: number of repetitions.
         tail: further axes of the tensor.
+        blocks: length of a further first axis, over equal blocks of rows; None: there is no such axis.
     """
 
     name: str
     parts: Mapping[str, int]
     repeats: int = 1
     tail: tuple[int, ...] = ()
+    blocks: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor."""
-        return self.repeats * sum(self.parts.values()), *self.tail
+        rows = self.repeats * sum(self.parts.values())
+        return (rows, *self.tail) if self.blocks is None else (self.blocks, rows // self.blocks, *self.tail)
 
     def rows(self, part: str) -> slice:
         """Return the rows of a part within a repetition."""

@@ -11,7 +11,7 @@ from diptych.plans.families.blocks import (
     attention_links,
     convolution_link,
     delta_rule_links,
-    mlp_links,
+    feed_forward_links,
     norm_links,
     outer_links,
 )
@@ -86,7 +86,7 @@ def _links(config: TransformerConfig) -> list[Link]:
             links += delta_rule_links(config, f"{ours}.self_attention", mixer, _separate(config, mixer), names)
             links.append(convolution_link(config, f"{ours}.self_attention", mixer, joint=False))
         links += norm_links(config, number, ours, theirs, norms)
-        links += mlp_links(config, number, f"{ours}.mlp", f"{theirs}.mlp")
+        links += feed_forward_links(config, number, f"{ours}.mlp", f"{theirs}.mlp")
     return links
 
 

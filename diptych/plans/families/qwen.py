@@ -3,19 +3,21 @@
 Reference: the classes Qwen3NextForCausalLM and Qwen3_5ForCausalLM of transformers 5.23.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.families.blocks import (
+    ExpertNames,
     attention_links,
     convolution_link,
     delta_rule_links,
-    mlp_links,
+    feed_forward_links,
     norm_links,
     outer_links,
 )
-from diptych.plans.families.family import Family, Required, Setting
+from diptych.plans.families.family import DENSE, SPARSE, ExpertSettings, Family, Required, Setting
 from diptych.plans.families.layouts import Layout, Link
 
 SETTINGS = (
@@ -55,7 +57,54 @@ FIXED = {
     "qk_layernorm_scope": "head",
     "linear_norm_epsilon": None,
 }
+EXPERT_NAMES = ExpertNames(
+    router="gate",
+    maps=("gate_proj", "up_proj", "down_proj"),
+    shared="shared_expert",
+    shared_gate="shared_expert_gate",
+)
+EXPERTS = ExpertSettings(
+    key="num_experts",
+    default=512,
+    settings=(
+        Setting("num_experts", "num_moe_experts", 512),
+        Setting("num_experts_per_tok", "moe_router_topk", 10),
+        Setting("moe_intermediate_size", "moe_ffn_hidden_size", 512),
+        Setting("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 512),
+        Setting("norm_topk_prob", "moe_router_norm_topk_prob", True),
+    ),
+    fixed={
+        "moe_shared_expert_gate": True,
+        "moe_router_score_function": "softmax",
+        "moe_router_enable_expert_bias": False,
+        "moe_router_num_groups": None,
+        "moe_router_group_topk": None,
+        "moe_router_topk_scaling_factor": 1.0,
+    },
+)
 LAYER_TYPES = {"linear_attention": "gdn", "full_attention": "attention"}
+
+
+def _mlp_layer_types(config: Mapping[str, Any]) -> list[str]:
+    """Return which layers are mixtures of experts, by config.json."""
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    layers = range(config.get("num_hidden_layers", 0))
+    return [SPARSE if number not in dense and (number + 1) % step == 0 else DENSE for number in layers]
+
+
+def _read_experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with the type of each layer's feed-forward sublayer."""
+    return {"mlp_layer_types": _mlp_layer_types(config), **config}
+
+
+def _write_experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with the dense layers as Qwen3-Next names them; the reverse of _read_experts."""
+    found = dict(config)
+    types = found.pop("mlp_layer_types")
+    if found["num_experts"] and types != _mlp_layer_types(found):
+        dense = [number for number, kind in enumerate(types) if kind == DENSE]
+        found |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+    return found
 
 
 def _fused_by_key_head(config: TransformerConfig, theirs: str) -> tuple[Layout, ...]:
@@ -98,7 +147,7 @@ def _links(
             links += delta_rule_links(config, f"{ours}.self_attention", mixer, projections(config, mixer), names)
             links.append(convolution_link(config, f"{ours}.self_attention", mixer, joint=True))
         links += norm_links(config, number, ours, theirs, ("input_layernorm", "post_attention_layernorm"))
-        links += mlp_links(config, number, f"{ours}.mlp", f"{theirs}.mlp")
+        links += feed_forward_links(config, number, f"{ours}.mlp", f"{theirs}.mlp", EXPERT_NAMES)
     return links
 
 
@@ -108,11 +157,13 @@ QWEN3_NEXT = Family(
     architecture="Qwen3NextForCausalLM",
     settings=SETTINGS,
     fixed=FIXED,
-    required=(*REQUIRED, Required("num_experts", 0, "layers of experts are not implemented", 512)),
+    required=REQUIRED,
+    experts=EXPERTS,
+    read=_read_experts,
+    write=_write_experts,
     ignored_keys=frozenset(
         {
-            *("decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob"),
-            *("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef", "shared_expert_intermediate_size"),
+            *("decoder_sparse_step", "mlp_only_layers", "output_router_logits", "router_aux_loss_coef"),
         }
     ),
     layer_types=LAYER_TYPES,
@@ -124,7 +175,9 @@ QWEN3_5 = replace(
     name="qwen3_5_text",
     model_types=("qwen3_5_text",),
     architecture="Qwen3_5ForCausalLM",
-    required=REQUIRED,
+    experts=None,
+    read=dict,
+    write=dict,
     ignored_keys=frozenset(
         {
             *("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),

@@ -18,6 +18,8 @@ class LayerConfig:
     ffn_hidden_size: int
     self_attention_hyper_connection: bool
     mlp_hyper_connection: bool
+    moe: bool = False
+    """True for a mixture of experts, each of width ffn_hidden_size, in place of the MLP."""
     norm: Literal["pre", "post"] = "pre"
     """Place of the norms: on the input of each sublayer (pre), or on its output (post)."""
 
@@ -36,6 +38,8 @@ class LayerDefaults(NamedTuple):
     activation: str
     ffn_hidden_size: int | None
     """Inner width of the MLP; None: the default of the activation function."""
+    moe_ffn_hidden_size: int | None
+    """Inner width of an expert; None: that of an MLP."""
     enable_hyper_connections: bool
     self_attention_hyper_connection: bool
     mlp_hyper_connection: bool
@@ -44,9 +48,9 @@ class LayerDefaults(NamedTuple):
 def parse_layer(description: str, defaults: LayerDefaults) -> LayerConfig:
     """Parse one entry of ``layer_pattern``.
 
-    Grammar: ``mixer[+option]...`` where an option is an activation (``gelu``, ``swiglu``), ``ffn=<inner width>``,
-    ``post-norm``, ``no-attention-hc`` or ``no-mlp-hc`` (both without effect without mHC); e.g.
-    ``attention+gelu+no-mlp-hc``, ``kda``.
+    Grammar: ``mixer[+option]...`` where an option is ``moe``, an activation (``gelu``, ``swiglu``), ``ffn=<inner
+    width>``, ``post-norm``, ``no-attention-hc`` or ``no-mlp-hc`` (both without effect without mHC); e.g.
+    ``attention+gelu+no-mlp-hc``, ``kda+moe``.
 
     Args:
         description: the entry.
@@ -59,7 +63,8 @@ def parse_layer(description: str, defaults: LayerDefaults) -> LayerConfig:
     if mixer not in MIXERS:
         raise ValueError(f"layer_pattern: expected a mixer out of {MIXERS}, got {mixer!r} in {description!r}")
     activation = defaults.activation
-    ffn = defaults.ffn_hidden_size
+    moe = "moe" in options
+    ffn = (defaults.moe_ffn_hidden_size if moe else None) or defaults.ffn_hidden_size
     kinds = ["activation" if option in ACTIVATIONS else option.split("=")[0] for option in options]
     if len(set(kinds)) < len(kinds):
         raise ValueError(f"layer_pattern: expected each kind of option once, got {description!r}")
@@ -70,7 +75,7 @@ def parse_layer(description: str, defaults: LayerDefaults) -> LayerConfig:
             activation = option
         elif option.startswith("ffn=") and option[4:].isascii() and option[4:].isdecimal() and int(option[4:]) > 0:
             ffn = int(option[4:])
-        elif option == "post-norm":
+        elif option in ("moe", "post-norm"):
             continue
         elif option == "no-attention-hc":
             attention_hc = False
@@ -78,11 +83,11 @@ def parse_layer(description: str, defaults: LayerDefaults) -> LayerConfig:
             mlp_hc = False
         else:
             raise ValueError(
-                f"layer_pattern: expected an option out of {ACTIVATIONS}, ffn=<width of at least 1>, "
+                f"layer_pattern: expected an option out of {ACTIVATIONS}, moe, ffn=<width of at least 1>, "
                 f"post-norm, no-attention-hc, no-mlp-hc, got {option!r} in {description!r}"
             )
     if ffn is None:
         ffn = 4 * defaults.hidden_size if activation == "gelu" else math.ceil(defaults.hidden_size / 3) * 8
     hyper = defaults.enable_hyper_connections
     norm = "post" if "post-norm" in options else "pre"
-    return LayerConfig(mixer, activation, ffn, hyper and attention_hc, hyper and mlp_hc, norm)
+    return LayerConfig(mixer, activation, ffn, hyper and attention_hc, hyper and mlp_hc, moe, norm)

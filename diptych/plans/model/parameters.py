@@ -129,12 +129,34 @@ def mixer_specs(config: TransformerConfig, layer_number: int) -> dict[str, dict[
 
 
 def mlp_specs(config: TransformerConfig, layer_number: int) -> dict[str, dict[str, ParameterSpec]]:
-    """Return the parameters of the MLP, by submodule; swiglu's first map returns gate and value side by side."""
+    """Return the parameters of a layer's MLP or mixture of experts, by submodule.
+
+    The first map of swiglu returns gate and value side by side. Experts have one array for each map, [E, O, I], without
+    bias.
+    """
     layer = config.layer(layer_number)
-    inner = layer.ffn_hidden_size * (2 if layer.activation == "swiglu" else 1)
+    if not layer.moe:
+        return _mlp_specs(config, layer.activation, layer.ffn_hidden_size)
+    experts = config.num_moe_experts or 0
+    specs = {"router": {"weight": ParameterSpec((experts, config.hidden_size), std=config.init_method_std)}}
+    if config.moe_router_enable_expert_bias:
+        specs["router"]["expert_bias"] = ParameterSpec((experts,))
+    for name, spec in _mlp_specs(config, layer.activation, layer.ffn_hidden_size).items():
+        weight = spec["weight"]
+        specs[f"experts.{name}"] = {"weight": weight._replace(shape=(experts, *weight.shape))}
+    if config.moe_shared_expert_intermediate_size is not None:
+        shared = _mlp_specs(config, layer.activation, config.moe_shared_expert_intermediate_size)
+        specs |= {f"shared_experts.{name}": spec for name, spec in shared.items()}
+        if config.moe_shared_expert_gate:
+            specs["shared_expert_gate"] = linear_spec(config, 1, config.hidden_size)
+    return specs
+
+
+def _mlp_specs(config: TransformerConfig, activation: str, width: int) -> dict[str, dict[str, ParameterSpec]]:
+    """Return the parameters of two linear maps around an activation function, by submodule."""
     return {
-        "linear_fc1": linear_spec(config, inner, config.hidden_size),
-        "linear_fc2": linear_spec(config, config.hidden_size, layer.ffn_hidden_size, is_output=True),
+        "linear_fc1": linear_spec(config, width * (2 if activation == "swiglu" else 1), config.hidden_size),
+        "linear_fc2": linear_spec(config, config.hidden_size, width, is_output=True),
     }
 
 

@@ -1,0 +1,203 @@
+"""The feed-forward sublayer of a layer: an MLP, or a mixture of experts that sends every token to some of them.
+
+A router scores the experts for each token, and the token's output is the weighted sum of the outputs of its experts
+with the highest scores. No token is dropped: pairs of a token and an expert are sorted by expert, and each expert
+computes as many as it has. Mirrors ``reference_torch/mlp.py``.
+
+Reference: Shazeer et al., arXiv 1701.06538; DeepSeek-AI, arXiv 2412.19437, section 2.1.2, for sigmoid scores, the bias
+and the shared expert; arXiv 2405.04434, section 2.2, for groups.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+
+from diptych.plans.config import TransformerConfig
+from diptych.plans.model.parameters import ParameterSpec, mlp_specs
+from jax_impl.modules import Linear
+from jax_impl.ops import add_bias, at_least_float32, gelu, linear, parameter, swiglu
+from jax_impl.recompute import name_value
+
+SMALLEST_SUM = 1e-20
+"""Added to the sum of a token's scores before the division by it, as in DeepSeek-V3."""
+
+
+class MLP(nnx.Module):
+    """Two linear maps around an activation function.
+
+    Args:
+        config: configuration of the model.
+        layer_number: global number of the layer, from 0.
+        name: canonical name of the module.
+        specs: parameters by submodule; None: those of the layer's MLP.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        name: str,
+        specs: Mapping[str, dict[str, ParameterSpec]] | None = None,
+    ) -> None:
+        specs = mlp_specs(config, layer_number) if specs is None else specs
+        self.activation = config.layer(layer_number).activation
+        self.impl = config.impl
+        self.linear_fc1 = Linear(config, f"{name}.linear_fc1", specs["linear_fc1"])
+        self.linear_fc2 = Linear(config, f"{name}.linear_fc2", specs["linear_fc2"])
+
+    def __call__(self, hidden_states: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Array | None]:
+        """Return the output [B, T, D] and the bias of the second map, not yet added."""
+        inner = name_value(add_bias(*self.linear_fc1(hidden_states)), "fc1")
+        activated = (swiglu if self.activation == "swiglu" else gelu)(inner, self.impl)
+        return self.linear_fc2(name_value(activated, "activation"))
+
+
+def choose_experts(
+    scores: Float[Array, "n e"],
+    topk: int,
+    bias: Float[Array, " e"] | None = None,
+    groups: int | None = None,
+    group_topk: int | None = None,
+) -> Int[Array, "n k"]:
+    """Return the experts of each token: those with the highest scores, the first ones among equals.
+
+    Args:
+        scores: scores of the experts. [N, E]
+        topk: experts of a token.
+        bias: added to the scores; None: 0. [E]
+        groups: number of groups of consecutive experts; None: one.
+        group_topk: groups whose experts a token may have, by the sum of the two highest scores of each; None: all.
+
+    Returns:
+        Numbers of the experts, by falling score. [N, topk]
+    """
+    scores = jax.lax.stop_gradient(scores)
+    scores = scores if bias is None else scores + jax.lax.stop_gradient(bias)
+    if groups is not None and group_topk is not None:
+        grouped = scores.reshape(len(scores), groups, -1)
+        best = jax.lax.top_k(jax.lax.top_k(grouped, 2)[0].sum(-1), group_topk)[1]
+        allowed = (best[..., None] == jnp.arange(groups)).any(1)
+        scores = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(scores.shape)
+    return jax.lax.top_k(scores, topk)[1]
+
+
+class Router(nnx.Module):
+    """The choice of each token's experts and of their weights.
+
+    Args:
+        config: configuration of the model.
+        name: canonical name of the module.
+        specs: shapes of the weight and of the bias of the choice, if there is one.
+    """
+
+    def __init__(self, config: TransformerConfig, name: str, specs: dict[str, ParameterSpec]) -> None:
+        self.config = config
+        self.weight = parameter(config, f"{name}.weight", specs["weight"])
+        biased = "expert_bias" in specs
+        self.expert_bias = parameter(config, f"{name}.expert_bias", specs["expert_bias"]) if biased else None
+
+    def scores(self, x: Float[Array, "n d"]) -> Float[Array, "n e"]:
+        """Return the scores [N, E] of all experts for tokens x [N, D], in at least float32."""
+        logits = linear(at_least_float32(x), self.weight[...])
+        return jax.nn.softmax(logits) if self.config.moe_router_score_function == "softmax" else nnx.sigmoid(logits)
+
+    def __call__(self, x: Float[Array, "n d"]) -> tuple[Float[Array, "n k"], Int[Array, "n k"]]:
+        """Return the weights and the numbers of each token's experts, [N, k] each."""
+        config = self.config
+        scores = self.scores(x)
+        groups = config.moe_router_num_groups, config.moe_router_group_topk
+        bias = None if self.expert_bias is None else self.expert_bias[...]
+        chosen = choose_experts(scores, config.moe_router_topk, bias, *groups)
+        weights = jnp.take_along_axis(scores, chosen, 1)
+        if config.moe_router_norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdims=True) + SMALLEST_SUM)
+        return weights * config.moe_router_topk_scaling_factor, chosen
+
+
+class Experts(nnx.Module):
+    """MLPs of equal size, whose weights are one array for each map: [E, O, I].
+
+    Args:
+        config: configuration of the model.
+        layer_number: global number of the layer, from 0.
+        name: canonical name of the module.
+        specs: parameters of the layer's mixture of experts, by submodule.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        name: str,
+        specs: Mapping[str, dict[str, ParameterSpec]],
+    ) -> None:
+        self.activation = config.layer(layer_number).activation
+        self.impl = config.impl
+        self.linear_fc1 = Linear(config, f"{name}.linear_fc1", specs["experts.linear_fc1"])
+        self.linear_fc2 = Linear(config, f"{name}.linear_fc2", specs["experts.linear_fc2"])
+
+    def __call__(
+        self,
+        x: Float[Array, "n d"],
+        weights: Float[Array, "n k"],
+        chosen: Int[Array, "n k"],
+    ) -> Float[Array, "n d"]:
+        """Return the weighted sum of the outputs of each token's experts.
+
+        Args:
+            x: tokens. [N, D]
+            weights: weights of each token's experts. [N, k]
+            chosen: numbers of each token's experts. [N, k]
+
+        Returns:
+            [N, D]
+        """
+        count = chosen.shape[1]
+        by_expert = jnp.argsort(chosen.reshape(-1), stable=True)
+        sizes = (chosen.reshape(-1, 1) == jnp.arange(len(self.linear_fc1.weight[...]))).sum(0)
+        rows = jnp.repeat(x, count, 0)[by_expert]
+        inner = name_value(_grouped_linear(rows, self.linear_fc1.weight[...], sizes), "fc1")
+        activated = (swiglu if self.activation == "swiglu" else gelu)(inner, self.impl)
+        outputs = _grouped_linear(name_value(activated, "activation"), self.linear_fc2.weight[...], sizes)
+        weighted = outputs * weights.reshape(-1)[by_expert][:, None].astype(outputs.dtype)
+        return weighted[jnp.argsort(by_expert)].reshape(*chosen.shape, -1).sum(1)
+
+
+def _grouped_linear(x: Array, weight: Array, sizes: Array) -> Array:
+    """Multiply consecutive rows of x [M, I] by the matrix of their expert, weight [E, O, I]; sizes counts the rows."""
+    return jax.lax.ragged_dot(x, weight.astype(x.dtype).swapaxes(1, 2), sizes.astype(jnp.int32))
+
+
+class MixtureOfExperts(nnx.Module):
+    """A router, its experts and, if configured, a shared expert with or without a gate.
+
+    Args:
+        config: configuration of the model.
+        layer_number: global number of the layer, from 0.
+        name: canonical name of the module.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int, name: str) -> None:
+        specs = mlp_specs(config, layer_number)
+        self.router = Router(config, f"{name}.router", specs["router"])
+        self.experts = Experts(config, layer_number, f"{name}.experts", specs)
+        prefix = "shared_experts."
+        shared = {key.removeprefix(prefix): spec for key, spec in specs.items() if key.startswith(prefix)}
+        self.shared_experts = MLP(config, layer_number, f"{name}.shared_experts", shared) if shared else None
+        gate = specs.get("shared_expert_gate")
+        self.shared_expert_gate = Linear(config, f"{name}.shared_expert_gate", gate) if gate else None
+
+    def __call__(self, hidden_states: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], None]:
+        """Return the output [B, T, D], and None for the bias, which is already added."""
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        output = self.experts(x, *self.router(x)).reshape(hidden_states.shape)
+        if self.shared_experts is None:
+            return output, None
+        shared = add_bias(*self.shared_experts(hidden_states))
+        if self.shared_expert_gate is not None:
+            shared = nnx.sigmoid(add_bias(*self.shared_expert_gate(hidden_states))) * shared
+        return output + shared, None
