@@ -17,7 +17,10 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from diptych.plans.config import TransformerConfig
+from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.model.parameters import ParameterSpec, mlp_specs
+from jax_impl.balance import token_balance
+from jax_impl.documents import PackedDocuments
 from jax_impl.modules import Linear
 from jax_impl.ops import add_bias, at_least_float32, gelu, linear, parameter, swiglu
 from jax_impl.recompute import name_value
@@ -105,13 +108,18 @@ class Router(nnx.Module):
         logits = linear(at_least_float32(x), self.weight[...])
         return jax.nn.softmax(logits) if self.config.moe_router_score_function == "softmax" else nnx.sigmoid(logits)
 
+    def choose(self, scores: Float[Array, "n e"]) -> Int[Array, "n k"]:
+        """Return the numbers [N, k] of each token's experts."""
+        config = self.config
+        groups = config.moe_router_num_groups, config.moe_router_group_topk
+        bias = None if self.expert_bias is None else self.expert_bias[...]
+        return choose_experts(scores, config.moe_router_topk, bias, *groups)
+
     def __call__(self, x: Float[Array, "n d"]) -> tuple[Float[Array, "n k"], Int[Array, "n k"]]:
         """Return the weights and the numbers of each token's experts, [N, k] each."""
         config = self.config
         scores = self.scores(x)
-        groups = config.moe_router_num_groups, config.moe_router_group_topk
-        bias = None if self.expert_bias is None else self.expert_bias[...]
-        chosen = choose_experts(scores, config.moe_router_topk, bias, *groups)
+        chosen = self.choose(scores)
         weights = jnp.take_along_axis(scores, chosen, 1)
         if config.moe_router_norm_topk_prob:
             weights = weights / (weights.sum(-1, keepdims=True) + SMALLEST_SUM)
@@ -201,3 +209,15 @@ class MixtureOfExperts(nnx.Module):
         if self.shared_expert_gate is not None:
             shared = nnx.sigmoid(add_bias(*self.shared_expert_gate(hidden_states))) * shared
         return output + shared, None
+
+    def balance(
+        self, hidden_states: Float[Array, "b t d"], sequences: PackedDocuments | FLACPContext | None
+    ) -> Float[Array, "b t"]:
+        """Return the load-balancing loss of each token [B, T]; see balance.token_balance.
+
+        Args:
+            hidden_states: input of the mixture. [B, T, D]
+            sequences: see ForwardContext.
+        """
+        scores = self.router.scores(hidden_states.reshape(-1, hidden_states.shape[-1]))
+        return token_balance(scores, self.router.choose(scores), len(hidden_states), sequences)

@@ -7,6 +7,8 @@ the canonical names of parameters. Layers are keyed by their global number.
 Reference: Vaswani et al., arXiv 1706.03762, in its pre-norm, rotary, gated form (Touvron et al., arXiv 2302.13971).
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -18,6 +20,7 @@ from diptych.plans.model.parameters import attention_specs, embedding_spec
 from diptych.plans.model.philox import attention_site, mlp_site
 from diptych.plans.model.sampling import check_inputs
 from diptych.plans.schedule.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
+from jax_impl.balance import Collected, join_balance, split_balance
 from jax_impl.cache import AttentionState, DecodingCache, cached_attention, cached_length
 from jax_impl.context_parallel import cp_attention
 from jax_impl.documents import combine_masks, pack_documents
@@ -174,6 +177,8 @@ class TransformerLayer(nnx.Module):
         aggregated, mixed, h_post = self._read(connection, hidden_states)
         normed = self._norm("pre_mlp_layernorm", aggregated)
         output = name_value(add_bias(*self.mlp(normed)), "mlp_output")
+        if context.balance is not None and isinstance(self.mlp, MixtureOfExperts):
+            context.balance.add(self.mlp.balance(normed, context.sequences))
         output = self._norm("post_mlp_layernorm", output)
         return self._write(connection, output, h_post, mixed, context.dropout, mlp_site(self.layer_number))
 
@@ -265,7 +270,9 @@ class TransformerBlock(nnx.Module):
             hidden_states = HyperConnectionModule.input_expand(hidden_states, streams)
 
         hidden_states = name_value(hidden_states, "residual_streams")
-        if context.cache is not None:  # nothing is saved for backward
+        if context.balance is not None:
+            hidden_states = self._run_balanced(hidden_states, context, context.balance)
+        elif context.cache is not None:  # nothing is saved for backward
             for number in sorted(map(int, self.layers)):
                 layer = self.layers[str(number)]
                 layer = copy_to_device(layer) if offloads_layers(self.config) else layer
@@ -273,11 +280,7 @@ class TransformerBlock(nnx.Module):
         elif offloads_layers(self.config):
             hidden_states = self._run_offloaded(hidden_states, context)
         else:
-
-            def run(number: int, hidden_states: Array) -> Array:
-                return self.layers[str(number)](hidden_states, context)
-
-            hidden_states = checkpoint_blocks(run, self.config, self.vp_stage, self.pp_rank)(hidden_states)
+            hidden_states = self._run_blocks(lambda layer, x: layer(x, context), hidden_states)
         if self.final_layernorm is None:
             return hidden_states
         if self.hyper_connection_head is not None:
@@ -286,12 +289,41 @@ class TransformerBlock(nnx.Module):
             hidden_states = HyperConnectionModule.output_contract(hidden_states, streams)
         return self.final_layernorm(hidden_states)
 
-    def _run_offloaded(self, hidden_states: Array, context: ForwardContext) -> Array:
+    def _run_blocks(self, call: Callable[[TransformerLayer, Array], Array], hidden_states: Array) -> Array:
+        """Run the layers in recompute blocks."""
+
+        def run(number: int, hidden_states: Array) -> Array:
+            return call(self.layers[str(number)], hidden_states)
+
+        return checkpoint_blocks(run, self.config, self.vp_stage, self.pp_rank)(hidden_states)
+
+    def _run_balanced(self, hidden_states: Array, context: ForwardContext, balance: Collected) -> Array:
+        """Run the layers, with their load-balancing loss as a last channel between them, and add it to ``balance``."""
+        streams = self.config.num_residual_streams if self.config.enable_hyper_connections else None
+
+        def call(layer: TransformerLayer, joined: Array, context: ForwardContext = context) -> Array:
+            hidden_states, before = split_balance(joined, streams)
+            own = Collected()
+            own.add(before)
+            return join_balance(layer(hidden_states, context._replace(balance=own)), own.total)
+
+        joined = join_balance(hidden_states, None)
+        if offloads_layers(self.config):
+            joined = self._run_offloaded(joined, context._replace(balance=None), call)
+        else:
+            joined = self._run_blocks(call, joined)
+        hidden_states, total = split_balance(joined, streams)
+        balance.add(total)
+        return hidden_states
+
+    def _run_offloaded(
+        self, hidden_states: Array, context: ForwardContext, call: Callable[..., Array] = lambda layer, *x: layer(*x)
+    ) -> Array:
         """Run the layers; the offload plan decides when the parameters of each are fetched."""
         split = {int(number): nnx.split(layer, nnx.Param) for number, layer in self.layers.items()}
 
         def run(number: int, parameters: nnx.State, hidden_states: Array, context: ForwardContext) -> Array:
-            return nnx.merge(split[number][0], parameters)(hidden_states, context)
+            return call(nnx.merge(split[number][0], parameters), hidden_states, context)
 
         parameters = {number: params for number, (_, params) in sorted(split.items())}
         return run_offloaded(run, self.config, parameters, hidden_states, context, self.vp_stage, self.pp_rank)
@@ -376,7 +408,8 @@ class GPTModel(nnx.Module):
             training: False turns dropout off.
 
         Returns:
-            Mean loss in nats per token, or logits [B, T, V] without targets. Before the last stage: hidden states.
+            Mean loss in nats per token, in training with the load-balancing loss, or logits [B, T, V] without targets.
+            Before the last stage: hidden states; with moe_aux_loss_coeff as balance.join_balance returns them.
 
         Raises:
             ValueError: arguments do not fit together, or the cached and the given tokens are more than
@@ -395,14 +428,33 @@ class GPTModel(nnx.Module):
             samples = jnp.arange(batch) if samples is None else samples
             state = dropout_state(self.config.seed, step, samples, positions, seq_length)
         hidden_states = inputs
+        balance = self._balance(training)
         if self.pre_process and self.embedding is not None:
             hidden_states = self.embedding(inputs).astype(self.config.compute_dtype)
-        hidden_states = self.decoder(hidden_states, ForwardContext(positions, state, attention_mask, sequences, cache))
+        elif self.config.moe_aux_loss_coeff:
+            hidden_states, before = split_balance(inputs, self._streams)
+            if balance is not None:
+                balance.add(before)
+        context = ForwardContext(positions, state, attention_mask, sequences, cache, balance)
+        hidden_states = self.decoder(hidden_states, context)
         if cache is not None:
             cache.length += length
             hidden_states = jnp.where(cache.length <= seq_length, hidden_states, jnp.nan)
         head = self.output_layer or self.embedding
+        total = None if balance is None else balance.total
         if not self.post_process or head is None:
-            return hidden_states
+            return join_balance(hidden_states, total) if self.config.moe_aux_loss_coeff else hidden_states
         logits = at_least_float32(linear(hidden_states, head.weight[...]))
-        return logits if targets is None else cross_entropy(logits, targets)
+        if targets is None:
+            return logits
+        loss = cross_entropy(logits, targets)
+        return loss if total is None else loss + self.config.moe_aux_loss_coeff * total.mean().astype(loss.dtype)
+
+    def _balance(self, training: bool) -> Collected | None:
+        """Return the sum of load-balancing losses, if this call computes it."""
+        return Collected() if self.config.moe_aux_loss_coeff and training else None
+
+    @property
+    def _streams(self) -> int | None:
+        """Number of residual streams between stages; None: hidden states have no axis of streams."""
+        return self.config.num_residual_streams if self.config.enable_hyper_connections else None

@@ -15,7 +15,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from diptych.plans.config import TransformerConfig
+from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.model.parameters import ParameterSpec, mlp_specs
+from reference_torch.balance import token_balance
+from reference_torch.documents import PackedDocuments
 from reference_torch.modules import Linear
 from reference_torch.ops import add_bias, at_least_float32, gelu, linear, parameter, swiglu
 from reference_torch.recompute import SAVE_ALL, BlockRecomputation, name_value
@@ -112,12 +115,17 @@ class Router(nn.Module):
         logits = linear(at_least_float32(x), self.weight)
         return logits.softmax(-1) if self.config.moe_router_score_function == "softmax" else logits.sigmoid()
 
+    def choose(self, scores: Float[Tensor, "n e"]) -> Int[Tensor, "n k"]:
+        """Return the numbers [N, k] of each token's experts."""
+        config = self.config
+        groups = config.moe_router_num_groups, config.moe_router_group_topk
+        return choose_experts(scores, config.moe_router_topk, self.expert_bias, *groups)
+
     def forward(self, x: Float[Tensor, "n d"]) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
         """Return the weights and the numbers of each token's experts, [N, k] each."""
         config = self.config
         scores = self.scores(x)
-        groups = config.moe_router_num_groups, config.moe_router_group_topk
-        chosen = choose_experts(scores, config.moe_router_topk, self.expert_bias, *groups)
+        chosen = self.choose(scores)
         weights = scores.gather(1, chosen)
         if config.moe_router_norm_topk_prob:
             weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST_SUM)
@@ -216,3 +224,15 @@ class MixtureOfExperts(nn.Module):
         if self.shared_expert_gate is not None:
             shared = torch.sigmoid(add_bias(*self.shared_expert_gate(hidden_states))) * shared
         return output + shared, None
+
+    def balance(
+        self, hidden_states: Float[Tensor, "b t d"], sequences: PackedDocuments | FLACPContext | None
+    ) -> Float[Tensor, "b t"]:
+        """Return the load-balancing loss of each token [B, T]; see balance.token_balance.
+
+        Args:
+            hidden_states: input of the mixture. [B, T, D]
+            sequences: see ForwardContext.
+        """
+        scores = self.router.scores(hidden_states.flatten(0, 1))
+        return token_balance(scores, self.router.choose(scores), len(hidden_states), sequences)

@@ -59,7 +59,8 @@ class PipelineStage(GPTModel):
         Returns:
             The output with residual streams concatenated [B, T, S * D]; on the last stage that of GPTModel.
         """
-        streams = self.config.num_residual_streams if self.config.enable_hyper_connections else None
+        joins = self.config.enable_hyper_connections and not self.config.moe_aux_loss_coeff
+        streams = self.config.num_residual_streams if joins else None
         if not self.pre_process:
             assert self.input_tensor is not None, "the schedule sets a stage's input before it calls it"
             inputs = self.input_tensor

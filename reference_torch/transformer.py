@@ -20,6 +20,7 @@ from diptych.plans.model.philox import attention_site, mlp_site
 from diptych.plans.model.sampling import check_inputs
 from diptych.plans.recompute import RecomputeBlock, recompute_blocks
 from diptych.plans.schedule.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
+from reference_torch.balance import Collected, join_balance, split_balance
 from reference_torch.cache import AttentionState, DecodingCache, cached_attention, cached_length
 from reference_torch.context_parallel import cp_attention
 from reference_torch.documents import combine_masks, pack_documents
@@ -185,6 +186,8 @@ class TransformerLayer(nn.Module):
         aggregated, mixed, h_post = self._read(connection, hidden_states, recompute)
         normed = self._norm("pre_mlp_layernorm", aggregated, recompute)
         output = recompute("mlp_output", self._mlp_output, normed, recompute.inside("mlp_output"))
+        if context.balance is not None and isinstance(self.mlp, MixtureOfExperts):
+            context.balance.add(self.mlp.balance(normed, context.sequences))
         output = self._norm("post_mlp_layernorm", output, recompute)
         site = mlp_site(self.layer_number)
         hidden_states = recompute(
@@ -386,7 +389,8 @@ class GPTModel(nn.Module):
             training: False turns dropout off, as does ``model.eval()``.
 
         Returns:
-            Mean loss in nats per token, or logits [B, T, V] without targets. Before the last stage: hidden states.
+            Mean loss in nats per token, in training with the load-balancing loss, or logits [B, T, V] without targets.
+            Before the last stage: hidden states; with moe_aux_loss_coeff as balance.join_balance returns them.
 
         Raises:
             ValueError: arguments do not fit together, or the cached and the given tokens are more than
@@ -405,13 +409,34 @@ class GPTModel(nn.Module):
             samples = torch.arange(batch, device=inputs.device) if samples is None else samples
             state = dropout_state(self.config.seed, step, samples, positions, seq_length)
         hidden_states = inputs
+        balance = self._balance(training)
         if self.pre_process and self.embedding is not None:
             hidden_states = self.embedding(inputs).to(getattr(torch, self.config.compute_dtype))
-        hidden_states = self.decoder(hidden_states, ForwardContext(positions, state, attention_mask, sequences, cache))
+        elif self.config.moe_aux_loss_coeff:
+            hidden_states, before = split_balance(inputs, self._streams)
+            if balance is not None:
+                balance.add(before)
+        context = ForwardContext(positions, state, attention_mask, sequences, cache, balance)
+        hidden_states = self.decoder(hidden_states, context)
+        if balance is not None:
+            balance.is_closed = True
         if cache is not None:
             cache.length += length
         head = self.output_layer or self.embedding
+        total = None if balance is None else balance.total
         if not self.post_process or head is None:
-            return hidden_states
+            return join_balance(hidden_states, total) if self.config.moe_aux_loss_coeff else hidden_states
         logits = at_least_float32(linear(hidden_states, head.weight))
-        return logits if targets is None else cross_entropy(logits, targets)
+        if targets is None:
+            return logits
+        loss = cross_entropy(logits, targets)
+        return loss if total is None else loss + self.config.moe_aux_loss_coeff * total.mean().to(loss.dtype)
+
+    def _balance(self, training: bool) -> Collected | None:
+        """Return the sum of load-balancing losses, if this call computes it."""
+        return Collected() if self.config.moe_aux_loss_coeff and training and self.training else None
+
+    @property
+    def _streams(self) -> int | None:
+        """Number of residual streams between stages; None: hidden states have no axis of streams."""
+        return self.config.num_residual_streams if self.config.enable_hyper_connections else None

@@ -3,11 +3,13 @@
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from hypothesis import settings
 
 from diptych.plans.config import DataConfig, TransformerConfig
@@ -61,6 +63,23 @@ def value_and_gradients(
 
     run = IMPLEMENTATIONS[backend](function, call).run(Values(call.arrays, {}), None, cotangent)
     return [*run.outputs.values()], [run.input_gradients[n] for n in call.arrays if n in run.input_gradients]
+
+
+def around(backend: str, inner: Any, function: Callable) -> Any:
+    """A module that calls a function with a module and the given arrays."""
+
+    class Around(torch.nn.Module if backend == "torch" else nnx.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *arrays):
+            return function(self.inner, *arrays)
+
+        if backend == "jax":
+            __call__ = forward
+
+    return Around()
 
 
 def assert_close(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray], tolerance: float) -> None:

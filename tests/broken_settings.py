@@ -66,6 +66,14 @@ BROKEN = {
         {"moe_router_topk_scaling_factor": 0.0},
         r"moe_router_topk_scaling_factor: .*\(0, inf\), got 0\.0",
     ),
+    (TransformerConfig, "moe_aux_loss_coeff"): (
+        {"moe_aux_loss_coeff": -0.1},
+        r"moe_aux_loss_coeff: .*\[0, inf\), got -0\.1",
+    ),
+    (TransformerConfig, "pipelined without moe_aux_loss_coeff"): (
+        {"moe_aux_loss_coeff": 0.1, "cp_exchange": "pipelined", "context_parallel_size": 2},
+        r"moe_aux_loss_coeff: expected 0\.0 with cp_exchange 'pipelined', .* got 0\.1; choose another",
+    ),
     (TransformerConfig, "layers of experts have experts"): (
         {"layer_pattern": "attention+moe"},
         r"num_moe_experts: expected a number with moe in layer_pattern='attention\+moe', got None",

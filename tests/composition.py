@@ -140,7 +140,7 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
             "untie_embeddings_and_output_weights": True,
         },
         "experts": {
-            "layer_pattern": "gdn+moe,attention+moe,attention",
+            "layer_pattern": "gdn+moe,attention+moe",
             "num_moe_experts": 4,
             "moe_ffn_hidden_size": 6,
             "moe_shared_expert_intermediate_size": 10,
@@ -155,6 +155,7 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
             "moe_router_num_groups": 3,
             "moe_router_group_topk": 2,
             "moe_router_topk_scaling_factor": 1.5,
+            "moe_aux_loss_coeff": 0.7,
         },
         "OLMo-hybrid": {
             "layer_pattern": "gdn,attention+post-norm",

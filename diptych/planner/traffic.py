@@ -57,7 +57,7 @@ class Exchange(NamedTuple):
 def message_bytes(config: TransformerConfig, micro_batch_size: int) -> int:
     """Return the bytes of a message between stages: the residual streams of a rank's tokens, or their gradient."""
     tokens = micro_batch_size * config.seq_length // config.context_parallel_size
-    return tokens * config.residual_streams * config.hidden_size * ITEM_SIZES[config.compute_dtype]
+    return tokens * config.stage_width * ITEM_SIZES[config.compute_dtype]
 
 
 def wire_traffic(

@@ -10,7 +10,7 @@ Mirrors ``reference_torch/context_parallel/``. ``diptych/plans/context/sequences
 """
 
 from jax_impl.context_parallel.contexts import build_cp_context, compress_h0, expand_h0
-from jax_impl.context_parallel.exchange import StateExchange, exchange_states
+from jax_impl.context_parallel.exchange import StateExchange, exchange_states, sum_over_ranks
 from jax_impl.context_parallel.layers import cp_attention, cp_short_convolution
 from jax_impl.context_parallel.states import complete, with_transition_columns
 from jax_impl.context_parallel.wavefront import over_microbatches
@@ -20,6 +20,7 @@ __all__ = [
     "compress_h0",
     "expand_h0",
     "exchange_states",
+    "sum_over_ranks",
     "StateExchange",
     "with_transition_columns",
     "complete",

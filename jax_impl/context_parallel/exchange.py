@@ -140,6 +140,11 @@ def _pairs(pairs: list[tuple[int, int]], size: int, reverse: bool) -> list[tuple
     return [(size - 1 - a, size - 1 - b) for a, b in pairs] if reverse else pairs
 
 
+def sum_over_ranks(x: Array, context: FLACPContext) -> Array:
+    """Return the sum over all ranks of an array without a gradient; all ranks have to call this function."""
+    return lax.all_gather(x, context.group).sum(0).astype(x.dtype)
+
+
 def permute(x: Array, ranks: Ranks, pairs: list[tuple[int, int]]) -> Array:
     """Return the array of the sender, or 0 on a rank without one.
 

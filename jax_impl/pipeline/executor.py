@@ -144,7 +144,7 @@ class _Execution:
         self._has_full_backward = kinds.issuperset("BI")
         """True if the table has split and full backwards; a full backward runs I and W in one slot."""
         config = stages.config
-        hidden = (*batch.tokens.shape[1:], config.residual_streams * config.hidden_size)
+        hidden = (*batch.tokens.shape[1:], config.stage_width)
         self._payload = vary(jnp.zeros(hidden, config.compute_dtype), axes)
         task = self._task(jnp.int32(0), jnp.int32(0))
         keep = "inputs" if self._forward_only else keep

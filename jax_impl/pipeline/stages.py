@@ -139,7 +139,7 @@ class Program:
         if not self.numbered:
             for offset, number in enumerate(self.numbers):
                 model.decoder.layers[str(number)].layer_number = first_layer + offset
-        if not self.first and self.config.enable_hyper_connections:
+        if not self.first and self.config.enable_hyper_connections and not self.config.moe_aux_loss_coeff:
             x = x.reshape(*x.shape[:2], self.config.num_residual_streams, -1)
         inputs = batch.tokens if self.first else x
         targets = batch.targets if self.last else None

@@ -9,7 +9,7 @@ Mirrors ``jax_impl/context_parallel/``. ``diptych/plans/context/sequences.py`` d
 """
 
 from reference_torch.context_parallel.contexts import build_cp_context, compress_h0, expand_h0
-from reference_torch.context_parallel.exchange import StateExchange, exchange_states
+from reference_torch.context_parallel.exchange import StateExchange, exchange_states, sum_over_ranks
 from reference_torch.context_parallel.layers import cp_attention, cp_short_convolution
 from reference_torch.context_parallel.states import complete, with_transition_columns
 
@@ -18,6 +18,7 @@ __all__ = [
     "compress_h0",
     "expand_h0",
     "exchange_states",
+    "sum_over_ranks",
     "StateExchange",
     "with_transition_columns",
     "complete",

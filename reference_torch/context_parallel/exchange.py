@@ -55,6 +55,16 @@ def exchange_states(
     return _prefix_scan(*own, context, position, reverse)
 
 
+def sum_over_ranks(x: Tensor, context: FLACPContext) -> Tensor:
+    """Return the sum over all ranks of an array without a gradient; all ranks have to call this function."""
+    if context.size == 1:
+        return x
+    gathered = [torch.empty_like(x) for _ in range(context.size)]
+    work = dist.all_gather(gathered, x.contiguous(), group=context.group, async_op=True)
+    wait_for(work, "an array of all ranks", context.timeout)
+    return torch.stack(gathered).sum(0)
+
+
 def _all_gather(
     transition: Tensor | LowRank, state: Tensor, context: FLACPContext, position: int, reverse: bool
 ) -> Tensor:

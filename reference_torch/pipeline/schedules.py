@@ -171,8 +171,8 @@ def infer_tensor_shapes(
 ) -> tuple[list[Shape], list[Shape]]:
     """Return the shapes of the tensors that a stage receives and sends.
 
-    Both are one tensor [B, T, S * D] with all residual streams concatenated. Context ranks hold a part of the
-    concatenated sequences, [1, B * T / R, S * D].
+    Both are one tensor [B, T, S * D] with all residual streams concatenated, and with moe_aux_loss_coeff one more
+    element per token. Context ranks hold a part of the concatenated sequences, [1, B * T / R, S * D].
 
     Args:
         seq_length: tokens of a sequence, T.
@@ -181,7 +181,7 @@ def infer_tensor_shapes(
     """
     cp = config.context_parallel_size
     rows = (micro_batch_size, seq_length) if cp == 1 else (1, micro_batch_size * seq_length // cp)
-    shape = (*rows, config.residual_streams * config.hidden_size)
+    shape = (*rows, config.stage_width)
     return [shape], [shape]
 
 

@@ -1,6 +1,5 @@
 """The hyper-connections of DeepSeek-V4 in transformers: values, every gradient in float64, and bugs that are seen."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -8,12 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flax import nnx
 
 from diptych.plans.config import TransformerConfig
 from parity.compare import relative_difference
 from parity.implementations import OUTPUT, Values, make_inputs
-from tests.backends import BACKENDS, IMPLEMENTATIONS, normal, room
+from tests.backends import BACKENDS, IMPLEMENTATIONS, around, normal, room
 from tests.families import models
 
 deepseek = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
@@ -79,23 +77,6 @@ def theirs(kind: str) -> dict[str, np.ndarray]:
     found = dict(zip(names, gradients, strict=True)) | {f"output {n}": out for n, out in enumerate(outputs)}
     found["phi"] = found["phi"].T
     return {name: value.detach().numpy() for name, value in found.items()}
-
-
-def around(backend: str, inner: Any, function: Callable) -> Any:
-    """A module that calls a function with a module and the given arrays."""
-
-    class Around(torch.nn.Module if backend == "torch" else nnx.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, *arrays):
-            return function(self.inner, *arrays)
-
-        if backend == "jax":
-            __call__ = forward
-
-    return Around()
 
 
 def read_and_write(module: Any, x: Any, y: Any) -> tuple:

@@ -131,7 +131,7 @@ REFUSED = {
         r"expected a language model alone, got 'qwen3_5' with vision_config; .*AutoModelForCausalLM",
     ),
     "experts by default": (with_setting("num_experts", None), "expected the .* tensors of .*, got no .*experts"),
-    "experts without tensors": (with_setting("num_experts", 8), "expected the .* tensors of .*, got no .*experts"),
+    "experts without tensors": (with_setting("num_experts", 16), "expected the .* tensors of .*, got no .*experts"),
     "another activation": (with_setting("hidden_act", "gelu"), "hidden_act: expected 'silu', got 'gelu'"),
     "biases": (with_setting("attention_bias", True), "attention_bias: expected False, got True"),
     "scaled rotary embedding": (

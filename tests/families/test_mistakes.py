@@ -89,6 +89,15 @@ MISTAKES = {
     "halves of the MLP exchanged": changed("linear_fc1", lambda x: np.concatenate(np.split(x, 2)[::-1])),
     "decay without its bias": changed("dt_bias", np.zeros_like),
 }
+MISTAKES_OF_EXPERTS = {
+    "weights of the experts not normalised": without(moe_router_norm_topk_prob=False),
+    "one expert too few": without(moe_router_topk=1),
+    "experts exchanged": changed("experts.linear_fc2", lambda x: x[::-1].copy()),
+    "halves of the experts exchanged": changed(
+        "experts.linear_fc1", lambda x: np.concatenate(np.split(x, 2, axis=-2)[::-1], axis=-2)
+    ),
+    "gate of the shared expert always half open": changed("shared_expert_gate", np.zeros_like),
+}
 MISTAKES_OF_OLMO = {
     "norms before attention": pre_norm,
     "queries and keys normed per head": normed_by_head,
@@ -100,10 +109,14 @@ MISTAKES_OF_OLMO = {
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("qwen3_next", name) for name in MISTAKES] + [("olmo_hybrid", name) for name in MISTAKES_OF_OLMO],
+    [
+        *(("qwen3_next", name) for name in MISTAKES),
+        *(("qwen3_next with experts", name) for name in MISTAKES_OF_EXPERTS),
+        *(("olmo_hybrid", name) for name in MISTAKES_OF_OLMO),
+    ],
 )
 def test_a_mistake_is_seen(family, name, tmp_path_factory):
-    mistake = (MISTAKES | MISTAKES_OF_OLMO)[name]
+    mistake = (MISTAKES | MISTAKES_OF_EXPERTS | MISTAKES_OF_OLMO)[name]
     config, parameters = mistake(*imported(family, tmp_path_factory.getbasetemp() / family))
     tokens = models.batch()
     expected = models.results(models.build(family), tokens)

@@ -34,6 +34,15 @@ EXPERT_RULES: tuple[Rule, ...] = (
     count("moe_router_num_groups"),
     count("moe_router_group_topk"),
     number("moe_router_topk_scaling_factor", "(0, inf)"),
+    number("moe_aux_loss_coeff", "[0, inf)"),
+    Rule(
+        "pipelined without moe_aux_loss_coeff",
+        lambda c: c.moe_aux_loss_coeff == 0 or c.cp_exchange != "pipelined" or c.context_parallel_size == 1,
+        lambda c: (
+            "moe_aux_loss_coeff: expected 0.0 with cp_exchange 'pipelined', whose ranks are not at one layer at the "
+            f"same time, got {c.moe_aux_loss_coeff!r}; choose another cp_exchange"
+        ),
+    ),
     Rule(
         "layers of experts have experts",
         lambda c: c.num_moe_experts is not None or not _has_experts(c),

@@ -94,6 +94,8 @@ class TransformerConfig:
     """Groups that a token chooses, by the sum of the two highest scores in each."""
     moe_router_topk_scaling_factor: float = 1.0
     """Factor of the weights of a token's experts."""
+    moe_aux_loss_coeff: float = 0.0
+    """Factor of the load-balancing loss of each layer of experts, in training; 0: there is none."""
     linear_num_key_heads: int | None = None
     """Query and key heads of gdn and kda layers; None: num_attention_heads."""
     linear_num_value_heads: int | None = None
@@ -312,6 +314,11 @@ class TransformerConfig:
     def residual_streams(self) -> int:
         """Number of residual streams: 1 without mHC."""
         return self.num_residual_streams if self.enable_hyper_connections else 1
+
+    @property
+    def stage_width(self) -> int:
+        """Elements per token between stages: the residual streams, and the load-balancing loss if there is one."""
+        return self.residual_streams * self.hidden_size + (self.moe_aux_loss_coeff > 0)
 
     @property
     def linear_heads(self) -> tuple[int, int, int, int]:

@@ -1,0 +1,91 @@
+"""The load-balancing loss of mixtures of experts, by token.
+
+Its sum over the tokens of a document is the loss of the document times its length. With E experts of which a token
+has k, f[e] is E / k times the share of the document's tokens that have expert e, and p[t, e] is the score of expert e
+for token t divided by the sum of the token's scores:
+
+    balance[t] = sum over e of f[e] p[t, e]
+
+It is 1 if all experts have equal scores or equal shares. f is a constant in backward. The mean over tokens of a batch
+does not depend on how its documents are distributed over microbatches, replicas and ranks, so all of them add the mean
+to their own loss. Between layers and stages, the sum over the layers so far is carried beside the hidden states.
+Mirrors ``reference_torch/balance.py``.
+
+Reference: DeepSeek-AI, arXiv 2412.19437, eqs. 17-20 (there by sequence). The loss of Switch Transformers (Fedus et al.,
+arXiv 2101.03961, eq. 4), as in transformers, is k times as large, and takes the shares over the whole batch.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from diptych.plans.context.sequences import FLACPContext
+from jax_impl.context_parallel import sum_over_ranks
+from jax_impl.documents import PackedDocuments
+
+
+class Collected:
+    """The sum of the balance of the layers that have run."""
+
+    def __init__(self) -> None:
+        self.total: Array | None = None
+
+    def add(self, balance: Array) -> None:
+        """Add the balance [B, T] of a layer."""
+        self.total = balance if self.total is None else self.total + balance
+
+
+def token_balance(
+    scores: Float[Array, "n e"],
+    chosen: Int[Array, "n k"],
+    batch: int,
+    sequences: PackedDocuments | FLACPContext | None = None,
+) -> Float[Array, "b t"]:
+    """Return the load-balancing loss of each token.
+
+    Args:
+        scores: scores of the experts. [N, E]
+        chosen: numbers of each token's experts. [N, k]
+        batch: number of sequences B; N = B T.
+        sequences: the documents of the sequences, or the part of them that this rank holds; None: each sequence is one
+            document.
+
+    Returns:
+        [B, T]
+    """
+    documents, count = _documents(len(scores), batch, sequences)
+    experts = scores.shape[1]
+    pairs = (documents[:, None] * experts + chosen).reshape(-1)
+    counts = jnp.bincount(pairs, length=count * experts).reshape(count, experts)
+    if isinstance(sequences, FLACPContext):
+        counts = sum_over_ranks(counts, sequences)
+    factors = experts * counts / jnp.maximum(counts.sum(-1, keepdims=True), 1)
+    probabilities = scores / scores.sum(-1, keepdims=True)
+    return (probabilities * factors.astype(scores.dtype)[documents]).sum(-1).reshape(batch, -1)
+
+
+def _documents(tokens: int, batch: int, sequences: PackedDocuments | FLACPContext | None) -> tuple[Array, int]:
+    """Return the number of each token's document [N], and the number of documents."""
+    numbers = jnp.arange(tokens)
+    if sequences is None:
+        return numbers // (tokens // batch), batch
+    if isinstance(sequences, FLACPContext):
+        numbers, offsets = numbers + sequences.rank * tokens, jnp.asarray(sequences.all_cu_seqlens)
+    else:
+        offsets = sequences.cu_seqlens
+    return jnp.searchsorted(offsets, numbers, side="right") - 1, len(offsets) - 1
+
+
+def join_balance(hidden_states: Array, balance: Array | None) -> Float[Array, "b t w"]:
+    """Return hidden states with streams concatenated, and the balance (None: 0) as a last channel [B, T, S * D + 1]."""
+    hidden_states = hidden_states.reshape(*hidden_states.shape[:2], -1)
+    channel = jnp.zeros_like(hidden_states[..., 0]) if balance is None else balance.astype(hidden_states.dtype)
+    return jnp.concatenate([hidden_states, channel[..., None]], axis=-1)
+
+
+def split_balance(joined: Float[Array, "b t w"], streams: int | None) -> tuple[Array, Float[Array, "b t"]]:
+    """Return hidden states [B, T, D], or [B, T, S, D] with streams, and the balance [B, T]; reverses join_balance."""
+    hidden_states = joined[..., :-1]
+    if streams is not None:
+        hidden_states = hidden_states.reshape(*hidden_states.shape[:2], streams, -1)
+    return hidden_states, joined[..., -1]
