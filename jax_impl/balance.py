@@ -34,6 +34,10 @@ class Collected:
         """Add the balance [B, T] of a layer."""
         self.total = balance if self.total is None else self.total + balance
 
+    def close(self) -> Array | None:
+        """Return the sum."""
+        return self.total
+
 
 def token_balance(
     scores: Float[Array, "n e"],
@@ -59,9 +63,9 @@ def token_balance(
     counts = jnp.bincount(pairs, length=count * experts).reshape(count, experts)
     if isinstance(sequences, FLACPContext):
         counts = sum_over_ranks(counts, sequences)
-    factors = experts * counts / jnp.maximum(counts.sum(-1, keepdims=True), 1)
+    shares = counts.astype(scores.dtype) / jnp.maximum(counts.sum(-1, keepdims=True), 1)
     probabilities = scores / scores.sum(-1, keepdims=True)
-    return (probabilities * factors.astype(scores.dtype)[documents]).sum(-1).reshape(batch, -1)
+    return experts * (probabilities * shares[documents]).sum(-1).reshape(batch, -1)
 
 
 def _documents(tokens: int, batch: int, sequences: PackedDocuments | FLACPContext | None) -> tuple[Array, int]:

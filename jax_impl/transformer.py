@@ -441,7 +441,7 @@ class GPTModel(nnx.Module):
             cache.length += length
             hidden_states = jnp.where(cache.length <= seq_length, hidden_states, jnp.nan)
         head = self.output_layer or self.embedding
-        total = None if balance is None else balance.total
+        total = None if balance is None else balance.close()
         if not self.post_process or head is None:
             return join_balance(hidden_states, total) if self.config.moe_aux_loss_coeff else hidden_states
         logits = at_least_float32(linear(hidden_states, head.weight[...]))

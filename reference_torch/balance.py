@@ -29,12 +29,17 @@ class Collected:
 
     def __init__(self) -> None:
         self.total: Tensor | None = None
-        self.is_closed = False
+        self._is_closed = False
 
     def add(self, balance: Tensor) -> None:
         """Add the balance [B, T] of a layer."""
-        if not self.is_closed:
+        if not self._is_closed:
             self.total = balance if self.total is None else self.total + balance
+
+    def close(self) -> Tensor | None:
+        """Return the sum, which this object no longer holds, and end adding."""
+        total, self.total, self._is_closed = self.total, None, True
+        return total
 
 
 def token_balance(
@@ -61,9 +66,9 @@ def token_balance(
     counts = torch.bincount(pairs, minlength=count * experts).view(count, experts)
     if isinstance(sequences, FLACPContext):
         counts = sum_over_ranks(counts, sequences)
-    factors = experts * counts / counts.sum(-1, keepdim=True).clamp(min=1)
+    shares = counts.to(scores.dtype) / counts.sum(-1, keepdim=True).clamp(min=1)
     probabilities = scores / scores.sum(-1, keepdim=True)
-    return (probabilities * factors.to(scores.dtype)[documents]).sum(-1).view(batch, -1)
+    return experts * (probabilities * shares[documents]).sum(-1).view(batch, -1)
 
 
 def _documents(

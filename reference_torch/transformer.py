@@ -418,12 +418,10 @@ class GPTModel(nn.Module):
                 balance.add(before)
         context = ForwardContext(positions, state, attention_mask, sequences, cache, balance)
         hidden_states = self.decoder(hidden_states, context)
-        if balance is not None:
-            balance.is_closed = True
         if cache is not None:
             cache.length += length
         head = self.output_layer or self.embedding
-        total = None if balance is None else balance.total
+        total = None if balance is None else balance.close()
         if not self.post_process or head is None:
             return join_balance(hidden_states, total) if self.config.moe_aux_loss_coeff else hidden_states
         logits = at_least_float32(linear(hidden_states, head.weight))

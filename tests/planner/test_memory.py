@@ -95,6 +95,7 @@ KINDS = {
         "moe_router_enable_expert_bias": True,
         "moe_shared_expert_intermediate_size": 40,
         "moe_shared_expert_gate": True,
+        "moe_aux_loss_coeff": 0.1,
     },
     "gdn": {"layer_pattern": "gdn"},
     "kda": {"layer_pattern": "kda", "linear_num_value_heads": 8, "linear_value_head_dim": 16},

@@ -127,6 +127,8 @@ class GraphBuilder:
             if sublayer == "mlp":
                 feed_forward = self._mixture_of_experts if layer.moe else self._mlp
                 output = feed_forward(nodes, normed, f"{prefix}.mlp", layer)
+                if layer.moe and self.config.moe_aux_loss_coeff:
+                    self._balance(nodes, normed, f"{prefix}.mlp.router")
             else:
                 mixer = self._attention if layer.mixer == "attention" else self._delta_rule
                 output = mixer(nodes, normed, f"{prefix}.self_attention")
@@ -483,6 +485,21 @@ class GraphBuilder:
             nodes.append(Node([scaled], [biased], [chosen], region, self.weights[f"{name}.expert_bias"]))
             scaled = biased
         return scaled, chosen
+
+    def _balance(self, nodes: list[Node], normed: Value, name: str) -> None:
+        """Append the load-balancing loss of the tokens, which scores the experts again."""
+        experts = self.config.num_moe_experts or 0
+        x = self._cast(nodes, normed, self.wide, ())
+        logits, scores, probabilities, factors = (self.coefficient("balance of the experts", experts) for _ in range(4))
+        total, balance = (self.coefficient("balance of the experts", 1) for _ in range(2))
+        weight = self.weights[f"{name}.weight"]
+        nodes += [
+            Node([x], [logits], [x], (), weight, flops=self._product(weight), is_linear=True),
+            Node([logits], [scores], [scores], forward_scratch=2 * 8 * experts * self.tokens),
+            Node([scores], [probabilities, total], [scores, total]),
+            Node([], [factors]),
+            Node([probabilities, factors], [balance], [factors]),
+        ]
 
     def _grouped_linear(self, nodes: list[Node], x: Value, y: Value, name: str) -> None:
         """Append the maps of all experts, each on its rows."""
