@@ -17,9 +17,9 @@ from jax_impl.recompute import name_value
 def causal_attention(
     q: Float[Array, "b t h d"],
     k: Float[Array, "b t g d"],
-    v: Float[Array, "b t g d"],
+    v: Float[Array, "b t g e"],
     attention_mask: Bool[Array, "b t t"] | None = None,
-) -> Float[Array, "b t h d"]:
+) -> Float[Array, "b t h e"]:
     """Return softmax(q k^T / sqrt(d)) v, where each token attends to itself and the tokens before it.
 
     Products are computed in the type of q, and the softmax in at least float32.
@@ -27,12 +27,12 @@ def causal_attention(
     Args:
         q: queries. [B, T, H, d]
         k: keys of G groups; query head h uses group h // (H / G). [B, T, G, d]
-        v: values of G groups. [B, T, G, d]
+        v: values of G groups. [B, T, G, e]
         attention_mask: True where row t may attend to column s, in addition to s <= t. The output of a row that may
             attend to no column is 0. [B, T, T]
 
     Returns:
-        [B, T, H, d]
+        [B, T, H, e]
 
     Raises:
         ValueError: an argument has a wrong shape or type.
@@ -50,9 +50,9 @@ def _check_attention(q: Any, k: Any, v: Any, mask: Any) -> None:
 def fused_attention(
     q: Float[Array, "b t h d"],
     k: Float[Array, "b t g d"],
-    v: Float[Array, "b t g d"],
+    v: Float[Array, "b t g e"],
     attention_mask: Bool[Array, "b t t"] | None = None,
-) -> Float[Array, "b t h d"]:
+) -> Float[Array, "b t h e"]:
     """Compute causal_attention without saving the T x T weights, which are recomputed in backward.
 
     Arguments and result are those of causal_attention.
@@ -86,27 +86,27 @@ def _attention(
         weights = weights * allowed.any(-1, keepdims=True)
     weights = named(weights, "attention_weights")
     mixed = jnp.einsum("bgrts,bsgd->btgrd", weights, v)
-    return mixed.reshape(batch, length, heads, width)
+    return mixed.reshape(batch, length, heads, v.shape[3])
 
 
 def masked_attention(
     q: Float[Array, "b t h d"],
     k: Float[Array, "b s g d"],
-    v: Float[Array, "b s g d"],
+    v: Float[Array, "b s g e"],
     allowed: Bool[Array, "t s"],
     fused: bool = False,
-) -> Float[Array, "b t h d"]:
+) -> Float[Array, "b t h e"]:
     """Return softmax(q k^T / sqrt(d)) v over the allowed keys; queries and keys may belong to different tokens.
 
     Args:
         q: queries. [B, T, H, d]
         k: keys of G groups; query head h uses group h // (H / G). [B, S, G, d]
-        v: values of G groups. [B, S, G, d]
+        v: values of G groups. [B, S, G, e]
         allowed: True where query t may attend to key s; at least one key per query. [T, S]
         fused: do not save the T x S weights, see fused_attention.
 
     Returns:
-        [B, T, H, d]
+        [B, T, H, e]
     """
     operands = operand("q", q), operand("k", k), operand("v", v), operand("allowed", allowed)
     operations.check_attention(*operands, name="allowed", keys=True)
@@ -117,4 +117,4 @@ def masked_attention(
     scores = jnp.einsum("btgrd,bsgd->bgrts", grouped, k) * width**-0.5
     scores = jnp.where(allowed, scores, jnp.finfo(q.dtype).min)
     weights = jax.nn.softmax(at_least_float32(scores), axis=-1).astype(v.dtype)
-    return jnp.einsum("bgrts,bsgd->btgrd", weights, v).reshape(q.shape)
+    return jnp.einsum("bgrts,bsgd->btgrd", weights, v).reshape(*q.shape[:3], v.shape[3])

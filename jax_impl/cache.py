@@ -1,4 +1,4 @@
-"""The cache of incremental decoding: keys and values of attention, states of the delta rule.
+"""The cache of incremental decoding: keys and values of attention, latents of mla, states of the delta rule.
 
 A model with a cache reads its input as the tokens after the cached ones, and adds them to the cache. A function under
 jax.jit has to return the cache. Mirrors ``reference_torch/cache.py``.
@@ -26,6 +26,15 @@ class AttentionState(NamedTuple):
     v: Float[Array, "b l g d"]
 
 
+class LatentState(NamedTuple):
+    """The latents of an mla layer; entries beyond the tokens read are undefined."""
+
+    latent: Float[Array, "b l r"]
+    """[B, seq_length, kv_lora_rank], after the norm."""
+    shared_key: Float[Array, "b l d"]
+    """[B, seq_length, qk_pos_emb_head_dim]"""
+
+
 class DeltaRuleState(NamedTuple):
     """The state of a gdn or kda layer, of constant size."""
 
@@ -44,7 +53,7 @@ class DecodingCache:
     """Number of sequences."""
     length: Any
     """Number of tokens read of each sequence: an integer, or a scalar array under jax.jit."""
-    layers: dict[int, AttentionState | DeltaRuleState]
+    layers: dict[int, AttentionState | LatentState | DeltaRuleState]
     """State of each layer, by global number."""
 
 
@@ -56,8 +65,13 @@ def empty_cache(config: TransformerConfig, batch: int) -> DecodingCache:
         batch: number B of sequences.
     """
     heads, value_heads, key, value = config.linear_heads
-    layers: dict[int, AttentionState | DeltaRuleState] = {}
+    layers: dict[int, AttentionState | LatentState | DeltaRuleState] = {}
     for number in range(config.num_layers):
+        if config.layer(number).mixer == "mla":
+            widths = config.kv_lora_rank or 0, config.qk_pos_emb_head_dim or 0
+            rows = batch, config.seq_length
+            layers[number] = LatentState(*(jnp.zeros((*rows, w), config.compute_dtype) for w in widths))
+            continue
         if config.layer(number).mixer == "attention":
             shape = batch, config.seq_length, config.query_groups, config.head_dim
             layers[number] = AttentionState(*(jnp.zeros(shape, config.compute_dtype) for _ in "kv"))
@@ -73,27 +87,35 @@ def empty_cache(config: TransformerConfig, batch: int) -> DecodingCache:
 def cached_attention(
     q: Float[Array, "b t h d"],
     k: Float[Array, "b t g d"],
-    v: Float[Array, "b t g d"],
+    v: Float[Array, "b t g e"],
     past: AttentionState,
     read: int | Integer[Array, ""],
-) -> tuple[Float[Array, "b t h d"], AttentionState]:
+) -> tuple[Float[Array, "b t h e"], AttentionState]:
     """Run ops.causal_attention of the next tokens over themselves and all cached tokens.
 
     Args:
         q: queries of the next tokens. [B, T, H, d]
         k: keys of the next tokens. [B, T, G, d]
-        v: values of the next tokens. [B, T, G, d]
+        v: values of the next tokens. [B, T, G, e]
         past: keys and values of the cached tokens.
         read: number of cached tokens.
 
     Returns:
-        The output [B, T, H, d], and past with the next tokens.
+        The output [B, T, H, e], and past with the next tokens.
     """
-    past = AttentionState(
-        *(lax.dynamic_update_slice_in_dim(buffer, new, read, axis=1) for buffer, new in zip(past, (k, v), strict=True))
-    )
+    past = AttentionState(*extended(past, (k, v), read))
     allowed = jnp.arange(past.k.shape[1]) <= read + jnp.arange(q.shape[1])[:, None]
     return masked_attention(q, past.k, past.v, allowed), past
+
+
+def extended(
+    past: AttentionState | LatentState, new: tuple[Array, Array], read: int | Integer[Array, ""]
+) -> tuple[Array, Array]:
+    """Return the buffers of past with arrays of the next tokens [B, T, ...]."""
+    first, second = (
+        lax.dynamic_update_slice_in_dim(buffer, array, read, axis=1) for buffer, array in zip(past, new, strict=True)
+    )
+    return first, second
 
 
 def prepend_tail(x: Float[Array, "b t c"], past: DeltaRuleState) -> tuple[Float[Array, "b s c"], Array]:

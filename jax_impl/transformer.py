@@ -16,107 +16,33 @@ from jaxtyping import Bool, Float, Int, Integer
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.sequences import FLACPContext
-from diptych.plans.model.parameters import attention_specs, embedding_spec
+from diptych.plans.model.parameters import embedding_spec
 from diptych.plans.model.philox import attention_site, mlp_site
 from diptych.plans.model.sampling import check_inputs
 from diptych.plans.schedule.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
 from jax_impl.balance import Collected, join_balance, split_balance
-from jax_impl.cache import AttentionState, DecodingCache, cached_attention, cached_length
-from jax_impl.context_parallel import cp_attention
-from jax_impl.documents import combine_masks, pack_documents
+from jax_impl.cache import DecodingCache, cached_length
+from jax_impl.documents import pack_documents
 from jax_impl.forward_context import ForwardContext
 from jax_impl.hyper_connections import DeferredMix, HyperConnectionHead, HyperConnectionModule
 from jax_impl.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from jax_impl.mlp import MLP, MixtureOfExperts
-from jax_impl.modules import Linear, RMSNorm
+from jax_impl.modules import RMSNorm
 from jax_impl.offload import copy_to_device, offloads_layers, run_offloaded
 from jax_impl.ops import (
     DropoutState,
     add_bias,
     at_least_float32,
-    causal_attention,
     cross_entropy,
     dropout,
     dropout_state,
-    fused_attention,
     linear,
     parameter,
-    rotary_embedding,
 )
 from jax_impl.recompute import checkpoint_blocks, name_value
+from jax_impl.self_attention import LatentAttention, SelfAttention
 
-
-class SelfAttention(nnx.Module):
-    """Causal softmax attention with rotary positions, grouped queries and, if configured, normed heads and a gate.
-
-    Args:
-        config: configuration of the model.
-        layer_number: global number of the layer, from 0.
-        name: canonical name of the module.
-    """
-
-    def __init__(self, config: TransformerConfig, layer_number: int, name: str) -> None:
-        self.config = config
-        self.layer_number = layer_number
-        specs = attention_specs(config)
-        self.linear_qkv = Linear(config, f"{name}.linear_qkv", specs["linear_qkv"])
-        self.q_layernorm, self.k_layernorm = (
-            RMSNorm(config, f"{name}.{norm}", specs[norm]) if norm in specs else None
-            for norm in ("q_layernorm", "k_layernorm")
-        )
-        self.linear_gate = (
-            Linear(config, f"{name}.linear_gate", specs["linear_gate"]) if "linear_gate" in specs else None
-        )
-        self.linear_proj = Linear(config, f"{name}.linear_proj", specs["linear_proj"])
-
-    def __call__(
-        self,
-        hidden_states: Float[Array, "b t d"],
-        context: ForwardContext,
-    ) -> tuple[Float[Array, "b t d"], Array | None]:
-        """Return the output of attention [B, T, D] and the bias of the output projection, not yet added.
-
-        Args:
-            hidden_states: normed input of the sublayer. [B, T, D]
-            context: context of the forward pass.
-        """
-        batch, length, _ = hidden_states.shape
-        heads = self.config.num_attention_heads
-        groups = self.config.query_groups
-        qkv = add_bias(*self.linear_qkv(hidden_states))
-        qkv = qkv.reshape(batch, length, heads + 2 * groups, self.config.head_dim)
-        q, k, v = jnp.split(qkv, (heads, heads + groups), axis=2)
-        q = self._positioned(q, self.q_layernorm, context.positions)
-        k = self._positioned(k, self.k_layernorm, context.positions)
-        attend = fused_attention if self.config.use_flash_attn else causal_attention
-        if isinstance(context.sequences, FLACPContext):
-            q = name_value(q, "q")
-            k = name_value(k, "k")
-            v = name_value(v, "v")
-            attended = name_value(cp_attention(q, k, v, context.sequences, self.config.use_flash_attn), "core_attn")
-        elif context.cache is None:
-            attended = name_value(
-                attend(q, k, v, combine_masks(context.attention_mask, context.sequences)), "core_attn"
-            )
-        else:
-            past = context.cache.layers[self.layer_number]
-            assert isinstance(past, AttentionState), "the cache was made for another layer pattern"
-            attended, state = cached_attention(q, k, v, past, context.cache.length)
-            context.cache.layers[self.layer_number] = state
-        attended = attended.reshape(batch, length, -1)
-        if self.linear_gate is not None:
-            attended = attended * nnx.sigmoid(add_bias(*self.linear_gate(hidden_states)))
-        return self.linear_proj(attended)
-
-    def _positioned(self, x: Array, norm: RMSNorm | None, positions: Array) -> Array:
-        """Norm queries or keys [B, T, H, d], if there is a norm, and turn them by their positions."""
-        if norm is not None:
-            joint = self.config.qk_layernorm_scope == "projection"
-            x = norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape) if joint else norm(x)
-        return rotary_embedding(x, positions, self.config.rotary_base, self.config.rotary_dim)
-
-
-MIXER_MODULES = {"attention": SelfAttention, "gdn": GatedDeltaNet, "kda": KimiDeltaAttention}
+MIXER_MODULES = {"attention": SelfAttention, "mla": LatentAttention, "gdn": GatedDeltaNet, "kda": KimiDeltaAttention}
 """Mixer names of the layer pattern and their modules."""
 
 
@@ -422,7 +348,7 @@ class GPTModel(nnx.Module):
         check_inputs(seq_length, (batch, length), cached_length(cache), texts, cp_context, positions, **masks)
         if positions is None:
             positions = jnp.add(jnp.arange(length), 0 if cache is None else cache.length)
-        sequences = cp_context or pack_documents(document_starts, inputs, "attention" in self.config.mixers)
+        sequences = cp_context or pack_documents(document_starts, inputs, self.config.has_softmax)
         state = None
         if training and self.config.hidden_dropout > 0.0:
             samples = jnp.arange(batch) if samples is None else samples

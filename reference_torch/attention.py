@@ -15,9 +15,9 @@ from reference_torch.recompute import name_value
 def causal_attention(
     q: Float[Tensor, "b t h d"],
     k: Float[Tensor, "b t g d"],
-    v: Float[Tensor, "b t g d"],
+    v: Float[Tensor, "b t g e"],
     attention_mask: Bool[Tensor, "b t t"] | None = None,
-) -> Float[Tensor, "b t h d"]:
+) -> Float[Tensor, "b t h e"]:
     """Return softmax(q k^T / sqrt(d)) v, where each token attends to itself and the tokens before it.
 
     Products are computed in the type of q, and the softmax in at least float32.
@@ -25,12 +25,12 @@ def causal_attention(
     Args:
         q: queries. [B, T, H, d]
         k: keys of G groups; query head h uses group h // (H / G). [B, T, G, d]
-        v: values of G groups. [B, T, G, d]
+        v: values of G groups. [B, T, G, e]
         attention_mask: True where row t may attend to column s, in addition to s <= t. The output of a row that may
             attend to no column is 0. [B, T, T]
 
     Returns:
-        [B, T, H, d]
+        [B, T, H, e]
 
     Raises:
         ValueError: an argument has a wrong shape or type.
@@ -41,7 +41,7 @@ def causal_attention(
     rows = heads // groups * length  # the query heads of one group are stacked along the rows
     q = q.reshape(batch, length, groups, -1, width).permute(0, 2, 3, 1, 4).reshape(-1, rows, width)
     k = k.permute(0, 2, 3, 1).reshape(-1, width, length)
-    v = v.transpose(1, 2).reshape(-1, length, width)
+    v = v.transpose(1, 2).reshape(-1, length, v.shape[3])
     q = name_value(q, "q")
     k = name_value(k, "k")
     v = name_value(v, "v")
@@ -58,8 +58,8 @@ def causal_attention(
     if attention_mask is not None:
         weights = weights * allowed.any(-1).repeat(1, groups, heads // groups).view(-1, rows, 1)
     weights = name_value(weights, "attention_weights")
-    mixed = torch.bmm(weights, v).view(batch, groups, -1, length, width)
-    return mixed.permute(0, 3, 1, 2, 4).reshape(batch, length, -1).view(batch, length, heads, width)
+    mixed = torch.bmm(weights, v).view(batch, groups, -1, length, v.shape[2])
+    return mixed.permute(0, 3, 1, 2, 4).reshape(batch, length, -1).view(batch, length, heads, v.shape[2])
 
 
 def _check_attention(q: Any, k: Any, v: Any, mask: Any) -> None:
@@ -71,9 +71,9 @@ def _check_attention(q: Any, k: Any, v: Any, mask: Any) -> None:
 def fused_attention(
     q: Float[Tensor, "b t h d"],
     k: Float[Tensor, "b t g d"],
-    v: Float[Tensor, "b t g d"],
+    v: Float[Tensor, "b t g e"],
     attention_mask: Bool[Tensor, "b t t"] | None = None,
-) -> Float[Tensor, "b t h d"]:
+) -> Float[Tensor, "b t h e"]:
     """Compute causal_attention without saving the T x T weights, which are recomputed in backward.
 
     PyTorch's fused kernels compute it; with a mask, those kernels that accept one.
@@ -98,21 +98,21 @@ def fused_attention(
 def masked_attention(
     q: Float[Tensor, "b t h d"],
     k: Float[Tensor, "b s g d"],
-    v: Float[Tensor, "b s g d"],
+    v: Float[Tensor, "b s g e"],
     allowed: Bool[Tensor, "t s"],
     fused: bool = False,
-) -> Float[Tensor, "b t h d"]:
+) -> Float[Tensor, "b t h e"]:
     """Return softmax(q k^T / sqrt(d)) v over the allowed keys; queries and keys may belong to different tokens.
 
     Args:
         q: queries. [B, T, H, d]
         k: keys of G groups; query head h uses group h // (H / G). [B, S, G, d]
-        v: values of G groups. [B, S, G, d]
+        v: values of G groups. [B, S, G, e]
         allowed: True where query t may attend to key s; at least one key per query. [T, S]
         fused: do not save the T x S weights, see fused_attention.
 
     Returns:
-        [B, T, H, d]
+        [B, T, H, e]
     """
     operands = operand("q", q), operand("k", k), operand("v", v), operand("allowed", allowed)
     operations.check_attention(*operands, name="allowed", keys=True)

@@ -1,4 +1,4 @@
-"""The cache of incremental decoding: keys and values of attention, states of the delta rule.
+"""The cache of incremental decoding: keys and values of attention, latents of mla, states of the delta rule.
 
 A model with a cache reads its input as the tokens after the cached ones, and adds them to the cache. Mirrors
 ``jax_impl/cache.py``.
@@ -24,6 +24,15 @@ class AttentionState(NamedTuple):
     v: Float[Tensor, "b l g d"]
 
 
+class LatentState(NamedTuple):
+    """The latents of an mla layer; entries beyond the tokens read are undefined."""
+
+    latent: Float[Tensor, "b l r"]
+    """[B, seq_length, kv_lora_rank], after the norm."""
+    shared_key: Float[Tensor, "b l d"]
+    """[B, seq_length, qk_pos_emb_head_dim]"""
+
+
 class DeltaRuleState(NamedTuple):
     """The state of a gdn or kda layer, of constant size."""
 
@@ -41,7 +50,7 @@ class DecodingCache:
     """Number of sequences."""
     length: int
     """Number of tokens read of each sequence."""
-    layers: dict[int, AttentionState | DeltaRuleState]
+    layers: dict[int, AttentionState | LatentState | DeltaRuleState]
     """State of each layer, by global number."""
 
 
@@ -55,8 +64,13 @@ def empty_cache(config: TransformerConfig, batch: int, device: torch.device | st
     """
     dtype = getattr(torch, config.compute_dtype)
     heads, value_heads, key, value = config.linear_heads
-    layers: dict[int, AttentionState | DeltaRuleState] = {}
+    layers: dict[int, AttentionState | LatentState | DeltaRuleState] = {}
     for number in range(config.num_layers):
+        if config.layer(number).mixer == "mla":
+            widths = config.kv_lora_rank or 0, config.qk_pos_emb_head_dim or 0
+            rows = batch, config.seq_length
+            layers[number] = LatentState(*(torch.zeros(*rows, w, dtype=dtype, device=device) for w in widths))
+            continue
         if config.layer(number).mixer == "attention":
             shape = batch, config.seq_length, config.query_groups, config.head_dim
             layers[number] = AttentionState(*(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv"))
@@ -73,28 +87,35 @@ def empty_cache(config: TransformerConfig, batch: int, device: torch.device | st
 def cached_attention(
     q: Float[Tensor, "b t h d"],
     k: Float[Tensor, "b t g d"],
-    v: Float[Tensor, "b t g d"],
+    v: Float[Tensor, "b t g e"],
     past: AttentionState,
     read: int,
-) -> tuple[Float[Tensor, "b t h d"], AttentionState]:
+) -> tuple[Float[Tensor, "b t h e"], AttentionState]:
     """Run ops.causal_attention of the next tokens over themselves and all cached tokens.
 
     Args:
         q: queries of the next tokens. [B, T, H, d]
         k: keys of the next tokens. [B, T, G, d]
-        v: values of the next tokens. [B, T, G, d]
+        v: values of the next tokens. [B, T, G, e]
         past: keys and values of the cached tokens; changed in place.
         read: number of cached tokens.
 
     Returns:
-        The output [B, T, H, d], and past with the next tokens.
+        The output [B, T, H, e], and past with the next tokens.
     """
-    length = q.shape[1]
-    for buffer, new in zip(past, (k, v), strict=True):
-        buffer[:, read : read + length] = new
-    end = read + length
+    k, v = extended(past, (k, v), read)
+    end = k.shape[1]
     allowed = torch.arange(end, device=q.device) <= torch.arange(read, end, device=q.device)[:, None]
-    return masked_attention(q, past.k[:, :end], past.v[:, :end], allowed), past
+    return masked_attention(q, k, v, allowed), past
+
+
+def extended(past: AttentionState | LatentState, new: tuple[Tensor, Tensor], read: int) -> tuple[Tensor, Tensor]:
+    """Write arrays of the next tokens [B, T, ...] into the buffers of past, and return those of all tokens so far."""
+    end = read + new[0].shape[1]
+    for buffer, array in zip(past, new, strict=True):
+        buffer[:, read:end] = array
+    first, second = past
+    return first[:, :end], second[:, :end]
 
 
 def prepend_tail(x: Float[Tensor, "b t c"], past: DeltaRuleState) -> tuple[Float[Tensor, "b s c"], Tensor]:

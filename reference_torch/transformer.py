@@ -7,120 +7,39 @@ the canonical names of parameters. Layers are keyed by their global number.
 Reference: Vaswani et al., arXiv 1706.03762, in its pre-norm, rotary, gated form (Touvron et al., arXiv 2302.13971).
 """
 
-from functools import partial
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.sequences import FLACPContext
-from diptych.plans.model.parameters import attention_specs, embedding_spec
+from diptych.plans.model.parameters import embedding_spec
 from diptych.plans.model.philox import attention_site, mlp_site
 from diptych.plans.model.sampling import check_inputs
 from diptych.plans.recompute import RecomputeBlock, recompute_blocks
 from diptych.plans.schedule.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
 from reference_torch.balance import Collected, join_balance, split_balance
-from reference_torch.cache import AttentionState, DecodingCache, cached_attention, cached_length
-from reference_torch.context_parallel import cp_attention
-from reference_torch.documents import combine_masks, pack_documents
+from reference_torch.cache import DecodingCache, cached_length
+from reference_torch.documents import pack_documents
 from reference_torch.forward_context import ForwardContext
 from reference_torch.hyper_connections import DeferredMix, HyperConnectionHead, HyperConnectionModule
 from reference_torch.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from reference_torch.mlp import MLP, MixtureOfExperts
-from reference_torch.modules import Linear, RMSNorm
+from reference_torch.modules import RMSNorm
 from reference_torch.ops import (
     DropoutState,
     add_bias,
     at_least_float32,
-    causal_attention,
     cross_entropy,
     dropout,
     dropout_state,
-    fused_attention,
     linear,
     parameter,
-    rotary_embedding,
 )
 from reference_torch.recompute import BlockRecomputation, name_value, run_block
+from reference_torch.self_attention import LatentAttention, SelfAttention
 
-
-class SelfAttention(nn.Module):
-    """Causal softmax attention with rotary positions, grouped queries and, if configured, normed heads and a gate.
-
-    Args:
-        config: configuration of the model.
-        layer_number: global number of the layer, from 0.
-        name: canonical name of the module.
-    """
-
-    def __init__(self, config: TransformerConfig, layer_number: int, name: str) -> None:
-        super().__init__()
-        self.config = config
-        self.layer_number = layer_number
-        specs = attention_specs(config)
-        self.linear_qkv = Linear(config, f"{name}.linear_qkv", specs["linear_qkv"])
-        self.q_layernorm, self.k_layernorm = (
-            RMSNorm(config, f"{name}.{norm}", specs[norm]) if norm in specs else None
-            for norm in ("q_layernorm", "k_layernorm")
-        )
-        self.linear_gate = (
-            Linear(config, f"{name}.linear_gate", specs["linear_gate"]) if "linear_gate" in specs else None
-        )
-        self.linear_proj = Linear(config, f"{name}.linear_proj", specs["linear_proj"])
-
-    def forward(
-        self,
-        hidden_states: Float[Tensor, "b t d"],
-        context: ForwardContext,
-    ) -> tuple[Float[Tensor, "b t d"], Tensor | None]:
-        """Return the output of attention [B, T, D] and the bias of the output projection, not yet added.
-
-        Args:
-            hidden_states: normed input of the sublayer. [B, T, D]
-            context: context of the forward pass.
-        """
-        batch, length, _ = hidden_states.shape
-        heads = self.config.num_attention_heads
-        groups = self.config.query_groups
-        qkv = linear(hidden_states, self.linear_qkv.weight, self.linear_qkv.bias)
-        qkv = qkv.view(batch, length, heads + 2 * groups, self.config.head_dim)
-        q, k, v = qkv.split((heads, groups, groups), dim=2)
-        q = self._positioned(q, self.q_layernorm, context.positions)
-        k = self._positioned(k, self.k_layernorm, context.positions)
-        attend = fused_attention if self.config.use_flash_attn else causal_attention
-        # Views would save the joint projection of q, k and v for backward.
-        q, k, v = (name_value(x.contiguous(), name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
-        sequences = context.sequences
-        if isinstance(sequences, FLACPContext):
-            cp_context = sequences.of_layer(self.layer_number)
-            attend = partial(cp_attention, context=cp_context, fused=self.config.use_flash_attn)
-            attended = context.recompute("core_attn", attend, q, k, v)
-        elif context.cache is None:
-            mask = combine_masks(context.attention_mask, sequences)
-            attended = context.recompute("core_attn", attend, q, k, v, mask)
-        else:
-            past = context.cache.layers[self.layer_number]
-            assert isinstance(past, AttentionState), "the cache was made for another layer pattern"
-            attended, state = cached_attention(q, k, v, past, context.cache.length)
-            context.cache.layers[self.layer_number] = state
-        return self.linear_proj(self._gated(name_value(attended, "core_attn").flatten(2), hidden_states))
-
-    def _gated(self, attended: Tensor, hidden_states: Tensor) -> Tensor:
-        """Multiply the output of attention [B, T, H d] by its gate, if there is one."""
-        if self.linear_gate is None:
-            return attended
-        return attended * torch.sigmoid(add_bias(*self.linear_gate(hidden_states)))
-
-    def _positioned(self, x: Tensor, norm: RMSNorm | None, positions: Tensor) -> Tensor:
-        """Norm queries or keys [B, T, H, d], if there is a norm, and turn them by their positions."""
-        if norm is not None:
-            joint = self.config.qk_layernorm_scope == "projection"
-            x = norm(x.reshape(*x.shape[:2], -1)).view(x.shape) if joint else norm(x)
-        return rotary_embedding(x, positions, self.config.rotary_base, self.config.rotary_dim)
-
-
-MIXER_MODULES = {"attention": SelfAttention, "gdn": GatedDeltaNet, "kda": KimiDeltaAttention}
+MIXER_MODULES = {"attention": SelfAttention, "mla": LatentAttention, "gdn": GatedDeltaNet, "kda": KimiDeltaAttention}
 """Mixer names of the layer pattern and their modules."""
 
 
@@ -403,7 +322,7 @@ class GPTModel(nn.Module):
         check_inputs(seq_length, (batch, length), cached_length(cache), texts, cp_context, positions, **masks)
         if positions is None:
             positions = torch.arange(length, device=inputs.device) + (0 if cache is None else cache.length)
-        sequences = cp_context or pack_documents(document_starts, inputs, "attention" in self.config.mixers)
+        sequences = cp_context or pack_documents(document_starts, inputs, self.config.has_softmax)
         state = None
         if training and self.training and self.config.hidden_dropout > 0.0:
             samples = torch.arange(batch, device=inputs.device) if samples is None else samples

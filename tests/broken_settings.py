@@ -43,6 +43,28 @@ BROKEN = {
         {"linear_norm_epsilon": 0.0},
         r"linear_norm_epsilon: expected None or a number in \(0, inf\), got 0\.0",
     ),
+    (TransformerConfig, "kv_lora_rank"): ({"kv_lora_rank": 0}, r"kv_lora_rank: .* >= 1, got 0"),
+    (TransformerConfig, "qk_head_dim"): ({"qk_head_dim": 0}, r"qk_head_dim: .* >= 1, got 0"),
+    (TransformerConfig, "qk_pos_emb_head_dim"): ({"qk_pos_emb_head_dim": 0}, r"qk_pos_emb_head_dim: .* >= 1, got 0"),
+    (TransformerConfig, "v_head_dim"): ({"v_head_dim": 0}, r"v_head_dim: .* >= 1, got 0"),
+    (TransformerConfig, "mla_norm_epsilon"): (
+        {"mla_norm_epsilon": 0.0},
+        r"mla_norm_epsilon: expected None or a number in \(0, inf\), got 0\.0",
+    ),
+    (TransformerConfig, "mla has widths"): (
+        {"layer_pattern": "mla", "rotary_percent": 0.0, "kv_lora_rank": 8},
+        r"kv_lora_rank, .*: expected integers with mla in layer_pattern='mla', got 8, None, None, None",
+    ),
+    (TransformerConfig, "mla has no positions"): (
+        {
+            "layer_pattern": "mla",
+            "kv_lora_rank": 8,
+            "qk_head_dim": 4,
+            "qk_pos_emb_head_dim": 2,
+            "v_head_dim": 4,
+        },
+        r"rotary_percent: expected 0\.0 with mla in layer_pattern, .*, got 1\.0",
+    ),
     (TransformerConfig, "num_moe_experts"): ({"num_moe_experts": 0}, r"num_moe_experts: .* >= 1, got 0"),
     (TransformerConfig, "moe_router_topk"): ({"moe_router_topk": 0}, r"moe_router_topk: .* >= 1, got 0"),
     (TransformerConfig, "moe_ffn_hidden_size"): ({"moe_ffn_hidden_size": 0}, r"moe_ffn_hidden_size: .* >= 1, got 0"),

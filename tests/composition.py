@@ -157,6 +157,21 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
             "moe_router_topk_scaling_factor": 1.5,
             "moe_aux_loss_coeff": 0.7,
         },
+        "Kimi Linear": {
+            "layer_pattern": "kda,mla+moe",
+            "linear_num_value_heads": None,
+            "rotary_percent": 0.0,
+            "kv_lora_rank": 6,
+            "qk_head_dim": 4,
+            "qk_pos_emb_head_dim": 2,
+            "v_head_dim": 5,
+            "mla_norm_epsilon": 1e-2,
+            "num_moe_experts": 4,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_shared_expert_intermediate_size": 8,
+            "moe_aux_loss_coeff": 0.3,
+        },
         "OLMo-hybrid": {
             "layer_pattern": "gdn,attention+post-norm",
             "rotary_percent": 0.0,
@@ -284,7 +299,7 @@ MUST_BE_ACCEPTED = [
 """Features of the compositions that must be accepted; embeddings are tied."""
 OF_FAMILIES = [
     (family, *features)
-    for family in ("Qwen3-Next", "OLMo-hybrid", "mHC of DeepSeek-V4", "experts", "experts in groups")
+    for family in ("Qwen3-Next", "OLMo-hybrid", "mHC of DeepSeek-V4", "experts", "experts in groups", "Kimi Linear")
     for features in (
         ("1f1b", "context ranks"),
         ("recompute core_attn + mlp", "parameters offloaded", "activations offloaded"),

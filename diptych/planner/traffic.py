@@ -19,6 +19,7 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import PIPELINED, exchange_cost
 from diptych.plans.context.sequences import halo_sizes
 from diptych.plans.context.zigzag import move_cost
+from diptych.plans.model.layers import SOFTMAX_MIXERS
 from diptych.plans.model.parameters import embedding_spec
 from diptych.plans.recompute import recompute_blocks
 from diptych.plans.schedule.partition import get_stage_place, num_stages
@@ -142,14 +143,16 @@ def layer_exchanges(
     size = config.context_parallel_size
     item = ITEM_SIZES[config.compute_dtype]
     part = batch * config.seq_length // size
-    if config.layer(layer).mixer == "attention":
-        own = 2 * part * config.query_groups * config.head_dim * item
+    mixer = config.layer(layer).mixer
+    if mixer in SOFTMAX_MIXERS:
+        heads, groups, key, value = config.attention_heads(mixer)
+        own = part * groups * (key + value) * item
         gathered = (size - 1) * own, size * (size - 1) * own
         yield Exchange("keys and values", f"gathered by {size}", *gathered, 1 + replays_mixer)
         summed = 2 * (size - 1) * own, 2 * (size - 1) * size * own
         yield Exchange("gradients of keys and values", f"sum of {size}", *summed, 1)
         if config.cp_attention_layout == "zigzag":
-            moved = move_cost(size, part, config.num_attention_heads, config.head_dim, item)
+            moved = move_cost(size, part, heads, key, item, value)
             yield Exchange("queries and outputs", "point to point", *moved, 2 + replays_mixer)
         return
     key_heads, heads, key, value = config.linear_heads
@@ -175,8 +178,10 @@ def _pipelined_messages(config: TransformerConfig, layer: int, batch: int) -> It
     part = batch * config.seq_length // size
     before = tokens_before(size, part, config.seq_length)
     num_receivers = sum(tokens > 0 for tokens in before)
-    if config.layer(layer).mixer == "attention":
-        token = 2 * config.query_groups * config.head_dim * item
+    mixer = config.layer(layer).mixer
+    if mixer in SOFTMAX_MIXERS:
+        _, groups, key, value = config.attention_heads(mixer)
+        token = groups * (key + value) * item
         yield Exchange("keys and values", "sent to the next rank", max(before) * token, sum(before) * token, 2)
         return
     key_heads, heads, key, value = config.linear_heads

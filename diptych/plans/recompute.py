@@ -24,6 +24,7 @@ VALUES = (
     "mixed",
     "expanded",
     "input_layernorm",
+    "kv_latent",
     "q",
     "k",
     "v",
@@ -41,8 +42,8 @@ VALUES = (
 """Names of a layer's values, equal in both backends, in kernels and in reports.
 
 residual_streams is the input of a sublayer, [B, T, S, D] or [B, T, D]; h_pre to expanded belong to hyper-connections;
-short_conv is the concatenation of q, k and v of a gdn or kda layer; fc1 and activation are the input and output of the
-activation function.
+kv_latent is the output of the down projection of an mla layer; short_conv is the concatenation of q, k and v of a gdn
+or kda layer; fc1 and activation are the input and output of the activation function.
 """
 
 MODULES: dict[str, tuple[str, ...]] = {

@@ -40,16 +40,16 @@ def cp_short_convolution(
 def cp_attention(
     q: Float[Array, "b t h d"],
     k: Float[Array, "b t g d"],
-    v: Float[Array, "b t g d"],
+    v: Float[Array, "b t g e"],
     context: FLACPContext,
     fused: bool = False,
-) -> Float[Array, "b t h d"]:
+) -> Float[Array, "b t h e"]:
     """Run ops.causal_attention of this rank's queries over the keys and values of all ranks, within each sequence.
 
     Args:
         q: queries of the part. [1, T, H, d]
         k: keys of the part. [1, T, G, d]
-        v: values of the part. [1, T, G, d]
+        v: values of the part. [1, T, G, e]
         context: context of the rank.
         fused: see ops.masked_attention.
 
@@ -91,16 +91,16 @@ def _prepend_tokens(x: Array, num_earlier: int) -> Array:
 
 def _prepend_keys_and_values(k: Array, v: Array, context: FLACPContext) -> tuple[Array, Array]:
     """Return keys and values of this rank and earlier ones, pipelined, at their global positions; later ones are 0."""
-    both = jnp.stack([k, v])
+    both = jnp.concatenate([k, v], axis=-1)
     length = k.shape[1]
 
     def insert(received: Array) -> tuple[Array, Array]:
-        joined = lax.dynamic_update_slice_in_dim(received, both, context.rank * length, axis=2)
+        joined = lax.dynamic_update_slice_in_dim(received, both, context.rank * length, axis=1)
         return joined, joined
 
-    shape = (*both.shape[:2], length * context.size, *both.shape[3:])
-    k, v = relay(shape, both.dtype, insert)
-    return k, v
+    shape = (both.shape[0], length * context.size, *both.shape[2:])
+    joined = relay(shape, both.dtype, insert)
+    return joined[..., : k.shape[3]], joined[..., k.shape[3] :]
 
 
 def _sequences(context: FLACPContext, length: int) -> tuple[Array, Array]:

@@ -23,10 +23,10 @@ from jax_impl.ops import at_least_float32
 def zigzag_attention(
     q: Float[Array, "b t h d"],
     k: Float[Array, "b s g d"],
-    v: Float[Array, "b s g d"],
+    v: Float[Array, "b s g e"],
     context: FLACPContext,
     fused: bool = False,
-) -> Float[Array, "b t h d"]:
+) -> Float[Array, "b t h e"]:
     """Return the causal attention of this rank's queries; see diptych.plans.context.zigzag for the ranks that compute.
 
     All ranks have to call this function.
@@ -34,7 +34,7 @@ def zigzag_attention(
     Args:
         q: queries of the part. [1, T, H, d]
         k: keys of all ranks. [1, R T, G, d]
-        v: values of all ranks. [1, R T, G, d]
+        v: values of all ranks. [1, R T, G, e]
         context: context of the rank.
         fused: without effect, because scores are never saved.
     """
@@ -48,7 +48,7 @@ def zigzag_attention(
     blocks = jnp.asarray([block_pairs(rank, context.size) for rank in range(context.size)], jnp.int32)[context.rank]
     attend: Any = _attended
     o = attend(length, *match_varying_axes((halves, keys, values, blocks, context.all_cu_seqlens)))
-    o = o.reshape(2, 1, first, *q.shape[2:])
+    o = o.reshape(2, 1, first, q.shape[2], v.shape[3])
     return jnp.concatenate([_move(o[0], context, 0, back=True), _move(o[1, :, :second], context, 1, back=True)], axis=1)
 
 
@@ -119,7 +119,7 @@ def _attended_forward(
         return tuple(x.at[half].set(y) for x, y in zip(carry, updated, strict=True)), None
 
     rows = halves.shape[:-1]
-    start = jnp.zeros(halves.shape, wide), jnp.full(rows, jnp.finfo(wide).min, wide), jnp.zeros(rows, wide)
+    start = jnp.zeros((*rows, values.shape[-1]), wide), jnp.full(rows, jnp.finfo(wide).min, wide), jnp.zeros(rows, wide)
     (o, top, total), _ = lax.scan(add, tuple(match_varying_axes((*start, blocks, halves))[:3]), blocks)
     total = jnp.where(total > 0, total, 1)  # the sum is 0 for queries that are padding
     o = (o / total[..., None]).astype(values.dtype)
@@ -131,7 +131,7 @@ def _attended_backward(length: int, saved: tuple[Array, ...], d_o: Array) -> tup
     halves, keys, values, blocks, cu_seqlens, o, logsumexp = saved
     inputs = halves, keys, values
     wide = logsumexp.dtype
-    width = d_o.shape[-1]
+    width = halves.shape[-1]
     out_dot_gradient = (o.astype(wide) * d_o.astype(wide)).sum(-1)
 
     def add(carry: tuple[Array, ...], pair: Array) -> tuple[tuple[Array, ...], None]:

@@ -45,16 +45,16 @@ def cp_short_convolution(
 def cp_attention(
     q: Float[Tensor, "b t h d"],
     k: Float[Tensor, "b t g d"],
-    v: Float[Tensor, "b t g d"],
+    v: Float[Tensor, "b t g e"],
     context: FLACPContext,
     fused: bool = False,
-) -> Float[Tensor, "b t h d"]:
+) -> Float[Tensor, "b t h e"]:
     """Run ops.causal_attention of this rank's queries over the keys and values of all ranks, within each sequence.
 
     Args:
         q: queries of the part. [1, T, H, d]
         k: keys of the part. [1, T, G, d]
-        v: values of the part. [1, T, G, d]
+        v: values of the part. [1, T, G, e]
         context: context of the rank.
         fused: see ops.masked_attention.
 
@@ -102,14 +102,14 @@ def _prepend_keys_and_values(k: Tensor, v: Tensor, context: FLACPContext) -> tup
     """Return keys and values from the beginning of the first sequence, pipelined, and their first global position."""
     kind = "keys and values"
     before = context.pre_num_tokens
-    joined = torch.stack([k, v])
+    joined = torch.cat([k, v], dim=-1)
     if not context.is_first_rank:
-        earlier = joined.new_empty(*joined.shape[:2], before, *joined.shape[3:])
-        joined = torch.cat([receive_from_previous(kind, earlier, joined, context), joined], dim=2)
+        earlier = joined.new_empty(joined.shape[0], before, *joined.shape[2:])
+        joined = torch.cat([receive_from_previous(kind, earlier, joined, context), joined], dim=1)
     if not context.is_last_rank:
         begin = before + int(context.cu_seqlens_cpu[-2]) if context.num_sequences > 1 else 0
-        (joined,) = send_to_next(kind, joined[:, :, begin:], context, joined)
-    k_, v_ = joined.unbind(0)
+        (joined,) = send_to_next(kind, joined[:, begin:], context, joined)
+    k_, v_ = joined.split((k.shape[3], v.shape[3]), dim=-1)
     return k_, v_, context.rank * k.shape[1] - before
 
 

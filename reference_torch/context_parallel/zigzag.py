@@ -15,10 +15,10 @@ from reference_torch.ops import masked_attention
 def zigzag_attention(
     q: Float[Tensor, "b t h d"],
     k: Float[Tensor, "b s g d"],
-    v: Float[Tensor, "b s g d"],
+    v: Float[Tensor, "b s g e"],
     context: FLACPContext,
     fused: bool = False,
-) -> Float[Tensor, "b t h d"]:
+) -> Float[Tensor, "b t h e"]:
     """Return the causal attention of this rank's queries; see diptych.plans.context.zigzag for the ranks that compute.
 
     All ranks have to call this function.
@@ -26,7 +26,7 @@ def zigzag_attention(
     Args:
         q: queries of the part. [1, T, H, d]
         k: keys of all ranks. [1, R T, G, d]
-        v: values of all ranks. [1, R T, G, d]
+        v: values of all ranks. [1, R T, G, e]
         context: context of the rank.
         fused: see ops.masked_attention.
     """

@@ -59,12 +59,29 @@ EXPERTS = {
     "shared_expert_intermediate_size": 10,
     "mlp_only_layers": [1],
 }
+KIMI = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 10,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 7,
+    "linear_num_heads": 3,
+    "linear_head_dim": 8,
+    "layer_types": LAYERS,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 6,
+    "n_shared_experts": 2,
+    "n_group": 3,
+    "topk_group": 2,
+}
 FAMILIES: dict[str, Any] = {
     "qwen3_next": lambda more: transformers.Qwen3NextConfig(**{**SIZES, **LINEAR, **ROPE, "num_experts": 0, **more}),
     "qwen3_next with experts": lambda more: transformers.Qwen3NextConfig(
         **{**SIZES, **LINEAR, **ROPE, **EXPERTS, **more}
     ),
     "qwen3_5_text": lambda more: transformers.Qwen3_5TextConfig(**{**SIZES, **LINEAR, **ROPE, **more}),
+    "kimi_linear": lambda more: transformers.KimiLinearConfig(**{**without(SIZES, "head_dim"), **KIMI, **more}),
     "olmo_hybrid": lambda more: transformers.OlmoHybridConfig(
         **{
             **without(SIZES, "head_dim"),
@@ -80,6 +97,10 @@ FAMILIES: dict[str, Any] = {
 def family_of(name: str) -> Family:
     """The table of a name of FAMILIES."""
     return families.FAMILIES[name.split()[0]]
+
+
+BIAS = "e_score_correction_bias"
+"""End of the name of the bias of a router's choice, which is a buffer."""
 
 
 class Exact(TorchFunctionMode):
@@ -117,6 +138,9 @@ def build(family: str, **settings: Any):
             if name.endswith(("A_log", "dt_bias")):
                 parameter.zero_()  # initial decays are so strong that their gradients are rounding errors
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith(BIAS):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.set_experts_implementation("eager")  # the others know no float64
     model = model.double().eval()
     rotary = getattr(model.model, "rotary_emb", None)
@@ -154,6 +178,9 @@ def gradients_of(model) -> dict[str, np.ndarray]:
     with torch.no_grad():
         for target, source in zip(twin.parameters(), model.parameters(), strict=True):
             target.copy_(source.grad)
+        for name, buffer in twin.named_buffers():
+            if name.endswith(BIAS):
+                buffer.zero_()  # it has no gradient
     with tempfile.TemporaryDirectory() as folder:
         file = TensorFile(save(twin, Path(folder)) / "model.safetensors")
         return {name: file.read(name).copy() for name in file.tensors}

@@ -47,9 +47,14 @@ def run(backend: str, config, parameters, tokens: np.ndarray) -> models.Results:
 def differences(family: str, config, found: models.Results, expected: models.Results) -> dict[str, float]:
     """Relative differences of logits, loss and every gradient; gradients by the names of transformers."""
     differing = {}
-    left = dict(expected.gradients)
+    others = models.family_of(family).other_names
+
+    def usual(name: str) -> str:
+        return ".".join(others.get(part, part) for part in name.split("."))
+
+    left = {usual(name): gradient for name, gradient in expected.gradients.items()}
     for link in models.family_of(family).links(config):
-        theirs = {layout.name: left.pop(layout.name) for layout in link.theirs}
+        theirs = {layout.name: left.pop(usual(layout.name)) for layout in link.theirs}
         ours = {
             layout.name: assemble(layout, link.ours, found.gradients.__getitem__, np.dtype(np.float64))
             for layout in link.theirs

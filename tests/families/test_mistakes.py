@@ -98,6 +98,18 @@ MISTAKES_OF_EXPERTS = {
     ),
     "gate of the shared expert always half open": changed("shared_expert_gate", np.zeros_like),
 }
+MISTAKES_OF_KIMI = {
+    "own and shared parts of the queries exchanged": changed(
+        "linear_q_proj", lambda x: np.roll(x.reshape(4, 10, -1), 4, axis=1).reshape(x.shape)
+    ),
+    "shared part of the keys first": changed("linear_kv_down_proj", lambda x: np.roll(x, 4, axis=0)),
+    "values before keys": changed(
+        "linear_kv_up_proj", lambda x: np.roll(x.reshape(4, 13, -1), 7, axis=1).reshape(x.shape)
+    ),
+    "epsilon of the latent's norm": without(mla_norm_epsilon=None),
+    "no bias of the choice": changed("expert_bias", np.zeros_like),
+    "weights of the experts not scaled": without(moe_router_topk_scaling_factor=1.0),
+}
 MISTAKES_OF_OLMO = {
     "norms before attention": pre_norm,
     "queries and keys normed per head": normed_by_head,
@@ -113,10 +125,11 @@ MISTAKES_OF_OLMO = {
         *(("qwen3_next", name) for name in MISTAKES),
         *(("qwen3_next with experts", name) for name in MISTAKES_OF_EXPERTS),
         *(("olmo_hybrid", name) for name in MISTAKES_OF_OLMO),
+        *(("kimi_linear", name) for name in MISTAKES_OF_KIMI),
     ],
 )
 def test_a_mistake_is_seen(family, name, tmp_path_factory):
-    mistake = (MISTAKES | MISTAKES_OF_EXPERTS | MISTAKES_OF_OLMO)[name]
+    mistake = (MISTAKES | MISTAKES_OF_EXPERTS | MISTAKES_OF_OLMO | MISTAKES_OF_KIMI)[name]
     config, parameters = mistake(*imported(family, tmp_path_factory.getbasetemp() / family))
     tokens = models.batch()
     expected = models.results(models.build(family), tokens)

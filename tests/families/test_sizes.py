@@ -26,6 +26,8 @@ SIZES = {
         lambda: transformers.OlmoHybridConfig(rope_parameters={"rope_type": "default", "rope_theta": None}),
         None,
     ),
+    "Kimi-Linear-48B-A3B": (lambda: transformers.KimiLinearConfig(), None),
+    "Qwen3-Next-80B-A3B": (lambda: transformers.Qwen3NextConfig(), None),
     "Qwen3-Next without experts": (lambda: transformers.Qwen3NextConfig(num_experts=0), None),
 }
 

@@ -82,6 +82,14 @@ KINDS = {
         "qk_layernorm": True,
         "qk_layernorm_scope": "projection",
     },
+    "latent attention": {
+        "layer_pattern": "mla",
+        "rotary_percent": 0.0,
+        "kv_lora_rank": 40,
+        "qk_head_dim": 16,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 20,
+    },
     "experts": {
         "layer_pattern": "attention+moe,attention+moe+gelu",
         "num_moe_experts": 6,

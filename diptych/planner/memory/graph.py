@@ -130,7 +130,8 @@ class GraphBuilder:
                 if layer.moe and self.config.moe_aux_loss_coeff:
                     self._balance(nodes, normed, f"{prefix}.mlp.router")
             else:
-                mixer = self._attention if layer.mixer == "attention" else self._delta_rule
+                mixers = {"attention": self._attention, "mla": self._latent_attention}
+                mixer = mixers.get(layer.mixer, self._delta_rule)
                 output = mixer(nodes, normed, f"{prefix}.self_attention")
             if layer.norm == "post":
                 output = self._layer_norm(nodes, output, prefix, norm)
@@ -282,7 +283,7 @@ class GraphBuilder:
         v = self.activation("v", groups * width)
         attended = self.activation("core_attn", heads * width)
         nodes.append(Node([qkv], [v]))
-        self._core_attention(nodes, [*turned, v], attended)
+        self._core_attention(nodes, [*turned, v], attended, "attention")
         if config.attention_output_gate:
             gate = self._mapped(nodes, normed, "gate", heads * width, f"{name}.linear_gate")
             opened, gated = Value("gate", attended.size), Value("gated", attended.size)
@@ -292,6 +293,23 @@ class GraphBuilder:
         output = self.activation("attention_output", config.hidden_size)
         nodes += self._linear(attended, output, f"{name}.linear_proj", ())
         return self._biased(nodes, output, f"{name}.linear_proj", ())
+
+    def _latent_attention(self, nodes: list[Node], normed: Value, name: str) -> Value:
+        """Append multi-head latent attention, and return its output."""
+        config = self.config
+        heads, _, key, value = config.attention_heads("mla")
+        rank, shared = config.kv_lora_rank or 0, config.qk_pos_emb_head_dim or 0
+        q = self._mapped(nodes, normed, "q", heads * key, f"{name}.linear_q_proj")
+        down = self._mapped(nodes, normed, "kv_latent", rank + shared, f"{name}.linear_kv_down_proj")
+        latent = self.activation("normed latent", rank)
+        nodes += self._norm(down, latent, f"{name}.kv_layernorm", ())
+        up = self._mapped(nodes, latent, "keys and values", heads * (key - shared + value), f"{name}.linear_kv_up_proj")
+        k, v = self.activation("k", heads * key), self.activation("v", heads * value)
+        attended = self.activation("core_attn", heads * value)
+        nodes.append(Node([up, down], [k]))
+        nodes.append(Node([up], [v]))
+        self._core_attention(nodes, [q, k, v], attended, "mla")
+        return self._mapped(nodes, attended, "attention_output", config.hidden_size, f"{name}.linear_proj")
 
     def _delta_rule(self, nodes: list[Node], normed: Value, name: str) -> Value:
         """Append a gdn or kda layer; its short convolution and its delta rule are one operation each."""
@@ -363,23 +381,25 @@ class GraphBuilder:
         nodes += self._linear(x, y, name, ())
         return self._biased(nodes, y, name, ())
 
-    def _core_attention(self, nodes: list[Node], inputs: list[Value], attended: Value) -> None:
+    def _core_attention(self, nodes: list[Node], inputs: list[Value], attended: Value, mixer: str) -> None:
         """Append softmax attention of given queries, keys and values."""
         config = self.config
         region = ("core_attn",)
-        flops = 2 * self.tokens * self.length * config.num_attention_heads * config.head_dim
+        heads, groups, key, value = config.attention_heads(mixer)
+        scored, mixed_flops = (2 * self.tokens * self.length * heads * width for width in (key, value))
         if config.use_flash_attn:
             statistics = self.coefficient("attention statistics", config.num_attention_heads)
             saves = [*inputs, attended, statistics]
             writes = [attended, statistics]
             tile = self._attention_tile()
             scratch = 2 * tile + attended.size
-            nodes.append(Node(inputs, writes, saves, region, 0, tile, scratch, flops=2 * flops, recomputed_flops=flops))
+            flops = scored + mixed_flops
+            nodes.append(Node(inputs, writes, saves, region, 0, tile, scratch, flops=flops, recomputed_flops=scored))
             return
         operands = [*inputs]
         count = config.num_attention_heads
         for place, source in enumerate(inputs):
-            is_merged = self.batch == 1 and (place == 1 or (place == 0 and config.query_groups == count))
+            is_merged = self.batch == 1 and (place == 1 or (place == 0 and groups == count))
             if not is_merged:  # batch and heads become one dimension, which takes a copy
                 operands[place] = Value(source.name, source.size)
                 nodes.append(Node([source], [operands[place]], [], region))
@@ -389,14 +409,14 @@ class GraphBuilder:
         weights = Value("attention_weights", square * self.item)
         mixed = Value("attention mixed", attended.size)
         scratch = self.length**2 * (self.item + 1)
-        nodes.append(Node([q, k], [scores], [q, k], region, forward_scratch=scratch, flops=flops))
+        nodes.append(Node([q, k], [scores], [q, k], region, forward_scratch=scratch, flops=scored))
         scores = self._cast(nodes, scores, self.wide, region)
         softmax = weights if self.item == self.wide else Value("attention weights in float32", scores.size)
         nodes.append(Node([scores], [softmax], [softmax], region))
         if softmax is not weights:
             nodes.append(Node([softmax], [weights], [], region))
         nodes += [
-            Node([weights, v], [mixed], [weights, v], region, flops=flops),
+            Node([weights, v], [mixed], [weights, v], region, flops=mixed_flops),
             Node([mixed], [attended], [], region),
         ]
 

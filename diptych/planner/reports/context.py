@@ -10,6 +10,7 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import CP_EXCHANGES, PIPELINED, exchange_cost
 from diptych.plans.context.sequences import concatenate_sequences, local_sequences
 from diptych.plans.context.zigzag import ATTENTION_LAYOUTS, move_cost, score_pairs
+from diptych.plans.model.layers import SOFTMAX_MIXERS
 
 KIB = 2**10
 
@@ -17,7 +18,7 @@ KIB = 2**10
 def print_context(console: Console, config: TransformerConfig, micro_batch_size: int) -> None:
     """Print tables of the ranks and of the state exchanges for one microbatch, and a line on other messages."""
     console.print(_ranks(config, micro_batch_size))
-    linear = [number for number in range(config.num_layers) if config.layer(number).mixer != "attention"]
+    linear = [number for number in range(config.num_layers) if config.layer(number).mixer not in SOFTMAX_MIXERS]
     if linear:
         console.print(_exchanges(config, linear))
     console.print(_others(config, micro_batch_size, config.num_layers - len(linear), len(linear)))
@@ -104,12 +105,14 @@ def _others(config: TransformerConfig, batch: int, attention: int, linear: int) 
     if linear:
         halo = (config.linear_conv_kernel_dim - 1) * (2 * key_heads * key + heads * value) * itemsize
         sentences.append(f"A gdn or kda layer's convolutions receive {halo / KIB:,.1f} KiB from earlier ranks.")
-    if attention:
-        whole = batch * config.seq_length * 2 * config.query_groups * config.head_dim * itemsize
+    for mixer in sorted(config.mixers & SOFTMAX_MIXERS):
+        _, groups, key_width, value_width = config.attention_heads(mixer)
+        whole = batch * config.seq_length * groups * (key_width + value_width) * itemsize
         sentences.append(
-            f"An attention layer gathers keys and values, {whole / size / KIB:,.1f} KiB of every rank to every rank, "
-            f"{(size - 1) * whole / KIB:,.1f} KiB in total."
+            f"{'An attention' if mixer == 'attention' else 'An mla'} layer gathers keys and values, "
+            f"{whole / size / KIB:,.1f} KiB of every rank to every rank, {(size - 1) * whole / KIB:,.1f} KiB in total."
         )
+    if attention:
         sentences.append(_scores(config, batch * config.seq_length // size, itemsize))
     return " ".join(sentences)
 
@@ -138,7 +141,11 @@ def _scores(config: TransformerConfig, part: int, itemsize: int) -> str:
     sentence = f"Its layout is {layout}: a rank computes scores of {pairs[layout]:,} pairs of query and key"
     if layout == "contiguous":
         return f"{sentence}, zigzag {pairs['zigzag']:,}."
-    moved = move_cost(size, part, config.num_attention_heads, config.head_dim, itemsize)
+    costs = []
+    for mixer in config.mixers & SOFTMAX_MIXERS:
+        heads, _, key, value = config.attention_heads(mixer)
+        costs.append(move_cost(size, part, heads, key, itemsize, value))
+    moved = max(costs)
     return (
         f"{sentence}, contiguous {pairs['contiguous']:,}; moving queries and outputs, a rank sends up to "
         f"{moved.payload_bytes / KIB:,.1f} KiB, all {moved.wire_bytes / KIB:,.1f} KiB, and as much again backward."

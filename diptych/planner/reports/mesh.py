@@ -71,7 +71,7 @@ def print_mesh(
 
 
 def _gathered(config: TransformerConfig) -> str:
-    return ", but keys and values of all" * ("attention" in config.mixers)
+    return ", but keys and values of all" * config.has_softmax
 
 
 def _memory_table(ranks: Sequence[RankMemory]) -> Table:

@@ -9,7 +9,7 @@ from diptych.plans.config.pipeline import PIPELINE_RULES
 from diptych.plans.config.recompute import RECOMPUTE_RULES, RecomputeModule
 from diptych.plans.config.rules import Rule, choice, count, flag, number, validate
 from diptych.plans.model.implementation import IMPLEMENTATIONS, MAX_KERNEL_CHANNELS, MAX_KERNEL_STREAMS
-from diptych.plans.model.layers import ACTIVATIONS, LayerConfig, LayerDefaults, parse_layer
+from diptych.plans.model.layers import ACTIVATIONS, SOFTMAX_MIXERS, LayerConfig, LayerDefaults, parse_layer
 from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.partition import PipelineSplit, get_stage_place, layers_by_stage
 from diptych.plans.schedule.placement import FROM_FILE, V_SCHEDULES, Placement, ScheduleName
@@ -70,8 +70,18 @@ class TransformerConfig:
     activation: Literal["swiglu", "gelu"] = "swiglu"
     """Activation function of the MLP."""
     layer_pattern: str = "attention"
-    """Layers, separated by commas and repeated over the depth; each is a mixer (attention, gdn, kda) and, after +,
+    """Layers, separated by commas and repeated over the depth; each is a mixer (attention, mla, gdn, kda) and, after +,
     options: moe, swiglu, gelu, ffn=<width>, post-norm, no-attention-hc, no-mlp-hc."""
+    kv_lora_rank: int | None = None
+    """Width of the latent of mla layers, from which keys and values of all heads are projected."""
+    qk_head_dim: int | None = None
+    """Width of the part of a head's queries and keys in mla layers whose keys come from the latent."""
+    qk_pos_emb_head_dim: int | None = None
+    """Width of the other part of a head's queries and keys in mla layers, whose keys all heads share."""
+    v_head_dim: int | None = None
+    """Width of a head's values in mla layers."""
+    mla_norm_epsilon: float | None = None
+    """Epsilon of the norm of the latent in mla layers; None: layernorm_epsilon."""
     num_moe_experts: int | None = None
     """Experts of a layer with moe in layer_pattern. Every token goes to its experts; none is dropped."""
     moe_router_topk: int = 2
@@ -328,6 +338,18 @@ class TransformerConfig:
         return heads, self.linear_num_value_heads or heads, width, self.linear_value_head_dim or width
 
     @property
+    def has_softmax(self) -> bool:
+        """True if a layer attends to all earlier tokens."""
+        return not self.mixers.isdisjoint(SOFTMAX_MIXERS)
+
+    def attention_heads(self, mixer: str) -> tuple[int, int, int, int]:
+        """Return query heads, key and value heads, key width and value width of attention or mla layers."""
+        if mixer == "mla":
+            heads = self.num_attention_heads
+            return heads, heads, (self.qk_head_dim or 0) + (self.qk_pos_emb_head_dim or 0), self.v_head_dim or 0
+        return self.num_attention_heads, self.query_groups, self.head_dim, self.head_dim
+
+    @property
     def mixers(self) -> frozenset[str]:
         """Mixers that the layers use."""
         return frozenset(self.layer(number).mixer for number in range(self.num_layers))
@@ -376,6 +398,33 @@ def _pattern_error(config: TransformerConfig) -> str:
         return f"layer_pattern: expected at most num_layers={config.num_layers} layers, got {len(descriptions)}"
     return ""
 
+
+LATENT_SETTINGS = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+LATENT_RULES: tuple[Rule, ...] = (
+    *(count(name) for name in LATENT_SETTINGS),
+    Rule(
+        "mla_norm_epsilon",
+        lambda c: c.mla_norm_epsilon is None or number("mla_norm_epsilon", "(0, inf)").holds(c),
+        lambda c: f"mla_norm_epsilon: expected None or a number in (0, inf), got {c.mla_norm_epsilon!r}",
+    ),
+    Rule(
+        "mla has widths",
+        lambda c: "mla" not in c.mixers or None not in [getattr(c, name) for name in LATENT_SETTINGS],
+        lambda c: (
+            f"{', '.join(LATENT_SETTINGS)}: expected integers with mla in layer_pattern={c.layer_pattern!r}, got "
+            f"{', '.join(repr(getattr(c, name)) for name in LATENT_SETTINGS)}"
+        ),
+    ),
+    Rule(
+        "mla has no positions",
+        lambda c: "mla" not in c.mixers or c.rotary_percent == 0,
+        lambda c: (
+            "rotary_percent: expected 0.0 with mla in layer_pattern, whose layers have no rotary position embedding, "
+            f"got {c.rotary_percent!r}"
+        ),
+    ),
+)
+"""Rules of multi-head latent attention."""
 
 MODEL_RULES: tuple[Rule, ...] = (
     count("hidden_size"),
@@ -481,12 +530,13 @@ MODEL_RULES: tuple[Rule, ...] = (
     Rule("layer_pattern", lambda c: not _pattern_error(c), _pattern_error),
     Rule(
         "kernels support narrow heads",
-        lambda c: c.impl != "triton" or c.mixers <= {"attention"} or max(c.linear_heads[2:]) <= MAX_KERNEL_CHANNELS,
+        lambda c: c.impl != "triton" or c.mixers <= SOFTMAX_MIXERS or max(c.linear_heads[2:]) <= MAX_KERNEL_CHANNELS,
         lambda c: (
             f"linear_key_head_dim, linear_value_head_dim: expected at most {MAX_KERNEL_CHANNELS} with impl='triton', "
             f"got {c.linear_heads[2]} and {c.linear_heads[3]}; impl='reference' supports any number"
         ),
     ),
+    *LATENT_RULES,
     *EXPERT_RULES,
     *PIPELINE_RULES,
     *CONTEXT_RULES,

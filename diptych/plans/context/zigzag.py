@@ -110,7 +110,9 @@ class MoveCost(NamedTuple):
     """Bytes received by all ranks together."""
 
 
-def move_cost(size: int, part_length: int, heads: int, head_dim: int, itemsize: int = 4) -> MoveCost:
+def move_cost(
+    size: int, part_length: int, heads: int, head_dim: int, itemsize: int = 4, value_dim: int | None = None
+) -> MoveCost:
     """Return the cost of one forward of zigzag attention, without keys and values.
 
     Half-parts whose holder computes them are not sent.
@@ -121,12 +123,13 @@ def move_cost(size: int, part_length: int, heads: int, head_dim: int, itemsize: 
         heads: number of query heads.
         head_dim: width of a head.
         itemsize: bytes per element.
+        value_dim: width of a head's values and outputs; None: head_dim.
     """
     sent = [0] * size
-    token = heads * head_dim * itemsize
+    query, output = heads * head_dim * itemsize, heads * (value_dim or head_dim) * itemsize
     for place, length in enumerate(half_lengths(part_length)):
         for holder, computing in half_moves(size, place):
             if holder != computing:
-                sent[holder] += length * token  # queries
-                sent[computing] += length * token  # outputs
+                sent[holder] += length * query
+                sent[computing] += length * output
     return MoveCost(max(sent), sum(sent))

@@ -131,8 +131,12 @@ def feed_forward_links(
         contracting.append(Layout(f"{prefix}.{down}.weight", {f"down {expert}": width}, 1, (inner,)))
     links = [
         same(f"{ours}.router.weight", f"{theirs}.{names.router}.weight", (experts, width)),
-        Link((Layout(f"{ours}.experts.linear_fc1.weight", ins, 1, (width,), experts),), (*expanding,)),
-        Link((Layout(f"{ours}.experts.linear_fc2.weight", outs, 1, (inner,), experts),), (*contracting,)),
+        Link(
+            (Layout(f"{ours}.experts.linear_fc1.weight", ins, 1, (width,), (experts, 2 * inner, width)),), (*expanding,)
+        ),
+        Link(
+            (Layout(f"{ours}.experts.linear_fc2.weight", outs, 1, (inner,), (experts, width, inner)),), (*contracting,)
+        ),
     ]
     if config.moe_router_enable_expert_bias:
         links.append(same(f"{ours}.router.expert_bias", f"{theirs}.{names.bias}", (experts,)))

@@ -88,7 +88,7 @@ class Family:
     ignored_tensors: tuple[str, ...] = ()
     """Beginnings of the names of tensors that transformers does not read either."""
     other_names: Mapping[str, str] = field(default_factory=dict)
-    """Parts of the names of tensors by what files may have in their place; transformers reads both."""
+    """Usual parts of the names of tensors, by what files may have in their place; transformers reads both."""
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     """Return config.json with the keys of ``settings``, where the family's own keys differ from them."""
     write: Callable[[Mapping[str, Any]], dict[str, Any]] = dict

@@ -222,6 +222,7 @@ class _Tensors:
             files = {SINGLE}
         else:
             raise FamilyError(f"{folder}: expected {SINGLE} or {INDEX}, got neither; save it with safetensors")
+        self._others = others
         self._place_of: dict[str, tuple[TensorFile, str]] = {}
         for name in sorted(files):
             try:
@@ -229,7 +230,7 @@ class _Tensors:
             except OSError as error:
                 raise FamilyError(f"{folder / name}: expected a shard of the index, got {one_line(error)}") from None
             for own in file.tensors:
-                usual = ".".join(others.get(part, part) for part in own.split("."))
+                usual = self.usual(own)
                 known = self._place_of.get(usual, (file, own))[1]
                 if known != own:
                     raise FamilyError(f"{folder}: expected either {known} or {own}, got both")
@@ -245,19 +246,23 @@ class _Tensors:
             raise FamilyError(f"{path}: expected names of files in this folder, got {one_line(wrong)}")
         return files
 
+    def usual(self, name: str) -> str:
+        """Return a name with the parts that stand for others."""
+        return ".".join(self._others.get(part, part) for part in name.split("."))
+
     @property
     def names(self) -> list[str]:
-        """Names of all tensors."""
+        """Usual names of all tensors."""
         return [*self._place_of]
 
     def info(self, name: str) -> TensorInfo:
         """Return type and shape of a tensor."""
-        file, own = self._place_of[name]
+        file, own = self._place_of[self.usual(name)]
         return file.tensors[own]
 
     def read(self, name: str) -> np.ndarray:
         """Return a tensor."""
-        file, own = self._place_of[name]
+        file, own = self._place_of[self.usual(name)]
         return file.read(own)
 
 
@@ -271,7 +276,7 @@ def _read_rows(tensors: _Tensors, link: Link, name: str) -> np.ndarray:
 
 def _check_names(tensors: _Tensors, links: Sequence[Link], family: Family, model: TransformerConfig) -> tuple[str, ...]:
     """Reject missing and unknown tensors, and other shapes or types; return the names of the tensors to skip."""
-    shapes = {layout.name: layout.shape for link in links for layout in link.theirs}
+    shapes = {tensors.usual(layout.name): layout.shape for link in links for layout in link.theirs}
     found = set(tensors.names)
     skipped = {name for name in found - shapes.keys() if name.startswith(family.ignored_tensors)}
     if not model.untie_embeddings_and_output_weights and "lm_head.weight" in found:
@@ -286,7 +291,8 @@ def _check_names(tensors: _Tensors, links: Sequence[Link], family: Family, model
         if link.are_rows_of_one:
             found_rows = sum(tensors.info(layout.name).shape[0] for layout in link.theirs)
             if found_rows == sum(layout.shape[0] for layout in link.theirs):
-                shapes |= {layout.name: (tensors.info(layout.name).shape[0], *layout.tail) for layout in link.theirs}
+                for layout in link.theirs:
+                    shapes[tensors.usual(layout.name)] = (tensors.info(layout.name).shape[0], *layout.tail)
     for name, shape in shapes.items():
         info = tensors.info(name)
         if info.shape != shape or info.dtype not in FLOATING_TYPES.values():

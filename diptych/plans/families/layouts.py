@@ -25,20 +25,19 @@ class Layout:
         parts: number of rows of each part in a repetition, by name, in their order.
         repeats: number of repetitions.
         tail: further axes of the tensor.
-        blocks: length of a further first axis, over equal blocks of rows; None: there is no such axis.
+        axes: shape of the tensor, if it is another one of the same elements in the same order.
     """
 
     name: str
     parts: Mapping[str, int]
     repeats: int = 1
     tail: tuple[int, ...] = ()
-    blocks: int | None = None
+    axes: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor."""
-        rows = self.repeats * sum(self.parts.values())
-        return (rows, *self.tail) if self.blocks is None else (self.blocks, rows // self.blocks, *self.tail)
+        return self.axes or (self.repeats * sum(self.parts.values()), *self.tail)
 
     def rows(self, part: str) -> slice:
         """Return the rows of a part within a repetition."""
@@ -99,6 +98,7 @@ def same(ours: str, theirs: str, shape: Sequence[int], theirs_shape: Sequence[in
         shape: shape of the tensor.
         theirs_shape: shape in the other format; None: the same.
     """
-    (rows, *tail), (_, *their_tail) = shape, theirs_shape or shape
+    rows, *tail = shape
     parts = {"all": rows}
-    return Link((Layout(ours, parts, 1, (*tail,)),), (Layout(theirs, parts, 1, (*their_tail,)),))
+    there = None if theirs_shape is None else (*theirs_shape,)
+    return Link((Layout(ours, parts, 1, (*tail,)),), (Layout(theirs, parts, 1, (*tail,), there),))

@@ -4,8 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-MIXERS = ("attention", "gdn", "kda")
-"""Softmax attention, Gated DeltaNet, Kimi delta attention."""
+MIXERS = ("attention", "mla", "gdn", "kda")
+"""Softmax attention, multi-head latent attention, Gated DeltaNet, Kimi delta attention."""
+SOFTMAX_MIXERS = frozenset({"attention", "mla"})
+"""Mixers that attend to all earlier tokens; the others have a state of constant size."""
 ACTIVATIONS = ("swiglu", "gelu")
 
 

@@ -220,7 +220,7 @@ def check_attention(q: Operand, k: Operand, v: Operand, mask: Operand | None, na
     Args:
         q: queries. [B, T, H, d]
         k: keys. [B, T, G, d], with ``keys`` [B, S, G, d]
-        v: values, of the shape of k.
+        v: values, of the shape of k but for the width. [B, T, G, e]
         mask: attention mask. [B, T, T], with ``keys`` [T, S]; None: no mask.
         name: name of the mask's argument.
         keys: allow other tokens for keys than for queries.
@@ -234,7 +234,7 @@ def check_attention(q: Operand, k: Operand, v: Operand, mask: Operand | None, na
     tokens = k.shape[1] if keys else length
     groups = k.shape[2]
     check_shape("k", k.shape, (batch, tokens, groups, width))
-    check_shape("v", v.shape, (batch, tokens, groups, width))
+    check_shape("v", v.shape, (batch, tokens, groups, v.shape[3]))
     if not groups or heads % groups:
         raise ValueError(f"k: expected a divisor of q's {heads} heads as number of groups, got {groups}")
     if mask is not None:

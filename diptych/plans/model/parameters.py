@@ -83,6 +83,23 @@ def attention_specs(config: TransformerConfig) -> dict[str, dict[str, ParameterS
     return specs | {"linear_proj": linear_spec(config, config.hidden_size, queries, is_output=True)}
 
 
+def latent_attention_specs(config: TransformerConfig) -> dict[str, dict[str, ParameterSpec]]:
+    """Return the parameters of multi-head latent attention, by submodule.
+
+    The down projection returns the latent and the shared part of the keys side by side, and the up projection for each
+    head its part of the keys and its values.
+    """
+    heads, _, key, value = config.attention_heads("mla")
+    rank, shared, width = config.kv_lora_rank or 0, config.qk_pos_emb_head_dim or 0, config.hidden_size
+    return {
+        "linear_q_proj": linear_spec(config, heads * key, width),
+        "linear_kv_down_proj": linear_spec(config, rank + shared, width),
+        "kv_layernorm": norm_spec(config, rank),
+        "linear_kv_up_proj": linear_spec(config, heads * (key - shared + value), rank),
+        "linear_proj": linear_spec(config, width, heads * value, is_output=True),
+    }
+
+
 def delta_rule_specs(config: TransformerConfig, mixer: str) -> dict[str, dict[str, ParameterSpec]]:
     """Return the parameters of a gdn or kda mixer, by submodule.
 
@@ -125,6 +142,8 @@ def delta_rule_specs(config: TransformerConfig, mixer: str) -> dict[str, dict[st
 def mixer_specs(config: TransformerConfig, layer_number: int) -> dict[str, dict[str, ParameterSpec]]:
     """Return the parameters of a layer's mixer, by submodule."""
     mixer = config.layer(layer_number).mixer
+    if mixer == "mla":
+        return latent_attention_specs(config)
     return attention_specs(config) if mixer == "attention" else delta_rule_specs(config, mixer)
 
 
