@@ -25,6 +25,7 @@ from jax_impl.recompute import name_value
 
 def attend_tokens(
     config: TransformerConfig,
+    layer_number: int | Array,
     q: Float[Array, "b t h d"],
     k: Float[Array, "b t g d"],
     v: Float[Array, "b t g e"],
@@ -34,11 +35,13 @@ def attend_tokens(
 
     Args:
         config: configuration of the model.
+        layer_number: global number of the layer, by which PyTorch's ranks tell messages apart.
         q: queries. [B, T, H, d]
         k: keys. [B, T, G, d]
         v: values. [B, T, G, e]
         context: context of the forward pass.
     """
+    del layer_number
     if isinstance(context.sequences, FLACPContext):
         q = name_value(q, "q")
         k = name_value(k, "k")
@@ -92,7 +95,7 @@ class SelfAttention(nnx.Module):
         q = self._positioned(q, self.q_layernorm, context.positions)
         k = self._positioned(k, self.k_layernorm, context.positions)
         if context.cache is None:
-            attended = attend_tokens(self.config, q, k, v, context)
+            attended = attend_tokens(self.config, self.layer_number, q, k, v, context)
         else:
             past = context.cache.layers[self.layer_number]
             assert isinstance(past, AttentionState), "the cache was made for another layer pattern"
@@ -150,7 +153,7 @@ class LatentAttention(nnx.Module):
         latent = self.kv_layernorm(latent)
         if context.cache is None:
             k, v = self._keys_and_values(latent, shared_key)
-            attended = attend_tokens(self.config, q, k, v, context)
+            attended = attend_tokens(self.config, self.layer_number, q, k, v, context)
         else:
             past, read = context.cache.layers[self.layer_number], context.cache.length
             assert isinstance(past, LatentState), "the cache was made for another layer pattern"

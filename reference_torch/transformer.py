@@ -327,33 +327,40 @@ class GPTModel(nn.Module):
         if training and self.training and self.config.hidden_dropout > 0.0:
             samples = torch.arange(batch, device=inputs.device) if samples is None else samples
             state = dropout_state(self.config.seed, step, samples, positions, seq_length)
-        hidden_states = inputs
         balance = self._balance(training)
-        if self.pre_process and self.embedding is not None:
-            hidden_states = self.embedding(inputs).to(getattr(torch, self.config.compute_dtype))
-        elif self.config.moe_aux_loss_coeff:
-            hidden_states, before = split_balance(inputs, self._streams)
-            if balance is not None:
-                balance.add(before)
         context = ForwardContext(positions, state, attention_mask, sequences, cache, balance)
-        hidden_states = self.decoder(hidden_states, context)
+        hidden_states = self.decoder(self._first_hidden_states(inputs, balance), context)
         if cache is not None:
             cache.length += length
         head = self.output_layer or self.embedding
-        total = None if balance is None else balance.close()
         if not self.post_process or head is None:
-            return join_balance(hidden_states, total) if self.config.moe_aux_loss_coeff else hidden_states
+            return hidden_states if not self.config.moe_aux_loss_coeff else _joined(hidden_states, balance)
         logits = at_least_float32(linear(hidden_states, head.weight))
-        if targets is None:
-            return logits
+        return logits if targets is None else self._loss(logits, targets, balance)
+
+    def _first_hidden_states(self, inputs: Tensor, balance: Collected | None) -> Tensor:
+        """Return the embedded tokens, or the hidden states of the previous stage without the balance it sent."""
+        if self.pre_process and self.embedding is not None:
+            return self.embedding(inputs).to(getattr(torch, self.config.compute_dtype))
+        if not self.config.moe_aux_loss_coeff:
+            return inputs
+        streams = self.config.num_residual_streams if self.config.enable_hyper_connections else None
+        hidden_states, before = split_balance(inputs, streams)
+        if balance is not None:
+            balance.add(before)
+        return hidden_states
+
+    def _loss(self, logits: Tensor, targets: Tensor, balance: Collected | None) -> Tensor:
+        """Return the mean loss per token, with the load-balancing loss if it was collected."""
         loss = cross_entropy(logits, targets)
+        total = None if balance is None else balance.close()
         return loss if total is None else loss + self.config.moe_aux_loss_coeff * total.mean().to(loss.dtype)
 
     def _balance(self, training: bool) -> Collected | None:
         """Return the sum of load-balancing losses, if this call computes it."""
         return Collected() if self.config.moe_aux_loss_coeff and training and self.training else None
 
-    @property
-    def _streams(self) -> int | None:
-        """Number of residual streams between stages; None: hidden states have no axis of streams."""
-        return self.config.num_residual_streams if self.config.enable_hyper_connections else None
+
+def _joined(hidden_states: Tensor, balance: Collected | None) -> Tensor:
+    """Return what a stage sends with a load-balancing loss: hidden states and the balance of the layers so far."""
+    return join_balance(hidden_states, None if balance is None else balance.close())

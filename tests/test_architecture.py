@@ -49,7 +49,7 @@ MODULES = {
     "modules": {"ops"},
     "documents": set(),
     "cache": {"ops"},
-    "forward_context": {"ops", "cache", "documents", "recompute"},
+    "forward_context": {"balance", "ops", "cache", "documents", "recompute"},
     "linear_attention": {
         "ops",
         "cache",

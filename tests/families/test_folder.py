@@ -43,7 +43,7 @@ def state_of(path: Path) -> dict[str, torch.Tensor]:
 )
 def test_a_folder_comes_back_as_it_was(family, dtype, tmp_path, monkeypatch):
     """In shards of few kilobytes, with a tied head in float32; transformers reads equal weights."""
-    model = models.build(family, tie_word_embeddings=dtype == "float32")
+    model = models.build(family, tie_word_embeddings=dtype == "float32" and family != "kimi_linear")
     theirs = models.save(model, tmp_path / "theirs", TYPES[dtype], shard="20KB")
     assert len([*theirs.glob("*.safetensors")]) > 2
     (theirs / "tokenizer.json").write_text("{}")

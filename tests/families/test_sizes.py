@@ -9,7 +9,7 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.families import FAMILIES
 from diptych.plans.families.family import config_of, settings_of
 from diptych.plans.model.parameters import parameter_specs
-from tests.families.models import transformers
+from tests.families.models import BIAS, transformers
 
 QWEN3_5_27B = {
     "hidden_size": 5120,
@@ -41,7 +41,8 @@ def test_as_many_parameters(name):
     count = sum(math.prod(spec.shape) for spec in parameter_specs(model).values())
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(config)
-    assert count == sum(parameter.numel() for parameter in theirs.parameters())
+    biases = [buffer for name, buffer in theirs.named_buffers() if name.endswith(BIAS)]
+    assert count == sum(parameter.numel() for parameter in [*theirs.parameters(), *biases])
     assert known in (None, count)
     again = settings_of(family, config_of(family, model))
     assert TransformerConfig(**again) == model

@@ -118,10 +118,10 @@ class _StageBuilder(GraphBuilder):
         self.gradients += y.size
         return super()._linear(x, y, name, region)
 
-    def _core_attention(self, nodes: list[Node], inputs: list[Value], attended: Value) -> None:
+    def _core_attention(self, nodes: list[Node], inputs: list[Value], attended: Value, mixer: str) -> None:
         """Append softmax attention over the keys and values of all context ranks."""
         if self.cp_size == 1:
-            super()._core_attention(nodes, inputs, attended)
+            super()._core_attention(nodes, inputs, attended, mixer)
             return
         config = self.config
         region = ("core_attn",)
@@ -134,7 +134,8 @@ class _StageBuilder(GraphBuilder):
             keys = self.tokens + max(tokens_before(self.cp_size, self.tokens, self.length_of_all))
             pairs = self.tokens * keys
         k, v = (Value(f"{value.name} of all ranks", value.size * keys // self.tokens) for value in own)
-        flops = 2 * pairs * config.num_attention_heads * config.head_dim
+        heads, _, key, value = config.attention_heads(mixer)
+        scored, mixed = (2 * pairs * heads * width for width in (key, value))
         allowed = Value("attention mask", pairs * (self.item if config.use_flash_attn else 1))
         nodes += [Node([value], [all_], [], region) for value, all_ in zip(own, (k, v), strict=True)]
         if layout == "zigzag":
@@ -145,14 +146,14 @@ class _StageBuilder(GraphBuilder):
             statistics = self.coefficient("attention statistics", config.num_attention_heads)
             saves = [q, k, v, found, statistics, allowed]
             writes = [found, statistics, allowed]
-            nodes.append(Node([q, k, v], writes, saves, region, flops=2 * flops, recomputed_flops=flops))
+            nodes.append(Node([q, k, v], writes, saves, region, flops=scored + mixed, recomputed_flops=scored))
         else:
             count = config.num_attention_heads * pairs
             softmax = Value("attention weights", count * self.wide)
             weights = Value("attention_weights", count * self.item)
             nodes += [
-                Node([q, k], [allowed, softmax], [q, k, allowed, softmax], region, flops=flops),
-                Node([softmax, v], [weights, found], [weights, v], region, flops=flops),  # as that product reads them
+                Node([q, k], [allowed, softmax], [q, k, allowed, softmax], region, flops=scored),
+                Node([softmax, v], [weights, found], [weights, v], region, flops=mixed),  # as that product reads them
             ]
         if found is not attended:
             nodes.append(Node([found], [attended], [], region))

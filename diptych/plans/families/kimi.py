@@ -179,6 +179,7 @@ KIMI_LINEAR = Family(
         Required("attention_bias", False),
         Required("attention_dropout", 0.0),
         Required("q_lora_rank", None),
+        Required("tie_word_embeddings", False, "transformers does not tie them either"),
         Required("mla_use_nope", True),
         Required("moe_router_activation_func", "sigmoid"),
         Required("moe_layer_freq", 1),
