@@ -15,6 +15,7 @@ Reference: DeepSeek-AI, arXiv 2412.19437, eqs. 17-20 (there by sequence). The lo
 arXiv 2101.03961, eq. 4), as in transformers, is k times as large, and takes the shares over the whole batch.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
@@ -22,6 +23,9 @@ from jaxtyping import Float, Int
 from diptych.plans.context.sequences import FLACPContext
 from jax_impl.context_parallel import sum_over_ranks
 from jax_impl.documents import PackedDocuments
+
+SMALLEST_SUM = 1e-20
+"""Added to the sum of a token's scores before the division by it, as in DeepSeek-V3."""
 
 
 class Collected:
@@ -37,6 +41,25 @@ class Collected:
     def close(self) -> Array | None:
         """Return the sum."""
         return self.total
+
+
+def divided_by_sum(scores: Float[Array, "*n e"]) -> Float[Array, "*n e"]:
+    """Return scores divided by the sum over the last axis plus SMALLEST_SUM. [..., E]."""
+    return _ratio(scores, scores.sum(-1, keepdims=True) + SMALLEST_SUM)
+
+
+@jax.custom_jvp
+def _ratio(x: Array, total: Array) -> Array:
+    """Return x / total, whose derivative JAX itself computes with total**-2, which overflows for small sums."""
+    return x / total
+
+
+@_ratio.defjvp
+def _ratio_derivative(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Return the ratio and its tangent."""
+    (x, total), (d_x, d_total) = primals, tangents
+    y = x / total
+    return y, d_x / total - y * (d_total / total)
 
 
 def token_balance(
@@ -64,7 +87,7 @@ def token_balance(
     if isinstance(sequences, FLACPContext):
         counts = sum_over_ranks(counts, sequences)
     shares = counts.astype(scores.dtype) / jnp.maximum(counts.sum(-1, keepdims=True), 1)
-    probabilities = scores / scores.sum(-1, keepdims=True)
+    probabilities = divided_by_sum(scores)
     return experts * (probabilities * shares[documents]).sum(-1).reshape(batch, -1)
 
 

@@ -19,14 +19,11 @@ from jaxtyping import Float, Int
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.model.parameters import ParameterSpec, mlp_specs
-from jax_impl.balance import token_balance
+from jax_impl.balance import divided_by_sum, token_balance
 from jax_impl.documents import PackedDocuments
 from jax_impl.modules import Linear
 from jax_impl.ops import add_bias, at_least_float32, gelu, linear, parameter, swiglu
 from jax_impl.recompute import name_value
-
-SMALLEST_SUM = 1e-20
-"""Added to the sum of a token's scores before the division by it, as in DeepSeek-V3."""
 
 
 class MLP(nnx.Module):
@@ -122,7 +119,7 @@ class Router(nnx.Module):
         chosen = self.choose(scores)
         weights = jnp.take_along_axis(scores, chosen, 1)
         if config.moe_router_norm_topk_prob:
-            weights = weights / (weights.sum(-1, keepdims=True) + SMALLEST_SUM)
+            weights = divided_by_sum(weights)
         return weights * config.moe_router_topk_scaling_factor, chosen
 
 

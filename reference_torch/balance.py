@@ -23,6 +23,9 @@ from diptych.plans.context.sequences import FLACPContext
 from reference_torch.context_parallel import sum_over_ranks
 from reference_torch.documents import PackedDocuments
 
+SMALLEST_SUM = 1e-20
+"""Added to the sum of a token's scores before the division by it, as in DeepSeek-V3."""
+
 
 class Collected:
     """The sum of the balance of the layers that have run. A replay of layers in backward adds nothing."""
@@ -40,6 +43,11 @@ class Collected:
         """Return the sum, which this object no longer holds, and end adding."""
         total, self.total, self._is_closed = self.total, None, True
         return total
+
+
+def divided_by_sum(scores: Float[Tensor, "*n e"]) -> Float[Tensor, "*n e"]:
+    """Return scores divided by the sum over the last axis plus SMALLEST_SUM. [..., E]."""
+    return scores / (scores.sum(-1, keepdim=True) + SMALLEST_SUM)
 
 
 def token_balance(
@@ -67,7 +75,7 @@ def token_balance(
     if isinstance(sequences, FLACPContext):
         counts = sum_over_ranks(counts, sequences)
     shares = counts.to(scores.dtype) / counts.sum(-1, keepdim=True).clamp(min=1)
-    probabilities = scores / scores.sum(-1, keepdim=True)
+    probabilities = divided_by_sum(scores)
     return experts * (probabilities * shares[documents]).sum(-1).view(batch, -1)
 
 

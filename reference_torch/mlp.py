@@ -17,14 +17,11 @@ from torch import Tensor, nn
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.model.parameters import ParameterSpec, mlp_specs
-from reference_torch.balance import token_balance
+from reference_torch.balance import divided_by_sum, token_balance
 from reference_torch.documents import PackedDocuments
 from reference_torch.modules import Linear
 from reference_torch.ops import add_bias, at_least_float32, gelu, linear, parameter, swiglu
 from reference_torch.recompute import SAVE_ALL, BlockRecomputation, name_value
-
-SMALLEST_SUM = 1e-20
-"""Added to the sum of a token's scores before the division by it, as in DeepSeek-V3."""
 
 
 class MLP(nn.Module):
@@ -128,10 +125,11 @@ class Router(nn.Module):
         chosen = self.choose(scores)
         weights = scores.gather(1, chosen)
         if config.moe_router_norm_topk_prob:
-            weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST_SUM)
+            weights = divided_by_sum(weights)
         weights = weights * config.moe_router_topk_scaling_factor
         if self.expert_bias is not None:
-            weights = weights + 0.0 * self.expert_bias[chosen]  # every parameter has a gradient, here 0
+            everywhere = torch.ones_like(self.expert_bias, dtype=torch.bool)
+            weights = weights + self.expert_bias.masked_fill(everywhere, 0.0)[chosen]  # it has a gradient, which is 0
         return weights, chosen
 
 

@@ -100,12 +100,22 @@ BROKEN = {
         {"layer_pattern": "attention+moe"},
         r"num_moe_experts: expected a number with moe in layer_pattern='attention\+moe', got None",
     ),
+    (TransformerConfig, "experts have layers"): (
+        {"num_moe_experts": 4},
+        r"num_moe_experts, moe_aux_loss_coeff: expected None and 0\.0 without moe in layer_pattern, got 4 and 0\.0; .*",
+    ),
     (TransformerConfig, "experts suffice"): (
-        {"num_moe_experts": 4, "moe_router_topk": 5},
+        {"num_moe_experts": 4, "moe_router_topk": 5, "layer_pattern": "attention+moe"},
         r"moe_router_topk: expected at most num_moe_experts=4, got 5",
     ),
     (TransformerConfig, "groups of experts"): (
-        {"num_moe_experts": 8, "moe_router_topk": 5, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
+        {
+            "layer_pattern": "attention+moe",
+            "num_moe_experts": 8,
+            "moe_router_topk": 5,
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 2,
+        },
         r"moe_router_num_groups, moe_router_group_topk: expected None, or groups of .* got 4 and 2",
     ),
     (TransformerConfig, "a gate needs a shared expert"): (

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.offload import (
@@ -79,9 +80,23 @@ def run_offloaded(
     context = active_pass() or single_pass(config, blocks)
     stack = _Stack(run, config, blocks, context)
     run_stack = jax.custom_vjp(stack.infer)
-    run_stack.defvjp(stack.forward, stack.backward)
+    run_stack.defvjp(_traced(stack.forward), _traced(stack.backward))
     on_device = context.on_device if config.enable_tensor_offload else leaves
     return run_stack(leaves, on_device, _Taps(context.gradients or {}, context.resident), hidden_states, arrays)
+
+
+def _traced(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a rule that is compiled if it is called outside of jax.jit.
+
+    The leaves of a pull-back are found by their place among those of a traced one, and an eager call has others.
+    """
+
+    def run(*args: Any) -> Any:
+        if any(isinstance(leaf, DynamicJaxprTracer) for leaf in jax.tree.leaves(args)):
+            return rule(*args)
+        return jax.jit(rule)(*args)
+
+    return run
 
 
 def single_pass(config: TransformerConfig, blocks: Sequence[RecomputeBlock], includes_backward: bool = True) -> Pass:

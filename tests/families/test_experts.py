@@ -185,3 +185,19 @@ def test_documents_are_balanced_each_by_itself():
     parts = [token_balance(scores[a:b], chosen[a:b], 1)[0] for a, b in ((0, 5), (5, 8), (8, 12))]
     torch.testing.assert_close(packed, torch.cat(parts))
     assert not torch.allclose(packed, token_balance(scores, chosen, 1)[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scores_near_zero_have_finite_gradients(backend):
+    """Sigmoids whose sum is near the number that is added to it, in float32; JAX once divided by its square."""
+    logits = np.array([[-50.0, -50.5, -51.0], [-95.0, -96.0, -97.0], [1.0, -50.0, -51.0]], np.float32)
+    balance = room(backend, "balance")
+
+    def ratios(x):
+        return balance.divided_by_sum(x.sigmoid() if backend == "torch" else jax.nn.sigmoid(x))
+
+    (value,), (gradient,) = value_and_gradients(backend, ratios, [logits])
+    scores = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    np.testing.assert_allclose(value, scores / (scores.sum(-1, keepdims=True) + 1e-20), rtol=1e-5, atol=1e-7)
+    assert np.isfinite(gradient).all()
+    assert np.abs(gradient[0]).max() > 1e-3

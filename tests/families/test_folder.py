@@ -94,6 +94,33 @@ def test_settings_of_earlier_versions_of_transformers(tmp_path):
     assert model_of(theirs)[1] == expected
 
 
+DEFAULT = {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}
+ROTARY = {
+    "base beside the others": {
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
+        "rope_theta": 50.0,
+    },
+    "share beside the others": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+        "partial_rotary_factor": 0.5,
+    },
+    "one of two": {"rope_parameters": DEFAULT, "rope_theta": 70.0, "partial_rotary_factor": 1.0},
+    "old names": {"rope_theta": 50.0, "partial_rotary_factor": 0.5, "rope_scaling": {"type": "default"}},
+    "null beside the others": {"rope_parameters": DEFAULT, "rope_scaling": None},
+}
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_rotary_settings_have_the_precedence_of_transformers(name, tmp_path):
+    path = models.save(models.build("qwen3_next"), tmp_path)
+    config = json.loads((path / CONFIG).read_text())
+    del config["rope_parameters"]
+    (path / CONFIG).write_text(json.dumps(config | ROTARY[name]))
+    expected = models.transformers.AutoConfig.from_pretrained(path).rope_parameters
+    model = model_of(path)[1]
+    assert (model.rotary_base, model.rotary_percent) == (expected["rope_theta"], expected["partial_rotary_factor"])
+
+
 def tiny(tmp_path: Path) -> Path:
     """A folder of float64 weights in one file."""
     return models.save(models.build("qwen3_next"), tmp_path / "theirs")
@@ -147,6 +174,42 @@ REFUSED = {
     "another type of layer": (
         with_setting("layer_types", ["mamba"] * 3),
         "expected types out of linear_attention, full",
+    ),
+    "a number of layers that is text": (
+        with_setting("num_hidden_layers", "3"),
+        r"num_hidden_layers: expected an integer >= 1, got '3'",
+    ),
+    "a type of layer that is a list": (
+        with_setting("layer_types", [["linear_attention"]] * 3),
+        "layer_types: expected types out of linear_attention, full_attention, got ",
+    ),
+    "a step of experts that is 0": (
+        with_setting("decoder_sparse_step", 0),
+        "decoder_sparse_step: expected an integer >= 1, got 0",
+    ),
+    "dense layers that are text": (
+        with_setting("mlp_only_layers", ["1"]),
+        "mlp_only_layers: expected a list of numbers of 3 layers, got ",
+    ),
+    "a number of experts that is no integer": (
+        with_setting("num_experts", False),
+        "num_experts: expected an integer >= 0, got False",
+    ),
+    "a key of another family": (
+        with_setting("mlp_layer_types", ["dense"] * 3),
+        "expected settings of qwen3_next, got 'mlp_layer_types'",
+    ),
+    "a tie that is text": (
+        with_setting("tie_word_embeddings", "false"),
+        "tie_word_embeddings: expected true or false, got 'false'",
+    ),
+    "a rotary embedding that is text": (
+        with_setting("rope_parameters", "default"),
+        "rope_parameters: expected a mapping, got 'default'",
+    ),
+    "another rotary embedding beside the usual one": (
+        with_setting("rope_scaling", {"rope_type": "linear", "factor": 4.0}),
+        r"rope_parameters\.",
     ),
     "too few types of layers": (with_setting("layer_types", []), r"expected a list of 3 types, got \[\]"),
     "no weights": (lambda path: (path / "model.safetensors").unlink(), r"expected model\.safetensors or .*got neither"),

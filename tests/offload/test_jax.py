@@ -6,14 +6,18 @@ from functools import partial
 from itertools import pairwise
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.extend.core import Literal, jaxprs_in_params
 
+from diptych.plans.config import TransformerConfig
 from diptych.plans.offload import step_uses
 from diptych.plans.recompute import recompute_blocks
 from jax_impl.offload import OffloadedStep, layer_numbers, moves_of
 from jax_impl.recompute import residual_report
+from jax_impl.transformer import GPTModel
 from tests.offload.jax_support import (
     DROPPED,
     MIXED,
@@ -256,3 +260,26 @@ def test_a_model_that_runs_its_layers_itself_is_refused(reads, moved):
 
     with pytest.raises(ValueError, match=r"loss_fn: expected a model that runs .* by .*run_offloaded, .* got one"):
         step.value_and_grad(loss, params, step.begin(params), x)
+
+
+@pytest.mark.parametrize("offload", ["enable_tensor_offload", "enable_activation_offload"])
+def test_gradients_outside_of_jit(offload):
+    """Pull-backs of eager calls have other leaves than traced ones, which once gave wrong gradients of delta rules."""
+    config = TransformerConfig(
+        hidden_size=8,
+        num_layers=1,
+        num_attention_heads=2,
+        layer_pattern="gdn",
+        vocab_size=11,
+        seq_length=6,
+        params_dtype="float64",
+        activation_offload_min_bytes=0,
+    )
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 11, (1, 6)))
+
+    def gradients(config):
+        found = nnx.grad(lambda model: model(tokens, tokens))(GPTModel(config))
+        return jax.tree.leaves(found)
+
+    for expected, found in zip(gradients(config), gradients(replace(config, **{offload: True})), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)

@@ -49,6 +49,14 @@ EXPERT_RULES: tuple[Rule, ...] = (
         lambda c: f"num_moe_experts: expected a number with moe in layer_pattern={c.layer_pattern!r}, got None",
     ),
     Rule(
+        "experts have layers",
+        lambda c: (c.num_moe_experts is None and c.moe_aux_loss_coeff == 0) or _has_experts(c),
+        lambda c: (
+            "num_moe_experts, moe_aux_loss_coeff: expected None and 0.0 without moe in layer_pattern, got "
+            f"{c.num_moe_experts} and {c.moe_aux_loss_coeff}; write attention+moe for a layer of experts"
+        ),
+    ),
+    Rule(
         "experts suffice",
         lambda c: c.num_moe_experts is None or c.moe_router_topk <= c.num_moe_experts,
         lambda c: f"moe_router_topk: expected at most num_moe_experts={c.num_moe_experts}, got {c.moe_router_topk}",

@@ -20,7 +20,7 @@ COMMON_KEYS = frozenset(
 """Keys of config.json that do not change what a model computes."""
 
 
-OWN_KEYS = frozenset({"layer_types", "mlp_layer_types", "tie_word_embeddings"})
+OWN_KEYS = frozenset({"layer_types", "tie_word_embeddings"})
 """Keys of config.json that all families read in the same way."""
 DENSE, SPARSE = "dense", "sparse"
 """Values of mlp_layer_types: an MLP, and a mixture of experts."""
@@ -108,9 +108,10 @@ def settings_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         FamilyError: a setting is missing, unknown or not implemented.
     """
+    integer(config, "num_hidden_layers", least=1)
     config = family.read(_with_usual_keys(config))
     known = {s.theirs for s in (*_with_experts(family, True)[0], *family.required)} | family.ignored_keys
-    known |= COMMON_KEYS | OWN_KEYS
+    known |= COMMON_KEYS | OWN_KEYS | ({"mlp_layer_types"} if family.experts else set())
     unknown = next((path for path in _paths(config, known) if path not in known), None)
     if unknown is not None:
         value = one_line(_get(config, unknown, None))
@@ -124,7 +125,7 @@ def settings_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
             raise FamilyError(
                 f"config.json, {required.theirs}: expected {required.value!r}, got {one_line(value)}: {required.reason}"
             )
-    has_experts = family.experts is not None and _get(config, family.experts.key, family.experts.default) != 0
+    has_experts = family.experts is not None and _experts_of(family.experts, config) > 0
     settings, found = _with_experts(family, has_experts)
     for setting in settings:
         value = _get(config, setting.theirs, setting.default)
@@ -133,8 +134,36 @@ def settings_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         found[setting.ours] = value
     mlps = config.get("mlp_layer_types") if has_experts else None
     found["layer_pattern"] = ",".join(_pattern(family, config.get("layer_types"), mlps, found["num_layers"]))
-    found["untie_embeddings_and_output_weights"] = not config.get("tie_word_embeddings", False)
+    tied = config.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise FamilyError(f"config.json, tie_word_embeddings: expected true or false, got {one_line(tied)}")
+    found["untie_embeddings_and_output_weights"] = not tied
     return found
+
+
+def integer(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 0) -> int:
+    """Return an integer of config.json.
+
+    Args:
+        config: content of config.json.
+        key: the key.
+        default: value if the key is missing; None: it is required.
+        least: smallest value.
+
+    Raises:
+        FamilyError: the value is something else.
+    """
+    value = config.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise FamilyError(f"config.json, {key}: expected an integer >= {least}, got {one_line(value)}")
+    return value
+
+
+def _experts_of(experts: ExpertSettings, config: Mapping[str, Any]) -> int:
+    """Return the number of experts of a model; 0 if no layer has experts."""
+    number = integer(config, experts.key, experts.default)
+    mlps = config.get("mlp_layer_types")
+    return number if not isinstance(mlps, list) or SPARSE in mlps else 0
 
 
 def config_of(family: Family, model: TransformerConfig, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -167,7 +196,7 @@ def config_of(family: Family, model: TransformerConfig, like: Mapping[str, Any] 
     config["layer_types"] = [names[mixer] for mixer in mixers]
     if family.experts is not None:
         config["mlp_layer_types"] = [SPARSE if model.layer(n).moe else DENSE for n in range(model.num_layers)]
-        if not has_experts:
+        if not has_experts and (like is None or _experts_of(family.experts, family.read(_with_usual_keys(like))) > 0):
             _set(config, family.experts.key, 0)
     config["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
     config["model_type"] = family.name
@@ -196,7 +225,7 @@ def _pattern(family: Family, types: Any, mlps: Any, num_layers: int) -> Sequence
         FamilyError: the number of layers differs, or a type is unknown.
     """
     mlps = [DENSE] * num_layers if mlps is None else mlps
-    if not isinstance(mlps, list) or len(mlps) != num_layers or not set(mlps) <= {DENSE, SPARSE}:
+    if not isinstance(mlps, list) or len(mlps) != num_layers or any(mlp not in (DENSE, SPARSE) for mlp in mlps):
         raise FamilyError(
             f"config.json, mlp_layer_types: expected a list of {num_layers} out of {DENSE}, {SPARSE}, got "
             f"{one_line(mlps)}"
@@ -204,7 +233,7 @@ def _pattern(family: Family, types: Any, mlps: Any, num_layers: int) -> Sequence
     if not isinstance(types, list) or len(types) != num_layers:
         raise FamilyError(f"config.json, layer_types: expected a list of {num_layers} types, got {one_line(types)}")
     for name in types:
-        if name not in family.layer_types:
+        if not isinstance(name, str) or name not in family.layer_types:
             known = ", ".join(family.layer_types)
             raise FamilyError(f"config.json, layer_types: expected types out of {known}, got {one_line(name)}")
     layers = [family.layer_types[name] + "+moe" * (mlp == SPARSE) for name, mlp in zip(types, mlps, strict=True)]
@@ -215,16 +244,20 @@ def _pattern(family: Family, types: Any, mlps: Any, num_layers: int) -> Sequence
 
 
 def _with_usual_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json with the keys of transformers 5, for those of earlier versions."""
+    """Return config.json with the keys of transformers 5, for those of earlier versions, by its order of precedence.
+
+    Raises:
+        FamilyError: the settings of the rotary embedding are no mapping.
+    """
     found = dict(config)
-    if "rope_parameters" not in found and "rope_theta" in found:
-        found["rope_parameters"] = {"rope_type": "default"} | {
-            key: found[key] for key in ("rope_theta", "partial_rotary_factor") if key in found
-        }
-        if isinstance(found.get("rope_scaling"), dict):
-            found["rope_parameters"] |= found["rope_scaling"]
-    for key in ("rope_theta", "partial_rotary_factor", "rope_scaling"):
-        found.pop(key, None)
+    rope = found.pop("rope_scaling", None) or found.pop("rope_parameters", None)
+    top = {key: found.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in found}
+    if rope or top:
+        if not isinstance(rope or {}, Mapping):
+            raise FamilyError(f"config.json, rope_parameters: expected a mapping, got {one_line(rope)}")
+        rope = {**top, **(rope or {})}
+        kind = rope.pop("type", "default")
+        found["rope_parameters"] = {"rope_type": kind, **rope}
     interval = found.pop("full_attention_interval", None)
     layers = found.get("num_hidden_layers")
     if "layer_types" not in found and isinstance(interval, int) and isinstance(layers, int) and interval > 0:

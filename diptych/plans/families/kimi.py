@@ -14,7 +14,7 @@ from diptych.plans.families.blocks import (
     norm_links,
     outer_links,
 )
-from diptych.plans.families.family import DENSE, SPARSE, ExpertSettings, Family, FamilyError, Required, Setting
+from diptych.plans.families.family import DENSE, SPARSE, ExpertSettings, Family, FamilyError, Required, Setting, integer
 from diptych.plans.families.layouts import Layout, Link, same
 from diptych.plans.text_files import one_line
 
@@ -49,16 +49,19 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
         FamilyError: keys and values have other heads than queries, or a setting has another type than expected.
     """
     found = {OTHER_KEYS.get(key, key): value for key, value in config.items()}
-    layers = found.get("num_hidden_layers")
+    layers = integer(found, "num_hidden_layers")
     linear = found.pop("linear_attn_config", None)
     if isinstance(linear, Mapping):
         found |= {usual: linear[key] for key, usual in LINEAR_KEYS.items() if key in linear}
-        if isinstance(layers, int) and found.get("layer_types") is None:
+        if found.get("layer_types") is None:
             full = linear.get("full_attn_layers") or []
+            if not isinstance(full, list):
+                raise FamilyError(f"config.json, full_attn_layers: expected a list of layers, got {one_line(full)}")
             types = ["full_attention" if n + 1 in full else "linear_attention" for n in range(layers)]
             found["layer_types"] = types
-    first = found.pop("first_k_dense_replace", 1)
-    if found.get("mlp_layer_types") is None and isinstance(layers, int) and isinstance(first, int):
+    first = integer(found, "first_k_dense_replace", 1)
+    found.pop("first_k_dense_replace", None)
+    if found.get("mlp_layer_types") is None:
         found["mlp_layer_types"] = [DENSE if number < first else SPARSE for number in range(layers)]
     heads = found.pop("num_key_value_heads", None)
     if heads not in (None, found.get("num_attention_heads")):
@@ -66,9 +69,8 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json, num_key_value_heads: expected num_attention_heads={found.get('num_attention_heads')}, got "
             f"{one_line(heads)}"
         )
-    shared, width = found.pop("num_shared_experts", 1), found.get("moe_intermediate_size", 1024)
-    if not isinstance(shared, int) or not isinstance(width, int):
-        raise FamilyError(f"config.json, num_shared_experts: expected an integer, got {one_line(shared)}")
+    shared, width = integer(found, "num_shared_experts", 1), integer(found, "moe_intermediate_size", 1024)
+    found.pop("num_shared_experts", None)
     return {**found, SHARED_WIDTH: shared * width}
 
 

@@ -17,8 +17,18 @@ from diptych.plans.families.blocks import (
     norm_links,
     outer_links,
 )
-from diptych.plans.families.family import DENSE, SPARSE, ExpertSettings, Family, Required, Setting
+from diptych.plans.families.family import (
+    DENSE,
+    SPARSE,
+    ExpertSettings,
+    Family,
+    FamilyError,
+    Required,
+    Setting,
+    integer,
+)
 from diptych.plans.families.layouts import Layout, Link
+from diptych.plans.text_files import one_line
 
 SETTINGS = (
     Setting("hidden_size", "hidden_size"),
@@ -86,14 +96,28 @@ LAYER_TYPES = {"linear_attention": "gdn", "full_attention": "attention"}
 
 
 def _mlp_layer_types(config: Mapping[str, Any]) -> list[str]:
-    """Return which layers are mixtures of experts, by config.json."""
-    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    layers = range(config.get("num_hidden_layers", 0))
+    """Return which layers are mixtures of experts, by config.json.
+
+    Raises:
+        FamilyError: a setting has another type than expected.
+    """
+    step, dense = integer(config, "decoder_sparse_step", 1, least=1), config.get("mlp_only_layers") or []
+    layers = range(integer(config, "num_hidden_layers"))
+    if not isinstance(dense, list) or any(type(number) is not int or number not in layers for number in dense):
+        raise FamilyError(
+            f"config.json, mlp_only_layers: expected a list of numbers of {len(layers)} layers, got {one_line(dense)}"
+        )
     return [SPARSE if number not in dense and (number + 1) % step == 0 else DENSE for number in layers]
 
 
 def _read_experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json with the type of each layer's feed-forward sublayer."""
+    """Return config.json with the type of each layer's feed-forward sublayer.
+
+    Raises:
+        FamilyError: a setting has another type than expected, or is one of another family.
+    """
+    if "mlp_layer_types" in config:
+        raise FamilyError("config.json: expected settings of qwen3_next, got 'mlp_layer_types', which it does not have")
     return {"mlp_layer_types": _mlp_layer_types(config), **config}
 
 
