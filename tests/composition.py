@@ -129,6 +129,7 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
         "KDA": {"layer_pattern": "kda,attention"},
         "GDN": {"layer_pattern": "gdn,attention"},
         "GELU": {"layer_pattern": "attention+gelu,attention"},
+        "post-norm": {"layer_pattern": "attention+post-norm,attention"},
         "Qwen3-Next": {
             "layer_pattern": "gdn,attention",
             "kv_channels": 8,
@@ -213,10 +214,7 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
         "normed projections": {"qk_layernorm": True, "qk_layernorm_scope": "projection"},
         "gated heads": {"attention_output_gate": True, "rotary_percent": 0.0},
     },
-    "norms": {
-        "zero-centered norms": {"layernorm_zero_centered_gamma": True},
-        "post-norm": {"layer_pattern": "attention+post-norm,attention"},
-    },
+    "norms": {"zero-centered norms": {"layernorm_zero_centered_gamma": True}},
     "biases": {"biases": {"add_bias_linear": True}},
     "loss": {"loss per token": {"calculate_per_token_loss": True}},
     "messages": {
@@ -228,8 +226,14 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 """Settings of every feature, by dimension; a composition has at most one feature of each dimension."""
 FEATURES = {name: (dimension, settings) for dimension, named in DIMENSIONS.items() for name, settings in named.items()}
-REFUSED = {"context ranks, pipelined": ("schedule", "parameters offloaded", "activations offloaded")}
-"""Dimensions whose features are rejected together with a feature."""
+REFUSED = {
+    "context ranks, pipelined": (
+        *("schedule", "parameters offloaded", "activations offloaded"),
+        *("experts in groups", "Kimi Linear"),  # have a load-balancing loss
+    ),
+    "Kimi Linear": ("normed heads",),  # turn channels
+}
+"""Dimensions and features that are rejected together with a feature."""
 QUICK = [name for name in FEATURES if name != "kernels"]
 """Features that do not run in the Triton interpreter."""
 RARE = ("kernels", "bf16")
@@ -238,8 +242,10 @@ RARE = ("kernels", "bf16")
 
 def are_accepted(first: str, second: str) -> bool:
     """Return True if two features of two dimensions are accepted together."""
-    dimensions = FEATURES[first][0], FEATURES[second][0]
-    return dimensions[1] not in REFUSED.get(first, ()) and dimensions[0] not in REFUSED.get(second, ())
+    return REFUSED.keys().isdisjoint((first, second)) or all(
+        {other, FEATURES[other][0]}.isdisjoint(REFUSED.get(one, ()))
+        for one, other in ((first, second), (second, first))
+    )
 
 
 @st.composite

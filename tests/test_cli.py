@@ -61,10 +61,10 @@ def test_compare_in_float64(corpus, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_compare_over_tolerance_names_parameter_and_step(corpus, tmp_path, capsys, monkeypatch):
-    import jax_impl.transformer
+    import jax_impl.mlp
 
-    right = jax_impl.transformer.gelu
-    monkeypatch.setattr(jax_impl.transformer, "gelu", lambda x, impl: right(x, impl) * 1.001)  # a seeded bug
+    right = jax_impl.mlp.gelu
+    monkeypatch.setattr(jax_impl.mlp, "gelu", lambda x, impl: right(x, impl) * 1.001)  # a seeded bug
     command = f"compare {SMALL} --activation gelu --train-iters 3 --data-path"
     assert diptych(command, corpus, "--output-dir", tmp_path) == 1
     printed = " ".join(capsys.readouterr().out.split())

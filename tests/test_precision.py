@@ -13,6 +13,7 @@ import torch
 
 from diptych.plans.checkpoint import read_checkpoint
 from diptych.plans.config import KEPT_IN_FLOAT32, TrainConfig, TransformerConfig
+from diptych.plans.model.parameters import ParameterSpec
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT, LOSS, OPERATION
 from tests.backends import BACKENDS, TORCH_DAILY, normal, room, tiny_corpus, trainers
@@ -133,6 +134,28 @@ def check_hyper_connection_coefficients(backend, tmp_path):
         assert relative_difference(wide(ours), wide(theirs)) <= OPERATION["bfloat16"]
 
 
+def check_router(backend, tmp_path):
+    """Scores are those of a float64 router of the same numbers; in bfloat16 they would miss by 4e-3."""
+    config = replace(CONFIG, layer_pattern="attention+moe", num_moe_experts=5)
+    x, weight = narrow(1, 9, 32)[0], normal(3, 5, 32, dtype=np.float32)
+    mlp = room(backend, "mlp")
+    specs = {"weight": ParameterSpec((5, 32), std=1.0)}
+
+    def scores(config, x, weight):
+        router = mlp.Router(config, "router", specs)
+        if backend == "torch":
+            router.weight.data = array(backend, weight)
+        else:
+            router.weight[...] = array(backend, weight)
+        found = router.scores(array(backend, x))
+        return found.detach() if backend == "torch" else found
+
+    ours = scores(config, x, weight)
+    assert dtype_of(ours) == "float32"
+    exact = scores(replace(config, bf16=False, params_dtype="float64"), x.astype(np.float64), weight.astype(np.float64))
+    assert relative_difference(wide(ours), wide(exact)) <= 1e-6
+
+
 def check_logits(backend, tmp_path):
     ops = room(backend, "ops")
     logits, targets = narrow(2, 8, 300) * narrow(1, seed=5), np.arange(16).reshape(2, 8)
@@ -150,6 +173,7 @@ CHECKS = {
     "rotary_angles": check_rotary_angles,
     "softmax": check_softmax,
     "hyper_connection_coefficients": check_hyper_connection_coefficients,
+    "router": check_router,
     "logits": check_logits,
 }
 

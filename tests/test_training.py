@@ -234,13 +234,13 @@ def test_comparison_finds_a_wrong_gradient_and_names_it(monkeypatch):
     """A seeded bug: JAX forgets the second half of swiglu's product rule."""
     import jax
 
-    import jax_impl.transformer
+    import jax_impl.mlp
 
     def broken(x, impl):
         gate, value = jax.numpy.split(x, 2, axis=-1)
         return jax.nn.silu(gate) * jax.lax.stop_gradient(value)
 
-    monkeypatch.setattr(jax_impl.transformer, "swiglu", broken)
+    monkeypatch.setattr(jax_impl.mlp, "swiglu", broken)
     result = compare(CONFIG, replace(TRAIN, train_iters=2), tiny_corpus())
     assert any("loss at step 1: expected a difference of at most" in line for line in result.failures)
     assert any("gradient of decoder.layers.0.mlp.linear_fc1.weight at step 0" in line for line in result.failures)

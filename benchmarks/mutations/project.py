@@ -13,11 +13,14 @@ from torch import nn
 import jax_impl.forward_context
 import jax_impl.hyper_connections
 import jax_impl.linear_attention
+import jax_impl.mlp
 import jax_impl.modules
+import jax_impl.self_attention
 import jax_impl.transformer
 import reference_torch.forward_context
 import reference_torch.hyper_connections
 import reference_torch.linear_attention
+import reference_torch.mlp
 import reference_torch.modules
 import reference_torch.transformer
 from benchmarks.mutations.cases import Bug, Case, flax_names
@@ -135,14 +138,14 @@ class EpsilonOutside(reference_torch.modules.RMSNorm):
         return x / (x.square().mean(-1, keepdim=True).sqrt() + self.epsilon) * self.weight
 
 
-class SwappedHalves(jax_impl.transformer.MLP):
+class SwappedHalves(jax_impl.mlp.MLP):
     def __call__(self, hidden_states):
         inner, _ = self.linear_fc1(hidden_states)
         left, right = jnp.split(inner, 2, axis=-1)
         return self.linear_fc2(left * jax.nn.silu(right) if self.activation == "swiglu" else inner)
 
 
-class Interleaved(jax_impl.transformer.SelfAttention):
+class Interleaved(jax_impl.self_attention.SelfAttention):
     """Rotates neighbouring channels."""
 
     def __call__(self, hidden_states, context):
@@ -151,8 +154,10 @@ class Interleaved(jax_impl.transformer.SelfAttention):
         qkv = self.linear_qkv(hidden_states)[0].reshape(*hidden_states.shape[:2], -1, width)
         heads, groups = self.config.num_attention_heads, self.config.query_groups
         q, k, v = jnp.split(qkv, (heads, heads + groups), axis=2)
-        turn = partial(jax_impl.transformer.rotary_embedding, positions=context.positions, base=self.config.rotary_base)
-        attended = jax_impl.transformer.causal_attention(turn(q[..., order]), turn(k[..., order]), v)
+        turn = partial(
+            jax_impl.self_attention.rotary_embedding, positions=context.positions, base=self.config.rotary_base
+        )
+        attended = jax_impl.self_attention.causal_attention(turn(q[..., order]), turn(k[..., order]), v)
         return self.linear_proj(attended.reshape(*hidden_states.shape[:2], -1))
 
 
@@ -189,7 +194,7 @@ class NarrowDecay(jax_impl.linear_attention.GatedDeltaNet):
         return decays.astype(jnp.bfloat16).astype(decays.dtype)
 
 
-class OtherGelu(reference_torch.transformer.MLP):
+class OtherGelu(reference_torch.mlp.MLP):
     """The approximation of the other kind of GELU."""
 
     def forward(self, hidden_states, recompute=SAVE_ALL):
@@ -198,8 +203,8 @@ class OtherGelu(reference_torch.transformer.MLP):
         return self.linear_fc2(other)
 
 
-def _is_tanh(mlp: reference_torch.transformer.MLP, inner: torch.Tensor) -> bool:
-    right = reference_torch.transformer.gelu(inner, "reference")
+def _is_tanh(mlp: reference_torch.mlp.MLP, inner: torch.Tensor) -> bool:
+    right = reference_torch.mlp.gelu(inner, "reference")
     return bool((right - F.gelu(inner, approximate="tanh")).norm() < (right - F.gelu(inner)).norm())
 
 

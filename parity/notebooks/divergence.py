@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 import jax_impl.hyper_connections
-import jax_impl.transformer
+import jax_impl.mlp
+import jax_impl.self_attention
 import reference_torch.train
 from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
 from diptych.plans.model.data import load_corpus
@@ -152,9 +153,9 @@ def _scores_rounded_once(q: jax.Array, k: jax.Array, v: jax.Array, attention_mas
 CHANGES: dict[str, Any] = {
     "as it is": None,
     "+ XLA rounds between operations": {"xla_allow_excess_precision": False},
-    "+ SiLU rounded once": (jax_impl.transformer, "swiglu", _silu_rounded_once),
+    "+ SiLU rounded once": (jax_impl.mlp, "swiglu", _silu_rounded_once),
     "+ mHC write rounded once": (jax_impl.hyper_connections, "write_streams", _sum_rounded_once),
-    "+ scores rounded once": (jax_impl.transformer, "causal_attention", _scores_rounded_once),
+    "+ scores rounded once": (jax_impl.self_attention, "causal_attention", _scores_rounded_once),
 }
 """What is changed in JAX, one after the other: options of XLA, or a function that is replaced."""
 

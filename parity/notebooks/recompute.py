@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import jax_impl.recompute as jax_recompute
 import reference_torch.hyper_connections
+import reference_torch.mlp
+import reference_torch.self_attention
 import reference_torch.transformer
 from diptych.planner.memory import predict_memory
 from diptych.plans.config import TransformerConfig
@@ -172,6 +174,8 @@ class MemoryTimeline:
         with (
             mock.patch.object(Slot, "refill", refilled),
             mock.patch.object(MHCBlockRecomputeManager, "checkpoint", checkpoint_with_places),
+            mock.patch.object(reference_torch.mlp, "name_value", named),
+            mock.patch.object(reference_torch.self_attention, "name_value", named),
             mock.patch.object(reference_torch.transformer, "name_value", named),
             mock.patch.object(reference_torch.hyper_connections, "name_value", named),
         ):

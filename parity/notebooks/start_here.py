@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from flax import nnx
 
+import jax_impl.mlp
 import jax_impl.saving
-import jax_impl.transformer
 import reference_torch.saving
 from diptych.plans.config import DataConfig, TransformerConfig
 from diptych.plans.model.data import load_corpus
@@ -105,7 +105,7 @@ def _tanh_gelu(x: jax.Array, impl: str = "auto") -> jax.Array:
 @contextmanager
 def wrong_gelu() -> Iterator[None]:
     """Replace GELU in JAX by its approximation with tanh: the failing variant."""
-    with mock.patch.object(jax_impl.transformer, "gelu", _tanh_gelu):
+    with mock.patch.object(jax_impl.mlp, "gelu", _tanh_gelu):
         yield
 
 

@@ -143,7 +143,10 @@ def test_a_mask_is_refused(backend):
         ({"linear_num_key_heads": 3}, "linear_num_value_heads: expected a multiple of linear_num_key_heads=3, got 4"),
         ({"kda_lower_bound": -6.0}, r"kda_lower_bound: expected None or a number in \[-5, 0\), got -6.0"),
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim: expected an integer >= 1, got 0"),
-        ({"layer_pattern": "kdb"}, "layer_pattern: expected a mixer out of .*'attention', 'gdn', 'kda'.*, got 'kdb'"),
+        (
+            {"layer_pattern": "kdb"},
+            "layer_pattern: expected a mixer out of .*'attention', 'mla', 'gdn', 'kda'.*, got 'kdb'",
+        ),
     ],
 )
 def test_bad_settings_are_named(flags, message):

@@ -475,7 +475,7 @@ class GraphBuilder:
         factors = self._cast(nodes, sorted_weights, self.item, region)
         weighted, ordered = (Value(n, rows.size) for n in ("weighted", "weighted, by token"))
         output = self.activation("mlp_output", config.hidden_size)
-        nodes.append(Node([outputs, factors], [weighted], [outputs, factors], region))
+        nodes.append(Node([outputs, factors], [weighted], [outputs, factors], region, backward_scratch=rows.size))
         nodes.append(Node([weighted], [ordered, back], [back], region, backward_scratch=rows.size))
         nodes.append(Node([ordered], [output], [], region))
         if config.moe_shared_expert_intermediate_size is None:
@@ -546,7 +546,7 @@ class GraphBuilder:
             gate = self._biased(nodes, gate, f"{name}.shared_expert_gate", region)
             gated = Value("gated shared expert", shared.size)
             nodes.append(Node([gate], [opened], [opened], region))
-            nodes.append(Node([opened, shared], [gated], [opened, shared], region))
+            nodes.append(Node([opened, shared], [gated], [opened, shared], region, backward_scratch=shared.size))
             shared = gated
         output = self.activation("mlp_output", self.config.hidden_size)
         nodes.append(Node([routed, shared], [output], [], region))
