@@ -15,6 +15,7 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.families import OLMO_HYBRID, QWEN3_NEXT, FamilyError, find_family, folder
 from diptych.plans.families.family import config_of, settings_of
 from diptych.plans.families.folder import CONFIG, export_folder, import_folder, model_of
+from diptych.plans.families.kimi import LINEAR_KEYS
 from diptych.plans.tensor_files import (
     TensorFile,
     TensorFileError,
@@ -326,6 +327,36 @@ def test_olmo_hybrid_has_names_of_files_and_names_of_modules(tmp_path):
     with_tensors(lambda tensors: tensors | {norm: np.zeros(24)})(tmp_path / "cut")
     with pytest.raises(FamilyError, match=r"expected either model\.layers\.0.*norm\.weight or .*, got both"):
         import_folder(tmp_path / "cut", tmp_path / "third")
+
+
+def test_kimi_linear_as_it_was_published(tmp_path):
+    """Settings of the delta attention in a mapping, layers counted from 1, and the number of dense layers."""
+    path = models.save(models.build("kimi_linear"), tmp_path)
+    config = json.loads((path / CONFIG).read_text())
+    expected = model_of(path)[1]
+    linear = {key: config.pop(usual) for key, usual in LINEAR_KEYS.items()}
+    layers = {"kda_layers": [1, 3], "full_attn_layers": [2]}
+    published = {
+        "linear_attn_config": linear | layers,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "mla_use_nope": True,
+        "moe_router_activation_func": "sigmoid",
+        "num_nextn_predict_layers": 0,
+        "use_grouped_topk": True,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+    }
+    config = {key: value for key, value in config.items() if key not in ("layer_types", "mlp_layer_types")}
+    (path / CONFIG).write_text(json.dumps(config | published))
+    assert model_of(path)[1] == expected
+    with_setting("num_key_value_heads", 2)(path)
+    with pytest.raises(FamilyError, match="num_key_value_heads: expected num_attention_heads=4, got 2"):
+        model_of(path)
+    with_setting("num_key_value_heads", 4)(path)
+    with_setting("mla_use_nope", False)(path)
+    with pytest.raises(FamilyError, match="mla_use_nope: expected True, got False"):
+        model_of(path)
 
 
 def test_find_family_takes_every_name():

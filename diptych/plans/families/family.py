@@ -15,6 +15,8 @@ COMMON_KEYS = frozenset(
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "tokenizer_class", "_name_or_path"),
         *("output_attentions", "output_hidden_states", "return_dict", "is_encoder_decoder", "chunk_size_feed_forward"),
         *("id2label", "label2id", "problem_type", "is_decoder", "add_cross_attention", "cross_attention_hidden_size"),
+        *("_attn_implementation_autoset", "decoder_start_token_id", "finetuning_task", "prefix", "pruned_heads"),
+        *("task_specific_params", "tie_encoder_decoder", "torchscript", "tf_legacy_loss", "use_bfloat16"),
     }
 )
 """Keys of config.json that do not change what a model computes."""
