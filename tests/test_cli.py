@@ -309,7 +309,7 @@ def test_jax_is_not_one_of_several_processes(corpus, capsys, monkeypatch):
         begin = time.monotonic()
         assert diptych(f"train --backend jax {SMALL} --data-path", corpus) == 2
         assert re.search(message, capsys.readouterr().err)
-        assert (time.monotonic() - begin > 0.5) == waits
+        assert (time.monotonic() - begin >= 1.0) == waits
 
 
 LATE = """

@@ -48,7 +48,10 @@ _EXECUTION = frozenset(
 )
 
 _TRAINING = frozenset(
-    {"seq_length", "hidden_dropout", "init_method_std", "params_dtype", "bf16", "seed", "use_flash_attn"}
+    {
+        *("seq_length", "hidden_dropout", "moe_aux_loss_coeff", "init_method_std", "params_dtype", "bf16", "seed"),
+        "use_flash_attn",
+    }
 )
 """Settings of a run that may differ from those with which the weights were made."""
 

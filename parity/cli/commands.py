@@ -12,7 +12,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from diptych.planner.request import PlanRequest
 from diptych.plans.checkpoint import list_checkpoints, with_definition, with_model_of
-from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
+from diptych.plans.config import MODEL_RULES, DataConfig, TrainConfig, TransformerConfig
 from diptych.plans.families.folder import CONFIG, model_of, source_of
 from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.csv import read_schedule
@@ -31,7 +31,10 @@ def _read_schedule(words: list[str]) -> Schedule:
 
 @dataclass(frozen=True)
 class ModelFlags(TransformerConfig):
-    """The model, its parallelism, recompute and offload."""
+    """The model, its parallelism, recompute and offload.
+
+    Only single settings are checked here: a folder may define the others, to which they must fit (with_configuration).
+    """
 
     # The flag is a path. The file is read once, during parsing.
     pipeline_schedule_file: Annotated[
@@ -46,13 +49,16 @@ class ModelFlags(TransformerConfig):
     ] = None
     """CSV file with the schedule's actions, as torch.distributed.pipelining writes it; replaces pipeline_schedule."""
 
+    def __post_init__(self) -> None:
+        self.check(tuple(rule for rule in MODEL_RULES if rule.is_single))
+
 
 def with_configuration(command: Any) -> Any:
     """Return the command with its ModelFlags replaced by a TransformerConfig, whose model a folder may define."""
     model = getattr(command, "model", None)
     if not isinstance(model, ModelFlags):
         return command
-    found = TransformerConfig(**vars(model))
+    found: TransformerConfig = model
     if isinstance(command, Train) and command.init is None and command.resumes_imported_model:
         command = replace(command, init=command.save)
     init, folder = (getattr(command, name, None) for name in ("init", "model_folder"))
@@ -60,7 +66,7 @@ def with_configuration(command: Any) -> Any:
         found = with_model_of(init, found, _demo_model())
     if folder is not None:
         found = with_definition(model_of(folder)[1], found, _demo_model(), str(folder / CONFIG))
-    return replace(command, model=found)
+    return replace(command, model=TransformerConfig(**vars(found)))
 
 
 def _demo_model() -> ModelFlags:

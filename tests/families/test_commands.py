@@ -11,6 +11,7 @@ from diptych.plans.checkpoint import MODEL, read_checkpoint, split_arrays
 from diptych.plans.config import DataConfig
 from diptych.plans.model.data import load_corpus
 from parity.cli.main import main
+from parity.cli.run import read_metrics
 from parity.cli.tokenizer import tokenizer_beside
 from tests.backends import TORCH_DAILY
 from tests.families import models
@@ -96,6 +97,30 @@ def test_a_folder_is_planned_without_its_weights(folder, capsys):
     assert f"3 layers, {count:,} parameters" in printed
     assert main(f"plan --model {folder} --hidden-size 8".split()) == 2
     assert "--hidden-size: expected 24, as in" in capsys.readouterr().err
+
+
+def test_an_imported_model_is_trained_with_a_load_balancing_loss(tmp_path):
+    """The coefficient belongs to the training, not to the weights."""
+    theirs = models.save(models.build("qwen3_next with experts", vocab_size=256), tmp_path / "tiny", torch.float32)
+    ours, text = tmp_path / "ours", tmp_path / "text"
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 40)
+    run(f"import {theirs} --output {ours}")
+    losses = []
+    for coefficient in (0.0, 0.5):
+        folder = tmp_path / f"run{coefficient}"
+        run(
+            f"train --backend torch --init {ours} --save {folder} --data-path {text} {SMALL} --exit-step 1 "
+            f"--moe-aux-loss-coeff {coefficient}"
+        )
+        losses.append(read_metrics(folder / "metrics.jsonl")[0]["loss"])
+    assert losses[1] > losses[0] + 0.5  # two layers, each near 1
+
+
+def test_flags_are_checked_against_the_layers_of_the_folder(folder, capsys):
+    """Three pipeline ranks need three layers, which the folder has, not the two of a model without one."""
+    run(f"plan --model {folder} --pipeline-model-parallel-size 3")
+    assert main(f"plan --model {folder} --pipeline-model-parallel-size 2".split()) == 2
+    assert "2 pipeline ranks with 1 stages each, got 3" in capsys.readouterr().err
 
 
 def test_settings_that_the_weights_contradict_are_named(folder, tmp_path, capsys):

@@ -244,10 +244,19 @@ class TransformerConfig:
     """Use products of 8-bit floats; only False is supported (out of scope)."""
 
     def __post_init__(self) -> None:
+        self.check(MODEL_RULES)
+
+    def check(self, rules: tuple[Rule, ...]) -> None:
+        """Check that the settings are in scope and satisfy the rules.
+
+        Raises:
+            NotImplementedError: a setting is out of scope.
+            ValueError: the settings break a rule.
+        """
         for name, (only, reason) in OUT_OF_SCOPE.items():
             if (value := getattr(self, name)) != only:
                 raise NotImplementedError(f"{name}: expected {only}, got {value!r}: {reason}")
-        validate(self, MODEL_RULES)
+        validate(self, rules)
 
     @property
     def model_parallel_size(self) -> int:

@@ -12,6 +12,8 @@ class Rule(NamedTuple):
     name: str
     holds: Callable[[Any], bool]
     message: Callable[[Any], str]
+    is_single: bool = False
+    """True if the rule reads one setting, which it is named after."""
 
 
 def count(field: str, least: int = 1) -> Rule:
@@ -23,7 +25,7 @@ def count(field: str, least: int = 1) -> Rule:
             return type(config).__dataclass_fields__[field].default is None
         return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
-    return Rule(field, holds, lambda c: f"{field}: expected an integer >= {least}, got {getattr(c, field)!r}")
+    return Rule(field, holds, lambda c: f"{field}: expected an integer >= {least}, got {getattr(c, field)!r}", True)
 
 
 def number(field: str, interval: str) -> Rule:
@@ -37,7 +39,7 @@ def number(field: str, interval: str) -> Rule:
         above = value >= low if interval[0] == "[" else value > low
         return above and (value <= high if interval[-1] == "]" else value < high)
 
-    return Rule(field, holds, lambda c: f"{field}: expected a number in {interval}, got {getattr(c, field)!r}")
+    return Rule(field, holds, lambda c: f"{field}: expected a number in {interval}, got {getattr(c, field)!r}", True)
 
 
 def flag(field: str) -> Rule:
@@ -46,6 +48,7 @@ def flag(field: str) -> Rule:
         field,
         lambda c: isinstance(getattr(c, field), bool),
         lambda c: f"{field}: expected True or False, got {getattr(c, field)!r}",
+        True,
     )
 
 
@@ -55,6 +58,7 @@ def choice(field: str, allowed: tuple[str | None, ...]) -> Rule:
         field,
         lambda c: getattr(c, field) in allowed,
         lambda c: f"{field}: expected one of {allowed}, got {getattr(c, field)!r}",
+        True,
     )
 
 
