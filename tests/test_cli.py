@@ -302,7 +302,7 @@ def test_jax_is_not_one_of_several_processes(corpus, capsys, monkeypatch):
     message = "backend: expected 'torch' under torchrun, got 'jax'; start each of its processes by itself, with --coord"
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv(launch.CHILD, "1")
-    monkeypatch.setattr(launch, "REPORT_SECONDS", 1.0)
+    monkeypatch.setattr(launch, "REPORT_SECONDS", 2.0)  # half of it, in a process of the launcher
     for rank, local_rank, waits in (("0", "0", False), ("1", "1", True), ("2", "0", False), ("3", "1", True)):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", local_rank)
