@@ -13,7 +13,8 @@ from tyro.constructors import PrimitiveConstructorSpec
 from diptych.planner.request import PlanRequest
 from diptych.plans.checkpoint import list_checkpoints, with_definition, with_model_of
 from diptych.plans.config import MODEL_RULES, DataConfig, TrainConfig, TransformerConfig
-from diptych.plans.families.folder import CONFIG, model_of, source_of
+from diptych.plans.families.folder import source_of
+from diptych.plans.families.presets import find_model
 from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.csv import read_schedule
 
@@ -61,11 +62,11 @@ def with_configuration(command: Any) -> Any:
     found: TransformerConfig = model
     if isinstance(command, Train) and command.init is None and command.resumes_imported_model:
         command = replace(command, init=command.save)
-    init, folder = (getattr(command, name, None) for name in ("init", "model_folder"))
+    init, source = (getattr(command, name, None) for name in ("init", "model_source"))
     if init is not None:
         found = with_model_of(init, found, _demo_model())
-    if folder is not None:
-        found = with_definition(model_of(folder)[1], found, _demo_model(), str(folder / CONFIG))
+    if source is not None:
+        found = with_definition(find_model(source), found, _demo_model(), source)
     return replace(command, model=TransformerConfig(**vars(found)))
 
 
@@ -227,8 +228,9 @@ class Plan(PlanRequest):
     """
 
     model: tyro.conf.OmitArgPrefixes[ModelFlags] = field(default_factory=_demo_model)
-    model_folder: Annotated[Path | None, tyro.conf.arg(name="model")] = None
-    """Hugging Face folder whose config.json defines the model; its settings need no flags. Weights are not read."""
+    model_source: Annotated[str | None, tyro.conf.arg(name="model", metavar="NAME|FOLDER")] = None
+    """Published model by name (docs/models.md lists them), or Hugging Face folder whose config.json defines the model;
+    its settings need no flags. Weights are not read."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ POSITIONAL = {
     "jax_side": "a second function, JAX_FILE.py:FUNCTION",
 }
 """Positional settings, with descriptions."""
-OTHER_FLAGS = {"model_folder": "--model"}
+OTHER_FLAGS = {"model_source": "--model"}
 """Flags whose name is not that of their setting."""
 OTHER_NAMES = {
     "group_size": "microbatch_group_size_per_vp_stage",

@@ -252,8 +252,8 @@ def _plan(command: Plan, console: Console) -> int:
         PageRequest(model, *shape, command.data_parallel_size, command.machine, name_settings) if command.html else None
     )
     check_shared(command.micro_batch_size, model.seq_length, model.context_parallel_size)
-    if command.model_folder is not None:
-        console.print(f"{command.model_folder}: {_describe_size(model)}", highlight=False, markup=False)
+    if command.model_source is not None:
+        console.print(f"{command.model_source}: {_describe_size(model)}", highlight=False, markup=False)
     console.print(describe_mesh(model, command.data_parallel_size), highlight=False)
     if command.generate_schedule is not None:
         model = print_generated(console, command, command.generate_schedule, name_settings)

@@ -82,6 +82,9 @@ FAMILIES: dict[str, Any] = {
     ),
     "qwen3_5_text": lambda more: transformers.Qwen3_5TextConfig(**{**SIZES, **LINEAR, **ROPE, **more}),
     "kimi_linear": lambda more: transformers.KimiLinearConfig(**{**without(SIZES, "head_dim"), **KIMI, **more}),
+    "llama": lambda more: transformers.LlamaConfig(
+        **{**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, **more}
+    ),
     "olmo_hybrid": lambda more: transformers.OlmoHybridConfig(
         **{
             **without(SIZES, "head_dim"),

@@ -359,6 +359,18 @@ def test_kimi_linear_as_it_was_published(tmp_path):
         model_of(path)
 
 
+@pytest.mark.parametrize("layers", [{"full_attn_layers": [2]}, {"kda_layers": [1], "full_attn_layers": [2]}, {}])
+def test_kimi_linear_needs_the_type_of_every_layer(layers, tmp_path):
+    """transformers takes its default for incomplete lists."""
+    path = models.save(models.build("kimi_linear"), tmp_path)
+    config = json.loads((path / CONFIG).read_text())
+    linear = {key: config.pop(usual) for key, usual in LINEAR_KEYS.items()}
+    del config["layer_types"]
+    (path / CONFIG).write_text(json.dumps(config | {"linear_attn_config": linear | layers}))
+    with pytest.raises(FamilyError, match="each number from 1 to 3 once"):
+        model_of(path)
+
+
 def test_find_family_takes_every_name():
     for name in models.FAMILIES:
         assert find_family({"model_type": name.split()[0]}) is models.family_of(name)

@@ -117,6 +117,10 @@ MISTAKES_OF_OLMO = {
     "epsilon of the output norm": without(linear_norm_epsilon=None),
     "beta at most 1": without(linear_allow_neg_eigval=False),
 }
+MISTAKES_OF_LLAMA = {
+    "rotary embedding of half the channels": without(rotary_percent=0.5),
+    "keys and values exchanged": changed("linear_qkv", lambda x: np.concatenate([x[:48], x[72:], x[48:72]])),
+}
 
 
 @pytest.mark.parametrize(
@@ -126,10 +130,12 @@ MISTAKES_OF_OLMO = {
         *(("qwen3_next with experts", name) for name in MISTAKES_OF_EXPERTS),
         *(("olmo_hybrid", name) for name in MISTAKES_OF_OLMO),
         *(("kimi_linear", name) for name in MISTAKES_OF_KIMI),
+        *(("llama", name) for name in MISTAKES_OF_LLAMA),
     ],
 )
 def test_a_mistake_is_seen(family, name, tmp_path_factory):
-    mistake = (MISTAKES | MISTAKES_OF_EXPERTS | MISTAKES_OF_OLMO | MISTAKES_OF_KIMI)[name]
+    mistakes = MISTAKES | MISTAKES_OF_EXPERTS | MISTAKES_OF_OLMO | MISTAKES_OF_KIMI | MISTAKES_OF_LLAMA
+    mistake = mistakes[name]
     config, parameters = mistake(*imported(family, tmp_path_factory.getbasetemp() / family))
     tokens = models.batch()
     expected = models.results(models.build(family), tokens)

@@ -9,11 +9,12 @@ from typing import Any
 
 from diptych.plans.families.family import Family, FamilyError
 from diptych.plans.families.kimi import KIMI_LINEAR
+from diptych.plans.families.llama import LLAMA
 from diptych.plans.families.olmo import OLMO_HYBRID
 from diptych.plans.families.qwen import QWEN3_5, QWEN3_NEXT
 from diptych.plans.text_files import one_line
 
-FAMILIES = {family.name: family for family in (QWEN3_5, QWEN3_NEXT, OLMO_HYBRID, KIMI_LINEAR)}
+FAMILIES = {family.name: family for family in (QWEN3_5, QWEN3_NEXT, OLMO_HYBRID, KIMI_LINEAR, LLAMA)}
 """All families by name."""
 
 

@@ -54,11 +54,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(linear, Mapping):
         found |= {usual: linear[key] for key, usual in LINEAR_KEYS.items() if key in linear}
         if found.get("layer_types") is None:
-            full = linear.get("full_attn_layers") or []
-            if not isinstance(full, list):
-                raise FamilyError(f"config.json, full_attn_layers: expected a list of layers, got {one_line(full)}")
-            types = ["full_attention" if n + 1 in full else "linear_attention" for n in range(layers)]
-            found["layer_types"] = types
+            found["layer_types"] = _layer_types(linear, layers)
     first = integer(found, "first_k_dense_replace", 1)
     found.pop("first_k_dense_replace", None)
     if found.get("mlp_layer_types") is None:
@@ -72,6 +68,23 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     shared, width = integer(found, "num_shared_experts", 1), integer(found, "moe_intermediate_size", 1024)
     found.pop("num_shared_experts", None)
     return {**found, SHARED_WIDTH: shared * width}
+
+
+def _layer_types(linear: Mapping[str, Any], layers: int) -> list[str]:
+    """Return the types of all layers by the two lists of linear_attn_config, whose numbers begin at 1.
+
+    Raises:
+        FamilyError: the lists do not name every layer once; transformers reads incomplete ones differently.
+    """
+    lists = {key: linear.get(key) for key in ("full_attn_layers", "kda_layers")}
+    numbers = [number for found in lists.values() if isinstance(found, list) for number in found]
+    if any(type(number) is not int for number in numbers) or sorted(numbers) != [*range(1, layers + 1)]:
+        raise FamilyError(
+            f"config.json, linear_attn_config: expected full_attn_layers and kda_layers that together have each number "
+            f"from 1 to {layers} once, got {one_line(lists['full_attn_layers'])} and {one_line(lists['kda_layers'])}"
+        )
+    full = lists["full_attn_layers"] or []
+    return ["full_attention" if number + 1 in full else "linear_attention" for number in range(layers)]
 
 
 def _write(config: Mapping[str, Any]) -> dict[str, Any]:
