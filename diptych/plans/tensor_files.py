@@ -10,7 +10,7 @@ Reference: https://github.com/huggingface/safetensors#format
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,8 @@ import numpy as np
 
 from diptych.plans.text_files import one_line, parse_json
 
+PIECE = 2**20
+"""Elements that are converted at a time between bfloat16 and float32."""
 LONGEST_HEADER = 100_000_000
 """Largest accepted header in bytes, as in the package safetensors."""
 BFLOAT16 = "BF16"
@@ -122,16 +124,28 @@ def _is_size(value: Any) -> bool:
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
     """Return the float32 values of bfloat16 bits, exactly."""
-    wide = bits.astype(np.uint32)
-    wide <<= 16
+    wide = np.empty(bits.shape, np.uint32)
+    for source, target in _pieces(bits, wide):
+        np.left_shift(source, 16, out=target, dtype=np.uint32)
     return wide.view(np.float32)
 
 
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
     """Return the bits of values rounded to bfloat16, to the nearest, ties to even; NaN stays NaN."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-    return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+    wide = np.ascontiguousarray(values, np.float32)
+    found = np.empty(wide.shape, np.uint16)
+    for source, target in _pieces(wide, found):
+        bits = source.view(np.uint32)
+        rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+        target[:] = np.where(np.isnan(source), (bits >> 16) | 0x40, rounded)
+    return found
+
+
+def _pieces(source: np.ndarray, target: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield equal parts of two contiguous arrays, so that temporary arrays stay small."""
+    source, target = source.reshape(-1), target.reshape(-1)
+    for begin in range(0, source.size, PIECE):
+        yield source[begin : begin + PIECE], target[begin : begin + PIECE]
 
 
 def write_tensors(

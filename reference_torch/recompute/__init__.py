@@ -19,6 +19,7 @@ from reference_torch.recompute.guards import (
     RecomputeUsageError,
 )
 from reference_torch.recompute.memory import MemoryUse, measure_memory
+from reference_torch.recompute.modules import RecomputedModules, recompute_modules
 from reference_torch.recompute.region import before_replay
 from reference_torch.recompute.report import SavedValue, name_value, residual_report
 
@@ -26,6 +27,8 @@ __all__ = [
     "CheckpointWithoutOutput",
     "MindSpeedCheckpointWithoutOutput",
     "MHCBlockRecomputeManager",
+    "recompute_modules",
+    "RecomputedModules",
     "lazy_restore",
     "before_replay",
     "BlockRecomputation",

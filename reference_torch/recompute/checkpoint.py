@@ -263,6 +263,33 @@ class MHCBlockRecomputeManager:
         self._pending = [slot for slot in self._pending if slot.address in retained]
 
     @outside_compiled_graphs
+    def discard_unheld_outputs(self, is_last: bool = False) -> None:
+        """Release the memory of every output so far that no Python code holds; only inside the context.
+
+        Args:
+            is_last: True at the end of the block: the other outputs stay in memory from now on.
+
+        Raises:
+            RecomputeUsageError: the manager is not entered.
+        """
+        if self._scope is None:
+            raise RecomputeUsageError(
+                "discard_unheld_outputs: expected to be called inside `with manager:`, where readers restore on first "
+                "use"
+            )
+        remaining = []
+        for slot in self._pending:
+            if not slot.tensors and not slot.is_changed:
+                slot.discard()
+            if slot.is_full and slot.is_alive:
+                remaining.append(slot)
+        if is_last:
+            for slot in remaining:
+                slot.keep()
+            self.checkpoints, remaining, self._finished = [], [], True
+        self._pending = remaining
+
+    @outside_compiled_graphs
     def discard_all_outputs_and_register_unified_recompute(self, hook_tensor: Tensor) -> None:
         """Release the memory of every output except the hook tensor's own.
 

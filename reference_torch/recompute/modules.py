@@ -1,0 +1,367 @@
+"""Recompute of named submodules of any model, without changes to its code.
+
+``recompute_modules`` replaces the forward of the chosen submodules, and of the blocks that contain them. Inside a
+block, a chosen submodule runs in a CheckpointWithoutOutput, whose output is discarded as soon as no Python code holds
+it. The mirror for JAX is ``jax_impl/recompute_modules.py``.
+"""
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _NormBase
+
+from diptych.plans.module_patterns import select_within
+from reference_torch.recompute import internals
+from reference_torch.recompute.checkpoint import CheckpointWithoutOutput, MHCBlockRecomputeManager
+from reference_torch.recompute.guards import RecomputeUsageError
+from reference_torch.recompute.region import in_replay, slot_at
+
+SMALL_BUFFER = 2**16
+"""Bytes of a buffer up to which a call always remembers its content."""
+_current = threading.local()
+"""State of a thread; ``manager`` belongs to the block whose forward runs."""
+
+
+class ModuleBytes(NamedTuple):
+    """Bytes that a module's own operations and its output hold for backward."""
+
+    before: int
+    """Without recompute."""
+    after: int
+    """With recompute."""
+
+
+class RecomputedModules:
+    """The recompute that recompute_modules has added to a model."""
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, tuple[str, ...]]) -> None:
+        self._model = model
+        self.blocks = dict(blocks)
+        """Names of the recomputed submodules by the name of their block."""
+        modules = dict(model.named_modules())
+        self._wrapped = [(name, modules[name]) for name in blocks]
+        self._wrapped += [(name, modules[name]) for names in blocks.values() for name in names]
+        for name, module in self._wrapped:
+            module.forward = (_Block if name in blocks else _Recomputed)(module, name)
+
+    def remove(self) -> None:
+        """Give the model back its own forward. A second call does nothing.
+
+        Raises:
+            RecomputeUsageError: a forward was replaced again after recompute_modules; undo that first.
+        """
+        for name, module in self._wrapped:
+            if not isinstance(vars(module).get("forward"), _Wrapped):
+                raise RecomputeUsageError(
+                    f"remove: expected the forward of recompute_modules in {name!r}, got one that replaced it later; "
+                    "undo the later change first"
+                )
+        for _, module in self._wrapped:
+            module.forward.undo()
+        self._wrapped = []
+
+    def report(self, *inputs: Any, **options: Any) -> dict[str, ModuleBytes]:
+        """Run the model twice, without and with recompute, and return the bytes that modules hold for backward.
+
+        Parameters, buffers and inputs do not count. Gradients are not computed; buffers such as the statistics of batch
+        norms, and the state of the random generators, are as before.
+
+        Args:
+            inputs: positional arguments of the model.
+            options: keyword arguments of the model.
+
+        Returns:
+            Bytes by the name of the submodule, of each block (what is neither in a chosen submodule of it), and ``""``
+            for the rest of the model. The sums are the bytes of the whole model.
+
+        Raises:
+            RecomputeUsageError: recompute was removed.
+        """
+        if not self._wrapped:
+            raise RecomputeUsageError("report: expected recompute that is in place, got removed one")
+        places = [*self.blocks, *(name for names in self.blocks.values() for name in names)]
+        runs = []
+        for is_active in (False, True):
+            with _restored(self._model, inputs, options), _switched(self._wrapped, is_active):
+                runs.append(_saved_bytes(self._model, places, inputs, options))
+        return {name: ModuleBytes(runs[0][name], runs[1][name]) for name in runs[0]}
+
+
+def recompute_modules(model: nn.Module, modules: Mapping[str, Sequence[str]]) -> RecomputedModules:
+    """Make submodules drop their values and outputs after forward, and compute them again in backward.
+
+    Gradients, buffers and random numbers are bitwise those of the plain model. Nothing changes in eval mode and with
+    gradients disabled. Names of parameters and modules stay, and so do checkpoints, ``deepcopy`` and ``pickle``.
+
+    Example::
+
+        handle = recompute_modules(model, {"blocks.*": ["norm1", "norm2", "mlp.activation"]})
+
+    An output stays in memory while Python code holds it: the result of the block, or what a module stores in an
+    attribute. Cheap submodules that read and write memory are worth it: norms, activation functions, dropout. Choose
+    blocks of one layer, or of a few: in backward all values of a block are resident at once.
+
+    Args:
+        model: any module. Its submodules may be compiled; see ``docs/everywhere.md`` for what it can be combined with.
+        modules: patterns of submodules by patterns of blocks; ``*`` stands for any text without a dot, and ``""`` for
+            the whole model. A submodule runs again in backward, so it must leave its inputs as they are. Its buffers
+            and random numbers are taken care of; other state that its forward changes is not.
+
+    Returns:
+        A handle, whose remove() undoes all and whose report(inputs) lists bytes.
+
+    Raises:
+        TypeError: model is no module, or modules is no mapping of lists.
+        ValueError: a pattern matches nothing, matches overlap, or a module has recompute already.
+
+    Reference:
+        Chen et al. 2016, https://arxiv.org/abs/1604.06174; the output is dropped as well.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("model: expected a module of Python, got a ScriptModule, whose forward cannot be replaced")
+    found = dict(model.named_modules())
+    blocks = select_within("modules", modules, [*found])
+    for name in [*blocks, *(name for names in blocks.values() for name in names)]:
+        if isinstance(vars(found[name]).get("forward"), _Wrapped):
+            raise ValueError(
+                f"modules: expected modules without recompute, got {name}, which has it; remove() it first"
+            )
+    return RecomputedModules(model, blocks)
+
+
+class _Wrapped:
+    """A forward in the place of a module's own; it is copied and pickled with the module."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module = module
+        self.name = name
+        self.is_active = True
+        self.replaced = vars(module).get("forward")
+        """The forward that somebody else had set on this instance, if any."""
+
+    @property
+    def plain(self) -> Callable[..., Any]:
+        """The forward that was replaced."""
+        return type(self.module).forward.__get__(self.module) if self.replaced is None else self.replaced
+
+    def undo(self) -> None:
+        """Put the replaced forward back."""
+        del self.module.forward
+        if self.replaced is not None:
+            self.module.forward = self.replaced
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.plain)
+
+    @property
+    def drops(self) -> bool:
+        """True if values would be dropped now."""
+        return self.is_active and self.module.training and torch.is_grad_enabled()
+
+
+class _Block(_Wrapped):
+    """The forward of a block: a manager is current while it runs."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.drops:
+            return self.plain(*args, **kwargs)
+        outer = getattr(_current, "manager", None)
+        manager = MHCBlockRecomputeManager()
+        try:
+            with manager:
+                _current.manager = manager
+                output = self.plain(*args, **kwargs)
+                manager.discard_unheld_outputs(is_last=True)
+        finally:
+            _current.manager = outer
+        return output
+
+
+class _Recomputed(_Wrapped):
+    """The forward of a submodule whose values are dropped, if it runs inside a block."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        manager: MHCBlockRecomputeManager | None = getattr(_current, "manager", None)
+        if manager is None or not self.drops:
+            return self.plain(*args, **kwargs)
+        manager.discard_unheld_outputs()
+        checkpoint = CheckpointWithoutOutput(self.name)
+        output = checkpoint.checkpoint(_Call(self.module, self.plain), *args, **kwargs)
+        manager.add_checkpoint(checkpoint)
+        return output
+
+
+class _Buffer(NamedTuple):
+    """A buffer as it was before a call."""
+
+    owner: nn.Module
+    name: str
+    tensor: Tensor
+    version: int
+    content: Tensor
+    """A copy."""
+
+    @property
+    def may_be_changed(self) -> bool:
+        """True unless the buffer is certainly as it was; batch norms change their statistics without a new version."""
+        if self.owner._buffers.get(self.name) is not self.tensor or self.tensor._version != self.version:
+            return True
+        return isinstance(self.owner, _NormBase) or self.content.nbytes <= SMALL_BUFFER
+
+
+class _Call:
+    """A call of a submodule. A replay begins with the buffers of forward, and puts the present ones back."""
+
+    def __init__(self, module: nn.Module, plain: Callable[..., Any]) -> None:
+        self.__self__ = module
+        self._plain = plain
+        self._changed: list[_Buffer] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if in_replay():
+            with _as_before(self._changed):
+                return self._plain(*args, **kwargs)
+        before = _buffers(self.__self__)
+        output = self._plain(*args, **kwargs)
+        self._changed = [buffer for buffer in before if buffer.may_be_changed]
+        return output
+
+
+def _buffers(module: nn.Module) -> list[_Buffer]:
+    """Return the buffers of a module and of its submodules."""
+    owned = [(part, name, t) for part in module.modules() for name, t in part._buffers.items()]
+    with _unrecorded():
+        return [
+            _Buffer(part, name, t, t._version, t.detach().clone())
+            for part, name, t in owned
+            if t is not None and not t.is_inference()
+        ]
+
+
+@contextmanager
+def _as_before(buffers: Sequence[_Buffer]) -> Iterator[None]:
+    """Give buffers their earlier content and version for a while."""
+    with _unrecorded():
+        present = [(b, b.owner._buffers[b.name], b.tensor.detach().clone(), b.tensor._version) for b in buffers]
+        for buffer in buffers:
+            buffer.owner._buffers[buffer.name] = buffer.tensor
+            _fill(buffer.tensor, buffer.content, buffer.version)
+    try:
+        yield
+    finally:
+        with _unrecorded():
+            for buffer, tensor, content, version in present:
+                _fill(buffer.tensor, content, version)
+                buffer.owner._buffers[buffer.name] = tensor
+
+
+def _fill(tensor: Tensor, content: Tensor, version: int) -> None:
+    """Change content and version of a tensor, so that autograd and the replay's checks see the given version."""
+    tensor.detach().copy_(content)
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextmanager
+def _unrecorded() -> Iterator[None]:
+    """Run operations that neither autograd nor the recorder of a region sees."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        yield
+
+
+@contextmanager
+def _copied_buffers(module: nn.Module) -> Iterator[None]:
+    """Give a module and its submodules copies of their buffers for a while."""
+    own = [(part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()]
+    copies: dict[int, Tensor] = {}
+    try:
+        for part, name, buffer in own:
+            if buffer is not None:
+                part._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
+        yield
+    finally:
+        for part, name, buffer in own:
+            part._buffers[name] = buffer
+
+
+@contextmanager
+def _switched(wrapped: Sequence[tuple[str, nn.Module]], is_active: bool) -> Iterator[None]:
+    """Switch recompute on or off for a while."""
+    for _, module in wrapped:
+        module.forward.is_active = is_active
+    try:
+        yield
+    finally:
+        for _, module in wrapped:
+            module.forward.is_active = True
+
+
+@contextmanager
+def _restored(model: nn.Module, inputs: Any, options: Any) -> Iterator[None]:
+    """Put buffers and the state of the random generators back at the end."""
+    devices = {leaf.device for leaf in internals.leaves_of((inputs, options)) if isinstance(leaf, Tensor)}
+    devices |= {parameter.device for parameter in model.parameters()}
+    cuda = [device for device in devices if device.type == "cuda"]
+    with torch.random.fork_rng(cuda), _copied_buffers(model):
+        yield
+
+
+def _saved_bytes(model: nn.Module, places: Sequence[str], inputs: Any, options: Any) -> dict[str, int]:
+    """Return the bytes that stay allocated for backward after a forward, by the module that made them."""
+    stack = [""]
+    origins: dict[int, tuple[str, StorageWeakRef, int]] = {}
+    """Module, weak reference and size of each storage, by address."""
+    outside = [*model.parameters(), *model.buffers(), *internals.leaves_of((inputs, options))]
+    excluded = {internals.storage_address(leaf) for leaf in outside if isinstance(leaf, Tensor)}
+
+    def note(tensor: Tensor) -> Tensor:
+        address = internals.storage_address(tensor)
+        if address is not None and address not in excluded and address not in origins:
+            storage = tensor.untyped_storage()
+            origins[address] = (stack[-1], StorageWeakRef(storage), storage.nbytes())
+        return tensor
+
+    def note_all(tree: Any) -> None:
+        for leaf in internals.leaves_of(tree):
+            if isinstance(leaf, Tensor):
+                note(leaf)
+
+    def enter(name: str) -> Callable[..., None]:
+        def enter_named(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            note_all((args, kwargs))  # what a module receives belongs to those around it
+            stack.append(name)
+
+        return enter_named
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        note_all(output)
+        stack.pop()
+
+    modules = dict(model.named_modules())
+    handles = []
+    for name in places:
+        handles.append(modules[name].register_forward_pre_hook(enter(name), with_kwargs=True))
+        handles.append(modules[name].register_forward_hook(leave, always_call=True))
+    try:
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            output = model(*inputs, **options)
+    finally:
+        for handle in handles:
+            handle.remove()
+    returned = {internals.storage_address(t) for t in internals.leaves_of(output) if isinstance(t, Tensor)}
+    found = dict.fromkeys(["", *places], 0)
+    for address, (name, reference, size) in origins.items():
+        slot = slot_at(address)
+        is_empty = slot is not None and not slot.is_full
+        if address not in returned and not is_empty and not reference.expired():
+            found[name] += size
+    return found
