@@ -7,6 +7,7 @@ PyTorch 2.11 to 2.13 have them, except those that ``HAS_SWAP`` and ``HAS_READ_ME
 import contextlib
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 outside_compiled_graphs = torch._compile._disable_dynamo
 """A decorator for functions that torch.compile must not trace; a call breaks the graph."""
+skipped_by_compile = partial(torch._compile._disable_dynamo, recursive=False)
+"""A decorator for functions that torch.compile must not trace, whereas it compiles what they call."""
 
 HAS_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """True if two storages can exchange their memory without a copy (PyTorch 2.12 and later)."""

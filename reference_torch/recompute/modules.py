@@ -45,9 +45,10 @@ class RecomputedModules:
         self._model = model
         self.blocks = dict(blocks)
         """Names of the recomputed submodules by the name of their block."""
-        modules = dict(model.named_modules())
-        self._wrapped = [(name, modules[name]) for name in blocks]
-        self._wrapped += [(name, modules[name]) for names in blocks.values() for name in names]
+        found = dict(model.named_modules(remove_duplicate=False))
+        named = [*blocks, *(name for names in blocks.values() for name in names)]
+        first = {id(found[name]): name for name in reversed(named)}  # a shared module has several names
+        self._wrapped = [(name, found[name]) for name in named if first[id(found[name])] == name]
         for name, module in self._wrapped:
             module.forward = (_Block if name in blocks else _Recomputed)(module, name)
 
@@ -94,7 +95,7 @@ class RecomputedModules:
         return {name: ModuleBytes(runs[0][name], runs[1][name]) for name in runs[0]}
 
 
-def recompute_modules(model: nn.Module, modules: Mapping[str, Sequence[str]]) -> RecomputedModules:
+def recompute_modules(model: Any, modules: Any) -> RecomputedModules:
     """Make submodules drop their values and outputs after forward, and compute them again in backward.
 
     Gradients, buffers and random numbers are bitwise those of the plain model. Nothing changes in eval mode and with
@@ -109,7 +110,7 @@ def recompute_modules(model: nn.Module, modules: Mapping[str, Sequence[str]]) ->
     blocks of one layer, or of a few: in backward all values of a block are resident at once.
 
     Args:
-        model: any module. Its submodules may be compiled; see ``docs/everywhere.md`` for what it can be combined with.
+        model: any nn.Module; docs/everywhere.md lists what it can be combined with.
         modules: patterns of submodules by patterns of blocks; ``*`` stands for any text without a dot, and ``""`` for
             the whole model. A submodule runs again in backward, so it must leave its inputs as they are. Its buffers
             and random numbers are taken care of; other state that its forward changes is not.
@@ -128,7 +129,7 @@ def recompute_modules(model: nn.Module, modules: Mapping[str, Sequence[str]]) ->
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("model: expected a module of Python, got a ScriptModule, whose forward cannot be replaced")
-    found = dict(model.named_modules())
+    found = dict(model.named_modules(remove_duplicate=False))
     blocks = select_within("modules", modules, [*found])
     for name in [*blocks, *(name for names in blocks.values() for name in names)]:
         if isinstance(vars(found[name]).get("forward"), _Wrapped):
@@ -172,6 +173,7 @@ class _Wrapped:
 class _Block(_Wrapped):
     """The forward of a block: a manager is current while it runs."""
 
+    @internals.skipped_by_compile
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.drops:
             return self.plain(*args, **kwargs)
@@ -190,6 +192,7 @@ class _Block(_Wrapped):
 class _Recomputed(_Wrapped):
     """The forward of a submodule whose values are dropped, if it runs inside a block."""
 
+    @internals.outside_compiled_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         manager: MHCBlockRecomputeManager | None = getattr(_current, "manager", None)
         if manager is None or not self.drops:
@@ -328,7 +331,7 @@ def _saved_bytes(model: nn.Module, places: Sequence[str], inputs: Any, options: 
         if address is not None and address not in excluded and address not in origins:
             storage = tensor.untyped_storage()
             origins[address] = (stack[-1], StorageWeakRef(storage), storage.nbytes())
-        return tensor
+        return tensor if tensor.grad_fn is None else tensor.detach()  # not a cycle of a node and its own output
 
     def note_all(tree: Any) -> None:
         for leaf in internals.leaves_of(tree):

@@ -1,0 +1,1 @@
+"""Every technique in models that this project did not write."""
