@@ -1,7 +1,7 @@
 """Recompute that shares storages: activations are dropped after forward and recomputed in backward.
 
 :class:`CheckpointWithoutOutput` works around any function, without the rest of this project. This package empties and
-refills storages; its mirror ``jax_impl/recompute.py`` uses ``jax.checkpoint`` policies instead.
+refills storages; its mirror ``jax_impl/recompute`` uses ``jax.checkpoint`` policies instead.
 ``diptych/plans/recompute.py`` decides which values are dropped.
 """
 
@@ -19,7 +19,7 @@ from reference_torch.recompute.guards import (
     RecomputeUsageError,
 )
 from reference_torch.recompute.memory import MemoryUse, measure_memory
-from reference_torch.recompute.modules import RecomputedModules, recompute_modules
+from reference_torch.recompute.modules import ModuleBytes, RecomputedModules, recompute_modules
 from reference_torch.recompute.region import before_replay
 from reference_torch.recompute.report import SavedValue, name_value, residual_report
 
@@ -29,6 +29,7 @@ __all__ = [
     "MHCBlockRecomputeManager",
     "recompute_modules",
     "RecomputedModules",
+    "ModuleBytes",
     "lazy_restore",
     "before_replay",
     "BlockRecomputation",

@@ -2,7 +2,7 @@
 
 ``recompute_modules`` replaces the forward of the chosen submodules, and of the blocks that contain them. Inside a
 block, a chosen submodule runs in a CheckpointWithoutOutput, whose output is discarded as soon as no Python code holds
-it. The mirror for JAX is ``jax_impl/recompute_modules.py``.
+it. The mirror for JAX is ``jax_impl/recompute/modules.py``.
 """
 
 import inspect
@@ -48,9 +48,10 @@ class RecomputedModules:
         found = dict(model.named_modules(remove_duplicate=False))
         named = [*blocks, *(name for names in blocks.values() for name in names)]
         first = {id(found[name]): name for name in reversed(named)}  # a shared module has several names
-        self._wrapped = [(name, found[name]) for name in named if first[id(found[name])] == name]
-        for name, module in self._wrapped:
-            module.forward = (_Block if name in blocks else _Recomputed)(module, name)
+        own = [(name, found[name]) for name in named if first[id(found[name])] == name]
+        self._wrapped = [(_Block if name in blocks else _Recomputed)(module, name) for name, module in own]
+        for wrapped in self._wrapped:
+            wrapped.module.forward = wrapped
 
     def remove(self) -> None:
         """Give the model back its own forward. A second call does nothing.
@@ -58,14 +59,14 @@ class RecomputedModules:
         Raises:
             RecomputeUsageError: a forward was replaced again after recompute_modules; undo that first.
         """
-        for name, module in self._wrapped:
-            if not isinstance(vars(module).get("forward"), _Wrapped):
+        for wrapped in self._wrapped:
+            if vars(wrapped.module).get("forward") is not wrapped:
                 raise RecomputeUsageError(
-                    f"remove: expected the forward of recompute_modules in {name!r}, got one that replaced it later; "
-                    "undo the later change first"
+                    f"remove: expected the forward of recompute_modules in {wrapped.name!r}, got one that replaced it "
+                    "later; undo the later change first"
                 )
-        for _, module in self._wrapped:
-            module.forward.undo()
+        for wrapped in self._wrapped:
+            wrapped.undo()
         self._wrapped = []
 
     def report(self, *inputs: Any, **options: Any) -> dict[str, ModuleBytes]:
@@ -297,15 +298,15 @@ def _copied_buffers(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _switched(wrapped: Sequence[tuple[str, nn.Module]], is_active: bool) -> Iterator[None]:
+def _switched(forwards: Sequence[_Wrapped], is_active: bool) -> Iterator[None]:
     """Switch recompute on or off for a while."""
-    for _, module in wrapped:
-        module.forward.is_active = is_active
+    for forward in forwards:
+        forward.is_active = is_active
     try:
         yield
     finally:
-        for _, module in wrapped:
-            module.forward.is_active = True
+        for forward in forwards:
+            forward.is_active = True
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from jax_impl import ops
 from jax_impl.offload import branch_moves, is_on_host
 from jax_impl.pipeline import OffloadedPipeline, make_pipeline_step
 from jax_impl.pipeline.offload import slots_of
-from jax_impl.recompute import _scan_counts
+from jax_impl.recompute.policies import _scan_counts
 from jax_impl.train import Trainer
 from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference

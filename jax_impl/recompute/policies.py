@@ -1,9 +1,7 @@
-"""Recompute by policy: activations are dropped after forward and recomputed in backward.
+"""Policies of jax.checkpoint for the blocks that diptych/plans/recompute.py defines, and the report of what they save.
 
-This file uses ``jax.checkpoint`` policies; its mirror ``reference_torch/recompute`` empties and refills storages.
-``diptych/plans/recompute.py`` decides which values are dropped. Each block of layers that drops a value is one
-``jax.checkpoint``, whose policy saves every named value except the dropped ones. Values without a name are recomputed
-from the saved ones around them, which costs no matrix product.
+Each block of layers that drops a value is one ``jax.checkpoint``, whose policy saves every named value except the
+dropped ones. Values without a name are recomputed from the saved ones around them, which costs no matrix product.
 """
 
 import contextlib

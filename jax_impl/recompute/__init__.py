@@ -1,0 +1,37 @@
+"""Recompute by policy: activations are dropped after forward and recomputed in backward.
+
+This package uses ``jax.checkpoint`` policies; its mirror ``reference_torch/recompute`` empties and refills storages.
+``diptych/plans/recompute.py`` decides which values are dropped.
+"""
+
+from jax_impl.recompute.modules import ModuleBytes, RecomputedModules, recompute_modules
+from jax_impl.recompute.policies import (
+    SavedValue,
+    VaryingLeaf,
+    arguments_read,
+    checkpoint_blocks,
+    name_value,
+    recompute_policy,
+    residual_report,
+    run_from_saved,
+    run_saving,
+    varying_leaves,
+    with_leaves,
+)
+
+__all__ = [
+    "recompute_modules",
+    "RecomputedModules",
+    "ModuleBytes",
+    "checkpoint_blocks",
+    "recompute_policy",
+    "name_value",
+    "residual_report",
+    "SavedValue",
+    "VaryingLeaf",
+    "varying_leaves",
+    "with_leaves",
+    "arguments_read",
+    "run_from_saved",
+    "run_saving",
+]

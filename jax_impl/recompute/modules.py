@@ -1,0 +1,290 @@
+"""Recompute of named submodules of any nnx model, and of named values of any function, without changes to their code.
+
+``recompute_modules`` gives the chosen submodules, and the blocks that contain them, a subclass of their class. A block
+runs in jax.checkpoint, which saves everything for backward except the results of opaque calls. A chosen submodule is
+such a call, and its only residuals are its inputs. The mirror for PyTorch is ``reference_torch/recompute/modules.py``.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.extend.core import Literal, jaxprs_in_params
+
+from diptych.plans.module_patterns import matching, select_within
+from jax_impl.recompute.names import drop_names
+from jax_impl.recompute.opaque_call import except_opaque_calls, without_residuals
+
+PREFIX = "recompute_modules/"
+"""Beginning of the names of scopes, by which report knows modules."""
+_LABEL = "recompute_label"
+"""Attribute of a module with recompute: the pattern of its name, equal for all modules of a pattern, so that modules
+with equal structure can still be stacked."""
+_state = threading.local()
+"""State of a thread; ``depth`` counts the active blocks, and ``is_off`` is True while recompute is switched off."""
+
+
+class ModuleBytes(NamedTuple):
+    """Bytes that a module's own operations and its output hold for backward."""
+
+    before: int
+    """Without recompute."""
+    after: int
+    """With recompute."""
+
+
+class RecomputedModules:
+    """The recompute that recompute_modules has added to a model."""
+
+    def __init__(self, model: nnx.Module, blocks: Mapping[str, tuple[str, ...]], labels: Mapping[str, str]) -> None:
+        self._model = model
+        self.blocks = dict(blocks)
+        """Names of the recomputed submodules by the name of their block."""
+        self._labels = dict(labels)
+        found = dict(_named_modules(model))
+        self._changed: dict[int, nnx.Module] = {}
+        for name in [*blocks, *(name for names in blocks.values() for name in names)]:
+            module = found[name]
+            if id(module) not in self._changed:
+                self._changed[id(module)] = module
+                kind = _block_class if name in blocks else _recomputed_class
+                object.__setattr__(module, "__class__", kind(type(module)))
+                setattr(module, _LABEL, labels[name])
+
+    def remove(self) -> None:
+        """Give the modules their own classes back. A second call does nothing."""
+        for module in self._changed.values():
+            object.__setattr__(module, "__class__", type(module).__mro__[1])
+            delattr(module, _LABEL)
+        self._changed = {}
+
+    def report(self, *inputs: Any, **options: Any) -> dict[str, ModuleBytes]:
+        """Return the bytes that modules hold for backward without and with recompute. Nothing is computed.
+
+        Parameters and inputs do not count. XLA decides which values a compiled step really keeps.
+
+        Args:
+            inputs: positional arguments of the model.
+            options: keyword arguments of the model.
+
+        Returns:
+            Bytes by the pattern of the submodule, of each block (what is neither in a chosen submodule of it), and
+            ``""`` for the rest of the model. The sums are the bytes of the whole model.
+
+        Raises:
+            ValueError: recompute was removed.
+        """
+        if not self._changed:
+            raise ValueError("report: expected recompute that is in place, got removed one")
+        places = list(dict.fromkeys(self._labels.values()))
+        runs = []
+        for is_off in (True, False):
+            with _switched(is_off):
+                runs.append(_saved_bytes(self._model, places, inputs, options))
+        return {name: ModuleBytes(runs[0][name], runs[1][name]) for name in dict.fromkeys(["", *places])}
+
+
+def recompute_modules(model: Any, modules: Any) -> Any:
+    """Make submodules, or named values, drop what they save for backward, and compute it again in backward.
+
+    Gradients, state and random numbers are those of the plain model. Names of parameters stay, and so do checkpoints.
+
+    Example::
+
+        handle = recompute_modules(model, {"blocks.*": ["norm1", "norm2", "mlp.activation"]})  # an nnx model
+        forward = recompute_modules(forward, ["gelu*"])  # a function that uses jax.ad_checkpoint.checkpoint_name
+
+    Args:
+        model: an nnx.Module, which is changed in place, or a function of arrays and pytrees.
+        modules: of an nnx.Module, patterns of submodules by patterns of blocks; ``*`` stands for any text without a
+            dot, and ``""`` for the whole model. Of a function, patterns of the checkpoint names whose values are
+            dropped, with ``*`` for any text; other values are saved.
+
+    Returns:
+        Of an nnx.Module a handle, whose remove() undoes all and whose report(inputs) lists bytes; of a function, the
+        function with recompute.
+
+    Raises:
+        TypeError: model or modules is of another kind; linen modules are functions here: pass
+            ``lambda variables, x: module.apply(variables, x)``.
+        ValueError: a pattern matches nothing, matches overlap, or a module has recompute already.
+
+    Reference:
+        Chen et al. 2016, https://arxiv.org/abs/1604.06174; the output is dropped as well.
+    """
+    if not isinstance(model, nnx.Module):
+        if not callable(model) or hasattr(model, "apply"):
+            raise TypeError(
+                f"model: expected an nnx.Module or a function, got {type(model).__name__}; pass a linen module as "
+                "lambda variables, x: module.apply(variables, x)"
+            )
+        return drop_names(model, modules)
+    found = dict(_named_modules(model))
+    blocks = select_within("modules", modules, [*found])
+    labels = {}
+    for block, names in blocks.items():
+        pattern = next(pattern for pattern in modules if matching(pattern, [block]))
+        labels[block] = pattern
+        prefix = f"{block}." if block else ""
+        labels |= {name: f"{pattern}.{name.removeprefix(prefix)}".lstrip(".") for name in names}
+    for name in labels:
+        if hasattr(found[name], _LABEL):
+            raise ValueError(
+                f"modules: expected modules without recompute, got {name}, which has it; remove() it first"
+            )
+    return RecomputedModules(model, blocks, labels)
+
+
+def _named_modules(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
+    """Yield the submodules with their dotted names, in the order of the model; the model itself has none."""
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Module) and not isinstance(node, nnx.List | nnx.Dict):
+            yield ".".join(map(str, path)), node
+
+
+@contextmanager
+def _switched(is_off: bool) -> Iterator[None]:
+    """Switch recompute off or on for a while, in this thread."""
+    before = getattr(_state, "is_off", False)
+    _state.is_off = is_off
+    try:
+        yield
+    finally:
+        _state.is_off = before
+
+
+@cache
+def _block_class(kind: type) -> type:
+    """Return the class of blocks of a class."""
+
+    def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(_scope(self)):
+            if getattr(_state, "is_off", False):
+                return kind.__call__(self, *args, **kwargs)
+
+            def inside(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+                _state.depth = getattr(_state, "depth", 0) + 1
+                try:
+                    return kind.__call__(module, *args, **kwargs)
+                finally:
+                    _state.depth -= 1
+
+            checkpoint = partial(jax.checkpoint, policy=except_opaque_calls)  # pyright: ignore[reportPrivateImportUsage]
+            return _call_through(checkpoint, inside, self, args, kwargs)
+
+    return type(kind)(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+
+
+@cache
+def _recomputed_class(kind: type) -> type:
+    """Return the class of dropped submodules of a class."""
+
+    def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(_scope(self)):
+            if getattr(_state, "is_off", False) or not getattr(_state, "depth", 0):
+                return kind.__call__(self, *args, **kwargs)
+            return _call_through(without_residuals, kind.__call__, self, args, kwargs)
+
+    return type(kind)(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+
+
+def _call_through(
+    transform: Callable[..., Any], call: Callable[..., Any], module: nnx.Module, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Call a module in a transformation of functions of arrays, and update the state that the call changes.
+
+    Args:
+        transform: returns the transformed function.
+        call: function of the module and its arguments.
+        module: the module.
+        args: positional arguments; arrays and nnx nodes among them are arguments of the transformed function.
+        kwargs: keyword arguments, likewise.
+    """
+    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
+    node_places = [place for place, leaf in enumerate(leaves) if _is_node(leaf)]
+    array_places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Array | np.ndarray)]
+    nodes = [module, *(leaves[place] for place in node_places)]
+    graph, state = nnx.split(nodes)
+    changed: list[Any] = []
+
+    def run(state: Any, arrays: list[Any]) -> Any:
+        module, *others = nnx.merge(graph, state, copy=True)
+        found = list(leaves)
+        for place, leaf in zip((*node_places, *array_places), (*others, *arrays), strict=True):
+            found[place] = leaf
+        args, kwargs = jax.tree.unflatten(structure, found)
+        output = call(module, *args, **kwargs)
+        before, after = _values(state), _values(nnx.state([module, *others]))
+        changed[:] = [path for path in after if after[path] is not before[path]]
+        return output, [after[path] for path in changed]
+
+    output, values = transform(run)(state, [leaves[place] for place in array_places])
+    if changed:
+        present = dict(nnx.to_flat_state(state))
+        updated = {path: present[path].replace(value) for path, value in zip(changed, values, strict=True)}
+        nnx.update(nodes, nnx.from_flat_state(updated))
+    return output
+
+
+def _values(state: Any) -> dict[Any, Any]:
+    """Return the arrays of a state by path."""
+    return {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
+
+
+def _scope(module: nnx.Module) -> str:
+    """Return the name of a module's scope, from which report knows where a value was made."""
+    return PREFIX + (getattr(module, _LABEL) or "model")
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, nnx.Module | nnx.Rngs | nnx.Variable)
+
+
+def _saved_bytes(model: nnx.Module, places: Sequence[str], inputs: Any, options: Any) -> dict[str, int]:
+    """Return the bytes of the residuals of a model, by the place that made them."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    leaves, structure = jax.tree.flatten((inputs, options), is_leaf=_is_node)
+    places_of_arrays = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Array | np.ndarray)]
+
+    def forward(params: Any, arrays: list[Any]) -> Any:
+        found = list(leaves)
+        for place, leaf in zip(places_of_arrays, arrays, strict=True):
+            found[place] = leaf
+        args, kwargs = jax.tree.unflatten(structure, found)
+        return nnx.merge(graph, params, rest, copy=True)(*args, **kwargs)
+
+    arrays = [leaves[place] for place in places_of_arrays]
+    program = jax.make_jaxpr(lambda params, arrays: jax.vjp(lambda p: forward(p, arrays), params)[1])(params, arrays)
+    found = dict.fromkeys(dict.fromkeys(["", *places]), 0)
+    inner = program.jaxpr
+    outside = {*inner.invars, *inner.constvars}
+    for variable in dict.fromkeys(v for v in inner.outvars if not isinstance(v, Literal)):
+        if variable not in outside:
+            found[_place(_origin(inner, variable), places)] += variable.aval.size * variable.aval.dtype.itemsize
+    return found
+
+
+def _origin(program: Any, variable: Any) -> str:
+    """Return the scopes of the operation that made a variable of a jaxpr."""
+    for equation in program.eqns:
+        if variable in equation.outvars:
+            scopes = str(equation.source_info.name_stack)
+            place = equation.outvars.index(variable)
+            for inner in jaxprs_in_params(equation.params):
+                if len(inner.outvars) == len(equation.outvars) and not isinstance(inner.outvars[place], Literal):
+                    return f"{scopes}/{_origin(inner, inner.outvars[place])}"
+            return scopes
+    return ""
+
+
+def _place(scopes: str, places: Sequence[str]) -> str:
+    """Return the innermost place that scopes name."""
+    positions = {place: scopes.rfind(PREFIX + (place or "model")) for place in places}
+    found = max(positions, key=lambda place: (positions[place], len(place)), default="")
+    return found if positions.get(found, -1) >= 0 else ""

@@ -1,0 +1,417 @@
+"""recompute_modules in JAX: nnx models and functions of any kind, under every transformation of JAX."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Literal
+
+from jax_impl.recompute import recompute_modules
+
+CHOSEN = {"blocks.*": ["norm", "activation", "dropout", "batch_norm"]}
+
+
+class Activation(nnx.Module):
+    """An activation as a module."""
+
+    def __call__(self, x):
+        return nnx.gelu(x)
+
+
+class Block(nnx.Module):
+    """A block with a norm, an activation, dropout and a batch norm."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs) -> None:
+        linear = partial(nnx.Linear, rngs=rngs, param_dtype=float)
+        self.norm, self.activation = nnx.LayerNorm(width, rngs=rngs, param_dtype=float), Activation()
+        self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.batch_norm = nnx.BatchNorm(width, rngs=rngs, param_dtype=float, dtype=float)
+
+    def __call__(self, x, scale: float = 1.0, use_residual: bool = True):
+        changed = self.down(self.dropout(self.activation(self.up(self.norm(x))))) * scale
+        return self.batch_norm(x + changed if use_residual else changed)
+
+
+class Model(nnx.Module):
+    """A few blocks and a head."""
+
+    def __init__(self, width: int = 8, depth: int = 3) -> None:
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List([Block(width, rngs) for _ in range(depth)])
+        self.head = nnx.Linear(width, width, rngs=rngs, param_dtype=float)
+
+    def __call__(self, x):
+        for number, block in enumerate(self.blocks):
+            x = block(x, scale=0.5, use_residual=number > 0)
+        return self.head(x)
+
+
+class Attention(nnx.Module):
+    """A pre-norm transformer layer of flax's own modules, as its examples write it."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs) -> None:
+        settings = {"rngs": rngs, "param_dtype": float, "dtype": float}
+        self.norm1, self.norm2 = (nnx.RMSNorm(width, **settings) for _ in range(2))
+        self.attention = nnx.MultiHeadAttention(num_heads=2, in_features=width, decode=False, **settings)
+        self.mlp = nnx.Sequential(nnx.Linear(width, 2 * width, **settings), nnx.Linear(2 * width, width, **settings))
+
+    def __call__(self, x):
+        x = x + self.attention(self.norm1(x), mask=nnx.make_causal_mask(x[..., 0]))
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nnx.Module):
+    """Layers of flax's modules."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([Attention(8, rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+MODELS = {
+    "blocks": (Model, CHOSEN),
+    "whole model": (Model, {"": ["blocks.*.norm", "blocks.*.dropout"]}),
+    "flax transformer": (Transformer, {"layers.*": ["norm*", "mlp"]}),
+    "flax attention": (Transformer, {"layers.*": ["attention"]}),
+}
+
+
+def batch() -> jax.Array:
+    """A batch."""
+    return jnp.asarray(np.random.default_rng(1).standard_normal((2, 6, 8)))
+
+
+def loss(model, x):
+    """A loss whose cotangents differ."""
+    y = model(x)
+    return (y * jnp.cos(jnp.arange(y.size).reshape(y.shape))).sum()
+
+
+def results(model, steps: int = 2, transform=nnx.jit):
+    """Loss and gradients of some steps, and the state after them."""
+    step = transform(nnx.value_and_grad(loss, argnums=(0, 1)))
+    found = [step(model, batch()) for _ in range(steps)]
+    return {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path((found, nnx.state(model)))
+    }
+
+
+def assert_same(found, expected, tolerance=1e-13):
+    """Floating results agree to rounding, all others exactly."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if jnp.issubdtype(value.dtype, jnp.floating):
+            np.testing.assert_allclose(found[name], value, rtol=tolerance, atol=tolerance, err_msg=name)
+        else:
+            assert (found[name] == value).all(), name
+
+
+def recomputed(name: str = "blocks"):
+    """A model with recompute."""
+    make, modules = MODELS[name]
+    model = make()
+    recompute_modules(model, modules)
+    return model
+
+
+def saved_bytes(function, *args) -> int:
+    """Bytes of the residuals of a function that are no argument."""
+    program = jax.make_jaxpr(lambda *args: jax.vjp(function, *args)[1])(*args).jaxpr
+    kept = {v for v in program.outvars if not isinstance(v, Literal)} - {*program.invars, *program.constvars}
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_has_the_same_gradients_and_saves_less(name):
+    make, modules = MODELS[name]
+    plain, other = make(), make()
+    structure = jax.tree.structure(nnx.state(other))
+    handle = recompute_modules(other, modules)
+    assert_same(results(other), results(plain))
+    assert jax.tree.structure(nnx.state(other)) == structure
+    report = handle.report(batch())
+    before, after = (sum(each[i] for each in report.values()) for i in (0, 1))
+    graph, params, rest = nnx.split(other, nnx.Param, ...)
+
+    def forward(params):
+        return nnx.merge(graph, params, rest, copy=True)(batch())
+
+    inner = saved_bytes(forward, params)
+    assert after == pytest.approx(inner, rel=0.02)
+    assert after < before
+    dropped = [name for name in report if any(name == f"{b}.{p}".lstrip(".") for b, ps in modules.items() for p in ps)]
+    assert all(report[name].after < report[name].before for name in dropped)
+    handle.remove()
+    handle.remove()
+    assert type(other) is make
+    assert nnx.graphdef(other) == nnx.graphdef(plain)
+    assert_same(results(other), results(plain))
+    with pytest.raises(ValueError, match="got removed one"):
+        handle.report(batch())
+
+
+def test_every_dropped_output_is_gone():
+    """Only the results of the blocks stay of the chosen submodules."""
+    other = Model()
+    report = recompute_modules(other, {"blocks.*": ["norm", "activation", "dropout"]}).report(batch())
+    chosen = {name: each.after for name, each in report.items() if name not in ("", "blocks.*")}
+    assert chosen == {"blocks.*.norm": 0, "blocks.*.activation": 0, "blocks.*.dropout": 0}
+
+
+def eager(step):
+    """Without jit."""
+    return step
+
+
+def remat_outside(step):
+    """The whole step's forward in jax.checkpoint."""
+    return nnx.jit(nnx.value_and_grad(nnx.remat(loss), argnums=(0, 1)))
+
+
+def vmapped(step):
+    """Over an axis of one model and several batches."""
+
+    def run(model, x):
+        graph, state = nnx.split(model)
+        outer = jnp.stack([x, x])
+
+        def one(x):
+            inner = nnx.merge(graph, state, copy=True)
+            return nnx.value_and_grad(loss, argnums=(0, 1))(inner, x)
+
+        found = jax.vmap(one)(outer)
+        return jax.tree.map(lambda leaf: leaf[1], found)
+
+    return run
+
+
+def sharded(step):
+    """In jax.shard_map on a mesh of one device."""
+
+    def run(model, x):
+        mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        spec = jax.sharding.PartitionSpec
+        graph, state = nnx.split(model)
+
+        def one(state, x):
+            found = nnx.value_and_grad(loss, argnums=(0, 1))(nnx.merge(graph, state, copy=True), x)
+            return jax.tree.map(lambda leaf: leaf[None], found)
+
+        mapped = jax.shard_map(one, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec("data"), check_vma=False)
+        return jax.tree.map(lambda leaf: leaf[0], jax.jit(mapped)(state, x))
+
+    return run
+
+
+def in_pmap(step):
+    """In jax.pmap on one device."""
+
+    def run(model, x):
+        graph, state = nnx.split(model)
+
+        def one(x):
+            return nnx.value_and_grad(loss, argnums=(0, 1))(nnx.merge(graph, state, copy=True), x)
+
+        return jax.tree.map(lambda leaf: leaf[0], jax.pmap(one)(x[None]))
+
+    return run
+
+
+def donating(step):
+    """With the batch's memory given away."""
+
+    def run(model, x):
+        graph, state = nnx.split(model)
+
+        def one(x):
+            return nnx.value_and_grad(loss, argnums=(0, 1))(nnx.merge(graph, state, copy=True), x)
+
+        return jax.jit(one, donate_argnums=0)(x.copy())
+
+    return run
+
+
+TRANSFORMS = {
+    "eager": eager,
+    "remat outside": remat_outside,
+    "vmap": vmapped,
+    "shard_map": sharded,
+    "pmap": in_pmap,
+    "donation": donating,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers:UserWarning")
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transformations(name):
+    steps = 1 if name in ("eager", "vmap") else 2
+    assert_same(results(recomputed(), steps, TRANSFORMS[name]), results(Model(), steps, TRANSFORMS[name]))
+
+
+def test_remat_inside():
+    class Checkpointed(Activation):
+        def __call__(self, x):
+            return jax.checkpoint(nnx.gelu)(x)
+
+    models = [Model(), Model()]
+    for model in models:
+        for block in model.blocks:
+            block.activation = Checkpointed()
+    recompute_modules(models[1], CHOSEN)
+    assert_same(results(models[1]), results(models[0]))
+
+
+def test_layers_in_a_scan():
+    """One block, whose parameters have a leading axis of layers."""
+
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs):
+        return Block(8, rngs)
+
+    class Scanned(nnx.Module):
+        def __init__(self) -> None:
+            self.blocks = make(nnx.Rngs(0))
+
+        def __call__(self, x):
+            return nnx.scan(lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.blocks, x)
+
+    plain, other = Scanned(), Scanned()
+    handle = recompute_modules(other, {"blocks": ["norm", "activation", "dropout"]})
+    assert_same(results(other), results(plain))
+    report = handle.report(batch())
+    assert sum(each.after for each in report.values()) < sum(each.before for each in report.values())
+
+
+@pytest.mark.parametrize(("chosen", "tolerance"), [("mlp", 1e-12), ("norm*", 1e-4)])  # norms of flax are in float32
+def test_second_derivatives(chosen, tolerance):
+    plain, other = Transformer(), Transformer()
+    recompute_modules(other, {"layers.*": [chosen]})
+
+    def curvature(model):
+        return jax.grad(lambda x: jnp.sin(jax.grad(lambda x: loss(model, x))(x)).sum())(batch())
+
+    np.testing.assert_allclose(curvature(other), curvature(plain), rtol=tolerance, atol=tolerance)
+
+
+def test_forward_mode_is_refused_by_name():
+    with pytest.raises(TypeError, match="forward-mode autodiff"):
+        jax.jvp(recomputed("flax transformer"), (batch(),), (batch(),))
+
+
+# functions
+
+
+def layer(params, x):
+    """A function in the style of equinox: a pytree of parameters, and names of the author's own."""
+    h = checkpoint_name(x @ params["up"], "up")
+    h = checkpoint_name(jax.nn.gelu(h), "gelu")
+    return checkpoint_name(h @ params["down"], "down") + x
+
+
+def parameters():
+    """Parameters of layer."""
+    draw = np.random.default_rng(0).standard_normal
+    return {"up": jnp.asarray(draw((8, 32))), "down": jnp.asarray(draw((32, 8)))}
+
+
+@pytest.mark.parametrize("function", [layer, jax.jit(layer)], ids=["plain", "jitted"])
+def test_named_values_of_a_function_are_dropped(function):
+    def whole(function, params, x):
+        return jnp.sin(function(params, function(params, x))).sum()
+
+    plain = partial(whole, function)
+    other = partial(whole, recompute_modules(function, ["gelu", "u*"]))
+    args = parameters(), batch()
+    found, expected = (jax.jit(jax.grad(f, argnums=(0, 1)))(*args) for f in (other, plain))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12), found, expected)
+    tokens = batch().size // 8
+    wide = tokens * 32 * 8  # bytes of one value of the inner width
+    assert saved_bytes(other, *args) <= saved_bytes(plain, *args) - 4 * wide
+
+
+def test_linen_modules_are_functions():
+    class Dense(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(8)(checkpoint_name(linen.gelu(linen.Dense(32)(x)), "gelu"))
+
+    module = Dense()
+    variables = module.init(jax.random.key(0), batch())
+
+    def plain(variables, x):
+        return module.apply(variables, x)
+
+    other = recompute_modules(plain, ["gelu"])
+    grad = [jax.grad(lambda v, f=f: jnp.sin(f(v, batch())).sum())(variables) for f in (plain, other)]
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), *grad)
+    with pytest.raises(TypeError, match="pass a linen module as lambda variables, x"):
+        recompute_modules(module, ["gelu"])
+
+
+MISTAKES = [
+    (Model, {}, ValueError, "expected at least one pattern, got none"),
+    (Model, ["blocks.*"], TypeError, "expected a mapping from patterns of blocks"),
+    (Model, {"block.*": ["norm"]}, ValueError, r"'block\.\*', which matches none of blocks"),
+    (Model, {"blocks.*": ["nrm"]}, ValueError, "'nrm', which matches none of norm"),
+    (Model, {"": ["blocks.0", "blocks.*.norm"]}, ValueError, r"got blocks\.0 and blocks\.0\.norm inside it"),
+    (lambda: layer, "gelu", TypeError, "expected a list of patterns of checkpoint names for a function, got 'gelu'"),
+    (lambda: layer, [], ValueError, "expected at least one pattern, got none"),
+    (lambda: 3, ["gelu"], TypeError, "expected an nnx.Module or a function, got int"),
+]
+
+
+@pytest.mark.parametrize(("make", "modules", "kind", "message"), MISTAKES)
+def test_mistakes_are_named(make, modules, kind, message):
+    with pytest.raises(kind, match=message):
+        recompute_modules(make(), modules)
+
+
+def test_names_that_cannot_be_dropped_are_named():
+    args = parameters(), batch()
+    with pytest.raises(ValueError, match="got 'relu', which matches none of down, gelu, up"):
+        recompute_modules(layer, ["gelu", "relu"])(*args)
+    with pytest.raises(ValueError, match=r"since there are none: use jax\.ad_checkpoint\.checkpoint_name"):
+        recompute_modules(jnp.sin, ["gelu"])(args[1])
+
+    def scanned(params, x):
+        return jax.lax.scan(lambda x, _: (layer(params, x), None), x, None, 3)[0]
+
+    with pytest.raises(NotImplementedError, match="expected names outside of scan, got one inside it"):
+        recompute_modules(scanned, ["gelu"])(*args)
+
+
+def test_a_second_recompute_is_refused():
+    model = recomputed()
+    with pytest.raises(ValueError, match=r"got blocks\.0, which has it; remove\(\) it first"):
+        recompute_modules(model, CHOSEN)
+
+
+def test_a_submodule_that_reads_a_surrounding_array_is_named():
+    class Reading(nnx.Module):
+        def __call__(self, x):
+            return x * self.outside
+
+    class Outer(nnx.Module):
+        def __init__(self) -> None:
+            self.inner = Reading()
+
+        def __call__(self, x):
+            object.__setattr__(self.inner, "outside", nnx.static(x.sum()) if hasattr(nnx, "static") else x.sum())
+            return self.inner(x)
+
+    model = Outer()
+    recompute_modules(model, {"": ["inner"]})
+    with pytest.raises(Exception, match=r"array|Array|tracer|Tracer"):
+        jax.grad(lambda x: loss(model, x))(batch())
