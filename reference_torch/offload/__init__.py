@@ -9,6 +9,7 @@ from reference_torch.offload.default_manager import get_offload_manager, initial
 from reference_torch.offload.link import OffloadError
 from reference_torch.offload.manager import TensorOffloadManager
 from reference_torch.offload.memory import host_value
+from reference_torch.offload.modules import offload_modules
 from reference_torch.offload.statistics import OffloadStatistics
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "get_offload_manager",
     "host_value",
     "initialize_offload_manager",
+    "offload_modules",
 ]

@@ -20,6 +20,8 @@ class Example(NamedTuple):
     inputs: Callable[[], dict[str, Tensor]]
     recomputed: dict[str, list[str]]
     """Argument of recompute_modules."""
+    offloaded: list[str]
+    """Argument of offload_modules."""
 
 
 def _causal(config: Any) -> nn.Module:
@@ -80,13 +82,36 @@ class Recurrent(nn.Module):
 
 MODELS = {
     "Llama": Example(
-        _llama, _tokens, {"model.layers.*": ["input_layernorm", "post_attention_layernorm", "mlp.act_fn"]}
+        _llama,
+        _tokens,
+        {"model.layers.*": ["input_layernorm", "post_attention_layernorm", "mlp.act_fn"]},
+        ["model.layers.*"],
     ),
-    "GPT-2": Example(_gpt2, _tokens, {"transformer.h.*": ["ln_*", "mlp.act", "mlp.dropout", "attn.resid_dropout"]}),
-    "Qwen3.5": Example(_qwen3_5, _tokens, {"model.layers.*": ["input_layernorm", "post_attention_layernorm", "mlp"]}),
-    "ViT": Example(_vit, _pixels, {"vit.layers.*": ["layernorm_before", "layernorm_after", "mlp.activation_fn"]}),
-    "ResNet": Example(_resnet, _pixels, {"resnet.encoder.stages.*.layers.*": ["layer.*.normalization"]}),
-    "LSTM": Example(Recurrent, _tokens, {"": ["norm", "dropout"]}),
+    "GPT-2": Example(
+        _gpt2,
+        _tokens,
+        {"transformer.h.*": ["ln_*", "mlp.act", "mlp.dropout", "attn.resid_dropout"]},
+        ["transformer.h.*"],
+    ),
+    "Qwen3.5": Example(
+        _qwen3_5,
+        _tokens,
+        {"model.layers.*": ["input_layernorm", "post_attention_layernorm", "mlp"]},
+        ["model.layers.*"],
+    ),
+    "ViT": Example(
+        _vit,
+        _pixels,
+        {"vit.layers.*": ["layernorm_before", "layernorm_after", "mlp.activation_fn"]},
+        ["vit.layers.*"],
+    ),
+    "ResNet": Example(
+        _resnet,
+        _pixels,
+        {"resnet.encoder.stages.*.layers.*": ["layer.*.normalization"]},
+        ["resnet.encoder.stages.*.layers.*"],
+    ),
+    "LSTM": Example(Recurrent, _tokens, {"": ["norm", "dropout"]}, ["lstm", "head"]),
 }
 """Six architectures: four of transformers' language and vision models, a network with batch norms, and an LSTM."""
 
