@@ -18,6 +18,7 @@ from jax import Array
 from jax.extend.core import Literal, jaxprs_in_params
 
 from diptych.plans.module_patterns import matching, select_within
+from jax_impl.named_modules import change_class, named_modules, subclass_with
 from jax_impl.recompute.names import drop_names
 from jax_impl.recompute.opaque_call import except_opaque_calls, without_residuals
 
@@ -47,20 +48,20 @@ class RecomputedModules:
         self.blocks = dict(blocks)
         """Names of the recomputed submodules by the name of their block."""
         self._labels = dict(labels)
-        found = dict(_named_modules(model))
+        found = dict(named_modules(model))
         self._changed: dict[int, nnx.Module] = {}
         for name in [*blocks, *(name for names in blocks.values() for name in names)]:
             module = found[name]
             if id(module) not in self._changed:
                 self._changed[id(module)] = module
                 kind = _block_class if name in blocks else _recomputed_class
-                object.__setattr__(module, "__class__", kind(type(module)))
+                change_class(module, kind(type(module)))
                 setattr(module, _LABEL, labels[name])
 
     def remove(self) -> None:
         """Give the modules their own classes back. A second call does nothing."""
         for module in self._changed.values():
-            object.__setattr__(module, "__class__", type(module).__mro__[1])
+            change_class(module, type(module).__mro__[1])
             delattr(module, _LABEL)
         self._changed = {}
 
@@ -125,7 +126,7 @@ def recompute_modules(model: Any, modules: Any) -> Any:
                 "lambda variables, x: module.apply(variables, x)"
             )
         return drop_names(model, modules)
-    found = dict(_named_modules(model))
+    found = dict(named_modules(model))
     blocks = select_within("modules", modules, [*found])
     labels = {}
     for block, names in blocks.items():
@@ -139,13 +140,6 @@ def recompute_modules(model: Any, modules: Any) -> Any:
                 f"modules: expected modules without recompute, got {name}, which has it; remove() it first"
             )
     return RecomputedModules(model, blocks, labels)
-
-
-def _named_modules(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
-    """Yield the submodules with their dotted names, in the order of the model; the model itself has none."""
-    for path, node in nnx.iter_graph(model):
-        if isinstance(node, nnx.Module) and not isinstance(node, nnx.List | nnx.Dict):
-            yield ".".join(map(str, path)), node
 
 
 @contextmanager
@@ -178,7 +172,7 @@ def _block_class(kind: type) -> type:
             checkpoint = partial(jax.checkpoint, policy=except_opaque_calls)  # pyright: ignore[reportPrivateImportUsage]
             return _call_through(checkpoint, inside, self, args, kwargs)
 
-    return type(kind)(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    return subclass_with(kind, call)
 
 
 @cache
@@ -191,7 +185,7 @@ def _recomputed_class(kind: type) -> type:
                 return kind.__call__(self, *args, **kwargs)
             return _call_through(without_residuals, kind.__call__, self, args, kwargs)
 
-    return type(kind)(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    return subclass_with(kind, call)
 
 
 def _call_through(

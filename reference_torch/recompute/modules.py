@@ -5,7 +5,6 @@ block, a chosen submodule runs in a CheckpointWithoutOutput, whose output is dis
 it. The mirror for JAX is ``jax_impl/recompute/modules.py``.
 """
 
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from reference_torch.recompute import internals
 from reference_torch.recompute.checkpoint import CheckpointWithoutOutput, MHCBlockRecomputeManager
 from reference_torch.recompute.guards import RecomputeUsageError
 from reference_torch.recompute.region import in_replay, slot_at
+from reference_torch.wrapped_forward import WrappedForward
 
 SMALL_BUFFER = 2**16
 """Bytes of a buffer up to which a call always remembers its content."""
@@ -51,7 +51,7 @@ class RecomputedModules:
         own = [(name, found[name]) for name in named if first[id(found[name])] == name]
         self._wrapped = [(_Block if name in blocks else _Recomputed)(module, name) for name, module in own]
         for wrapped in self._wrapped:
-            wrapped.module.forward = wrapped
+            wrapped.install()
 
     def remove(self) -> None:
         """Give the model back its own forward. A second call does nothing.
@@ -60,7 +60,7 @@ class RecomputedModules:
             RecomputeUsageError: a forward was replaced again after recompute_modules; undo that first.
         """
         for wrapped in self._wrapped:
-            if vars(wrapped.module).get("forward") is not wrapped:
+            if not wrapped.is_installed:
                 raise RecomputeUsageError(
                     f"remove: expected the forward of recompute_modules in {wrapped.name!r}, got one that replaced it "
                     "later; undo the later change first"
@@ -140,30 +140,10 @@ def recompute_modules(model: Any, modules: Any) -> RecomputedModules:
     return RecomputedModules(model, blocks)
 
 
-class _Wrapped:
-    """A forward in the place of a module's own; it is copied and pickled with the module."""
+class _Wrapped(WrappedForward):
+    """A forward that can be switched back to the plain one."""
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self.module = module
-        self.name = name
-        self.is_active = True
-        self.replaced = vars(module).get("forward")
-        """The forward that somebody else had set on this instance, if any."""
-
-    @property
-    def plain(self) -> Callable[..., Any]:
-        """The forward that was replaced."""
-        return type(self.module).forward.__get__(self.module) if self.replaced is None else self.replaced
-
-    def undo(self) -> None:
-        """Put the replaced forward back."""
-        del self.module.forward
-        if self.replaced is not None:
-            self.module.forward = self.replaced
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.plain)
+    is_active = True
 
     @property
     def drops(self) -> bool:

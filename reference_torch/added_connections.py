@@ -1,0 +1,147 @@
+"""Hyper-connections around the blocks of any pre-norm transformer, without changes to its code."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diptych.plans.added_connections import connection_config, initial_bias_of_h_pre
+from diptych.plans.module_patterns import select
+from reference_torch.hyper_connections import HyperConnectionModule
+from reference_torch.wrapped_forward import WrappedForward
+
+ATTRIBUTE = "hyper_connection"
+"""Name of the added submodule in each block."""
+
+
+class AddedConnections:
+    """The hyper-connections that add_hyper_connections has added to a model."""
+
+    def __init__(self, forwards: dict[str, "_Connected"]) -> None:
+        self._forwards = forwards
+        self.connections = {name: forward.connection for name, forward in forwards.items()}
+        """The added modules by the name of their block."""
+
+    def remove(self) -> None:
+        """Give the blocks their own forward back, and remove the added modules. A second call does nothing.
+
+        Raises:
+            ValueError: a forward was replaced again later; undo that first.
+        """
+        for name, forward in self._forwards.items():
+            if not forward.is_installed:
+                raise ValueError(f"remove: expected the forward of add_hyper_connections in {name!r}, got a later one")
+        for forward in self._forwards.values():
+            forward.undo()
+            delattr(forward.module, ATTRIBUTE)
+        self._forwards = {}
+
+
+def add_hyper_connections(
+    model: Any,
+    blocks: Any,
+    num_residual_streams: int = 4,
+    *,
+    hidden_size: int | None = None,
+    keep_function: bool = True,
+    **settings: Any,
+) -> AddedConnections:
+    """Put a hyper-connection (mHC) around each block of a pre-norm transformer.
+
+    The residual stream becomes S streams between the first and the last block. A block with y = x + f(x) reads the
+    aggregated streams; its f is added to each stream with weight h_post, and h_res mixes the streams. The output of the
+    last block is the mean of the streams. Each block gets a submodule ``hyper_connection`` with phi, alpha and bias.
+
+    Args:
+        model: any nn.Module. Between the blocks, its code must pass hidden states on unchanged.
+        blocks: patterns of the blocks, in the order in which the model calls them; ``*`` stands for any text without a
+            dot. A block takes hidden states [B, T, D] first, or as ``hidden_states``, and returns hidden states of
+            that shape, or a tuple that begins with them.
+        num_residual_streams: S, at least 2.
+        hidden_size: D; None: the width of a norm of the first block.
+        keep_function: True: initial values with which the model computes what it did before, to rounding; False: those
+            of the paper.
+        settings: sinkhorn_iterations, sinkhorn_last, mhc_epsilon, mhc_transpose_h_res, seed and impl, as in
+            TransformerConfig.
+
+    Returns:
+        A handle, whose remove() undoes all and whose connections are the added modules.
+
+    Raises:
+        TypeError: model is no module, blocks is no list of texts, or a setting is unknown.
+        ValueError: a pattern matches nothing, a block has a hyper-connection, or a setting is invalid.
+
+    Reference:
+        Manifold-constrained hyper-connections, https://arxiv.org/abs/2512.24880, equations 3 to 9.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    found = dict(model.named_modules())
+    names = select("blocks", blocks, [*found])
+    used = next((name for name in names if hasattr(found[name], ATTRIBUTE)), None)
+    if used is not None:
+        raise ValueError(f"blocks: expected blocks without an attribute {ATTRIBUTE!r}, got {used}, which has one")
+    parameters = [*found[names[0]].parameters()]
+    norms = [child for child in found[names[0]].children() if "norm" in type(child).__name__.lower()]
+    width = hidden_size or next((p.numel() for norm in norms for p in norm.parameters() if p.dim() == 1), None)
+    if width is None:
+        raise ValueError(f"hidden_size: expected a number, since {names[0]} has no norm with weights, got None")
+    dtype = "float64" if parameters and parameters[0].dtype == torch.float64 else "float32"
+    config = connection_config(width, len(names), num_residual_streams, dtype, settings)
+    forwards = {}
+    for number, name in enumerate(names):
+        connection = HyperConnectionModule(config, number, f"{name}.{ATTRIBUTE}")
+        if keep_function:
+            with torch.no_grad():
+                connection.alpha.zero_()
+                connection.bias.zero_()
+                connection.bias[:num_residual_streams] = initial_bias_of_h_pre(num_residual_streams)
+        setattr(found[name], ATTRIBUTE, connection.to(parameters[0].device if parameters else "cpu"))
+        forwards[name] = _Connected(found[name], name, number == 0, number == len(names) - 1)
+        forwards[name].install()
+    return AddedConnections(forwards)
+
+
+class _Connected(WrappedForward):
+    """The forward of a block with a hyper-connection."""
+
+    def __init__(self, module: nn.Module, name: str, is_first: bool, is_last: bool) -> None:
+        super().__init__(module, name)
+        self.is_first = is_first
+        self.is_last = is_last
+
+    @property
+    def connection(self) -> HyperConnectionModule:
+        """The hyper-connection of the block."""
+        return getattr(self.module, ATTRIBUTE)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            return self._run(args[0], lambda x: self.plain(x, *args[1:], **kwargs))
+        rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        return self._run(kwargs.get("hidden_states"), lambda x: self.plain(hidden_states=x, **rest))
+
+    def _run(self, x: Any, block: Callable[[Tensor], Any]) -> Any:
+        """Run the block on the aggregated streams, and write its output to the streams."""
+        config = self.connection.config
+        expected = (
+            ("B", "T", config.hidden_size)
+            if self.is_first
+            else ("B", "T", config.num_residual_streams, config.hidden_size)
+        )
+        if not isinstance(x, Tensor) or x.dim() != len(expected) or x.shape[2:] != expected[2:]:
+            actual = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"{self.name}: expected hidden states [{', '.join(map(str, expected))}], got {actual}; the first block "
+                "receives the model's hidden states, and its code must pass them on from block to block"
+            )
+        streams = HyperConnectionModule.input_expand(x, config.num_residual_streams) if self.is_first else x
+        aggregated, mixed, h_post = self.connection(streams, streams)
+        result = block(aggregated)
+        output = result[0] if isinstance(result, tuple) else result
+        expanded, _ = self.connection.apply_h_post((output - aggregated, None), h_post)
+        streams = expanded + mixed
+        if self.is_last:
+            streams = HyperConnectionModule.output_contract(streams, config.num_residual_streams)
+        return (streams, *result[1:]) if isinstance(result, tuple) else streams

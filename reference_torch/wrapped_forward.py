@@ -1,0 +1,46 @@
+"""The forward of one instance of a module, replaced from outside and put back."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class WrappedForward:
+    """A forward in the place of a module's own; subclasses define the call. It is copied and pickled with the module.
+
+    Args:
+        module: the module.
+        name: its name in the model, for messages.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module = module
+        self.name = name
+        self._replaced = vars(module).get("forward")
+        """The forward that somebody else had set on this instance, if any."""
+
+    @property
+    def plain(self) -> Callable[..., Any]:
+        """The forward that was replaced."""
+        return type(self.module).forward.__get__(self.module) if self._replaced is None else self._replaced
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.plain)
+
+    def install(self) -> None:
+        """Make the module call this object."""
+        self.module.forward = self  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def is_installed(self) -> bool:
+        """True unless another forward has replaced this one, or it was undone."""
+        return vars(self.module).get("forward") is self
+
+    def undo(self) -> None:
+        """Put the replaced forward back."""
+        del self.module.forward
+        if self._replaced is not None:
+            self.module.forward = self._replaced
