@@ -242,6 +242,10 @@ REFUSED = {
         with_setting("rope_parameters", "default"),
         "rope_parameters: expected a mapping, got 'default'",
     ),
+    "a rotary embedding that is false": (
+        with_setting("rope_scaling", False),
+        "rope_scaling: expected a mapping, got False",
+    ),
     "another rotary embedding beside the usual one": (
         with_setting("rope_scaling", {"rope_type": "linear", "factor": 4.0}),
         r"rope_parameters\.",
@@ -507,7 +511,16 @@ def test_kimi_linear_as_it_was_published(tmp_path):
     with_setting("num_key_value_heads", 2)(path)
     with pytest.raises(FamilyError, match="num_key_value_heads: expected num_attention_heads=4, got 2"):
         model_of(path)
+    with_setting("num_key_value_heads", None)(path)
+    with pytest.raises(FamilyError, match="num_key_value_heads: expected num_attention_heads=4, got 32; a missing one"):
+        model_of(path)
     with_setting("num_key_value_heads", 4)(path)
+    with_setting("max_position_embeddings", 7)(path)
+    with pytest.raises(
+        FamilyError, match="expected either max_position_embeddings or model_max_length, got both, 7 and "
+    ):
+        model_of(path)
+    with_setting("max_position_embeddings", None)(path)
     with_setting("mla_use_nope", False)(path)
     with pytest.raises(FamilyError, match="mla_use_nope: expected True, got False"):
         model_of(path)

@@ -284,11 +284,12 @@ def _with_usual_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         FamilyError: the settings of the rotary embedding are no mapping.
     """
     found = dict(config)
+    for key in ("rope_scaling", "rope_parameters"):
+        if found.get(key) is not None and not isinstance(found[key], Mapping):
+            raise FamilyError(f"config.json, {key}: expected a mapping, got {one_line(found[key])}")
     rope = found.pop("rope_scaling", None) or found.pop("rope_parameters", None)
     top = {key: found.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in found}
     if rope or top:
-        if not isinstance(rope or {}, Mapping):
-            raise FamilyError(f"config.json, rope_parameters: expected a mapping, got {one_line(rope)}")
         rope = {**top, **(rope or {})}
         kind = rope.pop("type", "default")
         found["rope_parameters"] = {"rope_type": kind, **rope}
