@@ -219,8 +219,8 @@ def change_config(draft: Draft, name: str, detail: str, place: float) -> None:
         usual = value if isinstance(value, int | float) else 2
         _set(config, key, NUMBERS[detail](usual))
     elif name == "list":
-        key = pick([key for key, value in config.items() if isinstance(value, list)], place)
-        config[key] = LISTS[detail](config[key])
+        key = pick([key for key, value in config.items() if isinstance(value, list)] or ["layer_types"], place)
+        config[key] = LISTS[detail](config.get(key) or [])
     elif name == "nested":
         _set(config, key, {key: value} if detail == "object" else [value])
     elif name in ("missing", "renamed"):
