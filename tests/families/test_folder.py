@@ -521,6 +521,10 @@ def test_kimi_linear_as_it_was_published(tmp_path):
     ):
         model_of(path)
     with_setting("max_position_embeddings", None)(path)
+    with_setting("linear_attn_config", 7)(path)
+    with pytest.raises(FamilyError, match="linear_attn_config: expected a mapping, got 7"):
+        model_of(path)
+    with_setting("linear_attn_config", linear | layers)(path)
     with_setting("mla_use_nope", False)(path)
     with pytest.raises(FamilyError, match="mla_use_nope: expected True, got False"):
         model_of(path)

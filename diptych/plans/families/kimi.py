@@ -60,7 +60,9 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     found = {OTHER_KEYS.get(key, key): value for key, value in config.items()}
     layers = integer(found, "num_hidden_layers")
     linear = found.pop("linear_attn_config", None)
-    if isinstance(linear, Mapping):
+    if linear is not None:
+        if not isinstance(linear, Mapping):
+            raise FamilyError(f"config.json, linear_attn_config: expected a mapping, got {one_line(linear)}")
         found |= {usual: linear[key] for key, usual in LINEAR_KEYS.items() if key in linear}
         if found.get("layer_types") is None:
             found["layer_types"] = _layer_types(linear, layers)
