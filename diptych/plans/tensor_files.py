@@ -71,15 +71,22 @@ class TensorFile:
             header = parse_json(text.decode())
         except ValueError as error:
             raise TensorFileError(f"{path}: expected a header of JSON, got {one_line(error)}") from None
+        if not isinstance(header, dict):
+            raise TensorFileError(f"{path}: expected a header with an object of tensors, got {one_line(header)}")
         self._begin = 8 + length
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
+        if not isinstance(self.metadata, dict) or any(not isinstance(text, str) for text in self.metadata.values()):
+            raise TensorFileError(f"{path}: expected an object of texts as __metadata__, got {one_line(self.metadata)}")
         self.tensors: dict[str, TensorInfo] = {}
         """Type and shape of all tensors by name."""
         self._offsets: dict[str, int] = {}
+        places: list[tuple[int, int, str]] = []
         for name, entry in header.items():
-            info, begin = _parse_entry(entry, size - self._begin, f"{path}, tensor {name!r}")
+            info, begin, end = _parse_entry(entry, size - self._begin, f"{path}, tensor {one_line(name)}")
             self.tensors[name] = info
             self._offsets[name] = self._begin + begin
+            places.append((begin, end, name))
+        _check_places(path, places, size - self._begin)
 
     def read(self, name: str) -> np.ndarray:
         """Return a floating tensor in its type; bfloat16 in float32.
@@ -99,23 +106,42 @@ class TensorFile:
         return array.reshape(info.shape)
 
 
-def _parse_entry(entry: Any, size: int, what: str) -> tuple[TensorInfo, int]:
-    """Return type, shape and first byte of a tensor.
+def _check_places(path: Path, places: list[tuple[int, int, str]], size: int) -> None:
+    """Check that tensors, each with its first byte and the one after the last, cover the data once and without holes.
+
+    Raises:
+        TensorFileError: they do not.
+    """
+    reached = 0
+    for begin, end, name in sorted(places):
+        if begin != reached:
+            raise TensorFileError(
+                f"{path}, tensor {one_line(name)}: expected it to begin at byte {reached:,} of the data, where the one "
+                f"before it ends, got {begin:,}; the file is damaged"
+            )
+        reached = end
+    if reached != size:
+        raise TensorFileError(f"{path}: expected {reached:,} bytes of tensors, got {size:,}; the file is damaged")
+
+
+def _parse_entry(entry: Any, size: int, what: str) -> tuple[TensorInfo, int, int]:
+    """Return type and shape of a tensor, its first byte and the one after the last.
 
     Raises:
         TensorFileError: the entry is invalid, or its bytes are not in the file.
     """
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if not (isinstance(dtype, str) and all(_is_size(x) for x in (*shape, begin, end)) and begin <= end <= size):
+        is_typed = isinstance(dtype, str) and isinstance(shape, list)
+        if not (is_typed and all(_is_size(x) for x in (*shape, begin, end)) and begin <= end <= size):
             raise ValueError
     except (TypeError, KeyError, ValueError):
         raise TensorFileError(
             f"{what}: expected dtype, shape and data_offsets within the file, got {one_line(entry)}"
         ) from None
     if dtype in _STORED and math.prod(shape) * _STORED[dtype].itemsize != end - begin:
-        raise TensorFileError(f"{what}: expected the bytes of {dtype} {shape}, got {end - begin:,}")
-    return TensorInfo(dtype, tuple(shape)), begin
+        raise TensorFileError(f"{what}: expected the bytes of {dtype} {one_line(shape)}, got {end - begin:,}")
+    return TensorInfo(dtype, tuple(shape)), begin, end
 
 
 def _is_size(value: Any) -> bool:

@@ -39,10 +39,17 @@ def parse_json(text: str) -> Any:
         raise ValueError("values nested too deep to be read") from None
 
 
-def one_line(value: Any, longest: int = 200) -> str:
-    """Return the beginning of a value's text on one line, for an error message."""
+def one_line(value: Any, longest: int = 200, quotes: bool = True) -> str:
+    """Return the beginning of a value's text on one line, for an error message.
+
+    Args:
+        value: any value.
+        longest: number of characters after which the text is cut.
+        quotes: False: a printable text is written without quotes.
+    """
     try:
-        text = str(value) if isinstance(value, Exception) else repr(value)
+        is_plain = isinstance(value, str) and not quotes and value.isprintable()
+        text = str(value) if isinstance(value, Exception) or is_plain else repr(value)
     except (RecursionError, ValueError):  # nested too deep, or an integer of too many digits
         text = f"a {type(value).__name__} too large to print"
     text = " ".join(text.split())

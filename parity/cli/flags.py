@@ -124,7 +124,9 @@ def in_flags(message: str, command: str | None) -> str:
     if "num_microbatches" not in known:
         message = re.sub(r"num_microbatches=(\d+)", r"\1 microbatches", message)
         names["num_microbatches"] = "the number of microbatches (--global-batch-size, --micro-batch-size)"
-    pattern = re.compile(r"'[^']*'|(?<![\w./-])(?:" + "|".join(sorted(names, key=len, reverse=True)) + r")(?![\w./])")
+    pattern = re.compile(
+        r"'[^']*'|(?<![\w./-])(?<!config\.json, )(?:" + "|".join(sorted(names, key=len, reverse=True)) + r")(?![\w./])"
+    )
     message = pattern.sub(lambda found: names.get(found[0], found[0]), message)
     first = re.match(r"(\w+): ", message)
     return f"--{message}" if first and first[1] in known else message

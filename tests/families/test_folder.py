@@ -150,6 +150,39 @@ def with_tensors(change):
     return apply
 
 
+def with_header(change, more: bytes = b""):
+    """A folder whose weights have another header, and perhaps more bytes."""
+
+    def apply(path: Path) -> None:
+        content = (path / "model.safetensors").read_bytes()
+        begin = 8 + int.from_bytes(content[:8], "little")
+        text = json.dumps(change(json.loads(content[8:begin]))).encode()
+        (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[begin:] + more)
+
+    return apply
+
+
+def with_entry(**fields):
+    """A header with other fields of one tensor."""
+    return with_header(lambda header: header | {"model.norm.weight": header["model.norm.weight"] | fields})
+
+
+def with_index(weight_map):
+    """A folder whose one file is replaced by an index."""
+
+    def change(path: Path) -> None:
+        (path / "model.safetensors").rename(path / "a.safetensors")
+        (path / folder.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+    return change
+
+
+def in_two_shards(path: Path) -> None:
+    """A folder with a tensor in two shards."""
+    shutil.copy(path / "model.safetensors", path / "b.safetensors")
+    with_index({"model.norm.weight": "a.safetensors", "lm_head.weight": "b.safetensors"})(path)
+
+
 REFUSED = {
     "no folder": (shutil.rmtree, r"expected a Hugging Face folder with config\.json, got .*No such file"),
     "no object": (lambda path: (path / CONFIG).write_text("[]"), "expected a JSON object"),
@@ -166,6 +199,7 @@ REFUSED = {
         with_setting("rope_parameters", {"rope_type": "yarn", "rope_theta": 1.0}),
         r"rope_parameters\.rope_type: expected 'default', got 'yarn'",
     ),
+    "biases that are a number": (with_setting("attention_bias", 0), "attention_bias: expected False, got 0"),
     "unknown setting": (with_setting("sliding_window", 4), "got 'sliding_window' = 4, whose meaning is unknown"),
     "unknown nested setting": (
         with_setting("rope_parameters", {"rope_type": "default", "rope_theta": 1.0, "factor": 2.0}),
@@ -208,6 +242,10 @@ REFUSED = {
         with_setting("rope_parameters", "default"),
         "rope_parameters: expected a mapping, got 'default'",
     ),
+    "a rotary embedding that is false": (
+        with_setting("rope_scaling", False),
+        "rope_scaling: expected a mapping, got False",
+    ),
     "another rotary embedding beside the usual one": (
         with_setting("rope_scaling", {"rope_type": "linear", "factor": 4.0}),
         r"rope_parameters\.",
@@ -235,13 +273,68 @@ REFUSED = {
         "expected a safetensors file, got one of 40 bytes without a header",
     ),
     "index that leaves the folder": (
-        lambda path: (path / folder.INDEX).write_text('{"weight_map": {"model.norm.weight": "../a.safetensors"}}'),
+        with_index({"model.norm.weight": "../a.safetensors"}),
         r"expected names of files in this folder, got '\.\./a\.safetensors'",
     ),
     "missing shard": (
-        lambda path: (path / folder.INDEX).write_text('{"weight_map": {"model.norm.weight": "a.safetensors"}}'),
-        r"a\.safetensors: expected a shard of the index, got .*No such file",
+        with_index({"model.norm.weight": "b.safetensors"}),
+        r"b\.safetensors: expected a shard of the index, got .*No such file",
     ),
+    "a shard that is a list": (with_index({"a": ["a.safetensors"]}), r"expected names of files .*, got \['a\.saf"),
+    "a shard that is null": (with_index({"a": None}), "expected names of files in this folder, got None"),
+    "a long name of a shard": (with_index({"a": "a" * 256}), "expected names of files in this folder, got 'aaaa"),
+    "a zero byte in the name of a shard": (with_index({"a": "a\0"}), r"expected names of files .*, got 'a\\x00'"),
+    "an index whose map is a list": (with_index(["a.safetensors"]), "expected an index with a weight_map, got "),
+    "a tensor in two shards": (
+        in_two_shards,
+        "expected either lm_head.weight in a.safetensors or lm_head.weight in b.safetensors, got both",
+    ),
+    "a header that is a list": (with_header(lambda header: [header]), "expected a header with an object of tensors"),
+    "metadata that are a list": (
+        with_header(lambda header: header | {"__metadata__": ["pt"]}),
+        r"expected an object of texts as __metadata__, got \['pt'\]",
+    ),
+    "tensors that overlap": (
+        with_entry(data_offsets=[0, 192]),
+        "expected it to begin at byte 192 of the data, where the one before it ends, got 0; the file is damaged",
+    ),
+    "bytes without a tensor": (
+        with_header(dict, bytes(8)),
+        r"expected .* bytes of tensors, got .*; the file is damaged",
+    ),
+    "a shape that is an object": (
+        with_header(lambda header: header | {"a": {"dtype": "I8", "shape": {}, "data_offsets": [0, 0]}}),
+        "tensor 'a': expected dtype, shape and data_offsets within the file, got {",
+    ),
+    "a convolution without rows": (
+        with_tensors(lambda x: x | {"model.layers.0.linear_attn.conv1d.weight": np.zeros(())}),
+        r"conv1d\.weight: expected shape \[56, 1, 4\] in .*, got \[\] in F64",
+    ),
+    "a name of two lines": (
+        with_tensors(lambda x: x | {"model.a\nb": np.zeros(3)}),
+        r"got also 'model\.a\\nb'$",
+    ),
+    "more layers than lists can name": (
+        with_setting("num_hidden_layers", 10**9),
+        "num_hidden_layers: expected at most 10,000 layers, got 1000000000",
+    ),
+    "more experts than tensors": (
+        with_setting("num_experts", 10**9),
+        r"expected the tensors of 3 layers, with 1,000,000,000 experts in each mixture, got \d+ tensors",
+    ),
+    "a size that is text": (
+        with_setting("head_dim", "12"),
+        "config.json, head_dim: expected an integer >= 1, got '12'",
+    ),
+    "a size above any memory": (
+        with_setting("vocab_size", 10**400),
+        "config.json, vocab_size: expected an integer < 2",
+    ),
+    "a number that is no float": (
+        with_setting("rms_norm_eps", 10**400),
+        r"config.json, rms_norm_eps: expected a number in \(0, inf\), got 1000",
+    ),
+    "a long key": (with_setting("x" * 10**6, 1), r"expected settings of qwen3_next, got 'x{199}\.\.\. = 1, whose"),
 }
 
 
@@ -253,6 +346,71 @@ def test_what_is_not_supported_is_named(name, tmp_path):
     with pytest.raises((FamilyError, CheckpointError, TensorFileError), match=message):
         import_folder(path, tmp_path / "ours")
     assert not [*tmp_path.glob("ours/*")]
+
+
+def test_messages_have_one_line(tmp_path):
+    path = tiny(tmp_path)
+    with_setting("hidden_size", "x" * 10**6)(path)
+    with pytest.raises(FamilyError, match="hidden_size: expected an integer") as caught:
+        model_of(path)
+    assert len(str(caught.value)) < 1000
+
+
+def test_an_output_matrix_beside_a_tied_embedding_is_its_copy(tmp_path):
+    """transformers ties them only if they are equal."""
+    path = models.save(models.build("qwen3_next", tie_word_embeddings=True), tmp_path / "theirs")
+    with_tensors(lambda x: x | {"lm_head.weight": x["model.embed_tokens.weight"]})(path)
+    assert import_folder(path, tmp_path / "ours").skipped == ("lm_head.weight",)
+    with_tensors(lambda x: x | {"lm_head.weight": 2 * x["model.embed_tokens.weight"]})(path)
+    with pytest.raises(FamilyError, match=r"lm_head\.weight: expected a copy of model\.embed_tokens\.weight, by tie_"):
+        import_folder(path, tmp_path / "again")
+
+
+def test_one_file_comes_before_an_index_as_in_transformers(tmp_path):
+    path = models.save(models.build("qwen3_next"), tmp_path / "theirs", shard="20KB")
+    models.save(models.build("qwen3_next"), tmp_path / "one")
+    shutil.copy(tmp_path / "one" / "model.safetensors", path)
+    with_tensors(lambda x: x | {"model.norm.weight": np.full(24, 7.0)})(path)
+    arrays = read_checkpoint(import_folder(path, tmp_path / "ours").checkpoint).arrays
+    np.testing.assert_array_equal(state_of(path)["model.norm.weight"].numpy(), 7.0)
+    np.testing.assert_array_equal(arrays[f"{MODEL}decoder.final_layernorm.weight"], 7.0)
+
+
+def test_a_file_in_place_of_the_source_leaves_no_checkpoint(tmp_path):
+    path = tiny(tmp_path)
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / folder.SOURCE).touch()
+    with pytest.raises(FamilyError, match="expected a folder without source, got one with it"):
+        import_folder(path, tmp_path / "ours")
+    assert [each.name for each in tmp_path.glob("ours/*")] == [folder.SOURCE]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", folder.INDEX, "model-00001-of-00002.safetensors"])
+def test_an_export_does_not_replace_weights(name, tmp_path):
+    import_folder(tiny(tmp_path), tmp_path / "ours")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("mine")
+    with pytest.raises(FamilyError, match=f"expected a new folder, got one with {name}; give another, or remove it"):
+        export_folder(tmp_path / "ours", tmp_path / "out")
+    assert (tmp_path / "out" / name).read_text() == "mine"
+
+
+def test_an_export_into_a_file_is_refused(tmp_path):
+    import_folder(tiny(tmp_path), tmp_path / "ours")
+    (tmp_path / "out").touch()
+    for path in (tmp_path / "out", tmp_path / "out" / "inside"):
+        with pytest.raises(
+            FamilyError, match=r"out.*: expected a folder to write to, got (File exists|Not a directory)"
+        ):
+            export_folder(tmp_path / "ours", path)
+
+
+def test_llama_needs_a_width_that_its_heads_divide(tmp_path):
+    """transformers also refuses it if head_dim is there."""
+    path = models.save(models.build("llama"), tmp_path / "theirs")
+    with_setting("num_attention_heads", 5)(path)
+    with pytest.raises(FamilyError, match="hidden_size: expected a multiple of num_attention_heads=5, got 24"):
+        model_of(path)
 
 
 def test_a_folder_in_use_is_refused(tmp_path):
@@ -325,7 +483,7 @@ def test_olmo_hybrid_has_names_of_files_and_names_of_modules(tmp_path):
         np.testing.assert_array_equal(second[name], array)
     norm = "model.layers.0.attention_layer_norm.weight"
     with_tensors(lambda tensors: tensors | {norm: np.zeros(24)})(tmp_path / "cut")
-    with pytest.raises(FamilyError, match=r"expected either model\.layers\.0.*norm\.weight or .*, got both"):
+    with pytest.raises(FamilyError, match=r"expected either model\.layers\.0.*norm\.weight in .* or .*, got both"):
         import_folder(tmp_path / "cut", tmp_path / "third")
 
 
@@ -353,7 +511,20 @@ def test_kimi_linear_as_it_was_published(tmp_path):
     with_setting("num_key_value_heads", 2)(path)
     with pytest.raises(FamilyError, match="num_key_value_heads: expected num_attention_heads=4, got 2"):
         model_of(path)
+    with_setting("num_key_value_heads", None)(path)
+    with pytest.raises(FamilyError, match="num_key_value_heads: expected num_attention_heads=4, got 32; a missing one"):
+        model_of(path)
     with_setting("num_key_value_heads", 4)(path)
+    with_setting("max_position_embeddings", 7)(path)
+    with pytest.raises(
+        FamilyError, match="expected either max_position_embeddings or model_max_length, got both, 7 and "
+    ):
+        model_of(path)
+    with_setting("max_position_embeddings", None)(path)
+    with_setting("linear_attn_config", 7)(path)
+    with pytest.raises(FamilyError, match="linear_attn_config: expected a mapping, got 7"):
+        model_of(path)
+    with_setting("linear_attn_config", linear | layers)(path)
     with_setting("mla_use_nope", False)(path)
     with pytest.raises(FamilyError, match="mla_use_nope: expected True, got False"):
         model_of(path)

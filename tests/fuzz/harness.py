@@ -7,7 +7,7 @@ import resource
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -156,6 +156,18 @@ class GrowthWatch:
         if all(after.mebibytes > before.mebibytes + self._mebibytes for before, after in pairs):
             sizes = ", ".join(f"{size.mebibytes:.0f}" for size in self._sizes)
             raise Wrong(f"resident memory grew in every {self._programs} programs, MiB: {sizes}")
+
+
+@contextlib.contextmanager
+def bounded_memory(mebibytes: int = 2048) -> Iterator[None]:
+    """Limit further allocations of this process, so that a huge allocation raises an error."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + mebibytes * 2**20, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def run_programs(technique: str, numbers: Iterable[int]) -> Counter:

@@ -5,6 +5,9 @@ from collections.abc import Callable
 from numbers import Integral
 from typing import Any, NamedTuple
 
+LARGEST = 2**63 - 1
+"""Largest accepted integer; products of several are still finite as a float."""
+
 
 class Rule(NamedTuple):
     """A condition that a configuration must satisfy, with its error message."""
@@ -23,9 +26,14 @@ def count(field: str, least: int = 1) -> Rule:
         value = getattr(config, field)
         if value is None:
             return type(config).__dataclass_fields__[field].default is None
-        return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+        return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= LARGEST
 
-    return Rule(field, holds, lambda c: f"{field}: expected an integer >= {least}, got {getattr(c, field)!r}", True)
+    def message(config: Any) -> str:
+        value = getattr(config, field)
+        is_large = isinstance(value, Integral) and int(value) > LARGEST
+        return f"{field}: expected an integer {'< 2**63' if is_large else f'>= {least}'}, got {value!r}"
+
+    return Rule(field, holds, message, True)
 
 
 def number(field: str, interval: str) -> Rule:
@@ -34,7 +42,9 @@ def number(field: str, interval: str) -> Rule:
 
     def holds(config: Any) -> bool:
         value = getattr(config, field)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        if (isinstance(value, int) and abs(value) > LARGEST) or not math.isfinite(value):
             return False
         above = value >= low if interval[0] == "[" else value > low
         return above and (value <= high if interval[-1] == "]" else value < high)

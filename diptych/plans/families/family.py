@@ -1,6 +1,7 @@
 """The table of a model family: how config.json and the tensors of a Hugging Face folder map to this project's model."""
 
 import copy
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ OWN_KEYS = frozenset({"layer_types", "tie_word_embeddings"})
 """Keys of config.json that all families read in the same way."""
 DENSE, SPARSE = "dense", "sparse"
 """Values of mlp_layer_types: an MLP, and a mixture of experts."""
+MOST_LAYERS = 10_000
+"""Largest accepted number of layers; lists of all layers are made of it."""
 
 
 class FamilyError(ValueError):
@@ -110,20 +113,19 @@ def settings_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         FamilyError: a setting is missing, unknown or not implemented.
     """
-    integer(config, "num_hidden_layers", least=1)
-    config = family.read(_with_usual_keys(config))
+    config = _read(family, config)
     known = {s.theirs for s in (*_with_experts(family, True)[0], *family.required)} | family.ignored_keys
     known |= COMMON_KEYS | OWN_KEYS | ({"mlp_layer_types"} if family.experts else set())
     unknown = next((path for path in _paths(config, known) if path not in known), None)
     if unknown is not None:
         value = one_line(_get(config, unknown, None))
         raise FamilyError(
-            f"config.json: expected settings of {family.name}, got {unknown!r} = {value}, whose meaning is unknown; "
-            "remove it if it does not change what the model computes"
+            f"config.json: expected settings of {family.name}, got {one_line(unknown)} = {value}, whose meaning is "
+            "unknown; remove it if it does not change what the model computes"
         )
     for required in family.required:
         value = _get(config, required.theirs, required.value if required.default is None else required.default)
-        if value != required.value:
+        if value != required.value or isinstance(value, bool) != isinstance(required.value, bool):
             raise FamilyError(
                 f"config.json, {required.theirs}: expected {required.value!r}, got {one_line(value)}: {required.reason}"
             )
@@ -141,6 +143,36 @@ def settings_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         raise FamilyError(f"config.json, tie_word_embeddings: expected true or false, got {one_line(tied)}")
     found["untie_embeddings_and_output_weights"] = not tied
     return found
+
+
+def parse_model(family: Family, config: Mapping[str, Any]) -> TransformerConfig:
+    """Return the model for the content of config.json, in float32.
+
+    Raises:
+        FamilyError: a setting is missing, unknown, not implemented or impossible.
+    """
+    settings = settings_of(family, config)
+    try:
+        return TransformerConfig(**settings)
+    except ValueError as error:
+        theirs = {setting.ours: setting.theirs for setting in _with_experts(family, True)[0]}
+        pattern = re.compile(r"\b(" + "|".join(theirs) + r")\b")
+        message = pattern.sub(lambda found: theirs[found[0]], one_line(error, 500))
+        raise FamilyError(f"config.json, {message}") from None
+
+
+def _read(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with the keys of the family's settings.
+
+    Raises:
+        FamilyError: the number of layers or a setting that is converted is invalid.
+    """
+    layers = integer(config, "num_hidden_layers", least=1)
+    if layers > MOST_LAYERS:
+        raise FamilyError(
+            f"config.json, num_hidden_layers: expected at most {MOST_LAYERS:,} layers, got {one_line(layers)}"
+        )
+    return family.read(_with_usual_keys(config))
 
 
 def integer(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 0) -> int:
@@ -184,7 +216,7 @@ def config_of(family: Family, model: TransformerConfig, like: Mapping[str, Any] 
     for name, value in fixed.items():
         if getattr(model, name) != value:
             raise FamilyError(f"{name}: expected {value!r} in {family.name}, got {getattr(model, name)!r}")
-    config = {} if like is None else copy.deepcopy(family.read(_with_usual_keys(like)))
+    config = {} if like is None else copy.deepcopy(_read(family, like))
     for setting in settings:
         _set(config, setting.theirs, getattr(model, setting.ours))
     for required in family.required:
@@ -198,7 +230,7 @@ def config_of(family: Family, model: TransformerConfig, like: Mapping[str, Any] 
     config["layer_types"] = [names[mixer] for mixer in mixers]
     if family.experts is not None:
         config["mlp_layer_types"] = [SPARSE if model.layer(n).moe else DENSE for n in range(model.num_layers)]
-        if not has_experts and (like is None or _experts_of(family.experts, family.read(_with_usual_keys(like))) > 0):
+        if not has_experts and (like is None or _experts_of(family.experts, _read(family, like)) > 0):
             _set(config, family.experts.key, 0)
     config["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
     config["model_type"] = family.name
@@ -252,11 +284,12 @@ def _with_usual_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         FamilyError: the settings of the rotary embedding are no mapping.
     """
     found = dict(config)
+    for key in ("rope_scaling", "rope_parameters"):
+        if found.get(key) is not None and not isinstance(found[key], Mapping):
+            raise FamilyError(f"config.json, {key}: expected a mapping, got {one_line(found[key])}")
     rope = found.pop("rope_scaling", None) or found.pop("rope_parameters", None)
     top = {key: found.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in found}
     if rope or top:
-        if not isinstance(rope or {}, Mapping):
-            raise FamilyError(f"config.json, rope_parameters: expected a mapping, got {one_line(rope)}")
         rope = {**top, **(rope or {})}
         kind = rope.pop("type", "default")
         found["rope_parameters"] = {"rope_type": kind, **rope}

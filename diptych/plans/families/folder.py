@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from diptych.plans.checkpoint import MODEL, find_checkpoint, open_weights, write_weights
+from diptych.plans.checkpoint import MODEL, check_unused, find_checkpoint, open_weights, write_weights
 from diptych.plans.config import TransformerConfig
 from diptych.plans.families import FAMILIES, find_family
-from diptych.plans.families.family import Family, FamilyError, config_of, settings_of
+from diptych.plans.families.family import Family, FamilyError, config_of, parse_model
 from diptych.plans.families.layouts import Link, assemble
 from diptych.plans.tensor_files import FLOATING_TYPES, TensorFile, TensorInfo, bytes_of, write_tensors
 from diptych.plans.text_files import one_line, parse_json, read_text
@@ -34,6 +34,11 @@ COPIED = (
 """Files that are kept, if there are any."""
 SHARD_BYTES = 5 * 10**9
 """Largest size of an exported shard, as in transformers."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+MANY = 100_000
+"""Layers and experts whose layouts take about 100 MB."""
+LONGEST_NAME = 255
+"""Characters of the longest file name."""
 LONGEST_LIST = 5
 """Names that an error lists."""
 
@@ -68,11 +73,10 @@ def model_of(folder: Path) -> tuple[Family, TransformerConfig]:
 
     Raises:
         FamilyError: the model is not supported; the message names the setting.
-        ValueError: a setting breaks a rule of TransformerConfig.
     """
     config = read_config(folder)
     family = find_family(config)
-    return family, TransformerConfig(**settings_of(family, config))
+    return family, parse_model(family, config)
 
 
 def import_folder(folder: Path, output: Path) -> Imported:
@@ -89,7 +93,11 @@ def import_folder(folder: Path, output: Path) -> Imported:
         CheckpointError: the checkpoint cannot be written.
     """
     family, model = model_of(folder)
+    check_unused(output)
+    if (output / SOURCE).exists():
+        raise FamilyError(f"{output}: expected a folder without {SOURCE}, got one with it; give another, or remove it")
     tensors = _Tensors(folder, family.other_names)
+    _check_number(tensors, model)
     links = family.links(model)
     skipped = _check_names(tensors, links, family, model)
     if any(tensors.info(name).dtype == "F64" for name in tensors.names):
@@ -125,7 +133,7 @@ def export_folder(run: Path, folder: Path, family: str | None = None, dtype: str
 
     Args:
         run: a checkpoint, or a folder whose newest checkpoint is exported.
-        folder: folder to write; it must not have config.json yet.
+        folder: folder to write; it must not have config.json or weights yet.
         family: name of the family; None: that of the folder from which the model was imported.
         dtype: float32, float64, float16 or bfloat16; None: that of the checkpoint.
 
@@ -133,7 +141,7 @@ def export_folder(run: Path, folder: Path, family: str | None = None, dtype: str
         The paths of the written weights.
 
     Raises:
-        FamilyError: no family has such a model, or the folder is in use.
+        FamilyError: no family has such a model, or the folder is in use or cannot be made.
         CheckpointError: the checkpoint cannot be read.
     """
     path = find_checkpoint(run)
@@ -141,8 +149,7 @@ def export_folder(run: Path, folder: Path, family: str | None = None, dtype: str
     source = source_of(path)
     like = None if source is None else read_config(source)
     table = _family(family, like)
-    if (folder / CONFIG).exists():
-        raise FamilyError(f"{folder}: expected a new folder, got one with {CONFIG}; give another, or remove it")
+    _check_new(folder)
     dtype = dtype or model.params_dtype
     if dtype not in FLOATING_TYPES:
         raise FamilyError(f"dtype: expected one of {', '.join(FLOATING_TYPES)}, got {dtype!r}")
@@ -158,7 +165,10 @@ def export_folder(run: Path, folder: Path, family: str | None = None, dtype: str
         target, ours = sources[name]
         return assemble(target, ours, read_ours, kind)
 
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FamilyError(f"{folder}: expected a folder to write to, got {error.strerror}") from None
     infos = {name: TensorInfo(FLOATING_TYPES[dtype], layout.shape) for name, (layout, _) in sources.items()}
     written = []
     if source is not None:
@@ -176,6 +186,18 @@ def export_folder(run: Path, folder: Path, family: str | None = None, dtype: str
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     return written
+
+
+def _check_new(folder: Path) -> None:
+    """Check that a folder has no files of a model.
+
+    Raises:
+        FamilyError: it has.
+    """
+    files = (folder / CONFIG, folder / INDEX, *sorted(folder.glob("*.safetensors")))
+    used = next((path.name for path in files if path.exists()), None)
+    if used is not None:
+        raise FamilyError(f"{folder}: expected a new folder, got one with {used}; give another, or remove it")
 
 
 def _family(name: str | None, like: Mapping[str, Any] | None) -> Family:
@@ -216,10 +238,10 @@ class _Tensors:
 
     def __init__(self, folder: Path, others: Mapping[str, str]) -> None:
         self.folder = folder
-        if (folder / INDEX).is_file():
-            files = self._shards_of_index(folder / INDEX)
-        elif (folder / SINGLE).is_file():
+        if (folder / SINGLE).is_file():  # transformers also reads this one beside an index
             files = {SINGLE}
+        elif (folder / INDEX).is_file():
+            files = self._shards_of_index(folder / INDEX)
         else:
             raise FamilyError(f"{folder}: expected {SINGLE} or {INDEX}, got neither; save it with safetensors")
         self._others = others
@@ -231,20 +253,27 @@ class _Tensors:
                 raise FamilyError(f"{folder / name}: expected a shard of the index, got {one_line(error)}") from None
             for own in file.tensors:
                 usual = self.usual(own)
-                known = self._place_of.get(usual, (file, own))[1]
-                if known != own:
-                    raise FamilyError(f"{folder}: expected either {known} or {own}, got both")
+                if usual in self._place_of:
+                    other, known = self._place_of[usual]
+                    first, second = (one_line(each, quotes=False) for each in (known, own))
+                    raise FamilyError(
+                        f"{folder}: expected either {first} in {other.path.name} or {second} in {name}, got both; "
+                        "remove one"
+                    )
                 self._place_of[usual] = file, own
 
     def _shards_of_index(self, path: Path) -> set[str]:
         try:
-            files = set(parse_json(read_text(path))["weight_map"].values())
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            index = parse_json(read_text(path))
+        except (OSError, ValueError) as error:
             raise FamilyError(f"{path}: expected an index with a weight_map, got {one_line(error)}") from None
-        wrong = next((name for name in files if not isinstance(name, str) or Path(name).name != name), None)
-        if wrong is not None:
-            raise FamilyError(f"{path}: expected names of files in this folder, got {one_line(wrong)}")
-        return files
+        places = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(places, dict):
+            raise FamilyError(f"{path}: expected an index with a weight_map, got {one_line(index)}")
+        for name in places.values():
+            if not _is_file_name(name):
+                raise FamilyError(f"{path}: expected names of files in this folder, got {one_line(name)}")
+        return {*places.values()}
 
     def usual(self, name: str) -> str:
         """Return a name with the parts that stand for others."""
@@ -266,6 +295,11 @@ class _Tensors:
         return file.read(own)
 
 
+def _is_file_name(name: Any) -> bool:
+    """Return True if a value names a file in a folder."""
+    return isinstance(name, str) and Path(name).name == name and name.isprintable() and len(name) <= LONGEST_NAME
+
+
 def _read_rows(tensors: _Tensors, link: Link, name: str) -> np.ndarray:
     """Return one tensor of a link whose tensors may be cut at other rows in the files."""
     joined = np.concatenate([tensors.read(layout.name) for layout in link.theirs])
@@ -279,25 +313,57 @@ def _check_names(tensors: _Tensors, links: Sequence[Link], family: Family, model
     shapes = {tensors.usual(layout.name): layout.shape for link in links for layout in link.theirs}
     found = set(tensors.names)
     skipped = {name for name in found - shapes.keys() if name.startswith(family.ignored_tensors)}
-    if not model.untie_embeddings_and_output_weights and "lm_head.weight" in found:
-        skipped.add("lm_head.weight")  # a copy of the embedding
+    if not model.untie_embeddings_and_output_weights and HEAD in found:
+        skipped.add(HEAD)
     for names, what in ((shapes.keys() - found, "no"), (found - shapes.keys() - skipped, "also")):
         if names:
-            listed = ", ".join(sorted(names)[:LONGEST_LIST]) + ("..." if len(names) > LONGEST_LIST else "")
+            listed = ", ".join(one_line(name, quotes=False) for name in sorted(names)[:LONGEST_LIST])
+            listed += "..." if len(names) > LONGEST_LIST else ""
             raise FamilyError(
                 f"{tensors.folder}: expected the {len(shapes)} tensors of {family.name}, got {what} {listed}"
             )
     for link in links:
         if link.are_rows_of_one:
-            found_rows = sum(tensors.info(layout.name).shape[0] for layout in link.theirs)
-            if found_rows == sum(layout.shape[0] for layout in link.theirs):
-                for layout in link.theirs:
-                    shapes[tensors.usual(layout.name)] = (tensors.info(layout.name).shape[0], *layout.tail)
+            found_rows = [next(iter(tensors.info(layout.name).shape), 0) for layout in link.theirs]
+            if sum(found_rows) == sum(layout.shape[0] for layout in link.theirs):
+                for layout, rows in zip(link.theirs, found_rows, strict=True):
+                    shapes[tensors.usual(layout.name)] = (rows, *layout.tail)
     for name, shape in shapes.items():
         info = tensors.info(name)
         if info.shape != shape or info.dtype not in FLOATING_TYPES.values():
             raise FamilyError(
                 f"{tensors.folder}, {name}: expected shape {list(shape)} in {', '.join(FLOATING_TYPES)}, got "
-                f"{list(info.shape)} in {info.dtype}"
+                f"{one_line([*info.shape])} in {one_line(info.dtype, quotes=False)}"
             )
+    if HEAD in skipped:
+        _check_copy(tensors, HEAD, EMBEDDING)
     return tuple(sorted(skipped))
+
+
+def _check_number(tensors: _Tensors, model: TransformerConfig) -> None:
+    """Check the number of tensors if so many layers and experts are expected that their layouts need much memory.
+
+    Raises:
+        FamilyError: there are fewer tensors than layers and experts.
+    """
+    experts = model.num_moe_experts or 0
+    least = sum(experts if model.layer(number).moe else 1 for number in range(model.num_layers))
+    if least > max(len(tensors.names), MANY):
+        raise FamilyError(
+            f"{tensors.folder}: expected the tensors of {model.num_layers:,} layers, with {experts:,} experts in each "
+            f"mixture, got {len(tensors.names):,} tensors; compare the numbers in {CONFIG}"
+        )
+
+
+def _check_copy(tensors: _Tensors, name: str, original: str) -> None:
+    """Check that a tensor is a copy of another one.
+
+    Raises:
+        FamilyError: it is not; transformers then does not tie them.
+    """
+    is_copy = tensors.info(name) == tensors.info(original)
+    if not (is_copy and np.array_equal(tensors.read(name), tensors.read(original))):
+        raise FamilyError(
+            f"{tensors.folder}, {name}: expected a copy of {original}, by tie_word_embeddings in {CONFIG}, got another "
+            "tensor; set it to false if both are right"
+        )

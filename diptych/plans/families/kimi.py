@@ -20,6 +20,8 @@ from diptych.plans.text_files import one_line
 
 LATENT_NORM_EPSILON = 1e-6
 """Epsilon of the norm of the latent, a constant of the class."""
+KEY_VALUE_HEADS = 32
+"""Value of num_key_value_heads in transformers if the key is missing."""
 SHARED_WIDTH = "shared_expert_intermediate_size"
 """Key for the width of all shared experts together, which Kimi Linear has as a number of experts."""
 OTHER_KEYS = {
@@ -46,12 +48,21 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json with usual keys, the types of all layers, and the width of the shared experts.
 
     Raises:
-        FamilyError: keys and values have other heads than queries, or a setting has another type than expected.
+        FamilyError: keys and values have other heads than queries, two keys for one setting differ, or a setting has
+            another type than expected.
     """
+    for other, usual in OTHER_KEYS.items():
+        if other in config and usual in config and config[other] != config[usual]:
+            raise FamilyError(
+                f"config.json: expected either {other} or {usual}, got both, {one_line(config[other])} and "
+                f"{one_line(config[usual])}; remove one"
+            )
     found = {OTHER_KEYS.get(key, key): value for key, value in config.items()}
     layers = integer(found, "num_hidden_layers")
     linear = found.pop("linear_attn_config", None)
-    if isinstance(linear, Mapping):
+    if linear is not None:
+        if not isinstance(linear, Mapping):
+            raise FamilyError(f"config.json, linear_attn_config: expected a mapping, got {one_line(linear)}")
         found |= {usual: linear[key] for key, usual in LINEAR_KEYS.items() if key in linear}
         if found.get("layer_types") is None:
             found["layer_types"] = _layer_types(linear, layers)
@@ -59,11 +70,12 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     found.pop("first_k_dense_replace", None)
     if found.get("mlp_layer_types") is None:
         found["mlp_layer_types"] = [DENSE if number < first else SPARSE for number in range(layers)]
-    heads = found.pop("num_key_value_heads", None)
-    if heads not in (None, found.get("num_attention_heads")):
+    heads = found.pop("num_key_value_heads", KEY_VALUE_HEADS)
+    queries = found.get("num_attention_heads")
+    if heads not in (None, queries):
         raise FamilyError(
-            f"config.json, num_key_value_heads: expected num_attention_heads={found.get('num_attention_heads')}, got "
-            f"{one_line(heads)}"
+            f"config.json, num_key_value_heads: expected num_attention_heads={one_line(queries)}, got "
+            f"{one_line(heads)}; a missing one is {KEY_VALUE_HEADS}"
         )
     shared, width = integer(found, "num_shared_experts", 1), integer(found, "moe_intermediate_size", 1024)
     found.pop("num_shared_experts", None)

@@ -8,7 +8,7 @@ from typing import Any
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.families.blocks import attention_links, feed_forward_links, norm_links, outer_links
-from diptych.plans.families.family import Family, Required, Setting, integer
+from diptych.plans.families.family import Family, FamilyError, Required, Setting, integer
 from diptych.plans.families.layouts import Link
 
 ATTENTION = "full_attention"
@@ -18,14 +18,17 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json with the type of each layer, and with values for the settings that may be null.
 
     Raises:
-        FamilyError: a setting has another type than expected.
+        FamilyError: a setting has another type than expected, or the heads do not divide the width.
     """
     found = dict(config)
     heads = integer(config, "num_attention_heads", least=1)
     if found.get("num_key_value_heads") is None:
         found["num_key_value_heads"] = heads
+    width = integer(config, "hidden_size", least=1)
+    if width % heads:
+        raise FamilyError(f"config.json, hidden_size: expected a multiple of num_attention_heads={heads}, got {width}")
     if found.get("head_dim") is None:
-        found["head_dim"] = integer(config, "hidden_size", least=1) // heads
+        found["head_dim"] = width // heads
     return {"layer_types": [ATTENTION] * integer(config, "num_hidden_layers"), **found}
 
 

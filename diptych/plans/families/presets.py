@@ -10,7 +10,7 @@ from typing import Any
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.families import find_family
-from diptych.plans.families.family import FamilyError, settings_of
+from diptych.plans.families.family import FamilyError, parse_model
 from diptych.plans.families.folder import CONFIG, model_of
 from diptych.plans.text_files import one_line
 
@@ -135,7 +135,6 @@ def find_model(model_source: str) -> TransformerConfig:
 
     Raises:
         FamilyError: there is no such model, or the one of the folder is not supported.
-        ValueError: a setting breaks a rule of TransformerConfig.
     """
     folder = Path(model_source)
     if folder.is_dir():
@@ -147,4 +146,4 @@ def find_model(model_source: str) -> TransformerConfig:
             f"model_source: expected a Hugging Face folder with {CONFIG}, or one of {', '.join(PRESETS)}, got "
             f"{one_line(model_source)}"
         )
-    return TransformerConfig(**settings_of(find_family(config), config))
+    return parse_model(find_family(config), config)

@@ -8,13 +8,12 @@ import contextlib
 import json
 import math
 import re
-import resource
 import shutil
 import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -31,7 +30,7 @@ from parity.cli.curves import write_curves
 from parity.cli.run import Metrics, read_metrics
 from reference_torch.saving import load_model
 from tests.fuzz.grammars import _file_contents as contents
-from tests.fuzz.harness import EQUAL, REFUSED, Outcome, Wrong
+from tests.fuzz.harness import EQUAL, REFUSED, Outcome, Wrong, bounded_memory
 
 KINDS = ("toml", "costs", "csv", "metrics", "corpus", "checkpoint")
 HARMLESS = ("nothing", "byte order mark", "carriage returns", "line ends")
@@ -63,8 +62,6 @@ INTERNALS = re.compile(
 )
 SECONDS = 20.0
 """Limit of the processor time for one file."""
-MEBIBYTES = 2048
-"""Limit of the address space for one file."""
 
 
 class File(NamedTuple):
@@ -136,7 +133,7 @@ def check(program: File) -> Outcome:
     contents.checkpoint_bytes()  # made once
     started = time.process_time()
     try:
-        with _bounded_memory():
+        with bounded_memory():
             return _READERS[program.kind](program, folder)
     except (ValueError, CheckpointError) as error:
         return Outcome(REFUSED, _judged(program, error, folder))
@@ -144,18 +141,6 @@ def check(program: File) -> Outcome:
         shutil.rmtree(folder)
         if time.process_time() - started > SECONDS:
             raise Wrong(f"it took {time.process_time() - started:.1f} s of processor time")
-
-
-@contextlib.contextmanager
-def _bounded_memory() -> Iterator[None]:
-    """Limit further allocations of this process, so that a huge allocation raises an error."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEBIBYTES * 2**20, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _judged(program: File, error: Exception, folder: Path) -> str:
