@@ -24,6 +24,10 @@ class AddedConnections:
 
     def __init__(self, blocks: dict[str, nnx.Module]) -> None:
         self._blocks = blocks
+        for number, block in enumerate(blocks.values()):
+            ends = [end for end, place in (("first", 0), ("last", len(blocks) - 1)) if number == place]
+            setattr(block, _PLACE, " and ".join(ends) or "inner")
+            change_class(block, _connected_class(type(block)))
         self.connections = {name: getattr(block, ATTRIBUTE) for name, block in blocks.items()}
         """The added modules by the name of their block."""
 
@@ -82,34 +86,40 @@ def add_hyper_connections(
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(f"model: expected an nnx.Module, got {type(model).__name__}")
-    found = dict(named_modules(model))
-    names = select("blocks", blocks, [*found])
-    used = next((name for name in names if hasattr(found[name], ATTRIBUTE)), None)
-    if used is not None:
-        raise ValueError(f"blocks: expected blocks without an attribute {ATTRIBUTE!r}, got {used}, which has one")
-    first = found[names[0]]
-    children = [child for name, child in named_modules(first) if name and "." not in name]
-    norms = [child for child in children if "norm" in type(child).__name__.lower()]
-    widths = [
-        value.size for norm in norms for _, value in nnx.to_flat_state(nnx.state(norm, nnx.Param)) if value.ndim == 1
-    ]
-    width = hidden_size or next(iter(widths), None)
-    if width is None:
-        raise ValueError(f"hidden_size: expected a number, since {names[0]} has no norm with weights, got None")
+    chosen = _chosen(dict(named_modules(model)), blocks)
+    name, first = next(iter(chosen.items()))
+    width = hidden_size or _width(name, first)
     dtypes = [value.dtype for _, value in nnx.to_flat_state(nnx.state(first, nnx.Param))]
     dtype = "float64" if dtypes and dtypes[0] == jnp.float64 else "float32"
-    config = connection_config(width, len(names), num_residual_streams, dtype, settings)
-    for number, name in enumerate(names):
+    config = connection_config(width, len(chosen), num_residual_streams, dtype, settings)
+    for number, (name, block) in enumerate(chosen.items()):
         connection = HyperConnectionModule(config, number, f"{name}.{ATTRIBUTE}")
         if keep_function:
             bias = jnp.zeros_like(connection.bias[...])
             connection.bias[...] = bias.at[:num_residual_streams].set(initial_bias_of_h_pre(num_residual_streams))
             connection.alpha[...] = jnp.zeros_like(connection.alpha[...])
-        ends = [end for end, place in (("first", 0), ("last", len(names) - 1)) if number == place]
-        setattr(found[name], ATTRIBUTE, connection)
-        setattr(found[name], _PLACE, " and ".join(ends) or "inner")
-        change_class(found[name], _connected_class(type(found[name])))
-    return AddedConnections({name: found[name] for name in names})
+        setattr(block, ATTRIBUTE, connection)
+    return AddedConnections(chosen)
+
+
+def _chosen(found: dict[str, nnx.Module], blocks: Any) -> dict[str, nnx.Module]:
+    """Return the chosen blocks by name; they must have no hyper-connection yet."""
+    names = select("blocks", blocks, [*found])
+    used = next((name for name in names if hasattr(found[name], ATTRIBUTE)), None)
+    if used is not None:
+        raise ValueError(f"blocks: expected blocks without an attribute {ATTRIBUTE!r}, got {used}, which has one")
+    return {name: found[name] for name in names}
+
+
+def _width(name: str, block: nnx.Module) -> int:
+    """Return the width of a norm of a block."""
+    children = [child for path, child in named_modules(block) if path and "." not in path]
+    norms = [child for child in children if "norm" in type(child).__name__.lower()]
+    values = [value for norm in norms for _, value in nnx.to_flat_state(nnx.state(norm, nnx.Param))]
+    width = next((value.size for value in values if value.ndim == 1), None)
+    if width is None:
+        raise ValueError(f"hidden_size: expected a number, since {name} has no norm with weights, got None")
+    return width
 
 
 @cache

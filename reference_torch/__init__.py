@@ -10,9 +10,20 @@ _MODULES = {
     "HyperConnectionModule": "hyper_connections",
     "sinkhorn": "hyper_connections",
     "Trainer": "train",
+    "recompute_modules": "recompute",
+    "add_hyper_connections": "added_connections",
 }
 
-__all__ = ["GPTModel", "TransformerBlock", "TransformerLayer", "HyperConnectionModule", "sinkhorn", "Trainer"]
+__all__ = [
+    "GPTModel",
+    "TransformerBlock",
+    "TransformerLayer",
+    "HyperConnectionModule",
+    "sinkhorn",
+    "Trainer",
+    "recompute_modules",
+    "add_hyper_connections",
+]
 
 
 def __getattr__(name: str) -> Any:

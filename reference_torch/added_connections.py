@@ -18,9 +18,14 @@ ATTRIBUTE = "hyper_connection"
 class AddedConnections:
     """The hyper-connections that add_hyper_connections has added to a model."""
 
-    def __init__(self, forwards: dict[str, "_Connected"]) -> None:
-        self._forwards = forwards
-        self.connections = {name: forward.connection for name, forward in forwards.items()}
+    def __init__(self, blocks: dict[str, nn.Module]) -> None:
+        ends = (next(iter(blocks)), next(reversed(blocks)))
+        self._forwards = {
+            name: _Connected(block, name, name == ends[0], name == ends[1]) for name, block in blocks.items()
+        }
+        for forward in self._forwards.values():
+            forward.install()
+        self.connections = {name: forward.connection for name, forward in self._forwards.items()}
         """The added modules by the name of their block."""
 
     def remove(self) -> None:
@@ -77,30 +82,39 @@ def add_hyper_connections(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    found = dict(model.named_modules())
-    names = select("blocks", blocks, [*found])
-    used = next((name for name in names if hasattr(found[name], ATTRIBUTE)), None)
-    if used is not None:
-        raise ValueError(f"blocks: expected blocks without an attribute {ATTRIBUTE!r}, got {used}, which has one")
-    parameters = [*found[names[0]].parameters()]
-    norms = [child for child in found[names[0]].children() if "norm" in type(child).__name__.lower()]
-    width = hidden_size or next((p.numel() for norm in norms for p in norm.parameters() if p.dim() == 1), None)
-    if width is None:
-        raise ValueError(f"hidden_size: expected a number, since {names[0]} has no norm with weights, got None")
+    chosen = _chosen(dict(model.named_modules()), blocks)
+    name, first = next(iter(chosen.items()))
+    parameters = [*first.parameters()]
+    width = hidden_size or _width(name, first)
     dtype = "float64" if parameters and parameters[0].dtype == torch.float64 else "float32"
-    config = connection_config(width, len(names), num_residual_streams, dtype, settings)
-    forwards = {}
-    for number, name in enumerate(names):
+    config = connection_config(width, len(chosen), num_residual_streams, dtype, settings)
+    for number, (name, block) in enumerate(chosen.items()):
         connection = HyperConnectionModule(config, number, f"{name}.{ATTRIBUTE}")
         if keep_function:
             with torch.no_grad():
                 connection.alpha.zero_()
                 connection.bias.zero_()
                 connection.bias[:num_residual_streams] = initial_bias_of_h_pre(num_residual_streams)
-        setattr(found[name], ATTRIBUTE, connection.to(parameters[0].device if parameters else "cpu"))
-        forwards[name] = _Connected(found[name], name, number == 0, number == len(names) - 1)
-        forwards[name].install()
-    return AddedConnections(forwards)
+        setattr(block, ATTRIBUTE, connection.to(parameters[0].device if parameters else "cpu"))
+    return AddedConnections(chosen)
+
+
+def _chosen(found: dict[str, nn.Module], blocks: Any) -> dict[str, nn.Module]:
+    """Return the chosen blocks by name; they must have no hyper-connection yet."""
+    names = select("blocks", blocks, [*found])
+    used = next((name for name in names if hasattr(found[name], ATTRIBUTE)), None)
+    if used is not None:
+        raise ValueError(f"blocks: expected blocks without an attribute {ATTRIBUTE!r}, got {used}, which has one")
+    return {name: found[name] for name in names}
+
+
+def _width(name: str, block: nn.Module) -> int:
+    """Return the width of a norm of a block."""
+    norms = [child for child in block.children() if "norm" in type(child).__name__.lower()]
+    width = next((p.numel() for norm in norms for p in norm.parameters() if p.dim() == 1), None)
+    if width is None:
+        raise ValueError(f"hidden_size: expected a number, since {name} has no norm with weights, got None")
+    return width
 
 
 class _Connected(WrappedForward):

@@ -37,11 +37,14 @@ MAY_IMPORT = {
 
 MODULES = {
     "autograd": set(),
-    "recompute": {"carry"},
+    "wrapped_forward": set(),
+    "named_modules": set(),
+    "recompute": {"carry", "wrapped_forward", "named_modules"},
     "operands": set(),
     "attention": {"operands", "recompute"},
     "ops": {"attention", "autograd", "operands", "recompute"},
     "hyper_connections": {"autograd", "operands", "ops", "recompute"},
+    "added_connections": {"hyper_connections", "wrapped_forward", "named_modules"},
     "pending_sends": set(),
     "carry": set(),
     "context_parallel": {"autograd", "pending_sends", "groups", "carry", "ops", "recompute"},
@@ -90,18 +93,19 @@ MODULES = {
 }
 """Modules of a backend, and the modules of the same backend each may import."""
 
-TORCH_ONLY = {"autograd", "pending_sends", "p2p", "rank_pool", "stage"}
-"""Modules for backward functions, for processes that send each other messages, and for what they call; JAX's step takes
-the model whole."""
+TORCH_ONLY = {"autograd", "pending_sends", "p2p", "rank_pool", "stage", "wrapped_forward"}
+"""Modules for backward functions, for forwards of instances, for processes that send each other messages, and for what
+they call; JAX's step takes the model whole."""
 
-JAX_ONLY = {"carry"}
-"""A module for what one program of all ranks has to be told."""
+JAX_ONLY = {"carry", "named_modules"}
+"""Modules for what one program of all ranks has to be told, and for the classes of nnx modules."""
 
 MIRRORED = (
     "operands",
     "attention",
     "ops",
     "hyper_connections",
+    "added_connections",
     *(f"delta_rule/{name}" for name in ("api", "gates", "intra", "recurrent", "scan")),
     "modules",
     "balance",
@@ -118,7 +122,7 @@ MIRRORED = (
     "train",
 )
 
-SHARED = {"recompute": ("name_value", "residual_report", "SavedValue")}
+SHARED = {"recompute": ("name_value", "residual_report", "SavedValue", "recompute_modules", "ModuleBytes")}
 """Modules that are no mirrored files, and the names both have."""
 
 _POLICY = "PyTorch hands its recompute manager on; JAX recomputes by the policy of jax.checkpoint around the layers"

@@ -92,7 +92,9 @@ class RecomputedModules:
 
 
 def recompute_modules(model: Any, modules: Any) -> Any:
-    """Make submodules, or named values, drop what they save for backward, and compute it again in backward.
+    """Make submodules drop what they save for backward, and their outputs, and compute both again in backward.
+
+    Of a function, values that it names with jax.ad_checkpoint.checkpoint_name are dropped.
 
     Gradients, state and random numbers are those of the plain model. Names of parameters stay, and so do checkpoints.
 
