@@ -260,6 +260,8 @@ class _LinearTaps:
         self.shapes: dict[str, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]] = {}
         self._names = {id(weight): name for name, weight in weights.items()}
         self._taps = taps
+        self._twice: set[str] = set()
+        """Weights of several linear maps, which have no tap."""
 
     def __enter__(self) -> "_LinearTaps":
         self._before = _TAPS.set(self)
@@ -273,7 +275,11 @@ class _LinearTaps:
         name = self._names.get(id(weight))
         if name is None:
             return _product(x, weight)
-        assert name not in self.shapes, f"{name} is the weight of two linear maps, but has one tap"
+        if name in self._twice or name in self.shapes:
+            assert self._taps is None, f"{name} is the weight of two linear maps, but has one tap"
+            self._twice.add(name)
+            self.shapes.pop(name, None)
+            return _product(x, weight)
         out = (*x.shape[:-1], weight.shape[0])
         self.shapes[name] = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(out, x.dtype)
         return _product(x, weight) if self._taps is None else _tapped_product(x, weight, *self._taps[name])

@@ -118,7 +118,7 @@ class StageAutodiff:
         """Run W: return the gradients of the weights that I left out, from the operands that it saved."""
         likes, structure = jax.tree.flatten(self._taps[program])
         taps = jax.tree.unflatten(structure, _unpack(operands, likes))
-        return {name: jnp.einsum("bto,bti->oi", grad, x) for name, (x, grad) in taps.items()}
+        return {name: jnp.einsum("no,ni->oi", _rows(grad), _rows(x)) for name, (x, grad) in taps.items()}
 
     def _pull_back(self, program: Program, task: Task, x: Array) -> tuple[Array, Callable[[Array], tuple]]:
         """Return the output of a stage, and the pull-back to gradients of parameters, input and taps.
@@ -189,6 +189,11 @@ def _tap_shapes(program: Program, task: Task, x: Array) -> dict[str, tuple]:
     taps = _LinearTaps({})
     jax.eval_shape(run, task, x)
     return taps.shapes
+
+
+def _rows(x: Array) -> Array:
+    """Return an array with all axes but the last one joined."""
+    return x.reshape(-1, x.shape[-1])
 
 
 def _zeros(like: Any, varies_like: Array) -> Array:
