@@ -20,7 +20,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -301,7 +301,8 @@ def find_checkpoint(path: Path | str) -> Path:
     if path.is_dir():
         found = list_checkpoints(path)
         if not found:
-            raise CheckpointError(f"checkpoint: expected step_*.safetensors in {path}, got none; save one first")
+            remedy = "run diptych import first" if (path / "config.json").is_file() else "save one first"
+            raise CheckpointError(f"checkpoint: expected step_*.safetensors in {path}, got none; {remedy}")
         path = found[-1]
     elif not path.exists():
         raise CheckpointError(f"checkpoint: expected a file or folder, got {path}, which does not exist")
@@ -483,13 +484,13 @@ def check_model(checkpoint: Checkpoint, model: TransformerConfig) -> None:
             )
 
 
-def with_model_of(path: Path | str, model: TransformerConfig, default: TransformerConfig) -> TransformerConfig:
+def with_model_of(path: Path | str, model: TransformerConfig, given: Collection[str]) -> TransformerConfig:
     """Return the settings of a run that begins with the weights of a checkpoint, which define its model.
 
     Args:
         path: a checkpoint, or a folder whose newest checkpoint is read.
         model: settings of the run.
-        default: settings of a run that gives none.
+        given: names of the settings that the user chose.
 
     Raises:
         CheckpointError: there is no checkpoint, or a setting that was given differs; the message names it.
@@ -499,18 +500,18 @@ def with_model_of(path: Path | str, model: TransformerConfig, default: Transform
         recorded = recorded_model(_open(path)[1]["settings"])
     except (TensorFileError, SchemaError, OSError) as error:
         raise _damaged(path, error) from None
-    return with_definition(recorded, model, default, f"the weights of {path}")
+    return with_definition(recorded, model, given, f"the weights of {path}")
 
 
 def with_definition(
-    defining: TransformerConfig, model: TransformerConfig, default: TransformerConfig, source: str
+    defining: TransformerConfig, model: TransformerConfig, given: Collection[str], source: str
 ) -> TransformerConfig:
     """Return settings of a run with those settings of another model that define what it computes.
 
     Args:
         defining: the other model.
         model: settings of the run.
-        default: settings of a run that gives none.
+        given: names of the settings that the user chose; the others may differ.
         source: what the other model is, for the message.
 
     Raises:
@@ -518,9 +519,10 @@ def with_definition(
     """
     defined = {name: value for name, value in asdict(defining).items() if defines_model(name)}
     for name, value in defined.items():
-        given = getattr(model, name)
-        if given not in (value, getattr(default, name)):
-            raise CheckpointError(f"{name}: expected {value!r}, as in {source}, got {given!r}; leave it out")
+        if name in given and getattr(model, name) != value:
+            raise CheckpointError(
+                f"{name}: expected {value!r}, as in {source}, got {getattr(model, name)!r}; leave it out"
+            )
     return replace(model, **defined)
 
 

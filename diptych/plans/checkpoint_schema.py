@@ -50,7 +50,7 @@ _EXECUTION = frozenset(
 _TRAINING = frozenset(
     {
         *("seq_length", "hidden_dropout", "moe_aux_loss_coeff", "init_method_std", "params_dtype", "bf16", "seed"),
-        "use_flash_attn",
+        *("use_flash_attn", "calculate_per_token_loss"),
     }
 )
 """Settings of a run that may differ from those with which the weights were made."""

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -54,8 +55,13 @@ class ModelFlags(TransformerConfig):
         self.check(tuple(rule for rule in MODEL_RULES if rule.is_single))
 
 
-def with_configuration(command: Any) -> Any:
-    """Return the command with its ModelFlags replaced by a TransformerConfig, whose model a folder may define."""
+def with_configuration(command: Any, given: Collection[str]) -> Any:
+    """Return the command with its ModelFlags replaced by a TransformerConfig, whose model a folder may define.
+
+    Args:
+        command: the command.
+        given: names of the settings on the command line.
+    """
     model = getattr(command, "model", None)
     if not isinstance(model, ModelFlags):
         return command
@@ -64,9 +70,9 @@ def with_configuration(command: Any) -> Any:
         command = replace(command, init=command.save)
     init, source = (getattr(command, name, None) for name in ("init", "model_source"))
     if init is not None:
-        found = with_model_of(init, found, _demo_model())
+        found = with_model_of(init, found, given)
     if source is not None:
-        found = with_definition(find_model(source), found, _demo_model(), source)
+        found = with_definition(find_model(source), found, given, source)
     return replace(command, model=TransformerConfig(**vars(found)))
 
 

@@ -113,7 +113,9 @@ def parse(arguments: list[str]) -> Any:
         raise ValueError(_explained(_first_message(captured.getvalue()), name)) from None
     except UnreadableScheduleError as error:
         raise ValueError(f"pipeline_schedule_file: expected a schedule that runs, got {error}") from None
-    return with_configuration(command)
+    known = flags_of(COMMANDS[name]) if name is not None else {}
+    words = {argument.split("=")[0].replace("_", "-") for argument in arguments}
+    return with_configuration(command, {each for each in known if words.intersection(_spellings({each: known[each]}))})
 
 
 def in_flags(message: str, command: str | None) -> str:

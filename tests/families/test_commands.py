@@ -123,6 +123,50 @@ def test_flags_are_checked_against_the_layers_of_the_folder(folder, capsys):
     assert "2 pipeline ranks with 1 stages each, got 3" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "flag", ["num-layers 2", "hidden-size 128", "layernorm-epsilon 1e-05", "enable-hyper-connections"]
+)
+def test_a_flag_with_the_default_value_contradicts_the_weights_too(flag, folder, tmp_path, capsys):
+    """It was ignored, because a run without the flag has the same value."""
+    ours = tmp_path / "ours"
+    run(f"import {folder} --output {ours}")
+    for words in (f"train --init {ours} --{flag} {SMALL}", f"plan --model {folder} --{flag}"):
+        assert main(words.split()) == 2
+        assert f"--{flag.split()[0]}: expected" in capsys.readouterr().err
+
+
+def test_a_run_on_short_sequences_keeps_the_length_of_the_model(folder, tmp_path):
+    ours, tuned, out, text = (tmp_path / name for name in ("ours", "tuned", "out", "text"))
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 40)
+    run(f"import {folder} --output {ours}")
+    run(f"train --init {ours} --save {tuned} --data-path {text} {SMALL} --calculate-per-token-loss --exit-step 1")
+    run(f"export {tuned} {out}")
+    lengths = [json.loads((path / "config.json").read_text())["max_position_embeddings"] for path in (folder, out)]
+    assert lengths[0] == lengths[1] > 16
+
+
+def test_folders_of_weights_are_told_apart(folder, tmp_path, capsys):
+    """A Hugging Face folder in place of an import, and an import in place of a Hugging Face folder."""
+    assert main(f"train --init {folder} {SMALL}".split()) == 2
+    assert "run diptych import first" in capsys.readouterr().err
+    ours = tmp_path / "ours"
+    run(f"import {folder} --output {ours}")
+    run(f"plan --model {ours}")
+
+
+@pytest.mark.parametrize(("family", "flags"), [("llama", ""), ("llama", " --ffn-hidden-size 24")])
+def test_a_model_from_scratch_is_exported(family, flags, tmp_path):
+    text = tmp_path / "text"
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 40)
+    sizes = "--hidden-size 16 --num-attention-heads 2 --num-layers 1 --no-enable-hyper-connections"
+    run(
+        f"train --backend torch {sizes} --untie-embeddings-and-output-weights --save {tmp_path / 'run'} "
+        f"--data-path {text} {SMALL} --exit-step 1{flags}"
+    )
+    run(f"export {tmp_path / 'run'} {tmp_path / 'out'} --family {family}")
+    models.transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
 def test_settings_that_the_weights_contradict_are_named(folder, tmp_path, capsys):
     ours = tmp_path / "ours"
     run(f"import {folder} --output {ours}")

@@ -62,7 +62,11 @@ def test_a_model_without_experts():
 
 
 def test_models_are_found_by_name(capsys):
-    assert find_model("qwen/QWEN3.5-9b") == find_model("Qwen3.5-9B")
+    for name in ("qwen/QWEN3.5-9b", "Qwen/Qwen3.5-9B/", "Qwen3.5-9B-Base"):
+        assert find_model(name) == find_model("Qwen3.5-9B")
+    assert find_model("meta-llama/Meta-Llama-3-8B-Instruct") == find_model("Llama-3-8B")
+    with pytest.raises(FamilyError, match="got ''"):
+        find_model("")
     assert main(["plan", "--model", "Llama-3-8B", "--pipeline-model-parallel-size", "4"]) == 0
     assert "8,030,261,248" in capsys.readouterr().out
     assert main(["plan", "--model", "Llama-4"]) == 2

@@ -337,7 +337,7 @@ def test_long_rows_lose_their_middle():
 def test_warmup_without_pipeline():
     config = TransformerConfig(hidden_size=64, num_layers=2, num_attention_heads=4, seq_length=32)
     assert warmup(plan_pipeline(config, 1, 4), 0) == 0
-    assert "pipeline: none, 1 rank, 4 microbatches of 1 sequences" in printed(config, 1, 4)
+    assert "pipeline: none, 1 rank, 4 microbatches of 1 x 32 tokens" in printed(config, 1, 4)
 
 
 def test_picture_is_written(tmp_path):

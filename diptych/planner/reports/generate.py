@@ -77,8 +77,8 @@ def print_generated(
     source = "predicted" if command.stage_costs is None else f"of {escape(str(command.stage_costs))}"
     console.print(
         f"pipeline: {GENERATED}, {config.pipeline_model_parallel_size} ranks of {made.schedule.stages_per_rank} "
-        f"stage{'s' * (made.schedule.stages_per_rank > 1)}, {m} microbatches of {command.micro_batch_size} sequences; "
-        f"times {source}\n",
+        f"stage{'s' * (made.schedule.stages_per_rank > 1)}, {m} microbatches of {command.micro_batch_size} x "
+        f"{config.seq_length:,} tokens; times {source}\n",
         highlight=False,
     )
     console.print(_stage_table(made))

@@ -42,7 +42,7 @@ def print_plan(console: Console, config: TransformerConfig, batch: int) -> None:
         console.print(
             f"saved: {plan.saved / full.saved:.3f}, peak: {plan.peak / full.peak:.3f} of the step without recompute"
         )
-        if plan.peak >= full.peak:
+        if plan.peak > 1.005 * full.peak:
             console.print(_higher_peak(config, plan.peak / full.peak), style="yellow")
 
 

@@ -185,7 +185,7 @@ def print_schedule(
     stages = f" of {schedule.stages_per_rank} virtual stages" if schedule.stages_per_rank > 1 else ""
     console.print(
         f"pipeline: {schedule.name}, {schedule.pp_size} rank{'s' * (schedule.pp_size > 1)}{stages}, "
-        f"{num_microbatches} microbatches of {micro_batch_size} sequences\n"
+        f"{num_microbatches} microbatches of {micro_batch_size} x {config.seq_length:,} tokens\n"
     )
     console.print(_stage_table(plan))
     _print_blocks(console, config)

@@ -116,6 +116,12 @@ def settings_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     config = _read(family, config)
     known = {s.theirs for s in (*_with_experts(family, True)[0], *family.required)} | family.ignored_keys
     known |= COMMON_KEYS | OWN_KEYS | ({"mlp_layer_types"} if family.experts else set())
+    for required in family.required:
+        value = _get(config, required.theirs, required.value if required.default is None else required.default)
+        if value != required.value or isinstance(value, bool) != isinstance(required.value, bool):
+            raise FamilyError(
+                f"config.json, {required.theirs}: expected {required.value!r}, got {one_line(value)}: {required.reason}"
+            )
     unknown = next((path for path in _paths(config, known) if path not in known), None)
     if unknown is not None:
         value = one_line(_get(config, unknown, None))
@@ -123,12 +129,6 @@ def settings_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json: expected settings of {family.name}, got {one_line(unknown)} = {value}, whose meaning is "
             "unknown; remove it if it does not change what the model computes"
         )
-    for required in family.required:
-        value = _get(config, required.theirs, required.value if required.default is None else required.default)
-        if value != required.value or isinstance(value, bool) != isinstance(required.value, bool):
-            raise FamilyError(
-                f"config.json, {required.theirs}: expected {required.value!r}, got {one_line(value)}: {required.reason}"
-            )
     has_experts = family.experts is not None and _experts_of(family.experts, config) > 0
     settings, found = _with_experts(family, has_experts)
     for setting in settings:
@@ -218,7 +218,10 @@ def config_of(family: Family, model: TransformerConfig, like: Mapping[str, Any] 
             raise FamilyError(f"{name}: expected {value!r} in {family.name}, got {getattr(model, name)!r}")
     config = {} if like is None else copy.deepcopy(_read(family, like))
     for setting in settings:
-        _set(config, setting.theirs, getattr(model, setting.ours))
+        value = _value(model, setting.ours)
+        if setting.ours == "seq_length" and like is not None:  # a run on shorter sequences keeps the model's maximum
+            value = max(value, _get(config, setting.theirs, value))
+        _set(config, setting.theirs, value)
     for required in family.required:
         if like is None or _get(config, required.theirs, None) is not None:
             _set(config, required.theirs, required.value)
@@ -244,12 +247,29 @@ def config_of(family: Family, model: TransformerConfig, like: Mapping[str, Any] 
                 f"layer_pattern: expected layer {number} as {family.name} has it, {exported.layer(number)}, got "
                 f"{model.layer(number)}"
             )
-    differing = next((n for n, value in again.items() if n != "layer_pattern" and getattr(model, n) != value), None)
+    compared = [name for name in again if name not in ("layer_pattern", "seq_length")]
+    differing = next((n for n in compared if again[n] not in (getattr(model, n), _value(model, n))), None)
     if differing is not None:
         raise FamilyError(
-            f"{differing}: expected {again[differing]!r}, as {family.name} has it, got {getattr(model, differing)!r}"
+            f"{differing}: expected {again[differing]!r}, as {family.name} has it, got {_value(model, differing)!r}"
         )
     return config
+
+
+def _value(model: TransformerConfig, name: str) -> Any:
+    """Return a setting of a model; of one that is None, the value that follows from the other settings."""
+    value = getattr(model, name)
+    if value is None and name in ("num_query_groups", "kv_channels", "ffn_hidden_size"):
+        return {
+            "num_query_groups": model.query_groups,
+            "kv_channels": model.head_dim,
+            "ffn_hidden_size": next((x.ffn_hidden_size for x in _layers(model) if not x.moe), None),
+        }[name]
+    return value
+
+
+def _layers(model: TransformerConfig) -> Iterator[Any]:
+    return map(model.layer, range(model.num_layers))
 
 
 def _pattern(family: Family, types: Any, mlps: Any, num_layers: int) -> Sequence[str]:

@@ -106,7 +106,9 @@ def _write(config: Mapping[str, Any]) -> dict[str, Any]:
         FamilyError: the width of the shared expert is not a multiple of that of the others.
     """
     found = dict(config)
-    shared, width = found.pop(SHARED_WIDTH), found["moe_intermediate_size"]
+    shared, width = found.pop(SHARED_WIDTH, None), found.get("moe_intermediate_size")
+    if shared is None or width is None:
+        shared = width = 1  # a model without experts, whose width does not matter
     if not shared or not width or shared % width:
         raise FamilyError(
             f"moe_shared_expert_intermediate_size: expected a multiple of moe_ffn_hidden_size={width} in kimi_linear, "

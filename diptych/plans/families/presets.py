@@ -11,7 +11,7 @@ from typing import Any
 from diptych.plans.config import TransformerConfig
 from diptych.plans.families import find_family
 from diptych.plans.families.family import FamilyError, parse_model
-from diptych.plans.families.folder import CONFIG, model_of
+from diptych.plans.families.folder import CONFIG, model_of, source_of
 from diptych.plans.text_files import one_line
 
 
@@ -50,6 +50,8 @@ def _llama(hidden_size: int, intermediate_size: int, layers: int, heads: int) ->
     }
 
 
+ENDINGS = ("-instruct", "-base", "-thinking")
+"""Variants of a model, of equal sizes."""
 KIMI_FULL_ATTENTION = (4, 8, 12, 16, 20, 24, 27)
 """Layers of Kimi-Linear-48B-A3B with full attention; the first layer has number 1."""
 PRESETS: Mapping[str, dict[str, Any]] = {
@@ -130,16 +132,18 @@ def find_model(model_source: str) -> TransformerConfig:
     """Return the configuration of a published model, in float32.
 
     Args:
-        model_source: a name of PRESETS, in any case, with or without its publisher ("Qwen/Qwen3.5-9B"); or a Hugging
-            Face folder, which comes first.
+        model_source: a name of PRESETS, in any case, with or without its publisher and its variant
+            ("meta-llama/Meta-Llama-3-8B-Instruct"); or a Hugging Face folder or an imported model, which come first.
 
     Raises:
         FamilyError: there is no such model, or the one of the folder is not supported.
     """
     folder = Path(model_source)
-    if folder.is_dir():
-        return model_of(folder)[1]
-    last = model_source.rsplit("/", 1)[-1].lower()
+    if model_source and folder.is_dir():
+        return model_of(source_of(folder) or folder)[1]
+    last = model_source.rstrip("/").rsplit("/", 1)[-1].lower().removeprefix("meta-")
+    for ending in ENDINGS:
+        last = last.removesuffix(ending)
     config = next((config for name, config in PRESETS.items() if name.lower() == last), None)
     if config is None:
         raise FamilyError(

@@ -125,7 +125,7 @@ def _write_experts(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json with the dense layers as Qwen3-Next names them; the reverse of _read_experts."""
     found = dict(config)
     types = found.pop("mlp_layer_types")
-    if found["num_experts"] and types != _mlp_layer_types(found):
+    if found.get("num_experts") and types != _mlp_layer_types(found):
         dense = [number for number, kind in enumerate(types) if kind == DENSE]
         found |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
     return found
