@@ -53,6 +53,7 @@ def check(composition) -> None:
     [
         ("zb-h1", "mHC", "recompute mhc + layernorm", "parameters offloaded", "activations offloaded", "dropout"),
         ("KDA", "context ranks", "1f1b", "dropout"),
+        ("experts", "zb-h1"),
     ],
     ids="+".join,
 )
