@@ -542,6 +542,50 @@ def test_kimi_linear_needs_the_type_of_every_layer(layers, tmp_path):
         model_of(path)
 
 
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [("kimi_linear", "num_shared_experts"), ("qwen3_next with experts", "shared_expert_intermediate_size")],
+)
+def test_experts_without_a_shared_one_are_refused_by_name(family, key, tmp_path):
+    path = models.save(models.build(family), tmp_path)
+    config = json.loads((path / CONFIG).read_text())
+    (path / CONFIG).write_text(json.dumps({**config, key: 0}))
+    with pytest.raises(FamilyError, match=f"{key}: expected at least 1, got 0: experts without a shared one"):
+        model_of(path)
+
+
+def test_scaled_rotary_embeddings_are_refused_by_their_type(tmp_path):
+    path = models.save(models.build("llama"), tmp_path)
+    config = json.loads((path / CONFIG).read_text())
+    config["rope_scaling"] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    (path / CONFIG).write_text(json.dumps(config))
+    with pytest.raises(FamilyError, match=r"rope_type: expected 'default', got 'llama3': it is not implemented"):
+        model_of(path)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "missing"),
+    [
+        ("kimi_linear", {"mlp_layer_types": ["dense"] * 3}, "moe_intermediate_size"),
+        ("qwen3_next", {"mlp_only_layers": [0, 1, 2]}, "num_experts"),
+    ],
+)
+def test_dense_models_without_settings_of_experts_are_exported(family, settings, missing, tmp_path):
+    model = models.build.__wrapped__(family, **settings)
+    path = models.save(model, tmp_path / "theirs")
+    config = {key: value for key, value in json.loads((path / CONFIG).read_text()).items() if key != missing}
+    (path / CONFIG).write_text(json.dumps(config))
+    import_folder(path, tmp_path / "ours")
+    export_folder(tmp_path / "ours", tmp_path / "out")
+    loaded, info = models.transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float64, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, loaded.get_parameter(name)), name
+
+
 def test_find_family_takes_every_name():
     for name in models.FAMILIES:
         assert find_family({"model_type": name.split()[0]}) is models.family_of(name)

@@ -285,7 +285,10 @@ def _pattern(family: Family, types: Any, mlps: Any, num_layers: int) -> Sequence
             f"{one_line(mlps)}"
         )
     if not isinstance(types, list) or len(types) != num_layers:
-        raise FamilyError(f"config.json, layer_types: expected a list of {num_layers} types, got {one_line(types)}")
+        raise FamilyError(
+            f"config.json, layer_types: expected a list of {num_layers} types, got {one_line(types)}; or give "
+            "full_attention_interval"
+        )
     for name in types:
         if not isinstance(name, str) or name not in family.layer_types:
             known = ", ".join(family.layer_types)

@@ -79,6 +79,11 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     shared, width = integer(found, "num_shared_experts", 1), integer(found, "moe_intermediate_size", 1024)
     found.pop("num_shared_experts", None)
+    if not shared and SPARSE in found["mlp_layer_types"] and integer(found, "num_experts", 256):
+        raise FamilyError(
+            "config.json, num_shared_experts: expected at least 1, got 0: experts without a shared one are not "
+            "implemented"
+        )
     return {**found, SHARED_WIDTH: shared * width}
 
 
@@ -107,7 +112,7 @@ def _write(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = dict(config)
     shared, width = found.pop(SHARED_WIDTH, None), found.get("moe_intermediate_size")
-    if shared is None or width is None:
+    if shared is None or width is None or SPARSE not in found["mlp_layer_types"]:
         shared = width = 1  # a model without experts, whose width does not matter
     if not shared or not width or shared % width:
         raise FamilyError(

@@ -118,7 +118,13 @@ def _read_experts(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     if "mlp_layer_types" in config:
         raise FamilyError("config.json: expected settings of qwen3_next, got 'mlp_layer_types', which it does not have")
-    return {"mlp_layer_types": _mlp_layer_types(config), **config}
+    types = _mlp_layer_types(config)
+    if SPARSE in types and integer(config, "num_experts", 512) and config.get("shared_expert_intermediate_size") == 0:
+        raise FamilyError(
+            "config.json, shared_expert_intermediate_size: expected at least 1, got 0: experts without a shared one "
+            "are not implemented"
+        )
+    return {"mlp_layer_types": types, **config}
 
 
 def _write_experts(config: Mapping[str, Any]) -> dict[str, Any]:
