@@ -57,6 +57,8 @@ EVERY = {
     "tests/test_training.py::test_twenty_steps_are_adamw_by_hand": 3,
     "tests/test_decoding.py::test_prefill_and_single_steps_are_the_whole_forward": 3,
     # Many combinations of few parts.
+    "tests/families/test_mistakes.py::test_a_mistake_is_seen": 3,
+    "tests/recompute/test_compiled.py::test_a_compiled_function_in_a_checkpoint_is_replayed": 2,
     "tests/planner/test_memory.py::test_every_kind_of_layer_type_and_mode_within_two_percent": 23,
     "tests/planner/test_memory.py::test_prediction_within_two_percent": 11,
     "tests/planner/test_planner.py::test_four_thousand_ranks_are_planned_quickly_and_shown_briefly": 0,
