@@ -165,8 +165,8 @@ def _units_by_rank(split: PipelineSplit, total: int) -> list[int]:
         counted = " (with embedding or loss counted)" if total != split.num_layers else ""
         raise ValueError(
             f"num_layers: expected layers{counted} that divide evenly over {ranks} pipeline ranks with {v} stages each"
-            f"{counts_given}, got {left} of {total} left for them; change "
-            "num_layers, or list the stages in pipeline_model_parallel_layout"
+            f"{counts_given}, got {f'{left} of {total} left for them' if given else total}; choose another number of "
+            "ranks or layers, or list the stages in pipeline_model_parallel_layout"
         )
     return [given[rank][1] if rank in given else left // ranks for rank in range(p)]
 
