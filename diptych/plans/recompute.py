@@ -57,6 +57,15 @@ MODULES: dict[str, tuple[str, ...]] = {
 """Values that each module drops. ``mhc`` still saves residual_streams at the beginning of a block."""
 
 
+class ModuleBytes(NamedTuple):
+    """Bytes that a module's own operations and its output hold for backward."""
+
+    before: int
+    """Without recompute."""
+    after: int
+    """With recompute."""
+
+
 class RecomputeBlock(NamedTuple):
     """Consecutive layers that are recomputed together."""
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from jax import Array
 from jax.extend.core import Literal, jaxprs_in_params
 
 from diptych.plans.module_patterns import matching, select_within
+from diptych.plans.recompute import ModuleBytes
 from jax_impl.named_modules import change_class, named_modules, subclass_with
 from jax_impl.recompute.names import drop_names
 from jax_impl.recompute.opaque_call import except_opaque_calls, without_residuals
@@ -29,15 +30,6 @@ _LABEL = "recompute_label"
 with equal structure can still be stacked."""
 _state = threading.local()
 """State of a thread; ``depth`` counts the active blocks, and ``is_off`` is True while recompute is switched off."""
-
-
-class ModuleBytes(NamedTuple):
-    """Bytes that a module's own operations and its output hold for backward."""
-
-    before: int
-    """Without recompute."""
-    after: int
-    """With recompute."""
 
 
 class RecomputedModules:

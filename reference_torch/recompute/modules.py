@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
 
 from diptych.plans.module_patterns import select_within
+from diptych.plans.recompute import ModuleBytes
 from reference_torch.recompute import internals
 from reference_torch.recompute.checkpoint import CheckpointWithoutOutput, MHCBlockRecomputeManager
 from reference_torch.recompute.guards import RecomputeUsageError
@@ -27,15 +28,6 @@ SMALL_BUFFER = 2**16
 """Bytes of a buffer up to which a call always remembers its content."""
 _current = threading.local()
 """State of a thread; ``manager`` belongs to the block whose forward runs."""
-
-
-class ModuleBytes(NamedTuple):
-    """Bytes that a module's own operations and its output hold for backward."""
-
-    before: int
-    """Without recompute."""
-    after: int
-    """With recompute."""
 
 
 class RecomputedModules:
