@@ -388,8 +388,15 @@ def test_names_that_cannot_be_dropped_are_named():
     def scanned(params, x):
         return jax.lax.scan(lambda x, _: (layer(params, x), None), x, None, 3)[0]
 
-    with pytest.raises(NotImplementedError, match="expected names outside of scan, got one inside it"):
-        recompute_modules(scanned, ["gelu"])(*args)
+    def repeated(params, x):
+        return jax.lax.while_loop(lambda x: x.sum() < 0, lambda x: layer(params, x), x)
+
+    def chosen(params, x):
+        return jax.lax.cond(x.sum() > 0, layer, layer, params, x)
+
+    for function, name in ((scanned, "scan"), (repeated, "while"), (chosen, "cond")):
+        with pytest.raises(NotImplementedError, match=f"expected names outside of {name}, got one inside it"):
+            recompute_modules(function, ["gelu"])(*args)
 
 
 def test_a_second_recompute_is_refused():
