@@ -16,14 +16,13 @@ import datetime
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.messages import Message, PipelineError, Program
 from reference_torch.pending_sends import PendingSends, cause_of
@@ -45,16 +44,41 @@ MAX_TENSORS = 8
 """Largest number of tensors in a message."""
 
 
+@runtime_checkable
+class TransportSettings(Protocol):
+    """The settings that a communicator reads; a TransformerConfig has them."""
+
+    @property
+    def compute_dtype(self) -> str:
+        """Name of the dtype of all tensors."""
+        ...
+
+    @property
+    def pipeline_timeout(self) -> float:
+        """Seconds to wait for a message."""
+        ...
+
+    @property
+    def overlap_p2p_comm(self) -> bool:
+        """True if sends and receives overlap with computation."""
+        ...
+
+    @property
+    def variable_seq_lengths(self) -> bool:
+        """True if the receiver does not know the shapes of messages."""
+        ...
+
+
 class P2PCommunicator:
     """The communication of a rank with its neighbours in the pipeline.
 
     Args:
         pp_group: ranks of the pipeline, in order.
-        config: configuration of the model, with dtype, timeout, overlap and variable lengths.
+        config: dtype, timeout, overlap and variable lengths; may be replaced between steps, on all ranks alike.
         device: device of received tensors.
     """
 
-    def __init__(self, pp_group: ProcessGroup, config: TransformerConfig, device: torch.device | str = "cpu") -> None:
+    def __init__(self, pp_group: ProcessGroup, config: TransportSettings, device: torch.device | str = "cpu") -> None:
         self.config = config
         self.device = torch.device(device)
         self._group = pp_group
@@ -62,12 +86,15 @@ class P2PCommunicator:
         self.size = pp_group.size()
         self.step = -1
         self._ordered = dist.get_backend(pp_group) == "nccl"
-        self._sends_headers = config.variable_seq_lengths or self._ordered
         self._numbers: dict[tuple[int, Action], int] = {}
         self._counted: dict[tuple[str, str], int] = {}
         self._posted: dict[Message, list[_Receive]] = {}
         self._channels = self._make_channels() if self._ordered else {}
         self._senders = PendingSends()
+
+    @property
+    def _sends_headers(self) -> bool:
+        return self.config.variable_seq_lengths or self._ordered
 
     def begin_step(self, program: Program) -> None:
         """Assign numbers to the messages of a step; every rank begins its steps in the same order.

@@ -7,6 +7,7 @@ those of Megatron-core's pipeline_parallel; docs/pipeline.md lists the differenc
 from diptych.plans.schedule.messages import PipelineError
 from diptych.plans.schedule.named import convert_schedule_table_to_order, get_schedule_table
 from reference_torch.p2p import P2PCommunicator
+from reference_torch.pipeline.module_executor import PipelineExecutor, split_batch
 from reference_torch.pipeline.schedules import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
@@ -30,6 +31,7 @@ __all__ = [
     "DeferredWeightGradients",
     "P2PCommunicator",
     "PipelineError",
+    "PipelineExecutor",
     "backward_step",
     "convert_schedule_table_to_order",
     "custom_backward",
@@ -45,4 +47,5 @@ __all__ = [
     "get_schedule_table",
     "infer_tensor_shapes",
     "own_memory",
+    "split_batch",
 ]

@@ -6,46 +6,69 @@ before the action that precedes it starts. B is the full backward; a split backw
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.actions import Action, Schedule
 from diptych.plans.schedule.messages import Message, PipelineError, Program, dependencies, lower, receiver
 from reference_torch.p2p import P2PCommunicator, Shape
-from reference_torch.pipeline.gradients import GradientSums
 from reference_torch.pipeline.split_backward import DeferredWeightGradients
-from reference_torch.pipeline.steps import (
-    ForwardStep,
-    as_list,
-    backward_step,
-    check_output,
-    check_requires_grad,
-    deallocate_output_tensor,
-    forward_step,
-    own_memory,
-)
 
 
-@dataclass
-class StepInputs:
-    """The arguments of a schedule function, by virtual stage of this rank."""
+@runtime_checkable
+class RankStages(Protocol):
+    """The computations of a rank's stages, which the executor calls in the order of a schedule.
 
-    forward_step_func: ForwardStep
-    data_iterators: Sequence[Iterator[Any] | None]
-    models: Sequence[nn.Module]
-    config: TransformerConfig
-    shapes: Sequence[tuple[Sequence[Shape], Sequence[Shape]]]
-    """Shapes of the tensors that each stage receives and sends."""
-    collect_non_loss_data: bool = False
-    cp_group_size: int = 1
+    What stages exchange is called a result: activations of a forward, or gradients of a backward. Its form is up to
+    the implementation; only a result for another rank is encoded as tensors.
+    """
+
+    def forward(self, action: Action, received: Any) -> tuple[Any, Any]:
+        """Run F of a stage and return its result, and what backward needs.
+
+        Args:
+            action: the action.
+            received: result of the previous stage; None on the first stage.
+        """
+        ...
+
+    def backward(self, action: Action, saved: Any, received: Any) -> Any:
+        """Run B or I of a stage and return the gradients of what it received; None on the first stage.
+
+        Args:
+            action: the action.
+            saved: what forward returned for this microbatch.
+            received: gradients from the next stage; None on the last stage.
+        """
+        ...
+
+    def end_backward(self, stage: int) -> None:
+        """End the backward of a stage, whose microbatches have all run."""
+        ...
+
+    def copy_for_next(self, result: Any) -> Any:
+        """Return a result for a stage of the same rank."""
+        ...
+
+    def encode(self, action: Action, result: Any) -> Sequence[Tensor]:
+        """Return the tensors of the message with the result of an action."""
+        ...
+
+    def decode(self, action: Action, tensors: Sequence[Tensor]) -> Any:
+        """Return the result of an action of another rank from the tensors of its message."""
+        ...
+
+    def message_shapes(self, action: Action) -> Sequence[Shape]:
+        """Return the shapes of the tensors in the message with the result of an action."""
+        ...
+
+    def release(self, result: Any) -> None:
+        """Release the memory of a result of F that is sent; backward does not need it."""
+        ...
 
 
 class Executor:
@@ -53,38 +76,32 @@ class Executor:
 
     Args:
         schedule: the table.
-        inputs: models and data of the rank.
+        stages: computations of the stages of this rank.
         communicator: communicator of the pipeline; None: the pipeline has one rank.
-        sums: sums of gradients over replicas.
         trace: list to which every action is appended after it has run.
+        overlap_p2p_comm: if True, receives are posted before the action that precedes them.
     """
 
     def __init__(
         self,
         schedule: Schedule,
-        inputs: StepInputs,
+        stages: RankStages,
         communicator: P2PCommunicator | None,
-        sums: GradientSums,
         trace: list[Action] | None = None,
+        overlap_p2p_comm: bool = True,
     ) -> None:
         self._schedule = schedule
-        self._inputs = inputs
+        self._stages = stages
         self._communicator = communicator
         self._rank = 0 if communicator is None else communicator.rank
-        self._sums = sums
         self._trace = [] if trace is None else trace
-        self._stage_inputs: dict[tuple[int, int], list[Tensor] | None] = {}
-        """Input of each forward whose backward has not run, by stage and microbatch."""
-        self._stage_outputs: dict[tuple[int, int], Any] = {}
-        """Output of each such forward."""
-        self._results: dict[Action, list[Tensor]] = {}
+        self._overlap_p2p_comm = overlap_p2p_comm
+        self._saved: dict[tuple[int, int], Any] = {}
+        """What each forward saved whose backward has not run, by stage and microbatch."""
+        self._results: dict[Action, Any] = {}
         """Results of actions that wait for a send or for another stage of this rank."""
         self._deferred: defaultdict[tuple[int, int], DeferredWeightGradients] = defaultdict(DeferredWeightGradients)
-        self._backwards_remaining = dict.fromkeys(range(schedule.stages_per_rank), schedule.num_microbatches)
-        self.reports: list[Any] = []
-        self._reported_microbatches: list[int] = []
-        self._data = [_MicrobatchData(*each) for each in zip(inputs.data_iterators, self._orders(), strict=True)]
-        self.num_tokens = torch.zeros((), dtype=torch.float64)  # exact, and a mask may be summed in any type
+        self._backwards_remaining: defaultdict[int, int] = defaultdict(lambda: schedule.num_microbatches)
 
     def run(self) -> None:
         """Run all actions and messages of the rank.
@@ -106,16 +123,6 @@ class Executor:
                 self._send(step)
         if self._communicator is not None:
             self._communicator.end_step()
-        if len(self.reports) == len(self._reported_microbatches):  # one for each microbatch: sort them by microbatch
-            self.reports = [self.reports[index] for index in np.argsort(self._reported_microbatches)]
-
-    def _orders(self) -> list[list[int]]:
-        """Return the microbatches of each virtual stage, in the order of their forwards."""
-        orders: list[list[int]] = [[] for _ in range(self._schedule.stages_per_rank)]
-        for kind, stage, microbatch in self._schedule.actions[self._rank]:
-            if kind == "F":
-                orders[stage // self._schedule.pp_size].append(microbatch)
-        return orders
 
     def _post_receives(self, steps: Sequence[Action | Message], index: int, posted: int) -> int:
         """Post every receive before the next action, and return the index up to which receives are posted.
@@ -129,20 +136,14 @@ class Executor:
             posted: index up to which receives are posted already.
         """
         end = index + 1
-        if self._inputs.config.overlap_p2p_comm:
+        if self._overlap_p2p_comm:
             while end < len(steps) and not isinstance(steps[end], Action):
                 end += 1
         for step in steps[max(posted, index) : end]:
             if isinstance(step, Message) and step.direction == "RECV":
                 assert self._communicator is not None, "messages need another rank"
-                self._communicator.post_receive(step, self._shapes_of(step))
+                self._communicator.post_receive(step, self._stages.message_shapes(step.produced_by))
         return max(posted, end)
-
-    def _shapes_of(self, message: Message) -> Sequence[Shape]:
-        """Return the shapes of a message: input shapes of the receiving stage, or its output shapes for gradients."""
-        forward = message.produced_by.kind == "F"
-        stage = message.produced_by.stage + (1 if forward else -1)
-        return self._inputs.shapes[stage // self._schedule.pp_size][0 if forward else 1]
 
     def _run(self, action: Action) -> None:
         """Run one action of one stage and microbatch.
@@ -169,69 +170,29 @@ class Executor:
             if explained is error:
                 raise
             raise explained from error
-        vp_stage = action.stage // self._schedule.pp_size
         if action.kind in "BW":
-            self._backwards_remaining[vp_stage] -= 1
-            if self._backwards_remaining[vp_stage] == 0:
-                self._sums.start(self._inputs.models[vp_stage])
+            self._backwards_remaining[action.stage] -= 1
+            if self._backwards_remaining[action.stage] == 0:
+                self._stages.end_backward(action.stage)
 
     def _forward(self, action: Action) -> None:
-        """Run F: receive the input of the stage, run it, and store its output for the next stage and for backward."""
-        stage = action.stage
-        key = (stage, action.microbatch)
-        inputs = self._inputs
-        vp_stage = stage // self._schedule.pp_size
-        last = stage == self._schedule.num_stages - 1
-        received = None
-        if stage > 0:
-            received = [x.requires_grad_(not self._schedule.forward_only) for x in self._take_received(action)]
+        """Run F: receive the input of the stage, run it, and store its result for the next stage and for backward."""
+        received = self._take_received(action) if action.stage > 0 else None
         with self._defer_weight_gradients(action):
-            output, tokens = forward_step(
-                inputs.forward_step_func,
-                self._data[vp_stage].iterator_for(action.microbatch),
-                inputs.models[vp_stage],
-                self._schedule.num_microbatches,
-                None if received is None else received[0] if len(received) == 1 else received,
-                self.reports,
-                inputs.config,
-                inputs.cp_group_size,
-                inputs.collect_non_loss_data,
-                vp_stage,
-                last,
-            )
-        self.num_tokens = self.num_tokens.to(tokens.device) + tokens
-        if last:
-            self._reported_microbatches.append(action.microbatch)
-        else:
-            self._check_output(output, stage)
+            result, saved = self._stages.forward(action, received)
+        if action.stage + 1 < self._schedule.num_stages:
+            self._results[action] = result
         if not self._schedule.forward_only:
-            check_requires_grad(output, received, inputs.models[vp_stage], stage, last)
-        if not last:
-            if inputs.config.deallocate_pipeline_outputs:
-                output = own_memory(output)
-            self._results[action] = as_list(output)
-        if not self._schedule.forward_only:
-            self._stage_inputs[key] = received
-            self._stage_outputs[key] = output
-
-    def _check_output(self, output: Any, stage: int) -> None:
-        """Check that the next stage, on this rank or another, can receive an output."""
-        config = self._inputs.config
-        expected = self._inputs.shapes[stage // self._schedule.pp_size][1]
-        check_output(output, stage, expected, config.variable_seq_lengths, getattr(torch, config.compute_dtype))
+            self._saved[action.stage, action.microbatch] = saved
 
     def _backward(self, action: Action) -> None:
         """Run B or I: receive the gradient of the output, and store that of the input for the previous stage."""
-        key = (action.stage, action.microbatch)
-        received = self._stage_inputs.pop(key)
-        output = self._stage_outputs.pop(key)
-        gradient = None
-        if action.stage + 1 < self._schedule.num_stages:
-            gradient = self._take_received(action)
+        saved = self._saved.pop((action.stage, action.microbatch))
+        received = self._take_received(action) if action.stage + 1 < self._schedule.num_stages else None
         with self._defer_weight_gradients(action):
-            gradients = backward_step(received, output, gradient)
-        if gradients is not None:
-            self._results[action] = as_list(gradients)
+            result = self._stages.backward(action, saved, received)
+        if action.stage > 0:
+            self._results[action] = result
 
     def _weight_gradients(self, action: Action) -> None:
         """Run W: compute the weight gradients that I deferred."""
@@ -242,24 +203,23 @@ class Executor:
         key = action.stage, action.microbatch
         return self._deferred[key] if self._schedule.splits(*key) else nullcontext()
 
-    def _take_received(self, action: Action) -> list[Tensor]:
-        """Return the tensors that an action needs from a neighbouring stage, of this rank or another."""
+    def _take_received(self, action: Action) -> Any:
+        """Return the result that an action needs from a neighbouring stage, of this rank or another."""
         (needed,) = [other for other in dependencies(self._schedule, action) if other.stage != action.stage]
         if self._schedule.rank_of(needed.stage) == self._rank:
-            return [tensor.detach() for tensor in self._results.pop(needed)]
+            return self._stages.copy_for_next(self._results.pop(needed))
         assert self._communicator is not None, "messages need another rank"
-        return self._communicator.receive(Message("RECV", needed, self._schedule.rank_of(needed.stage)))
+        tensors = self._communicator.receive(Message("RECV", needed, self._schedule.rank_of(needed.stage)))
+        return self._stages.decode(needed, tensors)
 
     def _send(self, message: Message) -> None:
-        """Send the result of an action; an activation is released afterwards if the configuration says so."""
+        """Send the result of an action; an activation is released afterwards."""
         assert self._communicator is not None, "messages need another rank"
         assert receiver(self._schedule, message.produced_by) == message.peer, "the message has another receiver"
-        sent = self._results.pop(message.produced_by)
-        self._communicator.send(message, sent)
+        result = self._results.pop(message.produced_by)
+        self._communicator.send(message, self._stages.encode(message.produced_by, result))
         if message.produced_by.kind == "F":
-            # A tensor without a graph is the input of the stage or data of the user, so it is not released.
-            to_release = [tensor for tensor in sent if tensor.grad_fn is not None]
-            deallocate_output_tensor(to_release, self._inputs.config.deallocate_pipeline_outputs)
+            self._stages.release(result)
 
 
 KIND_NAMES = {"F": "forward", "B": "backward", "I": "backward for the input", "W": "backward for the weights"}
@@ -281,30 +241,6 @@ def _explain(error: Exception, action: Action) -> Exception:
             "that forward reads"
         )
     return error
-
-
-class _MicrobatchData:
-    """The microbatches of a virtual stage, which a table may request in any order.
-
-    Args:
-        iterator: iterator over the microbatches, in their own order; None: the stage reads none.
-        order: order of the microbatches in the table.
-    """
-
-    def __init__(self, iterator: Iterator[Any] | None, order: Sequence[int]) -> None:
-        self._iterator = iterator
-        self._in_order = list(order) == sorted(order)
-        self._read_ahead: dict[int, Any] = {}
-        self._next = 0
-
-    def iterator_for(self, microbatch: int) -> Iterator[Any] | None:
-        """Return an iterator whose next item is this microbatch."""
-        if self._iterator is None or self._in_order:
-            return self._iterator
-        while self._next <= microbatch:
-            self._read_ahead[self._next] = next(self._iterator)
-            self._next += 1
-        return iter([self._read_ahead.pop(microbatch)])
 
 
 @lru_cache(maxsize=32)

@@ -18,7 +18,8 @@ from diptych.plans.schedule.partition import is_pipeline_first_stage, is_pipelin
 from reference_torch.context_parallel.wavefront import finish
 from reference_torch.groups import ProcessGroups
 from reference_torch.p2p import P2PCommunicator, Shape
-from reference_torch.pipeline.executor import Executor, StepInputs
+from reference_torch.pipeline.executor import Executor
+from reference_torch.pipeline.forward_step_stages import ForwardStepStages, StepInputs
 from reference_torch.pipeline.gradients import (
     GradientSums,
     add_earlier_gradients,
@@ -256,9 +257,11 @@ def _run(
             )
     groups = groups or ProcessGroups()
     step_communicator = _make_communicator(config, groups, models) if communicator is None else None
+    communicator = communicator or step_communicator
     sums = GradientSums(groups.with_same_stages, config.pipeline_timeout, models)
     inputs = StepInputs(forward_step_func, iterators, models, config, shapes, collect_non_loss_data)
-    executor = Executor(schedule, inputs, communicator or step_communicator, sums, trace)
+    stages = ForwardStepStages(schedule, 0 if communicator is None else communicator.rank, inputs, sums)
+    executor = Executor(schedule, stages, communicator, trace, config.overlap_p2p_comm)
     earlier = [] if forward_only else remove_earlier_gradients(models)
     try:
         executor.run()
@@ -266,7 +269,7 @@ def _run(
             finish(groups.cp)
         if not forward_only:
             sums.finish()
-            finalize_model_grads(models, config, groups, executor.num_tokens)
+            finalize_model_grads(models, config, groups, stages.num_tokens)
     except BaseException:
         if not forward_only:
             restore_earlier_gradients(models, earlier)
@@ -276,7 +279,7 @@ def _run(
     if step_communicator is not None:
         step_communicator.close()
     add_earlier_gradients(earlier)
-    return executor.reports
+    return stages.reports
 
 
 def _make_communicator(

@@ -108,7 +108,8 @@ def build_schedule(
         name: one of NAMES.
         pp_size: number p of pipeline ranks.
         num_microbatches: number m of microbatches per step.
-        stages_per_rank: number v of virtual stages per rank: 2 for V-shaped, at least 2 for interleaved, else 1.
+        stages_per_rank: number v of virtual stages per rank: 2 for V-shaped, at least 2 for interleaved, any for none,
+            else 1.
         group_size: number g of consecutive microbatches of one virtual stage, for interleaved only; None: p.
         forward_only: omit all backwards; the order of forwards is unchanged.
 
@@ -131,11 +132,13 @@ def build_schedule(
         ranks = [_zero_bubble(rank, p, m, ahead=2) for rank in range(p)]
     elif name in _V_BUILDERS:
         ranks = _V_BUILDERS[name](p, m)
+    elif name == "none":
+        ranks = [_one_microbatch_after_another(m, v)]
     else:
-        assert name in ("1f1b", "none"), f"build_schedule: no branch builds {name!r}"
+        assert name == "1f1b", f"build_schedule: no branch builds {name!r}"
         ranks = [_one_forward_one_backward(rank, p, m) for rank in range(p)]
     schedule = Schedule(name, p, m, v, tuple(map(tuple, ranks)), False, "v" if name in V_SCHEDULES else "loop")
-    return _forwards(schedule) if forward_only else schedule
+    return forwards_of(schedule) if forward_only else schedule
 
 
 _V_BUILDERS: dict[str, Callable[[int, int], list[list[Action]]]] = {
@@ -146,7 +149,7 @@ _V_BUILDERS: dict[str, Callable[[int, int], list[list[Action]]]] = {
 }
 
 
-def _forwards(schedule: Schedule) -> Schedule:
+def forwards_of(schedule: Schedule) -> Schedule:
     """Return a schedule without its backwards."""
     actions = tuple(tuple(action for action in actions if action.kind == "F") for actions in schedule.actions)
     return replace(schedule, actions=actions, forward_only=True)
@@ -159,7 +162,7 @@ def _from_file(schedule: Schedule, num_microbatches: int, forward_only: bool) ->
             f"num_microbatches: expected the {schedule.num_microbatches} that pipeline_schedule_file has, got "
             f"{num_microbatches}; change the batch or micro_batch_size, or write a file for {num_microbatches}"
         )
-    return _forwards(schedule) if forward_only else schedule
+    return forwards_of(schedule) if forward_only else schedule
 
 
 def num_warmup_microbatches(
@@ -230,6 +233,8 @@ def check_sizes(name: str, p: int, m: int, v: int, g: int | None = None) -> None
         raise ValueError(f"pp_size: expected at least 2 with schedule {name!r}, got 1; choose 'none'")
     if name != "interleaved" and g is not None:
         raise ValueError(f"group_size: expected None with schedule {name!r}, got {g}; choose 'interleaved'")
+    if name == "none":
+        return
     if name not in INTERLEAVED_SCHEDULES:
         virtual = 2 if name in V_SCHEDULES else 1
         if v != virtual:
@@ -270,6 +275,13 @@ def _check_groups(p: int, m: int, g: int | None) -> None:
             f"num_microbatches: expected a last group of {g} or at least pp_size={p}, got {m} in groups of {g}, which "
             f"leaves {m % g}; change num_microbatches or group_size"
         )
+
+
+def _one_microbatch_after_another(m: int, v: int) -> list[Action]:
+    """Return the actions of one rank with all v stages."""
+    forwards = [[Action("F", stage, i) for stage in range(v)] for i in range(m)]
+    backwards = [[Action("B", stage, i) for stage in reversed(range(v))] for i in range(m)]
+    return [action for both in zip(forwards, backwards, strict=True) for actions in both for action in actions]
 
 
 def _one_forward_one_backward(rank: int, p: int, m: int) -> list[Action]:

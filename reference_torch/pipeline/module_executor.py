@@ -1,0 +1,297 @@
+"""Pipelines of any modules: stages are nn.Modules of the user, and the schedule is a table or its name."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils import _pytree as pytree
+
+from diptych.plans.schedule.actions import Action, Schedule
+from diptych.plans.schedule.messages import PipelineError
+from diptych.plans.schedule.named import build_schedule, forwards_of
+from diptych.plans.schedule.validate import validate_schedule
+from reference_torch.p2p import P2PCommunicator
+from reference_torch.pipeline.executor import Executor
+from reference_torch.pipeline.gradients import (
+    add_earlier_gradients,
+    remove_earlier_gradients,
+    restore_earlier_gradients,
+)
+from reference_torch.pipeline.module_stages import LossFunction, MessageSpecs, Microbatches, ModuleStages
+from reference_torch.pipeline.payloads import TreeSpec
+from reference_torch.pipeline.replicas import ReplicaGradients
+from reference_torch.pipeline.shared_parameters import SharedParameters, find_shared
+
+
+@dataclass(frozen=True)
+class _Transport:
+    """Settings of the communicator: messages are bytes."""
+
+    pipeline_timeout: float
+    overlap_p2p_comm: bool
+    variable_seq_lengths: bool
+    compute_dtype: str = "uint8"
+
+
+class PipelineExecutor:
+    """A pipeline whose stages are modules of the user.
+
+    Gradients are those of the mean (or sum) of the microbatches' losses. They are added to ``parameter.grad``, so any
+    optimizer can follow. Stages may be wrapped by DistributedDataParallel or fully_shard, compiled, or checkpointed;
+    gradients are reduced over replicas once per step.
+
+    A stage is called with the output of the previous one: a tuple as positional arguments, a dict as keyword arguments,
+    anything else as one argument. An output is a tensor or a pytree of tensors; leaves that are not tensors are sent
+    with them.
+
+    Args:
+        stages: all stages of the model, in order; entries of other ranks may be None. The schedule decides the rank of
+            a stage: with one stage per rank, stage i belongs to rank i.
+        schedule: name of a schedule (docs/pipeline.md lists them), or a table. With one rank, the stages run in order
+            for each microbatch, and a name has no effect.
+        num_microbatches: number of microbatches per step; None: that of the table.
+        loss_fn: ``loss_fn(output, target) -> loss``; None: the last stage returns the loss.
+        group: ranks of the pipeline, in order; None: all processes.
+        loss_reduction: "mean": gradients of the mean of the microbatches' losses; "sum": of their sum.
+        variable_shapes: if True, every message contains its structure. Otherwise the first step fixes the shapes.
+        shared_parameters: parameters that stages on several ranks share, such as a tied embedding, each as a dict from
+            stage to name. Their gradients are summed over these ranks. None: those that are the same object in
+            ``stages``, or that split_model found.
+        device: device of received tensors; None: that of the first parameter of the rank's stages.
+        overlap_p2p_comm: if True, messages overlap with computation.
+        deallocate_outputs: if True, the memory of an output is released once it is sent.
+        timeout: seconds to wait for a message.
+
+    Raises:
+        ValueError: the stages do not match the schedule or the ranks.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module | None],
+        schedule: str | Schedule,
+        num_microbatches: int | None = None,
+        loss_fn: LossFunction | None = None,
+        *,
+        group: ProcessGroup | None = None,
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        variable_shapes: bool = False,
+        shared_parameters: Sequence[dict[int, str]] | None = None,
+        device: torch.device | str | None = None,
+        overlap_p2p_comm: bool = True,
+        deallocate_outputs: bool = False,
+        timeout: float = 600.0,
+    ) -> None:
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f"loss_reduction: expected 'mean' or 'sum', got {loss_reduction!r}")
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        size = 1 if group is None else group.size()
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.schedule = _schedule(schedule, size, len(stages), num_microbatches)
+        self._stages = {n: stage for n, stage in enumerate(stages) if self.schedule.rank_of(n) == self.rank}
+        for number, stage in self._stages.items():
+            if not isinstance(stage, nn.Module):
+                raise ValueError(
+                    f"stages: expected a module for stage {number}, which belongs to rank {self.rank}, got "
+                    f"{type(stage).__name__}; only stages of other ranks may be None"
+                )
+        self._modules: list[nn.Module] = [*self._stages.values()]  # pyright: ignore[reportAttributeAccessIssue]
+        self._loss_fn = loss_fn
+        self._scale = 1.0 / self.schedule.num_microbatches if loss_reduction == "mean" else 1.0
+        self._transport = _Transport(timeout, overlap_p2p_comm, True)
+        self._variable_shapes = variable_shapes
+        self._deallocate_outputs = deallocate_outputs
+        self._known: dict[bool, dict[int, TreeSpec]] = {True: {}, False: {}}
+        """Structures of messages by sending stage, for steps with and without backwards, once there was one."""
+        found = find_shared(stages) if shared_parameters is None else shared_parameters
+        self._shared = SharedParameters(found, self._stages, self.schedule, group, timeout)
+        self._communicator = None
+        if group is not None and size > 1:
+            first = next((p.device for module in self._modules for p in module.parameters()), "cpu")
+            self._communicator = P2PCommunicator(group, self._transport, first if device is None else device)
+        self._broken: str | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """True if this rank has the first stage, which reads the inputs."""
+        return 0 in self._stages
+
+    @property
+    def is_last(self) -> bool:
+        """True if this rank has the last stage, which reads the targets and has the losses."""
+        return self.schedule.num_stages - 1 in self._stages
+
+    def step(
+        self,
+        inputs: Sequence[Any] | None = None,
+        targets: Sequence[Any] | None = None,
+        trace: list[Action] | None = None,
+    ) -> list[Tensor]:
+        """Run forward and backward of all microbatches and add the gradients to ``parameter.grad``.
+
+        Args:
+            inputs: microbatches for the first stage; other ranks may pass None. split_batch makes them of a batch.
+            targets: second argument of loss_fn for each microbatch; ranks without the last stage may pass None.
+            trace: list to which every action is appended after it has run.
+
+        Returns:
+            The loss of each microbatch, detached, on the rank of the last stage; [] on other ranks.
+
+        Raises:
+            ValueError: the data, an output or a loss are not as expected.
+            PipelineError: a message did not arrive or was not received in time, or a value saved for backward was
+                changed in place.
+            Exception: an error of a stage, with a note that names the action. After an error, the gradients are those
+                before the step, and the executor cannot be used again if it has several ranks.
+        """
+        replicas = {number: ReplicaGradients(stage) for number, stage in self._stages.items() if stage is not None}
+        earlier = remove_earlier_gradients(self._modules)
+        try:
+            for reduction in replicas.values():
+                reduction.hold()
+            losses = self._run(self.schedule, Microbatches(inputs, targets), replicas, self._scale, trace)
+            self._shared.sum_gradients()
+        except BaseException:
+            for reduction in replicas.values():
+                reduction.cancel()
+            restore_earlier_gradients(self._modules, earlier)
+            raise
+        add_earlier_gradients(earlier)
+        return losses
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Sequence[Any] | None = None, targets: Sequence[Any] | None = None) -> list[Tensor]:
+        """Return the losses of microbatches, without backward; arguments, result and errors are those of ``step``."""
+        return self._run(forwards_of(self.schedule), Microbatches(inputs, targets), None, self._scale, None)
+
+    @torch.no_grad()
+    def forward(self, inputs: Sequence[Any] | None = None) -> list[Any]:
+        """Return the outputs of the last stage for microbatches; arguments, result and errors are those of ``step``."""
+        return self._run(forwards_of(self.schedule), Microbatches(inputs, None), None, None, None)
+
+    def close(self) -> None:
+        """End the thread that waits for sends."""
+        if self._communicator is not None:
+            self._communicator.close()
+
+    def __enter__(self) -> "PipelineExecutor":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._broken is None:
+            self.close()
+
+    def _run(
+        self,
+        schedule: Schedule,
+        data: Microbatches,
+        replicas: dict[int, ReplicaGradients] | None,
+        scale: float | None,
+        trace: list[Action] | None,
+    ) -> list[Any]:
+        """Run a step and return what the last stage collected."""
+        if self._broken is not None:
+            raise PipelineError(
+                f"expected an executor whose steps all ended, got one in which a step failed ({self._broken}), so the "
+                "ranks no longer agree on their messages; make a new PipelineExecutor"
+            )
+        data = self._checked(data)
+        known = self._known[schedule.forward_only]
+        sent_along = self._variable_shapes or not known
+        stages: Any = self._stages
+        messages = MessageSpecs(known, sent_along, self._variable_shapes)
+        work = ModuleStages(schedule, stages, replicas, data, self._loss_fn, scale, messages, self._deallocate_outputs)
+        if self._communicator is not None:
+            transport = self._transport
+            self._communicator.config = _Transport(transport.pipeline_timeout, transport.overlap_p2p_comm, sent_along)
+        try:
+            Executor(schedule, work, self._communicator, trace, self._transport.overlap_p2p_comm).run()
+        except BaseException as error:
+            known.clear()
+            if self._communicator is not None:
+                self._communicator.dismiss()
+                self._broken = f"{type(error).__name__}: {error}"
+            raise
+        return [work.collected[microbatch] for microbatch in sorted(work.collected)]
+
+    def _checked(self, data: Microbatches) -> Microbatches:
+        """Check that this rank has the data that its stages read, one entry for each microbatch."""
+        m = self.schedule.num_microbatches
+        checked = []
+        for name, items, needed in (("inputs", data.inputs, self.is_first), ("targets", data.targets, False)):
+            if items is None and not needed:
+                checked.append(None)
+                continue
+            if items is None or isinstance(items, Tensor | dict | str) or not hasattr(items, "__iter__"):
+                raise ValueError(
+                    f"{name}: expected a list of {m} microbatches, got {type(items).__name__}; make it of a batch by "
+                    f"split_batch(batch, {m})"
+                )
+            checked.append([*items])
+            if len(checked[-1]) != m:
+                raise ValueError(f"{name}: expected {m} microbatches, got {len(checked[-1])}")
+        return Microbatches(*checked)
+
+
+def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
+    """Split a batch into microbatches of equal size.
+
+    Args:
+        batch: a tensor, or a pytree of tensors; dimension 0 of each is split. Other leaves are repeated.
+        num_microbatches: number of microbatches.
+
+    Returns:
+        Pytrees of the same structure, whose tensors are views of the batch.
+
+    Raises:
+        ValueError: a tensor cannot be split evenly.
+    """
+    leaves, structure = pytree.tree_flatten(batch)
+    parts = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            parts.append([leaf] * num_microbatches)
+            continue
+        if leaf.dim() == 0 or leaf.shape[0] % num_microbatches:
+            raise ValueError(
+                f"batch: expected tensors whose dimension 0 is a multiple of {num_microbatches}, the number of "
+                f"microbatches, got shape {[*leaf.shape]}"
+            )
+        parts.append([*leaf.chunk(num_microbatches)] if leaf.shape[0] else [leaf] * num_microbatches)
+    return [pytree.tree_unflatten(list(part), structure) for part in zip(*parts, strict=True)] or [batch]
+
+
+def _schedule(schedule: str | Schedule, size: int, num_stages: int, num_microbatches: int | None) -> Schedule:
+    """Return the table of a pipeline of ``size`` ranks."""
+    if isinstance(schedule, Schedule):
+        if (schedule.pp_size, schedule.num_stages) != (size, num_stages):
+            raise ValueError(
+                f"schedule: expected a table for {size} ranks and {num_stages} stages, got one for {schedule.pp_size} "
+                f"ranks and {schedule.num_stages} stages"
+            )
+        if num_microbatches not in (None, schedule.num_microbatches):
+            raise ValueError(
+                f"num_microbatches: expected {schedule.num_microbatches}, as in the table, or None, got "
+                f"{num_microbatches}"
+            )
+        validate_schedule(schedule)
+        return schedule
+    if num_microbatches is None:
+        raise ValueError("num_microbatches: expected the number of microbatches of a step, got None")
+    if num_stages == 0 or num_stages % size:
+        raise ValueError(
+            f"stages: expected a multiple of {size}, the number of ranks, got {num_stages}; give all stages of the "
+            "model, None for those of other ranks"
+        )
+    return _named(schedule, size, num_microbatches, num_stages // size)
+
+
+@lru_cache(maxsize=32)
+def _named(name: str, size: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
+    return build_schedule("none" if size == 1 else name, size, num_microbatches, stages_per_rank)
