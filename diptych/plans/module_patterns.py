@@ -68,7 +68,8 @@ def select_within(
 
     Raises:
         TypeError: patterns is no mapping from texts to lists of texts.
-        ValueError: a pattern matches nothing, or a match lies inside of another.
+        ValueError: a pattern matches nothing, or a match lies inside of another. Blocks without submodules, which a
+            pipeline stage has in place of others' blocks, match nothing if another block matches.
     """
     if not isinstance(patterns, Mapping):
         raise TypeError(
@@ -80,6 +81,8 @@ def select_within(
     for block in chosen:
         prefix = f"{block}." if block else ""
         inner = [name.removeprefix(prefix) for name in names if name != block and name.startswith(prefix)]
+        if not inner and any(name.startswith(f"{other}.") for other in chosen if other for name in names):
+            continue
         wanted = [p for outer, each in patterns.items() if matching(outer, [block]) for p in _texts(argument, each)]
         found[block] = tuple(
             f"{prefix}{name}" for name in select(f"{argument}, {block or 'whole model'}", wanted, inner)

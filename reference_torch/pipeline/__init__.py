@@ -18,6 +18,7 @@ from reference_torch.pipeline.schedules import (
     infer_tensor_shapes,
 )
 from reference_torch.pipeline.split_backward import DeferredWeightGradients
+from reference_torch.pipeline.split_model import split_model
 from reference_torch.pipeline.steps import (
     backward_step,
     custom_backward,
@@ -48,4 +49,5 @@ __all__ = [
     "infer_tensor_shapes",
     "own_memory",
     "split_batch",
+    "split_model",
 ]

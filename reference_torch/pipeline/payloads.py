@@ -6,6 +6,7 @@ the receiver does not know the structure, the bytes begin with it.
 
 import math
 import pickle
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -40,6 +41,12 @@ class TreeSpec(NamedTuple):
     """Pickled pair of the pytree's structure and its leaves, with None in place of tensors."""
     tensors: tuple[TensorSpec, ...]
 
+    def with_specs(self) -> Any:
+        """Return the pytree with a TensorSpec in place of every tensor."""
+        structure, leaves = _load(self.structure)
+        specs = iter(self.tensors)
+        return pytree.tree_unflatten([next(specs) if leaf is _TENSOR else leaf for leaf in leaves], structure)
+
     def equals(self, other: "TreeSpec") -> bool:
         """Return True if two pytrees differ at most in the elements of their tensors."""
         if self.tensors != other.tensors:
@@ -47,7 +54,7 @@ class TreeSpec(NamedTuple):
         if self.structure == other.structure:
             return True
         try:  # equal values may be pickled differently
-            return bool(pickle.loads(self.structure) == pickle.loads(other.structure))
+            return bool(_load(self.structure) == _load(other.structure))
         except Exception:  # a comparison of the user's class
             return False
 
@@ -70,7 +77,7 @@ class Tree(NamedTuple):
 
     def value(self) -> Any:
         """Return the pytree."""
-        structure, leaves = pickle.loads(self.spec.structure)
+        structure, leaves = _load(self.spec.structure)
         tensors = iter(self.tensors)
         return pytree.tree_unflatten([next(tensors) if leaf is _TENSOR else leaf for leaf in leaves], structure)
 
@@ -183,6 +190,13 @@ def _header(spec: TreeSpec) -> Tensor:
     pickled = pickle.dumps(spec)
     content = len(pickled).to_bytes(_LENGTH_BYTES, "little") + pickled
     return torch.frombuffer(bytearray(content.ljust(_aligned(len(content)), b"\0")), dtype=torch.uint8)
+
+
+def _load(structure: bytes) -> Any:
+    """Return the pair that a TreeSpec has pickled."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PyTorch pickles a class that it has deprecated
+        return pickle.loads(structure)
 
 
 def _aligned(count: int) -> int:

@@ -83,7 +83,9 @@ class SharedParameters:
                 continue
             assert group is not None, "several ranks are a group"
             self._sums.append((ranks, own[0], names[own[0]]))
-            if ranks not in self._groups:
+            if len(ranks) == group.size():
+                self._groups[ranks] = group
+            elif ranks not in self._groups:
                 members = [dist.get_global_rank(group, each) for each in ranks]
                 self._groups[ranks] = dist.new_group(members, use_local_synchronization=True)  # pyright: ignore[reportArgumentType]
 

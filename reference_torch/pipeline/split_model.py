@@ -1,0 +1,254 @@
+"""A model cut into pipeline stages at the calls of named submodules, without changes to its code.
+
+Each stage is a shallow copy of the model and of the submodules that enclose the cuts. Their forwards run on every
+stage, but only the operations of the stage are computed (partial_forward.py). All other submodules are whole: a stage
+owns those that it calls, and has no parameters of the others. Names of parameters stay those of the model.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from reference_torch.pipeline.partial_forward import PartEnd, PartialRun, Trace, current_run, trace
+from reference_torch.pipeline.payloads import TreeSpec, flatten
+from reference_torch.pipeline.shared_parameters import find_shared
+
+
+def split_model(
+    model: nn.Module,
+    cuts: Sequence[str],
+    example_args: Sequence[Any] | None = None,
+    example_kwargs: dict[str, Any] | None = None,
+) -> list[nn.Module]:
+    """Cut a model into stages.
+
+    The first stage takes the arguments of the model; the output of each stage is the argument of the next one, and the
+    last one returns the output of the model. The stages share parameters with the model and use its names, so a
+    checkpoint of the model can be loaded into them. They can be wrapped by DistributedDataParallel or fully_shard, and
+    their submodules can be compiled, checkpointed, or given to recompute_modules.
+
+    Args:
+        model: the model.
+        cuts: dotted names of submodules, in the order in which the model calls them; a stage begins at each of them.
+        example_args: positional arguments of the model, whose shapes decide which stage owns which submodule. None,
+            and no example_kwargs: the order of registration decides, and the first forward checks it.
+        example_kwargs: keyword arguments of the model.
+
+    Returns:
+        One stage more than cuts.
+
+    Raises:
+        ValueError: a cut is not a submodule, or is not called in the given order.
+    """
+    _check_cuts(model, cuts)
+    tracer = _Tracer(model, [*cuts])
+    owners = {name: {part} for name, part in tracer.parts_by_registration().items()}
+    if example_args is not None or example_kwargs is not None:
+        spec = flatten((tuple(example_args or ()), example_kwargs or {}), 0).spec
+        owners |= tracer.trace(spec, model.training, _device(model)).parts
+    stages = [_stage(model, tracer, part, owners) for part in range(len(cuts) + 1)]
+    shared = find_shared(stages)
+    for stage in stages:
+        stage.shared_parameters = shared
+    return stages
+
+
+def _check_cuts(model: nn.Module, cuts: Sequence[str]) -> None:
+    """Check that cuts are different submodules of a model with plain parameters."""
+    if isinstance(cuts, str) or not cuts:
+        raise ValueError(f"cuts: expected a list of names of submodules, at which stages begin, got {cuts!r}")
+    names = [name for name, _ in model.named_modules() if name]
+    for name in cuts:
+        if name not in names:
+            raise ValueError(f"cuts: expected names of submodules, such as {', '.join(names[:5])}, got {name!r}")
+    if len({*cuts}) < len(cuts):
+        raise ValueError(f"cuts: expected different submodules, got {[*cuts]}")
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            raise ValueError(
+                f"model: expected plain parameters, got a {type(parameter).__name__} {name!r}; split the model first, "
+                "then wrap the stages"
+            )
+
+
+class _Tracer:
+    """The model with fake parameters, and its traces by structure of the arguments.
+
+    Args:
+        model: the model.
+        cuts: submodules at which stages begin.
+    """
+
+    def __init__(self, model: nn.Module, cuts: list[str]) -> None:
+        self._cuts = cuts
+        parents = [name.split(".")[:-1] for name in cuts]
+        self.enclosing = {".".join(path[:end]) for path in parents for end in range(len(path) + 1)}
+        """Names of the submodules that enclose a cut; "" is the model."""
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with torch.no_grad():
+            fakes: dict[int, Any] = {
+                id(tensor): self._mode.from_tensor(tensor.detach())
+                for tensor in [*model.parameters(), *model.buffers()]
+            }
+        for parameter in model.parameters():
+            fakes[id(parameter)] = nn.Parameter(fakes[id(parameter)], parameter.requires_grad)
+        self.model = copy.deepcopy(model, fakes)
+        """A copy that computes nothing and needs no memory for parameters."""
+        for name, module in self.watched(self.model):
+            module.__class__ = _watched(type(module), name, _Enclosing if name in self.enclosing else _Whole, cuts)
+        self._traces: dict[tuple[TreeSpec, bool, bool, str], Trace] = {}
+
+    def watched(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Return the enclosing submodules and their whole children, in order of registration."""
+        return [
+            (name, module)
+            for name, module in model.named_modules()
+            if name in self.enclosing or name.rpartition(".")[0] in self.enclosing
+        ]
+
+    def parts_by_registration(self) -> dict[str, int]:
+        """Return the part of every watched submodule and parameter if the model calls them in order of registration."""
+        part = 0
+        parts = {}
+        for name, module in self.watched(self.model):
+            if name in self._cuts:
+                if name != self._cuts[part]:
+                    raise ValueError(
+                        f"cuts: expected submodules in order, got {self._cuts[part]!r} before {name!r}, which is "
+                        "registered earlier; change their order, or give example_args if the model calls them so"
+                    )
+                part += 1
+            parts[name] = part
+            if name in self.enclosing:
+                direct = module.named_parameters(name, recurse=False)
+                parts.update({parameter: part for parameter, _ in direct})
+        return parts
+
+    def trace(self, spec: TreeSpec, training: bool, device: torch.device) -> Trace:
+        """Return the trace for arguments of a structure."""
+        key = spec, training, torch.is_grad_enabled(), str(device)
+        if key not in self._traces:
+            arguments = spec.with_specs()
+            self._traces[key] = trace(self.model.train(training), self._cuts, arguments, self._mode, device)
+        return self._traces[key]
+
+
+class _Whole:
+    """A submodule that is computed in one part or not at all."""
+
+    _name: str
+    _cuts: list[str]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = super().__call__  # pyright: ignore[reportAttributeAccessIssue]
+        run = current_run()
+        if run is None:
+            return call(*args, **kwargs)
+        if self._name in self._cuts:
+            run.begin_part(self._name)
+        return run.submodule(self._name, call, args, kwargs)
+
+
+class _Enclosing:
+    """A submodule whose code runs on every stage, because a cut lies in it."""
+
+    _name: str
+    _cuts: list[str]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = current_run()
+        if run is not None and self._name in self._cuts:
+            run.begin_part(self._name)
+        return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Stage:
+    """The model as one of its stages."""
+
+    _tracer: _Tracer
+    _part: int
+    shared_parameters: list[dict[int, str]]
+    """Parameters that several stages share, each as a dict from stage to name."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a stage: the first takes the arguments of the model, later ones the output of the previous stage."""
+        if self._part == 0:
+            tree = flatten((args, kwargs), 0)
+            spec, tensors = tree.spec, tree.tensors
+            numbers = [(-1, place) for place in range(len(tensors))]
+            traced = self._tracer.trace(spec, self.training, tensors[0].device)  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            tensors, spec = args
+            traced = self._tracer.trace(spec, self.training, tensors[0].device)  # pyright: ignore[reportAttributeAccessIssue]
+            numbers = traced.crossing[self._part]
+        run = PartialRun(traced, self._part, dict(zip(numbers, tensors, strict=True)))
+        if self._part > 0:
+            args, kwargs = run.arguments()
+        try:
+            with run:
+                return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        except PartEnd:
+            return [run.tensors[number] for number in traced.crossing[self._part + 1]], spec
+
+
+def _watched(base: type, name: str, kind: type, cuts: list[str]) -> type:
+    """Return a class of submodules that take part in runs."""
+    return type(base.__name__, (kind, base), {"_name": name, "_cuts": cuts, "__module__": base.__module__})
+
+
+def _stage(model: nn.Module, tracer: _Tracer, part: int, owners: Mapping[str, set[int]]) -> Any:
+    """Return one stage of a model."""
+    fakes = dict(tracer.watched(tracer.model))
+
+    def build(name: str, module: nn.Module) -> nn.Module:
+        if name not in tracer.enclosing:
+            return _whole(module, fakes[name], part in owners[name] or not _state(module))
+        copied = _shallow_copy(module, type(fakes[name]))
+        for child, submodule in module._modules.items():
+            if submodule is not None:
+                copied._modules[child] = build(f"{name}.{child}".lstrip("."), submodule)
+        for parameter in module._parameters:
+            if module._parameters[parameter] is not None and part not in owners[f"{name}.{parameter}".lstrip(".")]:
+                del copied._parameters[parameter]
+                copied.__dict__[parameter] = fakes[name]._parameters[parameter]
+        return copied
+
+    stage: Any = build("", model)
+    stage.__class__ = type(type(model).__name__, (_Stage, type(stage)), {"__module__": type(model).__module__})
+    stage.__dict__["_tracer"] = tracer
+    stage.__dict__["_part"] = part
+    return stage
+
+
+def _whole(module: nn.Module, fake: nn.Module, owned: bool) -> nn.Module:
+    """Return a submodule that shares everything with the model's, or has its attributes and no parameters."""
+    if owned:
+        same = object.__new__(type(fake))
+        same.__dict__ = module.__dict__
+        return same
+    absent = _shallow_copy(fake, type(fake))
+    for registry in (absent._parameters, absent._buffers, absent._modules):
+        absent.__dict__.update(registry)
+        registry.clear()
+    return absent
+
+
+def _shallow_copy(module: nn.Module, kind: type) -> Any:
+    """Return a copy with the same parameters, buffers, submodules, hooks and attributes, in dictionaries of its own."""
+    copied = object.__new__(kind)
+    attributes = module.__dict__.items()
+    copied.__dict__ = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in attributes}
+    return copied
+
+
+def _state(module: nn.Module) -> list[Any]:
+    """Return what a checkpoint has of a submodule; one without any is on every stage."""
+    return [*module.parameters(), *module.state_dict()]
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
