@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,7 +79,7 @@ class PipelineExecutor:
         loss_fn: LossFunction | None = None,
         *,
         group: ProcessGroup | None = None,
-        loss_reduction: Literal["mean", "sum"] = "mean",
+        loss_reduction: str = "mean",
         variable_shapes: bool = False,
         shared_parameters: Sequence[dict[int, str]] | None = None,
         device: torch.device | str | None = None,
@@ -129,8 +129,8 @@ class PipelineExecutor:
 
     def step(
         self,
-        inputs: Sequence[Any] | None = None,
-        targets: Sequence[Any] | None = None,
+        inputs: Any = None,
+        targets: Any = None,
         trace: list[Action] | None = None,
     ) -> list[Tensor]:
         """Run forward and backward of all microbatches and add the gradients to ``parameter.grad``.
@@ -166,12 +166,12 @@ class PipelineExecutor:
         return losses
 
     @torch.no_grad()
-    def evaluate(self, inputs: Sequence[Any] | None = None, targets: Sequence[Any] | None = None) -> list[Tensor]:
+    def evaluate(self, inputs: Any = None, targets: Any = None) -> list[Tensor]:
         """Return the losses of microbatches, without backward; arguments, result and errors are those of ``step``."""
         return self._run(forwards_of(self.schedule), Microbatches(inputs, targets), None, self._scale, None)
 
     @torch.no_grad()
-    def forward(self, inputs: Sequence[Any] | None = None) -> list[Any]:
+    def forward(self, inputs: Any = None) -> list[Any]:
         """Return the outputs of the last stage for microbatches; arguments, result and errors are those of ``step``."""
         return self._run(forwards_of(self.schedule), Microbatches(inputs, None), None, None, None)
 

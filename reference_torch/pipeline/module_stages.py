@@ -127,7 +127,7 @@ class ModuleStages:
             target = None if self._data.targets is None else self._data.targets[microbatch]
             loss = self._loss_fn(output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            source = "the output of the last stage, without loss_fn," if self._loss_fn is None else "loss_fn"
+            source = "the output of the last stage, without loss_fn" if self._loss_fn is None else "loss_fn"
             found = f"a tensor {[*loss.shape]}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"{source}: expected a loss, a tensor of one element, got {found}; return e.g. the mean")
         self.collected[microbatch] = loss.detach().clone()

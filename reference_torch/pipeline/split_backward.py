@@ -1,27 +1,30 @@
 """Split backward: gradients of inputs first (I), gradients of weights later (W).
 
-The previous stage waits only for the gradient of its output. Under :class:`DeferredWeightGradients`, every
-``torch.nn.functional.linear`` whose weight requires a gradient becomes an operation whose backward computes the
-gradient of the input and records the product for the weight. :meth:`DeferredWeightGradients.run` computes the recorded
-products. Nothing is computed twice. Gradients of all other parameters (norms, hyper-connections, embedding) are cheap
-and are computed in I.
+The previous stage waits only for the gradient of its output. Under :class:`DeferredWeightGradients`, every linear map,
+matrix product and convolution whose weight requires a gradient becomes an operation whose backward computes the
+gradient of the input and records what the gradient of the weight is made of. :meth:`DeferredWeightGradients.run`
+computes the recorded gradients. Nothing is computed twice. Gradients of all other parameters (norms, hyper-connections,
+embedding) are cheap and are computed in I. Those of a compiled module are too: it is one operation of autograd.
 
 Reference: Qi et al., arXiv 2401.10241, section 2. Other implementations run one part of the autograd graph in I and
 the rest in W. Recording products makes no assumption about the graph, so views, custom functions and tied weights
 work. Only a weight that is computed by an operation other than a cast is not split.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from diptych.plans.schedule.messages import PipelineError
 
 
 class DeferredWeightGradients(TorchFunctionMode):
-    """A context in which linear maps defer the gradients of their weights to ``run``.
+    """A context in which linear maps and convolutions defer the gradients of their weights to ``run``.
 
     Use one object for one microbatch of one stage. Enter it around forward, and also around backward, because
     recomputation replays forward there.
@@ -29,22 +32,30 @@ class DeferredWeightGradients(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._recorded: list[_Product] = []
+        self._recorded: list[_Recorded] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace a linear map; run every other function unchanged."""
-        if func is torch.nn.functional.linear and torch.is_grad_enabled():
-            x, weight, bias = _linear_arguments(*args, **(kwargs or {}))
-            parameter = _leaf_of(weight)
-            if parameter is not None and _is_deferrable(x, weight, bias, parameter):
-                return _Linear.apply(x, weight, bias, parameter, self._recorded)
+        """Replace a linear map or convolution; run every other function unchanged."""
+        read = _READERS.get(func)
+        if read is not None and torch.is_grad_enabled():
+            operation = read(*args, **(kwargs or {}))
+            if operation is not None:
+                x, weight, bias, kind = operation
+                device = x.device.type
+                if torch.is_autocast_enabled(device):
+                    dtype = torch.get_autocast_dtype(device)
+                    x, weight, bias = (_autocast(tensor, dtype) for tensor in (x, weight, bias))
+                parameter = _leaf_of(weight)
+                if parameter is not None and _is_deferrable(weight, parameter):
+                    with torch.autocast(device, enabled=False):
+                        return _Deferred.apply(x, weight, bias, parameter, self._recorded, kind)
         return func(*args, **(kwargs or {}))
 
     def run(self) -> None:
-        """Compute the recorded products and add them to the gradients of the weights.
+        """Compute the recorded gradients and add them to those of the weights.
 
         Raises:
-            PipelineError: a factor of a product was changed in place after I.
+            PipelineError: a factor of a gradient was changed in place after I.
         """
         recorded = [*self._recorded]
         self._recorded.clear()
@@ -53,44 +64,106 @@ class DeferredWeightGradients(TorchFunctionMode):
                 recorded.pop(0).add_to_gradient()
 
 
-class _Linear(torch.autograd.Function):
-    """x @ weight.T + bias, with a backward that records the gradient of the weight instead of computing it."""
+class _Deferred(torch.autograd.Function):
+    """A linear map or convolution whose backward records the gradient of the weight instead of computing it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parameter: Tensor, recorded: list) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parameter: Tensor, recorded: list, kind: Any
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.parameter = parameter
         ctx.recorded = recorded
+        ctx.kind = kind
         # The product of a batch is a view, and autograd forbids in-place changes of a custom function's view.
-        return torch.nn.functional.linear(x, weight, bias).data
+        return kind.forward(x, weight, bias).data
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         x, weight = ctx.saved_tensors
-        ctx.recorded.append(_Product(ctx.parameter, gradient, x))
+        ctx.recorded.append(_Recorded(ctx.parameter, gradient, x, ctx.kind))
         return (
-            gradient @ weight if ctx.needs_input_grad[0] else None,
+            ctx.kind.input_gradient(gradient, x, weight) if ctx.needs_input_grad[0] else None,
             None,  # run() computes the gradient of the weight
-            gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None,
+            ctx.kind.bias_gradient(gradient) if ctx.needs_input_grad[2] else None,
+            None,
             None,
             None,
         )
 
 
-class _Product:
-    """A deferred gradient of a weight: gradient.T @ x.
+class _Linear:
+    """x @ weight.T + bias."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(x, weight, bias)
+
+    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return gradient @ weight
+
+    def weight_gradient(self, gradient: Tensor, x: Tensor, parameter: Tensor) -> Tensor:
+        return _rows(gradient).T @ _rows(x)
+
+    def bias_gradient(self, gradient: Tensor) -> Tensor:
+        return _rows(gradient).sum(0)
+
+
+class _Product(_Linear):
+    """x @ weight + bias."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return x @ weight if bias is None else torch.addmm(bias, x, weight)
+
+    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return gradient @ weight.T
+
+    def weight_gradient(self, gradient: Tensor, x: Tensor, parameter: Tensor) -> Tensor:
+        return _rows(x).T @ _rows(gradient)
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    """A convolution of a batch."""
+
+    apply: Callable[..., Tensor]
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    groups: int
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.apply(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+
+    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return self._gradients(gradient, x, weight, [True, False, False])[0]
+
+    def weight_gradient(self, gradient: Tensor, x: Tensor, parameter: Tensor) -> Tensor:
+        return self._gradients(gradient, x, parameter.to(x.dtype), [False, True, False])[1]
+
+    def bias_gradient(self, gradient: Tensor) -> Tensor:
+        return gradient.sum([0, *range(2, gradient.dim())])
+
+    def _gradients(self, gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]) -> Any:
+        no_output_padding = [0] * len(self.stride)
+        sizes = (None, self.stride, self.padding, self.dilation, False, no_output_padding, self.groups, wanted)
+        return torch.ops.aten.convolution_backward(gradient, x, weight, *sizes)
+
+
+class _Recorded:
+    """A deferred gradient of a weight.
 
     Autograd checks the versions of saved tensors in I. This class checks them between I and W.
     """
 
-    def __init__(self, parameter: Tensor, gradient: Tensor, x: Tensor) -> None:
+    def __init__(self, parameter: Tensor, gradient: Tensor, x: Tensor, kind: Any) -> None:
         self._parameter = parameter
         self._factors = (gradient, x)
         self._versions = gradient._version, x._version
+        self._kind = kind
 
     def add_to_gradient(self) -> None:
-        """Compute the product and add it to the gradient of the weight.
+        """Compute the gradient and add it to that of the weight.
 
         Raises:
             PipelineError: a factor was changed in place after I.
@@ -105,25 +178,82 @@ class _Product:
                     "changed in place in between, when other microbatches ran; yield new tensors from the data "
                     "iterator, and do not write into buffers that forward has read"
                 )
-        product = (gradient.reshape(-1, gradient.shape[-1]).T @ x.reshape(-1, x.shape[-1])).to(self._parameter.dtype)
         parameter = self._parameter
+        product = self._kind.weight_gradient(gradient, x, parameter).to(parameter.dtype)
         parameter.grad = product if parameter.grad is None else parameter.grad.add_(product)
 
 
-def _is_deferrable(x: Tensor, weight: Tensor, bias: Tensor | None, parameter: Tensor) -> bool:
-    """Return True if the weight gradient of a linear map can be deferred.
+_Operation = tuple[Tensor, Tensor, Tensor | None, Any] | None
+"""Input, weight, bias and kind of an operation; None: its weight gradient is not one of the known kinds."""
 
-    It must be one product of real matrices. Autocast would change dtypes between I and W. Hooks of a weight need the
-    gradient, and only autograd calls them.
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Operation:
+    fits = weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1])
+    return (input, weight, bias, _Linear()) if fits else None
+
+
+def _matmul(input: Tensor, other: Any = None, mat2: Any = None) -> _Operation:
+    weight = mat2 if other is None else other
+    fits = isinstance(weight, Tensor) and weight.dim() == 2 and input.dim() >= 2
+    return (input, weight, None, _Product()) if fits else None
+
+
+def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1, out: Any = None) -> _Operation:
+    fits = (beta, alpha, out) == (1, 1, None) and mat2.dim() == 2 and input.shape == mat2.shape[1:]
+    return (mat1, mat2, input, _Product()) if fits else None
+
+
+def _convolution(apply: Callable[..., Tensor], dimensions: int) -> Callable[..., _Operation]:
+    """Return the reader of a convolution over a number of dimensions."""
+
+    def read(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> _Operation:
+        if isinstance(padding, str) or input.dim() != dimensions + 2:
+            return None
+        sizes = ([each] * dimensions if isinstance(each, int) else [*each] for each in (stride, padding, dilation))
+        full = [each * dimensions if len(each) == 1 else each for each in sizes]
+        return input, weight, bias, _Convolution(apply, full[0], full[1], full[2], groups)
+
+    return read
+
+
+_READERS: dict[Any, Callable[..., _Operation]] = {
+    functional.linear: _linear,
+    torch.addmm: _addmm,
+    Tensor.addmm: _addmm,
+    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
+    functional.conv1d: _convolution(functional.conv1d, 1),
+    functional.conv2d: _convolution(functional.conv2d, 2),
+    functional.conv3d: _convolution(functional.conv3d, 3),
+}
+"""Functions whose weight gradients can be deferred, with what reads their arguments."""
+
+
+def _is_deferrable(weight: Tensor, parameter: Tensor) -> bool:
+    """Return True if the gradient of a weight can be deferred.
+
+    It must be real. Hooks of a weight need the gradient, and only autograd calls them.
     """
     hooks = (weight._backward_hooks, parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-    return (
-        weight.dim() == 2
-        and not weight.is_complex()
-        and (bias is None or bias.shape == weight.shape[:1])
-        and not any(hooks)
-        and not torch.is_autocast_enabled(x.device.type)
-    )
+    return not weight.is_complex() and not any(hooks)
+
+
+def _autocast(tensor: Tensor | None, dtype: torch.dtype) -> Any:
+    """Return a tensor as autocast passes it to a product."""
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 def _leaf_of(weight: Tensor) -> Tensor | None:
@@ -136,10 +266,3 @@ def _leaf_of(weight: Tensor) -> Tensor | None:
     if node is not None and node.name() == "ToCopyBackward0":
         return getattr(node.next_functions[0][0], "variable", None)
     return None
-
-
-def _linear_arguments(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the arguments of torch.nn.functional.linear by position, whether given by position or by name."""
-    return input, weight, bias
