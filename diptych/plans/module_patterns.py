@@ -12,7 +12,7 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
         pattern: dotted name, in which ``*`` stands for any text without a dot.
         names: dotted names of submodules.
     """
-    expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]*"))
+    expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
     return [name for name in names if expression.fullmatch(name)]
 
 

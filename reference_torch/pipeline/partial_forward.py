@@ -49,6 +49,8 @@ class Trace:
     """Fake arguments of the forward, positional and by keyword."""
     crossing: list[list[Number]] = field(default_factory=list)
     """The tensors that each part needs from earlier ones, also those that it only passes on. Part 0 needs none."""
+    output: Any = None
+    """Structure of the output."""
     parts: dict[str, set[int]] = field(default_factory=dict)
     """Parts that call each submodule, or use each parameter of the enclosing code, by name."""
 
@@ -155,6 +157,7 @@ class _TracingRun(_Run):
             with self._mode:
                 result = call(*args, **kwargs)
         else:
+            _check_in_place(called, args, kwargs)
             state = torch.get_rng_state()
             result = call(*args, **kwargs)
             everywhere = not _has_fake((args, kwargs, result))
@@ -203,7 +206,9 @@ def trace(model: nn.Module, cuts: list[str], arguments: Any, mode: FakeTensorMod
         parameter._number = name  # pyright: ignore[reportAttributeAccessIssue]
     try:
         with run:
-            run.use(model(*args, **kwargs))
+            output = model(*args, **kwargs)
+            run.use(output)
+            run.trace.output = pytree.tree_structure(output)
     except Exception as error:
         if not isinstance(error, ValueError) or not str(error).startswith("cuts"):
             error.add_note(
@@ -253,6 +258,7 @@ class PartialRun(_Run):
     def begin_part(self, name: str) -> None:
         """Count the parts, and end after the own one."""
         if self.part == self._own:
+            self._check_end()
             raise PartEnd
         self.part += 1
 
@@ -285,6 +291,27 @@ class PartialRun(_Run):
                 self.tensors[number, place] = tensor
         return result
 
+    def check_output(self, output: Any) -> None:
+        """Check that the last part has returned what was traced."""
+        self._check_end()
+        if pytree.tree_structure(output) != self._trace.output or _has_fake(output):
+            raise ValueError(
+                f"split_model: expected an output {self._trace.output}, as with fake tensors, got "
+                f"{pytree.tree_structure(output)}; it is collected in another way than by return values, for example "
+                "by hooks, so ask for fewer outputs, or cut the model by hand, into modules"
+            )
+
+    def _check_end(self) -> None:
+        """Check that every call that was traced has happened, since absent submodules may look empty."""
+        events = self._trace.events
+        if self._next < len(events) and events[self._next].part <= self._own:
+            raise ValueError(
+                f"split_model: expected {_name(events[self._next].called)} as call {self._next} of the model's "
+                f"forward, in stage {self._own}, got none; a container of submodules, a list or an attribute is read "
+                "in another stage than the one that fills it. Give split_model example_args, so that submodules go to "
+                "the stage that calls them, or cut the model by hand, into modules"
+            )
+
     def _received(self, value: Any) -> Any:
         """Return a traced value with the received tensors in their places."""
         if not any(getattr(tensor, "_number", None) in self.tensors for tensor in _tensors(value)):
@@ -295,6 +322,22 @@ class PartialRun(_Run):
             return self.tensors.get(number, leaf) if isinstance(leaf, FakeTensor) else leaf
 
         return pytree.tree_map(replace, value)
+
+
+def _check_in_place(function: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Refuse to write something that only one part has into a tensor that every part makes for itself."""
+    name = getattr(function, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name in _IN_PLACE
+    if in_place and args and isinstance(args[0], Tensor) and not isinstance(args[0], FakeTensor):
+        if _has_fake((args[1:], kwargs)):
+            raise ValueError(
+                f"split_model: expected the code around the cuts not to write activations into a tensor that it makes "
+                f"itself, got {name!r} on a tensor {[*args[0].shape]}; make it of an activation, as x.new_zeros does, "
+                "or write the operation out of place"
+            )
+
+
+_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
 
 
 def _has_fake(value: Any) -> bool:

@@ -4,6 +4,7 @@ A message is one tensor of bytes: the tensors of the pytree one after the other,
 the receiver does not know the structure, the bytes begin with it.
 """
 
+import io
 import math
 import pickle
 import warnings
@@ -115,7 +116,7 @@ def flatten(value: Any, stage: int) -> Tree:
         raise ValueError(f"{expected} on one device, got {sorted(map(str, devices))}")
     rest = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     try:
-        pickled = pickle.dumps((structure, rest))
+        pickled = _dump((structure, rest))
     except Exception as error:  # pickle raises whatever the leaf's class does
         raise ValueError(
             f"{expected}, got a leaf that cannot be sent to another rank ({error}); register its class as a pytree, "
@@ -144,6 +145,8 @@ def to_message(tensors: Sequence[Tensor], spec: TreeSpec | None = None) -> Tenso
     parts = [] if spec is None else [_header(spec).to(device)]
     for tensor in tensors:
         content = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        if len(tensors) == 1 and spec is None and tensor.grad_fn is None:
+            content = content.clone()  # a buffer of the stage, which the next microbatch may fill again
         parts.append(content)
         padding = _aligned(content.numel()) - content.numel()
         if padding:
@@ -190,6 +193,21 @@ def _header(spec: TreeSpec) -> Tensor:
     pickled = pickle.dumps(spec)
     content = len(pickled).to_bytes(_LENGTH_BYTES, "little") + pickled
     return torch.frombuffer(bytearray(content.ljust(_aligned(len(content)), b"\0")), dtype=torch.uint8)
+
+
+class _Pickler(pickle.Pickler):
+    """A pickler that refuses tensors, whose gradients would be lost."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor):
+            raise ValueError("it contains a tensor, and its class is not registered as a pytree")
+        return NotImplemented
+
+
+def _dump(value: Any) -> bytes:
+    stream = io.BytesIO()
+    _Pickler(stream).dump(value)
+    return stream.getvalue()
 
 
 def _load(structure: bytes) -> Any:

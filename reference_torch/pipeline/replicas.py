@@ -26,16 +26,18 @@ class ReplicaGradients:
         self._replicated = [module for module in stage.modules() if isinstance(module, DistributedDataParallel)]
         self._sharded = [module for module in stage.modules() if _is_sharded(module)]
         for module in self._replicated:
-            if module.static_graph:
-                raise ValueError(
-                    "stages: expected DistributedDataParallel without static_graph, which counts the backwards of a "
-                    "step, got static_graph=True; leave it out"
-                )
+            for option in ("static_graph", "find_unused_parameters"):
+                if getattr(module, option):
+                    raise ValueError(
+                        f"stages: expected DistributedDataParallel without {option}, since the gradients of a step are "
+                        f"reduced once, whether used or not, got {option}=True; leave it out"
+                    )
 
     def hold(self) -> None:
         """Let the following forwards and backwards reduce nothing."""
         for module in self._replicated:
             module.require_backward_grad_sync = False
+            module.require_forward_param_sync = True  # buffers are broadcast before the first forward of a step
         for module in self._sharded:
             _set_last(module, False)
 
@@ -45,8 +47,12 @@ class ReplicaGradients:
             module.require_backward_grad_sync = True
             parameters: list[Any] = [parameter for parameter in module.parameters() if parameter.requires_grad]
             # The reducer is driven by hooks of autograd. A backward with gradients of zero calls each of them once.
+            unused = [parameter for parameter in parameters if parameter.grad is None]
             module.reducer.prepare_for_backward(parameters)
             torch.autograd.backward(parameters, [p.new_zeros(()).expand_as(p) for p in parameters])
+            for parameter in unused:
+                if not parameter.grad.any():  # on every replica
+                    parameter.grad = None
         for module in self._sharded:
             _set_last(module, True)
         for module in self._sharded:

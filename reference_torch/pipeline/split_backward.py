@@ -33,6 +33,16 @@ class DeferredWeightGradients(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._recorded: list[_Recorded] = []
+        self._entered = 0
+
+    def __enter__(self) -> Any:
+        self._entered += 1
+        return super().__enter__()
+
+    @property
+    def in_backward(self) -> bool:
+        """True once the context was entered for backward; a gradient that forward itself computes is not deferred."""
+        return self._entered > 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace a linear map or convolution; run every other function unchanged."""
@@ -48,8 +58,12 @@ class DeferredWeightGradients(TorchFunctionMode):
                 parameter = _leaf_of(weight)
                 if parameter is not None and _is_deferrable(weight, parameter):
                     with torch.autocast(device, enabled=False):
-                        return _Deferred.apply(x, weight, bias, parameter, self._recorded, kind)
+                        return _Deferred.apply(x, weight, bias, parameter, self, kind)
         return func(*args, **(kwargs or {}))
+
+    def record(self, gradient: "_Recorded") -> None:
+        """Add a gradient for ``run``."""
+        self._recorded.append(gradient)
 
     def run(self) -> None:
         """Compute the recorded gradients and add them to those of the weights.
@@ -69,11 +83,11 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parameter: Tensor, recorded: list, kind: Any
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parameter: Tensor, deferred: Any, kind: Any
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.parameter = parameter
-        ctx.recorded = recorded
+        ctx.deferred = deferred
         ctx.kind = kind
         # The product of a batch is a view, and autograd forbids in-place changes of a custom function's view.
         return kind.forward(x, weight, bias).data
@@ -82,10 +96,14 @@ class _Deferred(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         x, weight = ctx.saved_tensors
-        ctx.recorded.append(_Recorded(ctx.parameter, gradient, x, ctx.kind))
+        of_weight = None  # run() computes it
+        if ctx.deferred.in_backward:
+            ctx.deferred.record(_Recorded(ctx.parameter, gradient, x, ctx.kind))
+        elif ctx.needs_input_grad[1]:
+            of_weight = ctx.kind.weight_gradient(gradient, x, weight)
         return (
             ctx.kind.input_gradient(gradient, x, weight) if ctx.needs_input_grad[0] else None,
-            None,  # run() computes the gradient of the weight
+            of_weight,
             ctx.kind.bias_gradient(gradient) if ctx.needs_input_grad[2] else None,
             None,
             None,
@@ -241,6 +259,8 @@ def _is_deferrable(weight: Tensor, parameter: Tensor) -> bool:
 
     It must be real. Hooks of a weight need the gradient, and only autograd calls them.
     """
+    if not isinstance(parameter, torch.nn.Parameter):  # a weight from another stage, whose gradient is sent back
+        return False
     hooks = (weight._backward_hooks, parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
     return not weight.is_complex() and not any(hooks)
 

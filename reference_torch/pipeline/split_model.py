@@ -75,6 +75,10 @@ def _check_cuts(model: nn.Module, cuts: Sequence[str]) -> None:
             )
 
 
+MAX_TRACES = 16
+"""Traces that are kept for other shapes of the arguments."""
+
+
 class _Tracer:
     """The model with fake parameters, and its traces by structure of the arguments.
 
@@ -132,8 +136,12 @@ class _Tracer:
         """Return the trace for arguments of a structure."""
         key = spec, training, torch.is_grad_enabled(), str(device)
         if key not in self._traces:
+            if self.model.training != training:
+                self.model.train(training)
+            if len(self._traces) >= MAX_TRACES:
+                self._traces.pop(next(iter(self._traces)))
             arguments = spec.with_specs()
-            self._traces[key] = trace(self.model.train(training), self._cuts, arguments, self._mode, device)
+            self._traces[key] = trace(self.model, self._cuts, arguments, self._mode, device)
         return self._traces[key]
 
 
@@ -190,7 +198,9 @@ class _Stage:
             args, kwargs = run.arguments()
         try:
             with run:
-                return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+                output = super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+            run.check_output(output)
+            return output
         except PartEnd:
             return [run.tensors[number] for number in traced.crossing[self._part + 1]], spec
 

@@ -82,6 +82,42 @@ def deep():
     return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3, bias=False))
 
 
+class Inner(torch.nn.Module):
+    """A force: forward itself takes a gradient, with or without a graph for another."""
+
+    def __init__(self, create_graph: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.create_graph = create_graph
+        self.map, self.energy = torch.nn.Linear(6, 6), torch.nn.Linear(6, 1)
+
+    def forward(self, x):
+        y = x.detach().requires_grad_()
+        energy = self.energy(self.map(y).tanh()).sum()
+        (force,) = torch.autograd.grad(energy, y, create_graph=self.create_graph)
+        return x + force + self.map(x)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_gradient_that_forward_takes_is_not_deferred(create_graph):
+    model, x = Inner(create_graph), torch.randn(4, 6, requires_grad=True)
+    _, gradients = whole_gradients(model, x)
+    _, _, split = split_gradients(model, x)
+    assert split.keys() == gradients.keys()
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(split[key], gradient, msg=key)
+
+
+def test_a_weight_from_another_stage_gets_its_gradient_at_once():
+    weight, x = torch.randn(6, 6, requires_grad=True), torch.randn(4, 6)
+    deferred = DeferredWeightGradients()
+    with deferred:
+        out = torch.nn.functional.linear(x, weight)
+    with deferred:
+        custom_backward(out, torch.ones_like(out))
+    torch.testing.assert_close(weight.grad, torch.ones(6, 4) @ x)
+
+
 class Products(torch.nn.Module):
     """Products written as GPT-2 and others write them; each name that ends in weight is a weight."""
 
@@ -186,6 +222,7 @@ def test_an_input_that_changes_between_inputs_and_weights_is_refused():
     deferred = DeferredWeightGradients()
     with deferred:
         out = model(x)
+    with deferred:
         custom_backward(out, torch.ones_like(out))
     x.add_(1.0)
     with pytest.raises(PipelineError, match=r"input of a linear map, \[4, 6\], unchanged from I to W, .*yield new"):
