@@ -328,13 +328,13 @@ def _check_in_place(function: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Refuse to write something that only one part has into a tensor that every part makes for itself."""
     name = getattr(function, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name in _IN_PLACE
-    if in_place and args and isinstance(args[0], Tensor) and not isinstance(args[0], FakeTensor):
-        if _has_fake((args[1:], kwargs)):
-            raise ValueError(
-                f"split_model: expected the code around the cuts not to write activations into a tensor that it makes "
-                f"itself, got {name!r} on a tensor {[*args[0].shape]}; make it of an activation, as x.new_zeros does, "
-                "or write the operation out of place"
-            )
+    own = in_place and args and isinstance(args[0], Tensor) and not isinstance(args[0], FakeTensor)
+    if own and _has_fake((args[1:], kwargs)):
+        raise ValueError(
+            "split_model: expected the code around the cuts not to write activations into a tensor that it makes "
+            f"itself, got {name!r} on a tensor {[*args[0].shape]}; make it of an activation, as x.new_zeros does, or "
+            "write the operation out of place"
+        )
 
 
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}

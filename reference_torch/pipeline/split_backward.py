@@ -47,7 +47,7 @@ class DeferredWeightGradients(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace a linear map or convolution; run every other function unchanged."""
         read = _READERS.get(func)
-        if read is not None and torch.is_grad_enabled():
+        if read is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             operation = read(*args, **(kwargs or {}))
             if operation is not None:
                 x, weight, bias, kind = operation

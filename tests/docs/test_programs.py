@@ -50,7 +50,15 @@ from parity.cli.main import main
 small = "--train-iters 2 --seq-length 24 --global-batch-size 2 --hidden-size 16 --eval-iters 1"
 main(["train", *small.split(), "--save", "runs/cross"])
 """
+BLOCKS = "\n".join(
+    p.code.split("model = ")[0] for p in PROGRAMS if p.page == "everywhere.md" and "class Block" in p.code
+)
+"""The modules that the first program of the page defines and the others use."""
 AROUND = {
+    **{
+        ("everywhere.md", f"from reference_torch{name}"): (BLOCKS, "")
+        for name in (".pipeline", ".offload", " import add_hyper_connections")
+    },
     ("pipeline.md", "from reference_torch.groups"): (
         """
 import numpy as np
