@@ -83,6 +83,13 @@ def add_hyper_connections(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     chosen = _chosen(dict(model.named_modules()), blocks)
+    names = [name for name, module in model.named_modules(remove_duplicate=False) if module in chosen.values()]
+    if len(names) > len(chosen):
+        twice = next(name for name in names if name not in chosen)
+        raise ValueError(
+            f"blocks: expected blocks that the model calls once, got {twice!r}, which is also registered under another "
+            "name"
+        )
     name, first = next(iter(chosen.items()))
     parameters = [*first.parameters()]
     width = hidden_size or _width(name, first)
@@ -151,11 +158,24 @@ class _Connected(WrappedForward):
                 "receives the model's hidden states, and its code must pass them on from block to block"
             )
         streams = HyperConnectionModule.input_expand(x, config.num_residual_streams) if self.is_first else x
-        aggregated, mixed, h_post = self.connection(streams, streams)
+        full_precision = torch.autocast(streams.device.type, enabled=False)
+        with full_precision:  # the residual stream keeps its type, as in the plain block
+            aggregated, mixed, h_post = self.connection(streams, streams)
+        version = aggregated._version
         result = block(aggregated)
         output = result[0] if isinstance(result, tuple) else result
-        expanded, _ = self.connection.apply_h_post((output - aggregated, None), h_post)
-        streams = expanded + mixed
+        if not isinstance(output, Tensor):
+            raise ValueError(
+                f"{self.name}: expected hidden states, or a tuple that begins with them, got {type(output).__name__}"
+            )
+        if aggregated._version != version:
+            raise ValueError(
+                f"{self.name}: expected a block that leaves its hidden states unchanged, got one that changes them in "
+                "place; write x = x + y instead of x += y"
+            )
+        with full_precision:
+            expanded, _ = self.connection.apply_h_post((output.to(streams.dtype) - aggregated, None), h_post)
+            streams = expanded + mixed
         if self.is_last:
             streams = HyperConnectionModule.output_contract(streams, config.num_residual_streams)
         return (streams, *result[1:]) if isinstance(result, tuple) else streams

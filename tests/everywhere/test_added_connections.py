@@ -176,3 +176,43 @@ def test_wrong_models_are_named(add, make):
     add(reordered, ["blocks.1"], hidden_size=5)
     with pytest.raises(ValueError, match=r"expected hidden states \[B, T, 5\], got \[2, 5, 8\]"):
         reordered(torch.from_numpy(batch()) if add is add_in_torch else jnp.asarray(batch()))
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.map = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x += self.map(self.norm(x))
+        return x
+
+
+def test_a_residual_in_place_is_refused():
+    model = nn.Sequential(InPlace(), InPlace())
+    add_in_torch(model, ["*"])
+    with pytest.raises(ValueError, match=r"^0: .* got one that changes them in place; write x = x \+ y"):
+        model(torch.randn(2, 3, 8))
+
+
+def test_a_block_that_is_called_twice_is_refused():
+    block = InPlace()
+    with pytest.raises(ValueError, match="expected blocks that the model calls once, got '2'"):
+        add_in_torch(nn.Sequential(block, InPlace(), block), ["*"])
+
+
+def test_autocast_leaves_the_residual_stream_in_float32():
+    """bfloat16 streams would round what the plain model keeps."""
+
+    class Block(InPlace):
+        def forward(self, x):
+            return x + self.map(self.norm(x))
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Block() for _ in range(4))), 30 * torch.randn(2, 3, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = model(x)
+        add_in_torch(model, ["*"])
+        found = model(x)
+    assert found.dtype == plain.dtype == torch.float32
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-2)
