@@ -231,7 +231,7 @@ def _explain(error: Exception, action: Action) -> Exception:
     text = str(error).splitlines()[0] if str(error) else ""
     if isinstance(error, RuntimeError) and "leaf Variable that requires grad is being used in an in-place" in text:
         return ValueError(
-            f"forward_step_func: expected stage {action.stage} not to change the tensor that it received, got an "
+            f"expected stage {action.stage} not to change the tensor that it received, got an "
             "operation in place on it; write x = x + y, or change a copy, x.clone()"
         )
     if type(error) is RuntimeError and "has been modified by an inplace operation" in text:

@@ -252,6 +252,8 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     Raises:
         ValueError: a tensor cannot be split evenly.
     """
+    if not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise ValueError(f"num_microbatches: expected a whole number of at least 1, got {num_microbatches!r}")
     leaves, structure = pytree.tree_flatten(batch)
     parts = []
     for leaf in leaves:

@@ -251,6 +251,11 @@ class PartialRun(_Run):
         self._sent = {*traced.crossing[own + 1]} if own + 1 < len(traced.crossing) else set()
         self._next = 0
 
+    @property
+    def is_computing(self) -> bool:
+        """True in the own part."""
+        return self.part == self._own
+
     def arguments(self) -> Any:
         """Return the arguments of the model: received ones, and fake ones that this part does not need."""
         return self._received(self._trace.arguments)
@@ -270,8 +275,8 @@ class PartialRun(_Run):
             raise ValueError(
                 f"split_model: expected {_name(expected.called) if expected else 'no further call'} as call "
                 f"{self._next} of the model's forward, as with fake tensors of the same shapes, got {_name(called)}; "
-                "its code reads the elements of an argument such as a mask: leave the argument out, or cut the model "
-                "by hand, into modules"
+                "its code takes another path, by the elements of an argument such as a mask or by what other stages "
+                "own: leave the argument out, or cut the model by hand, into modules"
             )
         number = self._next
         self._next += 1

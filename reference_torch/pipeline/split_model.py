@@ -158,6 +158,11 @@ class _Whole:
             return call(*args, **kwargs)
         if self._name in self._cuts:
             run.begin_part(self._name)
+        if "_is_absent" in self.__dict__ and isinstance(run, PartialRun) and run.is_computing:
+            raise ValueError(
+                f"split_model: expected submodule {self._name!r} in stage {run.part}, which calls it, got it in another "
+                "by the order of registration; give split_model example_args"
+            )
         return run.submodule(self._name, call, args, kwargs)
 
 
@@ -241,6 +246,7 @@ def _whole(module: nn.Module, fake: nn.Module, owned: bool) -> nn.Module:
         same.__dict__ = module.__dict__
         return same
     absent = _shallow_copy(fake, type(fake))
+    absent.__dict__["_is_absent"] = True
     for registry in (absent._parameters, absent._buffers, absent._modules):
         absent.__dict__.update(registry)
         registry.clear()
