@@ -20,7 +20,7 @@ from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.partition import get_stage
 from diptych.plans.schedule.simulate import Costs
 from reference_torch.groups import make_groups, make_mesh
-from reference_torch.pipeline import executor, get_forward_backward_func, get_model, split_backward
+from reference_torch.pipeline import forward_step_stages, get_forward_backward_func, get_model, split_backward
 from reference_torch.stage import Microbatch, forward_step, model_provider
 
 
@@ -44,9 +44,9 @@ def time_table(config: TransformerConfig, num_microbatches: int, costs: Costs, s
     assert groups.pp is not None, "a pipeline has ranks"
     communicator = SlowLink(groups.pp, config)
     communicator.delay = costs.communication
-    plain = split_backward._Product.add_to_gradient
+    plain = split_backward._Recorded.add_to_gradient
 
-    def slowly(product: split_backward._Product) -> None:
+    def slowly(product: split_backward._Recorded) -> None:
         time.sleep(weights[id(product._parameter)])
         plain(product)
 
@@ -67,7 +67,7 @@ def time_table(config: TransformerConfig, num_microbatches: int, costs: Costs, s
         )
 
     try:
-        with patch.object(split_backward._Product, "add_to_gradient", slowly):
+        with patch.object(split_backward._Recorded, "add_to_gradient", slowly):
             return _timed(step, steps)
     finally:
         communicator.close()
@@ -97,8 +97,8 @@ def time_actions(
 
         deferred = split_backward.DeferredWeightGradients
         with (
-            patch.object(executor, "forward_step", timed(executor.forward_step)),
-            patch.object(executor, "backward_step", timed(executor.backward_step)),
+            patch.object(forward_step_stages, "forward_step", timed(forward_step_stages.forward_step)),
+            patch.object(forward_step_stages, "backward_step", timed(forward_step_stages.backward_step)),
             patch.object(deferred, "run", timed(deferred.run)),
         ):
             step(trace)

@@ -144,13 +144,13 @@ def time_ours(config: TransformerConfig, num_microbatches: int, costs: Costs, de
     assert groups.pp is not None, "a pipeline has ranks"
     communicator = SlowLink(groups.pp, config)
     communicator.delay = delay
-    plain = split_backward._Product.add_to_gradient
+    plain = split_backward._Recorded.add_to_gradient
 
     def slowly(*arguments: Any) -> None:
         time.sleep(times[-1])
         plain(*arguments)
 
-    split_backward._Product.add_to_gradient = slowly  # sleeps for W when W is computed
+    split_backward._Recorded.add_to_gradient = slowly  # sleeps for W when W is computed
     try:
         x = torch.ones(1, 1, WIDTH)
 
@@ -170,7 +170,7 @@ def time_ours(config: TransformerConfig, num_microbatches: int, costs: Costs, de
 
         return _timed(step, steps)
     finally:
-        split_backward._Product.add_to_gradient = plain
+        split_backward._Recorded.add_to_gradient = plain
         communicator.close()
 
 

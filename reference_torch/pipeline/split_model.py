@@ -160,8 +160,8 @@ class _Whole:
             run.begin_part(self._name)
         if "_is_absent" in self.__dict__ and isinstance(run, PartialRun) and run.is_computing:
             raise ValueError(
-                f"split_model: expected submodule {self._name!r} in stage {run.part}, which calls it, got it in another "
-                "by the order of registration; give split_model example_args"
+                f"split_model: expected submodule {self._name!r} in stage {run.part}, which calls it, got it in "
+                "another by the order of registration; give split_model example_args"
             )
         return run.submodule(self._name, call, args, kwargs)
 
