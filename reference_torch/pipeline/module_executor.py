@@ -95,12 +95,7 @@ class PipelineExecutor:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.schedule = _schedule(schedule, size, len(stages), num_microbatches)
         self._stages = {n: stage for n, stage in enumerate(stages) if self.schedule.rank_of(n) == self.rank}
-        for number, stage in self._stages.items():
-            if not isinstance(stage, nn.Module):
-                raise ValueError(
-                    f"stages: expected a module for stage {number}, which belongs to rank {self.rank}, got "
-                    f"{type(stage).__name__}; only stages of other ranks may be None"
-                )
+        _check_modules(self._stages, self.rank)
         self._modules: list[nn.Module] = [*self._stages.values()]  # pyright: ignore[reportAttributeAccessIssue]
         self._loss_fn = loss_fn
         self._scale = 1.0 / self.schedule.num_microbatches if loss_reduction == "mean" else 1.0
@@ -267,6 +262,16 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
             )
         parts.append([*leaf.chunk(num_microbatches)] if leaf.shape[0] else [leaf] * num_microbatches)
     return [pytree.tree_unflatten(list(part), structure) for part in zip(*parts, strict=True)] or [batch]
+
+
+def _check_modules(stages: dict[int, Any], rank: int) -> None:
+    """Check that the stages of a rank are modules."""
+    for number, stage in stages.items():
+        if not isinstance(stage, nn.Module):
+            raise ValueError(
+                f"stages: expected a module for stage {number}, which belongs to rank {rank}, got "
+                f"{type(stage).__name__}; only stages of other ranks may be None"
+            )
 
 
 def _schedule(schedule: str | Schedule, size: int, num_stages: int, num_microbatches: int | None) -> Schedule:
