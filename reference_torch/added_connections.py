@@ -82,14 +82,7 @@ def add_hyper_connections(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    chosen = _chosen(dict(model.named_modules()), blocks)
-    names = [name for name, module in model.named_modules(remove_duplicate=False) if module in chosen.values()]
-    if len(names) > len(chosen):
-        twice = next(name for name in names if name not in chosen)
-        raise ValueError(
-            f"blocks: expected blocks that the model calls once, got {twice!r}, which is also registered under another "
-            "name"
-        )
+    chosen = _chosen(model, blocks)
     name, first = next(iter(chosen.items()))
     parameters = [*first.parameters()]
     width = hidden_size or _width(name, first)
@@ -106,13 +99,21 @@ def add_hyper_connections(
     return AddedConnections(chosen)
 
 
-def _chosen(found: dict[str, nn.Module], blocks: Any) -> dict[str, nn.Module]:
-    """Return the chosen blocks by name; they must have no hyper-connection yet."""
+def _chosen(model: nn.Module, blocks: Any) -> dict[str, nn.Module]:
+    """Return the chosen blocks by name; they must have no hyper-connection yet, and no second name."""
+    found = dict(model.named_modules())
     names = select("blocks", blocks, [*found])
     used = next((name for name in names if hasattr(found[name], ATTRIBUTE)), None)
     if used is not None:
         raise ValueError(f"blocks: expected blocks without an attribute {ATTRIBUTE!r}, got {used}, which has one")
-    return {name: found[name] for name in names}
+    chosen = {name: found[name] for name in names}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name not in chosen and module in chosen.values():
+            raise ValueError(
+                f"blocks: expected blocks that the model calls once, got {name!r}, which is also registered under "
+                "another name"
+            )
+    return chosen
 
 
 def _width(name: str, block: nn.Module) -> int:
