@@ -90,7 +90,7 @@ class ForwardStepStages:
         else:
             self._check_output(output, stage)
         if not self._schedule.forward_only:
-            check_requires_grad(output, received, inputs.models[vp_stage], stage, last)
+            check_requires_grad(as_list(output), received or [], inputs.models[vp_stage], stage, last)
         if last:
             return [], (received, output)
         if inputs.config.deallocate_pipeline_outputs:

@@ -1,7 +1,7 @@
 """Pipelines of any modules: stages are nn.Modules of the user, and the schedule is a table or its name."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -61,7 +61,8 @@ class PipelineExecutor:
         variable_shapes: if True, every message contains its structure. Otherwise the first step fixes the shapes.
         shared_parameters: parameters that stages on several ranks share, such as a tied embedding, each as a dict from
             stage to name. Their gradients are summed over these ranks. None: those that are the same object in
-            ``stages``, or that split_model found.
+            ``stages``, or that split_model found. Stages that are None show none, and fully_shard replaces parameters,
+            so name them then; [] says that there are none.
         device: device of received tensors; None: that of the first parameter of the rank's stages.
         overlap_p2p_comm: if True, messages overlap with computation.
         deallocate_outputs: if True, the memory of an output is released once it is sent.
@@ -203,8 +204,7 @@ class PipelineExecutor:
         messages = MessageSpecs(known, sent_along, self._variable_shapes)
         work = ModuleStages(schedule, stages, replicas, data, self._loss_fn, scale, messages, self._deallocate_outputs)
         if self._communicator is not None:
-            transport = self._transport
-            self._communicator.config = _Transport(transport.pipeline_timeout, transport.overlap_p2p_comm, sent_along)
+            self._communicator.config = replace(self._transport, variable_seq_lengths=sent_along)
         try:
             Executor(schedule, work, self._communicator, trace, self._transport.overlap_p2p_comm).run()
         except BaseException as error:
@@ -261,7 +261,7 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
                 f"microbatches, got shape {[*leaf.shape]}"
             )
         parts.append([*leaf.chunk(num_microbatches)] if leaf.shape[0] else [leaf] * num_microbatches)
-    return [pytree.tree_unflatten(list(part), structure) for part in zip(*parts, strict=True)] or [batch]
+    return [pytree.tree_unflatten([part[i] for part in parts], structure) for i in range(num_microbatches)]
 
 
 def _check_modules(stages: dict[int, Any], rank: int) -> None:

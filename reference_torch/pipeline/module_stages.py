@@ -19,7 +19,7 @@ from reference_torch.pipeline.payloads import (
     tree_from_message,
 )
 from reference_torch.pipeline.replicas import ReplicaGradients
-from reference_torch.pipeline.steps import custom_backward, deallocate_output_tensor, own_memory
+from reference_torch.pipeline.steps import check_requires_grad, custom_backward, deallocate_output_tensor, own_memory
 
 LossFunction = Callable[[Any, Any], Tensor]
 """``loss_fn(output, target) -> loss``, a tensor of one element."""
@@ -112,7 +112,7 @@ class ModuleStages:
         self._check_spec(stage, tree.spec)
         self._specs[stage, microbatch] = tree.spec
         if not self._schedule.forward_only:
-            _check_graph(tree.differentiable, inputs, module, stage, "an output")
+            check_requires_grad(tree.differentiable, inputs, module, stage, False)
             if self._deallocate:
                 tree = Tree(tree.spec, own_memory(tree.tensors))
         return tree, _Saved(inputs, tree.differentiable, tree.spec)
@@ -133,7 +133,7 @@ class ModuleStages:
         self.collected[microbatch] = loss.detach().clone()
         if self._schedule.forward_only:
             return _Saved(inputs, [], None)
-        _check_graph([loss], inputs, module, stage, "a loss")
+        check_requires_grad([loss], inputs, module, stage, True)
         return _Saved(inputs, [loss * self._scale], None)
 
     def backward(self, action: Action, saved: _Saved, received: list[Tensor] | None) -> list[Tensor] | None:
@@ -155,7 +155,9 @@ class ModuleStages:
     def encode(self, action: Action, result: Any) -> list[Tensor]:
         """Return one tensor of bytes, with the structure of activations if the receiver does not know it."""
         if isinstance(result, Tree):
-            return [to_message(result.tensors, result.spec if self._messages.sent_along else None)]
+            # A tensor without a graph may be a buffer of the stage, which the next microbatch fills again.
+            tensors = [tensor.clone() if tensor.grad_fn is None else tensor for tensor in result.tensors]
+            return [to_message(tensors, result.spec if self._messages.sent_along else None)]
         return [to_message(result)]
 
     def decode(self, action: Action, tensors: Sequence[Tensor]) -> Any:
@@ -199,17 +201,6 @@ def _call(module: nn.Module, value: Any) -> Any:
     if type(value) is dict and all(isinstance(name, str) for name in value):
         return module(**value)
     return module(*value) if type(value) is tuple else module(value)
-
-
-def _check_graph(outputs: Sequence[Tensor], inputs: Sequence[Tensor], module: nn.Module, stage: int, what: str) -> None:
-    """Check that gradients can reach the inputs and parameters of a stage."""
-    if any(output.requires_grad for output in outputs):
-        return
-    if inputs or any(parameter.requires_grad for parameter in module.parameters()):
-        raise ValueError(
-            f"stage {stage}: expected {what} that requires a gradient, got a detached one, which leaves nothing before "
-            "it a gradient; drop detach() or torch.no_grad(), or freeze what is not to be trained"
-        )
 
 
 def _listed(spec: TreeSpec) -> str:

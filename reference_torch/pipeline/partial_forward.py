@@ -9,6 +9,7 @@ submodule where the next part begins ends the run.
 """
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,13 +56,12 @@ class Trace:
     """Parts that call each submodule, or use each parameter of the enclosing code, by name."""
 
 
-_state: list["_Run"] = []
-"""Runs of this process that have not ended; one at most, unless a stage runs another."""
+_current: ContextVar["_Run | None"] = ContextVar("current run of a part", default=None)
 
 
 def current_run() -> "_Run | None":
-    """Return the run whose forward is executing."""
-    return _state[-1] if _state else None
+    """Return the run whose forward is executing in this thread."""
+    return _current.get()
 
 
 class _Run(TorchFunctionMode):
@@ -74,11 +74,11 @@ class _Run(TorchFunctionMode):
         """True inside of a submodule, whose functions are no events."""
 
     def __enter__(self) -> "_Run":
-        _state.append(self)
+        self._outer = _current.set(self)
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        _state.remove(self)
+        _current.reset(self._outer)
         super().__exit__(*exception)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -145,8 +145,6 @@ def to_message(tensors: Sequence[Tensor], spec: TreeSpec | None = None) -> Tenso
     parts = [] if spec is None else [_header(spec).to(device)]
     for tensor in tensors:
         content = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        if len(tensors) == 1 and spec is None and tensor.grad_fn is None:
-            content = content.clone()  # a buffer of the stage, which the next microbatch may fill again
         parts.append(content)
         padding = _aligned(content.numel()) - content.numel()
         if padding:

@@ -18,6 +18,9 @@ def find_shared(stages: Sequence[nn.Module | None]) -> list[dict[int, str]]:
     Args:
         stages: stages of the model; those that are None share nothing. A stage of split_model knows what it shares with
             others, also after a wrapper has replaced its parameters.
+
+    Raises:
+        ValueError: fully_shard has replaced parameters, so that it cannot be seen which ones are shared.
     """
     for stage in stages:
         recorded = getattr(unwrapped(stage), "shared_parameters", None) if stage is not None else None
@@ -26,6 +29,11 @@ def find_shared(stages: Sequence[nn.Module | None]) -> list[dict[int, str]]:
     owners: dict[Tensor, dict[int, str]] = {}
     for number, stage in enumerate(stages):
         for name, parameter in stage.named_parameters() if stage is not None else ():
+            if hasattr(parameter, "to_local"):
+                raise ValueError(
+                    f"shared_parameters: expected a list, since fully_shard has replaced {name!r} of stage {number}, "
+                    "so stages no longer show what they share, got None; give [] if they share nothing"
+                )
             owners.setdefault(parameter, {})[number] = name
     return [names for names in owners.values() if len(names) > 1]
 

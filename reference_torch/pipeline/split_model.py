@@ -76,7 +76,7 @@ def _check_cuts(model: nn.Module, cuts: Sequence[str]) -> None:
 
 
 MAX_TRACES = 16
-"""Traces that are kept for other shapes of the arguments."""
+"""Traces that a model stores, for different shapes of its arguments."""
 
 
 class _Tracer:
@@ -104,7 +104,7 @@ class _Tracer:
         """A copy that computes nothing and needs no memory for parameters."""
         for name, module in self.watched(self.model):
             module.__class__ = _watched(type(module), name, _Enclosing if name in self.enclosing else _Whole, cuts)
-        self._traces: dict[tuple[TreeSpec, bool, bool, str], Trace] = {}
+        self._traces: dict[tuple[Any, ...], Trace] = {}
 
     def watched(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return the enclosing submodules and their whole children, in order of registration."""
@@ -134,7 +134,8 @@ class _Tracer:
 
     def trace(self, spec: TreeSpec, training: bool, device: torch.device) -> Trace:
         """Return the trace for arguments of a structure."""
-        key = spec, training, torch.is_grad_enabled(), str(device)
+        autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+        key = spec, training, torch.is_grad_enabled(), autocast, str(device)
         if key not in self._traces:
             if self.model.training != training:
                 self.model.train(training)
@@ -148,58 +149,58 @@ class _Tracer:
 class _Whole:
     """A submodule that is computed in one part or not at all."""
 
-    _name: str
-    _cuts: list[str]
+    _watched_name: str
+    _watched_cuts: list[str]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = super().__call__  # pyright: ignore[reportAttributeAccessIssue]
         run = current_run()
         if run is None:
             return call(*args, **kwargs)
-        if self._name in self._cuts:
-            run.begin_part(self._name)
-        if "_is_absent" in self.__dict__ and isinstance(run, PartialRun) and run.is_computing:
+        if self._watched_name in self._watched_cuts:
+            run.begin_part(self._watched_name)
+        if "_stage_is_absent" in self.__dict__ and isinstance(run, PartialRun) and run.is_computing:
             raise ValueError(
-                f"split_model: expected submodule {self._name!r} in stage {run.part}, which calls it, got it in "
-                "another by the order of registration; give split_model example_args"
+                f"split_model: expected submodule {self._watched_name!r} in stage {run.part}, which calls it, got it "
+                "in another by the order of registration; give split_model example_args"
             )
-        return run.submodule(self._name, call, args, kwargs)
+        return run.submodule(self._watched_name, call, args, kwargs)
 
 
 class _Enclosing:
     """A submodule whose code runs on every stage, because a cut lies in it."""
 
-    _name: str
-    _cuts: list[str]
+    _watched_name: str
+    _watched_cuts: list[str]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = current_run()
-        if run is not None and self._name in self._cuts:
-            run.begin_part(self._name)
+        if run is not None and self._watched_name in self._watched_cuts:
+            run.begin_part(self._watched_name)
         return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Stage:
     """The model as one of its stages."""
 
-    _tracer: _Tracer
-    _part: int
+    _stage_tracer: _Tracer
+    _stage_part: int
     shared_parameters: list[dict[int, str]]
     """Parameters that several stages share, each as a dict from stage to name."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a stage: the first takes the arguments of the model, later ones the output of the previous stage."""
-        if self._part == 0:
+        if self._stage_part == 0:
             tree = flatten((args, kwargs), 0)
             spec, tensors = tree.spec, tree.tensors
-            numbers = [(-1, place) for place in range(len(tensors))]
-            traced = self._tracer.trace(spec, self.training, tensors[0].device)  # pyright: ignore[reportAttributeAccessIssue]
         else:
             tensors, spec = args
-            traced = self._tracer.trace(spec, self.training, tensors[0].device)  # pyright: ignore[reportAttributeAccessIssue]
-            numbers = traced.crossing[self._part]
-        run = PartialRun(traced, self._part, dict(zip(numbers, tensors, strict=True)))
-        if self._part > 0:
+        training = self.training  # pyright: ignore[reportAttributeAccessIssue]
+        traced = self._stage_tracer.trace(spec, training, tensors[0].device)
+        of_arguments = [(-1, place) for place in range(len(tensors))]
+        numbers = traced.crossing[self._stage_part] if self._stage_part else of_arguments
+        run = PartialRun(traced, self._stage_part, dict(zip(numbers, tensors, strict=True)))
+        if self._stage_part > 0:
             args, kwargs = run.arguments()
         try:
             with run:
@@ -207,12 +208,14 @@ class _Stage:
             run.check_output(output)
             return output
         except PartEnd:
-            return [run.tensors[number] for number in traced.crossing[self._part + 1]], spec
+            return [run.tensors[number] for number in traced.crossing[self._stage_part + 1]], spec
 
 
 def _watched(base: type, name: str, kind: type, cuts: list[str]) -> type:
     """Return a class of submodules that take part in runs."""
-    return type(base.__name__, (kind, base), {"_name": name, "_cuts": cuts, "__module__": base.__module__})
+    return type(
+        base.__name__, (kind, base), {"_watched_name": name, "_watched_cuts": cuts, "__module__": base.__module__}
+    )
 
 
 def _stage(model: nn.Module, tracer: _Tracer, part: int, owners: Mapping[str, set[int]]) -> Any:
@@ -234,8 +237,8 @@ def _stage(model: nn.Module, tracer: _Tracer, part: int, owners: Mapping[str, se
 
     stage: Any = build("", model)
     stage.__class__ = type(type(model).__name__, (_Stage, type(stage)), {"__module__": type(model).__module__})
-    stage.__dict__["_tracer"] = tracer
-    stage.__dict__["_part"] = part
+    stage.__dict__["_stage_tracer"] = tracer
+    stage.__dict__["_stage_part"] = part
     return stage
 
 
@@ -246,7 +249,7 @@ def _whole(module: nn.Module, fake: nn.Module, owned: bool) -> nn.Module:
         same.__dict__ = module.__dict__
         return same
     absent = _shallow_copy(fake, type(fake))
-    absent.__dict__["_is_absent"] = True
+    absent.__dict__["_stage_is_absent"] = True
     for registry in (absent._parameters, absent._buffers, absent._modules):
         absent.__dict__.update(registry)
         registry.clear()

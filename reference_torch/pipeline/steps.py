@@ -181,13 +181,13 @@ def check_output(output: Any, stage: int, shapes: Sequence[Shape], variable: boo
 
 
 def check_requires_grad(
-    output: Tensors, received: Sequence[Tensor] | None, model: nn.Module, stage: int, last: bool
+    outputs: Sequence[Tensor], received: Sequence[Tensor], model: nn.Module, stage: int, last: bool
 ) -> None:
     """Check that an output or a loss is not detached from trainable inputs.
 
     Args:
-        output: output of a stage, or the loss of the last stage.
-        received: tensors that the stage received; None on the first.
+        outputs: outputs of a stage, or the loss of the last stage.
+        received: tensors that the stage received and that require gradients.
         model: the stage.
         stage: number of the stage, for error messages.
         last: if True, it is the last stage.
@@ -195,12 +195,12 @@ def check_requires_grad(
     Raises:
         ValueError: the output requires no gradient, although the input or a parameter does.
     """
-    if any(x.requires_grad for x in as_list(output)):
+    if any(x.requires_grad for x in outputs):
         return
-    if received is not None or any(parameter.requires_grad for parameter in model.parameters()):
+    if received or any(parameter.requires_grad for parameter in model.parameters()):
         subject = "a loss" if last else "an output"
         raise ValueError(
-            f"forward_step_func: expected {subject} of stage {stage} that requires a gradient, got a detached one, "
+            f"expected {subject} of stage {stage} that requires a gradient, got a detached one, "
             "which leaves nothing before it a gradient; drop detach() or torch.no_grad(), or freeze what is not to be "
             "trained"
         )

@@ -43,7 +43,7 @@ def test_pytrees_between_ranks(three, schedule, lengths):
 
 SAYS = {
     "shapes": r"output of stage 0: expected .*\[2, 3, 4\].*, as in the first microbatch, got .*variable_shapes=True",
-    "detached": "stage 1: expected an output that requires a gradient, got a detached one",
+    "detached": "expected an output of stage 1 that requires a gradient, got a detached one",
     "not sent": "output of stage 1: expected .* got a leaf that cannot be sent to another rank",
     "in place": "to change the tensor that it received, got an operation in place",
     "error": "ZeroDivisionError.*rank 1, 1F0: forward of stage 1, microbatch 0",
@@ -120,7 +120,7 @@ def test_a_step_that_fails_leaves_earlier_gradients_and_one_process_goes_on():
     with pytest.raises(ValueError, match="inputs"):
         pipeline.step(batch(0, 3)[0])
     hook = modules[2].register_forward_hook(lambda module, args, out: out.detach())
-    with pytest.raises(ValueError, match="a loss that requires a gradient"):
+    with pytest.raises(ValueError, match="a loss of stage 2 that requires a gradient"):
         pipeline.step(*batch(1, 4))
     hook.remove()
     after = module_jobs.gradients_of(dict(enumerate(modules)))
