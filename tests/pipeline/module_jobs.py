@@ -1,11 +1,26 @@
 """Stages that exchange pytrees, on ranks and in one process."""
 
+import time
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from reference_torch.pipeline import PipelineExecutor
+
+
+class Named(Tensor):
+    """A subclass, as DTensor is one."""
+
+
+class Holder:
+    """A class that is no pytree."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
 
 
 class Pair(NamedTuple):
@@ -111,12 +126,79 @@ def run(schedule: str, steps: int, m: int, lengths: bool, reduction: str = "mean
         return losses, gradients_of(own), evaluated
 
 
+class Reused(nn.Module):
+    """A stage that fills one buffer again for every microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("buffer", torch.zeros(1_000_000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.mul(x, 2.0, out=self.buffer)
+
+
+class Slow(nn.Module):
+    """A stage that is slower than the one before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.03)
+        return (x * self.weight).mean()
+
+
+def reused() -> list[list[float]]:
+    """Losses of three steps; the first sends structures along, later ones the bytes of the output alone."""
+    with PipelineExecutor([Reused(), Slow()], "1f1b", 4, timeout=20.0) as pipeline:
+        inputs = [torch.full((1_000_000,), float(i)) for i in range(4)]
+        return [[value.item() for value in pipeline.step(inputs)] for _ in range(3)]
+
+
+class Normed(nn.Module):
+    """A batch norm, whose buffers replicas share, and a map that forward does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.map, self.unused = nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 4, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.map(x))
+
+
+def replicated(pipeline: bool, steps: int = 3, m: int = 2) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
+    """Gradients and buffers of one of two replicas: a pipeline of one rank, or DDP as its documentation says."""
+    rank = dist.get_rank()
+    alone = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
+    model = DistributedDataParallel(Normed(), find_unused_parameters=not pipeline)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(2 * step + rank)
+        inputs = torch.randn(m, 5, 4, generator=generator, dtype=torch.float64)
+        model.zero_grad()
+        if pipeline:
+            PipelineExecutor([model], "none", m, loss, group=alone).step([*inputs], [*inputs.flip(0)])
+            continue
+        for number in range(m):
+            with model.no_sync() if number < m - 1 else nullcontext():
+                (loss(model(inputs[number]), inputs.flip(0)[number]) / m).backward()
+    return {n: p.grad for n, p in model.module.named_parameters()}, dict(model.module.named_buffers())
+
+
 def refused(case: str) -> tuple[str, str]:
     """The errors of the failed step and of the next one."""
     modules: list[Any] = stages()
     inputs, targets = batch(0, 4, lengths=case == "shapes")
     if case == "detached":
         modules[1].register_forward_hook(lambda module, args, out: (out[0].detach(), out[1], {}))
+    if case == "subclass":
+        modules[1].register_forward_hook(lambda module, args, out: (out[0].as_subclass(Named), *out[1:]))
+    if case == "sparse":
+        modules[1].register_forward_hook(lambda module, args, out: (out[0], out[1].to_sparse(), out[2]))
+    if case == "tensor in a class":
+        modules[1].register_forward_hook(lambda module, args, out: (out[0], out[1], Holder(out[2])))
     if case == "not sent":
         modules[1].register_forward_hook(lambda module, args, out: (out[0], lambda: None))
     if case == "in place":

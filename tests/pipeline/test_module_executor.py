@@ -4,7 +4,9 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from diptych.plans.schedule.csv import schedule_from_csv
 from diptych.plans.schedule.named import build_schedule
@@ -45,6 +47,9 @@ SAYS = {
     "shapes": r"output of stage 0: expected .*\[2, 3, 4\].*, as in the first microbatch, got .*variable_shapes=True",
     "detached": "expected an output of stage 1 that requires a gradient, got a detached one",
     "not sent": "output of stage 1: expected .* got a leaf that cannot be sent to another rank",
+    "subclass": r"output of stage 1: expected a tensor, .* got a Named; convert it to a plain dense tensor \(DTensor",
+    "sparse": r"output of stage 1: expected a tensor, .* got a torch\.sparse_coo",
+    "tensor in a class": "it contains a tensor, and its class is not registered as a pytree",
     "in place": "to change the tensor that it received, got an operation in place",
     "error": "ZeroDivisionError.*rank 1, 1F0: forward of stage 1, microbatch 0",
 }
@@ -110,6 +115,43 @@ def test_wrong_arguments_are_refused(name):
     call, says = REFUSED[name]
     with pytest.raises(ValueError, match=says):
         call()
+
+
+@pytest.mark.multiprocess
+def test_a_buffer_that_a_stage_fills_again_is_not_overwritten_while_it_is_sent(two):
+    assert two.run(f"{JOBS}:reused") == [[[]] * 3, [[0.0, 2.0, 4.0, 6.0]] * 3]
+
+
+@pytest.mark.multiprocess
+def test_replicas_have_the_gradients_and_buffers_of_ddp(two):
+    """Batch norms follow the first replica, and unused parameters keep no gradient."""
+    for found, expected in zip(*(two.run(f"{JOBS}:replicated", pipeline) for pipeline in (True, False)), strict=True):
+        for mine, wanted in zip(found, expected, strict=True):
+            assert mine.keys() == wanted.keys()
+            for name, tensor in wanted.items():
+                if tensor is None:
+                    assert mine[name] is None, name
+                else:
+                    torch.testing.assert_close(mine[name], tensor, rtol=1e-14, atol=1e-14, msg=name)
+
+
+@pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters"])
+def test_options_of_ddp_that_fix_its_reductions_are_refused(option, tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        stage = DistributedDataParallel(nn.Linear(4, 4), **{option: True})
+        with pytest.raises(ValueError, match=f"DistributedDataParallel without {option}, .* got {option}=True; leave"):
+            PipelineExecutor([stage], "none", 1, loss).step([torch.ones(2, 4)], [torch.ones(2, 4)])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_sharded_parameters_do_not_show_what_they_share():
+    stage = nn.Linear(4, 4)
+    stage.weight.to_local = None  # as those of fully_shard have it
+    with pytest.raises(ValueError, match=r"shared_parameters: expected a list, .* give .. if they share nothing"):
+        PipelineExecutor([stage], "none", 1, loss)
+    PipelineExecutor([stage], "none", 1, loss, shared_parameters=[])
 
 
 def test_a_step_that_fails_leaves_earlier_gradients_and_one_process_goes_on():
