@@ -26,8 +26,8 @@ from diptych.plans.schedule.messages import PipelineError
 class DeferredWeightGradients(TorchFunctionMode):
     """A context in which linear maps and convolutions defer the gradients of their weights to ``run``.
 
-    Use one object for one microbatch of one stage. Enter it around forward, and also around backward, because
-    recomputation replays forward there.
+    Use one object for one microbatch of one stage. Enter it once around forward, then once around backward, because
+    recomputation replays forward there, and because a gradient that forward itself computes is not deferred.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class DeferredWeightGradients(TorchFunctionMode):
 
     @property
     def in_backward(self) -> bool:
-        """True once the context was entered for backward; a gradient that forward itself computes is not deferred."""
+        """True once the context was entered for backward."""
         return self._entered > 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

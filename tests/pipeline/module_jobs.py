@@ -151,7 +151,7 @@ class Slow(nn.Module):
 
 def reused() -> list[list[float]]:
     """Losses of three steps; the first sends structures along, later ones the bytes of the output alone."""
-    with PipelineExecutor([Reused(), Slow()], "1f1b", 4, timeout=20.0) as pipeline:
+    with PipelineExecutor([Reused(), Slow()], "gpipe", 4, timeout=20.0) as pipeline:
         inputs = [torch.full((1_000_000,), float(i)) for i in range(4)]
         return [[value.item() for value in pipeline.step(inputs)] for _ in range(3)]
 
