@@ -81,7 +81,7 @@ class InOrder(Faulty):
 
     def __init__(self, group: Any, config: TransformerConfig, device: torch.device | str = "cpu") -> None:
         super().__init__(group, config, device)
-        self._ordered = self._sends_headers = True
+        self._ordered = True
         self._channels = self._make_channels()
 
     def _tag(self, message: Any, place: int, shape: Any) -> int:
