@@ -50,8 +50,6 @@ class _Saved(NamedTuple):
     """Tensors of the previous stage that require gradients."""
     roots: list[Tensor]
     """Outputs that require gradients, or the loss."""
-    spec: TreeSpec | None
-    """Structure of the output; None on the last stage."""
 
 
 class ModuleStages:
@@ -115,13 +113,13 @@ class ModuleStages:
             check_requires_grad(tree.differentiable, inputs, module, stage, False)
             if self._deallocate:
                 tree = Tree(tree.spec, own_memory(tree.tensors))
-        return tree, _Saved(inputs, tree.differentiable, tree.spec)
+        return tree, _Saved(inputs, tree.differentiable)
 
     def _end(self, output: Any, microbatch: int, stage: int, module: nn.Module, inputs: list[Tensor]) -> _Saved:
         """Collect the output or the loss of a microbatch."""
         if self._scale is None:
             self.collected[microbatch] = output
-            return _Saved(inputs, [], None)
+            return _Saved(inputs, [])
         loss = output
         if self._loss_fn is not None:
             target = None if self._data.targets is None else self._data.targets[microbatch]
@@ -132,9 +130,9 @@ class ModuleStages:
             raise ValueError(f"{source}: expected a loss, a tensor of one element, got {found}; return e.g. the mean")
         self.collected[microbatch] = loss.detach().clone()
         if self._schedule.forward_only:
-            return _Saved(inputs, [], None)
+            return _Saved(inputs, [])
         check_requires_grad([loss], inputs, module, stage, True)
-        return _Saved(inputs, [loss * self._scale], None)
+        return _Saved(inputs, [loss * self._scale])
 
     def backward(self, action: Action, saved: _Saved, received: list[Tensor] | None) -> list[Tensor] | None:
         """Run the backward of a stage for one microbatch."""
