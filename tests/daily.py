@@ -31,6 +31,7 @@ EVERY = {
     "tests/everywhere/test_pipelines.py::test_two_ranks": 5,
     "tests/everywhere/test_pipelines.py::test_four_ranks": 5,
     "tests/everywhere/test_pipelines.py::test_wrapped_stages": 3,
+    "tests/everywhere/test_pipelines.py::test_replicas": 5,
     "tests/offload/test_offload_modules.py::test_a_model_of_others_trains_as_without_offload": 5,
     "tests/recompute/test_recompute_modules.py::test_data_parallel_models": 3,
     "tests/recompute/test_recompute_modules_jax.py::test_a_model_has_the_same_gradients_and_saves_less": 3,
