@@ -2,7 +2,9 @@
 
 import importlib
 import re
+import runpy
 from dataclasses import fields
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
@@ -52,6 +54,12 @@ def test_the_index_names_every_page():
     assert sorted([*linked, "README.md"]) == [*sorted(PAGES)]
     notebooks = {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
     assert notebooks == set(re.findall(r"notebooks/(\w+\.ipynb)", PAGES["README.md"]))
+
+
+def test_the_site_has_every_page():
+    contents = runpy.run_path(str(DOCS / "generate/site/conf.py"))["_TABLES_OF_CONTENTS"]
+    patterns = [f"{pattern}.md" for patterns in contents.values() for pattern in patterns]
+    assert [page for page in PAGES if not any(fnmatch(f"docs/{page}", pattern) for pattern in patterns)] == []
 
 
 def names_of(page: str) -> list[tuple[str, tuple[str, ...]]]:

@@ -22,6 +22,7 @@ _TABLES_OF_CONTENTS = {
     "Introduction": ["docs/concepts", "docs/using", "docs/models", "docs/find", "docs/hardware"],
     "Comparison": ["docs/comparison", "docs/pairs"],
     "Techniques": [
+        "docs/everywhere",
         "docs/hyper_connections",
         "docs/recompute",
         "docs/offload",
