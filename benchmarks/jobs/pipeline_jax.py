@@ -19,8 +19,9 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.mesh import undivided
 from diptych.plans.schedule.named import schedule_for
 from jax_impl.pipeline import make_pipeline_step
-from jax_impl.pipeline.saved import StageAutodiff, Task
-from jax_impl.pipeline.stages import Batch, StagedParameters, divide_model, names_of
+from jax_impl.pipeline.programs import StagedParameters, Task
+from jax_impl.pipeline.saved import StageAutodiff
+from jax_impl.pipeline.stages import Batch, divide_model, names_of
 from jax_impl.transformer import GPTModel
 
 RANKS = 4
@@ -118,7 +119,7 @@ def split_cost(keep: str) -> float:
     zeros = partial(jax.tree.map, lambda like: jnp.zeros(like.shape, like.dtype))
     both = flops(lambda t, x, k, g: full.backward(program, t, x, k, g)[:2], task, x, zeros(full.residual_shapes), x)
     inputs = flops(input_gradients, task, x, zeros(split.residual_shapes), x)
-    weights = flops(lambda w: split.weight_gradients(program, w), zeros(split.weight_operand_shapes))
+    weights = flops(lambda w: split.weight_gradients(program, task, w), zeros(split.weight_operand_shapes))
     return (inputs + weights) / both
 
 

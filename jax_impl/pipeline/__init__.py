@@ -21,8 +21,16 @@ of one program (``executor.py``). ``saved.py`` defines the values saved for back
 ``stages.py`` defines how parameters of different stages are stacked.
 """
 
+from jax_impl.pipeline.module_executor import PipelineExecutor, split_batch
 from jax_impl.pipeline.offload import OffloadedPipeline
-from jax_impl.pipeline.stages import StagedParameters
+from jax_impl.pipeline.programs import StagedParameters
 from jax_impl.pipeline.step import PipelineStep, make_pipeline_step
 
-__all__ = ["make_pipeline_step", "PipelineStep", "OffloadedPipeline", "StagedParameters"]
+__all__ = [
+    "OffloadedPipeline",
+    "PipelineExecutor",
+    "PipelineStep",
+    "StagedParameters",
+    "make_pipeline_step",
+    "split_batch",
+]

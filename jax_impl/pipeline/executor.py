@@ -30,13 +30,17 @@ from jax import Array, lax
 from diptych.plans.schedule.lockstep import Keep, LockstepTable
 from diptych_kernels.mesh_axes import vary
 from jax_impl.offload import Moved, is_on_host
-from jax_impl.pipeline.saved import Packed, StageAutodiff, Task
-from jax_impl.pipeline.stages import CONTEXT_AXIS, Batch, Program, StagedParameters, Stages
-
-PIPELINE_AXIS = "pp"
-"""Mesh axis over stages."""
-DATA_AXIS = "dp"
-"""Mesh axis over parts of every microbatch."""
+from jax_impl.pipeline.packing import Packed
+from jax_impl.pipeline.programs import (
+    CONTEXT_AXIS,
+    DATA_AXIS,
+    PIPELINE_AXIS,
+    StagedParameters,
+    StageProgram,
+    StagePrograms,
+    Task,
+)
+from jax_impl.pipeline.saved import StageAutodiff, differentiable
 
 
 class _State(NamedTuple):
@@ -45,33 +49,48 @@ class _State(NamedTuple):
     Every buffer has one more slot than the table uses, into which actions that do not run write.
     """
 
-    inputs: Array
-    """Buffer of received inputs of stages. [slots + 1, b, T, S*D]"""
-    gradients: Array
-    """Buffer of received gradients of the outputs of stages. [slots + 1, b, T, S*D]"""
+    inputs: Any
+    """Buffers of received inputs of stages, with leaves [slots + 1, ...]; [slots + 1, b, T, S*D] in our model."""
+    gradients: Any
+    """Buffers of received gradients of the outputs of stages; None for arrays without gradient."""
     residuals: Any
     """Buffers of the values that forwards save for backward."""
     weight_operands: Any
     """Buffers of the values that I saves for W."""
-    received_inputs: tuple[Array, ...]
-    """Inputs received after the last slot, by shift. [b, T, S*D]"""
-    received_gradients: tuple[Array, ...]
-    """Gradients received after the last slot, by shift. [b, T, S*D]"""
+    received_inputs: tuple[Any, ...]
+    """Inputs received after the last slot, by shift."""
+    received_gradients: tuple[Any, ...]
+    """Gradients received after the last slot, by shift."""
     sums: StagedParameters
     """Sums of the gradients of parameters."""
-    losses: Array
-    """Losses of microbatches. [m]"""
+    collected: Any
+    """Losses of microbatches [m], or what the last stage returned, with leaves [m, ...]."""
+    stage_state: Any
+    """Values of the rank that forwards change."""
+
+
+class StepResult(NamedTuple):
+    """The results of a step on one rank."""
+
+    collected: Any
+    """Losses of the microbatches [m], or what the last stage returned, with leaves [m, ...]; equal on every rank."""
+    gradients: StagedParameters
+    """Gradients staged as the parameters, with those of the ends equal on every rank; without leaves if the schedule is
+    forward only."""
+    stage_state: Any
+    """Values of the rank that forwards change."""
 
 
 def run_lockstep(
-    stages: Stages,
+    stages: StagePrograms,
     table: LockstepTable,
     keep: Keep,
     axes: tuple[str, ...],
     params: StagedParameters,
-    batch: Batch,
+    batch: Any,
     moved: Moved,
-) -> tuple[Array, StagedParameters]:
+    stage_state: Any = (),
+) -> StepResult:
     """Return the losses of the microbatches and the gradients of their mean; all ranks run this function.
 
     Args:
@@ -79,37 +98,40 @@ def run_lockstep(
         table: the compiled schedule.
         keep: the option with which the table was compiled.
         axes: axes of the mesh under which this function runs.
-        params: parameters of the rank, with layers [v, layers, ...].
+        params: parameters of the rank, with the leading axis of layers removed.
         batch: all microbatches, equal on every rank.
         moved: counter of the activations of one forward that are offloaded to the host.
-
-    Returns:
-        Losses [m], equal on every rank. Gradients staged as params, with those of the ends equal on every rank; without
-        leaves if the schedule is forward only.
+        stage_state: values of the rank that forwards change; keep must be "residuals", or the schedule forward only.
     """
-    params, batch = vary((params, batch), axes)
-    execution = _Execution(stages, table, keep, axes, params, batch, moved)
+    params, batch, stage_state = vary((params, batch, stage_state), axes)
+    execution = _Execution(stages, table, keep, axes, params, batch, moved, stage_state)
     rank = lax.axis_index(PIPELINE_AXIS)
     rows = jax.tree.map(lambda column: jnp.asarray(column)[rank], table.rows)
     state = lax.scan(execution.run_slot, execution.start(), rows)[0]
     # Only the last stage has losses; first and last stage both add to a tied embedding.
-    losses, ends = lax.psum((state.losses, state.sums.ends), PIPELINE_AXIS)
-    result = losses, state.sums._replace(ends=ends)
+    collected, ends = lax.psum((state.collected, state.sums.ends), PIPELINE_AXIS)
+    result = StepResult(collected, state.sums._replace(ends=ends), state.stage_state)
     replica_axes = tuple(axis for axis in (DATA_AXIS, CONTEXT_AXIS) if axis in axes)
-    return lax.pmean(result, replica_axes) if replica_axes else result
+    if not replica_axes:
+        return result
+    if stages.collects_losses:
+        result = result._replace(collected=lax.pmean(collected, replica_axes))
+    return result._replace(gradients=lax.pmean(result.gradients, replica_axes))
 
 
 class _SlotResult(NamedTuple):
     """The results of the actions of one slot; inside a branch, None represents zeros."""
 
-    losses: Array
-    """Losses of all slots so far. [m]"""
+    collected: Any
+    """Losses or outputs of all slots so far, with leaves [m, ...]."""
     sums: StagedParameters
     """Sums of the gradients of all slots so far."""
+    stage_state: Any
+    """Values of the rank that forwards change."""
     output: Any = None
-    """Output of a stage. [b, T, S*D]"""
+    """Message of a stage."""
     input_gradient: Any = None
-    """Gradient of the input of a stage. [b, T, S*D]"""
+    """Gradient of the message to a stage."""
     residuals: Any = None
     """Packed values that a forward saves for its backward."""
     weight_operands: Any = None
@@ -124,13 +146,14 @@ class _Execution:
 
     def __init__(
         self,
-        stages: Stages,
+        stages: StagePrograms,
         table: LockstepTable,
         keep: Keep,
         axes: tuple[str, ...],
         params: StagedParameters,
-        batch: Batch,
+        batch: Any,
         moved: Moved,
+        stage_state: Any,
     ) -> None:
         self._stages = stages
         self._table = table
@@ -143,35 +166,38 @@ class _Execution:
         kinds = {action.kind for actions in table.schedule.actions for action in actions}
         self._has_full_backward = kinds.issuperset("BI")
         """True if the table has split and full backwards; a full backward runs I and W in one slot."""
-        config = stages.config
-        hidden = (*batch.tokens.shape[1:], config.stage_width)
-        self._payload = vary(jnp.zeros(hidden, config.compute_dtype), axes)
-        task = self._task(jnp.int32(0), jnp.int32(0))
+        self._stage_state = stage_state
+        self._message = vary(stages.message(batch), axes)
+        self._gradient = differentiable(self._message)
+        task = vary(self._task(jnp.int32(0), jnp.int32(0), stage_state), axes)
         keep = "inputs" if self._forward_only else keep
-        self._autodiff = StageAutodiff(stages.programs, task, self._payload, keep, self._splits)
-        hidden_like = jax.ShapeDtypeStruct(self._payload.shape, self._payload.dtype)
-        self._likes = dict.fromkeys(("output", "input_gradient"), hidden_like)
-        operands = self._autodiff.weight_operand_shapes
-        self._likes |= {"residuals": self._autodiff.residual_shapes, "weight_operands": operands}
+        self._autodiff = StageAutodiff(stages.programs, task, self._message, keep, self._splits)
+        self._likes = {
+            "output": _likes(self._message),
+            "input_gradient": _likes(self._gradient),
+            "residuals": self._autodiff.residual_shapes,
+            "weight_operands": self._autodiff.weight_operand_shapes,
+        }
 
     def start(self) -> _State:
         """Return the initial state: buffers and sums of zeros."""
         sizes = self._table.buffer_sizes
-        received = (self._payload,) * len(self._table.shifts)
+        shifts = len(self._table.shifts)
         nothing = StagedParameters((), {})
 
         def buffer(length: int, like: Any) -> Any:
-            return jax.tree.map(lambda x: jnp.zeros((length + 1, *x.shape), x.dtype), like)
+            return jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), like)
 
         state = _State(
-            inputs=buffer(sizes.inputs, self._payload),
-            gradients=buffer(sizes.gradients, self._payload),
-            residuals=buffer(sizes.residuals, self._autodiff.residual_shapes),
-            weight_operands=buffer(sizes.weights, self._autodiff.weight_operand_shapes),
-            received_inputs=received,
-            received_gradients=received,
+            inputs=buffer(sizes.inputs + 1, self._message),
+            gradients=buffer(sizes.gradients + 1, self._gradient),
+            residuals=buffer(sizes.residuals + 1, self._autodiff.residual_shapes),
+            weight_operands=buffer(sizes.weights + 1, self._autodiff.weight_operand_shapes),
+            received_inputs=(self._message,) * shifts,
+            received_gradients=(self._gradient,) * shifts,
             sums=nothing if self._forward_only else jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), self._params),
-            losses=jnp.zeros(len(self._batch.tokens), self._stages.config.params_dtype),
+            collected=buffer(self._table.schedule.num_microbatches, self._stages.collected(self._batch)),
+            stage_state=self._stage_state,
         )
         state = vary(state, self._axes)
         return state._replace(
@@ -188,15 +214,16 @@ class _Execution:
         inputs = state.inputs
         gradients = state.gradients
         for shift, (x, gradient) in enumerate(zip(state.received_inputs, state.received_gradients, strict=True)):
-            inputs = inputs.at[row.input_arrivals[shift]].set(x)
-            gradients = gradients.at[row.gradient_arrivals[shift]].set(gradient)
+            inputs = _store(inputs, row.input_arrivals[shift], x)
+            gradients = _store(gradients, row.gradient_arrivals[shift], gradient)
         state = state._replace(inputs=inputs, gradients=gradients)
-        result = _SlotResult(state.losses, state.sums)
+        result = _SlotResult(state.collected, state.sums, state.stage_state)
         state, result = (self._two_actions if self._table.fused else self._one_action)(state, row, result)
         state = state._replace(
             weight_operands=_store(state.weight_operands, row.backward_weights, result.weight_operands),
-            losses=result.losses,
+            collected=result.collected,
             sums=result.sums,
+            stage_state=result.stage_state,
             received_inputs=self._send(result.output, 1),
         )
         if not self._forward_only:
@@ -239,38 +266,41 @@ class _Execution:
 
     def _forward(self, state: _State, row: Any, result: _SlotResult) -> _SlotResult:
         """Run F of the row, and return the results with its output or loss and its residuals."""
-        task = self._task(row.forward_stage, row.forward_microbatch)
-        x = state.inputs[row.forward_input]
+        x = _slot(state.inputs, row.forward_input)
 
-        def run(program: Program, result: _SlotResult) -> _SlotResult:
+        def run(program: StageProgram, result: _SlotResult) -> _SlotResult:
             if program.last and not self._forward_only and self._autodiff.skips_last_forward:
                 return result
-            y, residuals = self._autodiff.forward(program, task, x)
+            task = self._task(row.forward_stage, row.forward_microbatch, result.stage_state)
+            forward = self._autodiff.forward(program, task, x)
+            result = result._replace(residuals=forward.residuals, stage_state=forward.state)
             if program.last:
-                return result._replace(losses=_add_loss(result.losses, row.forward_microbatch, y), residuals=residuals)
-            return result._replace(output=y, residuals=residuals)
+                return result._replace(collected=_collect(result.collected, row.forward_microbatch, forward.output))
+            return result._replace(output=forward.output)
 
         return self._run_program_of(row.forward_stage, run, result)
 
     def _backward(self, state: _State, row: Any, result: _SlotResult) -> _SlotResult:
         """Run B or I of the row, and return the results with its gradients."""
-        task = self._task(row.backward_stage, row.backward_microbatch)
-        x = state.inputs[row.backward_input]
-        gradient = state.gradients[row.backward_gradient]
-        loss_gradient = vary(jnp.full_like(result.losses[0], 1 / len(result.losses)), self._axes)
+        task = self._task(row.backward_stage, row.backward_microbatch, result.stage_state)
+        x = _slot(state.inputs, row.backward_input)
+        gradient = _slot(state.gradients, row.backward_gradient)
+        scale = self._stages.loss_scale
+        scale = 1 / self._table.schedule.num_microbatches if scale is None else scale
+        loss_gradient = vary(jnp.full_like(self._stages.collected(self._batch), scale), self._axes)
 
-        def run(program: Program, result: _SlotResult) -> _SlotResult:
+        def run(program: StageProgram, result: _SlotResult) -> _SlotResult:
             residuals = jax.tree.map(_on_device, _slot(state.residuals, row.backward_residuals))
             output_gradient = loss_gradient if program.last else gradient
             backward = self._autodiff.backward(program, task, x, residuals, output_gradient)
-            losses = result.losses
+            collected = result.collected
             if backward.loss is not None:
-                losses = _add_loss(losses, row.backward_microbatch, backward.loss)
-            sums = program.add(result.sums, task.vp_stage, backward.gradients)
+                collected = _collect(collected, row.backward_microbatch, backward.loss)
+            sums = program.add(result.sums, task, backward.gradients)
             return result._replace(
                 input_gradient=backward.input_gradient,
                 weight_operands=backward.weight_operands,
-                losses=losses,
+                collected=collected,
                 sums=sums,
             )
 
@@ -278,19 +308,19 @@ class _Execution:
 
     def _weight_gradients(self, row: Any, operands: Packed, result: _SlotResult) -> _SlotResult:
         """Run W of the row, and return the results with its gradients added to the sums."""
-        task = self._task(row.weights_stage, row.weights_microbatch)
+        task = self._task(row.weights_stage, row.weights_microbatch, result.stage_state)
 
-        def run(program: Program, result: _SlotResult) -> _SlotResult:
-            gradients = self._autodiff.weight_gradients(program, operands)
-            return result._replace(sums=program.add(result.sums, task.vp_stage, gradients))
+        def run(program: StageProgram, result: _SlotResult) -> _SlotResult:
+            gradients = self._autodiff.weight_gradients(program, task, operands)
+            return result._replace(sums=program.add(result.sums, task, gradients))
 
         return self._run_program_of(row.weights_stage, run, result)
 
     def _place_buffer(self, buffer: Array) -> Array:
         """Place a buffer on the host with activation offload if its slots are large enough, and return it."""
-        config = self._stages.config
+        least = self._stages.min_offload_bytes
         slot_bytes = buffer[0].size * buffer.dtype.itemsize
-        if not config.enable_activation_offload or slot_bytes < config.activation_offload_min_bytes:
+        if least is None or slot_bytes < least:
             return buffer
         self._moved.note(slot_bytes)
         return jax.device_put(buffer, jax.memory.Space.Host)
@@ -307,14 +337,15 @@ class _Execution:
 
         return lax.cond(slot < self._table.buffer_sizes.residuals, store, lambda: buffers)
 
-    def _task(self, stage: Array, microbatch: Array) -> Task:
+    def _task(self, stage: Array, microbatch: Array, stage_state: Any) -> Task:
         """Return the arguments of a stage for a microbatch."""
         vp_stages = jnp.asarray([vp_stage for _, vp_stage in self._stages.placement], jnp.int32)
         first_layers = jnp.asarray(self._stages.first_layers, jnp.int32)
-        return Task(self._params, self._batch.microbatch(microbatch), vp_stages[stage], first_layers[stage])
+        batch = self._batch.microbatch(microbatch)
+        return Task(self._params, batch, vp_stages[stage], first_layers[stage], stage, stage_state)
 
     def _run_program_of(
-        self, stage: Array, run: Callable[[Program, _SlotResult], _SlotResult], result: _SlotResult
+        self, stage: Array, run: Callable[[StageProgram, _SlotResult], _SlotResult], result: _SlotResult
     ) -> _SlotResult:
         """Run the program of a stage and return the updated results."""
         choice = jnp.asarray(self._stages.program_of)[stage]
@@ -332,7 +363,7 @@ class _Execution:
 
         return lax.switch(jnp.int32(choice), [partial(run, branch) for branch in branches], result)
 
-    def _send(self, x: Array, direction: int) -> tuple[Array, ...]:
+    def _send(self, x: Any, direction: int) -> tuple[Any, ...]:
         """Send a value to the rank ``shift`` places ahead (1) or behind (-1), for each shift; all ranks take part."""
         p = self._table.schedule.pp_size
         return tuple(
@@ -353,6 +384,11 @@ def _on_device(x: Array) -> Array:
     return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
 
 
+def _likes(tree: Any) -> Any:
+    """Return the shapes and dtypes of the arrays of a pytree."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
 def _zeros(likes: Any) -> Any:
     """Return zeros with the shapes and types of the leaves of a pytree."""
     return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), likes)
@@ -368,6 +404,6 @@ def _store(buffers: Any, slot: Array, values: Any) -> Any:
     return jax.tree.map(lambda buffer, value: buffer.at[slot].set(value), buffers, values)
 
 
-def _add_loss(losses: Array, microbatch: Array, loss: Array) -> Array:
-    """Add the loss of a microbatch."""
-    return losses.at[jnp.maximum(microbatch, 0)].add(loss)
+def _collect(collected: Any, microbatch: Array, values: Any) -> Any:
+    """Return what was collected, with the loss or the output of a microbatch."""
+    return _store(collected, jnp.maximum(microbatch, 0), values)

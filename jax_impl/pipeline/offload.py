@@ -16,7 +16,7 @@ import jax
 from diptych.plans.offload import OffloadPlan, Use, join_plans, plan_actions, plan_offload, total_statistics
 from diptych.plans.schedule.named import schedule_for
 from jax_impl.offload import Moved, OffloadedParameters, UpdateFunction, plan_statistics
-from jax_impl.pipeline.stages import StagedParameters
+from jax_impl.pipeline.programs import StagedParameters
 from jax_impl.pipeline.step import PipelineStep
 
 

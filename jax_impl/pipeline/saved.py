@@ -10,12 +10,11 @@ the stage again to get a pull-back with the same tree and replaces its leaves by
 that lead only to replaced leaves.
 
 If the schedule splits the backward, I computes all gradients except those of the weights of linear maps. Instead it
-saves the input of each map and the gradient of its output (ops._LinearTaps), and W multiplies them. I and W together
-compute the same matrix products as B.
+saves the input of each map and the gradient of its output, and W multiplies them. I and W together compute the same
+matrix products as B. In this project's model, linear maps hand over both (ops._LinearTaps), also from inside of a
+recomputed block. In functions of a user, deferred_products.py finds the products in the traced backward.
 """
 
-import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,23 +22,24 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from diptych.plans.recompute import RecomputeBlock
 from diptych.plans.schedule.lockstep import Keep
-from jax_impl.offload import is_on_host, single_pass, without_offload
+from jax_impl.offload import is_on_host
 from jax_impl.ops import _LinearTaps
-from jax_impl.pipeline.stages import Batch, Program, StagedParameters
-from jax_impl.recompute import VaryingLeaf, recompute_policy, varying_leaves, with_leaves
+from jax_impl.pipeline.deferred_products import DeferredProducts
+from jax_impl.pipeline.packing import Packed, longest_vectors, pack, unpack
+from jax_impl.pipeline.programs import StageProgram, Task
+from jax_impl.recompute import VaryingLeaf, varying_leaves, with_leaves
 
 
-class Task(NamedTuple):
-    """A stage and a microbatch."""
+class Forward(NamedTuple):
+    """The results of a forward."""
 
-    params: StagedParameters
-    """Parameters of the rank."""
-    batch: Batch
-    """The microbatch."""
-    vp_stage: Array
-    first_layer: Array
+    output: Any
+    """The message for the next stage, or the loss."""
+    residuals: Packed
+    """Values saved for backward."""
+    state: Any
+    """The new state of the rank."""
 
 
 class Backward(NamedTuple):
@@ -47,16 +47,12 @@ class Backward(NamedTuple):
 
     gradients: Mapping[str, Array]
     """Gradients by parameter name; in a split backward, without the weights whose gradients W computes."""
-    input_gradient: Array
-    """Gradient of the input; 0 in the first stage."""
+    input_gradient: Any
+    """Gradient of the input; 0 in the first stage. None stands for arrays of the message without gradient."""
     loss: Array | None
     """Loss of the last stage, if its forward did not compute it."""
-    weight_operands: "Packed"
+    weight_operands: Packed
     """Operands of the weight gradients, saved for W."""
-
-
-Packed = dict[str, Array]
-"""Concatenated arrays, by dtype."""
 
 
 class StageAutodiff:
@@ -65,22 +61,27 @@ class StageAutodiff:
     Args:
         programs: programs of all stages.
         task: task of any stage, for its shapes.
-        x: input of any stage, for its shape.
+        x: message to any stage, for its shape.
         keep: see diptych.plans.schedule.lockstep.
         split: True if backwards are split into I and W.
     """
 
-    def __init__(self, programs: Sequence[Program], task: Task, x: Array, keep: Keep, split: bool) -> None:
+    def __init__(self, programs: Sequence[StageProgram], task: Task, x: Any, keep: Keep, split: bool) -> None:
         self._keep = keep
-        self._taps = {program: _tap_shapes(program, task, x) if split else {} for program in programs}
+        self._taps = {program: program.tap_shapes(task, x) if split else {} for program in programs}
         self._residual_leaves = {
             program: self._find_residuals(program, task, x) if keep == "residuals" else [] for program in programs
         }
-        self.residual_shapes = _longest_vectors(
-            [[leaf.like for leaf in leaves] for leaves in self._residual_leaves.values()]
+        self.residual_shapes = longest_vectors(
+            [leaf.like for leaf in leaves] for leaves in self._residual_leaves.values()
         )
         """Shapes of the packed values that a forward saves for backward."""
-        self.weight_operand_shapes = _longest_vectors([jax.tree.leaves(taps) for taps in self._taps.values()])
+        self._products = {
+            program: self._find_products(program, task, x) for program in programs if split and program.defers_products
+        }
+        operands = [jax.tree.leaves(taps) for taps in self._taps.values()]
+        operands += [products.operands for products in self._products.values()]
+        self.weight_operand_shapes = longest_vectors(operands)
         """Shapes of the packed operands that I saves for W."""
 
     @property
@@ -88,44 +89,61 @@ class StageAutodiff:
         """True if the last stage needs no forward, because its backward runs it and no other rank waits for it."""
         return self._keep == "inputs"
 
-    def forward(self, program: Program, task: Task, x: Array) -> tuple[Array, Packed]:
+    def forward(self, program: StageProgram, task: Task, x: Any) -> Forward:
         """Return the output (or the loss) of a stage and the values saved for backward."""
         if self._keep == "inputs":
-            return program(program.select_parameters(task.params, task.vp_stage), x, task.batch, task.first_layer), {}
-        y, pull_back = self._pull_back(program, task, x)
+            y, state = program.run(program.select(task), x, task)
+            return Forward(y, {}, state)
+        y, state, pull_back = self._pull_back(program, task, x)
         leaves = jax.tree.leaves(pull_back)
-        return y, _pack([leaves[leaf.indices[0]] for leaf in self._residual_leaves[program]], self.residual_shapes)
+        saved = [leaves[leaf.indices[0]] for leaf in self._residual_leaves[program]]
+        return Forward(y, pack(saved, self.residual_shapes), state)
 
-    def backward(self, program: Program, task: Task, x: Array, residuals: Packed, gradient: Array) -> Backward:
+    def backward(self, program: StageProgram, task: Task, x: Any, residuals: Packed, gradient: Any) -> Backward:
         """Run a full backward (B), or the part for inputs (I) if backwards are split.
 
         Args:
             program: program of the stage.
             task: the stage and the microbatch.
-            x: input of the stage; read with keep="inputs".
+            x: message to the stage; read with keep="inputs".
             residuals: values that forward saved.
-            gradient: gradient of the output.
+            gradient: gradient of the output, as differentiable() of it.
         """
-        y, pull_back = self._pull_back(program, task, x)
-        if self._keep == "residuals":
-            leaves = self._residual_leaves[program]
-            pull_back = with_leaves(pull_back, leaves, _unpack(residuals, [leaf.like for leaf in leaves]))
-        gradients, dx, taps = pull_back(gradient)
-        loss = y if program.last and self.skips_last_forward else None
-        return Backward(gradients, dx, loss, _pack(jax.tree.leaves(taps), self.weight_operand_shapes))
+        if program in self._products:
+            results, operands = self._products[program].run_first(task, x, residuals, gradient)
+            (loss, dx), gradients = results
+        else:
+            (loss, dx), gradients, taps = self._full_backward(program, task, x, residuals, gradient)
+            operands = jax.tree.leaves(taps)
+        loss = loss if program.last and self.skips_last_forward else None
+        return Backward(gradients, dx, loss, pack(operands, self.weight_operand_shapes))
 
-    def weight_gradients(self, program: Program, operands: Packed) -> dict[str, Array]:
+    def weight_gradients(self, program: StageProgram, task: Task, operands: Packed) -> dict[str, Array]:
         """Run W: return the gradients of the weights that I left out, from the operands that it saved."""
+        if program in self._products:
+            products = self._products[program]
+            return products.run_rest(task, unpack(operands, products.operands))
         likes, structure = jax.tree.flatten(self._taps[program])
-        taps = jax.tree.unflatten(structure, _unpack(operands, likes))
+        taps = jax.tree.unflatten(structure, unpack(operands, likes))
         return {name: jnp.einsum("no,ni->oi", _rows(grad), _rows(x)) for name, (x, grad) in taps.items()}
 
-    def _pull_back(self, program: Program, task: Task, x: Array) -> tuple[Array, Callable[[Array], tuple]]:
-        """Return the output of a stage, and the pull-back to gradients of parameters, input and taps.
+    def _full_backward(
+        self, program: StageProgram, task: Task, x: Any, residuals: Packed, gradient: Any
+    ) -> tuple[tuple[Any, Any], dict[str, Array], Any]:
+        """Return output and gradient of the input, the gradients by name, and those of the taps."""
+        y, _, pull_back = self._pull_back(program, task, x)
+        if self._keep == "residuals":
+            leaves = self._residual_leaves[program]
+            pull_back = with_leaves(pull_back, leaves, unpack(residuals, [leaf.like for leaf in leaves]))
+        gradients, dx, taps = pull_back(gradient)
+        return (y if self.skips_last_forward else None, dx), gradients, taps
+
+    def _pull_back(self, program: StageProgram, task: Task, x: Any) -> tuple[Any, Any, Callable[[Any], tuple]]:
+        """Return output and state of a stage, and the pull-back to gradients of parameters, input and taps.
 
         Parameters on the host are represented by zeros on the device, whose gradients are those of the parameters.
         """
-        parameters = program.select_parameters(task.params, task.vp_stage)
+        parameters = program.select(task)
         taps = jax.tree.map(lambda like: _zeros(like, x), self._taps[program])
         on_host = {name: value for name, value in parameters.items() if is_on_host(value)}
         differentiated = {
@@ -134,61 +152,57 @@ class StageAutodiff:
             if name not in taps
         }
 
-        def run(differentiated: dict[str, Array], x: Array, taps: dict[str, tuple[Array, Array]]) -> Array:
+        def run(differentiated: dict[str, Array], dx: Any, taps: dict[str, tuple[Array, Array]]) -> tuple[Any, Any]:
             all_parameters = parameters | differentiated | on_host
             on_device = {name: all_parameters[name] for name in taps if name not in on_host}
-            with _LinearTaps(on_device, taps), self._offloaded(program, differentiated | taps):
-                return program(all_parameters, x, task.batch, task.first_layer)
+            replays = self._keep == "inputs"
+            with _LinearTaps(on_device, taps), program.fetching(differentiated | taps, replays):
+                y, state = program.run(all_parameters, _joined(dx, x), task)
+            return differentiable(y), (_without(y, differentiable(y)), state)
 
-        if self._keep == "residuals" and not program.recomputes:
-            # Without a policy JAX saves everything that a derivative reads, and XLA fuses most of it away; in a slot
-            # everything would be stored. No matrix product lies between named values, so saving these is enough.
-            policy = recompute_policy(program.config, RecomputeBlock("none", ()))
-            run = jax.checkpoint(run, policy=policy)  # pyright: ignore[reportPrivateImportUsage]
-        return jax.vjp(run, differentiated, x, taps)
+        if self._keep == "residuals":
+            run = program.saving(run)
+        y, pull_back, (others, state) = jax.vjp(run, differentiated, differentiable(x), taps, has_aux=True)
+        return _joined(y, others), state, pull_back
 
-    def _offloaded(self, program: Program, gradients: Mapping[str, Any]) -> contextlib.AbstractContextManager:
-        """Return a context in which the layers of a stage are fetched by the plan of one action.
-
-        Args:
-            program: program of the stage.
-            gradients: for every parameter of a layer, zeros that receive its gradient, or its taps.
-        """
-        if not program.config.enable_tensor_offload:
-            return contextlib.nullcontext()
-        by_layer: dict[int, list[Any]] = {number: [] for number in program.numbers}
-        for name in program.names:
-            number = program.layer_of(name)
-            if number is not None:
-                by_layer[number].append(gradients[name])
-        replays = self._keep == "inputs"
-        context = single_pass(program.config, program.blocks, includes_backward=replays)
-        return context._replace(gradients=by_layer, activations={}, named=not replays).active()
-
-    def _find_residuals(self, program: Program, task: Task, x: Array) -> list[VaryingLeaf]:
+    def _find_residuals(self, program: StageProgram, task: Task, x: Any) -> list[VaryingLeaf]:
         """Return the leaves of a pull-back that depend on the microbatch."""
 
-        def leaves(task: Task, x: Array) -> list[Any]:
-            return jax.tree.leaves(self._pull_back(program, task, x)[1])
+        def leaves(task: Task, x: Any) -> list[Any]:
+            return jax.tree.leaves(self._pull_back(program, task, x)[2])
 
         varies = jax.tree.map(lambda _: False, task)
-        varies = varies._replace(batch=varies.batch._replace(tokens=True, targets=True))
-        return varying_leaves(leaves, (task, x), (varies, True))
+        state = jax.tree.map(lambda _: True, task.state)
+        varies = varies._replace(batch=task.batch.varying(), state=state)
+        return varying_leaves(leaves, (task, x), (varies, jax.tree.map(lambda _: True, x)))
+
+    def _find_products(self, program: StageProgram, task: Task, x: Any) -> DeferredProducts:
+        """Return the split of a stage's backward into I and W."""
+
+        def backward(task: Task, x: Any, residuals: Packed, gradient: Any) -> tuple[Any, dict[str, Array]]:
+            return self._full_backward(program, task, x, residuals, gradient)[:2]
+
+        residuals = {dtype: _zeros(like, x) for dtype, like in self.residual_shapes.items()}
+        gradient = differentiable(x)
+        if program.last:
+            loss = jax.eval_shape(lambda: self._pull_back(program, task, x)[0])
+            gradient = _zeros(loss, x)
+        return DeferredProducts(backward, task, x, residuals, gradient)
 
 
-def _tap_shapes(program: Program, task: Task, x: Array) -> dict[str, tuple]:
-    """Return the shapes of the input and output of every linear map, by the name of its weight."""
+def differentiable(tree: Any) -> Any:
+    """Return a pytree with None for every array that has no gradient, such as integers."""
+    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, tree)
 
-    def run(task: Task, x: Array) -> Array:
-        nonlocal taps
-        parameters = jax.device_put(program.select_parameters(task.params, task.vp_stage), jax.memory.Space.Device)
-        taps = _LinearTaps({name: value for name, value in parameters.items() if not program.is_embedding(name)})
-        with taps, without_offload():
-            return program(parameters, x, task.batch, task.first_layer)
 
-    taps = _LinearTaps({})
-    jax.eval_shape(run, task, x)
-    return taps.shapes
+def _without(tree: Any, part: Any) -> Any:
+    """Return a pytree with None for every array of a part of it."""
+    return jax.tree.map(lambda own, x: None if own is not None else x, part, tree, is_leaf=lambda x: x is None)
+
+
+def _joined(part: Any, others: Any) -> Any:
+    """Return the arrays of a part of a pytree, and from ``others`` those that are None in it."""
+    return jax.tree.map(lambda own, x: x if own is None else own, part, others, is_leaf=lambda x: x is None)
 
 
 def _rows(x: Array) -> Array:
@@ -196,38 +210,6 @@ def _rows(x: Array) -> Array:
     return x.reshape(-1, x.shape[-1])
 
 
-def _zeros(like: Any, varies_like: Array) -> Array:
+def _zeros(like: Any, varies_like: Any) -> Array:
     """Return zeros on the device with the shape and dtype of ``like`` and the varying axes of ``varies_like``."""
-    return jnp.zeros_like(varies_like, shape=like.shape, dtype=like.dtype)
-
-
-def _longest_vectors(programs: Sequence[Sequence[jax.ShapeDtypeStruct]]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shape of one vector for each dtype that can hold the arrays of any program."""
-    lengths: dict[str, int] = {}
-    for likes in programs:
-        for dtype in {str(like.dtype) for like in likes}:
-            length = sum(math.prod(like.shape) for like in likes if like.dtype == dtype)
-            lengths[dtype] = max(lengths.get(dtype, 0), length)
-    return {dtype: jax.ShapeDtypeStruct((length,), dtype) for dtype, length in lengths.items()}
-
-
-def _pack(arrays: Sequence[Array], vectors: Mapping[str, jax.ShapeDtypeStruct]) -> Packed:
-    """Concatenate arrays by dtype and pad with zeros."""
-    packed = {}
-    for dtype, vector in vectors.items():
-        parts = [array.reshape(-1) for array in arrays if array.dtype == dtype]
-        used = sum(part.size for part in parts)
-        packed[dtype] = jnp.concatenate([*parts, jnp.zeros(vector.size - used, dtype)])
-    return packed
-
-
-def _unpack(packed: Packed, likes: Sequence[jax.ShapeDtypeStruct]) -> list[Array]:
-    """Return the arrays that _pack concatenated."""
-    starts = dict.fromkeys(packed, 0)
-    arrays = []
-    for like in likes:
-        dtype = str(like.dtype)
-        size = math.prod(like.shape)
-        arrays.append(packed[dtype][starts[dtype] : starts[dtype] + size].reshape(like.shape))
-        starts[dtype] += size
-    return arrays
+    return jnp.zeros_like(jax.tree.leaves(varies_like)[0], shape=like.shape, dtype=like.dtype)

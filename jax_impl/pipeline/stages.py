@@ -9,6 +9,11 @@ Stages with equal structure share a program (class Program): the module of the m
 receive their numbers when it runs. A dropout mask depends on the number of its layer in the whole model, so it does not
 depend on the stage.
 
+The fields of StagedParameters are therefore
+
+    layers   by kind of layer: name within the layer to [p, v, layers, ...]
+    ends     parameters of embedding, final norm and head, by canonical name
+
 With offload, layers move separately, so they are separate arrays: instead of a stack, there are lists by virtual stage
 and position in the stage of arrays [p, ...]. Every stage then has its own program with a fixed virtual stage, because a
 program must name the arrays that it moves when it is compiled.
@@ -20,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
@@ -32,25 +38,16 @@ from diptych.plans.recompute import RecomputeBlock, recompute_blocks
 from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.partition import layers_by_stage
 from jax_impl.context_parallel import build_cp_context
-from jax_impl.offload import without_offload
-
-CONTEXT_AXIS = "cp"
-"""Mesh axis over the parts of sequences that ranks share."""
+from jax_impl.offload import single_pass, without_offload
+from jax_impl.ops import _LinearTaps
+from jax_impl.pipeline.programs import CONTEXT_AXIS, StagedParameters, Task
+from jax_impl.recompute import recompute_policy
 
 LAYERS = "decoder.layers."
 """The prefix of the canonical name of every layer's parameter; the number of the layer follows."""
 
 EMBEDDING = "embedding.weight"
 """Canonical name of the input embedding, and of a tied head."""
-
-
-class StagedParameters(NamedTuple):
-    """Parameters, gradients or moments, staged for the pipeline."""
-
-    layers: tuple[dict[str, Any], ...]
-    """By kind of layer: name within the layer to [p, v, layers, ...], or with offload to v lists of layers [p, ...]."""
-    ends: dict[str, Any]
-    """Parameters of embedding, final norm and head, by canonical name."""
 
 
 class Batch(NamedTuple):
@@ -79,6 +76,10 @@ class Batch(NamedTuple):
         """Return one microbatch, with arrays [b, T], [b] and [b, N]."""
         own = self._replace(step=None, positions=None)
         return jax.tree.map(lambda array: array[number], own)._replace(step=self.step, positions=self.positions)
+
+    def varying(self) -> "Batch":
+        """Return True for every array from which values saved for backward are computed."""
+        return jax.tree.map(lambda _: False, self)._replace(tokens=True, targets=True)
 
 
 class StackIndex(NamedTuple):
@@ -152,6 +153,14 @@ class Program:
         y = model(inputs, targets, step=batch.step, samples=batch.samples, **arguments, training=self.training)
         return y if self.last else y.reshape(*y.shape[:2], -1)
 
+    def run(self, parameters: Mapping[str, Array], x: Array, task: Task) -> tuple[Array, Any]:
+        """Run a stage; see __call__. Layers have no state."""
+        return self(parameters, x, task.batch, task.first_layer), task.state
+
+    def select(self, task: Task) -> dict[str, Array]:
+        """Return the parameters of a stage by name."""
+        return self.select_parameters(task.params, task.vp_stage)
+
     def select_parameters(self, params: StagedParameters, vp_stage: Array) -> dict[str, Array]:
         """Return the parameters of a stage by name, from those of a rank with layers [v, layers, ...]."""
         result = {}
@@ -165,24 +174,67 @@ class Program:
                 result[name] = params.layers[index.kind][suffix][self.vp_stage][index.position]
         return result
 
-    def add(self, params: StagedParameters, vp_stage: Array, gradients: Mapping[str, Array]) -> StagedParameters:
+    def add(self, sums: StagedParameters, task: Task, gradients: Mapping[str, Array]) -> StagedParameters:
         """Add the gradients of a stage to the sums of a rank, in the dtype of the sums, and return the sums."""
-        layers, ends = jax.tree.map(lambda x: x, (list(params.layers), params.ends))  # copies of the containers
+        layers, ends = jax.tree.map(lambda x: x, (list(sums.layers), sums.ends))  # copies of the containers
         for name, gradient in gradients.items():
             index, suffix = self._stack_index(name)
             if index is None:
                 ends[name] += gradient.astype(ends[name].dtype)
             elif self.vp_stage is None:
                 stack = layers[index.kind][suffix]
-                layers[index.kind][suffix] = stack.at[vp_stage, index.position].add(gradient.astype(stack.dtype))
+                layers[index.kind][suffix] = stack.at[task.vp_stage, index.position].add(gradient.astype(stack.dtype))
             else:
                 own = layers[index.kind][suffix][self.vp_stage]
                 own[index.position] += gradient.astype(own[index.position].dtype)
         return StagedParameters(tuple(layers), ends)
 
-    def is_embedding(self, name: str) -> bool:
-        """Return True if a parameter is the input embedding, which no linear map reads."""
-        return self.first and name == EMBEDDING
+    @property
+    def defers_products(self) -> bool:
+        """False, because linear maps hand over the operands of their weight gradients."""
+        return False
+
+    def tap_shapes(self, task: Task, x: Array) -> dict[str, tuple]:
+        """Return the shapes of the input and output of every linear map, by the name of its weight."""
+
+        def run(task: Task, x: Array) -> Array:
+            nonlocal taps
+            parameters = jax.device_put(self.select(task), jax.memory.Space.Device)
+            # No linear map reads the input embedding.
+            weights = {name: value for name, value in parameters.items() if not (self.first and name == EMBEDDING)}
+            taps = _LinearTaps(weights)
+            with taps, without_offload():
+                return self(parameters, x, task.batch, task.first_layer)
+
+        taps = _LinearTaps({})
+        jax.eval_shape(run, task, x)
+        return taps.shapes
+
+    def saving(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``run`` with the rule for what it saves for backward in a slot."""
+        if self.recomputes:
+            return run
+        # Without a policy JAX saves everything that a derivative reads, and XLA fuses most of it away; in a slot
+        # everything would be stored. No matrix product lies between named values, so saving these is enough.
+        policy = recompute_policy(self.config, RecomputeBlock("none", ()))
+        return jax.checkpoint(run, policy=policy)  # pyright: ignore[reportPrivateImportUsage]
+
+    def fetching(self, gradients: Mapping[str, Any], replays: bool) -> contextlib.AbstractContextManager:
+        """Return a context in which the layers of a stage are fetched by the plan of one action.
+
+        Args:
+            gradients: for every parameter of a layer, zeros that receive its gradient, or its taps.
+            replays: True if backward runs the stage again.
+        """
+        if not self.config.enable_tensor_offload:
+            return contextlib.nullcontext()
+        by_layer: dict[int, list[Any]] = {number: [] for number in self.numbers}
+        for name in self.names:
+            number = self.layer_of(name)
+            if number is not None:
+                by_layer[number].append(gradients[name])
+        context = single_pass(self.config, self.blocks, includes_backward=replays)
+        return context._replace(gradients=by_layer, activations={}, named=not replays).active()
 
     @property
     def recomputes(self) -> bool:
@@ -214,6 +266,23 @@ class Stages:
     """Index of the program of each stage."""
     first_layers: tuple[int, ...]
     """Number of the first layer of each stage, or of the next stage's if the stage has no layers."""
+    loss_scale: None = None
+    """Gradients are those of the mean of the microbatches' losses."""
+    collects_losses: bool = True
+
+    @property
+    def min_offload_bytes(self) -> int | None:
+        """Bytes from which a slot of saved values is in host memory; None: never."""
+        return self.config.activation_offload_min_bytes if self.config.enable_activation_offload else None
+
+    def message(self, batch: Batch) -> Array:
+        """Return a message of zeros between stages, [b, T, S*D]."""
+        return jnp.zeros((*batch.tokens.shape[1:], self.config.stage_width), self.config.compute_dtype)
+
+    def collected(self, batch: Batch) -> Array:
+        """Return the loss of a microbatch, of zeros."""
+        del batch
+        return jnp.zeros((), self.config.params_dtype)
 
     def by_layer(self) -> dict[int, tuple[int, int, StackIndex]]:
         """Return rank, virtual stage and stack index of every layer."""

@@ -1,7 +1,7 @@
 """The step of a pipeline on a JAX backend (pmap or shard_map), and the staging and joining of its parameters."""
 
 import os
-from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import PIPELINED
@@ -22,12 +22,11 @@ from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.lockstep import KEEPS, Keep, LockstepTable, compile_lockstep
 from diptych.plans.schedule.named import any_num_microbatches, schedule_for
 from jax_impl.offload import Moved
-from jax_impl.pipeline.executor import DATA_AXIS, PIPELINE_AXIS, run_lockstep
-from jax_impl.pipeline.stages import CONTEXT_AXIS, Batch, StagedParameters, divide_model, names_of
+from jax_impl.pipeline.doors import DOORS, SLOTS, by_pmap, by_shard_map, shardings_of, whole_array
+from jax_impl.pipeline.executor import run_lockstep
+from jax_impl.pipeline.programs import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, StagedParameters
+from jax_impl.pipeline.stages import Batch, divide_model, names_of
 from jax_impl.pipeline.wavefront import run_wavefront
-
-DOORS = ("pmap", "shard_map")
-SLOTS = ("canonical", "fused")
 
 
 def make_pipeline_step(
@@ -99,7 +98,8 @@ class PipelineStep:
         schedule = schedule_for(config, min_microbatches)  # for the ranks of stages, which do not depend on m
         self.stages = divide_model(type(model), config, schedule, training)
         self.table(min_microbatches)  # raises an error if the schedule does not support these slots
-        self._run = (_by_pmap if door == "pmap" else _by_shard_map)(self._local, mesh)
+        by_door = by_pmap if door == "pmap" else partial(by_shard_map, batch_specs=_batch_specs(mesh))
+        self._run = by_door(self._local, mesh)
 
     def __call__(
         self,
@@ -141,16 +141,12 @@ class PipelineStep:
 
     def join_parameters(self, staged: StagedParameters) -> nnx.State:
         """Return staged parameters or gradients as a tree of the undivided model, on the default device."""
-        values = self.stages.unstack(jax.tree.map(_on_host, staged))
+        values = self.stages.unstack(jax.tree.map(whole_array, staged))
         return jax.tree.unflatten(self._structure, [jnp.asarray(values[name]) for name in self.names])
 
     def shardings(self, staged: StagedParameters) -> StagedParameters:
         """Return the sharding of every leaf of a staged tree."""
-        by_rank = NamedSharding(self.mesh, PartitionSpec(PIPELINE_AXIS))
-        replicated = NamedSharding(self.mesh, PartitionSpec())
-        return StagedParameters(
-            jax.tree.map(lambda _: by_rank, staged.layers), jax.tree.map(lambda _: replicated, staged.ends)
-        )
+        return shardings_of(staged, self.mesh)
 
     def shapes(self, staged: StagedParameters) -> StagedParameters:
         """Return the shape and dtype of every leaf in the undivided model, as jax.ShapeDtypeStruct."""
@@ -180,7 +176,7 @@ class PipelineStep:
         axes = tuple(self.mesh.axis_names)
         if CONTEXT_AXIS in axes and self.config.cp_exchange == PIPELINED:
             return run_wavefront(self.stages, self.keep, axes, params, batch, self._forward_only)
-        return run_lockstep(self.stages, table, self.keep, axes, params, batch, self.moved)
+        return run_lockstep(self.stages, table, self.keep, axes, params, batch, self.moved)[:2]
 
     def _batch(
         self, tokens: Any, targets: Any, step: int | Array = 0, samples: Any = None, document_starts: Any = None
@@ -224,30 +220,9 @@ class PipelineStep:
         return Batch(tokens, targets, samples, batch.step, None, concatenated.positions, concatenated.cu_seqlens)
 
 
-def _by_pmap(local: Callable, mesh: Mesh) -> Any:
-    """Run a function on every device of the mesh by jax.pmap, with layers divided by rank and all else replicated."""
-    by_rank = StagedParameters(layers=0, ends=None)  # pyright: ignore[reportArgumentType]
-    devices = list(mesh.devices.flat)
-    run = jax.pmap(local, PIPELINE_AXIS, in_axes=(by_rank, None), out_axes=(None, by_rank), devices=devices)
-    if jax.process_count() == 1:
-        return run
-    from jax.experimental.multihost_utils import host_local_array_to_global_array as to_global
-
-    def run_and_gather(params: StagedParameters, batch: Batch) -> tuple[Array, StagedParameters]:
-        """Return global arrays, because pmap returns only the gradients of the process's own ranks."""
-        losses, (layers, ends) = run(params, batch)
-        layers = to_global(layers, mesh, PartitionSpec(PIPELINE_AXIS))
-        losses, ends = to_global((losses, ends), mesh, PartitionSpec())
-        return losses, StagedParameters(layers, ends)
-
-    return run_and_gather
-
-
-def _by_shard_map(local: Callable, mesh: Mesh) -> Any:
-    """Run a function by jax.shard_map, which can also divide the samples of every microbatch and their tokens."""
-    by_rank = PartitionSpec(PIPELINE_AXIS)
+def _batch_specs(mesh: Mesh) -> Batch:
+    """Return which axis of the mesh divides which axis of the batch."""
     replicated = PartitionSpec()
-    params = StagedParameters(by_rank, replicated)  # pyright: ignore[reportArgumentType]
     data, context = (axis if axis in mesh.axis_names else None for axis in (DATA_AXIS, CONTEXT_AXIS))
     samples = PartitionSpec(None, data)
     tokens = PartitionSpec(None, data, context)
@@ -260,22 +235,7 @@ def _by_shard_map(local: Callable, mesh: Mesh) -> Any:
         "positions": PartitionSpec(context),
         "cu_seqlens": samples,
     }
-    batch = Batch(**by_name)
-
-    def squeezed(params: StagedParameters, batch: Batch) -> tuple[Array, StagedParameters]:
-        losses, gradients = local(params._replace(layers=jax.tree.map(lambda x: x[0], params.layers)), batch)
-        return losses, gradients._replace(layers=jax.tree.map(lambda x: x[None], gradients.layers))
-
-    return jax.jit(jax.shard_map(squeezed, mesh=mesh, in_specs=(params, batch), out_specs=(replicated, params)))
-
-
-def _on_host(value: Any) -> np.ndarray:
-    """Return the whole array, even if other processes hold parts of it."""
-    if isinstance(value, Array) and not value.is_fully_addressable and not value.is_fully_replicated:
-        from jax.experimental import multihost_utils
-
-        return multihost_utils.process_allgather(value, tiled=True)
-    return np.asarray(value)
+    return Batch(**by_name)
 
 
 def _mesh(config: TransformerConfig, mesh: Mesh | None, door: str) -> Mesh:

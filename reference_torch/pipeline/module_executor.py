@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,8 +12,7 @@ from torch.utils import _pytree as pytree
 
 from diptych.plans.schedule.actions import Action, Schedule
 from diptych.plans.schedule.messages import PipelineError
-from diptych.plans.schedule.named import build_schedule, forwards_of
-from diptych.plans.schedule.validate import validate_schedule
+from diptych.plans.schedule.named import forwards_of, schedule_of_stages
 from reference_torch.p2p import P2PCommunicator
 from reference_torch.pipeline.executor import Executor
 from reference_torch.pipeline.gradients import (
@@ -94,7 +92,7 @@ class PipelineExecutor:
             group = dist.group.WORLD
         size = 1 if group is None else group.size()
         self.rank = 0 if group is None else dist.get_rank(group)
-        self.schedule = _schedule(schedule, size, len(stages), num_microbatches)
+        self.schedule = schedule_of_stages(schedule, size, len(stages), num_microbatches)
         self._stages = {n: stage for n, stage in enumerate(stages) if self.schedule.rank_of(n) == self.rank}
         _check_modules(self._stages, self.rank)
         self._modules: list[nn.Module] = [*self._stages.values()]  # pyright: ignore[reportAttributeAccessIssue]
@@ -272,33 +270,3 @@ def _check_modules(stages: dict[int, Any], rank: int) -> None:
                 f"stages: expected a module for stage {number}, which belongs to rank {rank}, got "
                 f"{type(stage).__name__}; only stages of other ranks may be None"
             )
-
-
-def _schedule(schedule: str | Schedule, size: int, num_stages: int, num_microbatches: int | None) -> Schedule:
-    """Return the table of a pipeline of ``size`` ranks."""
-    if isinstance(schedule, Schedule):
-        if (schedule.pp_size, schedule.num_stages) != (size, num_stages):
-            raise ValueError(
-                f"schedule: expected a table for {size} ranks and {num_stages} stages, got one for {schedule.pp_size} "
-                f"ranks and {schedule.num_stages} stages"
-            )
-        if num_microbatches not in (None, schedule.num_microbatches):
-            raise ValueError(
-                f"num_microbatches: expected {schedule.num_microbatches}, as in the table, or None, got "
-                f"{num_microbatches}"
-            )
-        validate_schedule(schedule)
-        return schedule
-    if num_microbatches is None:
-        raise ValueError("num_microbatches: expected the number of microbatches of a step, got None")
-    if num_stages == 0 or num_stages % size:
-        raise ValueError(
-            f"stages: expected a multiple of {size}, the number of ranks, got {num_stages}; give all stages of the "
-            "model, None for those of other ranks"
-        )
-    return _named(schedule, size, num_microbatches, num_stages // size)
-
-
-@lru_cache(maxsize=32)
-def _named(name: str, size: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
-    return build_schedule("none" if size == 1 else name, size, num_microbatches, stages_per_rank)

@@ -28,6 +28,7 @@ from diptych.plans.context.exchange import PIPELINED
 from diptych.plans.schedule.actions import Action, Schedule
 from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES
 from diptych.plans.schedule.v_shaped import dualpipe_v, v_half, v_min, zb_v
+from diptych.plans.schedule.validate import validate_schedule
 
 NAMES = SCHEDULES
 
@@ -147,6 +148,46 @@ _V_BUILDERS: dict[str, Callable[[int, int], list[list[Action]]]] = {
     "v-min": v_min,
     "dualpipe-v": dualpipe_v,
 }
+
+
+def schedule_of_stages(
+    schedule: str | Schedule, pp_size: int, num_stages: int, num_microbatches: int | None
+) -> Schedule:
+    """Return the table for a list of stages.
+
+    Args:
+        schedule: name of a schedule, or a table. With one rank, the stages run in order for each microbatch, and a name
+            has no effect.
+        pp_size: number of ranks.
+        num_stages: number of stages of the model.
+        num_microbatches: microbatches per step; None: as in the table.
+
+    Raises:
+        ValueError: the schedule does not support these sizes, or the table is for other ones or invalid.
+    """
+    if isinstance(schedule, Schedule):
+        if (schedule.pp_size, schedule.num_stages) != (pp_size, num_stages):
+            raise ValueError(
+                f"schedule: expected a table for {pp_size} ranks and {num_stages} stages, got one for "
+                f"{schedule.pp_size} ranks and {schedule.num_stages} stages"
+            )
+        if num_microbatches not in (None, schedule.num_microbatches):
+            raise ValueError(
+                f"num_microbatches: expected {schedule.num_microbatches}, as in the table, or None, got "
+                f"{num_microbatches}"
+            )
+        validate_schedule(schedule)
+        return schedule
+    if num_microbatches is None:
+        raise ValueError("num_microbatches: expected the number of microbatches of a step, got None")
+    if num_stages == 0 or num_stages % pp_size:
+        raise ValueError(
+            f"stages: expected a multiple of {pp_size}, the number of ranks, got {num_stages}; give all stages of the "
+            "model, also those of other ranks"
+        )
+    if schedule not in NAMES:
+        raise ValueError(f"schedule: expected one of {NAMES}, or a table, got {schedule!r}")
+    return _built("none" if pp_size == 1 else schedule, pp_size, num_microbatches, num_stages // pp_size)
 
 
 def forwards_of(schedule: Schedule) -> Schedule:

@@ -95,7 +95,7 @@ def test_split_backward_does_no_work_twice(keep):
     forward = flops(partial(whole.forward, program), task, x)
     both = flops(lambda *arguments: whole.backward(program, *arguments)[:2], task, x, zeros(whole.residual_shapes), x)
     inputs = flops(split_backward, task, x, zeros(split.residual_shapes), x)
-    weights = flops(partial(split.weight_gradients, program), zeros(split.weight_operand_shapes))
+    weights = flops(partial(split.weight_gradients, program, task), zeros(split.weight_operand_shapes))
     assert inputs + weights <= 1.05 * both
     assert weights <= forward
     assert both <= (3.1 if keep == "inputs" else 2.1) * forward

@@ -16,8 +16,8 @@ from diptych.plans.model.implementation import callback_threads
 from diptych.plans.schedule.named import schedule_for
 from jax_impl import ops
 from jax_impl.pipeline import make_pipeline_step
-from jax_impl.pipeline.saved import Task
-from jax_impl.pipeline.stages import Batch, StagedParameters, divide_model, names_of
+from jax_impl.pipeline.programs import StagedParameters, Task
+from jax_impl.pipeline.stages import Batch, divide_model, names_of
 from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT

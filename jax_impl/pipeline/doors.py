@@ -1,0 +1,77 @@
+"""The two backends that run one function on every device of a mesh: jax.pmap and jax.shard_map."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_impl.pipeline.programs import PIPELINE_AXIS, StagedParameters
+
+DOORS = ("pmap", "shard_map")
+SLOTS = ("canonical", "fused")
+"""Whether a slot runs one action, or a forward and a backward; see diptych.plans.schedule.lockstep."""
+
+
+def by_pmap(local: Callable, mesh: Mesh) -> Any:
+    """Run a function by jax.pmap.
+
+    Args:
+        local: function of the parameters of a rank and the batch, which returns what the last stage collected, equal on
+            all ranks, and gradients.
+        mesh: mesh with the axis of the pipeline alone.
+    """
+    by_rank = StagedParameters(layers=0, ends=None)
+    devices = list(mesh.devices.flat)
+    run = jax.pmap(local, PIPELINE_AXIS, in_axes=(by_rank, None), out_axes=(None, by_rank), devices=devices)
+    if jax.process_count() == 1:
+        return run
+    from jax.experimental.multihost_utils import host_local_array_to_global_array as to_global
+
+    def run_and_gather(params: StagedParameters, batch: Any) -> tuple[Any, StagedParameters]:
+        """Return global arrays, because pmap returns only the gradients of the process's own ranks."""
+        collected, (layers, ends) = run(params, batch)
+        layers = to_global(layers, mesh, PartitionSpec(PIPELINE_AXIS))
+        collected, ends = to_global((collected, ends), mesh, PartitionSpec())
+        return collected, StagedParameters(layers, ends)
+
+    return run_and_gather
+
+
+def by_shard_map(local: Callable, mesh: Mesh, batch_specs: Any, collected_specs: PartitionSpec | None = None) -> Any:
+    """Run a function by jax.shard_map, which can also divide the data.
+
+    Args:
+        local: see by_pmap.
+        mesh: mesh with the axis of the pipeline and others that divide the data.
+        batch_specs: which axis of the mesh divides which axis of the batch.
+        collected_specs: the same for what the last stage collected; None: it is equal on every device.
+    """
+    collected_specs = PartitionSpec() if collected_specs is None else collected_specs
+    params: Any = StagedParameters(PartitionSpec(PIPELINE_AXIS), PartitionSpec())
+
+    def squeezed(params: StagedParameters, batch: Any) -> tuple[Any, StagedParameters]:
+        collected, gradients = local(params._replace(layers=jax.tree.map(lambda x: x[0], params.layers)), batch)
+        return collected, gradients._replace(layers=jax.tree.map(lambda x: x[None], gradients.layers))
+
+    specs: Any = {"in_specs": (params, batch_specs), "out_specs": (collected_specs, params)}
+    return jax.jit(jax.shard_map(squeezed, mesh=mesh, **specs))
+
+
+def shardings_of(staged: StagedParameters, mesh: Mesh) -> StagedParameters:
+    """Return the sharding of every leaf of a staged tree."""
+    by_rank, replicated = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((PIPELINE_AXIS,), ()))
+    return StagedParameters(
+        jax.tree.map(lambda _: by_rank, staged.layers), jax.tree.map(lambda _: replicated, staged.ends)
+    )
+
+
+def whole_array(value: Any) -> np.ndarray:
+    """Return the whole array on the host, even if other processes hold parts of it."""
+    if isinstance(value, Array) and not value.is_fully_addressable and not value.is_fully_replicated:
+        from jax.experimental import multihost_utils
+
+        return multihost_utils.process_allgather(value, tiled=True)
+    return np.asarray(value)

@@ -1,0 +1,354 @@
+"""Stages of a user: functions ``stage_fn(params, x)`` or nnx modules, with pytrees between them and any loss.
+
+One program runs on every rank, so whatever differs between stages is packed: parameters and state into one vector per
+rank and dtype (packed_layout.py), messages into one vector per dtype that is as long as the longest message.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from diptych_kernels.mesh_axes import match_varying_axes
+from jax_impl.pipeline.packed_layout import PackedLayout
+from jax_impl.pipeline.packing import longest_vectors, pack, unpack
+from jax_impl.pipeline.programs import Task
+
+LossFunction = Callable[[Any, Any], Array]
+"""``loss_fn(output, target) -> loss``, a scalar."""
+
+
+class Microbatches(NamedTuple):
+    """The data of one step, with leaves [m, ...]."""
+
+    inputs: Any
+    targets: Any
+
+    def microbatch(self, number: Any) -> "Microbatches":
+        """Return one microbatch."""
+        return jax.tree.map(lambda x: x[number], self)
+
+    def varying(self) -> "Microbatches":
+        """Return True for every array: all of them may lead to values saved for backward."""
+        return jax.tree.map(lambda _: True, self)
+
+
+@dataclass(frozen=True)
+class UserStage:
+    """A stage as the user gives it.
+
+    Args:
+        key: equal for stages that compute the same with the same parameters.
+        apply: ``apply(params, state, x) -> (output, state)``; both parameters and state are lists of arrays.
+        structure: structure of the parameters.
+        names: dotted name of each parameter.
+        params: the parameters, or their shapes.
+        state: initial values of the other variables of an nnx module.
+        identities: identity of each parameter, for nnx modules, which may share variables.
+        state_identities: name of each other variable by its identity.
+    """
+
+    key: Any
+    apply: Callable[[list[Any], list[Any], Any], tuple[Any, list[Any]]] = field(repr=False)
+    structure: Any = field(repr=False)
+    names: tuple[str, ...]
+    params: tuple[Any, ...] = field(repr=False)
+    state: tuple[Any, ...] = field(default=(), repr=False)
+    identities: tuple[int, ...] = field(default=(), repr=False)
+    state_identities: Mapping[int, str] = field(default_factory=dict, repr=False)
+
+
+class _Message(NamedTuple):
+    """Structure of a message."""
+
+    structure: Any
+    likes: tuple[jax.ShapeDtypeStruct, ...]
+
+
+def stage_of_function(function: Callable[..., Any], params: Any) -> UserStage:
+    """Return the stage of a function ``stage_fn(params, x)``."""
+    paths, structure = jax.tree_util.tree_flatten_with_path(params)
+    names = tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
+
+    def apply(leaves: list[Any], state: list[Any], x: Any) -> tuple[Any, list[Any]]:
+        return _call(function, jax.tree.unflatten(structure, leaves), x), state
+
+    return UserStage(_hashable(function), apply, structure, names, tuple(leaf for _, leaf in paths))
+
+
+def stage_of_module(module: nnx.Module) -> UserStage:
+    """Return the stage of an nnx module; what is not an nnx.Param is its state."""
+    graph, params, rest = nnx.split(module, nnx.Param, ...)
+    paths, structure = jax.tree_util.tree_flatten_with_path(params)
+    names = tuple(".".join(map(str, _path_of(path))) for path, _ in paths)
+    values, rest_structure = jax.tree.flatten(rest)
+    keys = [jax.random.key_impl(value) if _is_key(value) else None for value in values]
+
+    def apply(leaves: list[Any], state: list[Any], x: Any) -> tuple[Any, list[Any]]:
+        given = [
+            value if key is None else jax.random.wrap_key_data(value, impl=key)
+            for value, key in zip(state, keys, strict=True)
+        ]
+        own = nnx.merge(graph, jax.tree.unflatten(structure, leaves), jax.tree.unflatten(rest_structure, given))
+        y = _call(own, None, x)
+        found, found_structure = jax.tree.flatten(nnx.split(own, nnx.Param, ...)[2])
+        if found_structure != rest_structure or [*map(_like, found)] != [*map(_like, given)]:
+            raise ValueError(
+                "stages: expected a module whose variables have the same names, shapes and dtypes after a call, got "
+                f"{type(module).__name__}, which adds or reshapes some; create them before"
+            )
+        changed = [after is not before for before, after in zip(given, found, strict=True)]
+        return y, [_numbers(after) if new else old for old, after, new in zip(state, found, changed, strict=True)]
+
+    variables = dict(nnx.iter_graph(module))
+    identities = tuple(id(variables[_path_of(path)]) for path, _ in paths)
+    others = [_path_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(rest)[0]]
+    return UserStage(
+        _hashable((graph, rest_structure)),
+        apply,
+        structure,
+        names,
+        tuple(leaf for _, leaf in paths),
+        tuple(map(_numbers, values)),
+        identities,
+        {id(variables[path]): ".".join(map(str, path)) for path in others},
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleProgram:
+    """The program of stages of a user that differ in their parameters and state alone; see StageProgram."""
+
+    stages: "ModuleStages" = field(repr=False)
+    number: int
+    """Number of the first stage with this program."""
+    first: bool
+    last: bool
+    user: UserStage
+    received: _Message
+    sent: _Message
+
+    def select(self, task: Task) -> dict[str, Array]:
+        """Return the parameters of a stage by name."""
+        own = self.stages.params.select(task.params.layers, self.number, task.stage)
+        shared = self.stages.shared_by[self.number]
+        return {name: task.params.ends[shared[i]] if i in shared else own[i] for i, name in enumerate(self.user.names)}
+
+    def add(self, sums: Any, task: Task, gradients: Mapping[str, Array]) -> Any:
+        """Add the gradients of a stage to the sums of a rank, in the dtype of the sums, and return the sums."""
+        shared = self.stages.shared_by[self.number]
+        values = {self.user.names.index(name): gradient for name, gradient in gradients.items()}
+        own = {i: gradient for i, gradient in values.items() if i not in shared}
+        layers = self.stages.params.update(sums.layers, self.number, task.stage, own, jnp.add)
+        ends = list(sums.ends)
+        for i, gradient in values.items():
+            if i in shared:
+                ends[shared[i]] += gradient.astype(ends[shared[i]].dtype)
+        return sums._replace(layers=layers, ends=ends)
+
+    def run(self, parameters: Mapping[str, Array], x: Any, task: Task) -> tuple[Any, Any]:
+        """Return the packed message of a stage, or the loss or output of the last one, and the rank's new state."""
+        received = task.batch.inputs
+        if not self.first:
+            received = jax.tree.unflatten(self.received.structure, unpack(x, self.received.likes))
+        state = self.stages.state.select(task.state, self.number, task.stage)
+        y, new = self.user.apply([parameters[name] for name in self.user.names], state, received)
+        changed = {i: value for i, (old, value) in enumerate(zip(state, new, strict=True)) if value is not old}
+        new_state = self.stages.state.update(task.state, self.number, task.stage, changed, lambda _, value: value)
+        if self.last:
+            return _varying_like(self.stages.finish(y, task.batch.targets), x), new_state
+        leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(y)]
+        return _varying_like(pack(leaves, self.stages.vectors), x), new_state
+
+    def tap_shapes(self, task: Task, x: Any) -> dict[str, tuple]:
+        """Return {}: the operands of weight gradients are found in the traced backward."""
+        del task, x
+        return {}
+
+    @property
+    def defers_products(self) -> bool:
+        """True: W computes the matrix products that only weight gradients need."""
+        return True
+
+    def saving(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``run``: jax.checkpoint in the user's function decides what is saved."""
+        return run
+
+    def fetching(self, gradients: Mapping[str, Any], replays: bool) -> AbstractContextManager:
+        """Return an empty context: parameters are on the device."""
+        del gradients, replays
+        return nullcontext()
+
+
+class ModuleStages:
+    """The stages of a user for one shape of the data; see StagePrograms.
+
+    Args:
+        users: all stages.
+        ranks: rank of each stage.
+        params: layout of the parameters that are not shared.
+        state: layout of the state.
+        shared_by: for each stage, index of a shared parameter by the index of the parameter.
+        data: microbatches, of the shape that a rank has.
+        loss_fn: the loss; None: the output of the last stage is the loss.
+        loss_scale: factor of each loss in the gradients; None: 1 / m.
+        collects_losses: if False, the outputs of the last stage are collected.
+
+    Raises:
+        ValueError: an output or the loss is not as expected.
+    """
+
+    min_offload_bytes = None
+
+    def __init__(
+        self,
+        users: Sequence[UserStage],
+        ranks: Sequence[int],
+        params: PackedLayout,
+        state: PackedLayout,
+        shared_by: Sequence[Mapping[int, int]],
+        data: Microbatches,
+        loss_fn: LossFunction | None,
+        loss_scale: float | None,
+        collects_losses: bool,
+    ) -> None:
+        self.params = params
+        self.state = state
+        self.shared_by = shared_by
+        self.loss_scale = loss_scale
+        self.collects_losses = collects_losses
+        self._loss_fn = loss_fn
+        self.changed_state: list[str] = []
+        """Stages that change variables in forward."""
+        like = jax.eval_shape(lambda data: data.microbatch(0), data)
+        messages = self._find_messages(users, like)
+        self.vectors = longest_vectors([message.likes for message in messages[1:-1]])
+        self.vectors = self.vectors or {"float32": jax.ShapeDtypeStruct((1,), "float32")}
+        """Shapes of the packed messages."""
+        self._collected = jax.tree.unflatten(*messages[-1])
+        self.placement = [(rank, sum(before == rank for before in ranks[:n])) for n, rank in enumerate(ranks)]
+        self.first_layers = [0] * len(users)
+        programs: dict[Any, ModuleProgram] = {}
+        self.program_of: list[int] = []
+        for n, user in enumerate(users):
+            ends = n == 0, n == len(users) - 1
+            places = params.key(n), state.key(n), tuple(shared_by[n].items())
+            key = (user.key, user.structure, ends, places, *messages[n : n + 2])
+            if key not in programs:
+                programs[key] = ModuleProgram(self, n, *ends, user, *messages[n : n + 2])
+            self.program_of.append([*programs].index(key))
+        self.programs = [*programs.values()]
+
+    def message(self, batch: Any) -> dict[str, Array]:
+        """Return a packed message of zeros."""
+        del batch
+        return {dtype: jnp.zeros(like.shape, like.dtype) for dtype, like in self.vectors.items()}
+
+    def collected(self, batch: Any) -> Any:
+        """Return the loss or the output of a microbatch, as zeros."""
+        del batch
+        return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), self._collected)
+
+    def finish(self, y: Any, target: Any) -> Any:
+        """Return the loss of the last stage's output, or the output if outputs are collected."""
+        if not self.collects_losses:
+            return jax.tree.map(jnp.asarray, y)
+        loss = y if self._loss_fn is None else self._loss_fn(y, target)
+        what = "loss_fn" if self._loss_fn is not None else "stages: without loss_fn, the last stage"
+        if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+            got = jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", loss)
+            raise ValueError(f"{what}: expected a scalar loss of a floating-point dtype, got {got}")
+        return jnp.asarray(loss)
+
+    def _find_messages(self, users: Sequence[UserStage], data: Any) -> list[_Message]:
+        """Return the structures of what enters each stage, and of the loss or the last output."""
+        messages = [_message(data.inputs)]
+        for n, user in enumerate(users):
+            last = n == len(users) - 1
+
+            def run(params: Any, state: Any, x: Any, target: Any, n: int = n, last: bool = last) -> Any:
+                y, new = users[n].apply(params, state, x)
+                if any(a is not b for a, b in zip(state, new, strict=True)):
+                    self.changed_state.append(str(n))
+                if last:
+                    return self.finish(_arrays(y, n), target)
+                return _arrays(y, n)
+
+            x = jax.tree.unflatten(*messages[-1])
+            shapes = [[*map(_like, user.params)], [*map(_like, user.state)]]
+            try:
+                y = jax.eval_shape(run, *shapes, x, data.targets)
+            except Exception as error:
+                error.add_note(f"in stage {n} of the pipeline")
+                raise
+            messages.append(_message(y))
+        return messages
+
+
+def _call(function: Callable[..., Any], params: Any, x: Any) -> Any:
+    """Call a stage: a tuple becomes positional arguments, a dict keyword arguments, anything else one argument."""
+    own = () if isinstance(function, nnx.Module) else (params,)
+    if type(x) is tuple:
+        return function(*own, *x)
+    if type(x) is dict:
+        return function(*own, **x)
+    return function(*own, x)
+
+
+def _arrays(y: Any, stage: int) -> Any:
+    """Return an output with arrays in the place of numbers, after a check."""
+    for leaf in jax.tree.leaves(y):
+        if not isinstance(leaf, Array | int | float | complex) and not hasattr(leaf, "__jax_array__"):
+            raise ValueError(
+                f"stages: expected a pytree of arrays from stage {stage}, got one with {type(leaf).__name__}"
+            )
+        if isinstance(leaf, Array) and _is_key(leaf):
+            raise ValueError(
+                f"stages: expected arrays of numbers from stage {stage}, got a typed random key; send "
+                "jax.random.key_data(key)"
+            )
+    return jax.tree.map(jnp.asarray, y)
+
+
+def _message(tree: Any) -> _Message:
+    leaves, structure = jax.tree.flatten(tree)
+    return _Message(structure, tuple(map(_like, leaves)))
+
+
+def _like(x: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of an array, of its shape, or of a number."""
+    return jax.ShapeDtypeStruct(jnp.shape(x), x.dtype if hasattr(x, "dtype") else jnp.result_type(x))
+
+
+def _numbers(x: Any) -> Any:
+    """Return an array of numbers: the data of a typed random key, any other array itself."""
+    return jax.random.key_data(x) if _is_key(x) else x
+
+
+def _hashable(key: Any) -> Any:
+    """Return a key, or an object that equals no other if it has no hash, as with a module that holds a list."""
+    try:
+        hash(key)
+    except TypeError:
+        return object()
+    return key
+
+
+def _is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _path_of(path: Any) -> tuple:
+    """Return the path of a variable in an nnx graph from that of its leaf in a state."""
+    return tuple(entry.key for entry in path if hasattr(entry, "key"))
+
+
+def _varying_like(tree: Any, x: Any) -> Any:
+    """Return a pytree whose arrays vary over the mesh axes of another one."""
+    (reference,) = jax.tree.leaves(x)[:1]
+    return jax.tree.map(lambda leaf: match_varying_axes((leaf, reference))[0], tree)

@@ -1,0 +1,137 @@
+"""What the executor needs to know of stages, whether they are parts of this project's model or functions of a user."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from jax import Array
+
+PIPELINE_AXIS = "pp"
+"""Mesh axis over stages."""
+DATA_AXIS = "dp"
+"""Mesh axis over parts of every microbatch."""
+CONTEXT_AXIS = "cp"
+"""Mesh axis over the parts of sequences that ranks share."""
+
+
+class StagedParameters(NamedTuple):
+    """Parameters, gradients or moments, staged for the pipeline."""
+
+    layers: Any
+    """Those of the stages, divided by rank, with leaves [p, ...]."""
+    ends: Any
+    """Those that several stages may read, equal on every rank."""
+
+
+class Task(NamedTuple):
+    """A stage and a microbatch."""
+
+    params: Any
+    """Parameters of the rank, as StagedParameters."""
+    batch: Any
+    """The microbatch."""
+    vp_stage: Any
+    """Index of the stage among those of its rank."""
+    first_layer: Any
+    """Number of the stage's first layer; not read by functions of a user."""
+    stage: Any = 0
+    """Number of the stage."""
+    state: Any = ()
+    """Values of the rank that forwards change, such as the statistics of a batch norm."""
+
+
+@runtime_checkable
+class StageProgram(Protocol):
+    """The program of stages with equal structure."""
+
+    @property
+    def first(self) -> bool:
+        """True for the first stage, which reads the microbatch instead of a message."""
+        ...
+
+    @property
+    def last(self) -> bool:
+        """True for the last stage, which returns the loss of the microbatch."""
+        ...
+
+    def select(self, task: Task) -> dict[str, Array]:
+        """Return the parameters of a stage by name."""
+        ...
+
+    def add(self, sums: Any, task: Task, gradients: Mapping[str, Array]) -> Any:
+        """Add the gradients of a stage to the sums of a rank, in the dtype of the sums, and return the sums."""
+        ...
+
+    def run(self, parameters: Mapping[str, Array], x: Any, task: Task) -> tuple[Any, Any]:
+        """Return the message of a stage (or the loss) and the new state of the rank."""
+        ...
+
+    def tap_shapes(self, task: Task, x: Any) -> dict[str, tuple]:
+        """Return input and output shape of every linear map whose weight gradient W computes, by the weight's name."""
+        ...
+
+    @property
+    def defers_products(self) -> bool:
+        """True if W computes the matrix products that only weight gradients need; see deferred_products.py."""
+        ...
+
+    def saving(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``run`` with the rule for what it saves for backward in a slot."""
+        ...
+
+    def fetching(self, gradients: Mapping[str, Any], replays: bool) -> AbstractContextManager:
+        """Return a context in which the stage fetches offloaded parameters.
+
+        Args:
+            gradients: for every parameter, zeros that receive its gradient, or its taps.
+            replays: True if backward runs the stage again.
+        """
+        ...
+
+
+@runtime_checkable
+class StagePrograms(Protocol):
+    """The stages of a pipeline."""
+
+    @property
+    def programs(self) -> Sequence[Any]:
+        """The programs, each a StageProgram."""
+        ...
+
+    @property
+    def program_of(self) -> Sequence[int]:
+        """Index of the program of each stage."""
+        ...
+
+    @property
+    def placement(self) -> Sequence[tuple[int, int]]:
+        """Rank and virtual stage of each stage."""
+        ...
+
+    @property
+    def first_layers(self) -> Sequence[int]:
+        """Number of the first layer of each stage."""
+        ...
+
+    @property
+    def min_offload_bytes(self) -> int | None:
+        """Bytes from which a slot of saved values is in host memory; None: never."""
+        ...
+
+    @property
+    def collects_losses(self) -> bool:
+        """True if the last stage returns losses, whose mean over replicas is taken."""
+        ...
+
+    @property
+    def loss_scale(self) -> float | None:
+        """Factor of each microbatch's loss in the gradients; None: 1 / number of microbatches."""
+        ...
+
+    def message(self, batch: Any) -> Any:
+        """Return a message between stages, of zeros: a pytree of arrays, equal for all stages."""
+        ...
+
+    def collected(self, batch: Any) -> Any:
+        """Return what the last stage returns of a microbatch, as zeros: the loss, or a pytree of arrays."""
+        ...
