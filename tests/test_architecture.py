@@ -39,7 +39,8 @@ MODULES = {
     "autograd": set(),
     "wrapped_forward": set(),
     "named_modules": set(),
-    "recompute": {"carry", "wrapped_forward", "named_modules"},
+    "traced_programs": set(),
+    "recompute": {"carry", "traced_programs", "wrapped_forward", "named_modules"},
     "operands": set(),
     "attention": {"operands", "recompute"},
     "ops": {"attention", "autograd", "operands", "recompute"},
@@ -87,7 +88,7 @@ MODULES = {
     "groups": set(),
     "p2p": {"pending_sends"},
     "rank_pool": set(),
-    "pipeline": {"ops", "context_parallel", "recompute", "groups", "p2p", "offload"},
+    "pipeline": {"traced_programs", "ops", "context_parallel", "recompute", "groups", "p2p", "offload"},
     "stage": {"context_parallel", "transformer", "offload"},
     "train": {"ops", "transformer", "saving", "groups", "p2p", "pipeline", "stage", "offload"},
 }
@@ -97,8 +98,8 @@ TORCH_ONLY = {"autograd", "pending_sends", "p2p", "rank_pool", "stage", "wrapped
 """Modules for backward functions, for forwards of instances, for processes that send each other messages, and for what
 they call; JAX's step takes the model whole."""
 
-JAX_ONLY = {"carry", "named_modules"}
-"""Modules for what one program of all ranks has to be told, and for the classes of nnx modules."""
+JAX_ONLY = {"carry", "named_modules", "traced_programs"}
+"""Modules for what one program of all ranks has to be told, for the classes of nnx modules, and for traced programs."""
 
 MIRRORED = (
     "operands",

@@ -14,7 +14,7 @@ from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.lockstep import KEEPS, Keep, compile_lockstep
 from diptych.plans.schedule.named import forwards_of, schedule_of_stages
 from jax_impl.offload import Moved
-from jax_impl.pipeline.doors import DOORS, SLOTS, by_pmap, by_shard_map, shardings_of, whole_array
+from jax_impl.pipeline.backends import BACKENDS, SLOTS, by_pmap, by_shard_map, shardings_of, whole_array
 from jax_impl.pipeline.executor import run_lockstep
 from jax_impl.pipeline.module_stages import (
     LossFunction,
@@ -59,8 +59,8 @@ class PipelineExecutor:
         num_microbatches: number of microbatches per step; None: that of the table.
         loss_fn: ``loss_fn(output, target) -> loss``; None: the last stage returns the loss.
         parameters: for functions, the parameters of each stage, or their shapes; None: stages are nnx modules.
-        mesh: mesh with an axis "pp"; the number of stages is a multiple of its size. With door "shard_map" it may have
-            an axis "dp", which divides the samples of every microbatch. None: one device for each stage.
+        mesh: mesh with an axis "pp"; the number of stages is a multiple of its size. With shard_map it may have an axis
+            "dp", which divides the samples of every microbatch. None: one device for each stage.
         loss_reduction: "mean": gradients of the mean of the microbatches' losses; "sum": of their sum. Over replicas
             their mean is taken.
         shared_parameters: parameters that several stages share, such as a tied embedding, each as a dict from stage to
@@ -69,7 +69,7 @@ class PipelineExecutor:
         keep: values that a stage saves for backward: its "inputs" (backward runs the stage again) or the "residuals" of
             its derivative; jax.checkpoint within a stage decides which these are.
         slots: "canonical" or "fused"; see make_pipeline_step.
-        door: "shard_map" or "pmap", which run the same function.
+        backend: "shard_map" or "pmap", which run the same function.
 
     Raises:
         ValueError: the stages do not match the schedule, the parameters or the devices; the message names the remedy.
@@ -88,16 +88,16 @@ class PipelineExecutor:
         shared_parameters: Sequence[Mapping[int, str]] | None = None,
         keep: str = "residuals",
         slots: str = "canonical",
-        door: str = "shard_map",
+        backend: str = "shard_map",
     ) -> None:
-        _check_options(loss_reduction, keep, slots, door)
+        _check_options(loss_reduction, keep, slots, backend)
         self._users = _user_stages(stages, parameters)
-        self.mesh = _mesh(mesh, len(stages), door)
+        self.mesh = _mesh(mesh, len(stages), backend)
         self.schedule = schedule_of_stages(schedule, self.mesh.shape[PIPELINE_AXIS], len(stages), num_microbatches)
         ranks = [self.schedule.rank_of(n) for n in range(len(stages))]
         self._keep: Keep = cast("Keep", keep)
         self._fused = slots == "fused"
-        self._door = door
+        self._backend = backend
         self._loss_fn = loss_fn
         self._loss_scale = None if loss_reduction == "mean" else 1.0
         shared = _found_shared(self._users) if shared_parameters is None else shared_parameters
@@ -229,12 +229,12 @@ class PipelineExecutor:
         return leaves
 
     def _make_run(self, kind: str, has_state: bool) -> Any:
-        """Return the function of a kind of step on a door."""
+        """Return the function of a kind of step by a backend."""
 
         def local(params: StagedParameters, batch: Microbatches) -> tuple[Any, StagedParameters]:
             return self._local(kind, has_state, params, batch)
 
-        if self._door == "pmap":
+        if self._backend == "pmap":
             return by_pmap(local, self.mesh)
         data = PartitionSpec(None, DATA_AXIS) if DATA_AXIS in self.mesh.axis_names else PartitionSpec()
         return by_shard_map(local, self.mesh, data, data if kind == "forward" else PartitionSpec())
@@ -410,7 +410,7 @@ def _shared_indices(users: Sequence[UserStage], shared: Sequence[Mapping[int, st
     return result
 
 
-def _mesh(mesh: Mesh | None, num_stages: int, door: str) -> Mesh:
+def _mesh(mesh: Mesh | None, num_stages: int, backend: str) -> Mesh:
     """Check a mesh, or create one with a device for each stage."""
     if mesh is None:
         devices = jax.devices()
@@ -426,18 +426,18 @@ def _mesh(mesh: Mesh | None, num_stages: int, door: str) -> Mesh:
             f"mesh: expected an axis {PIPELINE_AXIS!r}, and besides at most an axis {DATA_AXIS!r}, got "
             f"{dict(mesh.shape)}"
         )
-    if door == "pmap" and mesh.axis_names != (PIPELINE_AXIS,):
-        raise ValueError(f"door: expected 'shard_map' with a mesh {dict(mesh.shape)}, got 'pmap'")
+    if backend == "pmap" and mesh.axis_names != (PIPELINE_AXIS,):
+        raise ValueError(f"backend: expected 'shard_map' with a mesh {dict(mesh.shape)}, got 'pmap'")
     return mesh
 
 
-def _check_options(loss_reduction: str, keep: str, slots: str, door: str) -> None:
+def _check_options(loss_reduction: str, keep: str, slots: str, backend: str) -> None:
     """Raise a ValueError if an option is unknown."""
     options = (
         ("loss_reduction", loss_reduction, ("mean", "sum")),
         ("keep", keep, KEEPS),
         ("slots", slots, SLOTS),
-        ("door", door, DOORS),
+        ("backend", backend, BACKENDS),
     )
     for name, value, choices in options:
         if value not in choices:

@@ -22,7 +22,7 @@ from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.lockstep import KEEPS, Keep, LockstepTable, compile_lockstep
 from diptych.plans.schedule.named import any_num_microbatches, schedule_for
 from jax_impl.offload import Moved
-from jax_impl.pipeline.doors import DOORS, SLOTS, by_pmap, by_shard_map, shardings_of, whole_array
+from jax_impl.pipeline.backends import BACKENDS, SLOTS, by_pmap, by_shard_map, shardings_of, whole_array
 from jax_impl.pipeline.executor import run_lockstep
 from jax_impl.pipeline.programs import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, StagedParameters
 from jax_impl.pipeline.stages import Batch, divide_model, names_of
@@ -98,8 +98,8 @@ class PipelineStep:
         schedule = schedule_for(config, min_microbatches)  # for the ranks of stages, which do not depend on m
         self.stages = divide_model(type(model), config, schedule, training)
         self.table(min_microbatches)  # raises an error if the schedule does not support these slots
-        by_door = by_pmap if door == "pmap" else partial(by_shard_map, batch_specs=_batch_specs(mesh))
-        self._run = by_door(self._local, mesh)
+        by_backend = by_pmap if door == "pmap" else partial(by_shard_map, batch_specs=_batch_specs(mesh))
+        self._run = by_backend(self._local, mesh)
 
     def __call__(
         self,
@@ -286,7 +286,7 @@ def _check_threads(config: TransformerConfig, mesh: Mesh) -> None:
 
 def _check_options(model: nnx.Module, config: TransformerConfig, door: str, keep: str, slots: str) -> None:
     """Raise a ValueError if an option is unknown or not supported, or the model is not the undivided model."""
-    for name, value, choices in (("door", door, DOORS), ("slots", slots, SLOTS), ("keep", keep, KEEPS)):
+    for name, value, choices in (("door", door, BACKENDS), ("slots", slots, SLOTS), ("keep", keep, KEEPS)):
         if value not in choices:
             raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
     if config.enable_tensor_offload and door == "pmap":

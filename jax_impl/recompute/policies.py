@@ -19,6 +19,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 from diptych.plans.config import TransformerConfig
 from diptych.plans.recompute import VALUES, RecomputeBlock, recompute_blocks
 from jax_impl.carry import carried_through
+from jax_impl.traced_programs import trace_inlined
 
 
 def name_value(x: Array, name: str) -> Array:
@@ -286,7 +287,7 @@ def varying_leaves(function: Callable[..., Sequence[Any]], args: Any, varies: An
         args: its arguments, or their shapes.
         varies: the same structure as args, with True for each array that varies.
     """
-    traced = jax.make_jaxpr(function)(*args).jaxpr
+    traced = trace_inlined(function, *args).jaxpr
     varying = {v for v, is_varying in zip(traced.invars, jax.tree.leaves(varies), strict=True) if is_varying}
     for equation in traced.eqns:
         if any(not isinstance(v, Literal) and v in varying for v in equation.invars):

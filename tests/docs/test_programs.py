@@ -59,6 +59,10 @@ AROUND = {
         ("everywhere.md", f"from reference_torch{name}"): (BLOCKS, "")
         for name in (".pipeline", ".offload", " import add_hyper_connections")
     },
+    ("everywhere.md", "import jax\nimport jax.numpy as jnp\nfrom jax_impl.pipeline"): (
+        'import jax\njax.config.update("jax_num_cpu_devices", 4)\n',
+        "assert losses.shape == (8,)",
+    ),
     ("pipeline.md", "from reference_torch.groups"): (
         """
 import numpy as np

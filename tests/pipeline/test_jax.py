@@ -10,7 +10,7 @@ import pytest
 from tests.jax_process import run_cases
 
 ROOT = Path(__file__).parents[2]
-CASES = [f"tests/pipeline/jax_cases/{name}.py" for name in ("gradients", "programs", "memory", "mistakes")]
+CASES = [f"tests/pipeline/jax_cases/{name}.py" for name in ("gradients", "programs", "memory", "mistakes", "modules")]
 
 
 @pytest.mark.multiprocess

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_impl.pipeline.programs import PIPELINE_AXIS, StagedParameters
 
-DOORS = ("pmap", "shard_map")
+BACKENDS = ("pmap", "shard_map")
 SLOTS = ("canonical", "fused")
 """Whether a slot runs one action, or a forward and a backward; see diptych.plans.schedule.lockstep."""
 
