@@ -26,7 +26,7 @@ class DeferredProducts:
     Args:
         backward: function of the task and further arguments that returns ``(results, gradients)``: a pytree that I must
             return, and the gradients of the parameters by name.
-        task: the task. W gets it again, but its state may have changed.
+        task: the task. W gets it again; what is computed from a state that may change is among the residuals.
         others: the further arguments; only I has them.
     """
 
@@ -78,15 +78,10 @@ class DeferredProducts:
         own = {v for equation in equations for v in equation.outvars}
         read = [v for atoms in ([e.invars for e in equations] + [outputs]) for v in variables(atoms) if v not in own]
         read = [v for v in dict.fromkeys(read) if v not in program.constvars]
-        unchanged = jax.tree.leaves(jax.tree.map(lambda _: True, task)._replace(state=_all(task.state, False)))
-        self._read_of_task = [i for i, stays in enumerate(unchanged) if stays and program.invars[i] in read]
+        self._read_of_task = [i for i in range(len(jax.tree.leaves(task))) if program.invars[i] in read]
         available = [program.invars[i] for i in self._read_of_task]
         self._saved = [v for v in read if v not in available]
         self._rest = part_of(program, equations, [*program.constvars, *available, *self._saved], outputs)
-
-
-def _all(tree: Any, value: bool) -> Any:
-    return jax.tree.map(lambda _: value, tree)
 
 
 def _needed(program: Any, outputs: list[Any]) -> set[int]:

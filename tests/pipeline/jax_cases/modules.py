@@ -213,6 +213,56 @@ def test_nnx_modules_with_statistics_and_dropout(schedule):
     assert len(counts) == 4, "each dropout has drawn once for every microbatch"
 
 
+class Counting(nnx.Module):
+    """Its weight is scaled by the number of calls, so the gradient of the weight reads the state of its own forward."""
+
+    def __init__(self):
+        self.weight = nnx.Param(jnp.eye(3))
+        self.calls = nnx.Variable(jnp.float64(1))
+        self.seen = nnx.Variable(jnp.float64(0))
+
+    def __call__(self, x):
+        y = x @ (self.weight[...] * self.calls[...])
+        self.calls[...] += 1
+        self.seen[...] = x.mean()
+        return y
+
+
+def test_state_of_replicas_that_weight_gradients_read():
+    x, y = RANDOM.normal(size=(2, M, 4, 3))
+    pipeline = PipelineExecutor([Counting(), Counting()], "zb-h1", M, square, mesh=mesh_of(dp=2, pp=2))
+    _, gradients, state = pipeline.step(pipeline.stage_parameters(), x, y, pipeline.initial_state())
+
+    def mean(weights):
+        return jnp.stack(
+            [square(x[i] @ (weights[0] * (i + 1)) @ (weights[1] * (i + 1)), y[i]) for i in range(M)]
+        ).mean()
+
+    expected = jax.grad(mean)([jnp.eye(3), jnp.eye(3)])
+    assert_equal(jax.tree.leaves(pipeline.join_parameters(gradients)), expected)
+    assert_equal(state["float64"], np.array([[M + 1, x[-1].mean()], [M + 1, M * x[-1].mean()]]))
+
+
+def test_one_function_with_parameters_of_other_shapes():
+    def mlp(p, x):
+        return jnp.tanh(x @ p["up"]) @ p["down"]
+
+    parameters = [{"up": RANDOM.normal(size=(3, n)), "down": RANDOM.normal(size=(n, 3))} for n in (5, 2, 7, 5)]
+    x, y = RANDOM.normal(size=(2, M, 4, 3))
+    pipeline = PipelineExecutor([mlp] * 4, "1f1b", M, square, parameters=parameters)
+    _, gradients = pipeline.step(pipeline.stage_parameters(parameters), x, y)
+
+    def mean(p):
+        def loss(x, y):
+            for own in p:
+                x = mlp(own, x)
+            return square(x, y)
+
+        return jnp.stack([*map(loss, x, y)]).mean()
+
+    assert_equal(pipeline.join_parameters(gradients), jax.grad(mean)(parameters))
+
+
 def test_state_must_be_given_and_saved():
     x = y = np.ones((M, 2, 4), np.float32)
     blocks = blocks_of(4, 4, 4)
