@@ -25,10 +25,10 @@ def select(argument: str, patterns: Sequence[str], names: Sequence[str]) -> list
         names: names of all submodules.
 
     Raises:
-        TypeError: patterns is a text, or an entry is no text.
+        TypeError: patterns is a text or a mapping, or an entry is no text.
         ValueError: there is no pattern, one matches nothing, or a match lies inside of another.
     """
-    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+    if isinstance(patterns, str | Mapping) or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"{argument}: expected a list of patterns, got {patterns!r}")
     if not patterns:
         raise ValueError(f"{argument}: expected at least one pattern, got none")

@@ -4,6 +4,7 @@ A layer's backward begins when a gradient of its output arrives. It has ended wh
 and parameters exist.
 """
 
+import threading
 import weakref
 from contextvars import Token
 from typing import Any, Protocol, runtime_checkable
@@ -19,7 +20,11 @@ from reference_torch.offload.lifetime import weak_method
 from reference_torch.offload.link import OffloadError
 from reference_torch.offload.memory import gradient_node
 from reference_torch.recompute import before_replay
-from reference_torch.recompute.internals import is_differentiated_by_func_transform, outside_compiled_graphs
+from reference_torch.recompute.internals import (
+    is_differentiated_by_func_transform,
+    outside_compiled_graphs,
+    runs_in_backward,
+)
 
 
 @runtime_checkable
@@ -80,6 +85,8 @@ class LayerObserver:
         self._boundaries: weakref.WeakSet[_Boundary] = weakref.WeakSet()
         """Boundaries of leaf tensors, which outlive their graphs."""
         self._running: list[tuple[_Call, ActivationGroup | None, saved_tensors_hooks, Token]] = []
+        self.thread: threading.Thread | None = None
+        """Thread of the running forward; None also for a replay in backward."""
         self.backward: _Call | None = None
         self.handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -132,6 +139,7 @@ class LayerObserver:
         hooks = listener.saved_tensor_hooks(group)
         hooks.__enter__()
         self._running.append((call, group, hooks, before_replay.set(self._on_replay)))
+        self.thread = None if runs_in_backward() else threading.current_thread()
 
     @outside_compiled_graphs
     def _after_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
@@ -139,6 +147,8 @@ class LayerObserver:
         if not self._running or module is not self._module():
             return
         call, group, hooks, token = self._running.pop()
+        if not self._running:
+            self.thread = None
         before_replay.reset(token)
         hooks.__exit__(None, None, None)
         if torch.is_grad_enabled():

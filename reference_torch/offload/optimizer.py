@@ -21,7 +21,10 @@ def check_is_per_parameter(optimizer: torch.optim.Optimizer) -> None:
     elif not kind.__module__.startswith("torch.optim."):
         actual = f"{kind.__module__}.{kind.__qualname__}, which may not do so"
     elif isinstance(optimizer, torch.optim.LBFGS):
-        actual = "LBFGS, which combines all parameters"
+        raise OffloadError(
+            "manager.step: expected an optimizer that updates each parameter independently, got LBFGS, which combines "
+            "all parameters; call optimizer.step(closure), which fetches all layers"
+        )
     else:
         return
     raise OffloadError(

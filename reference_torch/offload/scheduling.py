@@ -3,14 +3,18 @@
 ``diptych/plans/offload`` defines the window of layers over the order of uses.
 """
 
+import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from itertools import chain, islice
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diptych.plans.offload import Use, expected_uses, forwards_needed_next, next_layers
+from reference_torch.offload.link import OffloadError
 from reference_torch.offload.memory import OffloadedMemory
 from reference_torch.offload.residency import Residency
 from reference_torch.recompute import internals
@@ -125,6 +129,17 @@ class UseOrder:
         self._pass = [use.layer] if use.kind == "F" else []
 
 
+def _one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let other threads wait until a method of the scheduler has ended."""
+
+    @wraps(method)
+    def alone(self: "UseScheduler", *args: Any, **options: Any) -> Any:
+        with self._lock:
+            return method(self, *args, **options)
+
+    return alone
+
+
 class UseScheduler:
     """The uses that have begun and not ended, and the window of layers that are on the device for the next uses.
 
@@ -142,6 +157,9 @@ class UseScheduler:
         """Layers that stay on the device until the optimizer step."""
         self._task: int | None = None
         """Number of the running call of backward; all uses end with it."""
+        self._lock = threading.RLock()
+        self._backward_thread: threading.Thread | None = None
+        """Thread of the running call of backward."""
 
     def add(self, layer_id: int) -> None:
         """Add a registered layer."""
@@ -149,6 +167,7 @@ class UseScheduler:
         self._residency.unguard(layer_id)
         self._residency.guard_all_except(self._open)
 
+    @_one_at_a_time
     def begin(self, use: Use) -> None:
         """Fetch the layer of a use and wait for it, start to fetch the next layers, and evict the others."""
         residency = self._residency
@@ -174,6 +193,7 @@ class UseScheduler:
         residency.unguard(use.layer)
         residency.guard_all_except(self._open)
 
+    @_one_at_a_time
     def end(self, layer_id: int, kinds: tuple[str, ...]) -> None:
         """End a layer's use if it is of one of these kinds, and evict what the next uses do not need."""
         if self._open.get(layer_id) not in kinds:
@@ -182,17 +202,21 @@ class UseScheduler:
         self._residency.guard_all_except(self._open)
         self.evict_unneeded()
 
+    @_one_at_a_time
     def begin_forward(self, layer_id: int) -> None:
         """Begin a forward, which is a replay if it runs in backward."""
         if internals.runs_in_backward():
             self.replay(layer_id)
             return
+        self._check_thread()
         self.end_all()
         self.order.training = torch.is_grad_enabled()
         self.begin(Use("F", layer_id))
 
+    @_one_at_a_time
     def begin_backward(self, layer_id: int) -> None:
         """Begin a backward, or wait with it for the replay that comes before it."""
+        self._check_thread()
         self._end_with_backward()
         if torch.is_grad_enabled():  # with create_graph, the graph of the gradients reads parameters without a hook
             self._until_step.add(layer_id)
@@ -201,12 +225,14 @@ class UseScheduler:
         else:
             self.begin(Use("B", layer_id))
 
+    @_one_at_a_time
     def end_backward(self, layer_id: int) -> None:
         """End a backward."""
         if layer_id in self.order.pending:  # it was interrupted by a replay and read nothing afterwards
             self.order.pending.remove(layer_id)
         self.end(layer_id, ("B",))
 
+    @_one_at_a_time
     def begin_steps(self) -> None:
         """End all other uses before the optimizer step."""
         self.end_all()
@@ -226,6 +252,7 @@ class UseScheduler:
             self.order.pending.append(number)
         self.begin(Use("R", layer_id))
 
+    @_one_at_a_time
     def replay_owner(self, parameters: list[Tensor]) -> None:
         """Begin the replay of the layer whose parameters a recompute region reads.
 
@@ -238,18 +265,21 @@ class UseScheduler:
         if len(numbers) == 1:
             self.replay(numbers[0])
 
+    @_one_at_a_time
     def evict(self, layer_id: int) -> None:
         """Evict a layer, unless it is in use or stays until the optimizer step."""
         self._residency.layer(layer_id)
         if layer_id not in self._open and layer_id not in self._until_step:
             self._residency.evict(layer_id)
 
+    @_one_at_a_time
     def evict_unneeded(self, window: tuple[int, ...] | None = None) -> None:
         """Evict the layers outside a window; None: the window of the next uses."""
         window = self.order.next_window() if window is None else window
         for other in [number for number in self._residency.resident_layers if number not in window]:
             self.evict(other)
 
+    @_one_at_a_time
     def require(self, layer_id: int) -> None:
         """Fetch a layer and wait for it; it stays on the device until the next use ends."""
         if layer_id in self.order.pending:
@@ -260,6 +290,7 @@ class UseScheduler:
         self._residency.fetch(layer_id)
         self._residency.wait_for_fetch(layer_id)
 
+    @_one_at_a_time
     def require_memory(self, memory: OffloadedMemory) -> None:
         """Fetch the layer that owns a memory and wait for it.
 
@@ -271,8 +302,10 @@ class UseScheduler:
             if pending or not memory.is_on_device:
                 self.require([*pending, *owners][0])
 
+    @_one_at_a_time
     def fetch_for_access(self, layer_id: int) -> None:
         """Fetch a layer for a read or write of a parameter outside the layer's uses."""
+        self._check_thread()
         self.require(layer_id)
         self._residency.unguard(layer_id)
         if layer_id not in self._open:
@@ -292,8 +325,10 @@ class UseScheduler:
         for layer in layers.values():
             layer.end_replay()
 
+    @_one_at_a_time
     def end_failed(self) -> None:
         """End uses that an exception left open, before their parameters are read."""
+        self._check_thread()
         layers = self._residency.layers.values()
         running = (layer.observer is not None and layer.observer.is_running for layer in layers)
         if self._open and not internals.runs_in_backward() and not any(running):
@@ -308,4 +343,34 @@ class UseScheduler:
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._task):
             self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_all)  # pyright: ignore
+            self._backward_thread = threading.current_thread()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backwards)  # pyright: ignore
+
+    @_one_at_a_time
+    def _end_backwards(self) -> None:
+        """End all uses when a call of backward has ended."""
+        self._backward_thread = None
+        self.end_all()
+
+    def _check_thread(self) -> None:
+        """Check that no other thread is in a forward or a backward, since its end would evict what both read.
+
+        PyTorch runs backwards of a GPU in threads of its own, which are not compared.
+
+        Raises:
+            OffloadError: another thread is in a forward or a backward.
+        """
+        current = threading.current_thread()
+        if self._backward_thread is current and not internals.runs_in_backward():
+            self._backward_thread = None  # an error has ended it
+        running = {layer.observer.thread for layer in self._residency.layers.values() if layer.observer is not None}
+        others = [
+            thread
+            for thread in {self._backward_thread, *running} - {current}
+            if thread is not None and thread.is_alive() and not isinstance(thread, threading._DummyThread)
+        ]
+        if others and not isinstance(current, threading._DummyThread):
+            raise OffloadError(
+                f"offload: expected one thread at a time, got {current.name} while {others[0].name} is in a forward or "
+                "a backward of an offloaded layer; wait for it, or give each thread a copy of the model"
+            )

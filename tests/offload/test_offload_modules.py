@@ -1,13 +1,14 @@
 """offload_modules in models that this project did not write, with what training loops use."""
 
 import copy
+import threading
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from reference_torch.offload import offload_modules
+from reference_torch.offload import OffloadError, offload_modules
 from reference_torch.recompute import recompute_modules
 from tests.everywhere.torch_models import MODELS, assert_same, build
 
@@ -78,6 +79,7 @@ MISTAKES = [
         r"got model\.layers\.0 and model\.layers\.0\.mlp inside",
     ),
     (["model.layers.*"], {"num_prefetch_layers": -1}, ValueError, "num_prefetch_layers"),
+    ({"model.layers.*": ["mlp"]}, {}, TypeError, "modules: expected a list of patterns, got {'model"),
 ]
 
 
@@ -85,6 +87,86 @@ MISTAKES = [
 def test_mistakes_are_named(modules, settings, kind, message):
     with pytest.raises(kind, match=message):
         offload_modules(build("Llama"), modules, **settings)
+
+
+class Waits(nn.Module):
+    """It stops in its forward or its backward until another thread has tried to use the model."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.where = where
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def wait(self, _: object = None) -> None:
+        self.reached.set()
+        assert self.go_on.wait(30)
+
+    def forward(self, x):
+        if self.where == "forward":
+            self.wait()
+        y = x * self.weight
+        if self.where == "backward":
+            y.register_hook(self.wait)
+        return y
+
+
+OTHERS = {
+    "forward": lambda model, x: model(x),
+    "state_dict": lambda model, _: model.state_dict(),
+    "parameter": lambda model, _: model[3].weight.sum(),
+}
+
+
+@pytest.mark.parametrize("use", OTHERS)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_second_thread_is_refused(where, use):
+    model = nn.Sequential(nn.Linear(4, 4), Waits(where), nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    plain = [p.detach().clone() for p in model.parameters()]
+    manager = offload_modules(model, ["*"], num_prefetch_layers=0)
+    first = threading.Thread(target=lambda: model(x).sum().backward(), name="first")
+    first.start()
+    assert model[1].reached.wait(30)
+    with pytest.raises(
+        OffloadError, match=r"expected one thread at a time, got MainThread while first is in a forward"
+    ):
+        OTHERS[use](model, x)
+    model[1].go_on.set()
+    first.join()
+    OTHERS[use](model, x)
+    manager.close()
+    for parameter, before in zip(model.parameters(), plain, strict=True):
+        assert torch.equal(parameter, before)
+        assert parameter.grad is not None
+        assert parameter.grad.isfinite().all()
+
+
+def test_threads_may_follow_one_another():
+    """Also after an error in a backward, and after a thread that has ended within one."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    manager = offload_modules(model, ["*"], num_prefetch_layers=0)
+
+    def fails() -> None:
+        y = model(torch.randn(2, 4))
+        y.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            y.sum().backward()
+
+    for target in (fails, lambda: model(torch.randn(2, 4)).sum().backward()):
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+        model(torch.randn(2, 4)).sum().backward()
+    fails()
+    model(torch.randn(2, 4))
+    done = []
+    thread = threading.Thread(target=lambda: done.append(model(torch.randn(2, 4))))
+    thread.start()
+    thread.join()
+    assert len(done) == 1
+    manager.close()
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_a_function_is_no_model():
