@@ -192,7 +192,10 @@ class _Buffer(NamedTuple):
         """True unless the buffer is certainly as it was; batch norms change their statistics without a new version."""
         if self.owner._buffers.get(self.name) is not self.tensor or self.tensor._version != self.version:
             return True
-        return isinstance(self.owner, _NormBase) or self.content.nbytes <= SMALL_BUFFER
+        if isinstance(self.owner, _NormBase) or self.content.nbytes <= SMALL_BUFFER:
+            return True
+        with _unrecorded():  # F.batch_norm on buffers of any module
+            return self.tensor.is_floating_point() and not torch.equal(self.tensor.detach(), self.content)
 
 
 class _Call:

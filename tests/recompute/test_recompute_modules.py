@@ -284,6 +284,31 @@ def test_buffers_are_updated_once_and_read_as_in_forward():
     assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
 
 
+class OwnBatchNorm(nn.Module):
+    """F.batch_norm on large buffers of another module than a batch norm; it changes no version counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2**15))
+        self.register_buffer("var", torch.ones(2**15))
+
+    def forward(self, x):
+        return nn.functional.batch_norm(x, self.mean, self.var, training=True)
+
+
+def test_large_statistics_are_updated_once():
+    results = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        found = nn.Sequential(OwnBatchNorm(), nn.ReLU())
+        if recompute:
+            recompute_modules(found, {"": ["0"]})
+        x = torch.randn(4, 2**15, requires_grad=True)
+        (found(x) + found(2 * x)).square().sum().backward()
+        results.append([x.grad, *found.buffers()])
+    assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
+
+
 MISTAKES = [
     ({}, ValueError, "expected at least one pattern, got none"),
     ({"blocks.*": []}, ValueError, "modules, blocks.0: expected at least one pattern, got none"),
