@@ -51,7 +51,18 @@ class RecomputedModules:
                 setattr(module, _LABEL, labels[name])
 
     def remove(self) -> None:
-        """Give the modules their own classes back. A second call does nothing."""
+        """Give the modules their own classes back. A second call does nothing.
+
+        Raises:
+            ValueError: a module got another class later; undo that first.
+        """
+        for module in self._changed.values():
+            if type(module) not in [kind(type(module).__mro__[1]) for kind in (_block_class, _recomputed_class)]:
+                name = next(name for name, found in named_modules(self._model) if found is module)
+                raise ValueError(
+                    f"remove: expected the class of recompute_modules in {name!r}, got {type(module).__name__} with "
+                    "changes made later, such as hyper-connections; undo them first"
+                )
         for module in self._changed.values():
             change_class(module, type(module).__mro__[1])
             delattr(module, _LABEL)

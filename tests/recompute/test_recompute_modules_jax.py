@@ -10,6 +10,7 @@ from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
+from jax_impl.added_connections import add_hyper_connections
 from jax_impl.recompute import recompute_modules
 
 CHOSEN = {"blocks.*": ["norm", "activation", "dropout", "batch_norm"]}
@@ -403,6 +404,21 @@ def test_a_second_recompute_is_refused():
     model = recomputed()
     with pytest.raises(ValueError, match=r"got blocks\.0, which has it; remove\(\) it first"):
         recompute_modules(model, CHOSEN)
+
+
+def test_recompute_under_later_hyper_connections_is_not_removed():
+    model = nnx.Sequential(*(Attention(8, nnx.Rngs(n)) for n in range(2)))
+    x = jnp.ones((2, 3, 8))
+    before = model(x)
+    recompute = recompute_modules(model, {"layers.*": ["norm1"]})
+    connections = add_hyper_connections(model, ["layers.*"], num_residual_streams=2)
+    with pytest.raises(
+        ValueError, match=r"remove: expected the class of recompute_modules in 'layers\.0', got"
+    ):
+        recompute.remove()
+    connections.remove()
+    recompute.remove()
+    assert jnp.array_equal(model(x), before)
 
 
 def test_a_submodule_that_reads_a_surrounding_array_is_named():
