@@ -169,7 +169,7 @@ class _Execution:
         self._stage_state = stage_state
         self._message = vary(stages.message(batch), axes)
         self._gradient = differentiable(self._message)
-        task = vary(self._task(jnp.int32(0), jnp.int32(0), stage_state), axes)
+        task = self._task(jnp.int32(0), jnp.int32(0), stage_state)
         keep = "inputs" if self._forward_only else keep
         self._autodiff = StageAutodiff(stages.programs, task, self._message, keep, self._splits)
         self._likes = {
@@ -342,7 +342,8 @@ class _Execution:
         vp_stages = jnp.asarray([vp_stage for _, vp_stage in self._stages.placement], jnp.int32)
         first_layers = jnp.asarray(self._stages.first_layers, jnp.int32)
         batch = self._batch.microbatch(microbatch)
-        return Task(self._params, batch, vp_stages[stage], first_layers[stage], stage, stage_state)
+        task = Task(self._params, batch, vp_stages[stage], first_layers[stage], stage, stage_state)
+        return vary(task, self._axes)
 
     def _run_program_of(
         self, stage: Array, run: Callable[[StageProgram, _SlotResult], _SlotResult], result: _SlotResult

@@ -23,6 +23,7 @@ from jax_impl.pipeline.module_stages import (
     UserStage,
     stage_of_function,
     stage_of_module,
+    state_of_module,
 )
 from jax_impl.pipeline.packed_layout import PackedLayout
 from jax_impl.pipeline.programs import DATA_AXIS, PIPELINE_AXIS, StagedParameters
@@ -47,6 +48,9 @@ class PipelineExecutor:
     A stage is called with the output of the previous one: a tuple as positional arguments, a dict as keyword arguments,
     anything else as one argument; functions get their parameters first. An output is an array or a pytree of arrays.
     Stages must not contain collectives over the pipeline.
+
+    Values and modes of nnx modules are read when they are staged and at each step: ``module.eval()`` is heeded, and
+    compiles the step again.
 
     Variables of nnx modules that are not nnx.Param, such as the statistics of a batch norm or the counters of dropout,
     are state: give ``initial_state()`` to a step, which returns the new one.
@@ -92,6 +96,7 @@ class PipelineExecutor:
     ) -> None:
         _check_options(loss_reduction, keep, slots, backend)
         self._users = _user_stages(stages, parameters)
+        self._modules = [stage for stage in stages if isinstance(stage, nnx.Module)]
         self.mesh = _mesh(mesh, len(stages), backend)
         self.schedule = schedule_of_stages(schedule, self.mesh.shape[PIPELINE_AXIS], len(stages), num_microbatches)
         ranks = [self.schedule.rank_of(n) for n in range(len(stages))]
@@ -112,8 +117,8 @@ class PipelineExecutor:
         ]
         self._layout = PackedLayout(own, ranks)
         self._state_layout = PackedLayout([[*map(_shape_of, user.state)] for user in self._users], ranks)
-        self._runs: dict[tuple[str, bool], Any] = {}
-        """Compiled steps by kind, and whether a state is given."""
+        self._runs: dict[tuple, Any] = {}
+        """Compiled steps by kind, whether a state is given, and the stages, whose mode may change."""
 
     def stage_parameters(self, parameters: Sequence[Any] | None = None) -> StagedParameters:
         """Distribute parameters, moments, or other trees of their structure over the ranks.
@@ -126,6 +131,7 @@ class PipelineExecutor:
             ValueError: the structure or a shape is another one.
         """
         if parameters is None:
+            self._read_modules()
             values = [list(user.params) for user in self._users]
             if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaves in values for leaf in leaves):
                 raise ValueError("parameters: expected arrays, got shapes; give the parameters of each stage")
@@ -139,8 +145,12 @@ class PipelineExecutor:
         staged = StagedParameters(layers, ends)
         return jax.tree.map(jax.device_put, staged, shardings_of(staged, self.mesh))
 
-    def join_parameters(self, staged: StagedParameters) -> list[Any]:
+    def join_parameters(self, staged: Any) -> list[Any]:
         """Return staged parameters or gradients as one pytree for each stage, on the default device."""
+        if not isinstance(staged, StagedParameters):
+            raise ValueError(
+                f"staged: expected parameters or gradients as a step has them, got {type(staged).__name__}"
+            )
         host = jax.tree.map(whole_array, staged)
         values = self._layout.unstack(host.layers)
         for index, places in enumerate(self._shared):
@@ -153,10 +163,22 @@ class PipelineExecutor:
 
     def initial_state(self) -> dict[str, Array]:
         """Return the state of the nnx modules, distributed over the ranks."""
+        self._read_modules()
         state = StagedParameters(self._state_layout.stack([[*user.state] for user in self._users]), [])
         return jax.tree.map(jax.device_put, state, shardings_of(state, self.mesh)).layers
 
-    def step(self, params: StagedParameters, inputs: Any, targets: Any = None, state: Any = None) -> Any:
+    def update_modules(self, params: Any = None, state: Any = None) -> None:
+        """Write staged parameters and a state back into the nnx modules."""
+        self._read_modules()
+        if params is not None:
+            for module, values in zip(self._modules, self.join_parameters(params), strict=True):
+                nnx.update(module, values)
+        if state is not None:
+            values = self._state_layout.unstack(jax.tree.map(whole_array, state))
+            for module, leaves in zip(self._modules, values, strict=True):
+                nnx.update(module, state_of_module(module, leaves))
+
+    def step(self, params: Any, inputs: Any, targets: Any = None, state: Any = None) -> Any:
         """Run forward and backward of all microbatches.
 
         Args:
@@ -176,16 +198,21 @@ class PipelineExecutor:
         gradients = result._replace(layers=result.layers[0])
         return (losses, gradients) if state is None else (losses, gradients, result.layers[1])
 
-    def evaluate(self, params: StagedParameters, inputs: Any, targets: Any = None, state: Any = None) -> Array:
+    def evaluate(self, params: Any, inputs: Any, targets: Any = None, state: Any = None) -> Array:
         """Return the losses [m], without gradients; changes of state are dropped. Arguments are those of ``step``."""
         return self._run("evaluate", params, inputs, targets, state)[0]
 
-    def forward(self, params: StagedParameters, inputs: Any, state: Any = None) -> Any:
+    def forward(self, params: Any, inputs: Any, state: Any = None) -> Any:
         """Return the outputs of the last stage, with leaves [m, ...]. Arguments are those of ``step``."""
         return self._run("forward", params, inputs, None, state)[0]
 
-    def _run(self, kind: str, params: StagedParameters, inputs: Any, targets: Any, state: Any) -> Any:
+    def _run(self, kind: str, params: Any, inputs: Any, targets: Any, state: Any) -> Any:
         """Check the data and run a step."""
+        if not isinstance(params, StagedParameters):
+            raise ValueError(
+                f"params: expected the result of stage_parameters, got {type(params).__name__}; call "
+                "pipeline.stage_parameters(parameters)"
+            )
         m = self.schedule.num_microbatches
         parts = self.mesh.shape.get(DATA_AXIS, 1)
         for name, tree in (("inputs", inputs), ("targets", targets)):
@@ -204,11 +231,29 @@ class PipelineExecutor:
                         f"{name}: expected a number of samples that mesh axis {DATA_AXIS!r} of size {parts} divides, "
                         f"got shape {[*shape]}"
                     )
-        key = kind, state is not None
-        if key not in self._runs:
-            self._runs[key] = self._make_run(*key)
         given = self.initial_state() if state is None else state
+        self._read_modules()
+        key = kind, state is not None, *(user.key for user in self._users)
+        if key not in self._runs:
+            self._runs[key] = self._make_run(kind, state is not None)
         return self._runs[key](StagedParameters((params.layers, given), params.ends), Microbatches(inputs, targets))
+
+    def _read_modules(self) -> None:
+        """Read the present values and modes of the nnx modules, such as training or evaluation.
+
+        Raises:
+            ValueError: a module has got other variables since the executor was made.
+        """
+        if not self._modules:
+            return
+        users = [*map(stage_of_module, self._modules)]
+        for number, (old, new) in enumerate(zip(self._users, users, strict=True)):
+            if [*map(_shape_of, (*old.params, *old.state))] != [*map(_shape_of, (*new.params, *new.state))]:
+                raise ValueError(
+                    f"stages: expected the variables that stage {number} had when the executor was made, got others; "
+                    "make a new PipelineExecutor"
+                )
+        self._users = users
 
     def _leaves_of(self, stage: int, tree: Any) -> list[Any]:
         """Return the leaves of a tree in the structure of a stage's parameters."""
@@ -297,7 +342,7 @@ def split_batch(batch: Any, num_microbatches: int) -> Any:
         ValueError: an array cannot be split evenly.
     """
     m = num_microbatches
-    if not isinstance(m, int) or m < 1:
+    if not isinstance(m, int | np.integer) or m < 1:
         raise ValueError(f"num_microbatches: expected a whole number of at least 1, got {m!r}")
 
     def split(x: Any) -> Any:
@@ -395,10 +440,10 @@ def _shared_indices(users: Sequence[UserStage], shared: Sequence[Mapping[int, st
             if not 0 <= stage < len(users):
                 raise ValueError(f"shared_parameters: expected stages below {len(users)}, got {dict(names)}")
             known = users[stage].names
-            if name not in known:
+            if known.count(name) != 1:
                 raise ValueError(
-                    f"shared_parameters: expected a parameter of stage {stage}, which has {', '.join(known[:8])}, got "
-                    f"{name!r}"
+                    f"shared_parameters: expected one parameter of stage {stage}, which has {', '.join(known[:8])}, "
+                    f"got {name!r}"
                 )
             places[stage] = known.index(name)
         likes = {_shape_of(users[stage].params[i]) for stage, i in places.items()}

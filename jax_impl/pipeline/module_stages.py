@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -120,6 +121,16 @@ def stage_of_module(module: nnx.Module) -> UserStage:
     )
 
 
+def state_of_module(module: nnx.Module, leaves: Sequence[Any]) -> nnx.State:
+    """Return the variables of a module that are not parameters, with other values, in the order of UserStage.state."""
+    old, structure = jax.tree.flatten(nnx.split(module, nnx.Param, ...)[2])
+    new = [
+        jax.random.wrap_key_data(jnp.asarray(leaf), impl=jax.random.key_impl(x)) if _is_key(x) else jnp.asarray(leaf)
+        for x, leaf in zip(old, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, new)
+
+
 @dataclass(frozen=True, eq=False)
 class ModuleProgram:
     """The program of stages of a user that differ in their parameters and state alone; see StageProgram."""
@@ -134,15 +145,15 @@ class ModuleProgram:
     sent: _Message
 
     def select(self, task: Task) -> dict[str, Array]:
-        """Return the parameters of a stage by name."""
+        """Return the parameters of a stage by their index, as text; names need not be unique."""
         own = self.stages.params.select(task.params.layers, self.number, task.stage)
         shared = self.stages.shared_by[self.number]
-        return {name: task.params.ends[shared[i]] if i in shared else own[i] for i, name in enumerate(self.user.names)}
+        return {str(i): task.params.ends[shared[i]] if i in shared else value for i, value in enumerate(own)}
 
     def add(self, sums: Any, task: Task, gradients: Mapping[str, Array]) -> Any:
         """Add the gradients of a stage to the sums of a rank, in the dtype of the sums, and return the sums."""
         shared = self.stages.shared_by[self.number]
-        values = {self.user.names.index(name): gradient for name, gradient in gradients.items()}
+        values = {int(index): gradient for index, gradient in gradients.items()}
         own = {i: gradient for i, gradient in values.items() if i not in shared}
         layers = self.stages.params.update(sums.layers, self.number, task.stage, own, jnp.add)
         ends = list(sums.ends)
@@ -157,7 +168,7 @@ class ModuleProgram:
         if not self.first:
             received = jax.tree.unflatten(self.received.structure, unpack(x, self.received.likes))
         state = self.stages.state.select(task.state, self.number, task.stage)
-        y, new = self.user.apply([parameters[name] for name in self.user.names], state, received)
+        y, new = self.user.apply([parameters[str(i)] for i in range(len(parameters))], state, received)
         changed = {i: value for i, (old, value) in enumerate(zip(state, new, strict=True)) if value is not old}
         new_state = self.stages.state.update(task.state, self.number, task.stage, changed, lambda _, value: value)
         if self.last:
@@ -258,10 +269,14 @@ class ModuleStages:
         """Return the loss of the last stage's output, or the output if outputs are collected."""
         if not self.collects_losses:
             return jax.tree.map(jnp.asarray, y)
+        if self._loss_fn is not None and not jax.tree.leaves(target):
+            raise ValueError("targets: expected arrays [m, ...] for loss_fn, got none")
         loss = y if self._loss_fn is None else self._loss_fn(y, target)
         what = "loss_fn" if self._loss_fn is not None else "stages: without loss_fn, the last stage"
-        if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-            got = jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", loss)
+        likes = jax.tree.map(_like, loss)
+        like = likes if isinstance(likes, jax.ShapeDtypeStruct) else None
+        if like is None or like.shape != () or not jnp.issubdtype(like.dtype, jnp.floating):
+            got = f"{like.dtype}{[*like.shape]}" if like is not None else likes
             raise ValueError(f"{what}: expected a scalar loss of a floating-point dtype, got {got}")
         return jnp.asarray(loss)
 
@@ -303,7 +318,7 @@ def _call(function: Callable[..., Any], params: Any, x: Any) -> Any:
 def _arrays(y: Any, stage: int) -> Any:
     """Return an output with arrays in the place of numbers, after a check."""
     for leaf in jax.tree.leaves(y):
-        if not isinstance(leaf, Array | int | float | complex) and not hasattr(leaf, "__jax_array__"):
+        if not isinstance(leaf, Array | np.ndarray | np.generic | int | float | complex):
             raise ValueError(
                 f"stages: expected a pytree of arrays from stage {stage}, got one with {type(leaf).__name__}"
             )

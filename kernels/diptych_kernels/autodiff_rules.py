@@ -35,8 +35,10 @@ class Backend(Protocol):
 class Operation(NamedTuple):
     """A differentiable function whose forward and backward consist of kernels."""
 
+    name: str
     forward: Callable[..., tuple[tuple[Array, ...], tuple[Array, ...]]]
     backward: Callable[..., tuple[Array, ...]]
+    num_outputs: int = 1
 
 
 def dtype_name(x: Array) -> str:
@@ -230,9 +232,9 @@ def _gelu_sizes(x: Array) -> dict[str, Any]:
     return dict(lead=tuple(lead), width=width, dtype=dtype_name(x))
 
 
-SINKHORN = Operation(_sinkhorn_forward, _sinkhorn_backward)
-COMPUTE_MAPPINGS = Operation(_mappings_forward, _mappings_backward)
-AGGREGATE = Operation(_aggregate_forward, _aggregate_backward)
-WRITE = Operation(_write_forward, _write_backward)
-SWIGLU = Operation(_swiglu_forward, _swiglu_backward)
-GELU = Operation(_gelu_forward, _gelu_backward)
+SINKHORN = Operation("sinkhorn", _sinkhorn_forward, _sinkhorn_backward)
+COMPUTE_MAPPINGS = Operation("compute_mappings", _mappings_forward, _mappings_backward, num_outputs=3)
+AGGREGATE = Operation("aggregate", _aggregate_forward, _aggregate_backward)
+WRITE = Operation("write_streams", _write_forward, _write_backward)
+SWIGLU = Operation("swiglu", _swiglu_forward, _swiglu_backward)
+GELU = Operation("gelu", _gelu_forward, _gelu_backward)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
-from diptych_kernels import tuning
+from diptych_kernels import library, tuning
 from diptych_kernels.api import DIFFERENTIATED_TWICE, Functions
 from diptych_kernels.autodiff_rules import Operation
 from diptych_kernels.launch_configs import Launch
@@ -71,6 +72,9 @@ class TorchBackend(Functions):
 
     def apply(self, operation: Operation, static: Any, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         """Return the outputs of an operation, differentiable once by its backward rule."""
+        is_traced = torch.compiler.is_compiling() or any(isinstance(x, FakeTensor) for x in inputs)
+        if is_traced and library.is_registered(static):
+            return library.apply(operation, static, *inputs)
         applied: Any = _KernelFunction.apply
         if torch.compiler.is_compiling():  # the compiler calls the launches without tracing them
             applied = torch.compiler.disable(applied)
@@ -149,6 +153,8 @@ def measure(launch: Launch, inputs: tuple[Tensor, ...]) -> float:
 
 
 _BACKEND = TorchBackend()
+for _operation in library.OPERATIONS:
+    library.register(_operation, _BACKEND)
 sinkhorn = _BACKEND.sinkhorn
 compute_mappings = _BACKEND.compute_mappings
 aggregate = _BACKEND.aggregate

@@ -412,9 +412,7 @@ def test_recompute_under_later_hyper_connections_is_not_removed():
     before = model(x)
     recompute = recompute_modules(model, {"layers.*": ["norm1"]})
     connections = add_hyper_connections(model, ["layers.*"], num_residual_streams=2)
-    with pytest.raises(
-        ValueError, match=r"remove: expected the class of recompute_modules in 'layers\.0', got"
-    ):
+    with pytest.raises(ValueError, match=r"remove: expected the class of recompute_modules in 'layers\.0', got"):
         recompute.remove()
     connections.remove()
     recompute.remove()

@@ -352,4 +352,4 @@ def _token_gradients(
     return dq, dk, dv, dg, dbeta
 
 
-DELTA_RULE = Operation(_forward, _backward)
+DELTA_RULE = Operation("delta_rule", _forward, _backward, num_outputs=2)

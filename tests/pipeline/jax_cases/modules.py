@@ -209,8 +209,23 @@ def test_nnx_modules_with_statistics_and_dropout(schedule):
     expected = [np.ravel(x) for x in jax.tree.leaves(rest) if x.dtype == jnp.float32]
     found = state["float32"][state["float32"] != 0]
     assert_equal(np.sort(found), np.sort(np.concatenate(expected)))
-    counts = [v for v in np.ravel(state["uint32"]) if v == 2 * M]
-    assert len(counts) == 4, "each dropout has drawn once for every microbatch"
+    pipeline.update_modules(staged, state)
+    for block, expected_block in zip(blocks, nnx.merge(graph, params, rest), strict=True):
+        assert block.drop.rngs.count[...] == 2 * M
+        assert_equal(block.norm.mean[...], expected_block.norm.mean[...])
+        assert jnp.array_equal(
+            jax.random.key_data(block.drop.rngs.key[...]), jax.random.key_data(expected_block.drop.rngs.key[...])
+        )
+    for block in blocks:
+        block.eval()  # evaluation uses the statistics, and drops nothing
+    found = x[0]
+    for block in blocks:
+        found = block(found)
+    state = pipeline.initial_state()
+    assert_equal(pipeline.forward(staged, x, state)[0], found)
+    blocks[0].layers[0].kernel[...] = jnp.zeros_like(blocks[0].layers[0].kernel[...])
+    first = pipeline.join_parameters(pipeline.stage_parameters())[0]
+    assert not first["layers"][0]["kernel"][...].any()
 
 
 class Counting(nnx.Module):
@@ -241,6 +256,31 @@ def test_state_of_replicas_that_weight_gradients_read():
     expected = jax.grad(mean)([jnp.eye(3), jnp.eye(3)])
     assert_equal(jax.tree.leaves(pipeline.join_parameters(gradients)), expected)
     assert_equal(state["float64"], np.array([[M + 1, x[-1].mean()], [M + 1, M * x[-1].mean()]]))
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("zb-v", marks=pytest.mark.slow)])
+def test_split_schedules_on_replicas_and_names_with_dots(schedule):
+    def scaled(p, x):
+        return jnp.tanh(x @ p["a"]["b"]) * p["a.b"] + p["a"]["c"]
+
+    stages = 4 if schedule == "zb-v" else 2
+    parameters = [
+        {"a": {"b": RANDOM.normal(size=(3, 3)), "c": RANDOM.normal(size=3)}, "a.b": RANDOM.normal(size=3)}
+        for _ in range(stages)
+    ]
+    x, y = RANDOM.normal(size=(2, M, 4, 3))
+    pipeline = PipelineExecutor([scaled] * stages, schedule, M, square, parameters=parameters, mesh=mesh_of(dp=2, pp=2))
+    _, gradients = pipeline.step(pipeline.stage_parameters(parameters), x, y)
+
+    def mean(p):
+        def loss(x, y):
+            for own in p:
+                x = scaled(own, x)
+            return square(x, y)
+
+        return jnp.stack([*map(loss, x, y)]).mean()
+
+    assert_equal(pipeline.join_parameters(gradients), jax.grad(mean)(parameters))
 
 
 def test_one_function_with_parameters_of_other_shapes():
@@ -401,7 +441,7 @@ REFUSED = [
     ),
     (
         lambda: executor(shared_parameters=[{0: "table", 3: "tabel"}]),
-        r"shared_parameters: expected a parameter of stage 3, which has table, got 'tabel'",
+        r"shared_parameters: expected one parameter of stage 3, which has table, got 'tabel'",
     ),
     (
         lambda: executor(shared_parameters=[{0: "table", 1: "w"}]),
@@ -452,6 +492,17 @@ def test_data_and_outputs_are_checked():
         with pytest.raises(ValueError, match=message) as caught:
             wrong.step(wrong.stage_parameters([{}, {"w": np.ones(1)}]), np.ones((M, 2)))
         assert caught.value.__notes__[0] == "in stage 1 of the pipeline"
+    for loss_fn, message in (
+        (lambda y, t: (y.mean(), 1.0), r"loss_fn: expected a scalar loss of a floating-point dtype, got \("),
+        (lambda y, t: y, r"loss_fn: expected a scalar loss of a floating-point dtype, got float64\[2, 3, 7\]"),
+    ):
+        wrong = PipelineExecutor(STAGES, "1f1b", M, loss_fn, parameters=PARAMETERS)
+        with pytest.raises(ValueError, match=message):
+            wrong.step(wrong.stage_parameters(PARAMETERS), *data)
+    with pytest.raises(ValueError, match=r"targets: expected arrays \[m, ...\] for loss_fn, got none"):
+        pipeline.step(staged, data[0])
+    with pytest.raises(ValueError, match=r"params: expected the result of stage_parameters, got list"):
+        pipeline.step(PARAMETERS, *data)
     no_loss = PipelineExecutor(STAGES, "1f1b", M, parameters=PARAMETERS)
     with pytest.raises(
         ValueError, match=r"without loss_fn, the last stage: expected a scalar loss .* float64\[2, 3, 7\]"
