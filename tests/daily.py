@@ -44,6 +44,8 @@ EVERY = {
     "tests/test_composition.py::test_what_must_be_accepted_learns_as_plain": 3,
     "tests/test_composition.py::test_kernels_learn_as_plain": 0,
     "tests/test_composition.py::test_the_page_has_the_table_of_the_results": 0,
+    "tests/kernels/test_library.py::test_an_operation_of_the_library": 4,
+    "tests/offload/test_offload_modules.py::test_a_second_thread_is_refused": 5,
     # JAX compiles a program for each; PyTorch runs the same in make test, and JAX some of them.
     "tests/pipeline/jax_cases/gradients.py::test_equals_the_undivided_model": 3,
     "tests/pipeline/jax_cases/programs.py::test_a_slot_costs_its_slowest_rank": 0,

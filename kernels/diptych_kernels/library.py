@@ -26,6 +26,7 @@ OPERATIONS = (
     autodiff_rules.GELU,
     DELTA_RULE,
 )
+_REGISTERED: set[str] = set()
 _STATIC = {kind.__name__: kind for kind in (Sinkhorn, Write, DeltaRule)}
 
 
@@ -42,9 +43,9 @@ class _Shapes:
         return x.to(getattr(torch, dtype))
 
 
-def is_registered(static: Any) -> bool:
-    """Return True if static arguments can be written as text: those of a single rank."""
-    return getattr(static, "ranks", None) is None
+def is_registered(operation: Operation, static: Any) -> bool:
+    """Return True if an operation is registered, and its static arguments can be written as text, as of one rank."""
+    return operation.name in _REGISTERED and getattr(static, "ranks", None) is None
 
 
 def text_of(static: Any) -> str:
@@ -133,6 +134,7 @@ def register(operation: Operation, backend: Any) -> None:
         return [next(found) if _has_gradient(x) else None for x in tensors], None, None
 
     forward.register_autograd(differentiate, setup_context=setup_context)
+    _REGISTERED.add(name)
 
 
 def _with_missing(tensors: Sequence[Tensor], given: Sequence[bool]) -> list[Tensor | None]:

@@ -73,7 +73,7 @@ class TorchBackend(Functions):
     def apply(self, operation: Operation, static: Any, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         """Return the outputs of an operation, differentiable once by its backward rule."""
         is_traced = torch.compiler.is_compiling() or any(isinstance(x, FakeTensor) for x in inputs)
-        if is_traced and library.is_registered(static):
+        if is_traced and library.is_registered(operation, static):
             return library.apply(operation, static, *inputs)
         applied: Any = _KernelFunction.apply
         if torch.compiler.is_compiling():  # the compiler calls the launches without tracing them
