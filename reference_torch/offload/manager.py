@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from diptych.plans.offload import Use, check_num_prefetch_layers, describe_statistics
 from reference_torch.offload.activations import ActivationGroup
 from reference_torch.offload.lifetime import close_dropped, weak_method
+from reference_torch.offload.moments import step_by_layer
 from reference_torch.offload.observe import LayerObserver
 from reference_torch.offload.optimizer import OptimizerParts, check_is_per_parameter
 from reference_torch.offload.residency import Residency
@@ -36,9 +37,12 @@ class TensorOffloadManager:
         manager.step(optimizer)  # instead of optimizer.step(): layer by layer
 
     A layer is on the device during its forward and its backward, together with the next ``num_prefetch_layers`` layers
-    in the order of uses. Its gradients and the optimizer state stay on the device. Any other read of a parameter
-    fetches its layer first. Unregistered modules (embedding, final norm, head) stay on the device. Keep a reference to
-    the manager, because deleting it closes it.
+    in the order of uses. Its gradients stay on the device, and so does the optimizer state by default. Any other read
+    of a parameter fetches its layer first. Unregistered modules (embedding, final norm, head) stay on the device. Keep
+    a reference to the manager, because deleting it closes it.
+
+    With ``optimizer_state``, step() also moves what the optimizer stores for the parameters of layers, such as AdamW's
+    moments: it is on the device only during the update of its layer.
 
     Args:
         enabled: if False, nothing is registered and nothing moves.
@@ -49,6 +53,7 @@ class TensorOffloadManager:
         activations: offload the tensors that layers save for backward, except for the ``num_prefetch_layers + 1``
             layers whose backwards come next.
         activation_min_bytes: activations of fewer bytes stay on the device.
+        optimizer_state: offload the optimizer state of layers, from the first step() on.
 
     Raises:
         ValueError: num_prefetch_layers is negative.
@@ -63,12 +68,13 @@ class TensorOffloadManager:
         parameters: bool = True,
         activations: bool = False,
         activation_min_bytes: int = 2**20,
+        optimizer_state: bool = False,
     ) -> None:
         check_num_prefetch_layers(num_prefetch_layers)
         self.enabled = enabled
         self.pin_memory = pin_memory
         self.num_prefetch_layers = num_prefetch_layers
-        self._residency = Residency(pin_memory, parameters, activations, activation_min_bytes)
+        self._residency = Residency(pin_memory, parameters, activations, activation_min_bytes, optimizer_state)
         self._scheduler = UseScheduler(self._residency, num_prefetch_layers)
 
     def __del__(self) -> None:
@@ -179,14 +185,18 @@ class TensorOffloadManager:
             check_is_per_parameter(optimizer)
         scheduler = self._scheduler
         scheduler.begin_steps()
+
+        def update(layer_id: int) -> list[nn.Parameter]:
+            scheduler.begin(Use("S", layer_id))
+            parts.step(layer_id)
+            layers[layer_id].note_change()
+            scheduler.end(layer_id, ("S",))
+            return parts.parameters_of(layer_id)
+
         parts = OptimizerParts(optimizer, {n: layers[n].parameters for n in reversed(scheduler.order.layers)})
         try:
             parts.step(None)
-            for layer_id in scheduler.order.layers:
-                scheduler.begin(Use("S", layer_id))
-                parts.step(layer_id)
-                layers[layer_id].note_change()
-                scheduler.end(layer_id, ("S",))
+            step_by_layer(scheduler.order.layers, self._residency.moments, update, optimizer)
         finally:
             parts.join()
 

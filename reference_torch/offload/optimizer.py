@@ -52,6 +52,10 @@ class OptimizerParts:
             group["params"] = [p for p in parameters if self._layer_of.get(id(p)) == layer]
         self._optimizer.step()
 
+    def parameters_of(self, layer: int) -> list[nn.Parameter]:
+        """Return the parameters that are updated with a layer."""
+        return [p for _, parameters in self._groups for p in parameters if self._layer_of.get(id(p)) == layer]
+
     def join(self) -> None:
         """Restore all parameters of the optimizer."""
         for group, parameters in self._groups:

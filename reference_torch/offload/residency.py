@@ -11,6 +11,7 @@ from reference_torch.offload.layer import IN_USE, OffloadedLayer
 from reference_torch.offload.lifetime import weak_method
 from reference_torch.offload.link import Link, OffloadError
 from reference_torch.offload.memory import OffloadedMemory
+from reference_torch.offload.moments import OffloadedMoments
 from reference_torch.offload.registry import registered_number
 from reference_torch.offload.statistics import OffloadStatistics
 
@@ -23,9 +24,17 @@ class Residency:
         parameters: the parameters and buffers of layers move.
         activations: the tensors that layers save for backward move.
         activation_min_bytes: activations of fewer bytes stay on the device.
+        optimizer_state: the optimizer state of layers moves.
     """
 
-    def __init__(self, pin_memory: bool, parameters: bool, activations: bool, activation_min_bytes: int) -> None:
+    def __init__(
+        self,
+        pin_memory: bool,
+        parameters: bool,
+        activations: bool,
+        activation_min_bytes: int,
+        optimizer_state: bool = False,
+    ) -> None:
         self.statistics = OffloadStatistics()
         self.trace: list[str] | None = None
         self.layers: dict[int, OffloadedLayer] = {}
@@ -33,10 +42,12 @@ class Residency:
         """Memories by the address of their storage."""
         self.link: Link | None = None
         self.activations: ActivationOffload | None = None
+        self.moments: OffloadedMoments | None = None
         self.is_closed = False
         self._pin_memory = pin_memory
         self._parameters = parameters
         self._wants_activations = activations
+        self._wants_moments = optimizer_state
         self._activation_min_bytes = activation_min_bytes
         self._outgoing: list[int] = []
         """Layers whose copies to the host have started and whose device memory is not released."""
@@ -70,6 +81,8 @@ class Residency:
         if self._wants_activations and self.activations is None and self.link is not None:
             record = weak_method(self.record)
             self.activations = ActivationOffload(self.link, self.statistics, self._activation_min_bytes, record)
+        if self._wants_moments and self.moments is None and self.link is not None:
+            self.moments = OffloadedMoments(self.link, self.statistics)
         self.layers[layer.layer_id] = layer
         self.memories.update({memory.device_storage._cdata: memory for memory in layer.memories})
         self._note_bytes()
@@ -182,6 +195,8 @@ class Residency:
             OffloadError: the device has no room for some layers.
         """
         close_layers(self.layers)
+        if self.moments is not None:
+            self.moments.close()
         self.is_closed = True
         self.memories.clear()
         self._retained.clear()

@@ -56,6 +56,62 @@ def test_a_model_of_others_trains_as_without_offload(name, activations):
     assert type(next(other.parameters())) is nn.Parameter
 
 
+@pytest.mark.parametrize("name", ["Llama", "ResNet"])
+def test_optimizer_state_moves(name):
+    """As above, with AdamW's moments on the host between steps; steps of the scaler and of the manager alternate."""
+    expected = train(build(name), MODELS[name].inputs())
+    other = build(name)
+    manager = offload_modules(other, MODELS[name].offloaded, optimizer_state=True)
+    assert_same(train(other, MODELS[name].inputs(), manager), expected)
+    manager.close()
+
+
+def assert_same_state(ours: dict, theirs: dict) -> None:
+    assert ours.keys() == theirs.keys()
+    for number, state in theirs.items():
+        assert all(torch.equal(ours[number][key], state[key]) for key in state)
+
+
+def test_moments_are_on_the_host_between_steps():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(5)))
+    plain = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(each.parameters(), 0.01, amsgrad=True) for each in (model, plain)]
+    manager = offload_modules(model, ["0", "1", "2", "3"], optimizer_state=True)
+    x = torch.randn(8, 64)
+
+    def step() -> None:
+        for each in (model, plain):
+            each.zero_grad()
+            each(x).square().mean().backward()
+        manager.step(optimizers[0])
+        optimizers[1].step()
+
+    def resident() -> int:
+        """Moments of offloaded weights with memory of their own; those on the host share the guard memory."""
+        states = [state for p, state in optimizers[0].state.items() if p is not model[4].weight]
+        with torch._C.DisableTorchFunctionSubclass():
+            addresses = [t.data_ptr() for state in states for t in state.values() if t.numel() > 64]
+        assert len(addresses) == 12
+        return sum(addresses.count(address) == 1 for address in addresses)
+
+    for _ in range(3):
+        step()
+        assert resident() == 0
+    saved = copy.deepcopy(optimizers[0].state_dict())
+    assert_same_state(saved["state"], optimizers[1].state_dict()["state"])
+    step()
+    assert resident() == 0
+    for optimizer in optimizers:
+        optimizer.load_state_dict(copy.deepcopy(saved))  # new tensors
+    step()
+    assert resident() == 0
+    manager.close()
+    assert resident() == 12
+    assert_same_state(*(each.state_dict()["state"] for each in optimizers))
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_with_recompute():
     example = MODELS["Llama"]
     expected = train(build("Llama"), example.inputs())

@@ -1,0 +1,111 @@
+"""Optimizer state of offloaded layers, such as AdamW's moments: on the host except during the update of its layer."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from reference_torch.offload.link import Link
+from reference_torch.offload.memory import OffloadedMemory
+from reference_torch.offload.statistics import OffloadStatistics
+
+
+class OffloadedMoments:
+    """The optimizer state of layers, found after each update, since optimizers create it in their first step.
+
+    A read or write between steps fetches a tensor, as with parameters; it stays until the next update of its layer.
+
+    Args:
+        link: link to the host.
+        statistics: counts the copies.
+    """
+
+    def __init__(self, link: Link, statistics: OffloadStatistics) -> None:
+        self._link = link
+        self._statistics = statistics
+        self._layers: dict[int, list[OffloadedMemory]] = {}
+
+    def fetch(self, layer: int | None) -> None:
+        """Start to copy the state of a layer to the device; None: no layer."""
+        memories = self._layers.get(layer, []) if layer is not None else []
+        self._statistics.note_copies("in", [memory.fetch() for memory in memories])
+
+    def begin(self, layer: int) -> None:
+        """Wait for the state of a layer before its update."""
+        self.fetch(layer)
+        for memory in self._layers.get(layer, []):
+            memory.wait_for_fetch()
+            memory.unguard()
+
+    def end(self, layer: int, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        """Find the state of a layer after its update, and start to copy it to the host."""
+        known = {id(memory.tensors[0]): memory for memory in self._layers.get(layer, [])}
+        memories = []
+        for number, parameter in enumerate(parameters):
+            for name, tensor in optimizer.state.get(parameter, {}).items():
+                if id(tensor) in known:
+                    memories.append(known[id(tensor)])
+                elif self._may_move(tensor):
+                    memories.append(self._new(f"{name} of parameter {number} of layer {layer}", tensor))
+        self._layers[layer] = memories
+        for memory in memories:
+            memory.note_change()
+        self._statistics.note_copies("out", [memory.evict() for memory in memories])
+
+    def finish(self, layer: int | None) -> None:
+        """Wait for the copies of a layer to the host and release its device memory; None: no layer."""
+        for memory in self._layers.get(layer, []) if layer is not None else []:
+            memory.finish_eviction()
+
+    def close(self) -> None:
+        """Move everything to the device."""
+        for memories in self._layers.values():
+            for memory in memories:
+                memory.release()
+        self._layers.clear()
+
+    def _may_move(self, tensor: object) -> bool:
+        """Return True for a dense tensor of several elements on the device that owns its memory."""
+        if type(tensor) is not Tensor or tensor.numel() < 2 or tensor.device != self._link.device:
+            return False
+        return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+    def _new(self, name: str, tensor: Tensor) -> OffloadedMemory:
+        memories: list[OffloadedMemory] = []
+
+        def fetch() -> None:
+            memories[0].fetch()
+            memories[0].wait_for_fetch()
+            memories[0].unguard()
+
+        memories.append(OffloadedMemory(name, [tensor], self._link, fetch))
+        return memories[0]
+
+
+def step_by_layer(
+    order: Sequence[int],
+    moments: OffloadedMoments | None,
+    update: Callable[[int], Sequence[nn.Parameter]],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Update the layers in order, with the state of the next one on its way.
+
+    Args:
+        order: numbers of the layers.
+        moments: the optimizer state that moves; None: it stays on the device.
+        update: updates a layer and returns its parameters.
+        optimizer: has the state.
+
+    Raises:
+        OffloadError: a copy failed.
+    """
+    for place, layer in enumerate(order):
+        if moments is None:
+            update(layer)
+            continue
+        moments.begin(layer)
+        moments.fetch(order[place + 1] if place + 1 < len(order) else None)
+        moments.end(layer, update(layer), optimizer)
+        moments.finish(order[place - 1] if place else None)
+    if moments is not None and order:
+        moments.finish(order[-1])
