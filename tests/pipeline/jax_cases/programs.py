@@ -19,7 +19,7 @@ from diptych.plans.schedule.named import schedule_for
 from diptych.plans.schedule.simulate import Costs
 from jax_impl import ops
 from jax_impl.pipeline import make_pipeline_step
-from jax_impl.pipeline.programs import StagedParameters
+from jax_impl.pipeline.programs import StagedParameters, Task
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT
 from tests.pipeline.jax_cases.support import (
@@ -158,8 +158,10 @@ def test_collective_test_sees_one_that_jax_puts_in_a_branch(monkeypatch):
     vary = executor.vary
 
     def vary_all_but_parameters(tree, axes):
-        is_start = type(tree) is tuple and isinstance(tree[0], StagedParameters)
-        return (tree[0], *vary(tree[1:], axes)) if is_start else vary(tree, axes)
+        if not isinstance(tree, tuple) or not isinstance(tree[0], StagedParameters):
+            return vary(tree, axes)
+        others = tree[0], *vary(tuple(tree[1:]), axes)
+        return Task(*others) if isinstance(tree, Task) else others
 
     monkeypatch.setattr(executor, "vary", vary_all_but_parameters)
     config = replace(PLAIN, num_layers=2, pipeline_model_parallel_size=2)
