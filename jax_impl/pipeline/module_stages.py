@@ -4,6 +4,7 @@ One program runs on every rank, so whatever differs between stages is packed: pa
 rank and dtype (packed_layout.py), messages into one vector per dtype that is as long as the longest message.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -346,12 +347,25 @@ def _numbers(x: Any) -> Any:
 
 
 def _hashable(key: Any) -> Any:
-    """Return a key, or an object that equals no other if it has no hash, as with a module that holds a list."""
+    """Return a key, wrapped if it has no hash, as that of a module with a list or a dict as an attribute."""
     try:
         hash(key)
     except TypeError:
-        return object()
+        return _ByEquality(copy.deepcopy(key))  # what has no hash may be changed in place
     return key
+
+
+class _ByEquality:
+    """A value without a hash as a key of a dict."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __hash__(self) -> int:
+        return hash(_ByEquality)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByEquality) and bool(self._value == other._value)
 
 
 def _is_key(x: Any) -> bool:

@@ -320,6 +320,31 @@ def test_state_must_be_given_and_saved():
     assert losses.shape == (M,)
 
 
+class Listed(nnx.Module):
+    """A module with attributes that have no hash."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(3, 3, rngs=rngs)
+        self.sizes = [1, 2]
+        self.names = {"a": 1.0}
+
+    def __call__(self, x):
+        return self.linear(x) * self.sizes[1] * self.names["a"]
+
+
+def test_attributes_without_a_hash_compile_one_step():
+    modules = [Listed(nnx.Rngs(n)) for n in range(2)]
+    pipeline = PipelineExecutor(modules, "1f1b", M, square)
+    staged = pipeline.stage_parameters()
+    x = RANDOM.normal(size=(M, 2, 3)).astype(np.float32)
+    first, second = (pipeline.step(staged, x, x)[0] for _ in range(2))
+    assert_equal(first, second)
+    assert len(pipeline._runs) == 1
+    modules[1].names["a"] = 2.0
+    assert not np.allclose(pipeline.step(staged, x, x)[0], first)
+    assert len(pipeline._runs) == 2
+
+
 def test_a_variable_of_two_modules_is_one_parameter():
     first, last = blocks_of(4, 4, 4)
     for block in (first, last):
