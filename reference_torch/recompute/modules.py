@@ -5,11 +5,13 @@ block, a chosen submodule runs in a CheckpointWithoutOutput, whose output is dis
 it. The mirror for JAX is ``jax_impl/recompute/modules.py``.
 """
 
+import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -286,12 +288,17 @@ def _switched(forwards: Sequence[_Wrapped], is_active: bool) -> Iterator[None]:
 
 @contextmanager
 def _restored(model: nn.Module, inputs: Any, options: Any) -> Iterator[None]:
-    """Put buffers and the state of the random generators back at the end."""
+    """Put buffers and the state of the random generators back at the end, those of Python and NumPy too."""
     devices = {leaf.device for leaf in internals.leaves_of((inputs, options)) if isinstance(leaf, Tensor)}
     devices |= {parameter.device for parameter in model.parameters()}
     cuda = [device for device in devices if device.type == "cuda"]
-    with torch.random.fork_rng(cuda), _copied_buffers(model):
-        yield
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(cuda), _copied_buffers(model):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def _saved_bytes(model: nn.Module, places: Sequence[str], inputs: Any, options: Any) -> dict[str, int]:

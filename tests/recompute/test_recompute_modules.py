@@ -2,8 +2,10 @@
 
 import copy
 import pickle
+import random
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -282,6 +284,25 @@ def test_buffers_are_updated_once_and_read_as_in_forward():
             (found(x) + found(2 * x)).square().sum().backward()
         results.append([x.grad, *(p.grad for p in found.parameters()), *found.buffers()])
     assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
+
+
+class Drawing(nn.Module):
+    """It draws from the generators of Python, NumPy and PyTorch."""
+
+    def forward(self, x):
+        return x * random.random() * np.random.rand() * torch.rand(())
+
+
+def test_a_report_leaves_all_random_generators_as_they_are():
+    found = nn.Sequential(Drawing(), nn.ReLU(), nn.Linear(8, 8))
+    handle = recompute_modules(found, {"": ["1"]})
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
+    first = found(torch.ones(2, 8))
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
+    handle.report(torch.ones(2, 8))
+    assert torch.equal(found(torch.ones(2, 8)), first)
 
 
 class OwnBatchNorm(nn.Module):
