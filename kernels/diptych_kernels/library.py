@@ -122,15 +122,16 @@ def register(operation: Operation, backend: Any) -> None:
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         tensors, ctx.given, ctx.static = inputs
         ctx.num_tensors = len(tensors)
-        ctx.save_for_backward(*tensors, *output)
+        ctx.outputs = [(x.shape, x.dtype, x.device) for x in output[:num_outputs]]
+        ctx.save_for_backward(*tensors, *output[num_outputs:])
 
     def differentiate(ctx: Any, grads: Any) -> Any:
-        tensors, results = ctx.saved_tensors[: ctx.num_tensors], ctx.saved_tensors[ctx.num_tensors :]
+        tensors, additional = ctx.saved_tensors[: ctx.num_tensors], ctx.saved_tensors[ctx.num_tensors :]
         own = [
-            torch.zeros_like(result) if grad is None else grad
-            for grad, result in zip(grads[:num_outputs], results[:num_outputs], strict=True)
+            torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+            for grad, (shape, dtype, device) in zip(grads[:num_outputs], ctx.outputs, strict=True)
         ]
-        found = iter(backward([*tensors], ctx.given, [*results[num_outputs:]], own, ctx.static))
+        found = iter(backward([*tensors], ctx.given, [*additional], own, ctx.static))
         return [next(found) if _has_gradient(x) else None for x in tensors], None, None
 
     forward.register_autograd(differentiate, setup_context=setup_context)
@@ -168,5 +169,8 @@ def _saved(
     result = []
     for saved in operation.forward(_Shapes(), _static_of(static), *shapes)[1]:
         index = next((i for i, shape in enumerate(shapes) if shape is saved), None)
-        result.append(next(rest) if index is None else inputs[index])
+        if saved is None:
+            result.append(None)
+        else:
+            result.append(next(rest) if index is None else inputs[index])
     return tuple(result)
