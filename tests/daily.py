@@ -27,7 +27,7 @@ EVERY = {
     "tests/recompute/test_modules.py::test_r27_any_subset_of_modules_has_the_gradients_of_the_plain_model": 0,
     "tests/recompute/test_recompute_modules.py::test_a_model_of_others_has_the_same_gradients_and_saves_less": 4,
     "tests/recompute/test_recompute_modules.py::test_surroundings": 4,
-    "tests/everywhere/test_examples.py::test_an_example_runs": 2,
+    "tests/everywhere/test_examples.py::test_an_example_runs": 4,
     "tests/everywhere/test_pipelines.py::test_two_ranks": 5,
     "tests/everywhere/test_pipelines.py::test_four_ranks": 5,
     "tests/everywhere/test_pipelines.py::test_wrapped_stages": 3,
