@@ -25,8 +25,8 @@ pytestmark = pytest.mark.usefixtures("few_rounds")
 COMPILED = settings(phases=[Phase.explicit, Phase.generate], suppress_health_check=[*hypothesis.HealthCheck])
 """Settings without shrinking, because every example is compiled."""
 
-HALF = [features for number, features in enumerate(MUST_BE_ACCEPTED) if number % 4 in (0, 3)]
-"""Every schedule with every recompute, alternately with and without offload; PyTorch runs all."""
+SOME = [features for number, features in enumerate(MUST_BE_ACCEPTED) if number % 5 == 0]
+"""Every schedule, recompute and offload; PyTorch runs all combinations."""
 NARROW = (
     ("bf16", "1f1b", "mHC", "recompute mhc"),
     ("bf16", "context ranks", "KDA"),
@@ -42,6 +42,7 @@ def rounds_alike(composition) -> bool:
 
 
 OF_FAMILIES_ALIKE = [features for features in OF_FAMILIES if rounds_alike(compose(features))]
+SOME_OF_FAMILIES = [features for number, features in enumerate(OF_FAMILIES_ALIKE) if number % 5 in (0, 3)]
 
 
 def check(composition) -> None:
@@ -63,7 +64,7 @@ def test_some_of_what_must_be_accepted(features):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("features", [*HALF, *NARROW, *OF_FAMILIES_ALIKE], ids="+".join)
+@pytest.mark.parametrize("features", [*SOME, *NARROW, *SOME_OF_FAMILIES], ids="+".join)
 def test_what_must_be_accepted(features):
     check(compose(features))
 

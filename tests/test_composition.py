@@ -31,7 +31,7 @@ from tests.composition import (
 from tests.composition_report import BEGIN, END, PAGE, RESULTS, table
 from tests.jax_process import run_cases
 
-EXAMPLES = {8: 8, 25: 24}.get(settings.default.max_examples, 200)
+EXAMPLES = {8: 8, 25: 24}.get(settings.default.max_examples, 60)
 """Of make check, of make test, of make test-all."""
 
 

@@ -84,12 +84,9 @@ CASES = {
     "all moved": (offloaded(replace(PLAIN, **UNEVEN, **MIXED), 0, True), 2, {}),
 }
 SLOW = {
-    "split, recomputed, all moved": (offloaded(replace(PLAIN, **STREAMS, **RECOMPUTED, **SPLIT), 0, True), 2, {}),
     "split, unlike": (offloaded(replace(PLAIN, **MIXED, **STREAMS, **RECOMPUTED, **SPLIT), 1, True), 3, {}),
     "stages twice, unlike": (offloaded(replace(PLAIN, **MIXED, **TORN)), 2, {}),
-    "inputs kept": (offloaded(replace(PLAIN, **MIXED, **SPLIT), 2), 3, {"keep": "inputs"}),
     "inputs kept, recomputed": (offloaded(replace(PLAIN, **STREAMS, **RECOMPUTED), 0), 3, {"keep": "inputs"}),
-    "activations alone": (replace(PLAIN, **STREAMS, **MOVED), 3, {}),
     "activations alone, fused": (replace(PLAIN, **MIXED, **MOVED), 4, {"slots": "fused"}),
     "replicas": (offloaded(replace(PLAIN, **UNEVEN, **STREAMS), 1, True), 2, {"sizes": (2, 2)}),
     "a rank without layers": (
@@ -98,7 +95,6 @@ SLOW = {
         {},
     ),
     "whole blocks": (offloaded(replace(PLAIN, **STREAMS, **WHOLE), 1, True), 3, {}),
-    "gpipe, all there": (offloaded(replace(PLAIN, **MIXED, pipeline_schedule="gpipe"), 9, True), 3, {}),
 }
 
 
@@ -143,13 +139,7 @@ def test_gradients_are_those_without_offload_in_more_ways(case):
         ),
         *(
             pytest.param({**STREAMS, **flags}, ahead, marks=pytest.mark.slow)
-            for flags, some in (
-                ({}, (0, 2)),
-                (RECOMPUTED, (1, 9)),
-                (SPLIT, (0, 1, 9)),
-                ({**TWICE, **RECOMPUTED, "num_layers": 8}, (0, 2)),
-            )
-            for ahead in some
+            for flags, ahead in ((RECOMPUTED, 9), (SPLIT, 1), ({**TWICE, **RECOMPUTED, "num_layers": 8}, 2))
         ),
     ],
 )
