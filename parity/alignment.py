@@ -60,10 +60,10 @@ class ChannelsFirst(JaxImplementation):
         super().__init__(function, call, outputs)
         self._moved = moved
 
-    def outputs(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """See JaxImplementation.outputs."""
-        found = super().outputs(*args, **kwargs)
-        return {name: jnp.moveaxis(x, -1, 1) if name in self._moved else x for name, x in found.items()}
+    def results(self, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See JaxImplementation.results."""
+        found, updates = super().results(*args, **kwargs)
+        return {name: jnp.moveaxis(x, -1, 1) if name in self._moved else x for name, x in found.items()}, updates
 
 
 def channels_last(array: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -321,8 +321,8 @@ def align_modules(
     found = {"": ""}
     for path in paths[0]:
         for pattern, target in given.items():
-            if _star_match(pattern, path) is not None:
-                found[path] = _star_fill(target, _star_match(pattern, path) or ())
+            if star_match(pattern, path) is not None:
+                found[path] = _star_fill(target, star_match(pattern, path) or ())
     held = [_links_by_module(paths[side], links, names[side], side) for side in (0, 1)]
     groups: list[dict[frozenset, list[str]]] = [{}, {}]
     for side in (0, 1):
@@ -352,7 +352,8 @@ def _links_by_module(paths: Sequence[str], links: Links, names: Names, side: int
     return found
 
 
-def _star_match(pattern: str, path: str) -> tuple[str, ...] | None:
+def star_match(pattern: str, path: str) -> tuple[str, ...] | None:
+    """Return the texts in place of the stars of a pattern, or None if a path does not match."""
     match = re.fullmatch(re.escape(pattern).replace(r"\*", r"([^.]*)"), path)
     return None if match is None else match.groups()
 

@@ -5,19 +5,17 @@ float64 is far smaller than any bug. Then both run in float32 and bfloat16, wher
 float64 result shows which of them loses more digits.
 """
 
-import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from rich.table import Table
 
+from parity.call_errors import check_seed
 from parity.implementations import CallInputs, JaxImplementation, Run, TorchImplementation, Values, make_inputs
-from parity.inspection import Narrowing, NarrowingRecorder, longest_reduction, narrowest_in_jaxpr
+from parity.inspection import Narrowing, NarrowingRecorder, constants_in, longest_reduction, narrowest_in_jaxpr
 from parity.operation_rounding import OperationRounding
 from parity.pytrees import DTYPES, Leaves, is_floating, rounded, widened
 from parity.rounding import (
@@ -25,137 +23,32 @@ from parity.rounding import (
     DRAWS,
     DRAWS_INSIDE,
     EPSILON,
-    EQUAL,
-    ROUNDING,
-    Difference,
+    UNITS,
+    Spread,
     distance,
     judge,
+    length_of,
     perturbed,
+    spread_of,
 )
-from parity.tables import table_text
+from parity.rows import (
+    INPUT_ROW,
+    ORDER,
+    OUTPUT_ROW,
+    PARAMETER_ROW,
+    STATE_ROW,
+    DifferenceError,
+    Report,
+    Results,
+    Row,
+)
+from parity.states import UpdatedStates
+from parity.unstable import Measured, settle, wide_rows
 
-OUTPUT_ROW = "output"
-INPUT_ROW = "input gradient"
-PARAMETER_ROW = "parameter gradient"
+__all__ = ["OUTPUT_ROW", "PARAMETER_ROW", "STATE_ROW", "DifferenceError", "Pair", "Report", "Row", "compare_functions"]
+
 ZERO = 10.0
 """Multiple of its own spread up to which a result in float64 is taken for the rounding error of a 0."""
-UNJUDGED = 0.01
-"""Relative difference in float64 that is reported although it is within the tolerance."""
-Results = Mapping[tuple[str, str], np.ndarray]
-"""Results of one implementation by kind of row and name."""
-
-
-class DifferenceError(AssertionError):
-    """Two implementations differ by more than rounding explains."""
-
-
-class Row(NamedTuple):
-    """The comparison of one output or gradient in one dtype."""
-
-    kind: str
-    """OUTPUT_ROW, INPUT_ROW or PARAMETER_ROW."""
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    difference: Difference
-    """The difference of both implementations in this dtype."""
-    torch_error: float
-    """Distance of PyTorch's result from its own float64 result, relative to the norm of that; 0 in float64."""
-    jax_error: float
-    """The same in JAX."""
-
-    def __str__(self) -> str:
-        found = self.difference
-        return (
-            f"{self.kind} {self.name!r} in {self.dtype}: expected a relative difference of at most "
-            f"{found.tolerance:.1e} ({found.rule}), got {found.norm:.1e}; largest at {list(found.place)}: PyTorch "
-            f"{found.first:.9g}, JAX {found.second:.9g}"
-        )
-
-
-@dataclass(frozen=True)
-class Report:
-    """The comparison of two implementations."""
-
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...] = ()
-    """What else a reader should know, one sentence each."""
-    title: str = ""
-    named: ClassVar[str] = "the worst:"
-    """Which of the different rows comes first."""
-
-    @property
-    def different(self) -> list[Row]:
-        """The rows whose difference is more than rounding, the largest multiple of its tolerance first."""
-        rows = [row for row in self.rows if row.difference.verdict == DIFFERENT]
-        return sorted(rows, key=lambda row: -row.difference.excess)
-
-    @property
-    def is_equal(self) -> bool:
-        """True if all differences are rounding."""
-        return not self.different
-
-    def check(self) -> None:
-        """Raise an error that names the worst row if a difference is more than rounding.
-
-        Raises:
-            DifferenceError: the implementations differ.
-        """
-        if self.different:
-            count = f"{len(self.different)} of {len(self.rows)} comparisons differ by more than rounding"
-            raise DifferenceError("\n".join([f"{count}; {self.named} {self.different[0]}", *self.notes]))
-
-    def to_json(self) -> str:
-        """Return all rows as JSON."""
-        rows = [row._asdict() | {"difference": row.difference._asdict()} for row in self.rows]
-        return json.dumps({"title": self.title, "rows": rows, "notes": self.notes}, default=str, indent=1)
-
-    def __str__(self) -> str:
-        return "\n".join([table_text(self.__rich__()), *self.notes, self._summary])
-
-    @cached_property
-    def _summary(self) -> str:
-        if self.different:
-            return f"DIFFERENT: {self.different[0]}"
-        return f"equal: all {len(self.rows)} comparisons are bitwise equal or differ by rounding only"
-
-    def __rich__(self) -> Table:
-        dtypes = list(dict.fromkeys(row.dtype for row in self.rows))
-        table = Table(title=self.title or None, box=None, pad_edge=False)
-        for column in ("", "name", "shape", "difference", "ulps", "tolerance", "rule", "verdict"):
-            table.add_column(
-                column, no_wrap=True, justify="right" if column in ("difference", "ulps", "tolerance") else "left"
-            )
-        for dtype in dtypes:
-            if dtype != "float64":
-                table.add_column(f"error in {dtype}\nPyTorch / JAX", no_wrap=True, justify="right")
-        groups: dict[tuple[str, str], dict[str, Row]] = {}
-        for row in self.rows:
-            groups.setdefault((row.kind, row.name), {})[row.dtype] = row
-        for (kind, name), group in groups.items():
-            first = group[dtypes[0]]
-            errors = [f"{group[d].torch_error:.1e} / {group[d].jax_error:.1e}" for d in dtypes if d != "float64"]
-            found = first.difference
-            table.add_row(
-                kind,
-                name,
-                "x".join(map(str, first.shape)) or "scalar",
-                f"{found.norm:.1e}",
-                f"{found.ulps:.3g}",
-                f"{found.tolerance:.1e}",
-                found.rule,
-                _verdict(group),
-                *errors,
-            )
-        return table
-
-
-def _verdict(rows: Mapping[str, Row]) -> str:
-    """Return the verdict on a quantity over all dtypes."""
-    wrong = [dtype for dtype, row in rows.items() if row.difference.verdict == DIFFERENT]
-    if wrong:
-        return "DIFFERENT" if len(wrong) == len(rows) else f"DIFFERENT in {', '.join(wrong)}"
-    return EQUAL if all(row.difference.verdict == EQUAL for row in rows.values()) else ROUNDING
 
 
 def compare_functions(
@@ -164,7 +57,7 @@ def compare_functions(
     inputs: Any,
     *,
     static: Mapping[str, Any] | None = None,
-    dtypes: Sequence[str] = ("float64", "float32", "bfloat16"),
+    dtypes: Any = ("float64", "float32", "bfloat16"),
     gradients: bool = True,
     seed: int = 0,
     device: str | torch.device = "cpu",
@@ -178,7 +71,7 @@ def compare_functions(
         inputs: NumPy arrays or nested containers of them: a mapping is passed by name, a list or tuple by position.
             Integers get no gradient.
         static: further keyword arguments of both functions, passed as they are.
-        dtypes: names of the floating dtypes to compare in, float64 first.
+        dtypes: names of the floating dtypes to compare in, float64 first; dtypes of NumPy or PyTorch are accepted too.
         gradients: False: compare outputs only.
         seed: seed of cotangents and perturbations.
         device: device of PyTorch's tensors.
@@ -211,6 +104,13 @@ class Pair:
     translate: Callable[[Leaves], Leaves] | None = None
     """Return JAX's parameters (or their gradients) for PyTorch's; None: each side has parameters of its own."""
     notes: list[str] = field(default_factory=list)
+    ignored: Sequence[str] = ()
+    """Patterns of names of buffers and variables whose changes in forward are not compared."""
+    stored_narrow: list[str] = field(default_factory=list)
+    """Buffers and variables without counterpart whose values a narrower dtype has rounded."""
+
+    def __post_init__(self) -> None:
+        self.states = UpdatedStates(self.torch, self.translate, self.ignored)
 
     def values(self, parameters: Leaves, inputs: Leaves) -> tuple[Values, Values]:
         """Return equal starting values of PyTorch and of JAX."""
@@ -219,7 +119,7 @@ class Pair:
 
     def compare(
         self,
-        dtypes: Sequence[str],
+        dtypes: Any,
         *,
         gradients: bool,
         seed: int,
@@ -235,12 +135,12 @@ class Pair:
             title: title of the report.
             cotangents: cotangents of outputs by name, in place of random ones.
         """
-        unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
-        if unknown or not dtypes:
-            raise ValueError(f"dtypes: expected some of {', '.join(DTYPES)}, got {', '.join(unknown) or 'none'}")
+        dtypes = dtype_names(dtypes)
+        check_seed(seed)
         inputs = {name: widened(array) for name, array in self.call.arrays.items()}
         both = self.values(self.torch.parameters, inputs)
         program = self.jax.program(both[1])
+        _check_frozen(program, self.jax.program(both[1]))
         length = longest_reduction(program)
         narrow = self._narrowing(both[0]), narrowest_in_jaxpr(program)
         drawn = self.cotangents(both, seed) if gradients else None
@@ -248,8 +148,14 @@ class Pair:
             drawn if drawn is None or cotangents is None else {n: cotangents.get(n, c) for n, c in drawn.items()}
         )
         rows = [row for dtype in dtypes for row in self._in_dtype(dtype, both, cotangents, seed, length, narrow)]
-        order = {OUTPUT_ROW: 0, INPUT_ROW: 1, PARAMETER_ROW: 2}
-        return Report(tuple(sorted(rows, key=lambda row: order[row.kind])), tuple(self.notes), title)
+        notes = [*self.notes, *self.states.notes]
+        is_wrong = any(row.dtype == "float64" and row.difference.verdict == DIFFERENT for row in rows)
+        if is_wrong and self.stored_narrow:
+            notes.append(
+                f"Stored in a narrower dtype than float64, without a counterpart: {_listed(self.stored_narrow)}. A constant "
+                "in float64 on the other side differs from it: store it in float64, or pass dtypes=['float32']."
+            )
+        return Report(tuple(sorted(rows, key=lambda row: ORDER[row.kind])), tuple(dict.fromkeys(notes)), title)
 
     def _narrowing(self, values: Values) -> Narrowing | None:
         """Return where PyTorch's forward in float64 goes on in a narrower dtype."""
@@ -296,51 +202,73 @@ class Pair:
         _check_deterministic(exact, self._results("float64", both, given))
         actual = exact if dtype == "float64" else self._results(dtype, both, given)
         unit = self._unit(dtype, narrow)
-        spreads = self._spreads(both, given, exact, EPSILON[unit], seed)
-        largest = {key: max(side[key] for side in spreads) for key in exact[0]}
+        spreads = self._spreads(both, given, exact, UNITS[unit], seed)
+        largest = {key: spreads[0][key].merged(spreads[1][key]) for key in exact[0]}
         rows = _judged(dtype, actual, exact, largest, unit, length)
         if dtype != "float64" and any(row.difference.verdict == DIFFERENT for row in rows):
             zeros = self._errors_of_zeros(both, given, exact, dtype, narrow, seed)
-            largest |= zeros
+            largest |= {key: largest[key]._replace(size=size) for key, size in zeros.items()}
             for draw in range(DRAWS_INSIDE):
-                inside = self._errors_inside(both[0], given, exact[0], dtype, [seed, draw])
-                largest = {key: max(spread, inside.get(key, 0.0)) for key, spread in largest.items()}
+                inside = self.errors_inside(both[0], given, exact[0], EPSILON[dtype], [seed, draw])
+                largest = {key: spread.merged(inside.get(key)) for key, spread in largest.items()}
                 rows = _judged(dtype, actual, exact, largest, unit, length)
                 if not any(row.difference.verdict == DIFFERENT for row in rows):
                     break
-        if dtype == "float64":
-            self.notes.extend(_unjudged(rows))
+        self.notes.extend(_not_finite(dtype, exact))
+        if dtype != "float64":
+            self.notes.extend(wide_rows(rows, unit))
+            return rows
+        rows, notes = settle(self, Measured(both, given, exact, largest, unit, length, seed), rows)
+        self.notes.extend(notes)
         return rows
 
     def _unit(self, dtype: str, narrow: tuple[Narrowing | None, Narrowing | None]) -> str:
         """Return the dtype whose ulps count as rounding: that in which both implementations really compute."""
-        if dtype != "float64" or narrow == (None, None):
-            return dtype
-        ours, theirs = narrow
+        ours, theirs = (x if x is not None and UNITS[x.dtype] > UNITS[dtype] else None for x in narrow)
         if ours is not None and theirs is not None:
-            unit = max(ours.dtype, theirs.dtype, key=lambda name: -EPSILON.get(name, 1.0))
+            unit = min(ours.dtype, theirs.dtype, key=lambda name: UNITS[name])
             self.notes.append(
-                f"Both compute in a narrower dtype inside (PyTorch: {ours}; JAX: {theirs}), so that the float64 run is "
+                f"Both compute in a narrower dtype inside (PyTorch: {ours}; JAX: {theirs}), so that the {dtype} run is "
                 f"judged in ulps of {unit}."
             )
-            return unit if unit in EPSILON else dtype
-        side, place = ("PyTorch", ours) if theirs is None else ("JAX", theirs)
-        self.notes.append(
-            f"{side} computes in a narrower dtype inside ({place}), the other does not. If that is intended, compare "
-            f"with dtypes=['{place.dtype if place is not None else dtype}']."
-        )
+            return unit
+        place = ours or theirs
+        if place is not None:
+            side = "PyTorch" if theirs is None else "JAX"
+            remedy = f"compare with dtypes=['{place.dtype}']" if place.dtype in DTYPES else "cast on both sides"
+            self.notes.append(
+                f"{side} computes in a narrower dtype inside ({place}), the other does not. If that is intended, "
+                f"{remedy}."
+            )
         return dtype
 
     def _results(self, dtype: str, both: tuple[Values, Values], cotangents: Leaves | None) -> list[Results]:
         """Run both; parameters of PyTorch get the names and layout of JAX."""
         ours, theirs = self._runs(dtype, both, cotangents)
-        found = self._keyed(ours)
-        names = [name for kind, name in found if kind == PARAMETER_ROW]
-        return [found, _rows_of(theirs, {name: theirs.parameter_gradients[name] for name in names})]
+        translated = {} if self.translate is None else self.translate(ours.parameter_gradients)
+        names = [name for name in translated if name in theirs.parameter_gradients]
+        if cotangents is not None:
+            self._note_untrained(translated, theirs.parameter_gradients)
+        states = self.states.of(both, ours, theirs)
+        return [
+            _rows_of(ours, {name: translated[name] for name in names}, states[0]),
+            _rows_of(theirs, {name: theirs.parameter_gradients[name] for name in names}, states[1]),
+        ]
 
-    def _keyed(self, run: Run) -> Results:
-        """Return the results of PyTorch by kind of row and name; parameters get the names and layout of JAX."""
-        return _rows_of(run, {} if self.translate is None else self.translate(run.parameter_gradients))
+    def _note_untrained(self, ours: Leaves, theirs: Leaves) -> None:
+        """Note the parameters that only one side trains."""
+        if self.translate is None:
+            return
+        linked = self.translate(self.torch.parameters).keys()
+        for side, names in (
+            ("PyTorch", [name for name in ours if name not in theirs]),
+            ("JAX", [name for name in theirs if name in linked and name not in ours]),
+        ):
+            if names:
+                self.notes.append(
+                    f"Only {side} trains {_listed(names)}: its gradient is not compared. Trained are parameters of "
+                    "PyTorch that require a gradient, and nnx.Param in JAX."
+                )
 
     def _spreads(
         self,
@@ -349,30 +277,43 @@ class Pair:
         exact: Sequence[Results],
         epsilon: float,
         seed: int,
-    ) -> list[dict[tuple[str, str], float]]:
-        """Return the largest change of each result over random perturbations, for each implementation."""
-        spreads = [dict.fromkeys(exact[0], 0.0) for _ in exact]
-        for draw in range(DRAWS):
+    ) -> list[dict[tuple[str, str], Spread]]:
+        """Return how random perturbations change each result, for each implementation."""
+        spreads: list[dict[tuple[str, str], Spread]] = [{} for _ in exact]
+        for moved in self.perturbed_results(both, cotangents, epsilon, seed, range(DRAWS)):
+            for spread, results, base in zip(spreads, moved, exact, strict=True):
+                for key, array in results.items():
+                    spread[key] = spread_of(array, base[key]).merged(spread.get(key))
+        return spreads
+
+    def perturbed_results(
+        self,
+        both: tuple[Values, Values],
+        cotangents: Leaves | None,
+        epsilon: float,
+        seed: int,
+        draws: Iterable[int],
+    ) -> Iterator[list[Results]]:
+        """Yield the results of both in float64 for inputs, parameters and cotangents changed by a relative epsilon."""
+        for draw in draws:
             rng = np.random.default_rng([seed, draw])
             inputs = perturbed(both[0].inputs, epsilon, rng)
             moved = self.values(perturbed(both[0].parameters, epsilon, rng), inputs)
             given = None if cotangents is None else perturbed(cotangents, epsilon, rng)
-            for spread, results, base in zip(spreads, self._results("float64", moved, given), exact, strict=True):
-                for key, array in results.items():
-                    if is_floating(array):
-                        spread[key] = max(spread[key], distance(array, base[key]))
-        return spreads
+            yield self._results("float64", moved, given)
 
-    def _errors_inside(
-        self, values: Values, cotangents: Leaves | None, exact: Results, dtype: str, seed: Sequence[int]
-    ) -> dict[tuple[str, str], float]:
-        """Return the change of each result of PyTorch if all its operations round to a dtype."""
+    def errors_inside(
+        self, values: Values, cotangents: Leaves | None, exact: Results, epsilon: float, seed: Sequence[int]
+    ) -> dict[tuple[str, str], Spread]:
+        """Return the change of each result of PyTorch if all its operations round to a machine epsilon."""
         rng = np.random.default_rng(seed)
-        moved = Values(*(perturbed(group, EPSILON[dtype], rng) for group in values))
-        given = None if cotangents is None else perturbed(cotangents, EPSILON[dtype], rng)
-        with OperationRounding(EPSILON[dtype], int(rng.integers(2**31))):
-            found = self._keyed(self.torch.run(moved, "float64", given))
-        return {key: distance(array, exact[key]) for key, array in found.items() if is_floating(array)}
+        moved = Values(*(perturbed(group, epsilon, rng) for group in values))
+        given = None if cotangents is None else perturbed(cotangents, epsilon, rng)
+        with OperationRounding(epsilon, int(rng.integers(2**31))):
+            run = self.torch.run(moved, "float64", given)
+        gradients = {} if self.translate is None else self.translate(run.parameter_gradients)
+        found = _rows_of(run, gradients, {})
+        return {key: spread_of(array, exact[key]) for key, array in found.items() if key in exact}
 
     def _errors_of_zeros(
         self,
@@ -389,43 +330,71 @@ class Pair:
         says nothing of rounding inside. In float64, it is as large as its own rounding error. In the dtype, that error
         is larger by the ratio of the machine epsilons.
         """
-        epsilons = [EPSILON.get("float64" if place is None else place.dtype, EPSILON["float64"]) for place in narrow]
+        epsilons = [UNITS["float64" if place is None else place.dtype] for place in narrow]
         by_epsilon = {e: self._spreads(both, cotangents, exact, e, seed) for e in set(epsilons)}
         spreads = [by_epsilon[epsilon][side] for side, epsilon in enumerate(epsilons)]
         ratios = [max(1.0, EPSILON[dtype] / epsilon) for epsilon in epsilons]
         return {
-            key: max(ratio * spread[key] for ratio, spread in zip(ratios, spreads, strict=True))
+            key: max(ratio * spread[key].size for ratio, spread in zip(ratios, spreads, strict=True))
             for key in exact[0]
-            if all(_length(run[key]) <= ZERO * spread[key] for run, spread in zip(exact, spreads, strict=True))
+            if is_floating(exact[0][key])
+            and all(length_of(run[key]) <= ZERO * spread[key].size for run, spread in zip(exact, spreads, strict=True))
         }
 
 
-def _rows_of(run: Run, parameters: Leaves) -> Results:
+def dtype_names(dtypes: Any) -> list[str]:
+    """Return the names of dtypes, which are given as names or as dtypes of NumPy, PyTorch or JAX.
+
+    Raises:
+        ValueError: there is none, or one that is not compared.
+    """
+    given = list(dtypes) if isinstance(dtypes, (list, tuple, set, frozenset)) else [dtypes]
+    names = [str(d).removeprefix("torch.") if isinstance(d, (str, torch.dtype)) else _numpy_name(d) for d in given]
+    unknown = [name for name in names if name not in DTYPES]
+    if unknown or not names:
+        raise ValueError(f"dtypes: expected some of {', '.join(DTYPES)}, got {', '.join(unknown) or 'none'}")
+    return names
+
+
+def _numpy_name(dtype: Any) -> str:
+    try:
+        return np.dtype(dtype).name if dtype is not None else "None"
+    except TypeError:
+        return repr(dtype)
+
+
+def _rows_of(run: Run, parameters: Leaves, states: Leaves) -> Results:
     """Return the results of a run by kind of row and name."""
     return (
         {(OUTPUT_ROW, name): array for name, array in run.outputs.items()}
+        | {(STATE_ROW, name): array for name, array in states.items()}
         | {(INPUT_ROW, name): array for name, array in run.input_gradients.items()}
         | {(PARAMETER_ROW, name): array for name, array in parameters.items()}
     )
 
 
-def _unjudged(rows: Sequence[Row]) -> list[str]:
-    """Return a note about results whose tolerance in float64 is so wide that their difference says nothing."""
-    wide = [row for row in rows if row.difference.verdict == ROUNDING and row.difference.norm > UNJUDGED]
-    if not wide:
-        return []
-    names = ", ".join(f"{row.kind} {row.name!r}" for row in wide[:8]) + (" and others" if len(wide) > 8 else "")
-    return [
-        f"Not judged: {names}. One ulp of the inputs changes it as much as the difference of both sides: it is 0 up to "
-        "rounding, or the inputs are at a kink or a tie. Choose other inputs to judge it."
-    ]
+def _not_finite(dtype: str, exact: Sequence[Results]) -> list[str]:
+    """Return a note for each result with elements that are nan or infinite on both sides."""
+    notes = []
+    for (kind, name), array in exact[0].items():
+        if is_floating(array) and array.size:
+            count = int(np.sum(~np.isfinite(array) & ~np.isfinite(exact[1][kind, name])))
+            if count:
+                share = "all" if count == array.size else f"{count} of"
+                place = f"{kind} {name!r}, run on values of {dtype}"
+                notes.append(f"Of {place}, {share} {array.size} elements are nan or infinite on both sides.")
+    return notes
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _judged(
     dtype: str,
     actual: Sequence[Results],
     exact: Sequence[Results],
-    spreads: Mapping[tuple[str, str], float],
+    spreads: Mapping[tuple[str, str], Spread],
     unit: str,
     length: int,
 ) -> list[Row]:
@@ -433,7 +402,9 @@ def _judged(
     rows = []
     for kind, name in exact[0]:
         ours, theirs = (side[kind, name] for side in actual)
-        found = judge(ours, theirs, spreads[kind, name], unit, length)
+        spread = spreads[kind, name]
+        is_exact = unit == "float64" and not is_floating(ours)
+        found = judge(ours, theirs, 0.0 if is_exact else spread.size, unit, length, spread.moved)
         errors = [_relative_error(a[kind, name], e[kind, name]) for a, e in zip(actual, exact, strict=True)]
         rows.append(Row(kind, name, ours.shape, dtype, found, *errors))
     return rows
@@ -457,13 +428,18 @@ def _check_deterministic(exact: Sequence[Results], again: Sequence[Results]) -> 
                 )
 
 
-def _length(array: np.ndarray) -> float:
-    return float(np.linalg.norm(np.where(np.isfinite(array), array, 0.0)))
+def _check_frozen(first: Any, second: Any) -> None:
+    """Raise a ValueError if two traces of JAX's function hold other constants."""
+    if list(constants_in(first)) != list(constants_in(second)):
+        raise ValueError(
+            "JAX: expected equal programs each time the function is traced, got other constants: random numbers of "
+            "NumPy or a counter of Python are frozen by jit; pass them as inputs"
+        )
 
 
 def _relative_error(actual: np.ndarray, exact: np.ndarray) -> float:
     if not is_floating(exact):
         return float(not np.array_equal(actual, exact))
-    scale = _length(exact)
+    scale = length_of(exact)
     gap = distance(actual, exact)
     return gap / scale if scale > 0.0 else gap

@@ -7,7 +7,6 @@ caller's module does not change.
 
 import contextlib
 import copy
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,10 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from flax import linen, nnx
 from torch import nn
 
-from parity.pytrees import DTYPES, Leaves, is_array, is_floating, map_arrays, named_leaves, rounded, to_numpy, widened
+from parity.call_errors import check_outputs, checked_inputs, explained, missing_kernels
+from parity.jax_programs import JaxProgram, Observe, jax_program, unobserved
+from parity.pytrees import Leaves, is_array, is_floating, map_arrays, named_leaves, rounded, to_numpy, widened
 
 TORCH_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 OUTPUT = "output"
@@ -41,10 +41,16 @@ class Inputs(NamedTuple):
     static: dict[str, Any]
 
     @property
-    def arrays(self) -> Leaves:
-        """All arrays by name; positional ones are named by their position."""
+    def leaves(self) -> dict[str, Any]:
+        """All arrays by name, as they are given."""
         trees = {str(place): tree for place, tree in enumerate(self.positional)} | self.keyword
-        return {name: to_numpy(leaf) for name, leaf in named_leaves(trees, "input").items() if is_array(leaf)}
+        return {name: leaf for name, leaf in named_leaves(trees, "input").items() if is_array(leaf)}
+
+    @property
+    def arrays(self) -> Leaves:
+        """All arrays by name, in the byte order of this machine; positional ones are named by their position."""
+        arrays = {name: to_numpy(leaf) for name, leaf in self.leaves.items()}
+        return {n: x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")) for n, x in arrays.items()}
 
     def with_arrays(self, arrays: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Return the positional and the keyword arguments with other arrays."""
@@ -71,8 +77,11 @@ def make_inputs(inputs: Any, static: Mapping[str, Any] | None = None) -> Inputs:
     """Return inputs given as a mapping (passed by name), as a list or tuple (by position), or as one array.
 
     Raises:
-        ValueError: there is no array among the inputs, or a name is also among the static arguments.
+        ValueError: there is no array among the inputs, an array has no numbers, or a name is also among the static
+            arguments.
     """
+    if static is not None and not isinstance(static, Mapping):
+        raise ValueError(f"static: expected a mapping of keyword arguments, got {type(static).__name__}")
     keyword = dict(inputs) if isinstance(inputs, Mapping) else {}
     positional = (
         () if isinstance(inputs, Mapping) else tuple(inputs) if isinstance(inputs, (list, tuple)) else (inputs,)
@@ -81,6 +90,7 @@ def make_inputs(inputs: Any, static: Mapping[str, Any] | None = None) -> Inputs:
     twice = sorted(keyword.keys() & made.static.keys())
     if twice:
         raise ValueError(f"static: expected names that are not inputs, got {', '.join(twice)} in both")
+    checked_inputs(made.leaves)
     if not made.arrays:
         raise ValueError("inputs: expected at least one array (of NumPy, PyTorch or JAX), got none")
     return made
@@ -109,6 +119,8 @@ class Run(NamedTuple):
     """Gradients of trainable parameters by name; empty without cotangents."""
     is_floating: dict[str, bool]
     """True for outputs with a floating dtype."""
+    updates: Leaves = {}
+    """Floating buffers and variables that forward has changed, by name."""
 
 
 Cotangents = Leaves | Callable[[str, Any], np.ndarray]
@@ -144,47 +156,6 @@ def _selected(found: dict[str, Any], names: Mapping[str, str] | None) -> dict[st
     return found if names is None else {new: found[old] for old, new in names.items()}
 
 
-def _check_outputs(found: Mapping[str, Any], label: str) -> None:
-    """Raise a ValueError if an output is no array, or there is none."""
-    for name, value in found.items():
-        if not is_array(value):
-            raise ValueError(
-                f"{label} output {name!r}: expected an array, got {type(value).__name__}; return arrays in tuples, "
-                "dictionaries or dataclasses, and leave out the rest"
-            )
-    if not found:
-        raise ValueError(f"{label} outputs: expected at least one array, got none")
-
-
-@contextlib.contextmanager
-def _named_errors(label: str, function: Any, call: CallInputs) -> Iterator[None]:
-    """Explain a TypeError about arguments in terms of the inputs."""
-    try:
-        yield
-    except TypeError as error:
-        if "argument" not in str(error):
-            raise
-        raise ValueError(
-            f"{label} function {_name(function)}: expected to accept inputs {', '.join(call.arrays)}, got: {error}; "
-            "pass inputs as a list to give them by position, or wrap the function"
-        ) from error
-
-
-@contextlib.contextmanager
-def _missing_kernels(label: str, dtype: str | None) -> Iterator[None]:
-    """Explain that a framework lacks an operation in a dtype."""
-    try:
-        yield
-    except NotImplementedError as error:
-        raise ValueError(
-            f"{label}: expected operations that exist in {dtype or 'their dtype'}, got: {error}; pass dtypes without it"
-        ) from error
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)
-
-
 class TorchImplementation:
     """A function or an nn.Module of PyTorch.
 
@@ -209,44 +180,92 @@ class TorchImplementation:
         self._names = outputs
         self._device = device
         self._copies: dict[str | None, nn.Module] = {}
+        self._needs_gradients = False
+        """True if forward computes gradients itself."""
         self.parameters: Leaves = {}
         self.trainable: frozenset[str] = frozenset()
+        if isinstance(function, type) or not callable(function):
+            got = f"the class {function.__name__}" if isinstance(function, type) else repr(function)
+            raise ValueError(f"PyTorch side: expected a function or an nn.Module that is created, got {got}")
         if isinstance(function, nn.Module):
             values = dict(_torch_values(function))
-            self.parameters = {n: widened(to_numpy(v)) for n, v in values.items() if v.dtype.is_floating_point}
+            inexact = {n: v for n, v in values.items() if v.dtype.is_floating_point or v.dtype.is_complex}
+            self.parameters = {n: widened(to_numpy(v)) for n, v in inexact.items()}
             self.trainable = frozenset(n for n, v in values.items() if isinstance(v, nn.Parameter) and v.requires_grad)
 
     def module(self, dtype: str | None) -> nn.Module:
         """Return the copy of the module that runs in a dtype."""
         assert isinstance(self.function, nn.Module), "only modules are copied"
         if dtype not in self._copies:
-            kind = None if dtype is None else TORCH_DTYPES[dtype]
-            self._copies[dtype] = copy.deepcopy(self.function).to(self._device, kind)
+            copied = copy.deepcopy(self.function)
+            if isinstance(copied, torch.jit.ScriptModule):  # whose copy has parameters that are no leaves
+                self._convert_scripted(copied, dtype)
+            else:
+                copied = copied._apply(lambda value: self._converted(value, dtype))
+            self._copies[dtype] = copied
         return self._copies[dtype]
+
+    def _convert_scripted(self, module: nn.Module, dtype: str | None) -> None:
+        """Set the parameters and buffers of a scripted module to copies in a dtype."""
+        for submodule in module.modules():
+            for name, value in list(submodule._parameters.items()):
+                if value is not None:
+                    made = nn.Parameter(self._converted(value.detach(), dtype), requires_grad=value.requires_grad)
+                    setattr(submodule, name, made)
+            for name, value in list(submodule._buffers.items()):
+                if value is not None:
+                    setattr(submodule, name, self._converted(value.detach(), dtype))
+
+    def _converted(self, value: torch.Tensor, dtype: str | None) -> torch.Tensor:
+        """Return a parameter or buffer on the device and, if it is floating or complex, in a dtype."""
+        if dtype is None or not (value.is_floating_point() or value.is_complex()):
+            return value.to(self._device)
+        wide = torch.complex128 if dtype == "float64" else torch.complex64
+        return value.to(self._device, wide if value.is_complex() else TORCH_DTYPES[dtype])
 
     def run(self, values: Values, dtype: str | None, cotangents: Cotangents | None) -> Run:
         """See Implementation.run."""
+        if cotangents is None and not self._needs_gradients:
+            try:
+                return self._run(values, dtype, None, False)
+            except RuntimeError as error:  # forward computes gradients itself, for example forces of an energy
+                if "does not require grad" not in str(error):
+                    raise
+                self._needs_gradients = True
+        return self._run(values, dtype, cotangents, True)
+
+    def _run(self, values: Values, dtype: str | None, cotangents: Cotangents | None, has_gradients: bool) -> Run:
+        """Run forward, with or without recording of gradients, and backward; see Implementation.run."""
         function, parameters = self._prepared(values, dtype)
         inputs = {name: self._tensor(array, dtype) for name, array in values.inputs.items()}
         # Copies, because a function may change its arguments in place.
         copies = {name: value.clone() for name, value in inputs.items()}
         positional, keyword = self._call.with_arrays(copies)
-        with (
-            _default_dtype(dtype),
-            torch.set_grad_enabled(cotangents is not None),
-            _missing_kernels(self.label, dtype),
-        ):
-            with _named_errors(self.label, self.function, self._call):
+        with _default_dtype(dtype), torch.set_grad_enabled(has_gradients), missing_kernels(self.label, dtype):
+            before = {name: value.clone() for name, value in self._buffers(dtype).items()}
+            with explained(self.label, self.function, self._call.arrays, (positional, keyword)):
                 found = _selected(named_leaves(function(*positional, **keyword), OUTPUT), self._names)
-            _check_outputs(found, self.label)
+            check_outputs(found, self.label)
+            after = self._buffers(dtype)
+            updates = {n: x for n, x in after.items() if n in before and not _is_same(before[n], x)}
             of_inputs: dict[str, torch.Tensor] = {}
             of_parameters: dict[str, torch.Tensor] = {}
             floating = {name: value.is_floating_point() or value.is_complex() for name, value in found.items()}
             if cotangents is not None:
                 given = _drawn(cotangents, {name: value for name, value in found.items() if floating[name]})
                 of_inputs, of_parameters = _torch_gradients(found, (inputs, parameters), given)
-        results = [_results(group, dtype) for group in (found, of_inputs, of_parameters)]
-        return Run(results[0], results[1], results[2], floating)
+        results = [_results(group, dtype) for group in (found, of_inputs, of_parameters, updates)]
+        return Run(results[0], results[1], results[2], floating, {n: x.copy() for n, x in results[3].items()})
+
+    def _buffers(self, dtype: str | None) -> dict[str, torch.Tensor]:
+        """Return the floating buffers of the copy."""
+        if not isinstance(self.function, nn.Module):
+            return {}
+        return {
+            name.removeprefix("_orig_mod."): value
+            for name, value in self.module(dtype).named_buffers()
+            if value.is_floating_point() or value.is_complex()
+        }
 
     def _prepared(self, values: Values, dtype: str | None) -> tuple[Callable, dict[str, torch.Tensor]]:
         """Return what is called, with its parameters set, and the trainable parameters by name."""
@@ -272,6 +291,10 @@ class TorchImplementation:
         exact = rounded(array, dtype)
         exact = exact if exact.dtype.kind == "c" else exact.astype(np.float64)
         return torch.tensor(exact, dtype=kind, device=self._device).requires_grad_()
+
+
+def _is_same(before: torch.Tensor, after: torch.Tensor) -> bool:
+    return before.shape == after.shape and bool(((before == after) | (before.isnan() & after.isnan())).all())
 
 
 def _drawn(cotangents: Cotangents, outputs: Mapping[str, Any]) -> Leaves:
@@ -317,24 +340,6 @@ def _default_dtype(dtype: str | None) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-Observe = Callable[[Any, Callable[[], Any]], Any]
-"""Receives a module and a function that calls it; it returns what that returns."""
-
-
-def _unobserved(module: Any, call: Callable[[], Any]) -> Any:
-    return call()
-
-
-class _JaxProgram(NamedTuple):
-    """A JAX callable in one form: a function of parameters and inputs."""
-
-    apply: Callable[..., Any]
-    """Receives an observer, the floating parameters by name, then the arguments; returns outputs."""
-    parameters: dict[str, Any]
-    """Floating parameters and other variables by name."""
-    trainable: frozenset[str]
-
-
 class JaxImplementation:
     """A callable of JAX.
 
@@ -351,16 +356,20 @@ class JaxImplementation:
         self.function = function
         self._call = call
         self._names = outputs
-        self._programs: dict[str | None, _JaxProgram] = {}
+        self._programs: dict[str | None, JaxProgram] = {}
         program = self._program("float32")
-        self.parameters = {name: widened(to_numpy(value)) for name, value in program.parameters.items()}
+        self.stored = {name: to_numpy(value) for name, value in program.parameters.items()}
+        """Parameters and floating variables in their own dtypes."""
+        self.parameters = {name: widened(array) for name, array in self.stored.items()}
         self.trainable = program.trainable
+        self.constants = program.constants
+        """Names of parameters that need no counterpart; see JaxProgram."""
         self._runs: dict[tuple[str | None, bool], Callable] = {}
 
-    def _program(self, dtype: str | None) -> _JaxProgram:
+    def _program(self, dtype: str | None) -> JaxProgram:
         """Return the callable as it runs in a dtype."""
         if dtype not in self._programs:
-            self._programs[dtype] = _program(self.function, dtype)
+            self._programs[dtype] = jax_program(self.function, dtype)
         return self._programs[dtype]
 
     def run(self, values: Values, dtype: str | None, cotangents: Cotangents | None) -> Run:
@@ -370,20 +379,20 @@ class JaxImplementation:
             gradient = cotangents is not None
             if (dtype, gradient) not in self._runs:
                 self._runs[dtype, gradient] = jax.jit(
-                    partial(self._differentiated if gradient else self.outputs, dtype)
+                    partial(self._differentiated if gradient else self.results, dtype)
                 )
             if cotangents is None:
-                outputs, gradients = self._runs[dtype, gradient](varied, fixed), {}
+                (outputs, updates), gradients = self._runs[dtype, gradient](varied, fixed), {}
             else:
                 shapes = jax.eval_shape(partial(self.outputs, dtype), varied, fixed) if callable(cotangents) else {}
                 given = _drawn(cotangents, {n: x for n, x in shapes.items() if jnp.issubdtype(x.dtype, jnp.inexact)})
-                outputs, gradients = self._runs[dtype, gradient](varied, fixed, given)
+                (outputs, updates), gradients = self._runs[dtype, gradient](varied, fixed, given)
             floating = {name: jnp.issubdtype(value.dtype, jnp.inexact) for name, value in outputs.items()}
             of_inputs, of_parameters = (
                 _results({name: value for (kind, name), value in gradients.items() if kind == group}, dtype)
                 for group in ("inputs", "parameters")
             )
-            return Run(_results(outputs, dtype), of_inputs, of_parameters, floating)
+            return Run(_results(outputs, dtype), of_inputs, of_parameters, floating, _results(updates, dtype))
 
     def split(self, values: Values, dtype: str | None) -> tuple[dict, dict]:
         """Return the arrays that get a gradient and the others, by their kind and name."""
@@ -403,9 +412,15 @@ class JaxImplementation:
             return jax.make_jaxpr(partial(self.outputs, "float64"))(*self.split(values, "float64"))
 
     def outputs(
-        self, dtype: str | None, varied: Mapping, fixed: Mapping, observe: Observe = _unobserved
+        self, dtype: str | None, varied: Mapping, fixed: Mapping, observe: Observe = unobserved
     ) -> dict[str, jax.Array]:
-        """Return all outputs by name.
+        """Return all outputs by name; see results."""
+        return self.results(dtype, varied, fixed, observe)[0]
+
+    def results(
+        self, dtype: str | None, varied: Mapping, fixed: Mapping, observe: Observe = unobserved
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """Return all outputs, and all parameters and variables that the call has changed, by name.
 
         Args:
             dtype: dtype in which the callable runs.
@@ -417,24 +432,24 @@ class JaxImplementation:
         inputs = {name: value for (kind, name), value in values.items() if kind == "inputs"}
         parameters = {name: value for (kind, name), value in values.items() if kind == "parameters"}
         positional, keyword = self._call.with_arrays(inputs)
-        with _named_errors(self.label, self.function, self._call):
-            found = named_leaves(self._program(dtype).apply(observe, parameters, *positional, **keyword), OUTPUT)
-        found = _selected(found, self._names)
-        _check_outputs(found, self.label)
-        return {name: jnp.asarray(value) for name, value in found.items()}
+        with explained(self.label, self.function, self._call.arrays, (positional, keyword)):
+            returned, updates = self._program(dtype).apply(observe, parameters, *positional, **keyword)
+        found = _selected(named_leaves(returned, OUTPUT), self._names)
+        check_outputs(found, self.label)
+        return {name: jnp.asarray(value) for name, value in found.items()}, jax.lax.stop_gradient(updates)
 
     def _differentiated(
         self, dtype: str | None, varied: Mapping, fixed: Mapping, cotangents: Mapping
-    ) -> tuple[dict, dict]:
-        """Return all outputs, and the gradients of the varied values.
+    ) -> tuple[tuple[dict, dict], dict]:
+        """Return all outputs with the changed variables, and the gradients of the varied values.
 
         JAX's pullback of complex values is the transposed, PyTorch's the conjugated transposed Jacobian: cotangents and
         gradients are conjugated here.
         """
 
-        def floating(varied: Mapping) -> tuple[dict, dict]:
-            outputs = self.outputs(dtype, varied, fixed)
-            return {n: v for n, v in outputs.items() if jnp.issubdtype(v.dtype, jnp.inexact)}, outputs
+        def floating(varied: Mapping) -> tuple[dict, tuple[dict, dict]]:
+            outputs, updates = self.results(dtype, varied, fixed)
+            return {n: v for n, v in outputs.items() if jnp.issubdtype(v.dtype, jnp.inexact)}, (outputs, updates)
 
         found, pullback, outputs = jax.vjp(floating, dict(varied), has_aux=True)
         given = {name: jnp.conj(jnp.asarray(cotangents[name], value.dtype)) for name, value in found.items()}
@@ -457,129 +472,6 @@ def _jax_array(array: np.ndarray, dtype: str | None) -> jax.Array:
             "compare in float64 only (dtypes=['float64'])"
         )
     return jnp.asarray(rounded(array, dtype))
-
-
-def _program(function: Any, dtype: str | None) -> _JaxProgram:
-    """Return any supported JAX callable, as it runs in a dtype, as a function of parameters and inputs."""
-    if isinstance(function, nnx.Module):
-        return _nnx_program(_computing_in(function, dtype))
-    if isinstance(function, linen.Module):
-        raise ValueError("jax_module: expected a linen module with its variables, (module, variables), got the module")
-    if isinstance(function, tuple) and len(function) == 2 and isinstance(function[0], linen.Module):
-        variables = function[1]
-        module = _storing_in(function[0], dtype)
-        return _pytree_program(
-            lambda values, *args, **kwargs: module.apply(values, *args, **kwargs), variables, "params"
-        )
-    if isinstance(function, tuple) and len(function) == 2 and isinstance(function[1], nnx.Module):
-        return _nnx_program(_computing_in(function[1], dtype), function[0])
-    if isinstance(function, tuple) and len(function) == 2 and callable(function[0]):
-        return _pytree_program(function[0], function[1])
-    if not callable(function):
-        raise ValueError(
-            "jax side: expected a function, an nnx.Module, (linen module, variables), (function, parameters) or a "
-            f"callable pytree, got {type(function).__name__}"
-        )
-    if jax.tree.structure(function) == jax.tree.structure(0):
-        return _JaxProgram(lambda observe, values, *args, **kwargs: function(*args, **kwargs), {}, frozenset())
-    return _pytree_program(lambda module, *args, **kwargs: module(*args, **kwargs), function)
-
-
-def _computing_in(module: nnx.Module, dtype: str | None) -> nnx.Module:
-    """Return a copy of a module that computes in a dtype, as PyTorch's Module.to does; None: in its own.
-
-    Flax's modules store the dtype in which they compute. It is replaced where it is that of the module's parameters. A
-    narrower dtype is a decision of the module, and stays. The dtype of parameters is also that of a recurrent cell's
-    first state.
-    """
-    copied = nnx.clone(module)
-    if dtype is None:
-        return copied
-    for _, node in nnx.iter_graph(copied):
-        if isinstance(node, nnx.Module) and getattr(node, "param_dtype", None) is jnp.float32:
-            setattr(node, "param_dtype", jnp.dtype(DTYPES[dtype]))  # noqa: B010
-        computes = getattr(node, "dtype", None) if isinstance(node, nnx.Module) else None
-        if computes is None or isinstance(computes, property):
-            continue
-        own = {value[...].dtype for value in vars(node).values() if isinstance(value, nnx.Variable)}
-        if jnp.dtype(computes) in own and jnp.issubdtype(computes, jnp.inexact):
-            setattr(node, "dtype", jnp.dtype(DTYPES[dtype]))  # noqa: B010  # pyright knows no such attribute
-    return copied
-
-
-def _storing_in(module: linen.Module, dtype: str | None) -> linen.Module:
-    """Return a linen module whose recurrent cells have a first state of a dtype, and with it those in its fields."""
-    if dtype is None:
-        return module
-    values = {field.name: getattr(module, field.name, None) for field in dataclasses.fields(module)}
-    changed: dict[str, Any] = {
-        name: _storing_in(value, dtype)
-        for name, value in values.items()
-        if isinstance(value, linen.Module) and name != "parent"
-    }
-    if values.get("param_dtype") is jnp.float32:
-        changed["param_dtype"] = jnp.dtype(DTYPES[dtype])
-    return module.clone(**changed) if changed else module
-
-
-def _nnx_program(
-    module: nnx.Module, function: Callable = lambda module, *args, **kwargs: module(*args, **kwargs)
-) -> _JaxProgram:
-    """Return a function of a module's variables.
-
-    Args:
-        module: the module.
-        function: receives the module, then the arguments.
-    """
-    graph, state = nnx.split(module)
-    flat = dict(nnx.to_flat_state(state))
-    names = {".".join(map(str, path)): path for path in flat}
-    floating = {name: path for name, path in names.items() if jnp.issubdtype(flat[path][...].dtype, jnp.inexact)}
-
-    def apply(observe: Observe, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        filled = {path: variable.copy() for path, variable in flat.items()}
-        for name, path in floating.items():
-            filled[path] = flat[path].replace(values[name])
-        merged = nnx.merge(graph, nnx.from_flat_state(filled))
-        return observe(merged, lambda: function(merged, *args, **kwargs))
-
-    parameters = {name: flat[path][...] for name, path in floating.items()}
-    trainable = frozenset(name for name, path in floating.items() if isinstance(flat[path], nnx.Param))
-    return _JaxProgram(apply, parameters, trainable)
-
-
-def _pytree_program(apply: Callable, tree: Any, trained: str | None = None) -> _JaxProgram:
-    """Return a function over a pytree of parameters.
-
-    Args:
-        apply: receives the pytree, then the arguments.
-        tree: parameters; leaves that are no floating arrays stay as they are.
-        trained: top-level key of the trainable ones, which is left out of their names; None: all are trainable.
-    """
-    paths, structure = jax.tree.flatten_with_path(tree)
-    # A variable of nnx in a pytree has one leaf, its value.
-    names = [".".join(str(_key(entry)) for entry in path).removesuffix(".value") for path, _ in paths]
-    trainable = frozenset(
-        n.removeprefix(f"{trained}.") for n in names if trained is None or n.startswith(f"{trained}.")
-    )
-    names = [name.removeprefix(f"{trained}.") for name in names]
-    leaves = [leaf for _, leaf in paths]
-    floating = [is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
-
-    def filled(observe: Observe, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        new = [values[n] if has else leaf for n, leaf, has in zip(names, leaves, floating, strict=True)]
-        tree = jax.tree.unflatten(structure, new)
-        return observe(tree, lambda: apply(tree, *args, **kwargs))
-
-    parameters = {name: leaf for name, leaf, has in zip(names, leaves, floating, strict=True) if has}
-    return _JaxProgram(filled, parameters, trainable & parameters.keys())
-
-
-def _key(entry: Any) -> Any:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(entry, attribute):
-            return getattr(entry, attribute)
-    return entry
 
 
 def accepts(function: Callable, name: str) -> bool:

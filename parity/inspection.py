@@ -22,6 +22,10 @@ from parity.pytrees import is_floating
 
 _WIDTHS = {"float64": 64, "complex128": 64, "float32": 32, "complex64": 32, "float16": 16, "bfloat16": 16}
 """Bits of a real part by dtype."""
+_REAL = {"complex128": "float64", "complex64": "float32"}
+"""Dtype of the parts of complex numbers."""
+_DIGITS = {64: 8, 32: 8, 16: 3}
+"""Binary digits of a number that is taken for one that a program writes down, by the bits of its dtype."""
 _HERE = str(Path(__file__).parent)
 
 
@@ -36,12 +40,21 @@ class Narrowing(NamedTuple):
         return f"{self.dtype} at {self.place}" if self.place else self.dtype
 
 
-def _is_exact(values: Any) -> bool:
-    """Return True if rounding to a narrower dtype lost nothing: small integers, masks, powers of two, infinities."""
-    array = np.asarray(values, np.float64)
+def is_exact(values: Any, width: int = 64) -> bool:
+    """Return True if rounding to a narrower dtype lost nothing: small integers, masks, powers of two, infinities.
+
+    Args:
+        values: the values.
+        width: bits of their dtype; narrower ones have fewer digits, so that more of them look exact.
+    """
+    array = np.asarray(values)
+    array = np.stack([array.real, array.imag]) if array.dtype.kind == "c" else array
+    array = array.astype(np.float64)
     array = array[np.isfinite(array)]
-    mantissas = np.frexp(array)[0] * 2.0**8
-    return bool(np.all((mantissas == np.floor(mantissas)) | ((array == np.floor(array)) & (np.abs(array) < 2.0**24))))
+    digits = _DIGITS[width]
+    mantissas = np.frexp(array)[0] * 2.0**digits
+    is_integer = (array == np.floor(array)) & (np.abs(array) < 2.0 ** (3 * digits))
+    return bool(np.all((mantissas == np.floor(mantissas)) | is_integer))
 
 
 class NarrowingRecorder(TorchDispatchMode):
@@ -55,19 +68,36 @@ class NarrowingRecorder(TorchDispatchMode):
         """Run an operation, and record if a wider operand loses digits or a narrower operand has lost them."""
         result = func(*args, **(kwargs or {}))
         operands = [x for x in jax.tree.leaves((args, kwargs or {})) if isinstance(x, torch.Tensor)]
-        widths = [_WIDTHS.get(_name(x), 0) for x in operands]
+        widths = [_width(x) for x in operands]
         widest = max(widths, default=0)
-        narrow = [x for x in jax.tree.leaves(result) if isinstance(x, torch.Tensor) and 0 < _width(x) < widest]
+        results = [x for x in jax.tree.leaves(result) if isinstance(x, torch.Tensor) and 0 < _width(x) < widest]
+        is_cast = func._schema.name in _CASTS and len(operands) == 1 == len(results)
+        narrow = [] if is_cast else results
         narrow += [x for x, width in zip(operands, widths, strict=True) if 0 < width < widest]
-        for tensor in narrow:
-            width = _width(tensor)
-            if self.narrowest is not None and width >= _WIDTHS[self.narrowest.dtype]:
-                continue
-            with torch._C._DisableTorchDispatch():  # pyright: ignore[reportAttributeAccessIssue]
-                exact = tensor.is_complex() or _is_exact(tensor.detach().double().cpu().numpy())
-            if not exact:
-                self.narrowest = Narrowing(_name(tensor), _torch_place())
+        with torch._C._DisableTorchDispatch():  # pyright: ignore[reportAttributeAccessIssue]
+            if is_cast and self._is_news(results[0]) and not _is_equal(operands[0], results[0]):
+                self.narrowest = Narrowing(_real(results[0]), _torch_place())
+            for tensor in narrow:
+                if self._is_news(tensor) and not is_exact(_wide(tensor), _width(tensor)):
+                    self.narrowest = Narrowing(_real(tensor), _torch_place())
         return result
+
+    def _is_news(self, tensor: torch.Tensor) -> bool:
+        return self.narrowest is None or _width(tensor) < _WIDTHS[self.narrowest.dtype]
+
+
+_CASTS = frozenset({"aten::_to_copy", "aten::to", "aten::copy"})
+"""Operations whose only result is their operand in another dtype."""
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(np.array_equal(_wide(one), _wide(other), equal_nan=True))
+
+
+def _wide(tensor: torch.Tensor) -> np.ndarray:
+    """Return the values of a tensor in float64 or complex128."""
+    kind = torch.complex128 if tensor.is_complex() else torch.float64
+    return tensor.detach().to(kind).resolve_conj().resolve_neg().cpu().numpy()
 
 
 def _name(tensor: torch.Tensor) -> str:
@@ -76,6 +106,11 @@ def _name(tensor: torch.Tensor) -> str:
 
 def _width(tensor: torch.Tensor) -> int:
     return _WIDTHS.get(_name(tensor), 0)
+
+
+def _real(tensor: torch.Tensor) -> str:
+    """Return the dtype of a tensor, or of its real and imaginary parts."""
+    return _REAL.get(_name(tensor), _name(tensor))
 
 
 def _torch_place() -> str:
@@ -97,8 +132,25 @@ def longest_reduction(program: core.ClosedJaxpr) -> int:
 def narrowest_in_jaxpr(program: core.ClosedJaxpr) -> Narrowing | None:
     """Return the narrowest place of a jaxpr in float64 where it goes on in a narrower dtype, or None."""
     constants = zip(program.jaxpr.constvars, program.consts, strict=True)
-    exact = {id(v) for v, value in constants if jnp.issubdtype(value.dtype, jnp.inexact) and _is_exact(value)}
+    exact = {id(v) for v, value in constants if jnp.issubdtype(value.dtype, jnp.inexact) and is_exact(value)}
     return min(_narrowings(program.jaxpr, exact), key=lambda found: _WIDTHS[found.dtype], default=None)
+
+
+def constants_in(program: core.ClosedJaxpr) -> Iterator[str | bytes]:
+    """Yield the names of the primitives and the bytes of the constants of a jaxpr, also of those inside it."""
+    yield from map(_bytes, program.consts)
+    for equation in _equations(program.jaxpr):
+        yield equation.primitive.name
+        yield from (_bytes(value.val) for value in equation.invars if isinstance(value, core.Literal))
+        for parameter in equation.params.values():
+            for inner in jax.tree.leaves(parameter, is_leaf=lambda x: hasattr(x, "consts")):
+                yield from map(_bytes, getattr(inner, "consts", ()))
+
+
+def _bytes(value: Any) -> bytes:
+    if jnp.issubdtype(getattr(value, "dtype", np.float64), jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    return np.asarray(value).tobytes()
 
 
 _MOVES = frozenset(
@@ -126,7 +178,8 @@ def _narrowings(jaxpr: Any, exact: set[int]) -> Iterator[Narrowing]:
             before, after = (_bits(v) for v in (equation.invars[0], equation.outvars[0]))
             if before and after and before != after and not known[0]:
                 narrow = equation.invars[0] if before < after else equation.outvars[0]
-                yield Narrowing(str(narrow.aval.dtype), _jax_place(equation))
+                dtype = str(narrow.aval.dtype)
+                yield Narrowing(_REAL.get(dtype, dtype), _jax_place(equation))
         is_exact = name == "iota" or (name in (*_MOVES, "convert_element_type") and all(known))
         if is_exact or (len(inners) == 1 and all(_is_known(v, exact) for v in inners[0].outvars)):
             exact.update(id(v) for v in equation.outvars)
@@ -149,7 +202,7 @@ def _inner_jaxprs(equation: Any) -> Iterator[Any]:
 def _is_known(value: Any, exact: set[int]) -> bool:
     """Return True if a value of a jaxpr is known to be exact."""
     if isinstance(value, core.Literal):
-        return not is_floating(np.asarray(value.val)) or _is_exact(value.val)
+        return not is_floating(np.asarray(value.val)) or is_exact(value.val)
     return id(value) in exact or not jnp.issubdtype(value.aval.dtype, jnp.inexact)
 
 

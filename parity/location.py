@@ -7,6 +7,7 @@ received. What still differs is caused by that submodule. All runs are in float6
 bug.
 """
 
+import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,21 +31,26 @@ from parity.alignment import (
     moved_outputs,
     paired_outputs,
     shared_inputs,
+    star_match,
     torch_names,
 )
 from parity.array_store import ArrayStore
-from parity.functions import OUTPUT_ROW, PARAMETER_ROW, DifferenceError, Pair, Report
+from parity.functions import OUTPUT_ROW, PARAMETER_ROW, STATE_ROW, DifferenceError, Pair, Report
 from parity.implementations import Run, TorchImplementation, Values
 from parity.inspection import Narrowing, longest_reduction, narrowest_in_jaxpr
 from parity.modules import pair_of_modules
 from parity.names import Links
 from parity.pytrees import Leaves, is_floating, widened
 from parity.recording import JaxRecord, Point, Spreads, nnx_submodules, record_jax, record_torch, torch_spreads
-from parity.rounding import DIFFERENT, DRAWS, EPSILON, judge, perturbed
+from parity.rounding import DIFFERENT, DRAWS, EPSILON, UNITS, judge, perturbed
 from parity.tables import table_text
 
 FORWARD = "forward"
 BACKWARD = "backward"
+FORWARD_ROWS = (OUTPUT_ROW, STATE_ROW)
+"""Kinds of rows whose difference arises in forward."""
+MAX_NAMES = 8
+"""Most submodules that a note lists."""
 
 
 class PointDifference(NamedTuple):
@@ -82,13 +88,13 @@ class Location:
     @property
     def is_equal(self) -> bool:
         """True if the models agree up to rounding."""
-        return self.point is None
+        return self.point is None and not self.whole.unjudged
 
     def check(self) -> None:
         """Raise an error that names the submodule if the models differ.
 
         Raises:
-            DifferenceError: the models differ.
+            DifferenceError: the models differ, or a result cannot be judged.
         """
         if not self.is_equal:
             raise DifferenceError(self.summary)
@@ -96,11 +102,15 @@ class Location:
     @property
     def summary(self) -> str:
         """The result in one line."""
+        if self.point is None and self.whole.unjudged:
+            return self.whole.failure
         if self.point is None:
             results = f"in {len(self.whole.rows)} results and at {len(self.points)} points"
             return f"equal: no difference beyond rounding {results}"
-        worst = "" if self.local is None or self.local.is_equal else f": {self.local.different[0]}"
-        return f"first difference: {self.place}{worst}"
+        rows = [] if self.local is None else self.local.different
+        if self.direction == FORWARD:
+            rows = [row for row in rows if row.kind in FORWARD_ROWS]
+        return f"first difference: {self.place}{f': {rows[0]}' if rows else ''}"
 
     @property
     def place(self) -> str:
@@ -190,10 +200,15 @@ def locate(
             "parts of a function cannot be recorded: compare them with compare_functions"
         )
     _check_dropout(torch_module, jax_module)
+    if isinstance(memory_limit, bool) or not isinstance(memory_limit, int) or memory_limit < 0:
+        raise ValueError(f"memory_limit: expected a number of bytes of at least 0, got {memory_limit!r}")
+    if modules is not None and not isinstance(modules, Mapping):
+        raise ValueError(f"modules: expected a mapping of PyTorch's to JAX's submodules, got {type(modules).__name__}")
     if precision not in EPSILON:
         raise ValueError(f"precision: expected one of {', '.join(EPSILON)}, got {precision!r}")
     found = pair_of_modules(torch_module, jax_module, inputs, names, ignore, static)
-    pair = _JudgedPair(found.torch, found.jax, found.call, found.translate, precision=precision)
+    pair = _JudgedPair(found.torch, found.jax, found.call, found.translate, ignored=found.ignored, precision=precision)
+    pair.stored_narrow = found.stored_narrow
     with ArrayStore(memory_limit) as store:
         return _Search(pair, dict(modules or {}), seed, store, memory_limit).run()
 
@@ -269,8 +284,8 @@ class _Search:
         self.both = pair.values(pair.torch.parameters, inputs)
         self.given = pair.cotangents(self.both, self.seed)
         whole = pair.compare(["float64"], gradients=True, seed=self.seed)
-        advice = r"compare with dtypes=\['(\w+)'\]", r"pass precision='\1'"
-        self.wrong = {row.name for row in whole.different if row.kind == PARAMETER_ROW}
+        advice = r"(?:compare with|pass) dtypes=\['(\w+)'\]", r"pass precision='\1'"
+        self.wrong = {row.name for row in whole.different if row.kind in (PARAMETER_ROW, STATE_ROW)}
         self.notes.extend(re.sub(*advice, note) for note in whole.notes)
         self.unit, self.length = pair.unit_and_length(self.both)
         self.torch_calls = record_torch(pair.torch, self.both[0], self.given, self.store)
@@ -281,6 +296,7 @@ class _Search:
         assert isinstance(pair.torch.function, nn.Module), "only modules are searched"
         jax_paths = list(dict.fromkeys(point.path for point in self.record.calls))
         self.names = torch_names(pair.torch.function), jax_names(pair.jax.function, jax_paths)
+        self._check_given(jax_paths)
         self.paths = align_modules(self.torch_calls, self.record.calls, links, self.modules, self.names)
         self._note_unrecorded()
         spreads = self._spreads()
@@ -294,15 +310,28 @@ class _Search:
         }
         self.reports: dict[Point, Report | None] = {}
         point, direction, between = None, "", None
-        if not whole.is_equal:
+        if whole.different:
             self.reports[Point("", 0)] = whole
-            forward_differs = any(row.kind == OUTPUT_ROW for row in whole.different)
+            forward_differs = any(row.kind in FORWARD_ROWS for row in whole.different)
             direction = FORWARD if forward_differs else BACKWARD
             point, between = self._descend(Point("", 0), direction)
         local = None if point is None else self.reports[point]
         return Location(
             point, direction, local, between, tuple(self.points.values()), whole, tuple(dict.fromkeys(self.notes))
         )
+
+    def _check_given(self, jax_paths: Sequence[str]) -> None:
+        """Raise a ValueError if the caller's pairs name a submodule that does not exist."""
+        model = self.pair.jax.function
+        paths = {*jax_paths, *(nnx_submodules(model) if isinstance(model, nnx.Module) else self.record.modules)}
+        known = [path for path in self.names[0] if path], [path for path in paths if path]
+        for pair in self.modules.items():
+            for side, pattern, names in zip(("PyTorch", "JAX"), pair, known, strict=True):
+                if not any(star_match(pattern, name) is not None for name in names) and pattern != "":
+                    near = ", ".join(difflib.get_close_matches(pattern, names, 3, 0.3)) or "none"
+                    raise ValueError(
+                        f"modules: expected a submodule of {side}, {pattern!r} matches none; similar: {near}"
+                    )
 
     def _note_unrecorded(self) -> None:
         """Note the submodules with parameters of their own that were not recorded."""
@@ -317,8 +346,9 @@ class _Search:
             hidden |= held - {point.path for point in self.record.calls}
         missing += [f"{path} of JAX" for path in sorted(hidden)]
         if missing:
+            more = f" and {len(missing) - MAX_NAMES} more" if len(missing) > MAX_NAMES else ""
             self.notes.append(
-                f"Not recorded: {', '.join(missing)}. They are not called, or through another method than forward or "
+                f"Not recorded: {', '.join(missing[:MAX_NAMES])}{more}. They are not called, or through another method than forward or "
                 "__call__, or inside a transformation (jit, scan, remat)."
             )
 
@@ -327,8 +357,8 @@ class _Search:
         found = []
         for draw in range(DRAWS - 1):
             rng = np.random.default_rng([self.seed, draw])
-            moved = Values(*(perturbed(group, EPSILON[self.unit], rng) for group in self.both[0]))
-            given = perturbed(self.given, EPSILON[self.unit], rng)
+            moved = Values(*(perturbed(group, UNITS[self.unit], rng) for group in self.both[0]))
+            given = perturbed(self.given, UNITS[self.unit], rng)
             found.append(torch_spreads(self.pair.torch, moved, given, self.torch_calls))
         return found
 
@@ -364,24 +394,24 @@ class _Search:
         order = children if direction == FORWARD else children[::-1]
         for child in self._suspects(point, order, direction):
             report = self._local(child)
-            if report is None or report.is_equal:
+            if report is None or not report.different:
                 continue
-            forward_differs = any(row.kind == OUTPUT_ROW for row in report.different)
+            forward_differs = any(row.kind in FORWARD_ROWS for row in report.different)
             if forward_differs == (direction == FORWARD):
                 return self._descend(child, direction)
         return point, self._between(order, direction) if children else None
 
     def _suspects(self, point: Point, order: Sequence[Point], direction: str) -> list[Point]:
         """Return the submodules that may differ by themselves, the most likely first."""
-        if direction == FORWARD:
-            return [child for child in order if self.points[child].forward_differs]
+        held = {child: set(self.names[1].get(self.paths[child.path], {}).values()) for child in order}
+        if direction == FORWARD:  # a wrong state of a submodule need not change its outputs
+            return [child for child in order if self.points[child].forward_differs or self.wrong & held[child]]
         # Going backward, what differs has an equal cotangent of its output, and comes before any unequal one.
         found = []
         for child in order:
             if self.points[child].backward_differs:
                 break
             found.append(child)
-        held = {child: set(self.names[1].get(self.paths[child.path], {}).values()) for child in found}
         holding = [child for child in found if self.wrong & held[child]]
         return list(dict.fromkeys([*holding, *found[::-1], *order]))
 

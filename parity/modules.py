@@ -1,7 +1,7 @@
 """Comparison of a module of PyTorch with a module of JAX, at equal parameters."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,9 @@ from torch import nn
 
 from parity.functions import Pair, Report
 from parity.implementations import JaxImplementation, TorchImplementation, make_inputs
-from parity.names import resolve
-from parity.pytrees import Leaves
+from parity.inspection import is_exact
+from parity.names import Links, resolve
+from parity.pytrees import Leaves, to_numpy
 from parity.suggestions import SuggestedNames, propose_names, retargeted, settle_square, target_of
 
 AGREEMENT = 1e-9
@@ -29,12 +30,12 @@ def compare_modules(
     names: Mapping[str, Any] | None = None,
     ignore: Iterable[str] = (),
     static: Mapping[str, Any] | None = None,
-    dtypes: Sequence[str] = ("float64", "float32", "bfloat16"),
+    dtypes: Any = ("float64", "float32", "bfloat16"),
     gradients: bool = True,
     seed: int = 0,
     device: str | torch.device = "cpu",
 ) -> Report:
-    """Compare outputs and the gradients of all inputs and parameters of two modules.
+    """Compare outputs, updated buffers, and the gradients of all inputs and parameters of two modules.
 
     PyTorch's parameters and floating buffers are copied to JAX; neither module is changed.
 
@@ -44,7 +45,8 @@ def compare_modules(
             argument, or a callable pytree.
         inputs: as in compare_functions.
         names: PyTorch's names of parameters and the names of JAX; see parity.names. None: those of suggest_names.
-        ignore: patterns of parameters, of either side, without counterpart; they keep their values.
+        ignore: patterns of parameters, of either side, without counterpart; they keep their values. Changes of
+            buffers and variables with these names are not compared.
         static: further keyword arguments of both modules, passed as they are.
         dtypes: names of the floating dtypes to compare in, float64 first.
         gradients: False: compare outputs only.
@@ -73,6 +75,12 @@ def pair_of_modules(
     """Return two modules with linked parameters; see compare_modules."""
     if not isinstance(torch_module, nn.Module):
         raise ValueError(f"torch_module: expected an nn.Module, got {type(torch_module).__name__}")
+    if names is not None and not isinstance(names, Mapping):
+        raise ValueError(
+            f"names: expected a mapping of PyTorch's names to those of JAX, got {type(names).__name__}; write "
+            "{'weight': 'kernel'}"
+        )
+    ignore = [ignore] if isinstance(ignore, str) else list(ignore)
     call = make_inputs(inputs, static)
     ours, theirs = TorchImplementation(torch_module, call, device), JaxImplementation(jax_module, call)
     if not theirs.parameters and ours.parameters:
@@ -84,8 +92,23 @@ def pair_of_modules(
                 f"names: expected a mapping, got none, and several fit for {', '.join(names.ambiguous)}; print "
                 "suggest_names(torch_module, jax_module), correct it and pass it as names"
             )
-    links = resolve(names, shapes_of(ours.parameters), shapes_of(theirs.parameters), ignore)
-    return Pair(ours, theirs, call, links)
+    links = resolve(names, shapes_of(ours.parameters), shapes_of(theirs.parameters), ignore, theirs.constants)
+    pair = Pair(ours, theirs, call, links, ignored=ignore)
+    pair.stored_narrow = _stored_narrow(torch_module, theirs, links)
+    return pair
+
+
+def _stored_narrow(torch_module: nn.Module, theirs: JaxImplementation, links: Links) -> list[str]:
+    """Return the buffers and variables without counterpart whose values a narrower dtype than float64 has rounded."""
+    used = {name for pair in links.pairs for name in pair}
+    buffers = {n: to_numpy(x) for n, x in torch_module.named_buffers() if x.is_floating_point() or x.is_complex()}
+    found = [f"{name} of PyTorch" for name, array in buffers.items() if name not in used and _is_rounded(array)]
+    variables = {n: x for n, x in theirs.stored.items() if n not in theirs.trainable and n not in used}
+    return found + [f"{name} of JAX" for name, array in variables.items() if _is_rounded(array)]
+
+
+def _is_rounded(array: np.ndarray) -> bool:
+    return array.dtype.itemsize <= (8 if array.dtype.kind == "c" else 4) and not is_exact(array)
 
 
 def suggest_names(

@@ -63,7 +63,9 @@ class Links:
         return [pair for link in self.links for pair in itertools.product(link.torch_names, link.jax_names)]
 
 
-def resolve(names: Mapping[str, Any], torch: Shapes, jax: Shapes, ignore: Iterable[str] = ()) -> Links:
+def resolve(
+    names: Mapping[str, Any], torch: Shapes, jax: Shapes, ignore: Iterable[str] = (), constants: Iterable[str] = ()
+) -> Links:
     """Return the pairs of parameters that a mapping describes.
 
     Args:
@@ -71,6 +73,7 @@ def resolve(names: Mapping[str, Any], torch: Shapes, jax: Shapes, ignore: Iterab
         torch: shapes of PyTorch's parameters.
         jax: shapes of JAX's parameters.
         ignore: patterns of names, of either side, that have no counterpart.
+        constants: names of JAX that need no counterpart.
 
     Raises:
         ValueError: a name matches nothing, shapes do not fit, or a parameter has no counterpart or several.
@@ -83,7 +86,7 @@ def resolve(names: Mapping[str, Any], torch: Shapes, jax: Shapes, ignore: Iterab
     for name, shape in torch.items():
         if name not in used and name not in reached and jax.get(name) == shape:
             links.append(Link((name,), (name,), list))
-    _check_complete(links, torch, jax, [_pattern(pattern) for pattern in ignore])
+    _check_complete(links, torch, jax, [_pattern(pattern) for pattern in [*ignore, *constants]])
     return Links(tuple(links))
 
 

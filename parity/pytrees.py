@@ -5,6 +5,7 @@ rule: the name of a leaf is the path to it, with dots between keys, fields and p
 equal names in both frameworks.
 """
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -80,14 +81,27 @@ def map_arrays(tree: Any, convert: Callable[[str, Any], Any], root: str) -> Any:
             return value
         parts = {key: visit(child, f"{name}.{key}" if name else key) for key, child in inside}
         if isinstance(value, Mapping):
-            return dict(zip(value, parts.values(), strict=True))
+            return _filled(value, dict(zip(value, parts.values(), strict=True)))
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*parts.values())
         if isinstance(value, (list, tuple)):
-            return type(value)(parts.values())
+            return type(value)(list(parts.values()))
         return dataclasses.replace(value, **parts)
 
     return visit(tree, "")
+
+
+def _filled(mapping: Mapping, values: dict) -> Mapping:
+    """Return a mapping of the same class, which may have its values as attributes too, with other values."""
+    if type(mapping) is dict:
+        return values
+    try:
+        copied: Any = copy.copy(mapping)
+        for key, value in values.items():
+            copied[key] = value
+        return copied
+    except TypeError:  # a mapping that does not change
+        return type(mapping)(values)  # pyright: ignore[reportCallIssue]
 
 
 def to_numpy(array: Any) -> np.ndarray:

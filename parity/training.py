@@ -18,12 +18,13 @@ import torch
 from rich.table import Table
 from torch import nn
 
+from parity.call_errors import check_seed
 from parity.functions import Pair, Report, Row
 from parity.implementations import OUTPUT, Values, make_inputs
 from parity.inspection import Narrowing, longest_reduction, narrowest_in_jaxpr
 from parity.modules import pair_of_modules
 from parity.pytrees import Leaves, is_floating, map_arrays, to_numpy, widened
-from parity.rounding import DIFFERENT, DRAWS, EPSILON, distance, judge, perturbed
+from parity.rounding import DIFFERENT, DRAWS, UNITS, distance, judge, perturbed
 
 QUANTITIES = ("loss", "gradient", "optimizer state", "parameter")
 """What is compared in every step, in the order in which a step computes it."""
@@ -86,7 +87,7 @@ class TrainingReport(Report):
 def compare_training(
     torch_module: nn.Module,
     jax_module: Any,
-    batches: Sequence[tuple[Any, Any]],
+    batches: Iterable[tuple[Any, Any]],
     *,
     losses: tuple[Callable, Callable],
     optimizers: tuple[TorchOptimizer, optax.GradientTransformation],
@@ -135,8 +136,16 @@ def compare_training(
         ... )
         >>> report.check()
     """
+    try:
+        batches = list(batches)
+    except TypeError:
+        got = type(batches).__name__
+        raise ValueError(f"batches: expected a sequence of (inputs, targets), got {got}") from None
     if not batches:
         raise ValueError("batches: expected at least one (inputs, targets), got none")
+    check_seed(seed)
+    if not isinstance(batches[0], tuple) or len(batches[0]) != 2:
+        raise ValueError(f"batches: expected tuples (inputs, targets), got {type(batches[0]).__name__}")
     pair = pair_of_modules(torch_module, jax_module, batches[0][0], names, ignore, static)
     training = _Training(pair, losses, optimizers, [_Batch.of(batch, pair, static) for batch in batches])
     return training.compare(seed)
@@ -257,7 +266,7 @@ class _Perturbation(NamedTuple):
 
     def apply(self, arrays: Leaves, step: int) -> Leaves:
         """Return changed arrays."""
-        return perturbed(arrays, EPSILON[self.unit], np.random.default_rng([self.seed, self.draw, step]))
+        return perturbed(arrays, UNITS[self.unit], np.random.default_rng([self.seed, self.draw, step]))
 
 
 class _TorchTraining:

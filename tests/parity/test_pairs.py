@@ -86,7 +86,7 @@ class BeforeNorm(nn.Module):
 class JaxBeforeNorm(nnx.Module):
     def __init__(self):
         self.linear = nnx.Linear(8, 6, rngs=RNGS)
-        self.norm = nnx.BatchNorm(6, epsilon=1e-5, rngs=RNGS)
+        self.norm = nnx.BatchNorm(6, momentum=0.9, epsilon=1e-5, rngs=RNGS)
 
     def __call__(self, x):
         return self.norm(self.linear(x))
