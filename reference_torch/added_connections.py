@@ -140,9 +140,9 @@ class _Connected(WrappedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args:
-            return self._run(args[0], lambda x: self.plain(x, *args[1:], **kwargs))
+            return self._run(args[0], lambda x: self.call_plain(x, *args[1:], **kwargs))
         rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-        return self._run(kwargs.get("hidden_states"), lambda x: self.plain(hidden_states=x, **rest))
+        return self._run(kwargs.get("hidden_states"), lambda x: self.call_plain(hidden_states=x, **rest))
 
     def _run(self, x: Any, block: Callable[[Tensor], Any]) -> Any:
         """Run the block on the aggregated streams, and write its output to the streams."""
@@ -162,14 +162,14 @@ class _Connected(WrappedForward):
         full_precision = torch.autocast(streams.device.type, enabled=False)
         with full_precision:  # the residual stream keeps its type, as in the plain block
             aggregated, mixed, h_post = self.connection(streams, streams)
-        version = aggregated._version
+        version = 0 if aggregated.is_inference() else aggregated._version
         result = block(aggregated)
         output = result[0] if isinstance(result, tuple) else result
         if not isinstance(output, Tensor):
             raise ValueError(
                 f"{self.name}: expected hidden states, or a tuple that begins with them, got {type(output).__name__}"
             )
-        if aggregated._version != version:
+        if not aggregated.is_inference() and aggregated._version != version:
             raise ValueError(
                 f"{self.name}: expected a block that leaves its hidden states unchanged, got one that changes them in "
                 "place; write x = x + y instead of x += y"

@@ -26,6 +26,12 @@ class WrappedForward:
         """The forward that was replaced."""
         return type(self.module).forward.__get__(self.module) if self._replaced is None else self._replaced
 
+    def call_plain(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the forward that was replaced; torch.compile can trace this, but not a call of ``plain``."""
+        if self._replaced is None:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return self._replaced(*args, **kwargs)
+
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.plain)

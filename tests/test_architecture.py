@@ -88,7 +88,7 @@ MODULES = {
     "groups": set(),
     "p2p": {"pending_sends"},
     "rank_pool": set(),
-    "pipeline": {"traced_programs", "ops", "context_parallel", "recompute", "groups", "p2p", "offload"},
+    "pipeline": {"traced_programs", "autograd", "ops", "context_parallel", "recompute", "groups", "p2p", "offload"},
     "stage": {"context_parallel", "transformer", "offload"},
     "train": {"ops", "transformer", "saving", "groups", "p2p", "pipeline", "stage", "offload"},
 }

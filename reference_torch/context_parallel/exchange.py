@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from diptych.plans.context.exchange import check_joint_exchange, scan_steps
 from diptych.plans.context.sequences import FLACPContext
@@ -53,6 +55,14 @@ def exchange_states(
     if context.cp_exchange == "ring":
         return _ring(*own, context, position, reverse)
     return _prefix_scan(*own, context, position, reverse)
+
+
+def of_call(context: FLACPContext, x: Tensor) -> FLACPContext:
+    """Return the context of a call: for a fake tensor, which has no elements, one that sends and receives nothing."""
+    if not isinstance(x, FakeTensor):
+        return context
+    alone: dict[str, Any] = {"group": None, "rank": 0, "size": 1, "messages": None, "cp_attention_layout": "contiguous"}
+    return replace(context, **alone, cp_exchange="all_gather", cp_truncate_ranks=None, overlap=False)
 
 
 def sum_over_ranks(x: Tensor, context: FLACPContext) -> Tensor:

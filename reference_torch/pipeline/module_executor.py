@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from diptych.plans.schedule.actions import Action, Schedule
 from diptych.plans.schedule.messages import PipelineError
 from diptych.plans.schedule.named import forwards_of, schedule_of_stages
+from reference_torch.autograd import refuse_transformed
 from reference_torch.p2p import P2PCommunicator
 from reference_torch.pipeline.executor import Executor
 from reference_torch.pipeline.gradients import (
@@ -195,6 +196,8 @@ class PipelineExecutor:
                 f"expected an executor whose steps all ended, got one in which a step failed ({self._broken}), so the "
                 "ranks no longer agree on their messages; make a new PipelineExecutor"
             )
+        given = pytree.tree_leaves([data.inputs, data.targets])
+        refuse_transformed("PipelineExecutor", "use the gradients of step", *given)
         data = self._checked(data)
         known = self._known[schedule.forward_only]
         sent_along = self._variable_shapes or not known

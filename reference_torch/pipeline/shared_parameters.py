@@ -20,7 +20,7 @@ def find_shared(stages: Sequence[nn.Module | None]) -> list[dict[int, str]]:
             others, also after a wrapper has replaced its parameters.
 
     Raises:
-        ValueError: fully_shard has replaced parameters, so that it cannot be seen which ones are shared.
+        ValueError: a wrapper has replaced parameters, so that it cannot be seen which ones are shared.
     """
     for stage in stages:
         recorded = getattr(unwrapped(stage), "shared_parameters", None) if stage is not None else None
@@ -30,9 +30,11 @@ def find_shared(stages: Sequence[nn.Module | None]) -> list[dict[int, str]]:
     for number, stage in enumerate(stages):
         for name, parameter in stage.named_parameters() if stage is not None else ():
             if hasattr(parameter, "to_local"):
+                kind = type(parameter).__name__
                 raise ValueError(
-                    f"shared_parameters: expected a list, since fully_shard has replaced {name!r} of stage {number}, "
-                    "so stages no longer show what they share, got None; give [] if they share nothing"
+                    f"shared_parameters: expected a list, since {name!r} of stage {number} is a {kind}, so stages do "
+                    "not show what they share after fully_shard or parallelize_module, got None; give [] if they share "
+                    "nothing"
                 )
             owners.setdefault(parameter, {})[number] = name
     return [names for names in owners.values() if len(names) > 1]

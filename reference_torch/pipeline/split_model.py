@@ -6,8 +6,10 @@ owns those that it calls, and has no parameters of the others. Names of paramete
 """
 
 import copy
+import copyreg
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -29,7 +31,8 @@ def split_model(
     The first stage takes the arguments of the model; the output of each stage is the argument of the next one, and the
     last one returns the output of the model. The stages share parameters with the model and use its names, so a
     checkpoint of the model can be loaded into them. They can be wrapped by DistributedDataParallel or fully_shard, and
-    their submodules can be compiled, checkpointed, or given to recompute_modules.
+    their submodules can be compiled, checkpointed, or given to recompute_modules. Stages can be deep-copied together,
+    and are saved by their state_dict, not by pickle.
 
     Args:
         model: the model.
@@ -213,8 +216,26 @@ class _Stage:
 
 def _watched(base: type, name: str, kind: type, cuts: list[str]) -> type:
     """Return a class of submodules that take part in runs."""
-    return type(
-        base.__name__, (kind, base), {"_watched_name": name, "_watched_cuts": cuts, "__module__": base.__module__}
+    return _make_class(base, kind, _watched_name=name, _watched_cuts=cuts)
+
+
+def _make_class(base: type, kind: type, **attributes: Any) -> type:
+    """Return a subclass of the class of a module, with its name, that can be deep-copied and refuses to be pickled."""
+    return _made_by(type(base))(base.__name__, (kind, base), attributes | {"__module__": base.__module__})
+
+
+@cache
+def _made_by(metaclass: type) -> type:
+    """Return a subclass of a metaclass whose classes pickle refuses by name."""
+    made = type(metaclass.__name__, (metaclass,), {})
+    copyreg.pickle(made, _refuse_pickle)
+    return made
+
+
+def _refuse_pickle(made: Any) -> NoReturn:
+    raise TypeError(
+        f"split_model: expected a stage to be saved by its state_dict(), got pickle ({made.__name__}); save "
+        "stage.state_dict(), whose names are those of the model, and split the model again after loading"
     )
 
 
@@ -236,7 +257,7 @@ def _stage(model: nn.Module, tracer: _Tracer, part: int, owners: Mapping[str, se
         return copied
 
     stage: Any = build("", model)
-    stage.__class__ = type(type(model).__name__, (_Stage, type(stage)), {"__module__": type(model).__module__})
+    stage.__class__ = _make_class(type(stage), _Stage)
     stage.__dict__["_stage_tracer"] = tracer
     stage.__dict__["_stage_part"] = part
     return stage

@@ -36,6 +36,12 @@ def storage_address(tensor: Tensor) -> int | None:
         return None
 
 
+def torch_checkpoint() -> Any:
+    """Return the hook of the torch.utils.checkpoint that packs what operations save now, or None."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+    return hooks[0] if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
+
+
 def storage_holders(storage: torch.UntypedStorage) -> int:
     """Return the number of references to a StorageImpl: one for each tensor and one for its Python object."""
     return torch._C._storage_Use_Count(storage._cdata)

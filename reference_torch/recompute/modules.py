@@ -29,7 +29,7 @@ from reference_torch.wrapped_forward import WrappedForward
 SMALL_BUFFER = 2**16
 """Bytes of a buffer up to which a call always remembers its content."""
 _current = threading.local()
-"""State of a thread; ``manager`` belongs to the block whose forward runs."""
+"""State of a thread; ``manager`` belongs to the block whose forward runs, ``torch_checkpoint`` is what surrounds it."""
 
 
 class RecomputedModules:
@@ -152,15 +152,15 @@ class _Block(_Wrapped):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.drops:
             return self.plain(*args, **kwargs)
-        outer = getattr(_current, "manager", None)
+        outer = getattr(_current, "manager", None), getattr(_current, "torch_checkpoint", None)
         manager = MHCBlockRecomputeManager()
         try:
             with manager:
-                _current.manager = manager
+                _current.manager, _current.torch_checkpoint = manager, internals.torch_checkpoint()
                 output = self.plain(*args, **kwargs)
                 manager.discard_unheld_outputs(is_last=True)
         finally:
-            _current.manager = outer
+            _current.manager, _current.torch_checkpoint = outer
         return output
 
 
@@ -171,6 +171,8 @@ class _Recomputed(_Wrapped):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         manager: MHCBlockRecomputeManager | None = getattr(_current, "manager", None)
         if manager is None or not self.drops:
+            return self.plain(*args, **kwargs)
+        if internals.torch_checkpoint() is not _current.torch_checkpoint:  # inside of the block: it drops everything
             return self.plain(*args, **kwargs)
         manager.discard_unheld_outputs()
         checkpoint = CheckpointWithoutOutput(self.name)
