@@ -62,7 +62,8 @@ def explained(label: str, function: Any, arrays: Leaves, arguments: tuple[tuple,
             else "pass as many inputs as the function has arguments, or wrap the function"
         )
         raise ValueError(
-            f"{label} function {name_of(function)}: expected to accept inputs {', '.join(arrays)}, got: {error}; {remedy}"
+            f"{label} function {name_of(function)}: expected to accept inputs {', '.join(arrays)}, got: {error}; "
+            f"{remedy}"
         ) from error
 
 
@@ -107,14 +108,12 @@ def check_outputs(found: Mapping[str, Any], label: str) -> None:
     for name, value in found.items():
         is_tensor = isinstance(value, torch.Tensor)
         if not is_array(value) or is_tensor != (label == "PyTorch"):
-            expected = "a tensor" if label == "PyTorch" else "an array"
-            kind = f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
-            got = type(value).__name__ if not is_array(value) or not is_tensor else kind
-            if isinstance(value, np.ndarray) and label == "JAX":
-                continue
+            expected = "an array" if not is_array(value) else "a tensor" if label == "PyTorch" else "an array of JAX"
+            package = type(value).__module__.partition(".")[0]
+            got = f"{package}.{type(value).__name__}" if is_array(value) else type(value).__name__
             raise ValueError(
-                f"{label} output {name!r}: expected {'an array' if not is_array(value) else expected}, got {got}; return "
-                "arrays in tuples, dictionaries or dataclasses, and leave out the rest"
+                f"{label} output {name!r}: expected {expected}, got {got}; return arrays in tuples, dictionaries or "
+                "dataclasses, and leave out the rest"
             )
         if is_tensor and value.layout is not torch.strided:
             raise ValueError(
@@ -129,13 +128,14 @@ def checked_inputs(arrays: Mapping[str, Any]) -> None:
     for name, value in arrays.items():
         if isinstance(value, np.ma.MaskedArray):
             raise ValueError(
-                f"input {name!r}: expected a plain array, got a masked one; pass x.filled(value), and the mask as an input"
+                f"input {name!r}: expected a plain array, got a masked one; pass x.filled(value), and the mask as an "
+                "input"
             )
         array = value if isinstance(value, np.ndarray) else None
         if array is not None and array.dtype.kind not in "biufc" and not is_floating(array):
             raise ValueError(
-                f"input {name!r}: expected an array of numbers or truth values, got the dtype {array.dtype}; convert it "
-                "with x.astype(np.float64), or pass it as static"
+                f"input {name!r}: expected an array of numbers or truth values, got the dtype {array.dtype}; convert "
+                "it with x.astype(np.float64), or pass it as static"
             )
 
 

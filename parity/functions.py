@@ -152,8 +152,9 @@ class Pair:
         is_wrong = any(row.dtype == "float64" and row.difference.verdict == DIFFERENT for row in rows)
         if is_wrong and self.stored_narrow:
             notes.append(
-                f"Stored in a narrower dtype than float64, without a counterpart: {_listed(self.stored_narrow)}. A constant "
-                "in float64 on the other side differs from it: store it in float64, or pass dtypes=['float32']."
+                f"Stored in a narrower dtype than float64, without a counterpart: {_listed(self.stored_narrow)}. A "
+                "constant in float64 on the other side differs from it: store it in float64, or pass "
+                "dtypes=['float32']."
             )
         return Report(tuple(sorted(rows, key=lambda row: ORDER[row.kind])), tuple(dict.fromkeys(notes)), title)
 

@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -119,7 +120,7 @@ class Run(NamedTuple):
     """Gradients of trainable parameters by name; empty without cotangents."""
     is_floating: dict[str, bool]
     """True for outputs with a floating dtype."""
-    updates: Leaves = {}
+    updates: Mapping[str, np.ndarray] = MappingProxyType({})
     """Floating buffers and variables that forward has changed, by name."""
 
 

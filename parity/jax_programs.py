@@ -15,6 +15,7 @@ Observe = Callable[[Any, Callable[[], Any]], Any]
 
 
 def unobserved(module: Any, call: Callable[[], Any]) -> Any:
+    """Return what a call returns."""
     return call()
 
 
@@ -123,10 +124,10 @@ def _linen_in(module: linen.Module, dtype: str | None, own: set) -> linen.Module
     }
     for name in ("param_dtype", "dtype"):
         value = values.get(name)
-        is_dtype = value is not None and not isinstance(value, linen.Module)
-        if is_dtype and jnp.issubdtype(value, jnp.inexact) and jnp.dtype(value) in own | {jnp.dtype(jnp.float32)}:
-            if name == "param_dtype" or jnp.dtype(value) in own:
-                changed[name] = jnp.dtype(DTYPES[dtype])
+        if value is None or isinstance(value, linen.Module) or not jnp.issubdtype(value, jnp.inexact):
+            continue
+        if jnp.dtype(value) in own or (name == "param_dtype" and jnp.dtype(value) == jnp.float32):
+            changed[name] = jnp.dtype(DTYPES[dtype])
     return module.clone(**changed) if changed else module
 
 

@@ -348,8 +348,8 @@ class _Search:
         if missing:
             more = f" and {len(missing) - MAX_NAMES} more" if len(missing) > MAX_NAMES else ""
             self.notes.append(
-                f"Not recorded: {', '.join(missing[:MAX_NAMES])}{more}. They are not called, or through another method than forward or "
-                "__call__, or inside a transformation (jit, scan, remat)."
+                f"Not recorded: {', '.join(missing[:MAX_NAMES])}{more}. They are not called, or through another method "
+                "than forward or __call__, or inside a transformation (jit, scan, remat)."
             )
 
     def _spreads(self) -> list[Spreads]:

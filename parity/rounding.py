@@ -173,7 +173,8 @@ def _judge_integers(first: np.ndarray, second: np.ndarray, flips: float) -> Diff
     wide = [x.astype(np.int64).view(np.uint64) if x.dtype.kind != "u" else x.astype(np.uint64) for x in (first, second)]
     negative = [x < 0 if x.dtype.kind == "i" else np.zeros(x.shape, bool) for x in (first, second)]
     is_less = np.where(negative[0] == negative[1], wide[0] < wide[1], negative[0])
-    gap = np.where(is_less, wide[1] - wide[0], wide[0] - wide[1])
+    is_unequal = (wide[0] != wide[1]) | (negative[0] != negative[1])
+    gap = np.maximum(np.where(is_less, wide[1] - wide[0], wide[0] - wide[1]), is_unequal.astype(np.uint64))
     count, size = int(np.count_nonzero(gap)), max(1, gap.size)
     allowed = FACTOR * flips
     verdict = EQUAL if count == 0 else ROUNDING if count <= allowed else DIFFERENT

@@ -19,8 +19,8 @@ STATE_ROW = "updated state"
 """Kind of rows of buffers and variables that forward changes, such as running statistics."""
 ORDER = {OUTPUT_ROW: 0, STATE_ROW: 1, INPUT_ROW: 2, PARAMETER_ROW: 3}
 REMEDY = (
-    "choose other inputs (without equal values, zeros or values at a kink), return a result that is better conditioned, "
-    "or leave this one out of what both functions return"
+    "choose other inputs (without equal values, zeros or values at a kink), return a result that is better "
+    "conditioned, or leave this one out of what both functions return"
 )
 """What to do about a result that cannot be judged."""
 Results = Mapping[tuple[str, str], np.ndarray]

@@ -49,14 +49,14 @@ class UpdatedStates:
             return {}, {}
         if self._names is None:
             linked = self._translate(both[0].parameters)
-            changed = self._translate(ours.updates)
+            changed = self._translate(dict(ours.updates))
             self._names = [n for n in linked if (n in changed or n in theirs.updates) and not self._is_ignored(n)]
             alone = [name for name, array in ours.updates.items() if not self._translate({name: array})]
             self._note(alone, [name for name in theirs.updates if name not in linked])
         if not self._names:
             return {}, {}
         before = self._translate(both[0].parameters)
-        after = self._translate(both[0].parameters | ours.updates)
+        after = self._translate({**both[0].parameters, **ours.updates})
         second = {name: theirs.updates.get(name, both[1].parameters[name]) for name in self._names}
         return {name: self._biased(name, before[name], after[name], second[name]) for name in self._names}, second
 

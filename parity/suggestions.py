@@ -25,10 +25,15 @@ _SYNONYMS = (
     ("out", "output", "head", "o"),
     ("mean", "running_mean"),
     ("var", "running_var"),
+    ("q", "query"),
+    ("k", "key"),
+    ("v",),
 )
 """Words that frameworks and papers use for one thing."""
 _FUSED = (("q", "k", "v"), ("query", "key", "value"), ("i", "f", "g", "o"), ("r", "z", "n"))
 """Orders in which PyTorch concatenates the parameters of attention, LSTM and GRU, in the words of flax."""
+_ROLE = re.compile("([wb])([qkvo])")
+"""Names such as wq and bo: a weight or a bias, and its role in attention."""
 _CANONICAL: dict[str, str] = {word: words[0] for words in reversed(_SYNONYMS) for word in words}
 
 
@@ -103,12 +108,13 @@ def propose_names(ours: Shapes, theirs: Shapes) -> SuggestedNames:
                 scores[i, j] = _similarity(source, target) + 0.2 * (1.0 - place)
     ambiguous: dict[str, list[Any]] = {}
     unlikely: dict[str, list[Any]] = {}
+    names_of = sources, targets
     for i, j in zip(*linear_sum_assignment(-scores), strict=True):
         if (i, j) not in rules:
             continue
         chosen, *others = rules[i, j].likely
         names[sources[i]] = chosen
-        near = [k for k in range(len(targets)) if k != j and scores[i, k] > scores[i, j] - 0.05 and (i, k) in rules]
+        near = [k for k in range(len(targets)) if k != j and (i, k) in rules and _is_near(i, k, j, scores, names_of)]
         others += [rule for k in near for rule in rules[i, k].likely]
         if others:
             ambiguous[sources[i]] = others
@@ -116,6 +122,25 @@ def propose_names(ours: Shapes, theirs: Shapes) -> SuggestedNames:
             unlikely[sources[i]] = list(rules[i, j].unlikely)
     left, missing = _unmatched(names, ours, theirs)
     return SuggestedNames(names, ambiguous, tuple(left), tuple(missing), unlikely)
+
+
+def _is_near(i: int, k: int, j: int, scores: np.ndarray, names: tuple[list[str], list[str]]) -> bool:
+    """Return True if another candidate of a parameter fits nearly as well as the chosen one, or only its place tells.
+
+    The places of names that differ in their numbers tell: layers are numbered in their order.
+
+    Args:
+        i: number of the parameter.
+        k: number of the other candidate.
+        j: number of the chosen one.
+        scores: similarities of names and places.
+        names: all parameters, and all candidates.
+    """
+    if scores[i, k] > scores[i, j] - 0.05:
+        return True
+    source, (other, chosen) = names[0][i], (names[1][n] for n in (k, j))
+    is_numbered = re.sub(r"\d+", "", other) == re.sub(r"\d+", "", chosen)
+    return not is_numbered and _similarity(source, other) >= _similarity(source, chosen) - 1e-9
 
 
 def settle_square(found: SuggestedNames, ours: Shapes) -> SuggestedNames:
@@ -293,8 +318,18 @@ def _similarity(one: str, other: str) -> float:
 
 
 def _tokens(name: str) -> set[str]:
-    words: list[str] = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", name)
-    return {_CANONICAL.get(word.lower()) or word.lower() for word in words}
+    found = set()
+    for place, part in enumerate(name.split(".")):
+        words: list[str] = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", part)
+        for word in map(str.lower, words):
+            role = _ROLE.fullmatch(word)
+            if role is not None:
+                found |= {_CANONICAL[letter] for letter in role.groups() if letter in _CANONICAL}
+            elif word == "value" and (place == 0 or place < name.count(".")):
+                found.add("v")  # of attention; after the name of a parameter it is the array that a variable holds
+            else:
+                found.add(_CANONICAL.get(word) or word)
+    return found
 
 
 def _matches(entry: str, name: str) -> bool:

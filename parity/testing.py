@@ -8,9 +8,13 @@ def test_norm(shape):
     assert_equivalent(torch_norm, jax_norm, {"x": normal(shape)})
 """
 
+import pickle
+import sys
+import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,12 +24,14 @@ from torch import nn
 
 from parity.functions import DifferenceError, Report, compare_functions
 from parity.modules import compare_modules
-from parity.pytrees import is_array, map_arrays, to_numpy
+from parity.pytrees import map_arrays, to_numpy
 
 __all__ = ["assert_equivalent", "drawn_sizes", "equivalence", "normal", "shapes"]
 
 DIFFICULT = "one, odd, power of two, between powers of two, below a block, above a block, empty"
 """Kinds of sizes that the strategies draw and count."""
+WRITTEN = 24
+"""Most numbers that a reproduction writes out."""
 _drawn: Counter[str] = Counter()
 
 
@@ -36,7 +42,7 @@ def assert_equivalent(
     *,
     names: Mapping[str, Any] | None = None,
     static: Mapping[str, Any] | None = None,
-    dtypes: Sequence[str] = ("float64",),
+    dtypes: Any = ("float64",),
     seed: int = 0,
 ) -> Report:
     """Check that two implementations agree, outputs and gradients, up to rounding.
@@ -54,7 +60,7 @@ def assert_equivalent(
         The report.
 
     Raises:
-        DifferenceError: they differ; the message ends with lines that reproduce it.
+        DifferenceError: they differ, or a result cannot be judged; the message ends with lines that reproduce it.
         ValueError: as in compare_functions and compare_modules.
     """
     if isinstance(torch_side, nn.Module) and any(True for _ in torch_side.parameters()):
@@ -62,8 +68,9 @@ def assert_equivalent(
     else:
         report = compare_functions(torch_side, jax_side, inputs, static=static, dtypes=dtypes, seed=seed)
     if not report.is_equal:
-        lines = "\n".join(_reproduction(torch_side, jax_side, inputs, static, seed))
-        error = DifferenceError(f"{report.different[0]}\nTo reproduce:\n{lines}")
+        settings = {"names": names, "static": static, "dtypes": dtypes, "seed": seed}
+        lines = "\n".join(_reproduction(torch_side, jax_side, inputs, settings))
+        error = DifferenceError(f"{report.failure}\nTo reproduce:\n{lines}")
         error.add_note(str(report))
         raise error
     return report
@@ -91,29 +98,72 @@ def equivalence(request: pytest.FixtureRequest) -> Callable[..., Report]:
     return check
 
 
-def _reproduction(torch_side: Any, jax_side: Any, inputs: Any, static: Any, seed: int) -> list[str]:
+def _reproduction(torch_side: Any, jax_side: Any, inputs: Any, settings: Mapping[str, Any]) -> list[str]:
     """Return lines of Python that repeat a comparison, with the inputs written out if they are few."""
-    call = "compare_modules" if isinstance(torch_side, nn.Module) else "compare_functions"
-    total = 0
-
-    def written(name: str, value: Any) -> Any:
-        nonlocal total
-        array = to_numpy(value)
-        total += array.size
-        return _Code(f"np.array({array.tolist()}, {array.dtype.name!r})")
-
-    words = repr(map_arrays(inputs, written, "inputs") if not is_array(inputs) else written("inputs", inputs))
-    if total > 24:
-        path = "inputs.npy"
-        words = f"...  # {total} numbers: save them with np.save({path!r}, inputs, allow_pickle=True)"
-    sides = (getattr(side, "__name__", type(side).__name__) for side in (torch_side, jax_side))
+    is_module = isinstance(torch_side, nn.Module) and any(True for _ in torch_side.parameters())
+    call = "compare_modules" if is_module else "compare_functions"
+    given = {name: value for name, value in settings.items() if value is not None and (name != "names" or is_module)}
+    if isinstance(given.get("names"), Mapping):
+        given["names"] = dict(given["names"])
+    imports, found = [], []
+    for name, side in (("torch_side", torch_side), ("jax_side", jax_side)):
+        module, known = _importable(side)
+        if known:
+            imports.append(f"    from {module} import {known} as {name}")
+        else:
+            found.append(f"    # {name} is {_described(side)}, which no import reaches: define it here")
+    arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
     return [
         "    import numpy as np",
         f"    from parity import {call}",
-        f"    inputs = {words}",
-        f"    report = {call}({', '.join(sides)}, inputs, static={dict(static or {})!r}, seed={seed})",
+        *imports,
+        *found,
+        f"    inputs = {_written(inputs)}",
+        f"    report = {call}(torch_side, jax_side, inputs, {arguments})",
         "    print(report)",
     ]
+
+
+def _described(side: Any) -> str:
+    kind = getattr(side, "__qualname__", type(side).__qualname__)
+    code = getattr(side, "__code__", None)
+    return f"{kind} of {code.co_filename}:{code.co_firstlineno}" if code is not None else kind
+
+
+def _importable(side: Any) -> tuple[str, str]:
+    """Return the module and the name under which a function is imported, or empty texts."""
+    name = getattr(side, "__name__", "")
+    for module in (getattr(side, "__module__", None), "torch", "torch.nn.functional", "jax.numpy", "jax.nn", "jax.lax"):
+        if module and name.isidentifier() and getattr(sys.modules.get(module), name, None) is side:
+            return module, name
+    return "", ""
+
+
+def _written(inputs: Any) -> str:
+    """Return an expression for the inputs; many numbers, and containers that repr does not write, are in a file."""
+    total, is_plain = 0, True
+
+    def written(name: str, value: Any) -> Any:
+        nonlocal total, is_plain
+        array = to_numpy(value)
+        total += array.size
+        is_plain = is_plain and array.dtype.kind in "biufc" and bool(np.all(np.isfinite(array)))
+        return _Code(f"np.array({array.tolist()}, {array.dtype.name!r})")
+
+    tree = map_arrays(inputs, written, "inputs")
+    is_plain = is_plain and all(type(node) in (list, tuple, dict, _Code, int, float, bool) for node in _nodes(tree))
+    if total <= WRITTEN and is_plain:
+        return repr(tree)
+    data = pickle.dumps(map_arrays(inputs, lambda _, value: to_numpy(value), "inputs"))
+    path = Path(tempfile.gettempdir()) / f"diptych-inputs-{zlib.crc32(data):08x}.pickle"
+    path.write_bytes(data)
+    return f"np.load({str(path)!r}, allow_pickle=True)  # {total} numbers"
+
+
+def _nodes(tree: Any) -> Iterator[Any]:
+    yield tree
+    for value in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ():
+        yield from _nodes(value)
 
 
 class _Code:

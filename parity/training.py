@@ -5,7 +5,7 @@ the report names the first quantity that differs. Rounding grows too. Therefore 
 training runs, whose parameters and inputs are changed by one ulp before every step; see parity.rounding.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple

@@ -1,11 +1,13 @@
 """The command ``diptych locate``: loads two models from files of the user, and writes what locate finds."""
 
 import base64
+import contextlib
 import html
 import runpy
 import sys
 import tomllib
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +34,25 @@ def run_locate(command: Locate) -> Location:
     from parity.location_figure import draw_location
 
     names, modules = (_read_names(flag, getattr(command, flag)) for flag in ("names", "modules"))
-    side = _load(command.torch_side)()
+    with _causes(command.torch_side):
+        side = _load(command.torch_side)()
     if not isinstance(side, tuple) or len(side) != 2:
         raise ValueError(f"torch_side: expected {command.torch_side} to return (module, inputs), got {_kind(side)}")
     module, inputs = side
-    location = locate(
-        module,
-        _load(command.jax_side)(),
-        inputs,
-        names=names,
-        modules=modules,
-        ignore=command.ignore,
-        seed=command.seed,
-        precision=command.precision,
-        memory_limit=command.memory_limit,
-    )
+    with _causes(command.jax_side):
+        other = _load(command.jax_side)()
+    with _causes(f"{command.torch_side}, {command.jax_side}"):
+        location = locate(
+            module,
+            other,
+            inputs,
+            names=names,
+            modules=modules,
+            ignore=command.ignore,
+            seed=command.seed,
+            precision=command.precision,
+            memory_limit=command.memory_limit,
+        )
     command.output_dir.mkdir(parents=True, exist_ok=True)
     picture = command.output_dir / "location.png"
     draw_location(location, picture)
@@ -55,6 +61,25 @@ def run_locate(command: Locate) -> Location:
     page = PAGE.format(summary=html.escape(location.summary), picture=encoded, table=html.escape(str(location)))
     (command.output_dir / "location.html").write_text(page)
     return location
+
+
+@contextlib.contextmanager
+def _causes(sides: str) -> Iterator[None]:
+    """Turn an error of the user's files into a ValueError that names the error and its line."""
+    try:
+        yield
+    except (ValueError, MemoryError):
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        folders = {str(Path(side.strip().rpartition(":")[0]).parent.resolve()) for side in sides.split(",")}
+        own = [frame for frame in frames if str(Path(frame.filename).resolve().parent) in folders]
+        place = f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+        first_line = (str(error) or "no message").splitlines()[0]
+        raise ValueError(
+            f"{sides}: expected models that load and run on the inputs, got {type(error).__name__}{place}: {first_line}; "
+            "run the file by itself to see the whole traceback"
+        ) from error
 
 
 def _load(side: str) -> Callable[[], Any]:

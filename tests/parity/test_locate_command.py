@@ -12,7 +12,7 @@ from parity.cli.commands import Locate
 SIDES = "examples/locate_a_bug.py:torch_side", "examples/locate_a_bug.py:jax_side"
 
 
-class Stopped(Exception):
+class Stopped(BaseException):
     """Raised instead of comparing."""
 
 
