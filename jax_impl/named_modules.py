@@ -1,9 +1,12 @@
-"""Submodules of an nnx model by name, and classes in the place of theirs."""
+"""Submodules of an nnx model by name, classes in the place of theirs, and calls of them in transformations."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+import numpy as np
 from flax import nnx
+from jax import Array
 
 
 def named_modules(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
@@ -21,3 +24,51 @@ def subclass_with(kind: type, call: Callable[..., Any]) -> type:
 def change_class(module: nnx.Module, kind: type) -> None:
     """Give an instance another class, a subclass of its own or the class that it was made from."""
     object.__setattr__(module, "__class__", kind)
+
+
+def call_through(
+    transform: Callable[..., Any], call: Callable[..., Any], module: nnx.Module, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Call a module in a transformation of functions of arrays, and update the state that the call changes.
+
+    Args:
+        transform: returns the transformed function.
+        call: function of the module and its arguments.
+        module: the module.
+        args: positional arguments; arrays and nnx nodes among them are arguments of the transformed function.
+        kwargs: keyword arguments, likewise.
+    """
+    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_node)
+    node_places = [place for place, leaf in enumerate(leaves) if is_node(leaf)]
+    array_places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Array | np.ndarray)]
+    nodes = [module, *(leaves[place] for place in node_places)]
+    graph, state = nnx.split(nodes)
+    changed: list[Any] = []
+
+    def run(state: Any, arrays: list[Any]) -> Any:
+        module, *others = nnx.merge(graph, state, copy=True)
+        found = list(leaves)
+        for place, leaf in zip((*node_places, *array_places), (*others, *arrays), strict=True):
+            found[place] = leaf
+        args, kwargs = jax.tree.unflatten(structure, found)
+        output = call(module, *args, **kwargs)
+        before, after = _values(state), _values(nnx.state([module, *others]))
+        changed[:] = [path for path in after if after[path] is not before[path]]
+        return output, [after[path] for path in changed]
+
+    output, values = transform(run)(state, [leaves[place] for place in array_places])
+    if changed:
+        present = dict(nnx.to_flat_state(state))
+        updated = {path: present[path].replace(value) for path, value in zip(changed, values, strict=True)}
+        nnx.update(nodes, nnx.from_flat_state(updated))
+    return output
+
+
+def _values(state: Any) -> dict[Any, Any]:
+    """Return the arrays of a state by path."""
+    return {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
+
+
+def is_node(value: Any) -> bool:
+    """Return True for a part of an nnx model, which is a leaf of a tree of arguments."""
+    return isinstance(value, nnx.Module | nnx.Rngs | nnx.Variable)

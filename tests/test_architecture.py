@@ -83,7 +83,7 @@ MODULES = {
     "self_attention": {"ops", "cache", "context_parallel", "documents", "forward_context", "modules", "recompute"},
     "mlp": {"balance", "documents", "modules", "ops", "recompute"},
     "decoding": {"cache", "transformer"},
-    "offload": {"ops", "recompute"},
+    "offload": {"ops", "recompute", "named_modules", "traced_programs"},
     "saving": {"transformer", "offload"},
     "groups": set(),
     "p2p": {"pending_sends"},

@@ -15,12 +15,15 @@ already, the copies do nothing. In a pipeline, every action is a separate pass: 
 """
 
 from jax_impl.offload.device import Layers, Moved, Pass, copy_to_device, is_on_host, offloads_layers, without_offload
+from jax_impl.offload.modules import OffloadedModules, offload_modules
 from jax_impl.offload.moves import Move, branch_moves, layer_numbers, moves_of
 from jax_impl.offload.stack import run_offloaded, single_pass
 from jax_impl.offload.step import OffloadedStep, plan_statistics
 from jax_impl.offload.update import OffloadedParameters, UpdateFunction
 
 __all__ = [
+    "offload_modules",
+    "OffloadedModules",
     "run_offloaded",
     "offloads_layers",
     "without_offload",

@@ -6,7 +6,7 @@ such a call, and its only residuals are its inputs. The mirror for PyTorch is ``
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -19,7 +19,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from diptych.plans.module_patterns import matching, select_within
 from diptych.plans.recompute import ModuleBytes
-from jax_impl.named_modules import change_class, named_modules, subclass_with
+from jax_impl.named_modules import call_through, change_class, is_node, named_modules, subclass_with
 from jax_impl.recompute.names import drop_names
 from jax_impl.recompute.opaque_call import except_opaque_calls, without_residuals
 
@@ -175,7 +175,7 @@ def _block_class(kind: type) -> type:
                     _state.depth -= 1
 
             checkpoint = partial(jax.checkpoint, policy=except_opaque_calls)  # pyright: ignore[reportPrivateImportUsage]
-            return _call_through(checkpoint, inside, self, args, kwargs)
+            return call_through(checkpoint, inside, self, args, kwargs)
 
     return subclass_with(kind, call)
 
@@ -188,52 +188,9 @@ def _recomputed_class(kind: type) -> type:
         with jax.named_scope(_scope(self)):
             if getattr(_state, "is_off", False) or not getattr(_state, "depth", 0):
                 return kind.__call__(self, *args, **kwargs)
-            return _call_through(without_residuals, kind.__call__, self, args, kwargs)
+            return call_through(without_residuals, kind.__call__, self, args, kwargs)
 
     return subclass_with(kind, call)
-
-
-def _call_through(
-    transform: Callable[..., Any], call: Callable[..., Any], module: nnx.Module, args: tuple, kwargs: dict[str, Any]
-) -> Any:
-    """Call a module in a transformation of functions of arrays, and update the state that the call changes.
-
-    Args:
-        transform: returns the transformed function.
-        call: function of the module and its arguments.
-        module: the module.
-        args: positional arguments; arrays and nnx nodes among them are arguments of the transformed function.
-        kwargs: keyword arguments, likewise.
-    """
-    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-    node_places = [place for place, leaf in enumerate(leaves) if _is_node(leaf)]
-    array_places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Array | np.ndarray)]
-    nodes = [module, *(leaves[place] for place in node_places)]
-    graph, state = nnx.split(nodes)
-    changed: list[Any] = []
-
-    def run(state: Any, arrays: list[Any]) -> Any:
-        module, *others = nnx.merge(graph, state, copy=True)
-        found = list(leaves)
-        for place, leaf in zip((*node_places, *array_places), (*others, *arrays), strict=True):
-            found[place] = leaf
-        args, kwargs = jax.tree.unflatten(structure, found)
-        output = call(module, *args, **kwargs)
-        before, after = _values(state), _values(nnx.state([module, *others]))
-        changed[:] = [path for path in after if after[path] is not before[path]]
-        return output, [after[path] for path in changed]
-
-    output, values = transform(run)(state, [leaves[place] for place in array_places])
-    if changed:
-        present = dict(nnx.to_flat_state(state))
-        updated = {path: present[path].replace(value) for path, value in zip(changed, values, strict=True)}
-        nnx.update(nodes, nnx.from_flat_state(updated))
-    return output
-
-
-def _values(state: Any) -> dict[Any, Any]:
-    """Return the arrays of a state by path."""
-    return {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
 
 
 def _scope(module: nnx.Module) -> str:
@@ -241,14 +198,10 @@ def _scope(module: nnx.Module) -> str:
     return PREFIX + (getattr(module, _LABEL) or "model")
 
 
-def _is_node(value: Any) -> bool:
-    return isinstance(value, nnx.Module | nnx.Rngs | nnx.Variable)
-
-
 def _saved_bytes(model: nnx.Module, places: Sequence[str], inputs: Any, options: Any) -> dict[str, int]:
     """Return the bytes of the residuals of a model, by the place that made them."""
     graph, params, rest = nnx.split(model, nnx.Param, ...)
-    leaves, structure = jax.tree.flatten((inputs, options), is_leaf=_is_node)
+    leaves, structure = jax.tree.flatten((inputs, options), is_leaf=is_node)
     places_of_arrays = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Array | np.ndarray)]
 
     def forward(params: Any, arrays: list[Any]) -> Any:

@@ -1,0 +1,235 @@
+"""Offload of named submodules of any nnx model, without changes to its code.
+
+``offload_modules`` places the parameters of the chosen submodules in host memory, and gives the submodules a subclass
+of their class. A submodule runs in jax.checkpoint: its copies on the device are results of an opaque call, which are
+not saved, so backward copies the parameters again. XLA overlaps the copies with computation. The mirror for PyTorch is
+``reference_torch/offload/modules.py``.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.extend.core.primitives import dot_general_p
+
+from diptych.plans.module_patterns import select
+from jax_impl.named_modules import call_through, change_class, named_modules, subclass_with
+from jax_impl.offload.device import is_on_host
+from jax_impl.recompute.opaque_call import except_opaque_calls, without_residuals
+from jax_impl.traced_programs import part_of, trace_inlined, variables
+
+ACTIVATION_MIN_BYTES = 2**16
+_TO_HOST = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")(
+    dot_general_p, dimension_numbers=(((), ()), ((), ()))
+)
+"""What a policy of jax.checkpoint returns for results that move to the host; JAX has no public name for it."""
+_SETTINGS = "offload_min_bytes"
+"""Attribute of a chosen module: bytes from which operands make an operation's results move; None: they stay."""
+
+
+class OffloadedModules:
+    """The offload that offload_modules has added to a model."""
+
+    def __init__(
+        self, model: nnx.Module, modules: Mapping[str, nnx.Module], min_bytes: int | None, optimizer_state: bool
+    ) -> None:
+        self._model = model
+        self._modules = dict(modules)
+        self._optimizer_state = optimizer_state
+        self._moved = [
+            (*name.split("."), *map(str, path))
+            for name, module in modules.items()
+            for path, _ in nnx.to_flat_state(nnx.state(module, nnx.Param))
+        ]
+        """Paths of the moved parameters."""
+        for module in self._modules.values():
+            nnx.update(module, jax.tree.map(_to_host, nnx.state(module, nnx.Param)))
+            change_class(module, _offloaded_class(type(module)))
+            setattr(module, _SETTINGS, min_bytes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the chosen submodules."""
+        return tuple(self._modules)
+
+    def update(self, optimizer: nnx.Optimizer, model: nnx.Module, gradients: Any) -> None:
+        """Run ``optimizer.update(model, gradients)`` on the device, and move parameters to the host again.
+
+        Args:
+            optimizer: any nnx.Optimizer of the model.
+            model: the model, or its copy in a transformation such as nnx.jit.
+            gradients: gradients of nnx.grad; those of moved parameters are in host memory.
+        """
+        params = nnx.state(model, optimizer.wrt)
+        on_host = {path: is_on_host(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
+        nnx.update(model, jax.tree.map(_to_device, params))
+        nnx.update(optimizer, jax.tree.map(_to_device, nnx.state(optimizer)))
+        optimizer.update(model, jax.tree.map(_to_device, gradients))
+        after = nnx.state(model, optimizer.wrt)
+        nnx.update(model, jax.tree.map_with_path(lambda path, x: _to_host(x) if on_host[path] else x, after))
+        if self._optimizer_state:
+            nnx.update(optimizer, jax.tree.map_with_path(self._place_moment, nnx.state(optimizer)))
+
+    def _place_moment(self, path: Any, leaf: Array) -> Array:
+        """Move a leaf of the optimizer's state to the host if it belongs to a moved parameter."""
+        names = tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+        owner = any(any(names[i : i + len(own)] == own for i in range(len(names))) for own in self._moved)
+        return _to_host(leaf) if owner else leaf
+
+    def close(self) -> None:
+        """Give the modules their own classes back, and move their parameters to the device. A second call does nothing.
+
+        Raises:
+            ValueError: a module got another class later; undo that first.
+        """
+        for name, module in self._modules.items():
+            if type(module) is not _offloaded_class(type(module).__mro__[1]):
+                raise ValueError(
+                    f"close: expected the class of offload_modules in {name!r}, got {type(module).__name__} with "
+                    "changes made later, such as recompute; undo them first"
+                )
+        for module in self._modules.values():
+            change_class(module, type(module).__mro__[1])
+            delattr(module, _SETTINGS)
+            nnx.update(module, jax.tree.map(_to_device, nnx.state(module, nnx.Param)))
+        self._modules = {}
+
+
+def offload_modules(
+    model: Any,
+    modules: Any,
+    *,
+    activations: bool = False,
+    activation_min_bytes: int = ACTIVATION_MIN_BYTES,
+    optimizer_state: bool = False,
+) -> OffloadedModules:
+    """Move parameters of submodules to host memory, and copy each to the device for its use in forward and in backward.
+
+    Their gradients arrive in host memory. Losses, gradients and parameters are those of the plain model.
+
+    Example::
+
+        handle = offload_modules(model, ["blocks.*"], activations=True)
+
+        @nnx.jit
+        def train_step(model, optimizer, x):
+            loss, gradients = nnx.value_and_grad(loss_fn)(model, x)
+            handle.update(optimizer, model, gradients)
+            return loss
+
+    Args:
+        model: an nnx.Module on its device, which is changed in place.
+        modules: patterns of the submodules that move as a whole; ``*`` stands for any text without a dot. Modules that
+            no pattern matches stay on the device.
+        activations: also move what the submodules save for backward, except their inputs.
+        activation_min_bytes: results of operations whose largest operand has fewer bytes stay on the device.
+        optimizer_state: also keep what the optimizer remembers about the moved parameters in host memory between steps.
+
+    Returns:
+        A handle, whose update() runs the optimizer and whose close() undoes all.
+
+    Raises:
+        TypeError: model is no nnx.Module, or modules is no list of texts.
+        ValueError: a pattern matches nothing, a match lies inside of another, or a module is offloaded already.
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model: expected an nnx.Module, got {type(model).__name__}")
+    if isinstance(activation_min_bytes, bool) or not isinstance(activation_min_bytes, int) or activation_min_bytes < 0:
+        raise ValueError(f"activation_min_bytes: expected a number of bytes, got {activation_min_bytes!r}")
+    found = dict(named_modules(model))
+    chosen = {name: found[name] for name in select("modules", modules, [*found])}
+    for name, module in chosen.items():
+        outer = next(
+            (other for other in chosen if name != other and name.startswith(f"{other}." if other else "")), None
+        )
+        if outer is not None:
+            raise ValueError(
+                f"modules: expected modules apart, got {name}, which lies inside of {outer or 'the model'}"
+            )
+        if hasattr(module, _SETTINGS):
+            raise ValueError(f"modules: expected modules without offload, got {name}, which has it; close() it first")
+        if not jax.tree.leaves(nnx.state(module, nnx.Param)):
+            raise ValueError(f"modules: expected modules with parameters, got {name}, which has none")
+    return OffloadedModules(model, chosen, activation_min_bytes if activations else None, optimizer_state)
+
+
+@cache
+def _offloaded_class(kind: type) -> type:
+    """Return the class of offloaded modules of a class."""
+
+    def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        min_bytes = getattr(self, _SETTINGS)
+        policy = except_opaque_calls if min_bytes is None else partial(_moving, min_bytes)
+
+        def transform(run: Callable[..., Any]) -> Callable[..., Any]:
+            return jax.checkpoint(partial(_run_with_copies, run), policy=policy)  # pyright: ignore[reportPrivateImportUsage]
+
+        return call_through(transform, kind.__call__, self, args, kwargs)
+
+    return subclass_with(kind, call)
+
+
+def _run_with_copies(run: Callable[..., Any], state: Any, arrays: list[Any]) -> Any:
+    """Run a function with copies of the arrays in host memory.
+
+    One opaque call makes the copies and whatever depends on them alone, such as a cast to bfloat16, so that none of it
+    is saved for backward.
+
+    Args:
+        run: function of the state and the arrays.
+        state: state of a module, some of whose arrays are in host memory.
+        arrays: array arguments.
+    """
+    leaves, structure = jax.tree.flatten(state)
+    places = [place for place, leaf in enumerate(leaves) if is_on_host(leaf)]
+    hosted = [leaves[place] for place in places]
+    others = [leaf for place, leaf in enumerate(leaves) if place not in places]
+    result: list[Any] = []
+
+    def flat(copies: list[Any], others: list[Any], arrays: list[Any]) -> list[Any]:
+        by_place = dict(zip(places, copies, strict=True))
+        remaining = iter(others)
+        state = [by_place[place] if place in by_place else next(remaining) for place in range(len(leaves))]
+        found, treedef = jax.tree.flatten(run(jax.tree.unflatten(structure, state), arrays))
+        result[:] = [treedef]
+        return found
+
+    program = trace_inlined(flat, [_to_device(array) for array in hosted], others, arrays)
+    jaxpr = program.jaxpr
+    inputs, remaining_inputs = jaxpr.invars[: len(hosted)], jaxpr.invars[len(hosted) :]
+    made = dict.fromkeys(inputs)
+    first, rest = [], []
+    for equation in jaxpr.eqns:
+        read = variables(equation.invars)
+        if read and not equation.effects and all(variable in made for variable in read):
+            first.append(equation)
+            made |= dict.fromkeys(equation.outvars)
+        else:
+            rest.append(equation)
+    needed = {v for equation in rest for v in variables(equation.invars)} | {*variables(jaxpr.outvars)}
+    crossing = [variable for variable in made if variable in needed]
+    copy = part_of(jaxpr, first, inputs, crossing)
+    copies = without_residuals(lambda *hosted: copy(*map(_to_device, hosted)))(*hosted)
+    body = part_of(jaxpr, rest, [*crossing, *remaining_inputs, *jaxpr.constvars], jaxpr.outvars)
+    return jax.tree.unflatten(result[0], body(*copies, *others, *arrays, *program.consts))
+
+
+def _moving(min_bytes: int, primitive: Any, *operands: Any, **_: Any) -> Any:
+    """Decide as a policy of jax.checkpoint that results are saved in host memory, but not those of opaque calls."""
+    if not except_opaque_calls(primitive):
+        return False
+    floats = [x for x in operands if jnp.issubdtype(x.dtype, jnp.floating)]
+    largest = max((x.size * x.dtype.itemsize for x in floats), default=-1)
+    return _TO_HOST if largest >= min_bytes else True
+
+
+def _to_device(array: Array) -> Array:
+    return jax.device_put(array, jax.memory.Space.Device) if is_on_host(array) else array
+
+
+def _to_host(array: Array) -> Array:
+    return jax.device_put(array, jax.memory.Space.Host)
