@@ -91,7 +91,8 @@ def settle(pair: "Pair", measured: Measured, rows: Sequence[Row]) -> tuple[list[
     if unknown:
         notes.append(
             f"Not judged: {_listed(unknown)}. One ulp of the inputs changes it as much as the difference of both "
-            "sides: the inputs are at a kink or a tie, or the result is ill-conditioned. Choose other inputs to judge it."
+            "sides: the inputs are at a kink or a tie, or the result is ill-conditioned. Choose other inputs to judge "
+            "it."
         )
     return [settled.get((row.kind, row.name), row) for row in rows], notes
 

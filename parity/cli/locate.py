@@ -77,8 +77,8 @@ def _causes(sides: str) -> Iterator[None]:
         place = f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
         first_line = (str(error) or "no message").splitlines()[0]
         raise ValueError(
-            f"{sides}: expected models that load and run on the inputs, got {type(error).__name__}{place}: {first_line}; "
-            "run the file by itself to see the whole traceback"
+            f"{sides}: expected models that load and run on the inputs, got {type(error).__name__}{place}: "
+            f"{first_line}; run the file by itself to see the whole traceback"
         ) from error
 
 
