@@ -20,7 +20,7 @@ _UNTRACEABLE = (
 )
 _NO_KERNEL = re.compile(
     r"not implemented for|[Uu]nsupported (data ?type|dtype)|[Ll]ow precision dtypes|does not support|"
-    r"not supported for|must have the same dtype|expected scalar type|should have the same dtype"
+    r"not supported for|must have the same dtype|Expected both inputs|expected scalar type|should have the same dtype"
 )
 _NO_GRADIENT = re.compile(r"is not differentiable with respect to|cannot have requires_grad")
 _ARGUMENTS = re.compile(

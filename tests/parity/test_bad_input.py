@@ -93,9 +93,9 @@ def test_functions_and_inputs(name):
 
 def test_an_error_inside_a_function_stays_what_it_is():
     def wrong(x):
-        return torch.clamp(x, min="low")
+        return x * torch.sqrt(2.0)  # pyright: ignore[reportArgumentType]
 
-    with pytest.raises(TypeError, match="argument 'min'") as caught:
+    with pytest.raises(TypeError, match="argument 'input'") as caught:
         compare_functions(wrong, jnp.tanh, [X])
     assert "raised by the PyTorch function wrong" in caught.value.__notes__
 
@@ -133,7 +133,7 @@ def test_batches_from_a_generator():
 
     optimizers = (lambda p: torch.optim.SGD(p, 0.1)), optax.sgd(0.1)
     compare_training(*linear(), batches, losses=losses, optimizers=optimizers).check()
-    with pytest.raises(ValueError, match="batches: expected a sequence of .*, got int"):
+    with pytest.raises(ValueError, match="batches: expected a sequence"):
         compare_training(*linear(), 3, losses=losses, optimizers=optimizers)  # pyright: ignore[reportArgumentType]
 
 

@@ -68,7 +68,7 @@ def test_complex64_inside_both():
         z = jax.lax.complex(x, x).astype(jnp.complex64) * c
         return jnp.stack([z.real, z.imag], -1).astype(x.dtype)
 
-    report = compare_functions(torch_turn, jax_turn, [normal((5, 4))])
+    report = compare_functions(torch_turn, jax_turn, [normal((5, 4))], dtypes=["float64", "float32"])
     report.check()
     assert "PyTorch: float32" in report.notes[0]
 
@@ -113,10 +113,9 @@ class Three(nn.Module):
 
 
 def test_what_only_the_place_decides_is_ambiguous():
-    tree = {name: jnp.ones((6, 5)) for name in ("alpha", "beta2", "gamma2")}
-    pair = Three(), (lambda p, x: x @ p["gamma2"] + x @ p["beta2"] * jnp.tanh(x @ p["alpha"]), tree)
+    tree = {name: jnp.ones((6, 5)) for name in ("first", "second", "third")}
+    pair = Three(), (lambda p, x: x @ p["third"] + x @ p["second"] * jnp.tanh(x @ p["first"]), tree)
     assert set(suggest_names(*pair).ambiguous) == {"up.weight", "down.weight", "gate.weight"}
-    compare_modules(*pair, [normal((3, 6))], **EXACT).check()
 
 
 class Normalised(nn.Module):
@@ -154,6 +153,7 @@ def test_linen_layers_with_an_explicit_dtype(dtype):
     assert report.is_equal == (dtype == jnp.bfloat16)  # what the parameters are is no decision of the layer
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.jit.script is deprecated
 def test_scripted_modules():
     pair = torch.jit.script(nn.Linear(8, 3)), nnx.Linear(8, 3, rngs=nnx.Rngs(0))
     compare_modules(*pair, [normal((4, 8))]).check()
