@@ -48,7 +48,7 @@ def is_exact(values: Any, width: int = 64) -> bool:
         width: bits of their dtype; narrower ones have fewer digits, so that more of them look exact.
     """
     array = np.asarray(values)
-    array = np.stack([array.real, array.imag]) if array.dtype.kind == "c" else array
+    array = np.stack([np.real(array), np.imag(array)]) if array.dtype.kind == "c" else array
     array = array.astype(np.float64)
     array = array[np.isfinite(array)]
     digits = _DIGITS[width]

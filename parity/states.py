@@ -77,11 +77,11 @@ class UpdatedStates:
         """
         if name not in self._momenta:
             return after
-        kept = (1.0 - self._momenta[name]) * before
-        own = after - kept
+        retained = (1.0 - self._momenta[name]) * before
+        own = after - retained
         if name not in self._samples:
             with np.errstate(divide="ignore", invalid="ignore"):
-                excess = own / (other - kept) - 1.0
+                excess = own / (other - retained) - 1.0
             count = 1.0 + 1.0 / float(np.median(excess)) if np.all(excess > 0.0) else 0.0
             number = round(count) if np.isfinite(count) else 0
             is_same = number > 1 and bool(np.all(np.abs(excess * (number - 1) - 1.0) < UNBIASED))
@@ -92,4 +92,4 @@ class UpdatedStates:
                     f"factor {number - 1} / {number}."
                 )
         number = self._samples[name]
-        return kept + own * (number - 1) / number if number else after
+        return retained + own * (number - 1) / number if number else after

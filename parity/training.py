@@ -136,6 +136,15 @@ def compare_training(
         ... )
         >>> report.check()
     """
+    batches = _checked(batches)
+    check_seed(seed)
+    pair = pair_of_modules(torch_module, jax_module, batches[0][0], names, ignore, static)
+    training = _Training(pair, losses, optimizers, [_Batch.of(batch, pair, static) for batch in batches])
+    return training.compare(seed)
+
+
+def _checked(batches: Any) -> list[tuple[Any, Any]]:
+    """Return the batches as a list of pairs."""
     try:
         batches = list(batches)
     except TypeError:
@@ -143,12 +152,9 @@ def compare_training(
         raise ValueError(f"batches: expected a sequence of (inputs, targets), got {got}") from None
     if not batches:
         raise ValueError("batches: expected at least one (inputs, targets), got none")
-    check_seed(seed)
     if not isinstance(batches[0], tuple) or len(batches[0]) != 2:
         raise ValueError(f"batches: expected tuples (inputs, targets), got {type(batches[0]).__name__}")
-    pair = pair_of_modules(torch_module, jax_module, batches[0][0], names, ignore, static)
-    training = _Training(pair, losses, optimizers, [_Batch.of(batch, pair, static) for batch in batches])
-    return training.compare(seed)
+    return batches
 
 
 class _Batch(NamedTuple):

@@ -5,8 +5,8 @@ judged by themselves. What cannot be judged is reported as such, unless it is 0 
 nothing but rounding errors, which grow with the machine epsilon. A jump does not.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -26,9 +26,6 @@ from parity.rounding import (
 )
 from parity.rows import Results, Row
 
-if TYPE_CHECKING:
-    from parity.functions import Pair
-
 DECIDES = 1e-3
 """Largest relative tolerance that decides anything; in narrow dtypes, ULPS of them if that is more."""
 ULPS = 128.0
@@ -38,6 +35,27 @@ GROWTH = 100.0
 """Least growth of rounding errors with a machine epsilon of the square root."""
 JUMP_DRAWS = (16, 64)
 """Perturbations that search elements that jump: at first, and before a difference of others counts."""
+
+
+class Perturbable(Protocol):
+    """Two implementations whose results can be computed with perturbations; parity.functions.Pair."""
+
+    def perturbed_results(
+        self,
+        both: tuple[Values, Values],
+        cotangents: Leaves | None,
+        epsilon: float,
+        seed: int,
+        draws: Iterable[int],
+    ) -> Iterator[list[Results]]:
+        """Yield the results of both in float64 for values changed by a relative epsilon."""
+        ...
+
+    def errors_inside(
+        self, values: Values, cotangents: Leaves | None, exact: Results, epsilon: float, seed: Sequence[int]
+    ) -> dict[tuple[str, str], Spread]:
+        """Return the change of each result of PyTorch if all its operations round to a machine epsilon."""
+        ...
 
 
 class Measured(NamedTuple):
@@ -74,7 +92,7 @@ def wide_rows(rows: Sequence[Row], unit: str) -> list[str]:
     return [f"In {rows[0].dtype}, rounding changes {_listed(wide)} too much to judge it."] if wide else []
 
 
-def settle(pair: "Pair", measured: Measured, rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+def settle(pair: Perturbable, measured: Measured, rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     """Return the rows with a verdict on those whose tolerance decides nothing, and notes about them."""
     open_rows = [row for row in rows if _is_open(row, measured.spreads[row.kind, row.name], measured.unit)]
     if not open_rows:
@@ -101,7 +119,7 @@ def _listed(rows: Sequence[Row]) -> str:
     return ", ".join(f"{row.kind} {row.name!r}" for row in rows[:8]) + (" and others" if len(rows) > 8 else "")
 
 
-def _zeros(pair: "Pair", measured: Measured, rows: Sequence[Row]) -> list[Row]:
+def _zeros(pair: Perturbable, measured: Measured, rows: Sequence[Row]) -> list[Row]:
     """Return the rows whose results are 0 up to rounding on both sides."""
 
     def is_small(row: Row) -> bool:
@@ -127,7 +145,7 @@ class _Jumps:
         keys: the results.
     """
 
-    def __init__(self, pair: "Pair", measured: Measured, keys: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, pair: Perturbable, measured: Measured, keys: Sequence[tuple[str, str]]) -> None:
         self._pair, self._measured, self._keys = pair, measured, keys
         self._drawn = 0
         self._largest: dict[tuple[str, str], np.ndarray] = {}
@@ -180,7 +198,7 @@ def _settled(row: Row, measured: Measured, jumps: _Jumps) -> Difference:
     """Return the verdict on a row whose tolerance decides nothing."""
     key = row.kind, row.name
     first, second = (run[key] for run in measured.exact)
-    found = row.difference
+    found = different = row.difference
     for count in JUMP_DRAWS:
         jumps.draw(count)
         rest = ~jumps.at(key)
@@ -193,5 +211,6 @@ def _settled(row: Row, measured: Measured, jumps: _Jumps) -> Difference:
         decides = part.tolerance <= _limit(measured.unit)
         if not rest.any() or part.verdict != DIFFERENT or not decides:
             return found._replace(verdict=UNJUDGED)
-    place = tuple(int(axis[part.place[0]]) for axis in np.nonzero(rest))
-    return part._replace(place=place)
+        place = tuple(int(axis[part.place[0]]) for axis in np.nonzero(rest))
+        different = part._replace(place=place)
+    return different

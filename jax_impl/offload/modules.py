@@ -56,19 +56,27 @@ class OffloadedModules:
         """Names of the chosen submodules."""
         return tuple(self._modules)
 
+    @staticmethod
+    def fetch(tree: Any) -> Any:
+        """Return a tree with the arrays in host memory copied to the device, for computations with gradients.
+
+        JAX does not compute with arrays in host memory, so clip or add gradients after this.
+        """
+        return jax.tree.map(_to_device, tree)
+
     def update(self, optimizer: nnx.Optimizer, model: nnx.Module, gradients: Any) -> None:
         """Run ``optimizer.update(model, gradients)`` on the device, and move parameters to the host again.
 
         Args:
             optimizer: any nnx.Optimizer of the model.
             model: the model, or its copy in a transformation such as nnx.jit.
-            gradients: gradients of nnx.grad; those of moved parameters are in host memory.
+            gradients: gradients of nnx.grad, in either memory.
         """
         params = nnx.state(model, optimizer.wrt)
         on_host = {path: is_on_host(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
-        nnx.update(model, jax.tree.map(_to_device, params))
-        nnx.update(optimizer, jax.tree.map(_to_device, nnx.state(optimizer)))
-        optimizer.update(model, jax.tree.map(_to_device, gradients))
+        nnx.update(model, self.fetch(params))
+        nnx.update(optimizer, self.fetch(nnx.state(optimizer)))
+        optimizer.update(model, self.fetch(gradients))
         after = nnx.state(model, optimizer.wrt)
         nnx.update(model, jax.tree.map_with_path(lambda path, x: _to_host(x) if on_host[path] else x, after))
         if self._optimizer_state:

@@ -372,5 +372,10 @@ def updated(page: str) -> str:
     return before + BEGIN + table() + END + rest.split(END, 1)[1]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write the table to the page."""
     PAGE.write_text(updated(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()

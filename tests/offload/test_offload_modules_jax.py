@@ -72,6 +72,23 @@ def test_training_is_bitwise_that_of_the_plain_model(name, settings):
                 np.testing.assert_array_equal(leaf, wanted[path], err_msg=str(path))
 
 
+def test_gradients_are_added_on_the_device():
+    model, plain = Transformer(), Transformer()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    handle = offload_modules(model, ["layers.*"])
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        gradients = [handle.fetch(nnx.grad(loss)(model, scale * x)) for scale in (1, 2)]
+        handle.update(optimizer, model, jax.tree.map(jnp.add, *gradients))
+
+    step(model, optimizer, batch())
+    gradients = [nnx.jit(nnx.grad(loss))(plain, scale * batch()) for scale in (1, 2)]
+    expected = jax.tree.map(lambda p, a, b: p - 0.1 * (a + b), nnx.state(plain, nnx.Param), *gradients)
+    for found, wanted in zip(jax.tree.leaves(nnx.state(model, nnx.Param)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
+
+
 def residuals(model) -> tuple[list, list]:
     """Shapes of what the model saves for backward on the device and on the host, besides its arguments."""
     graph, params, rest = nnx.split(model, nnx.Param, ...)
