@@ -131,6 +131,7 @@ def test_modules_told_can_be_run(module):
             "docs.generate.architecture",
             "docs.generate.errata",
             "tests.faults",
+            "tests.everywhere.support_matrix",
         )
         assert module in (*run_elsewhere, "benchmarks.stage_costs"), "run it below, or in test_generate_report.py"
 
