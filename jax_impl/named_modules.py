@@ -1,6 +1,6 @@
 """Submodules of an nnx model by name, classes in the place of theirs, and calls of them in transformations."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,30 @@ def subclass_with(kind: type, call: Callable[..., Any]) -> type:
 def change_class(module: nnx.Module, kind: type) -> None:
     """Give an instance another class, a subclass of its own or the class that it was made from."""
     object.__setattr__(module, "__class__", kind)
+
+
+def restore_classes(
+    modules: Mapping[str, nnx.Module], kinds: Sequence[Callable[[type], type]], operation: str, owner: str
+) -> None:
+    """Give modules the classes back that change_class replaced, all or none.
+
+    Args:
+        modules: the modules by name.
+        kinds: functions that returned the present classes for the former ones.
+        operation: name of the caller, for the error.
+        owner: name of the function that changed the classes, for the error.
+
+    Raises:
+        ValueError: a module got another class later.
+    """
+    for name, module in modules.items():
+        if type(module) not in [kind(type(module).__mro__[1]) for kind in kinds]:
+            raise ValueError(
+                f"{operation}: expected the class of {owner} in {name!r}, got {type(module).__name__} with changes "
+                "made later; undo them first"
+            )
+    for module in modules.values():
+        change_class(module, type(module).__mro__[1])
 
 
 def call_through(

@@ -1,6 +1,5 @@
 """Which submodules of two recorded models belong together, and which of their arrays and parameters."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from flax import nnx
 from torch import nn
 
 from parity.implementations import CallInputs, JaxImplementation
-from parity.names import Link, Links
+from parity.names import Link, Links, star_pattern
 from parity.pytrees import Leaves, map_arrays
 from parity.recording import Call, Calls, nnx_submodules
 from parity.rounding import distance
@@ -354,7 +353,7 @@ def _links_by_module(paths: Sequence[str], links: Links, names: Names, side: int
 
 def star_match(pattern: str, path: str) -> tuple[str, ...] | None:
     """Return the texts in place of the stars of a pattern, or None if a path does not match."""
-    match = re.fullmatch(re.escape(pattern).replace(r"\*", r"([^.]*)"), path)
+    match = star_pattern(pattern).fullmatch(path)
     return None if match is None else match.groups()
 
 

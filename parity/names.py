@@ -86,7 +86,7 @@ def resolve(
     for name, shape in torch.items():
         if name not in used and name not in reached and jax.get(name) == shape:
             links.append(Link((name,), (name,), list))
-    _check_complete(links, torch, jax, [_pattern(pattern) for pattern in [*ignore, *constants]])
+    _check_complete(links, torch, jax, [star_pattern(pattern) for pattern in [*ignore, *constants]])
     return Links(tuple(links))
 
 
@@ -128,13 +128,14 @@ def _alternatives(key: str) -> list[str]:
     return [f"{found[1]}{part.strip()}{found[3]}" for part in found[2].split(",")] if found else [key]
 
 
-def _pattern(name: str) -> re.Pattern:
+def star_pattern(name: str) -> re.Pattern:
+    """Return the regular expression of a name in which ``*`` stands for any text without a dot."""
     return re.compile(re.escape(name).replace(r"\*", r"([^.]*)"))
 
 
 def _matches(pattern: str, shapes: Shapes) -> dict[tuple[str, ...], str]:
     """Return the names that match, by the texts in place of the stars, numbers in their order."""
-    compiled = _pattern(pattern)
+    compiled = star_pattern(pattern)
     found = {match.groups(): name for name in shapes if (match := compiled.fullmatch(name))}
     return dict(
         sorted(found.items(), key=lambda item: [(not s.isdigit(), int(s) if s.isdigit() else 0, s) for s in item[0]])

@@ -1,13 +1,12 @@
 """Buffers and variables that forward changes, such as running statistics: pairs of both sides, by JAX's names."""
 
-import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from torch import nn
 
 from parity.implementations import Run, TorchImplementation, Values
+from parity.names import star_pattern
 from parity.pytrees import Leaves
 
 UNBIASED = 1e-3
@@ -28,7 +27,7 @@ class UpdatedStates:
     ) -> None:
         self.notes: list[str] = []
         self._translate = translate
-        self._ignored = [re.compile(re.escape(pattern).replace(r"\*", "([^.]*)")) for pattern in ignored]
+        self._ignored = [star_pattern(pattern) for pattern in ignored]
         self._momenta: dict[str, float] = {}
         """Share of the batch in running variances, by JAX's name."""
         self._samples: dict[str, int] = {}
@@ -58,7 +57,9 @@ class UpdatedStates:
         before = self._translate(both[0].parameters)
         after = self._translate({**both[0].parameters, **ours.updates})
         second = {name: theirs.updates.get(name, both[1].parameters[name]) for name in self._names}
-        return {name: self._biased(name, before[name], after[name], second[name]) for name in self._names}, second
+        batches = [array.shape[0] for array in both[0].inputs.values() if array.ndim and array.shape[0] > 1]
+        first = {name: self._biased(name, before[name], after[name], second[name], batches) for name in self._names}
+        return first, second
 
     def _is_ignored(self, name: str) -> bool:
         return any(pattern.fullmatch(name) for pattern in self._ignored)
@@ -70,10 +71,13 @@ class UpdatedStates:
             if left and note not in self.notes:
                 self.notes.append(note)
 
-    def _biased(self, name: str, before: np.ndarray, after: np.ndarray, other: np.ndarray) -> Any:
+    def _biased(
+        self, name: str, before: np.ndarray, after: np.ndarray, other: np.ndarray, batches: Sequence[int]
+    ) -> np.ndarray:
         """Return a running variance of PyTorch as if it were that of flax, which does not divide by n - 1 but by n.
 
-        The number n of samples is read off the ratio of both, which has to be equal for all channels.
+        The number n of samples is read off the ratio of both, which has to be equal for all channels, and n has to be a
+        multiple of the first size of an input. Another factor, such as 1.1, is a difference.
         """
         if name not in self._momenta:
             return after
@@ -84,7 +88,8 @@ class UpdatedStates:
                 excess = own / (other - retained) - 1.0
             count = 1.0 + 1.0 / float(np.median(excess)) if np.all(excess > 0.0) else 0.0
             number = round(count) if np.isfinite(count) else 0
-            is_same = number > 1 and bool(np.all(np.abs(excess * (number - 1) - 1.0) < UNBIASED))
+            is_multiple = any(number % size == 0 for size in batches)
+            is_same = number > 1 and is_multiple and bool(np.all(np.abs(excess * (number - 1) - 1.0) < UNBIASED))
             self._samples[name] = number if is_same else 0
             if is_same:
                 self.notes.append(

@@ -10,7 +10,7 @@ import numpy as np
 from rich.table import Table
 from scipy.optimize import linear_sum_assignment
 
-from parity.names import Shapes
+from parity.names import Shapes, star_pattern
 from parity.tables import table_text
 
 _SYNONYMS = (
@@ -333,7 +333,7 @@ def _tokens(name: str) -> set[str]:
 
 
 def _matches(entry: str, name: str) -> bool:
-    return bool(re.fullmatch(re.escape(entry).replace(r"\*", r"[^.]*"), name))
+    return bool(star_pattern(entry).fullmatch(name))
 
 
 def target_of(value: Any) -> Any:

@@ -17,7 +17,7 @@ from jax import Array
 from jax.extend.core.primitives import dot_general_p
 
 from diptych.plans.module_patterns import select
-from jax_impl.named_modules import call_through, change_class, named_modules, subclass_with
+from jax_impl.named_modules import call_through, change_class, named_modules, restore_classes, subclass_with
 from jax_impl.offload.device import is_on_host
 from jax_impl.recompute.opaque_call import except_opaque_calls, without_residuals
 from jax_impl.traced_programs import part_of, trace_inlined, variables
@@ -34,10 +34,7 @@ _SETTINGS = "offload_min_bytes"
 class OffloadedModules:
     """The offload that offload_modules has added to a model."""
 
-    def __init__(
-        self, model: nnx.Module, modules: Mapping[str, nnx.Module], min_bytes: int | None, optimizer_state: bool
-    ) -> None:
-        self._model = model
+    def __init__(self, modules: Mapping[str, nnx.Module], min_bytes: int | None, optimizer_state: bool) -> None:
         self._modules = dict(modules)
         self._optimizer_state = optimizer_state
         self._moved = [
@@ -73,37 +70,34 @@ class OffloadedModules:
             gradients: gradients of nnx.grad, in either memory.
         """
         params = nnx.state(model, optimizer.wrt)
-        on_host = {path: is_on_host(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
+        were_on_host = jax.tree.map(is_on_host, params)
         nnx.update(model, self.fetch(params))
         nnx.update(optimizer, self.fetch(nnx.state(optimizer)))
         optimizer.update(model, self.fetch(gradients))
         after = nnx.state(model, optimizer.wrt)
-        nnx.update(model, jax.tree.map_with_path(lambda path, x: _to_host(x) if on_host[path] else x, after))
+        nnx.update(model, jax.tree.map(lambda was, x: _to_host(x) if was else x, were_on_host, after))
         if self._optimizer_state:
-            nnx.update(optimizer, jax.tree.map_with_path(self._place_moment, nnx.state(optimizer)))
+            moments = nnx.to_flat_state(nnx.state(optimizer))
+            moved = {path: jax.tree.map(_to_host, moment) for path, moment in moments if self._belongs_to_moved(path)}
+            nnx.update(optimizer, nnx.from_flat_state(moved))
 
-    def _place_moment(self, path: Any, leaf: Array) -> Array:
-        """Move a leaf of the optimizer's state to the host if it belongs to a moved parameter."""
-        names = tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
-        owner = any(any(names[i : i + len(own)] == own for i in range(len(names))) for own in self._moved)
-        return _to_host(leaf) if owner else leaf
+    def _belongs_to_moved(self, path: tuple[Any, ...]) -> bool:
+        """Return True if a path in the optimizer's state contains that of a moved parameter."""
+        names = tuple(map(str, path))
+        return any(names[i : i + len(own)] == own for own in self._moved for i in range(len(names)))
 
     def close(self) -> None:
         """Give the modules their own classes back, and move their parameters to the device. A second call does nothing.
 
+        What an optimizer has in host memory stays there: nnx.update(optimizer, handle.fetch(nnx.state(optimizer))).
+
         Raises:
             ValueError: a module got another class later; undo that first.
         """
-        for name, module in self._modules.items():
-            if type(module) is not _offloaded_class(type(module).__mro__[1]):
-                raise ValueError(
-                    f"close: expected the class of offload_modules in {name!r}, got {type(module).__name__} with "
-                    "changes made later, such as recompute; undo them first"
-                )
+        restore_classes(self._modules, (_offloaded_class,), "close", "offload_modules")
         for module in self._modules.values():
-            change_class(module, type(module).__mro__[1])
             delattr(module, _SETTINGS)
-            nnx.update(module, jax.tree.map(_to_device, nnx.state(module, nnx.Param)))
+            nnx.update(module, self.fetch(nnx.state(module, nnx.Param)))
         self._modules = {}
 
 
@@ -162,7 +156,7 @@ def offload_modules(
             raise ValueError(f"modules: expected modules without offload, got {name}, which has it; close() it first")
         if not jax.tree.leaves(nnx.state(module, nnx.Param)):
             raise ValueError(f"modules: expected modules with parameters, got {name}, which has none")
-    return OffloadedModules(model, chosen, activation_min_bytes if activations else None, optimizer_state)
+    return OffloadedModules(chosen, activation_min_bytes if activations else None, optimizer_state)
 
 
 @cache

@@ -19,7 +19,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from diptych.plans.module_patterns import matching, select_within
 from diptych.plans.recompute import ModuleBytes
-from jax_impl.named_modules import call_through, change_class, is_node, named_modules, subclass_with
+from jax_impl.named_modules import call_through, change_class, is_node, named_modules, restore_classes, subclass_with
 from jax_impl.recompute.names import drop_names
 from jax_impl.recompute.opaque_call import except_opaque_calls, without_residuals
 
@@ -41,11 +41,11 @@ class RecomputedModules:
         """Names of the recomputed submodules by the name of their block."""
         self._labels = dict(labels)
         found = dict(named_modules(model))
-        self._changed: dict[int, nnx.Module] = {}
+        self._changed: dict[str, nnx.Module] = {}
         for name in [*blocks, *(name for names in blocks.values() for name in names)]:
             module = found[name]
-            if id(module) not in self._changed:
-                self._changed[id(module)] = module
+            if not any(module is changed for changed in self._changed.values()):
+                self._changed[name] = module
                 kind = _block_class if name in blocks else _recomputed_class
                 change_class(module, kind(type(module)))
                 setattr(module, _LABEL, labels[name])
@@ -56,15 +56,8 @@ class RecomputedModules:
         Raises:
             ValueError: a module got another class later; undo that first.
         """
+        restore_classes(self._changed, (_block_class, _recomputed_class), "remove", "recompute_modules")
         for module in self._changed.values():
-            if type(module) not in [kind(type(module).__mro__[1]) for kind in (_block_class, _recomputed_class)]:
-                name = next(name for name, found in named_modules(self._model) if found is module)
-                raise ValueError(
-                    f"remove: expected the class of recompute_modules in {name!r}, got {type(module).__name__} with "
-                    "changes made later, such as hyper-connections; undo them first"
-                )
-        for module in self._changed.values():
-            change_class(module, type(module).__mro__[1])
             delattr(module, _LABEL)
         self._changed = {}
 

@@ -58,9 +58,10 @@ def test_training_is_bitwise_that_of_the_plain_model(name, settings):
     found, model, optimizer, handle = train(name, SETTINGS[settings])
     assert found == expected
     begin = MODELS[name][1][0].partition(".")[0]
-    for path, is_there in on_host(nnx.state(model, nnx.Param)).items():
-        assert is_there == (begin in path and (name != "parts" or "'up'" in path)), path
     moments = on_host(nnx.state(optimizer))
+    kinds = [on_host(nnx.state(model, nnx.Param)), *([moments] if settings == "moments" else [])]
+    for path, is_there in (item for kind in kinds for item in kind.items()):
+        assert is_there == (begin in path and (name != "parts" or "'up'" in path)), path
     assert any(moments.values()) == (settings == "moments")
     assert not all(moments.values())
     handle.close()
@@ -196,7 +197,10 @@ def test_a_second_offload_and_a_late_close_are_refused():
     with pytest.raises(ValueError, match=r"got blocks\.0, which has it; close\(\) it first"):
         offload_modules(model, ["blocks.*"])
     later = recompute_modules(model, CHOSEN)
-    with pytest.raises(ValueError, match="changes made later, such as recompute"):
+    with pytest.raises(
+        ValueError,
+        match=r"close: expected the class of offload_modules in 'blocks\.0', got Block with changes made later",
+    ):
         handle.close()
     later.remove()
     handle.close()

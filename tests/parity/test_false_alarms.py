@@ -32,7 +32,12 @@ def test_indices_of_rounded_scores():
 
 
 def test_a_threshold_of_rounded_values():
-    compare_functions(lambda x: x.sum(-1) > 0, lambda x: x.reshape(-1, 2, 32).sum(1).sum(-1) > 0, [normal((999, 64))])
+    def in_halves(x):
+        return x.reshape(-1, 2, 32).sum(1).sum(-1) > 0
+
+    compare_functions(lambda x: x.sum(-1) > 0, in_halves, [normal((999, 64))]).check()
+    wrong = compare_functions(lambda x: x.sum(-1) > 0, lambda x: in_halves(x - 0.01), [normal((999, 64))])
+    assert {row.dtype for row in wrong.different} == {"float64", "float32", "bfloat16"}
 
 
 NARROW = {"float16": (torch.float16, jnp.float16), "bfloat16": (torch.bfloat16, jnp.bfloat16)}

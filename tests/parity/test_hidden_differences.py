@@ -124,10 +124,11 @@ def test_what_cannot_be_judged_is_not_equal():
 
 
 def test_an_ill_conditioned_result_is_not_judged():
-    report = compare_functions(
-        lambda x: (x + 1e13) - 1e13, lambda x: (x + 1e13) - 1e13 + 0.002, [normal((9,))], **EXACT
-    )
+    inputs = [normal((9,)), np.full(9, 1e13), np.full(9, 1e13)]
+    report = compare_functions(lambda x, c, d: x + (c - d), lambda x, c, d: x + (c - d) + 0.002, inputs, **EXACT)
+    assert [row.kind for row in report.unjudged] == ["output"]
     assert not report.is_equal
+    compare_functions(lambda x, c, d: x + (c - d), lambda x, c, d: (c - d) + x, inputs, **EXACT).check()
 
 
 def test_a_zero_up_to_rounding_is_equal_with_a_note():
@@ -180,6 +181,28 @@ def test_running_statistics_are_compared(side):
     )
     assert len([row for row in right.rows if row.kind == "updated state"]) == 4
     assert locate(TorchState(), side(0.9), [x]).is_equal
+
+
+class Scaled(nnx.Module):
+    """A batch norm whose running variance is too small by a factor, as if it were that of another number of samples."""
+
+    def __init__(self, factor):
+        self.bn = nnx.BatchNorm(8, momentum=0.9, epsilon=1e-5, rngs=nnx.Rngs(0))
+        self.factor = factor
+
+    def __call__(self, x):
+        before = self.bn.var[...]
+        y = self.bn(x)
+        self.bn.var[...] = 0.9 * before + (self.bn.var[...] - 0.9 * before) / self.factor
+        return y
+
+
+def test_another_factor_of_the_running_variance_is_different():
+    x = normal((16, 8))
+    assert compare_modules(TorchState(), Scaled(1.0), [x], **EXACT).is_equal
+    # 16 / 15 * 33 / 32 = 11 / 10: PyTorch's is 1.1 times that of JAX
+    report = compare_modules(TorchState(), Scaled(33 / 32), [x], **EXACT)
+    assert [row.name for row in report.different] == ["bn.var"]
 
 
 class Counted(nn.Module):
