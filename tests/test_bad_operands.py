@@ -12,7 +12,7 @@ from diptych_kernels import jax_backend as jax_ops
 from diptych_kernels import torch_backend as torch_ops
 from tests.backends import BACKENDS, room
 
-DOORS = {"torch": torch_ops, "jax": jax_ops}
+LIBRARIES = {"torch": torch_ops, "jax": jax_ops}
 
 
 class Given:
@@ -240,7 +240,7 @@ def test_reference_and_kernels_refuse_the_same(backend, impl, what):
 def test_kernels_refuse_bad_operands(backend, what):
     call, message = DIRECT[what]
     with pytest.raises(ValueError, match=re.escape(message)):
-        call(DOORS[backend], Given(backend))
+        call(LIBRARIES[backend], Given(backend))
 
 
 def test_sparse_tensors_are_refused():

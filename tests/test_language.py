@@ -39,12 +39,6 @@ IDENTIFIERS = re.compile(r"told|kept|course|hands|alike|weighs|ticks?|drill|show
 NAMED_IN = (*FOLDERS[:6], "docs/generate")
 """Folders whose names in Python code are checked: product code, benchmarks and generators of documentation."""
 SUFFIXES = (".py", ".md", ".ipynb", ".js", ".html", ".css")
-ALLOWED = {
-    ("door", "jax_impl/pipeline/step.py"): "a public argument that others use",
-    ("door", "docs/pipeline.md"): "that argument",
-    ("door", "docs/api.md"): "that argument",
-    ("door", "benchmarks/jobs/pipeline_jax.py"): "that argument",
-}
 
 
 def texts() -> list[tuple[str, str]]:
@@ -77,13 +71,8 @@ def uses(word: str, text: str) -> list[str]:
 @pytest.mark.parametrize("word", RETIRED)
 def test_a_retired_word_is_not_used(word, everything):
     assert len(everything) > 200
-    found = {name: uses(word, text) for name, text in everything if (word, name) not in ALLOWED}
+    found = {name: uses(word, text) for name, text in everything}
     assert not {name: lines for name, lines in found.items() if lines}
-
-
-@pytest.mark.parametrize(("word", "name"), ALLOWED)
-def test_an_exception_is_still_needed(word, name, everything):
-    assert uses(word, dict(everything)[name])
 
 
 def names_in(text: str) -> set[str]:

@@ -33,7 +33,7 @@ def make_pipeline_step(
     model: nnx.Module,
     config: TransformerConfig,
     mesh: Mesh | None = None,
-    door: str = "pmap",
+    backend: str = "pmap",
     *,
     keep: str = "residuals",
     slots: str = "canonical",
@@ -48,7 +48,7 @@ def make_pipeline_step(
         config: number of ranks, virtual stages, layers by stage, schedule and recompute settings.
         mesh: mesh with an axis "pp" of the size of the pipeline. With shard_map it may have an axis "dp", which divides
             the samples of every microbatch, and an axis "cp" of size context_parallel_size. None: the first devices.
-        door: backend that places the program on devices: "pmap" or "shard_map". Both run the same function; only
+        backend: "pmap" or "shard_map", which place the program on the devices. Both run the same function; only
             shard_map supports parameters on the host.
         keep: values that a stage saves for backward: its "inputs" (backward replays the stage), or the "residuals" that
             the recompute settings leave. Residuals take less time even with full recompute, because only the blocks are
@@ -63,10 +63,10 @@ def make_pipeline_step(
         ValueError: the mesh, the devices or an option is not supported, or JAX has too few threads to interpret kernels
             on this number of devices; the message names the remedy.
     """
-    _check_options(model, config, door, keep, slots)
-    mesh = _mesh(config, mesh, door)
+    _check_options(model, config, backend, keep, slots)
+    mesh = _mesh(config, mesh, backend)
     _check_threads(config, mesh)
-    return PipelineStep(model, config, mesh, door, cast("Keep", keep), slots == "fused", training, forward_only)
+    return PipelineStep(model, config, mesh, backend, cast("Keep", keep), slots == "fused", training, forward_only)
 
 
 class PipelineStep:
@@ -77,7 +77,7 @@ class PipelineStep:
         model: nnx.Module,
         config: TransformerConfig,
         mesh: Mesh,
-        door: str,
+        backend: str,
         keep: Keep,
         fused: bool,
         training: bool,
@@ -85,7 +85,7 @@ class PipelineStep:
     ) -> None:
         self.config = config
         self.mesh = mesh
-        self.door = door
+        self.backend = backend
         self.keep: Keep = keep
         self.moved = Moved()
         """Activations of one forward that are offloaded to the host; known once a step has been traced."""
@@ -98,7 +98,7 @@ class PipelineStep:
         schedule = schedule_for(config, min_microbatches)  # for the ranks of stages, which do not depend on m
         self.stages = divide_model(type(model), config, schedule, training)
         self.table(min_microbatches)  # raises an error if the schedule does not support these slots
-        by_backend = by_pmap if door == "pmap" else partial(by_shard_map, batch_specs=_batch_specs(mesh))
+        by_backend = by_pmap if backend == "pmap" else partial(by_shard_map, batch_specs=_batch_specs(mesh))
         self._run = by_backend(self._local, mesh)
 
     def __call__(
@@ -238,7 +238,7 @@ def _batch_specs(mesh: Mesh) -> Batch:
     return Batch(**by_name)
 
 
-def _mesh(config: TransformerConfig, mesh: Mesh | None, door: str) -> Mesh:
+def _mesh(config: TransformerConfig, mesh: Mesh | None, backend: str) -> Mesh:
     """Check a mesh, or create one over the first devices."""
     p = config.pipeline_model_parallel_size
     cp = config.context_parallel_size
@@ -263,9 +263,9 @@ def _mesh(config: TransformerConfig, mesh: Mesh | None, door: str) -> Mesh:
         raise ValueError(
             f"mesh: expected an axis {CONTEXT_AXIS!r} of size context_parallel_size={cp}, got {dict(mesh.shape)}"
         )
-    if door == "pmap" and mesh.axis_names != (PIPELINE_AXIS,):
+    if backend == "pmap" and mesh.axis_names != (PIPELINE_AXIS,):
         raise ValueError(
-            f"mesh: expected axis {PIPELINE_AXIS!r} alone with door 'pmap', got {dict(mesh.shape)}; use door "
+            f"mesh: expected axis {PIPELINE_AXIS!r} alone with backend 'pmap', got {dict(mesh.shape)}; use backend "
             "'shard_map'"
         )
     return mesh
@@ -284,15 +284,15 @@ def _check_threads(config: TransformerConfig, mesh: Mesh) -> None:
         )
 
 
-def _check_options(model: nnx.Module, config: TransformerConfig, door: str, keep: str, slots: str) -> None:
+def _check_options(model: nnx.Module, config: TransformerConfig, backend: str, keep: str, slots: str) -> None:
     """Raise a ValueError if an option is unknown or not supported, or the model is not the undivided model."""
-    for name, value, choices in (("door", door, BACKENDS), ("slots", slots, SLOTS), ("keep", keep, KEEPS)):
+    for name, value, choices in (("backend", backend, BACKENDS), ("slots", slots, SLOTS), ("keep", keep, KEEPS)):
         if value not in choices:
             raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
-    if config.enable_tensor_offload and door == "pmap":
+    if config.enable_tensor_offload and backend == "pmap":
         raise ValueError(
-            "door: expected 'shard_map' with enable_tensor_offload, got 'pmap', which does not support arrays in host "
-            "memory"
+            "backend: expected 'shard_map' with enable_tensor_offload, got 'pmap', which does not support arrays in "
+            "host memory"
         )
     if config.enable_activation_offload and keep == "inputs":
         raise ValueError(

@@ -1,4 +1,4 @@
-"""No state of a run confuses offload: no_grad, exceptions, saving, closing, reading; its door (O8 to O10)."""
+"""Test offload in every state of a run: no_grad, exceptions, saving, closing, reading; its interface (O8 to O10)."""
 
 import copy
 import gc

@@ -63,7 +63,9 @@ def test_kernels_are_not_interpreted_by_too_few_threads(monkeypatch):
 
 def test_both_doors_run_the_same_function():
     config = replace(PLAIN, num_layers=2, pipeline_model_parallel_size=2)
-    (loss, gradients, _), (other_loss, others, _) = (run_step(config, 4, door=door) for door in ("pmap", "shard_map"))
+    (loss, gradients, _), (other_loss, others, _) = (
+        run_step(config, 4, backend=backend) for backend in ("pmap", "shard_map")
+    )
     assert loss == other_loss
     for ours, theirs in zip(gradients, others, strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -138,10 +140,10 @@ def collectives(program, inside: bool = False) -> list[tuple[str, bool]]:
     return found
 
 
-@pytest.mark.parametrize("door", ["pmap", "shard_map"])
-def test_no_collective_is_in_a_branch(door):
+@pytest.mark.parametrize("backend", ["pmap", "shard_map"])
+def test_no_collective_is_in_a_branch(backend):
     config = replace(HYPER, hidden_dropout=0.0, pipeline_model_parallel_size=2, pipeline_schedule="zb-h1")
-    found = collectives(traced(config, door=door))
+    found = collectives(traced(config, backend=backend))
     assert {name.removesuffix("_invariant") for name, _ in found} == {"ppermute", "psum"}
     assert not [name for name, inside in found if inside]
 
@@ -165,4 +167,4 @@ def test_collective_test_sees_one_that_jax_puts_in_a_branch(monkeypatch):
 
     monkeypatch.setattr(executor, "vary", vary_all_but_parameters)
     config = replace(PLAIN, num_layers=2, pipeline_model_parallel_size=2)
-    assert ("psum_invariant", True) in collectives(traced(config, door="shard_map"))
+    assert ("psum_invariant", True) in collectives(traced(config, backend="shard_map"))
